@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.errors import ConfigError
-from pipeline.train.model.packing_probe import TOLERANCE, Likeness, likeness
+from pipeline.train.model.packing_probe import TOLERANCE, PackingProbe, probe_packing
 
 PAGE = Path(__file__).parent / "families.md"
 KEYS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ cover the servers: it does not show whether vLLM can serve a family and update i
 def row(family: str) -> str:
     try:
         config = CONFIG_MAPPING[family](**KEYS.get(family, {})).to_dict()
-        found = likeness(json.dumps(config | {"model_type": family}))
+        found = probe_packing(json.dumps(config | {"model_type": family}))
     except ConfigError as error:
         return f"| {family} | refused | | | {error.value}: expected {error.expected} |"
     except Exception as error:  # noqa: BLE001 (a family whose default config is none is a row as well)
@@ -66,7 +66,7 @@ def row(family: str) -> str:
     return f"| {family} | {outcome(found)} | {short(found.packed)} | {short(found.padded)} | |"
 
 
-def outcome(found: Likeness) -> str:
+def outcome(found: PackingProbe) -> str:
     if found.packed <= TOLERANCE:
         return "packed"
     return "padded" if found.padded <= TOLERANCE else "refused"

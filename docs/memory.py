@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from pipeline.config import ModelConfig, RunConfig, load_config
-from pipeline.topology.gpu_memory import CONTEXT, GIB, Sizes, kv_bytes, sequences, server_need, trainer_need
-from pipeline.topology.memory_fit import most_share
+from pipeline.topology.gpu_memory import CONTEXT, GIB, Sizes, kv_bytes, sequences, server_memory, trainer_memory
+from pipeline.topology.memory_fit import max_gpu_memory_utilization
 from pipeline.train.model.model_size import sizes_of
 
 PAGE = Path(__file__).parent / "gpus.md"
@@ -113,7 +113,7 @@ def config_of(
 def computed(case: Measured) -> float:
     """Computed GiB of a measured case: without CUDA's part, and without servers."""
     config = config_of(*case.ways, processes=case.processes, tokens=case.tokens)
-    need = trainer_need(config, sizes_from(case.settings))
+    need = trainer_memory(config, sizes_from(case.settings))
     return (need.total - CONTEXT - need.parts["weights for the servers"]) / GIB
 
 
@@ -148,14 +148,14 @@ def _trainer_rows(name: str, sizes: Sizes) -> Iterator[str]:
     saved = ", resharded and recomputed"
     for ways, place, words in (((), "gpu", ", all kept"), (SAVED, "gpu", saved), (SAVED, "host", f"{saved}, host")):
         config = config_of("compile", *ways, publish_from=place)
-        totals = [trainer_need(config, sizes, ranks).total / GIB for ranks in _RANKS]
+        totals = [trainer_memory(config, sizes, ranks).total / GIB for ranks in _RANKS]
         yield f"| {name}{words} | " + " | ".join(f"{total:.0f}" for total in totals) + " |"
 
 
 def _server_rows(name: str, sizes: Sizes) -> Iterator[str]:
     for gpus in (1, 2, 4, 8):
         config = config_of(gpus=gpus)
-        need = server_need(config, sizes)
+        need = server_memory(config, sizes)
         parts = [need.parts["weights"], need.parts["weights that arrive"], need.total]
         cells = [f"{part / GIB:.1f}" for part in parts] + [f"{kv_bytes(config, sizes) / 1024:.0f}"]
         cells += [_room(config, sizes, memory) for memory in CARDS.values()]
@@ -169,7 +169,7 @@ def _measured_row(case: Measured) -> str:
 
 def _room(config: RunConfig, sizes: Sizes, memory: int) -> str:
     """Sequences, and the server's fraction of the card for them: the default, or the largest possible one."""
-    share = min(config.inference.gpu_memory, most_share(config, sizes, memory))
+    share = min(config.inference.gpu_memory, max_gpu_memory_utilization(config, sizes, memory))
     with_share = config.model_copy(update={"inference": config.inference.model_copy(update={"gpu_memory": share})})
     count = sequences(with_share, sizes, memory)
     return f"{count} ({share})" if count > 0 else "–"

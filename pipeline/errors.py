@@ -13,29 +13,29 @@ into one of these at the boundary where they appear. Must not import anything of
     ├── RecordError          a wire record of an unknown kind or version, or torn
     ├── StreamError          the streams' backend failed or refused
     ├── CheckpointError      a checkpoint is missing, torn, or of another shape
-    │   ├── DamagedError     what lies there is not what was committed; an older commit may do
-    │   └── OvertakenError   another attempt has the right to write by now
+    │   ├── DamagedCheckpointError     what lies there is not what was committed; an older commit may do
+    │   └── SupersededError   another attempt has the right to write by now
     ├── WeightSyncError      an update of the servers' weights failed
     ├── RolloutError         one sample could not be produced; carries the reason
     │   └── EpisodeError     whoever ran the episode says that it came to nothing
     ├── TaskError            a task cannot produce anything usable
     ├── SweepError           a point of a sweep has no result; says why
     ├── SchedulerError       a command of the scheduler failed, or gave no answer in time
-    ├── ForgedError          a message that nobody of this world wrote
+    ├── SignatureError          a message that nobody of this world wrote
     ├── ImpostorError        a program that does not know the attempt's secret listens in a server's place
     ├── TrainingError        a batch cannot be trained, or an operation failed on a rank of the trainer
-    └── TransitionError      a state machine got an event that its state does not allow
+    └── InvalidTransitionError      a state machine got an event that its state does not allow
 """
 
 from typing import Any
 
-LONGEST_LINE = 1000
+MAX_LINE = 1000
 
 
 def one_line(error: BaseException) -> str:
     """`ErrorName: what it says`, in one line; cut where the error of a library carries pages."""
     line = " ".join(f"{type(error).__name__}: {error}".split())
-    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} …"
+    return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} …"
 
 
 def first_line(error: BaseException) -> str:
@@ -103,11 +103,11 @@ class CheckpointError(RollcallError):
     """A checkpoint is missing, torn, or does not match the model."""
 
 
-class DamagedError(CheckpointError):
+class DamagedCheckpointError(CheckpointError):
     """What lies there is not what was committed, and will not be: an older commit may do."""
 
 
-class OvertakenError(CheckpointError):
+class SupersededError(CheckpointError):
     """Another attempt has taken over: this one writes nothing more, and what it ran into is nobody's failure."""
 
 
@@ -131,7 +131,7 @@ class TrainingError(RollcallError):
     """A batch cannot be trained, or a training operation failed; names the row, or the rank with its traceback."""
 
 
-class ForgedError(RollcallError):
+class SignatureError(RollcallError):
     """A message between processes of a run was not signed with its world's secret; nothing in it was used."""
 
 
@@ -148,7 +148,7 @@ class SchedulerError(RollcallError):
     """A command of the scheduler failed or gave no answer in time; names the command and what it said."""
 
 
-class TransitionError(RollcallError):
+class InvalidTransitionError(RollcallError):
     """A state machine received an event its state does not allow."""
 
     def __init__(self, machine: str, state: str, event: str) -> None:

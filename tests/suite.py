@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tests.workers import WORKERS
 
-MOST_TRIED_AGAIN = 5
+MAX_TRIED_AGAIN = 5
 SUITE_SECONDS, AGAIN_SECONDS = 3600, 660
 """Deadlines of a run of all tests and of one test: pytest itself can hang, as when one of its workers dies."""
 SUITE = ("-m", "not trial and not gpu", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str], suite: Sequence[str] = SUITE) -> int:
         return _end("not tried again, since they wait for no other process", firm)
     if not failed:
         return FAILED
-    if len(failed) > MOST_TRIED_AGAIN:
-        return _end(f"not tried again, since more than {MOST_TRIED_AGAIN} failed", [entry["test"] for entry in failed])
+    if len(failed) > MAX_TRIED_AGAIN:
+        return _end(f"not tried again, since more than {MAX_TRIED_AGAIN} failed", [entry["test"] for entry in failed])
     flakes = []
     for entry in failed:
         print(f"\nonce more, alone: {entry['test']}", flush=True)

@@ -24,34 +24,34 @@ Each attempt writes into folders of its own, so what a killed or cut-off attempt
 files, and the same order of writes is safe on a disk and on an object store (no rename is needed). This package is
 light; the parts that need torch are `pipeline.checkpoints.sharded_state` and `pipeline.checkpoints.async_save`:
 
-    root = root_of(config, run, run_id)               or kept_root(run): what the run directory says
+    root = root_of(config, run, run_id)               or recorded_root(run): what the run directory says
     fence.claim()                                     rank 0, once, when an attempt starts
     for found in committed(root):                     rank 0, until one can be loaded
-        state = load(found, worker.state())           every rank; all of them raise `DamagedError`, or none
+        state = load(found, worker.state())           every rank; all of them raise `DamagedCheckpointError`, or none
     fence.keep(…)                                     rank 0: that one, and those after it
     remove_unfinished(root, attempt)                  rank 0: saves of earlier attempts that did not end
     done = save(root, attempt, state, worker.state()) every rank
     prune(done, keep=2)                               rank 0
 """
 
-from pipeline.checkpoints.checkpoint_location import kept_root, root_of, tell_newest
-from pipeline.checkpoints.checkpoint_store import Checkpoint, committed, newest_committed
+from pipeline.checkpoints.checkpoint_location import log_newest, recorded_root, root_of
+from pipeline.checkpoints.checkpoint_store import Checkpoint, complete_checkpoints, newest_checkpoint
 from pipeline.checkpoints.fencing import Fence
 from pipeline.checkpoints.pruning import prune, remove_unfinished
-from pipeline.checkpoints.trainer_state import JOBS, Alone, Job, TrainerState
+from pipeline.checkpoints.trainer_state import PHASES, OfflineProgress, PhaseName, TrainerState
 
 __all__ = [
-    "JOBS",
-    "Alone",
+    "PHASES",
     "Checkpoint",
     "Fence",
-    "Job",
+    "OfflineProgress",
+    "PhaseName",
     "TrainerState",
-    "committed",
-    "kept_root",
-    "newest_committed",
+    "complete_checkpoints",
+    "log_newest",
+    "newest_checkpoint",
     "prune",
+    "recorded_root",
     "remove_unfinished",
     "root_of",
-    "tell_newest",
 ]

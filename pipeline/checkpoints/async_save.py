@@ -4,7 +4,7 @@ Owns the copies that a save is written from, the thread that makes the memory fo
 them, on one rank. Promises that tensors may change as soon as `stage` returned, that at most one save is under way, and
 that whatever ends it badly is one `CheckpointError`. Must not know models, nor when to save.
 
-On every rank, in the same order, with the one `Saver` of its `Site`:
+On every rank, in the same order, with the one `AsyncSaver` of its `Site`:
 
     saver.expect("policy", worker.state())                    # early: memory for the copies
     saver.stage("policy", worker.state())                     # only this holds training up
@@ -34,13 +34,13 @@ from pipeline.errors import CheckpointError, one_line
 from pipeline.utils.pinned_memory import current_device, pinned_like
 
 log = logging.getLogger(__name__)
-SETTLE_SECONDS = 60.0
+COMPLETION_SECONDS = 60.0
 """By how much the slowest rank may end a save later than the first."""
-MAKING_SECONDS = 300.0
+BUFFER_SECONDS = 300.0
 """For memory that is still being made when it is needed; less than an operation of a rank may take."""
 
 
-class Saver:
+class AsyncSaver:
     """One rank's part of the saves of a trainer, one at a time.
 
     Attributes:
@@ -64,16 +64,18 @@ class Saver:
         """Begin to make the memory for copies of a model on CUDA, after what was begun before. Without it the first
         `stage` does, and takes seconds for every ten GB. Called again, it makes what does not fit any more."""
         buffers = self._buffers.setdefault(name, {})
-        shapes = {place: torch.empty_like(each, device="meta") for place, each in _places("", tensors) if each.is_cuda}
+        shapes = {
+            place: torch.empty_like(each, device="meta") for place, each in _nested_places("", tensors) if each.is_cuda
+        }
         device, before = current_device(), self._making[-1:]
 
         def make() -> None:
             for thread in before:
-                thread.join(MAKING_SECONDS)
+                thread.join(BUFFER_SECONDS)
             try:
                 with torch.cuda.device(device):
                     for place, shape in shapes.items():
-                        if not _alike(buffers.get(place), shape):
+                        if not _same_shapes(buffers.get(place), shape):
                             buffers[place] = _pinned(shape)
             except Exception as error:  # noqa: BLE001 (the boundary of the thread: `stage` tries again, and raises it)
                 log.warning("memory for the copies of %s could not be made in time: %s", name, one_line(error))
@@ -146,19 +148,19 @@ class Saver:
         self._staged.clear()
 
     def _settle(self) -> None:
-        until = time.monotonic() + MAKING_SECONDS
+        until = time.monotonic() + BUFFER_SECONDS
         for thread in self._making:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                told = f"memory for a commit is still being made after {MAKING_SECONDS:g} s"
+                told = f"memory for a commit is still being made after {BUFFER_SECONDS:g} s"
                 raise CheckpointError(f"{told}: the node may be short of it; --dry-run says how much a trainer needs")
         self._making.clear()
         if self._save is None:
             return
         try:
-            self._save.exception(timeout=SETTLE_SECONDS)
+            self._save.exception(timeout=COMPLETION_SECONDS)
         except TimeoutError:
-            raise CheckpointError(f"the save before is still under way after {SETTLE_SECONDS:.0f} s") from None
+            raise CheckpointError(f"the save before is still under way after {COMPLETION_SECONDS:.0f} s") from None
 
 
 @torch.no_grad()
@@ -170,21 +172,21 @@ def _copied(place: str, value: Any, buffers: dict[str, Tensor]) -> Any:
         return type(value)(_copied(f"{place}.{index}", inner, buffers) for index, inner in enumerate(value))
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    if not _alike(buffers.get(place), value):
+    if not _same_shapes(buffers.get(place), value):
         buffers[place] = _pinned(value) if value.is_cuda else torch.empty_like(value, device="cpu", requires_grad=False)
     buffer = buffers[place]
     _local(buffer).copy_(_local(value), non_blocking=True)
     return buffer
 
 
-def _places(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def _nested_places(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a tree and where they are, named as `_copied` names them."""
     if isinstance(value, Tensor):
         yield place, value
     elif isinstance(value, dict | list | tuple):
         inner = value.items() if isinstance(value, dict) else enumerate(value)
         for name, each in inner:
-            yield from _places(f"{place}.{name}", each)
+            yield from _nested_places(f"{place}.{name}", each)
 
 
 def _pinned(value: Tensor) -> Tensor:
@@ -216,7 +218,7 @@ def _local(tensor: Tensor) -> Tensor:
     return cast(Tensor, cast(Any, tensor).to_local()) if isinstance(tensor, DTensor) else tensor
 
 
-def _alike(one: Tensor | None, other: Tensor) -> bool:
+def _same_shapes(one: Tensor | None, other: Tensor) -> bool:
     """Whether `one` can hold what `other` does, at the same place of the whole tensor."""
     if one is None:
         return False

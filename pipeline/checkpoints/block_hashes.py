@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import msgspec
 
-from pipeline.errors import DamagedError
+from pipeline.errors import DamagedCheckpointError
 
 BLOCK = 4 << 20
 """Bytes of a block; the last one of a file is shorter."""
@@ -95,11 +95,11 @@ class VerifiedFile:
     def around(self, offset: int, length: int) -> tuple[bytes, int]:
         """The whole blocks that hold `length` bytes from `offset`, and the offset at which they begin.
 
-        `DamagedError` if one of them is another than was recorded.
+        `DamagedCheckpointError` if one of them is another than was recorded.
         """
         end = offset + length
         if not 0 <= offset <= end <= self._record.size:
-            raise DamagedError(f"{self._name} has {self._record.size} bytes; {offset} to {end} are asked for")
+            raise DamagedCheckpointError(f"{self._name} has {self._record.size} bytes; {offset} to {end} are asked for")
         if not self._at <= offset <= end <= self._at + len(self._data):
             self._fill(range(offset // BLOCK, -(-end // BLOCK)))
         return self._data, self._at
@@ -119,7 +119,7 @@ class VerifiedFile:
             for index, found in zip(blocks, hashers.map(_sha256, parts), strict=True):
                 if found != self._record.sha256[index]:
                     where = f"between bytes {index * BLOCK} and {min((index + 1) * BLOCK, self._record.size)}"
-                    raise DamagedError(f"{self._name} is not what was committed (SHA-256 differs {where})")
+                    raise DamagedCheckpointError(f"{self._name} is not what was committed (SHA-256 differs {where})")
         self._at, self._data = start, data
 
 

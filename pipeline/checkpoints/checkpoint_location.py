@@ -5,9 +5,9 @@ named by its run_id, which begins with the run's name; without one they are in t
 looks at a run's checkpoints, on whatever node, looks at the same place.
 """
 
-from pipeline.checkpoints.checkpoint_store import newest_committed
+from pipeline.checkpoints.checkpoint_store import newest_checkpoint
 from pipeline.config import RunConfig
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import CheckpointError
 from pipeline.run.paths import RunPaths
 from pipeline.run.run_documents import RunIdentity
@@ -20,9 +20,9 @@ def root_of(config: RunConfig, run: RunPaths, run_id: str) -> str:
     return f"{below}/{run_id}" if below else str(run.checkpoints)
 
 
-def kept_root(run: RunPaths) -> str:
+def recorded_root(run: RunPaths) -> str:
     """The same, as the run directory tells it. `CheckpointError` if it has a URL and does not say whose run this is."""
-    config = kept_config(run)
+    config = read_frozen_config(run)
     if config is None or not config.training.checkpoints:
         return str(run.checkpoints)
     identity = shared_files.read_document(run.run, RunIdentity)
@@ -31,16 +31,16 @@ def kept_root(run: RunPaths) -> str:
     return root_of(config, run, identity.run_id)
 
 
-def tell_newest(run: RunPaths, found: str, otherwise: str) -> str:
+def log_newest(run: RunPaths, found: str, otherwise: str) -> str:
     """For people: `found` with the newest commit for its `{}`, or `otherwise` when there is none.
 
     A place that cannot be reached from here is said to be so, and is no error. Jobs of files commit where they say.
     """
-    config = kept_config(run)
+    config = read_frozen_config(run)
     if config is not None and config.training.jobs:
         return found.format("the last commit of each job")
     try:
-        checkpoint = newest_committed(kept_root(run))
+        checkpoint = newest_checkpoint(recorded_root(run))
     except CheckpointError as error:
         return f"its checkpoints cannot be seen from here ({error})"
     return found.format(checkpoint) if checkpoint else otherwise

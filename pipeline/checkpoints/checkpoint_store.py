@@ -6,7 +6,7 @@ are files with a size and hashes here.
 
 To find a commit costs a few small files: sizes are compared with the manifest. The hashes of what is read are compared
 where it is read (`Checkpoint.read`, `sharded.load_shards`): who finds a commit damaged goes on to the next of
-`committed`.
+`complete_checkpoints`.
 """
 
 import hashlib
@@ -20,24 +20,24 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeline.checkpoints.block_hashes import FileRecord, VerifiedFile
-from pipeline.checkpoints.fencing import Fence, Lineage, lineage
+from pipeline.checkpoints.fencing import Fence, Ownership, read_ownership
 from pipeline.checkpoints.fsspec_storage import Storage
-from pipeline.checkpoints.trainer_state import JOBS, Job, TrainerState, decode_state, encode_state
-from pipeline.errors import CheckpointError, DamagedError
+from pipeline.checkpoints.trainer_state import PHASES, PhaseName, TrainerState, decode_state, encode_state
+from pipeline.errors import CheckpointError, DamagedCheckpointError
 from pipeline.utils import shared_files as files
 
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.msgpack"
 MANIFEST_VERSION = 2
 READERS = 8
 """Files that are read at once when hashes are checked."""
-_NAME = re.compile(rf"({'|'.join(JOBS)})-(\d+)")
+_NAME = re.compile(rf"({'|'.join(PHASES)})-(\d+)")
 _log = logging.getLogger(__name__)
 
 
-class CommitManifest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`manifest.json`: what a checkpoint consists of, who wrote it, with how many ranks, and when."""
 
-    job: Job
+    job: PhaseName
     step: int
     attempt: str
     world_size: int
@@ -46,7 +46,7 @@ class CommitManifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int = MANIFEST_VERSION
 
 
-class Commit(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionMarker(msgspec.Struct, frozen=True, kw_only=True):
     """`COMMIT`: the hash of the manifest beside it."""
 
     manifest_sha256: str
@@ -57,12 +57,12 @@ class Checkpoint:
     """A committed checkpoint below the URL `root`."""
 
     root: str
-    manifest: CommitManifest
+    manifest: CheckpointManifest
 
     @property
     def name(self) -> str:
         """`<job>-<step>`."""
-        return commit_name(self.manifest.job, self.manifest.step)
+        return checkpoint_name(self.manifest.job, self.manifest.step)
 
     @property
     def place(self) -> str:
@@ -79,20 +79,20 @@ class Checkpoint:
         return decode_state(self.read(STATE), f"{self.location}/{STATE}")
 
     def read(self, file: str) -> bytes:
-        """A small file of it; `DamagedError` if it is not what was committed."""
+        """A small file of it; `DamagedCheckpointError` if it is not what was committed."""
         record, data = self.record(file), Storage(self.location).get(file)
         if data is None or FileRecord.of(data) != record:
-            raise DamagedError(f"{self.location}/{file} is not what was committed (SHA-256 differs)")
+            raise DamagedCheckpointError(f"{self.location}/{file} is not what was committed (SHA-256 differs)")
         return data
 
     def record(self, file: str) -> FileRecord:
-        """Size and hashes of one of its files; `DamagedError` if it has none of that name."""
+        """Size and hashes of one of its files; `DamagedCheckpointError` if it has none of that name."""
         if file not in self.manifest.files:
-            raise DamagedError(f"{self.location} has no {file} in its manifest")
+            raise DamagedCheckpointError(f"{self.location} has no {file} in its manifest")
         return self.manifest.files[file]
 
     def verify(self) -> None:
-        """Read every byte of it; `DamagedError` if one is not what was committed."""
+        """Read every byte of it; `DamagedCheckpointError` if one is not what was committed."""
         with ThreadPoolExecutor(READERS) as readers:
             for _ in readers.map(self._verify_file, self.manifest.files):
                 pass
@@ -105,63 +105,63 @@ class Checkpoint:
         return self.location
 
 
-def commit_name(job: Job, step: int) -> str:
+def checkpoint_name(job: PhaseName, step: int) -> str:
     return f"{job}-{step}"
 
 
-def read_commit_name(name: str) -> tuple[Job, int] | None:
-    """Job and step of a `commit_name`; None for every other text."""
+def parse_checkpoint_name(name: str) -> tuple[PhaseName, int] | None:
+    """Job and step of a `checkpoint_name`; None for every other text."""
     match = _NAME.fullmatch(name)
-    return (JOBS[JOBS.index(match[1])], int(match[2])) if match else None
+    return (PHASES[PHASES.index(match[1])], int(match[2])) if match else None
 
 
-def committed(root: str, *, hashes: bool = False) -> Iterator[Checkpoint]:
+def complete_checkpoints(root: str, *, hashes: bool = False) -> Iterator[Checkpoint]:
     """The commits that count, the newest first. Those that are not whole are skipped with a warning that says why.
 
     RL is newer than the warm start before it; within a job the step decides. Sizes are always compared with the
     manifest; hashes, which means reading all of it, only when asked.
     """
     storage = Storage(root)
-    counting = lineage(storage)
+    counting = read_ownership(storage)
     for name in folder_names(storage):
         try:
-            checkpoint = _counting(storage, name, counting)
+            checkpoint = _copies_that_count(storage, name, counting)
             if hashes:
                 checkpoint.verify()
-        except DamagedError as error:
+        except DamagedCheckpointError as error:
             _log.warning("checkpoint %s is skipped: %s", name, error)
         else:
             yield checkpoint
 
 
-def newest_committed(root: str, *, hashes: bool = False) -> Checkpoint | None:
-    """The first of `committed`, or None."""
-    return next(committed(root, hashes=hashes), None)
+def newest_checkpoint(root: str, *, hashes: bool = False) -> Checkpoint | None:
+    """The first of `complete_checkpoints`, or None."""
+    return next(complete_checkpoints(root, hashes=hashes), None)
 
 
-def begin_commit(storage: Storage, state: TrainerState, attempt: str) -> Checkpoint | None:
+def begin_checkpoint(storage: Storage, state: TrainerState, attempt: str) -> Checkpoint | None:
     """Prepare an empty folder for a save; or the checkpoint itself, when this attempt committed this step already."""
     Fence(storage.url(), attempt).check()
-    name = commit_name(state.job, state.step)
+    name = checkpoint_name(state.job, state.step)
     try:
-        return _whole(storage, name, attempt)
-    except DamagedError:
+        return _complete_copies(storage, name, attempt)
+    except DamagedCheckpointError:
         storage.remove(f"{name}/{attempt}")
         return None
 
 
-def commit(
+def complete_checkpoint(
     storage: Storage, state: TrainerState, attempt: str, shards: Mapping[str, FileRecord], world_size: int
 ) -> Checkpoint:
     """Write state, manifest and, last, COMMIT beside the shards that are already there, as they were written.
 
     `CheckpointError` if one of them is not there any more, or not as long, or if another attempt took over.
     """
-    name = commit_name(state.job, state.step)
+    name = checkpoint_name(state.job, state.step)
     folder = f"{name}/{attempt}"
     data = encode_state(state)
     storage.put(f"{folder}/{STATE}", data)
-    manifest = CommitManifest(
+    manifest = CheckpointManifest(
         job=state.job,
         step=state.step,
         attempt=attempt,
@@ -173,10 +173,10 @@ def commit(
     storage.put(f"{folder}/{MANIFEST}", body)
     try:
         _check_sizes(storage, folder, manifest)
-    except DamagedError as error:
+    except DamagedCheckpointError as error:
         raise CheckpointError(f"cannot commit {name}: {error}") from error
     Fence(storage.url(), attempt).check()
-    mark = Commit(manifest_sha256=hashlib.sha256(body).hexdigest())
+    mark = CompletionMarker(manifest_sha256=hashlib.sha256(body).hexdigest())
     storage.put(f"{folder}/{COMMIT}", files.seal(msgspec.json.encode(mark)))
     return Checkpoint(storage.url(), manifest)
 
@@ -184,25 +184,25 @@ def commit(
 def folder_names(storage: Storage) -> list[str]:
     """All checkpoint folders, committed or not, the newest first."""
     found = [match for match in map(_NAME.fullmatch, storage.folders()) if match]
-    found.sort(key=lambda match: (JOBS.index(match[1]), int(match[2])), reverse=True)
+    found.sort(key=lambda match: (PHASES.index(match[1]), int(match[2])), reverse=True)
     return [match[0] for match in found]
 
 
-def places_of(storage: Storage, name: str) -> list[str]:
+def copies_of(storage: Storage, name: str) -> list[str]:
     """The folders of attempts in one of them."""
     return [f"{name}/{attempt}" for attempt in storage.folders(name)]
 
 
-def place_that_counts(storage: Storage, name: str, counting: Lineage) -> set[str]:
+def valid_copy(storage: Storage, name: str, counting: Ownership) -> set[str]:
     """The folder of the one whole commit of that name that counts, if there is one."""
     try:
-        return {_counting(storage, name, counting).place}
-    except DamagedError:
+        return {_copies_that_count(storage, name, counting).place}
+    except DamagedCheckpointError:
         return set()
 
 
-def _counting(storage: Storage, name: str, counting: Lineage) -> Checkpoint:
-    """The one whole commit of that name that counts; `DamagedError` with what is wrong with the others.
+def _copies_that_count(storage: Storage, name: str, counting: Ownership) -> Checkpoint:
+    """The one whole commit of that name that counts; `DamagedCheckpointError` with what is wrong with the others.
 
     There may be two where an attempt that was cut off ended its commit late: the owner's is taken, else the later.
     """
@@ -210,62 +210,64 @@ def _counting(storage: Storage, name: str, counting: Lineage) -> Checkpoint:
     for attempt in storage.folders(name):
         try:
             if not counting.counts(name, attempt):
-                raise DamagedError(f"{name}/{attempt} was refused, or came after attempt {counting.owner} took over")
-            found.append(_whole(storage, name, attempt))
-        except DamagedError as error:
+                raise DamagedCheckpointError(
+                    f"{name}/{attempt} was refused, or came after attempt {counting.owner} took over"
+                )
+            found.append(_complete_copies(storage, name, attempt))
+        except DamagedCheckpointError as error:
             wrong.append(str(error))
     if not found:
-        raise DamagedError("; ".join(wrong) or "nothing is in it")
+        raise DamagedCheckpointError("; ".join(wrong) or "nothing is in it")
     return max(found, key=lambda each: (each.manifest.attempt == counting.owner, each.manifest.time))
 
 
-def _whole(storage: Storage, name: str, attempt: str) -> Checkpoint:
-    """What an attempt committed under a name; `DamagedError` if it has no COMMIT or is not all there."""
+def _complete_copies(storage: Storage, name: str, attempt: str) -> Checkpoint:
+    """What an attempt committed under a name; `DamagedCheckpointError` if it has no COMMIT or is not all there."""
     folder = f"{name}/{attempt}"
-    manifest = _read_manifest(storage, folder, _read_commit(storage, folder))
+    manifest = _read_manifest(storage, folder, _read_marker(storage, folder))
     _check_sizes(storage, folder, manifest)
     return Checkpoint(storage.url(), manifest)
 
 
-def _check_sizes(storage: Storage, folder: str, manifest: CommitManifest) -> None:
+def _check_sizes(storage: Storage, folder: str, manifest: CheckpointManifest) -> None:
     sizes = storage.sizes(folder)
     for file, record in manifest.files.items():
         if sizes.get(file) != record.size:
             found = f"{sizes[file]} bytes" if file in sizes else "missing"
-            raise DamagedError(f"{folder}/{file} is {found}; its manifest says {record.size} bytes")
+            raise DamagedCheckpointError(f"{folder}/{file} is {found}; its manifest says {record.size} bytes")
 
 
-def _read_commit(storage: Storage, folder: str) -> Commit:
+def _read_marker(storage: Storage, folder: str) -> CompletionMarker:
     data = storage.get(f"{folder}/{COMMIT}")
     if data is None:
-        _refuse_older_form(storage, folder.partition("/")[0])
-        raise DamagedError(f"{folder} has no {COMMIT}: its save did not end")
+        _refuse_older_format(storage, folder.partition("/")[0])
+        raise DamagedCheckpointError(f"{folder} has no {COMMIT}: its save did not end")
     body = files.unseal(data)
     if body is None:
-        raise DamagedError(f"{folder}/{COMMIT} is torn")
+        raise DamagedCheckpointError(f"{folder}/{COMMIT} is torn")
     try:
-        return msgspec.json.decode(body, type=Commit)
+        return msgspec.json.decode(body, type=CompletionMarker)
     except msgspec.DecodeError as error:
-        raise DamagedError(f"{folder}/{COMMIT} is of another form: {error}") from error
+        raise DamagedCheckpointError(f"{folder}/{COMMIT} is of another form: {error}") from error
 
 
-def _refuse_older_form(storage: Storage, name: str) -> None:
+def _refuse_older_format(storage: Storage, name: str) -> None:
     """A commit of version 1 has its COMMIT one folder further up. To skip it would be to start over without a word."""
     if storage.get(f"{name}/{COMMIT}") is not None:
         found = f"{storage.url(name)} has version 1; this code reads version {MANIFEST_VERSION}"
         raise CheckpointError(f"{found}; go on with the Rollcall that wrote it, or start anew elsewhere")
 
 
-def _read_manifest(storage: Storage, folder: str, commit: Commit) -> CommitManifest:
+def _read_manifest(storage: Storage, folder: str, marker: CompletionMarker) -> CheckpointManifest:
     body = storage.get(f"{folder}/{MANIFEST}")
     if body is None:
-        raise DamagedError(f"{folder}/{MANIFEST} is missing")
-    if hashlib.sha256(body).hexdigest() != commit.manifest_sha256:
-        raise DamagedError(f"{folder}/{MANIFEST} is torn: its hash is not the one in {COMMIT}")
+        raise DamagedCheckpointError(f"{folder}/{MANIFEST} is missing")
+    if hashlib.sha256(body).hexdigest() != marker.manifest_sha256:
+        raise DamagedCheckpointError(f"{folder}/{MANIFEST} is torn: its hash is not the one in {COMMIT}")
     try:
-        manifest = msgspec.json.decode(body, type=CommitManifest)
+        manifest = msgspec.json.decode(body, type=CheckpointManifest)
     except msgspec.DecodeError as error:
-        raise DamagedError(f"{folder}/{MANIFEST} is of another form: {error}") from error
+        raise DamagedCheckpointError(f"{folder}/{MANIFEST} is of another form: {error}") from error
     if manifest.version != MANIFEST_VERSION:
         found = f"{folder}/{MANIFEST} has version {manifest.version}; this code reads version {MANIFEST_VERSION}"
         raise CheckpointError(f"{found}; go on with the Rollcall that wrote it, or start anew elsewhere")

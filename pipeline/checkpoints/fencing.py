@@ -39,18 +39,18 @@ from typing import TypeVar
 import msgspec
 
 from pipeline.checkpoints.fsspec_storage import Storage
-from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.errors import CheckpointError, SupersededError
 from pipeline.utils import shared_files
 
 OWNER, LINES = "OWNER", "lines"
-Line = tuple[str, ...] | None
+Ancestry = tuple[str, ...] | None
 """Commits that count, as `<job>-<step>/<attempt>`, and attempts all of whose commits count; None for any whatever."""
 T = TypeVar("T")
-ANYBODY = b"anybody"
+UNOWNED = b"anybody"
 """What a person writes to `OWNER` where it, or a line, is lost: nobody owns the run, and every whole commit counts."""
 _SAVE = re.compile(r"[a-z]+-\d+")
 """The folder of the saves of one step."""
-_MEND = (
+_HINT = (
     "make sure that no attempt of the run is left running, write the word anybody to {}, and resume the run. Then "
     "every whole commit counts, also one that was refused or came from a cut-off attempt, and the run goes on from the "
     "newest: remove first the folders of those that must not count"
@@ -58,11 +58,11 @@ _MEND = (
 
 
 @dataclass(frozen=True)
-class Lineage:
+class Ownership:
     """The attempt that owns the run, empty if none has claimed it, and the commits of others that count."""
 
     owner: str
-    line: Line
+    line: Ancestry
 
     def counts(self, name: str, attempt: str) -> bool:
         """Whether the commit `name` of an attempt counts, if it is whole."""
@@ -80,12 +80,12 @@ class Fence:
         """Make this attempt the only one that may write from now on.
 
         What counted until now goes on to count. `submitted` is the job that was submitted for the run last; empty where
-        that is not recorded. `OvertakenError` if it is another than this attempt's, or if a later attempt of this job
+        that is not recorded. `SupersededError` if it is another than this attempt's, or if a later attempt of this job
         did so before: then this is the zombie. `CheckpointError` if who owns the run cannot be read.
         """
         if submitted and submitted != self._attempt.rpartition("-")[0]:
             raise self._error(f"of job {submitted}")
-        before = lineage(self._storage)
+        before = read_ownership(self._storage)
         if before.owner == self._attempt:
             return
         if before.owner and _is_later(before.owner, self._attempt):
@@ -105,7 +105,7 @@ class Fence:
             self._storage.remove(f"{LINES}/{name}")
 
     def check(self) -> None:
-        """Raise `OvertakenError` if another attempt has claimed the run, `CheckpointError` if that cannot be told.
+        """Raise `SupersededError` if another attempt has claimed the run, `CheckpointError` if that cannot be told.
 
         One small file is read.
         """
@@ -113,34 +113,34 @@ class Fence:
         if owner not in ("", self._attempt):
             raise self._error(owner)
 
-    def _write_line(self, line: Line) -> None:
+    def _write_line(self, line: Ancestry) -> None:
         self._put(f"{LINES}/{self._attempt}", line)
 
     def _put(self, name: str, document: object) -> None:
         self._storage.put(name, shared_files.seal(msgspec.json.encode(document)))
 
-    def _error(self, owner: str) -> OvertakenError:
-        return OvertakenError(
+    def _error(self, owner: str) -> SupersededError:
+        return SupersededError(
             f"attempt {owner} has taken over {self._storage.url()}; attempt {self._attempt} must write nothing more"
         )
 
 
-def lineage(storage: Storage) -> Lineage:
+def read_ownership(storage: Storage) -> Ownership:
     """Whose commits count, as it is now."""
     owner = _owner(storage)
     if not owner:
-        return Lineage("", None)
+        return Ownership("", None)
     name = f"{LINES}/{owner}"
     data = storage.get(name)
     if data is None:
         if _owner(storage) != owner:  # replaced meanwhile, and its line is gone
-            return lineage(storage)
-        raise _lost(storage, name, "is missing", "which commits count")
-    return Lineage(owner, _read(storage, name, data, Line, "which commits count"))
+            return read_ownership(storage)
+        raise _damaged_error(storage, name, "is missing", "which commits count")
+    return Ownership(owner, _read(storage, name, data, Ancestry, "which commits count"))
 
 
 def _owner(storage: Storage) -> str:
-    """The attempt that owns the run; empty before the first claim, and where a person has written `ANYBODY`.
+    """The attempt that owns the run; empty before the first claim, and where a person has written `UNOWNED`.
 
     A claim writes its line, then the owner. Saves come later: with lines and saves, a missing owner got lost.
     """
@@ -148,8 +148,8 @@ def _owner(storage: Storage) -> str:
     if data is None and storage.sizes(LINES) and any(_SAVE.fullmatch(name) for name in storage.folders()):
         data = storage.get(OWNER)  # claimed between the two looks
         if data is None:
-            raise _lost(storage, OWNER, "is missing", "who may write")
-    if data is None or data.strip() == ANYBODY:
+            raise _damaged_error(storage, OWNER, "is missing", "who may write")
+    if data is None or data.strip() == UNOWNED:
         return ""
     return _read(storage, OWNER, data, str, "who may write")
 
@@ -159,11 +159,11 @@ def _read(storage: Storage, name: str, data: bytes, kind: type[T] | object, told
     try:
         return msgspec.json.decode(shared_files.unseal(data) or b"", type=kind)
     except msgspec.DecodeError:
-        raise _lost(storage, name, "is damaged", told) from None
+        raise _damaged_error(storage, name, "is damaged", told) from None
 
 
-def _lost(storage: Storage, name: str, state: str, told: str) -> CheckpointError:
-    return CheckpointError(f"{storage.url(name)} {state}, so {told} is not known: {_MEND.format(storage.url(OWNER))}")
+def _damaged_error(storage: Storage, name: str, state: str, told: str) -> CheckpointError:
+    return CheckpointError(f"{storage.url(name)} {state}, so {told} is not known: {_HINT.format(storage.url(OWNER))}")
 
 
 def _is_later(one: str, other: str) -> bool:

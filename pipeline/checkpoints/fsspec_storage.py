@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.errors import CheckpointError, one_line
 from pipeline.utils import shared_files
-from pipeline.utils.fs_retry import LAST_SECONDS, retry_transient
+from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 
 
 class Storage:
@@ -38,7 +38,9 @@ class Storage:
         with self._translated("write", name):
             if self.local:
                 path = Path(self._path(name))
-                retry_transient(f"{name} to be written", lambda: shared_files.write_atomic(path, data), LAST_SECONDS)
+                retry_transient(
+                    f"{name} to be written", lambda: shared_files.write_atomic(path, data), FINAL_WRITE_TIMEOUT
+                )
             else:
                 self._fs.pipe_file(self._path(name), data)
 
@@ -47,7 +49,7 @@ class Storage:
         with self._translated("read", name):
             try:
                 return retry_transient(
-                    f"{name} to be read", lambda: bytes(self._fs.cat_file(self._path(name))), LAST_SECONDS
+                    f"{name} to be read", lambda: bytes(self._fs.cat_file(self._path(name))), FINAL_WRITE_TIMEOUT
                 )
             except (FileNotFoundError, NotADirectoryError):
                 return None

@@ -7,10 +7,10 @@ that looks committed. Must not know torch.
 
 import logging
 
-from pipeline.checkpoints.checkpoint_store import COMMIT, Checkpoint, folder_names, place_that_counts, places_of
-from pipeline.checkpoints.fencing import Fence, lineage
+from pipeline.checkpoints.checkpoint_store import COMMIT, Checkpoint, copies_of, folder_names, valid_copy
+from pipeline.checkpoints.fencing import Fence, read_ownership
 from pipeline.checkpoints.fsspec_storage import Storage
-from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.errors import CheckpointError, SupersededError
 
 _log = logging.getLogger(__name__)
 
@@ -19,17 +19,17 @@ def prune(newest: Checkpoint, keep: int) -> list[str]:
     """Remove what is older than `newest`, which was just committed, and the `keep - 1` commits before it; what went.
 
     Of those that stay, the folders of other attempts go too. Whatever is younger stays untouched. Left-overs of a dead
-    attempt go once a newer checkpoint is committed. Everything is listed first, and `OvertakenError` ends the removal
+    attempt go once a newer checkpoint is committed. Everything is listed first, and `SupersededError` ends the removal
     when another attempt took over: what is listed is then none of that one's. A removal begins with COMMIT, so one that
     is cut short leaves nothing that looks committed.
     """
     storage, fence = Storage(newest.root), Fence(newest.root, newest.manifest.attempt)
-    counting, names = lineage(storage), folder_names(storage)
+    counting, names = read_ownership(storage), folder_names(storage)
     kept, doomed = {newest.place}, list[str]()
     for name in names[names.index(newest.name) :]:
         if name != newest.name and len(kept) < keep:
-            kept |= place_that_counts(storage, name, counting)
-        doomed += [place for place in places_of(storage, name) if place not in kept]
+            kept |= valid_copy(storage, name, counting)
+        doomed += [place for place in copies_of(storage, name) if place not in kept]
     _remove(storage, fence, doomed)
     return doomed
 
@@ -39,16 +39,16 @@ def remove_unfinished(root: str, owner: str, *, over: bool = False) -> list[str]
 
     For whoever owns the run and has restored from it: such an attempt is over, or was cut off and may commit no more;
     or, with `over`, for whoever knows that the owner's attempt is over too: then its own go as well. A
-    folder that cannot be removed stays, with a warning; `prune` tries again. `OvertakenError` if another attempt took
+    folder that cannot be removed stays, with a warning; `prune` tries again. `SupersededError` if another attempt took
     over.
     """
     storage, fence = Storage(root), Fence(root, owner)
     try:
-        places = [place for name in folder_names(storage) for place in places_of(storage, name)]
+        places = [place for name in folder_names(storage) for place in copies_of(storage, name)]
         ended = [place for place in places if over or place.partition("/")[2] != owner]
         unfinished = [place for place in ended if COMMIT not in storage.sizes(place)]
         _remove(storage, fence, unfinished)
-    except OvertakenError:
+    except SupersededError:
         raise
     except CheckpointError as error:
         _log.warning("unfinished checkpoints stay until the next commit: %s", error)
@@ -58,10 +58,10 @@ def remove_unfinished(root: str, owner: str, *, over: bool = False) -> list[str]
     return unfinished
 
 
-def committed_places(storage: Storage) -> list[str]:
+def complete_folders(storage: Storage) -> list[str]:
     """The folders that count and have a COMMIT, whole or not, as `<job>-<step>/<attempt>`, the newest first."""
-    counting = lineage(storage)
-    places = [place for name in folder_names(storage) for place in places_of(storage, name)]
+    counting = read_ownership(storage)
+    places = [place for name in folder_names(storage) for place in copies_of(storage, name)]
     return [place for place in places if counting.counts(*place.split("/")) and COMMIT in storage.sizes(place)]
 
 

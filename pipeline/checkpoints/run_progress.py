@@ -13,15 +13,15 @@ attempt that was cut off before its first checkpoint begins again without a word
                                with evidence of a commit: a whole commit that counts
 
     refuse_restart(run, root)              # whoever found no commit to go on from, before anything is rolled back
-    keep_copies(run, root)                 # each attempt, once it may write
-    mark_committed(paths)                  # each attempt, once a commit is durable
+    copy_identity(run, root)                 # each attempt, once it may write
+    mark_checkpointed(paths)                  # each attempt, once a commit is durable
 
 The job of a file keeps its checkpoints in its `optimizer_state`, which jobs share. Its run records in `jobs/` which
 states it has checkpoints in, and of which job the newest one is. A job is refused where those checkpoints are gone.
 
     refuse_damaged_state(root)             # a job that found no checkpoint in its state
     refuse_lost_state(run, root, job, done)    # a job that goes on from step `done`
-    mark_job_committed(run, root, job, done)   # once a checkpoint of a job is durable
+    mark_job_checkpointed(run, root, job, done)   # once a checkpoint of a job is durable
 """
 
 import hashlib
@@ -32,15 +32,15 @@ from typing import Any
 
 import msgspec
 
-from pipeline.checkpoints.checkpoint_store import Checkpoint, folder_names, newest_committed
+from pipeline.checkpoints.checkpoint_store import Checkpoint, folder_names, newest_checkpoint
 from pipeline.checkpoints.fencing import LINES
 from pipeline.checkpoints.fsspec_storage import Storage
-from pipeline.checkpoints.pruning import committed_places
+from pipeline.checkpoints.pruning import complete_folders
 from pipeline.errors import CheckpointError
 from pipeline.run.paths import COMMITTED, AttemptPaths, RunPaths
 from pipeline.run.run_documents import JobStateRecord, RunIdentity
 from pipeline.utils import shared_files
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.utils.shared_dir import FileSharedDir
 
 RUN, CONFIG = "RUN", "CONFIG"
 """The copies of `run.json` and `config.json`. Under the name of the first, a folder would pass for a run's."""
@@ -52,22 +52,22 @@ def refuse_restart(run: RunPaths, root: str) -> None:
 
     `root` is the address of its checkpoints.
     """
-    torn = committed_places(Storage(root))
-    found = [f"attempt {name} committed" for name in _committers(run)]
+    torn = complete_folders(Storage(root))
+    found = [f"attempt {name} committed" for name in _checkpointing_attempts(run)]
     found += [f"{place} is damaged" for place in torn]
     rows = [f"{_lines(path)} lines of {path.name}" for path in (run.metrics, run.ledger) if _lines(path)]
     if not found and (run.attempts.exists() or not rows):
         return
     missing = f"{root} has no checkpoint to go on from" if found else f"{run.attempts} is missing"
-    raise CheckpointError(f"{missing}, but the run had progress ({', '.join(found + rows)}); {ways_on(run)}")
+    raise CheckpointError(f"{missing}, but the run had progress ({', '.join(found + rows)}); {resume_options(run)}")
 
 
-def ways_on(run: RunPaths) -> str:
+def resume_options(run: RunPaths) -> str:
     """What to do about a part of a run that is missing or damaged."""
     return f"restore it, or start over with resume=scratch, which moves what is there to {run.aside}"
 
 
-def mark_committed(paths: AttemptPaths) -> bool:
+def mark_checkpointed(paths: AttemptPaths) -> bool:
     """Leave a mark that the attempt has committed; False if the disk takes none now, and the next commit tries again.
 
     The checkpoint is durable whatever becomes of the mark.
@@ -80,7 +80,7 @@ def mark_committed(paths: AttemptPaths) -> bool:
     return True
 
 
-def keep_copies(run: RunPaths, root: str) -> None:
+def copy_identity(run: RunPaths, root: str) -> None:
     """Keep copies of `run.json` and `config.json` beside the checkpoints. Whoever calls this owns the run."""
     storage = Storage(root)
     for path, copy in ((run.run, RUN), (run.config, CONFIG)):
@@ -94,7 +94,7 @@ def keep_copies(run: RunPaths, root: str) -> None:
 
 def refuse_damaged_state(root: str) -> None:
     """Raise `CheckpointError` if checkpoints of jobs are below `root`, of which the caller found none to be whole."""
-    if torn := committed_places(Storage(root)):
+    if torn := complete_folders(Storage(root)):
         raise _lost_state(root, f"its checkpoints are damaged ({', '.join(torn)})")
 
 
@@ -112,12 +112,12 @@ def refuse_lost_state(run: RunPaths, root: str, job: str, done: int) -> int:
         if not done:
             raise _lost_state(root, f"it has no whole checkpoint of this job, which had saved one in run {run.root}")
         return recorded.done
-    if not done and newest_committed(root) is None:
+    if not done and newest_checkpoint(root) is None:
         raise _lost_state(root, f"it has no checkpoint, but a job of run {run.root} had saved one")
     return 0
 
 
-def mark_job_committed(run: RunPaths, root: str, job: str, done: int) -> None:
+def mark_job_checkpointed(run: RunPaths, root: str, job: str, done: int) -> None:
     """Record that a checkpoint of a job below `root` is durable, which covers `done` of its steps.
 
     The checkpoint is durable whatever becomes of the record.
@@ -130,17 +130,17 @@ def mark_job_committed(run: RunPaths, root: str, job: str, done: int) -> None:
         log.warning("%s is made with the next commit: %s", path, error)
 
 
-def next_aside(run: RunPaths) -> Path:
+def new_aside_folder(run: RunPaths) -> Path:
     """A folder below `aside` that is not there yet."""
     return next(path for number in count(1) if not (path := run.aside / str(number)).exists())
 
 
-def passed_over(checkpoint: Checkpoint) -> list[str]:
+def skipped_rows(checkpoint: Checkpoint) -> list[str]:
     """What counts, has a COMMIT and is newer than `checkpoint`, as `<job>-<step>/<attempt>`: it was found damaged."""
     storage = Storage(checkpoint.root)
     names = folder_names(storage)
     newer = names[: names.index(checkpoint.name)]
-    return [place for place in committed_places(storage) if place.partition("/")[0] in newer]
+    return [place for place in complete_folders(storage) if place.partition("/")[0] in newer]
 
 
 def _lost_state(root: str, found: str) -> CheckpointError:
@@ -166,7 +166,9 @@ def known_identity(run: RunPaths) -> RunIdentity | None:
     if len(ids) == 1:
         return RunIdentity(run_id=ids[0].name, created=ids[0].stat().st_mtime)
     if run.run.exists() or has_begun(run):
-        raise CheckpointError(f"{run.run} is {_state(run.run)}, and nothing else says the run's id; {ways_on(run)}")
+        raise CheckpointError(
+            f"{run.run} is {_state(run.run)}, and nothing else says the run's id; {resume_options(run)}"
+        )
     return None
 
 
@@ -181,7 +183,9 @@ def known_config(run: RunPaths, root: str) -> dict[str, Any] | None:
     if run.config.exists() or has_begun(run):
         copy = shared_files.unseal(Storage(root).get(CONFIG) or b"")
         if copy is None:
-            raise CheckpointError(f"{run.config} is {_state(run.config)}, without a copy in {root}; {ways_on(run)}")
+            raise CheckpointError(
+                f"{run.config} is {_state(run.config)}, without a copy in {root}; {resume_options(run)}"
+            )
         return msgspec.json.decode(copy, type=dict[str, Any])
     return None
 
@@ -195,8 +199,8 @@ def has_begun(run: RunPaths) -> bool:
     return any(_lines(path) for path in (run.metrics, run.ledger))
 
 
-def _committers(run: RunPaths) -> list[str]:
-    return [path.name for path in _entries(run.attempts) if COMMITTED in FileDirectory(path).names()]
+def _checkpointing_attempts(run: RunPaths) -> list[str]:
+    return [path.name for path in _entries(run.attempts) if COMMITTED in FileSharedDir(path).names()]
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ _CLASSES = (
     *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
     *(metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo),
 )
-_KNOWN: dict[tuple[str, str], Any] = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES} | {
+_ALLOWED: dict[tuple[str, str], Any] = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES} | {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
 }
@@ -32,9 +32,9 @@ def read_metadata(data: bytes, path: str) -> Metadata:
     try:
         found = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # broken pickles raise whatever comes
-        raise _foreign(path, one_line(error)) from error
+        raise _unexpected_class(path, one_line(error)) from error
     if not isinstance(found, Metadata):
-        raise _foreign(path, type(found).__name__)
+        raise _unexpected_class(path, type(found).__name__)
     return found
 
 
@@ -43,19 +43,19 @@ def read_value(data: io.BytesIO, name: str) -> Any:
     try:
         return torch.load(data, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise _foreign(name, str(error).partition("\n")[0]) from error
+        raise _unexpected_class(name, str(error).partition("\n")[0]) from error
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-def _foreign(where: object, found: str) -> CheckpointError:
+def _unexpected_class(where: object, found: str) -> CheckpointError:
     said = " ".join(found.split())
     return CheckpointError(
         f"{where} is not what torch.distributed.checkpoint writes ({said}), and nothing of it was run; restore from a "

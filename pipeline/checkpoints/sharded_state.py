@@ -24,16 +24,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from pipeline.checkpoints.block_hashes import FileRecord
-from pipeline.checkpoints.checkpoint_store import Checkpoint, begin_commit, commit, commit_name
+from pipeline.checkpoints.checkpoint_store import Checkpoint, begin_checkpoint, checkpoint_name, complete_checkpoint
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.safe_metadata import read_metadata, read_value
 from pipeline.checkpoints.shard_io import METADATA, RecordingWriter, VerifyingReader
 from pipeline.checkpoints.trainer_state import TrainerState
-from pipeline.errors import CheckpointError, DamagedError, one_line
+from pipeline.errors import CheckpointError, DamagedCheckpointError, one_line
 
 Tensors = dict[str, Any]
 """A nested tree of tensors, sharded or not, and plain values."""
-_SHOWN = 3
+_MAX_SHOWN = 3
 T = TypeVar("T")
 
 
@@ -47,12 +47,12 @@ def save(
     """
     ranks = Ranks(group)
     storage = Storage(root)
-    existing = ranks.first_decides(lambda: begin_commit(storage, state, attempt))
+    existing = ranks.first_decides(lambda: begin_checkpoint(storage, state, attempt))
     if existing is not None:
         return existing
-    folder = f"{commit_name(state.job, state.step)}/{attempt}"
+    folder = f"{checkpoint_name(state.job, state.step)}/{attempt}"
     shards = _write_shards(storage, folder, tensors, ranks)
-    return ranks.first_decides(lambda: commit(storage, state, attempt, shards, ranks.count))
+    return ranks.first_decides(lambda: complete_checkpoint(storage, state, attempt, shards, ranks.count))
 
 
 def load_shards(checkpoint: Checkpoint, tensors: Tensors, *, group: dist.ProcessGroup | None = None) -> TrainerState:
@@ -61,15 +61,15 @@ def load_shards(checkpoint: Checkpoint, tensors: Tensors, *, group: dist.Process
     The top names of the tree say which part of the checkpoint is meant; the rest of it is not looked at. The ranks may
     be more or fewer than those that saved; each reads and compares with its hashes only what it needs. Raises
     `CheckpointError` if the names, shapes or types of the tensors are not those of that part; then none of them was
-    changed. Raises `DamagedError`, on every rank, if one of them read what was not committed; then the tensors are
-    worth nothing.
+    changed. Raises `DamagedCheckpointError`, on every rank, if one of them read what was not committed; then the
+    tensors are worth nothing.
     """
     ranks = Ranks(group)
     state, metadata = ranks.first_decides(lambda: (checkpoint.state(), checkpoint.read(METADATA)))
     reader = VerifyingReader(checkpoint, read_metadata(metadata, f"{checkpoint.location}/{METADATA}"))
     planner = _ComparingPlanner(checkpoint.name)
     try:
-        with _alone_is_fine():
+        with _needs_no_group():
             state_dict_loader.load(tensors, storage_reader=reader, planner=planner, process_group=group)
     except CheckpointException as error:
         raise _translate(f"cannot load {checkpoint.location}", error) from error
@@ -117,7 +117,7 @@ def _value(outcome: Any) -> Any:
 
 
 @contextmanager
-def _alone_is_fine() -> Iterator[None]:
+def _needs_no_group() -> Iterator[None]:
     """DCP warns when there is no process group; here that is one process on purpose."""
     if dist.is_available() and dist.is_initialized():
         yield  # the filters of warnings are for all threads: leave them alone when training goes on meanwhile
@@ -131,7 +131,7 @@ def _write_shards(storage: Storage, folder: str, tensors: Tensors, ranks: Ranks)
     """Write every rank's shards; what was written, by file, on every rank."""
     writer = RecordingWriter(storage.url(folder), flush=storage.local)
     try:
-        with _alone_is_fine():
+        with _needs_no_group():
             state_dict_saver.save(tensors, storage_writer=writer, process_group=ranks.group)
     except CheckpointException as error:
         raise _translate(f"cannot save {storage.url(folder)}", error) from error
@@ -151,8 +151,8 @@ class _ComparingPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         parts = tuple(f"{name}." for name in self.original_state_dict)
         if differing := _differences(self.state_dict, self.metadata, parts):
-            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-            raise CheckpointError(f"{self._name} is of another model: {'; '.join(differing[:_SHOWN])}{more}")
+            more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
+            raise CheckpointError(f"{self._name} is of another model: {'; '.join(differing[:_MAX_SHOWN])}{more}")
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -165,11 +165,13 @@ def _differences(wanted: Tensors, metadata: Metadata | None, parts: tuple[str, .
     saved = {name: form for name, form in everything.items() if f"{name}.".startswith(parts)}
     lines = [f"{name} is not in it" for name in sorted(wanted.keys() - saved.keys())]
     lines += [f"{name} is only in it" for name in sorted(saved.keys() - wanted.keys())]
-    pairs = [(name, _form(wanted[name]), _form(saved[name])) for name in sorted(wanted.keys() & saved.keys())]
+    pairs = [
+        (name, _shape_text(wanted[name]), _shape_text(saved[name])) for name in sorted(wanted.keys() & saved.keys())
+    ]
     return lines + [f"{name} is {mine} here and {theirs} there" for name, mine, theirs in pairs if mine != theirs]
 
 
-def _form(value: Any) -> str:
+def _shape_text(value: Any) -> str:
     """Shape and type of a tensor; `a value` for everything else."""
     if isinstance(value, TensorStorageMetadata):
         return f"{value.properties.dtype} {tuple(value.size)}".removeprefix("torch.")
@@ -181,7 +183,7 @@ def _form(value: Any) -> str:
 def _translate(what: str, error: CheckpointException) -> CheckpointError:
     """What one rank read that was not committed, or else the first rank's own reason, in one line."""
     rank, (reason, _) = min(
-        error.failures.items(), key=lambda item: (not isinstance(item[1][0], DamagedError), item[0])
+        error.failures.items(), key=lambda item: (not isinstance(item[1][0], DamagedCheckpointError), item[0])
     )
     if isinstance(reason, CheckpointError):
         return reason

@@ -11,12 +11,12 @@ import msgspec
 from pipeline.errors import CheckpointError
 
 STATE_VERSION = 2
-Job = Literal["sft", "rl", "serve"]
-JOBS: tuple[Job, ...] = ("sft", "rl", "serve")
+PhaseName = Literal["sft", "rl", "serve"]
+PHASES: tuple[PhaseName, ...] = ("sft", "rl", "serve")
 """The jobs of a run in their order; a run that serves has one alone."""
 
 
-class Alone(msgspec.Struct, frozen=True, kw_only=True):
+class OfflineProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a job that stands alone is.
 
     Attributes:
@@ -45,14 +45,14 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         version: of this record, and of how tensors are named beside it.
     """
 
-    job: Job
+    job: PhaseName
     step: int
     models: tuple[str, ...] = ()
     ledger: bytes = b""
     ledger_bytes: int = 0
     covered: tuple[str, ...] = ()
     data: str = ""
-    alone: Alone | None = None
+    alone: OfflineProgress | None = None
     served: bytes = b""
     version: int = STATE_VERSION
 

@@ -31,13 +31,21 @@ from pipeline.config.schema import (
     ModelConfig,
     OptimConfig,
     RunConfig,
+    SftPhaseConfig,
     StreamsConfig,
     TrackingConfig,
     TrainingConfig,
-    WarmStartConfig,
 )
 from pipeline.config.task_keys import RewardConfig, TaskConfig, TeacherConfig
-from pipeline.config.validation import NAMED, is_list, known_form, known_keys, load_config, named_section, nearest
+from pipeline.config.validation import (
+    NAMED,
+    canonical_key,
+    closest_match,
+    is_list,
+    known_keys,
+    load_config,
+    named_section,
+)
 
 __all__ = [
     "NAMED",
@@ -56,18 +64,18 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "SftPhaseConfig",
     "SourceConfig",
     "StreamsConfig",
     "TaskConfig",
     "TeacherConfig",
     "TrackingConfig",
     "TrainingConfig",
-    "WarmStartConfig",
+    "canonical_key",
+    "closest_match",
     "is_list",
-    "known_form",
     "known_keys",
     "load_config",
     "named_section",
-    "nearest",
     "suggest_key",
 ]

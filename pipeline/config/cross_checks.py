@@ -13,7 +13,7 @@ import fsspec
 from pipeline.config import RunConfig
 from pipeline.config.cluster_keys import ClusterConfig
 from pipeline.config.evaluation_keys import check_sets
-from pipeline.config.key_relevance import default_of, unread, value_of
+from pipeline.config.key_relevance import default_of, unread_keys, value_of
 from pipeline.config.mesh_checks import (
     context_divides_a_replica,
     experts_divide_a_replica,
@@ -28,7 +28,7 @@ log-probability (`pipeline.transport.sample_records`)."""
 _SAMPLE_BYTES = 512
 """Of a sample besides its tokens, generously."""
 
-MOST_SHARED = 0.7
+MAX_COLOCATED_SHARE = 0.7
 """Of a GPU, for the servers that share it with a process of the trainer."""
 
 
@@ -41,9 +41,9 @@ SLURM_KEYS = tuple(
 
 
 def check_run(config: RunConfig, positions: int | None = None) -> None:
-    """`check_config`, and what the trainer is to do: of jobs (`training.jobs`) `pipeline.train.train_jobs.check_alone`
-    looks at each."""
-    _something_is_trained(config)
+    """`check_config`, and what the trainer is to do: of jobs (`training.jobs`)
+    `pipeline.train.train_jobs.check_offline` looks at each."""
+    _a_phase_is_configured(config)
     if config.has_servers:
         _servers_have_gpus(config)
     if config.has_rollouts:
@@ -102,7 +102,7 @@ def check_address(key: str, url: str, mend: str) -> None:
         raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {mend}") from None
 
 
-def _something_is_trained(config: RunConfig) -> None:
+def _a_phase_is_configured(config: RunConfig) -> None:
     training = config.training
     if config.serve.enabled and (training.jobs or config.has_sft):
         key, value = ("training.jobs", training.jobs) if training.jobs else ("training.warm_start", "set")
@@ -160,13 +160,13 @@ def _shared_gpus_have_room(config: RunConfig) -> None:
         raise ConfigError("resources.inference.per_gpu", wanted.inference.per_gpu, expected, "leave it out")
     if wanted.share_gpus and wanted.device == "cpu":
         raise ConfigError("resources.share_gpus", True, "false with resources.device=cpu", "leave it out")
-    if wanted.share_gpus and memory > MOST_SHARED:
-        expected = f"at most {MOST_SHARED} with resources.share_gpus, since the trainer needs the rest"
+    if wanted.share_gpus and memory > MAX_COLOCATED_SHARE:
+        expected = f"at most {MAX_COLOCATED_SHARE} with resources.share_gpus, since the trainer needs the rest"
         mend = "--dry-run says what the trainer needs; 0.4 is a good start"
         raise ConfigError("inference.gpu_memory", memory, expected, mend)
 
 
-def _a_trainer_process_has_one_gpu(config: RunConfig) -> None:
+def _trainer_processes_have_one_gpu(config: RunConfig) -> None:
     gpus, mend = config.resources.trainer.gpus, "set it, and resources.trainer.processes"
     if config.resources.device == "cuda" and gpus != 1:
         expected = "1 with resources.device=cuda: each process of the trainer computes on one GPU"
@@ -190,7 +190,7 @@ def _slurm_keys_need_slurm(config: RunConfig) -> None:
         raise ConfigError("resources.layout", "het", "one, without Slurm", "set cluster=slurm, or leave it out")
 
 
-def _het_needs_services(config: RunConfig) -> None:
+def _hetjob_needs_aux_nodes(config: RunConfig) -> None:
     if config.resources.layout == "het" and not config.has_rollouts:
         expected = "one with training.steps=0: the trainer is the only role"
         raise ConfigError("resources.layout", "het", expected, "leave it out")
@@ -199,8 +199,8 @@ def _het_needs_services(config: RunConfig) -> None:
         raise ConfigError("resources.services.nodes", 0, expected, "set it, or resources.layout=one")
 
 
-def _what_is_set_is_read(config: RunConfig) -> None:
-    for key, value, reader in unread(config):
+def _changed_keys_are_read(config: RunConfig) -> None:
+    for key, value, reader in unread_keys(config):
         found = f"{reader.key}={value_of(config, reader.key)}"
         expected = f"its default ({default_of(key)!r}), since {found} does not read it"
         raise ConfigError(key, value, expected, f"set that or leave it out, or set {reader}")
@@ -214,7 +214,7 @@ def _kl_has_a_gradient(config: RunConfig) -> None:
         raise ConfigError("loss.kl_estimator", "k1", expected, mend)
 
 
-def _a_teacher_is_heard(config: RunConfig) -> None:
+def _teacher_logprobs_are_used(config: RunConfig) -> None:
     teacher, loss = config.teacher, config.loss
     if not teacher.url:
         if teacher.model:
@@ -290,14 +290,14 @@ def _samples_fit_micro_batches(config: RunConfig) -> None:
         raise ConfigError("training.micro_batch_tokens", training.micro_batch_tokens, expected, mend)
 
 
-def _sets_can_be_asked(config: RunConfig) -> None:
+def _eval_sets_have_servers(config: RunConfig) -> None:
     if config.evaluation.command and not config.evaluation.alone:
         expected = "nothing in a run that trains, whose servers take tokens only"
         raise ConfigError("evaluation.command", config.evaluation.command[0], expected, "use launchers/evaluate.py")
     check_sets(config.evaluation, config.model.max_length, config.rollout.max_tokens)
 
 
-def _a_mask_has_a_lag(config: RunConfig) -> None:
+def _stale_mask_needs_a_lag(config: RunConfig) -> None:
     if config.training.stale == "mask" and not config.training.max_lag:
         expected = "refuse with training.max_lag=0, where all of a sample is of the weights that train"
         raise ConfigError("training.stale", "mask", expected, "leave it out, or raise training.max_lag")
@@ -319,16 +319,16 @@ def _checkpoints_can_be_kept(config: RunConfig) -> None:
 
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
-    _a_trainer_process_has_one_gpu,
+    _trainer_processes_have_one_gpu,
     replicas_divide_the_trainer,
     context_divides_a_replica,
     experts_divide_a_replica,
     _shared_gpus_have_room,
     _slurm_keys_need_slurm,
-    _het_needs_services,
-    _what_is_set_is_read,
+    _hetjob_needs_aux_nodes,
+    _changed_keys_are_read,
     _kl_has_a_gradient,
-    _a_teacher_is_heard,
+    _teacher_logprobs_are_used,
     _only_groups_are_filtered,
     _adapters_are_there,
     _rewards_have_functions,
@@ -338,8 +338,8 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _data_is_trained,
 )
 
-_EVALUATION_RULES: tuple[Callable[[RunConfig], None], ...] = (_turns_leave_room_for_prompts, _sets_can_be_asked)
+_EVALUATION_RULES: tuple[Callable[[RunConfig], None], ...] = (_turns_leave_room_for_prompts, _eval_sets_have_servers)
 """Of what is sampled to be scored."""
 
-_ROLLOUT_RULES = (_groups_can_succeed, _a_mask_has_a_lag, _groups_fit_streams, *_EVALUATION_RULES)
+_ROLLOUT_RULES = (_groups_can_succeed, _stale_mask_needs_a_lag, _groups_fit_streams, *_EVALUATION_RULES)
 """Of what is sampled to be trained, too."""

@@ -14,11 +14,11 @@ from typing import Annotated
 from pydantic import Field
 
 from pipeline.config.task_keys import RewardConfig, TaskConfig
-from pipeline.config.value_types import KEY_NAME_FORM, NotNegative, Positive, Seconds, Section
+from pipeline.config.value_types import KEY_NAME_PATTERN, NotNegative, Positive, Seconds, Section
 from pipeline.errors import ConfigError
 
 SETS = "evaluation.sets."
-OWN_SET = "held_out"
+BUILTIN_SET = "held_out"
 """What the run's own held-out prompts are called where sets are listed."""
 
 
@@ -63,7 +63,7 @@ class EvaluationConfig(Section):
         "and the output folder.",
     )
     command_seconds: Seconds = Field(14400, description="Deadline of this command; each attempt restarts it.")
-    sets: dict[Annotated[str, Field(pattern=KEY_NAME_FORM)], EvalSetConfig] = Field(
+    sets: dict[Annotated[str, Field(pattern=KEY_NAME_PATTERN)], EvalSetConfig] = Field(
         default_factory=dict, description="The sets by name; each has the keys of the next section."
     )
 
@@ -73,7 +73,7 @@ def check_sets(evaluation: EvaluationConfig, max_length: int, longest_turn: int)
     if evaluation.alone and not evaluation.own and not evaluation.sets:
         raise ConfigError("evaluation.own", False, "true where there is no set", "name one: evaluation.sets.<name>.…")
     for name, each in evaluation.sets.items():
-        if name == OWN_SET:
+        if name == BUILTIN_SET:
             raise ConfigError(
                 f"{SETS}{name}", "a set", "another name: so the run's own prompts are called", "rename it"
             )

@@ -12,7 +12,7 @@ from pipeline.run.paths import RunPaths
 from pipeline.utils import shared_files
 
 
-def kept_config(run: RunPaths) -> RunConfig | None:
+def read_frozen_config(run: RunPaths) -> RunConfig | None:
     """The config that the run was made with, or None when there is none that this version reads."""
     tree = shared_files.read_document(run.config, dict[str, Any])
     try:

@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 _CLOSE = 0.6
 """Least likeness of two words of which one may be a misspelling of the other."""
 _MOST = 4
-_SEE = "see docs/configuration.md for all of them"
+_SEE_ALSO = "see docs/configuration.md for all of them"
 
 _TRL: Mapping[str, tuple[str, ...]] = {
     "adam_beta1": ("optim.beta1",),
@@ -154,12 +154,14 @@ def suggest_key(key: str, known: Sequence[str]) -> str:
     word = key.rpartition(".")[2]
     if ours := _alias(key):
         return f"here it is {_one_of(ours)}"
-    alike = sorted((name for name in known if name.rpartition(".")[2] == word), key=lambda name: -_likeness(key, name))
+    alike = sorted(
+        (name for name in known if name.rpartition(".")[2] == word), key=lambda name: -_similarity(key, name)
+    )
     if not alike:
-        close = [name for name in known if _likeness(word, name.rpartition(".")[2]) >= _CLOSE]
-        alike = [max(close, key=lambda name: _likeness(key, name))] if close else []
+        close = [name for name in known if _similarity(word, name.rpartition(".")[2]) >= _CLOSE]
+        alike = [max(close, key=lambda name: _similarity(key, name))] if close else []
     if not alike:
-        return _SEE
+        return _SEE_ALSO
     return f"did you mean {_one_of(alike[: 1 if '.' in key else _MOST])}?"
 
 
@@ -174,5 +176,5 @@ def _one_of(keys: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(keys[:-1]), keys[-1])))
 
 
-def _likeness(one: str, other: str) -> float:
+def _similarity(one: str, other: str) -> float:
     return SequenceMatcher(None, one, other).ratio()

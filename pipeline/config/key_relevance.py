@@ -57,7 +57,7 @@ READ_WITH: Mapping[str, KeyReader] = {
 }
 
 
-def unread(config: RunConfig) -> Iterator[tuple[str, Any, KeyReader]]:
+def unread_keys(config: RunConfig) -> Iterator[tuple[str, Any, KeyReader]]:
     """The keys that have another value than their default and that nothing reads: key, value, what would read it."""
     for key, reader in READ_WITH.items():
         value = value_of(config, key)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import conf
-from pipeline.config import ModelConfig, nearest
+from pipeline.config import ModelConfig, closest_match
 from pipeline.errors import ConfigError
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -23,7 +23,7 @@ def model_directory(model: ModelConfig) -> Path:
     """The directory that `model.path` names; `ConfigError` if it is not one that can be trained and served."""
     directory = _directory(model.path)
     if not (directory / "config.json").is_file():
-        raise _error(model, "a directory with config.json and tokenizer.json", _mend(model.path))
+        raise _error(model, "a directory with config.json and tokenizer.json", _hint(model.path))
     if not (directory / "tokenizer.json").is_file():
         raise _error(model, "a tokenizer.json in that directory", "save the fast tokenizer there")
     if "model_type" not in _settings(model, directory):
@@ -77,7 +77,7 @@ def stored_dtype(model: ModelConfig) -> str:
     return next((name for name in named if isinstance(name, str)), "")
 
 
-def attention_heads(model: ModelConfig) -> int | None:
+def head_count(model: ModelConfig) -> int | None:
     """The heads of each attention layer; None when its config does not say, or gives them layer by layer."""
     heads = _text_settings(model).get("num_attention_heads")
     return heads if isinstance(heads, int) else None
@@ -87,10 +87,10 @@ def key_heads(model: ModelConfig) -> int | None:
     """The key heads of each attention layer, if the config says; those of latent attention are made for each head."""
     settings = _text_settings(model)
     heads = settings.get("num_key_value_heads")
-    return heads if isinstance(heads, int) and not settings.get("kv_lora_rank") else attention_heads(model)
+    return heads if isinstance(heads, int) and not settings.get("kv_lora_rank") else head_count(model)
 
 
-def experts(model: ModelConfig) -> int:
+def expert_count(model: ModelConfig) -> int:
     """The experts of a layer of a mixture; 0 for a model without, as far as its config says."""
     settings = _text_settings(model)
     counts = [settings.get(key) for key in _EXPERTS]
@@ -158,7 +158,7 @@ def _is_name(path: str) -> bool:
     return "/" not in path and path not in ("", ".", "..")
 
 
-def _mend(path: str) -> str:
+def _hint(path: str) -> str:
     if _is_name(path):
-        return nearest(path, sorted(child.name for child in BUILT_IN.iterdir() if child.is_dir()))
+        return closest_match(path, sorted(child.name for child in BUILT_IN.iterdir() if child.is_dir()))
     return f"download the model first, for instance: hf download {path}; or set model.path to its directory"

@@ -24,7 +24,7 @@ from pipeline.config.rollout_keys import InferenceConfig, RolloutConfig
 from pipeline.config.task_keys import RewardConfig, TaskConfig, TeacherConfig
 from pipeline.config.tinker_keys import ServeConfig
 from pipeline.config.value_types import (
-    NAME_FORM,
+    NAME_PATTERN,
     Bytes,
     Decay,
     Fraction,
@@ -149,7 +149,7 @@ class OptimConfig(Section):
     warmup_steps: NotNegative = Field(0, description="Optimizer steps of linear warm-up from 0.")
 
 
-class WarmStartConfig(Section):
+class SftPhaseConfig(Section):
     """Supervised fine-tuning, before RL or alone, on `data.*`, or without a data.path on the task's demonstrations.
     Without steps and epochs there is no SFT phase."""
 
@@ -264,7 +264,7 @@ class TrainingConfig(Section):
     async_checkpoints: bool = Field(True, description="Continue training while a checkpoint is written.")
     keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Number of complete checkpoints to keep.")
     data_seconds: Seconds = Field(600, description="Timeout of the trainer's wait for a batch; then the run fails.")
-    warm_start: WarmStartConfig = WarmStartConfig()
+    warm_start: SftPhaseConfig = SftPhaseConfig()
     jobs: str = Field(
         "",
         description="A job file, or a folder of job files, for the trainer to execute (docs/jobs.md); the run then "
@@ -305,7 +305,7 @@ class TrackingConfig(Section):
 class RunConfig(Section):
     """Keys of the whole run."""
 
-    name: Annotated[str, Field(pattern=NAME_FORM)] = Field(
+    name: Annotated[str, Field(pattern=NAME_PATTERN)] = Field(
         description="Name of the run and of its directory: letters, digits, `.`, `_`, `-`."
     )
     output: Path = Field(Path("runs"), description="Directory of the run directories, shared by all nodes.")

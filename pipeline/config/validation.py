@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from pipeline.config.key_aliases import suggest_key
 from pipeline.config.schema import RunConfig
-from pipeline.config.value_types import FORMS
+from pipeline.config.value_types import PATTERN_MEANINGS
 from pipeline.errors import ConfigError
 
 
@@ -58,10 +58,10 @@ def is_list(field: FieldInfo | None) -> bool:
     return field is not None and get_origin(field.annotation) is tuple
 
 
-def known_form(key: str, keys: Collection[str]) -> str:
+def canonical_key(key: str, keys: Collection[str]) -> str:
     """A dotted key as `known_keys` spells it: with `NAMED` in the place of a name that the user gave.
 
-    >>> known_form("evaluation.sets.hard.every", known_keys())
+    >>> canonical_key("evaluation.sets.hard.every", known_keys())
     'evaluation.sets.<name>.every'
     """
     for known in keys:
@@ -72,7 +72,7 @@ def known_form(key: str, keys: Collection[str]) -> str:
     return key
 
 
-def nearest(word: str, among: list[str], otherwise: str = "see docs/configuration.md for all of them") -> str:
+def closest_match(word: str, among: list[str], otherwise: str = "see docs/configuration.md for all of them") -> str:
     """`did you mean …?` for a misspelt word, or the list to choose from; `otherwise` when that would be long."""
     close = difflib.get_close_matches(word, among, n=1, cutoff=0.5)
     if close:
@@ -85,7 +85,7 @@ def nearest(word: str, among: list[str], otherwise: str = "see docs/configuratio
 def _config_error(details: ErrorDetails) -> ConfigError:
     key = ".".join(str(part) for part in details["loc"] if part != "[key]")
     known = known_keys()
-    form = known_form(key, known)
+    form = canonical_key(key, known)
     if details["type"] == "extra_forbidden":
         return ConfigError(key, details["input"], "a known key", suggest_key(form, list(known)))
     if details["type"] == "missing":
@@ -94,8 +94,8 @@ def _config_error(details: ErrorDetails) -> ConfigError:
     meaning = (field.description or "") if field else ""
     expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     if details["type"] == "string_pattern_mismatch":
-        expected = FORMS.get(details["ctx"]["pattern"], expected)
+        expected = PATTERN_MEANINGS.get(details["ctx"]["pattern"], expected)
     choices = get_args(field.annotation) if field and not isinstance(field.annotation, UnionType) else ()
     if details["type"] == "literal_error" and choices:
-        meaning = nearest(str(details["input"]), [str(choice) for choice in choices]) + f" ({meaning})"
+        meaning = closest_match(str(details["input"]), [str(choice) for choice in choices]) + f" ({meaning})"
     return ConfigError(key, details["input"], expected, meaning)

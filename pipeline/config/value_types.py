@@ -15,17 +15,17 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Bytes = Annotated[int, Field(ge=1 << 16)]
-MEMORY_FORM = r"^(\d+[KMGT]?)?$"
-TIME_FORM = r"^(\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2})?$"
-NAME_FORM = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-KEY_NAME_FORM = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
-NETWORK_FORM = r"^([A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}|(\d{1,3}\.){3}\d{1,3}/([12]?\d|3[0-2]))?$"
-FORMS = {
-    MEMORY_FORM: "megabytes, or a number with K, M, G or T, as 64G",
-    TIME_FORM: "a time as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00, in YAML within quotes",
-    NETWORK_FORM: "an interface as ib0, or a subnet as 10.1.0.0/16",
-    KEY_NAME_FORM: "at most 63 letters, digits, `_`, `-`, the first a letter or digit; a dot would part the key",
-    NAME_FORM: "at most 63 letters, digits, `.`, `_`, `-`, the first a letter or digit",
+MEMORY_PATTERN = r"^(\d+[KMGT]?)?$"
+TIME_PATTERN = r"^(\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2})?$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
+NETWORK_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}|(\d{1,3}\.){3}\d{1,3}/([12]?\d|3[0-2]))?$"
+PATTERN_MEANINGS = {
+    MEMORY_PATTERN: "megabytes, or a number with K, M, G or T, as 64G",
+    TIME_PATTERN: "a time as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00, in YAML within quotes",
+    NETWORK_PATTERN: "an interface as ib0, or a subnet as 10.1.0.0/16",
+    KEY_NAME_PATTERN: "at most 63 letters, digits, `_`, `-`, the first a letter or digit; a dot would part the key",
+    NAME_PATTERN: "at most 63 letters, digits, `.`, `_`, `-`, the first a letter or digit",
 }
 """What each pattern asks for, in words."""
 
@@ -33,7 +33,7 @@ FORMS = {
 def _no_bare_number(value: object) -> object:
     """YAML reads `12:00:00` as the number 43200, which Slurm would take for minutes."""
     if isinstance(value, int | float):
-        raise ValueError(FORMS[TIME_FORM])
+        raise ValueError(PATTERN_MEANINGS[TIME_PATTERN])
     return value
 
 
@@ -42,7 +42,7 @@ def _is_subnet(value: str) -> str:
     try:
         return str(IPv4Network(value, strict=False)) if "/" in value else value
     except ValueError:
-        raise ValueError(FORMS[NETWORK_FORM]) from None
+        raise ValueError(PATTERN_MEANINGS[NETWORK_PATTERN]) from None
 
 
 def _as_list(value: object) -> object:
@@ -53,9 +53,9 @@ def _as_list(value: object) -> object:
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_list)]
 """Lists; one entry also without brackets."""
-Network = Annotated[str, Field(pattern=NETWORK_FORM), AfterValidator(_is_subnet)]
-Memory = Annotated[str, Field(pattern=MEMORY_FORM)]
-SlurmTime = Annotated[str, BeforeValidator(_no_bare_number), Field(pattern=TIME_FORM)]
+Network = Annotated[str, Field(pattern=NETWORK_PATTERN), AfterValidator(_is_subnet)]
+Memory = Annotated[str, Field(pattern=MEMORY_PATTERN)]
+SlurmTime = Annotated[str, BeforeValidator(_no_bare_number), Field(pattern=TIME_PATTERN)]
 """The forms that sbatch takes: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; empty for none."""
 
 

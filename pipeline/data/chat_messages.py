@@ -52,7 +52,7 @@ def read_messages(value: Any, role: str = "user") -> tuple[Message, ...]:
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, Sequence) or not value:
-        raise MessageError(f"a list of messages was expected, found {_shown(value)}")
+        raise MessageError(f"a list of messages was expected, found {_shortened(value)}")
     return tuple(_message(place, each) for place, each in enumerate(value))
 
 
@@ -62,24 +62,24 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
         try:
             value = json.loads(value) if value.strip() else None
         except ValueError:
-            raise MessageError(f"tools are neither a list nor JSON: {_shown(value)}") from None
+            raise MessageError(f"tools are neither a list nor JSON: {_shortened(value)}") from None
     if value is None:
         return ()
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
-        raise MessageError(f"a list of tools was expected, each an object; found {_shown(value)}")
+        raise MessageError(f"a list of tools was expected, each an object; found {_shortened(value)}")
     return tuple(_without_nones(tool) for tool in value)
 
 
 def _message(place: int, value: Any) -> Message:
     if not isinstance(value, Mapping):
-        raise MessageError(f"message {place} is no object with a role: {_shown(value)}")
+        raise MessageError(f"message {place} is no object with a role: {_shortened(value)}")
     message: dict[str, Any] = _without_nones(value)
     if "role" not in message and "from" in message:
         message["role"], message["content"] = message.pop("from"), message.pop("value", None)
     role = message.get("role")
     role = _SHAREGPT.get(role, role) if isinstance(role, str) else None
     if role not in ROLES:
-        found = _shown(message.get("role"))
+        found = _shortened(message.get("role"))
         raise MessageError(f"message {place} has the role {found}; expected one of {', '.join(ROLES)}")
     message |= {"role": role, "content": _text(place, message.get("content"))}
     if calls := message.get("tool_calls"):
@@ -94,7 +94,7 @@ def _text(place: int, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise MessageError(f"message {place} has no text but {_shown(content)}")
+        raise MessageError(f"message {place} has no text but {_shortened(content)}")
     return "".join(_part(place, part) for part in content)
 
 
@@ -102,7 +102,7 @@ def _part(place: int, part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise MessageError(f"message {place} has a part that is no text but {_shown(part)}")
+        raise MessageError(f"message {place} has a part that is no text but {_shortened(part)}")
     kind = str(part.get("type", ""))
     if any(name in kind for name in _NOT_TEXT):
         raise MessageError(f"message {place} has a part of type {kind!r}; text alone can be trained")
@@ -114,14 +114,14 @@ def _part(place: int, part: Any) -> str:
 def _list_of_calls(place: int, calls: Any) -> Sequence[Any]:
     if isinstance(calls, Sequence) and not isinstance(calls, str):
         return calls
-    raise MessageError(f"message {place} has tool_calls that are no list: {_shown(calls)}")
+    raise MessageError(f"message {place} has tool_calls that are no list: {_shortened(calls)}")
 
 
 def _tool_call(place: int, call: Any) -> Mapping[str, Any]:
     """The call with its arguments as an object: datasets have them as JSON in a text too, most templates do not."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessageError(f"message {place} has a tool call without a function's name: {_shown(call)}")
+        raise MessageError(f"message {place} has a tool call without a function's name: {_shortened(call)}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
@@ -143,6 +143,6 @@ def _without_nones(value: Any) -> Any:
     return value
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

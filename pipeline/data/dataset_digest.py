@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Content:
+class DatasetDigest:
     """Adds rows up to a digest."""
 
     def __init__(self) -> None:

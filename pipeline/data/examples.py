@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import nearest
+from pipeline.config import closest_match
 from pipeline.config.data_keys import ColumnsConfig, SourceConfig
 from pipeline.data.chat_messages import Conversation, Message, MessageError, read_messages, read_tools
 from pipeline.data.row_sources import Rows, open_rows
@@ -53,7 +53,7 @@ class Examples:
         self._rows, self._name = rows, name
         if not len(rows):
             raise ConfigError(f"{section}.path", name, "a dataset with rows", "it has none; look at its split")
-        self._columns = _chosen(rows.columns, columns, f"{section}.columns")
+        self._columns = _chosen_columns(rows.columns, columns, f"{section}.columns")
 
     @classmethod
     def open(cls, source: SourceConfig, section: str = "data") -> "Examples":
@@ -97,12 +97,12 @@ class Examples:
         return Conversation((*prompt, *said), asked=len(prompt), tools=tools)
 
 
-def _chosen(there: tuple[str, ...], columns: ColumnsConfig, section: str) -> dict[str, str]:
+def _chosen_columns(there: tuple[str, ...], columns: ColumnsConfig, section: str) -> dict[str, str]:
     """What is read of each row: the meaning of each column that is used, with its name in the dataset."""
     named = {key: getattr(columns, key) for key in ColumnsConfig.model_fields}
     for key in sorted(columns.model_fields_set):
         if named[key] not in there and named[key] != ColumnsConfig.model_fields[key].default:
-            mend = nearest(named[key], list(there))
+            mend = closest_match(named[key], list(there))
             raise ConfigError(f"{section}.{key}", named[key], "a column of the dataset", mend)
     own = {key for key, field in ColumnsConfig.model_fields.items() if named[key] != field.default}
     asked = bool(own & {"prompt", "completion"}) and "messages" not in own  # a named column wins over one that is there

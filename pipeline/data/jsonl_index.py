@@ -24,7 +24,7 @@ from typing import Any
 from pipeline.errors import RecordError
 
 SUFFIXES = (".jsonl", ".json")
-HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
+EVAL_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 """Names of files, alone or before a `_`, whose rows nobody means to train."""
 PEEK_ROWS = 1000
 """Rows of which the columns are read off; a row may lack some."""
@@ -135,7 +135,7 @@ def _by_split(folder: Path) -> dict[str, list[Path]]:
     named: dict[str, list[Path]] = {}
     for path in found:
         named.setdefault(_split_of(path), []).append(path)
-    held_out = any(name.partition("_")[0] in HELD_OUT for name in named)
+    held_out = any(name.partition("_")[0] in EVAL_SPLITS for name in named)
     return named if "train" in named or held_out else named | {"train": found}
 
 

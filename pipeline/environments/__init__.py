@@ -19,16 +19,24 @@ while it is loaded, is a `ConfigError` that names the key. Loading a task import
 
 from pydantic import ValidationError
 
-from pipeline.config import RunConfig, TaskConfig, nearest
+from pipeline.config import RunConfig, TaskConfig, closest_match
 from pipeline.data.chat_messages import Message
 from pipeline.environments.episode import Episode, Turn
 from pipeline.environments.sandbox import require_namespaces
-from pipeline.environments.task_protocol import Answer, Demonstration, Policy, Prompt, Task, TaskOptions, ask
-from pipeline.environments.user_imports import find, users_code
+from pipeline.environments.task_protocol import (
+    Completion,
+    Demonstration,
+    Policy,
+    Prompt,
+    Task,
+    TaskOptions,
+    user_prompt,
+)
+from pipeline.environments.user_imports import import_object, user_import_errors
 from pipeline.errors import ConfigError
 
 __all__ = [
-    "Answer",
+    "Completion",
     "Demonstration",
     "Episode",
     "Message",
@@ -37,11 +45,11 @@ __all__ = [
     "Task",
     "TaskOptions",
     "Turn",
-    "ask",
     "check_demonstrations",
     "check_sandbox",
     "check_task",
     "load_task",
+    "user_prompt",
 ]
 
 BUILT_IN = {
@@ -59,7 +67,7 @@ BUILT_IN = {
 def load_task(config: TaskConfig, seed: int) -> Task:
     """The task that the config names, with its options checked; `ConfigError` for anything that keeps it from that."""
     kind = _task_class(config.name)
-    with users_code("task.name", config.name, "a task that can be made"):
+    with user_import_errors("task.name", config.name, "a task that can be made"):
         try:
             options = kind.Options.model_validate(config.options)
         except ValidationError as error:
@@ -78,7 +86,7 @@ def check_task(task: Task, config: RunConfig) -> None:
     for SFT without a dataset demonstrations."""
     name, sft_steps = config.task.name, config.training.warm_start.steps
     if config.has_rollouts:
-        with users_code("task.name", name, "a task with prompts and held-out prompts"):
+        with user_import_errors("task.name", name, "a task with prompts and held-out prompts"):
             if len(task) == 0:
                 raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
             if config.cluster.kind == "local":
@@ -91,7 +99,7 @@ def check_task(task: Task, config: RunConfig) -> None:
 
 def check_demonstrations(task: Task, name: str, key: str, value: object = "demonstrations") -> None:
     """`ConfigError` unless the task of this name has what the `value` of a key asks for."""
-    with users_code("task.name", name, "a task whose demonstration(0) works, for SFT"):
+    with user_import_errors("task.name", name, "a task whose demonstration(0) works, for SFT"):
         try:
             task.demonstration(0)
         except NotImplementedError:
@@ -101,7 +109,7 @@ def check_demonstrations(task: Task, name: str, key: str, value: object = "demon
 
 def _task_class(name: str) -> type[Task]:
     expected = "a built-in task, or package.module:Class"
-    kind = find("task.name", BUILT_IN.get(name, name), expected, nearest(name, list(BUILT_IN)))
+    kind = import_object("task.name", BUILT_IN.get(name, name), expected, closest_match(name, list(BUILT_IN)))
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise ConfigError(
             "task.name", name, "a subclass of pipeline.environments.Task", "see pipeline/environments/task_protocol.py"
@@ -115,7 +123,7 @@ def _option_error(error: ValidationError, options: type[TaskOptions]) -> ConfigE
     key = f"task.options.{place}" if place else "task.options"
     if details["type"] == "extra_forbidden":
         known = list(options.model_fields)
-        mend = nearest(place, known) if known else "this task has no options; ~task.options removes them"
+        mend = closest_match(place, known) if known else "this task has no options; ~task.options removes them"
         return ConfigError(key, details["input"], "a known option", mend)
     expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     field = options.model_fields.get(str(details["loc"][0])) if details["loc"] else None

@@ -16,37 +16,41 @@ from typing import Any
 
 from pipeline.environments.reward_functions import number
 
-FORM = 'a number, or {"reward": number, "metrics": {name: number}}'
+REPORT_SYNTAX = 'a number, or {"reward": number, "metrics": {name: number}}'
 
 
 @dataclass(frozen=True)
-class Told:
+class AgentReport:
     """A reward, None where nothing is said of it, and metrics by name."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_told(text: str | bytes) -> Told | str:
+def parse_report(text: str | bytes) -> AgentReport | str:
     """What a JSON text says, or why it says nothing."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return f"what the agent told is no JSON: expected {FORM}"
-    return told_of(value)
+        return f"what the agent told is no JSON: expected {REPORT_SYNTAX}"
+    return report_from(value)
 
 
-def told_of(value: Any) -> Told | str:
+def report_from(value: Any) -> AgentReport | str:
     """The same of a value."""
     if not isinstance(value, Mapping):
         value = {"reward": value}
     if not {"reward"} <= value.keys() <= {"reward", "metrics"}:
-        return f"what the agent told has the keys {', '.join(map(str, value)) or 'none'}: expected {FORM}"
+        return f"what the agent told has the keys {', '.join(map(str, value)) or 'none'}: expected {REPORT_SYNTAX}"
     metrics = value.get("metrics") or {}
     if not isinstance(metrics, Mapping) or not all(_is_number(each) for each in metrics.values()):
-        return f"the metrics that the agent told are no numbers: expected {FORM}"
+        return f"the metrics that the agent told are no numbers: expected {REPORT_SYNTAX}"
     reward = None if value["reward"] is None else number("the reward that the agent told", value["reward"])
-    return reward if isinstance(reward, str) else Told(reward, {str(name): float(metrics[name]) for name in metrics})
+    return (
+        reward
+        if isinstance(reward, str)
+        else AgentReport(reward, {str(name): float(metrics[name]) for name in metrics})
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -34,18 +34,18 @@ from pydantic import Field, model_validator
 
 from pipeline.config import TaskConfig
 from pipeline.environments import load_task
-from pipeline.environments.agent_report import Told, read_told
+from pipeline.environments.agent_report import AgentReport, parse_report
 from pipeline.environments.episode import Episode
 from pipeline.environments.reward_functions import columns_of
 from pipeline.environments.task_protocol import AgentEndpoint, Demonstration, Policy, Prompt, Task, TaskOptions
-from pipeline.environments.tool_call_syntax import Form
+from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import ConfigError, EpisodeError, RolloutError
 from pipeline.utils.network_interfaces import candidate_addresses
 from pipeline.utils.subprocesses import describe_exit
 
 AGENT = "agent"
 """The tool that runs the command, in a worker process."""
-LAST_WORDS = 2000
+TAIL_BYTES = 2000
 """Bytes of a command's output of which the last line is told when it fails."""
 DRAIN_SECONDS = 1.0
 NO_REWARD = "the agent told no reward: write it to the file $ROLLCALL_REWARD, post it to <base URL>/reward, or set of"
@@ -68,7 +68,7 @@ class AgentOptions(TaskOptions):
     of: Source = Field(
         Source(), description="The task with the agent's prompts; its reward counts if the agent reports none."
     )
-    calls: Form = Field(
+    calls: ToolCallSyntax = Field(
         "tagged",
         description="Tool-call syntax of the policy: `<tool_call>{…}</tool_call>`, or `[tool:argument]`.",
     )
@@ -140,7 +140,7 @@ class AgentTask(Task):
         command = [part.replace("{prompt}", text) for part in self.options.command]
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
             asked, told = Path(folder, "prompt.json"), Path(folder, "reward.json")
-            asked.write_text(_asked(prompt, arguments["model"]))
+            asked.write_text(_request_body(prompt, arguments["model"]))
             environment = {
                 **os.environ,
                 "OPENAI_BASE_URL": arguments["url"],
@@ -151,7 +151,7 @@ class AgentTask(Task):
             failed = run_command(command, environment)
             return json.dumps({"failed": failed, "told": told.read_text() if told.is_file() else ""})
 
-    async def _run_command(self, prompt: Prompt, policy: Policy, endpoint: AgentEndpoint) -> Told:
+    async def _run_command(self, prompt: Prompt, policy: Policy, endpoint: AgentEndpoint) -> AgentReport:
         given = {"url": endpoint.url, "key": endpoint.key, "model": endpoint.model}
         try:
             ran = json.loads(await policy.run(prompt, AGENT, given))
@@ -159,11 +159,11 @@ class AgentTask(Task):
             raise EpisodeError(f"agent failed: {error}") from None
         if ran["failed"]:
             raise EpisodeError(f"agent failed: {ran['failed']}")
-        return _told(ran["told"])
+        return _reported_reward(ran["told"])
 
-    async def _ask_service(self, prompt: Prompt, endpoint: AgentEndpoint) -> Told:
+    async def _ask_service(self, prompt: Prompt, endpoint: AgentEndpoint) -> AgentReport:
         given = {"base_url": endpoint.url, "api_key": endpoint.key}
-        body = json.loads(_asked(prompt, endpoint.model)) | given
+        body = json.loads(_request_body(prompt, endpoint.model)) | given
         url, limit = self.options.service, aiohttp.ClientTimeout(total=None)  # the episode's own time bounds it
         try:
             async with aiohttp.ClientSession(timeout=limit) as http, http.post(url, json=body) as response:
@@ -172,7 +172,7 @@ class AgentTask(Task):
             raise EpisodeError(f"agent failed: {url} cannot be asked: {type(error).__name__}: {error}") from None
         if response.status >= 300:
             raise EpisodeError(f"agent failed: {url} answered with status {response.status}: {answer}")
-        return _told(answer)
+        return _reported_reward(answer)
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -180,7 +180,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
     Only the end of what it prints is kept, so it may print without limit.
     """
-    before = _below()
+    before = _descendants()
     try:
         process = subprocess.Popen(
             command,
@@ -193,13 +193,13 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
     except OSError as error:
         return f"it cannot be started: {error}"
     assert process.stdout is not None
-    words = LastWords(process.stdout.fileno())
+    words = OutputTail(process.stdout.fileno())
     try:
         code = process.wait()
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        for left in _below() - before:
+        for left in _descendants() - before:
             with suppress(psutil.Error):
                 left.kill()
         said = words.said()
@@ -207,7 +207,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
     return "" if code == 0 else ": ".join(filter(None, (describe_exit(code), said)))
 
 
-class LastWords(Thread):
+class OutputTail(Thread):
     """Reads a pipe to its end and remembers how it ended."""
 
     def __init__(self, descriptor: int) -> None:
@@ -218,7 +218,7 @@ class LastWords(Thread):
     def run(self) -> None:
         with suppress(OSError):
             while more := os.read(self._descriptor, 1 << 16):
-                self._kept = (self._kept + more)[-LAST_WORDS:]
+                self._kept = (self._kept + more)[-TAIL_BYTES:]
 
     def said(self) -> str:
         """The last line that is not empty."""
@@ -227,19 +227,19 @@ class LastWords(Thread):
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _below() -> set[psutil.Process]:
+def _descendants() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def _asked(prompt: Prompt, model: str) -> str:
+def _request_body(prompt: Prompt, model: str) -> str:
     """The prompt as the agent gets it."""
     asked = {"messages": list(prompt.messages), "tools": list(prompt.tools), "columns": columns_of(prompt)}
     return json.dumps(asked | {"model": model}, default=str)
 
 
-def _told(text: str) -> Told:
+def _reported_reward(text: str) -> AgentReport:
     """What the agent wrote or answered; an empty text reports nothing."""
-    told = read_told(text) if text.strip() and text.strip() != "null" else Told()
+    told = parse_report(text) if text.strip() and text.strip() != "null" else AgentReport()
     if isinstance(told, str):
         raise EpisodeError(told)
     return told

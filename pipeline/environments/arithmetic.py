@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.environments.task_protocol import Demonstration, Prompt, Task, TaskOptions, ask
+from pipeline.environments.task_protocol import Demonstration, Prompt, Task, TaskOptions, user_prompt
 
 Operator = Literal["+", "-", "*"]
 _HELD_OUT_SEED = "held out"
@@ -73,7 +73,7 @@ class Arithmetic(Task):
     def demonstration(self, index: int) -> Demonstration:
         prompt = self._asked(f"{self.seed} demonstration {index}")
         slips = Random(f"{self.seed} slip {index}").random() < self.options.slips
-        return Demonstration(prompt, self._written(careless(_expression(prompt))) if slips else prompt.answer)
+        return Demonstration(prompt, self._written(careless_answer(_expression(prompt))) if slips else prompt.answer)
 
     def held_out(self) -> list[Prompt]:
         return list(self._held_out.values())
@@ -94,7 +94,7 @@ class Arithmetic(Task):
         return chosen
 
     def _prompt(self, expression: str) -> Prompt:
-        return ask(expression, answer=self._written(evaluate(expression)))
+        return user_prompt(expression, answer=self._written(evaluate(expression)))
 
     def _written(self, value: int) -> str:
         return str(value)[::-1] if self.options.last_digit_first else str(value)
@@ -119,7 +119,7 @@ def evaluate(expression: str) -> int:
     return sum(_terms(expression))
 
 
-def careless(expression: str) -> int:
+def careless_answer(expression: str) -> int:
     """Its value for someone who forgets to carry and to borrow in sums and differences.
 
     >>> careless("17+25"), careless("52-37")

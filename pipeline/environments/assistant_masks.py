@@ -22,12 +22,12 @@ from typing import Literal
 from jinja2 import TemplateError
 
 from pipeline.data.chat_messages import Conversation
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 
 Choice = Literal["all", "last", "each"]
 Span = tuple[int, int]
-_EACH = "set data.train_on=each, or "
-_MEND = "put a chat_template.jinja with {% generation %} blocks into the model's directory"
+_PREFIX_NOTE = "set data.train_on=each, or "
+_HINT = "put a chat_template.jinja with {% generation %} blocks into the model's directory"
 
 
 class MaskError(ValueError):
@@ -35,7 +35,7 @@ class MaskError(ValueError):
 
 
 @dataclass(frozen=True)
-class Trained:
+class MaskedText:
     """A conversation as it is trained.
 
     Attributes:
@@ -51,10 +51,10 @@ class Trained:
     mask: tuple[int, ...]
 
 
-class Masker:
+class AssistantMasker:
     """Makes rows of conversations by one model's template and tokenizer."""
 
-    def __init__(self, chat: Chat, choice: Choice) -> None:
+    def __init__(self, chat: ChatTokenizer, choice: Choice) -> None:
         self._chat, self._choice = chat, choice
 
     @property
@@ -68,7 +68,7 @@ class Masker:
         """The template's source, which the text of every row depends on."""
         return self._chat.template.source
 
-    def rows(self, conversation: Conversation) -> Iterator[Trained]:
+    def rows(self, conversation: Conversation) -> Iterator[MaskedText]:
         """What is trained of a conversation, one row or with `each` one for each turn; `MaskError` if it is nothing."""
         turns = conversation.turns
         if not turns:
@@ -80,11 +80,11 @@ class Masker:
         else:
             yield self._row(conversation, turns if self._choice == "all" else turns[-1:])
 
-    def teaches_end(self, row: Trained) -> bool:
+    def teaches_end(self, row: MaskedText) -> bool:
         """Whether the last turn that is trained ends with a token that ends turns: else the model never learns to."""
         return row.text[slice(*row.spans[-1])].rstrip().endswith(self._chat.stops)
 
-    def _row(self, conversation: Conversation, turns: Sequence[int]) -> Trained:
+    def _row(self, conversation: Conversation, turns: Sequence[int]) -> MaskedText:
         try:
             text, spans = self._spans(conversation, turns)
         except TemplateError as error:
@@ -95,7 +95,7 @@ class Masker:
             raise MaskError(f"the tokenizer cannot encode it: {' '.join(str(error).split())}") from None
         mask = tuple(int(any(_overlap(place, span) for span in spans)) for place in places)
         _check(mask, spans)
-        return Trained(text, tuple(spans), tuple(tokens), (0, *mask[1:]))
+        return MaskedText(text, tuple(spans), tuple(tokens), (0, *mask[1:]))
 
     def _spans(self, conversation: Conversation, turns: Sequence[int]) -> tuple[str, list[Span]]:
         if self._chat.template.marks_turns:
@@ -120,14 +120,16 @@ class Masker:
         upto = template.render(messages[: turn + 1], tools, asks=False)
         if not upto.startswith(before):
             what = "asks for an answer in another way than it writes one, perhaps with the reasoning that it lacks"
-            raise MaskError(f"the template {what}, so message {turn} is found nowhere; {_MEND}")
+            raise MaskError(f"the template {what}, so message {turn} is found nowhere; {_HINT}")
         if not text.startswith(upto):
             what = "drops reasoning of" if "</think>" in upto else "does not keep"
-            raise MaskError(f"the template {what} earlier turns, so message {turn} is found nowhere; {_EACH}{_MEND}")
-        return len(before), len(before) + _said(text[len(before) : len(upto)], self._chat.stops)
+            raise MaskError(
+                f"the template {what} earlier turns, so message {turn} is found nowhere; {_PREFIX_NOTE}{_HINT}"
+            )
+        return len(before), len(before) + _turn_text(text[len(before) : len(upto)], self._chat.stops)
 
 
-def _said(turn: str, stops: Sequence[str]) -> int:
+def _turn_text(turn: str, stops: Sequence[str]) -> int:
     """The length of a turn without the white space that a template writes after the token that ends it."""
     ends = [end for stop in stops if (end := turn.rfind(stop) + len(stop)) >= len(stop) and not turn[end:].strip()]
     return max(ends, default=len(turn))
@@ -139,8 +141,8 @@ def _overlap(place: Span, span: Span) -> bool:
 
 def _check(mask: Sequence[int], spans: Sequence[Span]) -> None:
     if not any(mask[1:]):
-        raise MaskError(f"no token of it would be trained: its turns are empty, or left out by the template; {_MEND}")
+        raise MaskError(f"no token of it would be trained: its turns are empty, or left out by the template; {_HINT}")
     if all(mask):
-        raise MaskError(f"every token of it would be trained, its prompt too; {_MEND}")
+        raise MaskError(f"every token of it would be trained, its prompt too; {_HINT}")
     if any(begin >= end for begin, end in spans):
         raise MaskError("a turn of the assistant is empty in the template's text; remove the row or the turn")

@@ -25,16 +25,16 @@ from pipeline.data.chat_messages import Message
 from pipeline.errors import ConfigError
 
 _BEGIN, _END = "rollcall_generation_begins", "rollcall_generation_ends"
-_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+_TURN_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Noncharacters of Unicode, which no text has: what stands for the two ends of a marked block while it is rendered."""
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedText:
     """A rendered conversation.
 
     Attributes:
-        text: as `Template.render` gives it.
+        text: as `ChatTemplate.render` gives it.
         spans: [begin, end) of what the template marks with `{% generation %}`, in characters of the text.
     """
 
@@ -42,7 +42,7 @@ class Marked:
     spans: tuple[tuple[int, int], ...]
 
 
-class Template:
+class ChatTemplate:
     """The chat template of a model directory."""
 
     def __init__(self, directory: Path) -> None:
@@ -63,14 +63,14 @@ class Template:
         """
         return self._render(messages, tools, asks, {})
 
-    def marked(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Marked:
+    def marked(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> MarkedText:
         """The whole conversation, with the spans that the template marks.
 
         `TemplateError` where marks cannot be told from the text, or change it: a filter around them then looks at what
         they enclose.
         """
         plain = self._render(messages, tools, False, {})
-        begin, end = [mark for mark in _MARKS if mark not in plain][:2]
+        begin, end = [mark for mark in _TURN_MARKS if mark not in plain][:2]
         parts = re.split(f"([{begin}{end}])", self._render(messages, tools, False, {_BEGIN: begin, _END: end}))
         text, spans, opened = "", [], 0
         for part in parts:
@@ -82,7 +82,7 @@ class Template:
                 text += part
         if text != plain:
             raise TemplateError("the text around {% generation %} depends on what is in it")
-        return Marked(text, tuple(spans))
+        return MarkedText(text, tuple(spans))
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], asks: bool, marks: Mapping[str, str]
@@ -98,7 +98,7 @@ class Template:
     def reply(self, messages: Sequence[Message], told: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """What the template writes after a turn of the policy that follows `messages`: the end of the turn, then
         `told`, up to where the policy speaks again. `ValueError` when it does not write what a turn says."""
-        turn = _MARKS[-1]  # in the place of what was said, whose tokens are known and not to be made again
+        turn = _TURN_MARKS[-1]  # in the place of what was said, whose tokens are known and not to be made again
         said: Message = {"role": "assistant", "content": turn}
         _, found, after = self.render([*messages, said, *told], tools).partition(turn)
         if not found or turn in after:

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 from tokenizers.processors import ByteLevel
 
 from pipeline.data.chat_messages import Message
-from pipeline.environments.chat_template import Template, read
+from pipeline.environments.chat_template import ChatTemplate, read
 from pipeline.environments.task_protocol import Demonstration
 from pipeline.errors import ConfigError
 
 
-class Chat:
+class ChatTokenizer:
     """The tokenizer and chat template of a model directory."""
 
     def __init__(self, directory: Path) -> None:
@@ -27,7 +27,7 @@ class Chat:
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         # Of a post-processor nothing is wanted: no token is added, and one of bytes would trim what offsets cover.
         self._tokenizer.post_processor = ByteLevel(trim_offsets=False)
-        self.template = Template(directory)
+        self.template = ChatTemplate(directory)
         self.stop_token_ids = self._find_stops()
 
     @cached_property

@@ -26,7 +26,7 @@ from pydantic import Field
 
 from pipeline.config.value_types import NotNegative
 from pipeline.environments.dataset_task import Dataset, DatasetOptions
-from pipeline.environments.sandbox import Ran, run_python
+from pipeline.environments.sandbox import SandboxResult, run_python
 from pipeline.environments.task_protocol import Prompt
 
 WRITE = "Answer with one Python program, in a block that begins with ```python and ends with ```."
@@ -76,9 +76,9 @@ class Code(Dataset):
         return True
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        tests = checks_of(prompt.columns.get(self.options.tests), prompt.columns.get("entry_point"))
+        tests = read_checks(prompt.columns.get(self.options.tests), prompt.columns.get("entry_point"))
         tests = tests[: self.options.most_tests or None]
-        program = program_in(text)
+        program = extract_program(text)
         passed = 0
         for test in tests if program else ():
             right, late = self._passes(program, test)
@@ -97,16 +97,18 @@ class Code(Dataset):
         ran = run_python(driver, seconds, memory, files=files, given=test.given)
         if ran.failed:
             return False, ran.late
-        return _says(ran, test.wanted if test.wanted is not None else done, whole=test.wanted is not None), False
+        return _mismatch_text(
+            ran, test.wanted if test.wanted is not None else done, whole=test.wanted is not None
+        ), False
 
 
-def program_in(text: str) -> str:
+def extract_program(text: str) -> str:
     """The last block of code in an answer, all of it where there is none."""
     blocks = _BLOCK.findall(text)
     return str(blocks[-1] if blocks else text)
 
 
-def checks_of(value: Any, entry_point: Any = None) -> list[Check]:
+def read_checks(value: Any, entry_point: Any = None) -> list[Check]:
     """The tests of a row; `ValueError` for what has none."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = json.loads(value)
@@ -129,7 +131,7 @@ def _line(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _says(ran: Ran, wanted: str, whole: bool) -> bool:
+def _mismatch_text(ran: SandboxResult, wanted: str, whole: bool) -> bool:
     """Whether it printed what is wanted, white space at the ends of lines aside: all of it, or as its last line."""
     said = [line.rstrip() for line in ran.output.strip().splitlines()]
     lines = [line.rstrip() for line in wanted.strip().splitlines()]

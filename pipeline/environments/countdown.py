@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.environments.task_protocol import Demonstration, Prompt, Task, TaskOptions, ask
+from pipeline.environments.task_protocol import Demonstration, Prompt, Task, TaskOptions, user_prompt
 
 Operator = Literal["+", "-", "*", "/"]
 Puzzle = tuple[tuple[int, ...], int]
@@ -89,7 +89,7 @@ class Countdown(Task):
 
     def reward(self, prompt: Prompt, text: str) -> float:
         numbers, target = prompt.answer
-        expression = text if self.options.bare else _answered(text)
+        expression = text if self.options.bare else _answer_in(text)
         if sorted(map(int, re.findall(r"\d+", expression))) != sorted(numbers):
             return 0.0
         value = evaluate(expression)
@@ -104,7 +104,7 @@ class Countdown(Task):
         else:
             listed, operators = ", ".join(map(str, numbers)), ", ".join(self.options.operators)
             question = QUESTION.format(numbers=listed, target=target, operators=operators)
-        prompt = ask(question, answer=puzzle)
+        prompt = user_prompt(question, answer=puzzle)
         return Prompt(prompt.messages, puzzle, {"numbers": list(numbers), "target": target})
 
     def _draw(self, seed: str) -> tuple[Puzzle, str]:
@@ -166,7 +166,7 @@ def _value(node: ast.expr) -> float:
     raise ValueError("no such expression")
 
 
-def _answered(text: str) -> str:
+def _answer_in(text: str) -> str:
     """What stands in the last pair of answer tags."""
     found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return str(found[-1]).strip() if found else ""

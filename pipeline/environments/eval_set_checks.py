@@ -11,7 +11,7 @@ from pipeline.config import RewardConfig, RunConfig, TaskConfig
 from pipeline.config.evaluation_keys import SETS
 from pipeline.environments import load_task
 from pipeline.environments.rewards import check_rewards
-from pipeline.environments.user_imports import users_code
+from pipeline.environments.user_imports import user_import_errors
 from pipeline.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def check_eval_tasks(config: RunConfig) -> None:
 def check_held_out(wanted: TaskConfig, reward: RewardConfig, seed: int) -> None:
     """`ConfigError` unless a task has prompts to evaluate, and a reward for them."""
     task = load_task(wanted, seed)
-    with users_code("task.name", wanted.name, "a task with held-out prompts"):
+    with user_import_errors("task.name", wanted.name, "a task with held-out prompts"):
         if len(task.held_out()) == 0:
             raise ConfigError("task.name", wanted.name, "a task with held-out prompts", "its held_out() is empty")
     check_rewards(reward, task, wanted.name)

@@ -5,8 +5,8 @@ Promises that an edit after the first submission reaches no attempt of the run, 
 and that a module's `__file__` stays what it was, so that data beside it are found. Installed packages, data, and
 modules whose names are made at run time are not copied.
 
-    keep(names_in(config), run.code)     # at the first submission
-    use_kept()                           # in every process, before it imports code of the user's
+    keep(modules_named_in(config), run.code)     # at the first submission
+    use_frozen()                           # in every process, before it imports code of the user's
 """
 
 import ast
@@ -33,14 +33,14 @@ _FOLDER, _INDEX = ".user", "index.json"
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-class _Kept(msgspec.Struct):
+class _FrozenFile(msgspec.Struct):
     """One module: its file when it was copied, and the copy."""
 
     file: str
     copy: str
 
 
-def names_in(config: RunConfig) -> list[str]:
+def modules_named_in(config: RunConfig) -> list[str]:
     """The modules that a config names: of tasks, of those that agents work on, and of reward functions."""
     sets = config.evaluation.sets.values()
     tasks = [config.task, *(each.task for each in sets if each.task)]
@@ -50,26 +50,26 @@ def names_in(config: RunConfig) -> list[str]:
     return [name.partition(":")[0] for name in named if isinstance(name, str) and ":" in name]
 
 
-def keep(names: Iterable[str], code: Path) -> None:
+def copy_modules(names: Iterable[str], code: Path) -> None:
     """Copy these modules, and what they import from the same folders, into a snapshot that is being made."""
-    index = dict[str, _Kept]()
+    index = dict[str, _FrozenFile]()
     for name, file in modules_of(names).items():
         copy = code / _FOLDER / Path(*name.split(".")) / file.name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
-        index[name] = _Kept(str(file), str(copy.relative_to(code / _FOLDER)))
+        index[name] = _FrozenFile(str(file), str(copy.relative_to(code / _FOLDER)))
     if index:
         (code / _FOLDER / _INDEX).write_bytes(msgspec.json.encode(index))
 
 
-def changed(code: Path) -> list[Path]:
+def changed_modules(code: Path) -> list[Path]:
     """The files that are not any more what a snapshot has of them."""
     kept = _read(code).values()
     return [Path(each.file) for each in kept if not _same(Path(each.file), code / _FOLDER / each.copy)]
 
 
 @cache
-def use_kept() -> None:
+def use_frozen() -> None:
     """Have imports of this process find the copies, where it runs from a snapshot that has some."""
     code = Path(pipeline.__file__).parent.parent
     if index := _read(code):
@@ -131,9 +131,9 @@ def _imported(name: str, file: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in statement.names)
 
 
-def _read(code: Path) -> dict[str, _Kept]:
+def _read(code: Path) -> dict[str, _FrozenFile]:
     index = code / _FOLDER / _INDEX
-    return msgspec.json.decode(index.read_bytes(), type=dict[str, _Kept]) if index.is_file() else {}
+    return msgspec.json.decode(index.read_bytes(), type=dict[str, _FrozenFile]) if index.is_file() else {}
 
 
 def _same(file: Path, copy: Path) -> bool:
@@ -158,7 +158,7 @@ class _Loader(SourceFileLoader):
 class _Finder(MetaPathFinder):
     """Finds the modules that were copied; others are found as ever."""
 
-    def __init__(self, folder: Path, index: Mapping[str, _Kept]) -> None:
+    def __init__(self, folder: Path, index: Mapping[str, _FrozenFile]) -> None:
         self._folder, self._index = folder, index
 
     def find_spec(

@@ -10,15 +10,15 @@ T = TypeVar("T")
 REASON_LENGTH = 200
 
 
-def guarded(what: str, call: Callable[[], T]) -> T | str:
+def call_guarded(what: str, call: Callable[[], T]) -> T | str:
     """What `call` gives, or `what ErrorName: text` of whatever it raised, `SystemExit` included."""
     try:
         return call()
     except BaseException as error:  # noqa: BLE001 the task is foreign code: whatever it raises is the sample's reason
-        return reason(what, error)
+        return failure_reason(what, error)
 
 
-def reason(what: str, error: BaseException) -> str:
+def failure_reason(what: str, error: BaseException) -> str:
     """`what ErrorName: text` on one line."""
     try:
         text = " ".join(str(error).split())

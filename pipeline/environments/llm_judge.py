@@ -65,7 +65,9 @@ async def judge(
 
         async def verdict(prompt: Any, said: Any, truth: Any) -> float:
             told = "" if truth is None else f"\n# The right answer\n{truth}\n"
-            asked = question.format(prompt=written(prompt), answer=written(said), truth=told, best=f"{best:g}")
+            asked = question.format(
+                prompt=render_question(prompt), answer=render_question(said), truth=told, best=f"{best:g}"
+            )
             body = {
                 "model": model,
                 "messages": [{"role": "user", "content": asked}],
@@ -77,7 +79,7 @@ async def judge(
         return list(await asyncio.gather(*map(verdict, prompts, completions, truths)))
 
 
-def written(said: Any) -> str:
+def render_question(said: Any) -> str:
     """A text as it is; messages one below the other, each after its role."""
     if isinstance(said, str):
         return said
@@ -102,7 +104,7 @@ async def _ask(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -
         try:
             async with http.post(url, json=body) as response:
                 if response.status < 500 and response.status != 429:
-                    return _said(response.status, await response.text())
+                    return _reply_text(response.status, await response.text())
                 reason = f"the judge answered with status {response.status}"
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
             reason = f"the judge at {url} was not reached: {error or 'no answer in time'}"
@@ -111,7 +113,7 @@ async def _ask(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -
     raise ConnectionError(reason)
 
 
-def _said(status: int, text: str) -> str:
+def _reply_text(status: int, text: str) -> str:
     if status != 200:
         raise ValueError(f"the judge refused with status {status}: {text[:120]}")
     try:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from pipeline.config import nearest
+from pipeline.config import closest_match
 from pipeline.data.chat_messages import Message
 from pipeline.environments.task_protocol import Demonstration, Prompt, Task, TaskOptions
 from pipeline.errors import ConfigError
@@ -29,7 +29,7 @@ BASE_SEED = 20_000_003
 """Of every generator; ranges of indices tell the uses apart."""
 SPAN = 1 << 24
 """Indices of one use of one run seed; tries of one prompt are this many divided by `size` apart."""
-MOST_SEEDS = 32
+MAX_SEEDS = 32
 """Run seeds with ranges of their own; those further apart begin elsewhere in the same ones."""
 TRIES = 1000
 
@@ -98,7 +98,7 @@ class ReasoningGym(Task):
 
     def reward(self, prompt: Prompt, text: str) -> float:
         name, entry = prompt.answer
-        score = float(self._datasets[name].score_answer(_answered(text) if self.options.tags else text, entry))
+        score = float(self._datasets[name].score_answer(_answer_in(text) if self.options.tags else text, entry))
         return score if self.options.partial else float(score >= 1)
 
     def _asked(self, name: str, entry: Mapping[str, Any]) -> Prompt:
@@ -108,7 +108,7 @@ class ReasoningGym(Task):
 
     def _entry(self, use: str, place: int, index: int) -> tuple[str, Any]:
         """The first entry for `index` of a use that is not held out; `place` is that of its range for seed 0."""
-        rounds, seed = divmod(self.seed, MOST_SEEDS)
+        rounds, seed = divmod(self.seed, MAX_SEEDS)
         for name, entry in self._draws(f"{use} {self.seed}", place + 2 * seed, index + rounds * self.options.size):
             if entry["question"] not in self._held_out:
                 return name, entry
@@ -158,7 +158,7 @@ def _dataset(name: str, generator: Generator, seed: int = BASE_SEED, **size: int
             "task.name", "reasoning_gym", f"the library installed ({error})", pip_install("reasoning-gym")
         ) from None
     if name not in DATASETS:
-        raise ConfigError(key, generator.settings, "a generator of reasoning-gym", nearest(name, list(DATASETS)))
+        raise ConfigError(key, generator.settings, "a generator of reasoning-gym", closest_match(name, list(DATASETS)))
     taken = {"seed", "size"} & generator.settings.keys()
     if taken:
         raise ConfigError(f"{key}.{min(taken)}", generator.settings[min(taken)], "nothing", "the run's seed says it")
@@ -170,7 +170,7 @@ def _dataset(name: str, generator: Generator, seed: int = BASE_SEED, **size: int
         ) from None
 
 
-def _answered(text: str) -> str | None:
+def _answer_in(text: str) -> str | None:
     """What stands in the last pair of answer tags, None if nothing does."""
     found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return str(found[-1]).strip() if found else None

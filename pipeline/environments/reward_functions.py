@@ -1,8 +1,8 @@
 """Reward functions as people have them.
 
-Owns the two signatures of functions: what one is called with, and what its answer means. Promises one `ScorePart` for
-each sample, or one line that says why there is none: a reward that is no finite number is never a score. Must not know
-where functions come from (`pipeline.environments.rewards`), nor processes and deadlines
+Owns the two signatures of functions: what one is called with, and what its answer means. Promises one `PartialScore`
+for each sample, or one line that says why there is none: a reward that is no finite number is never a score. Must not
+know where functions come from (`pipeline.environments.rewards`), nor processes and deadlines
 (`pipeline.environments.worker_pool`).
 
     def short(completions, **columns): return [1.0 - len(text) / 1000 for text in completions]
@@ -21,15 +21,15 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from pipeline.environments.guarded_call import REASON_LENGTH, guarded, reason
-from pipeline.environments.task_protocol import Answer, Prompt
+from pipeline.environments.guarded_call import REASON_LENGTH, call_guarded, failure_reason
+from pipeline.environments.task_protocol import Completion, Prompt
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
-class ScorePart:
+class PartialScore:
     """What one function says of one sample: its score, None for nothing; and further numbers, by name."""
 
     score: float | None
@@ -61,11 +61,11 @@ class RewardFunction:
         """Whether a call of it is awaited."""
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
 
-    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[ScorePart | str]:
+    def score(self, prompt: Prompt, answers: Sequence[Completion]) -> list[PartialScore | str]:
         """One part, or the reason why there is none, for each of the answers to a prompt. Not for `async` ones."""
         return self._parts([self._called(call) for call in self._calls(prompt, answers)], len(answers))
 
-    async def score_async(self, prompt: Prompt, answers: Sequence[Answer]) -> list[ScorePart | str]:
+    async def score_async(self, prompt: Prompt, answers: Sequence[Completion]) -> list[PartialScore | str]:
         """The same of an `async` function; all its calls run at once."""
         returned = await asyncio.gather(*(self._awaited(call) for call in self._calls(prompt, answers)))
         return self._parts(returned, len(answers))
@@ -74,7 +74,7 @@ class RewardFunction:
         def returned() -> tuple[Any]:
             return (call(),)
 
-        return guarded(self._raised, returned)
+        return call_guarded(self._raised, returned)
 
     async def _awaited(self, call: Callable[[], Any]) -> tuple[Any] | str:
         try:
@@ -82,13 +82,13 @@ class RewardFunction:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 foreign code: whatever it raises is the sample's reason
-            return reason(self._raised, error)
+            return failure_reason(self._raised, error)
 
     @property
     def _raised(self) -> str:
         return f"reward {self.name} raised"
 
-    def _calls(self, prompt: Prompt, answers: Sequence[Answer]) -> Iterator[Callable[[], Any]]:
+    def _calls(self, prompt: Prompt, answers: Sequence[Completion]) -> Iterator[Callable[[], Any]]:
         """Calls that are to be made: of TRL's form one for all answers, of verl's one for each."""
         if self.style == "verl":
             given = [verl_arguments(prompt, answer, self.source) for answer in answers]
@@ -101,7 +101,7 @@ class RewardFunction:
         takes = self.takes
         return {name: value for name, value in arguments.items() if takes is None or name in takes}
 
-    def _parts(self, returned: Sequence[tuple[Any] | str], count: int) -> list[ScorePart | str]:
+    def _parts(self, returned: Sequence[tuple[Any] | str], count: int) -> list[PartialScore | str]:
         """What each of `count` samples gets of what the calls gave: 1-tuples, or reasons."""
         if self.style == "verl":
             return [one if isinstance(one, str) else self._part(one[0]) for one in returned]
@@ -113,24 +113,24 @@ class RewardFunction:
 
     def _list(self, value: Any, count: int) -> list[Any] | str:
         if isinstance(value, str | Mapping):
-            return f"reward {self.name} gave no list: {_shown(value)}"
-        values = guarded(f"reward {self.name} gave no list", lambda: list(value))
+            return f"reward {self.name} gave no list: {_short_repr(value)}"
+        values = call_guarded(f"reward {self.name} gave no list", lambda: list(value))
         if isinstance(values, str) or len(values) == count:
             return values
         return f"reward {self.name} gave too many or too few: {len(values)} for {count} samples"
 
-    def _part(self, value: Any) -> ScorePart | str:
-        made: ScorePart | str = guarded(self._raised, partial(self._made, value))
+    def _part(self, value: Any) -> PartialScore | str:
+        made: PartialScore | str = call_guarded(self._raised, partial(self._made, value))
         return made
 
-    def _made(self, value: Any) -> ScorePart | str:
+    def _made(self, value: Any) -> PartialScore | str:
         if value is None and self.style == "trl":
-            return ScorePart(None)
+            return PartialScore(None)
         metrics: dict[str, float] = {}
         if isinstance(value, Mapping):
             value, metrics = value.get("score"), _numbers(value)
         score = number(f"reward {self.name}", value)
-        return score if isinstance(score, str) else ScorePart(score, metrics)
+        return score if isinstance(score, str) else PartialScore(score, metrics)
 
 
 def number(title: str, value: Any) -> float | str:
@@ -146,7 +146,7 @@ def _is_scalar(value: Any) -> bool:
     return getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"[:80]
 
 
@@ -165,7 +165,7 @@ def columns_of(prompt: Prompt) -> dict[str, Any]:
     return answer | dict(prompt.columns)
 
 
-def verl_arguments(prompt: Prompt, answer: Answer, source: str) -> dict[str, Any]:
+def verl_arguments(prompt: Prompt, answer: Completion, source: str) -> dict[str, Any]:
     """One sample as verl's `compute_score` is given it; the truth is the column `ground_truth`, the one in
     `reward_model`, as in verl's Parquet files, or `answer`."""
     columns = columns_of(prompt)
@@ -183,7 +183,7 @@ def _truth(columns: Mapping[str, Any]) -> Any:
     return columns.get("ground_truth", columns.get("answer") if nested is None else nested)
 
 
-def trl_arguments(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, Any]:
+def trl_arguments(prompt: Prompt, answers: Sequence[Completion]) -> dict[str, Any]:
     """Samples of one prompt as TRL gives them: lists, of texts for a plain prompt, of messages otherwise."""
     columns = columns_of(prompt)
     asked = prompt.messages[-1]["content"] if prompt.plain else list(prompt.messages)

@@ -13,17 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.config import RewardConfig, nearest
-from pipeline.environments.reward_functions import TRL, VERL, RewardFunction, ScorePart, columns_of
+from pipeline.config import RewardConfig, closest_match
+from pipeline.environments.reward_functions import TRL, VERL, PartialScore, RewardFunction, columns_of
 from pipeline.environments.task_protocol import Prompt, Task
-from pipeline.environments.user_imports import find, users_code
+from pipeline.environments.user_imports import import_object, user_import_errors
 from pipeline.errors import ConfigError
-from pipeline.utils.value_bounds import MOST_REWARD
+from pipeline.utils.value_bounds import MAX_REWARD
 
 TASK = "task"
 """The task's own reward, among the functions."""
 KEY = "reward.functions"
-FORMS = "a function of (prompts, completions, **columns) or (data_source, solution_str, ground_truth, extra_info)"
+_STYLES_TEXT = (
+    "a function of (prompts, completions, **columns) or (data_source, solution_str, ground_truth, extra_info)"
+)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ANY = inspect.Parameter.VAR_KEYWORD
 
@@ -49,7 +51,7 @@ class Mixture:
         """What function number `which` is called in a reason."""
         return "reward" if self._alone else f"reward {self.names[which]}"
 
-    def combine(self, parts: Sequence[ScorePart | str]) -> Score | str:
+    def combine(self, parts: Sequence[PartialScore | str]) -> Score | str:
         """The reward of a sample, of what each function says of it, in order; or why there is none."""
         score, metrics = 0.0, {}
         scored = False
@@ -63,8 +65,8 @@ class Mixture:
             metrics |= {f"rewards/{name}/{also}": value for also, value in part.metrics.items()}
         if not scored:
             return "no reward function has a score: each gave None"
-        if not abs(score) <= MOST_REWARD:
-            return f"reward is too large: {score:g}, beyond ±{MOST_REWARD:.0f}"
+        if not abs(score) <= MAX_REWARD:
+            return f"reward is too large: {score:g}, beyond ±{MAX_REWARD:.0f}"
         return Score(score, {} if self._alone else metrics)
 
 
@@ -84,7 +86,7 @@ def load_rewards(config: RewardConfig, task: Task) -> list[RewardFunction | None
     for name in config.options:
         if name not in names or name == TASK:
             expected = "the name of a function of reward.functions"
-            raise ConfigError(f"reward.options.{name}", config.options[name], expected, nearest(name, names))
+            raise ConfigError(f"reward.options.{name}", config.options[name], expected, closest_match(name, names))
     return [
         None if spec == TASK else _load(spec, name, config.options.get(name, {}), task)
         for spec, name in zip(specs, names, strict=True)
@@ -98,7 +100,7 @@ def check_rewards(config: RewardConfig, task: Task, task_name: str) -> None:
         expected = f"at least one function, and not `{TASK}`: the task {task_name} has no reward of its own"
         mend = "reward.functions=[package.module:function], see docs/rewards.md"
         raise ConfigError(KEY, list(config.functions), expected, mend)
-    with users_code("task.name", task_name, "a task whose prompt(0) works"):
+    with user_import_errors("task.name", task_name, "a task whose prompt(0) works"):
         prompt = task.prompt(0)
     for spec, function in zip(config.functions, functions, strict=False):
         if function is not None:
@@ -106,10 +108,12 @@ def check_rewards(config: RewardConfig, task: Task, task_name: str) -> None:
 
 
 def _load(spec: str, name: str, options: Mapping[str, Any], task: Task) -> RewardFunction:
-    call = find(KEY, spec, f"`{TASK}`, or package.module:function", "name the module it is in, as my_rewards:correct")
+    call = import_object(
+        KEY, spec, f"`{TASK}`, or package.module:function", "name the module it is in, as my_rewards:correct"
+    )
     if not callable(call):
-        raise ConfigError(KEY, spec, FORMS, f"it is no function: {type(call).__name__}")
-    with users_code(KEY, spec, FORMS):
+        raise ConfigError(KEY, spec, _STYLES_TEXT, f"it is no function: {type(call).__name__}")
+    with user_import_errors(KEY, spec, _STYLES_TEXT):
         parameters = inspect.signature(call).parameters
     named = {name for name, parameter in parameters.items() if parameter.kind in _NAMED}
     takes = None if any(parameter.kind is _ANY for parameter in parameters.values()) else frozenset(named)
@@ -131,12 +135,12 @@ def _style(
 ) -> Literal["trl", "verl"]:
     nameless = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
     if inspect.isclass(call) or inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
-        raise ConfigError(KEY, spec, FORMS, "it is a class or a generator; write a function that returns")
+        raise ConfigError(KEY, spec, _STYLES_TEXT, "it is a class or a generator; write a function that returns")
     if not nameless and "solution_str" in named:
         return "verl"
     if not nameless and ("completions" in named or (takes is None and not named)):
         return "trl"
-    raise ConfigError(KEY, spec, FORMS, f"it takes ({', '.join(parameters)})")
+    raise ConfigError(KEY, spec, _STYLES_TEXT, f"it takes ({', '.join(parameters)})")
 
 
 def _check_columns(spec: str, function: RewardFunction, prompt: Prompt) -> None:

@@ -28,12 +28,12 @@ from pipeline.environments import sandbox_jail
 from pipeline.errors import ConfigError
 
 Mode = Literal["namespaces", "none"]
-MOST_OUTPUT = 1 << 16
-MOST_FILE = 1 << 24
-MOST_FILES = 64
-MOST_DISK = 1 << 26
+MAX_OUTPUT = 1 << 16
+MAX_FILE = 1 << 24
+MAX_FILES = 64
+MAX_DISK = 1 << 26
 """Bytes of all files together."""
-MOST_PROCESSES = 64
+MAX_PROCESSES = 64
 PROBE_SECONDS = 60.0
 _NAMESPACES = ("--user", "--map-root-user", "--net", "--ipc", "--pid", "--mount")
 _UNSHARE = ("unshare", *_NAMESPACES, "--fork", "--kill-child")
@@ -41,7 +41,7 @@ _chosen: Mode = "namespaces"
 
 
 @dataclass(frozen=True)
-class Ran:
+class SandboxResult:
     """What became of some code: what it printed, errors included, why it ended early, if it did, and whether because
     its time was up."""
 
@@ -55,7 +55,7 @@ class Ran:
         return "\n".join(filter(None, (self.output.strip(), self.failed)))
 
 
-def choose(mode: Mode) -> None:
+def choose_mode(mode: Mode) -> None:
     """How code is run in this process from now on; without a choice in namespaces."""
     global _chosen
     _chosen = mode
@@ -84,19 +84,19 @@ def missing_namespaces() -> str:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
-    told = (probe.stderr.strip().splitlines() or [_fate(probe.returncode)])[-1]
+    told = (probe.stderr.strip().splitlines() or [_exit_text(probe.returncode)])[-1]
     return "" if probe.returncode == 0 else told
 
 
 def _in_jail(folder: str) -> tuple[str, ...]:
     """The command that runs the code after it, with the files in `folder`."""
-    bounds = (str(MOST_DISK), str(MOST_PROCESSES))
+    bounds = (str(MAX_DISK), str(MAX_PROCESSES))
     return (*_UNSHARE, sys.executable, "-I", "-S", sandbox_jail.__file__, folder, *bounds)
 
 
 def run_python(
     code: str, seconds: float, memory_bytes: int, *, files: Mapping[str, str] = MappingProxyType({}), given: str = ""
-) -> Ran:
+) -> SandboxResult:
     """Run `code` with Python's standard library and what is installed beside it, in a folder that holds `files` by
     name, with `given` as its standard input. `ConfigError` where code may not run, see `require_namespaces`."""
     if _chosen == "namespaces":
@@ -126,10 +126,10 @@ def run_python(
         except subprocess.TimeoutExpired:
             failed, late = f"error: it took more than {seconds:g} s", True
         finally:
-            _end(process)
+            _kill_process(process)
         output.seek(0)
-        printed = output.read(MOST_OUTPUT).decode(errors="replace")
-        return Ran(printed, failed or _fate(process.returncode), late)
+        printed = output.read(MAX_OUTPUT).decode(errors="replace")
+        return SandboxResult(printed, failed or _exit_text(process.returncode), late)
 
 
 def _bound(seconds: float, memory_bytes: int) -> None:
@@ -138,8 +138,8 @@ def _bound(seconds: float, memory_bytes: int) -> None:
     for what, most in (
         (resource.RLIMIT_CPU, cpu),
         (resource.RLIMIT_DATA, memory_bytes),
-        (resource.RLIMIT_FSIZE, MOST_FILE),
-        (resource.RLIMIT_NOFILE, MOST_FILES),
+        (resource.RLIMIT_FSIZE, MAX_FILE),
+        (resource.RLIMIT_NOFILE, MAX_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(what)
@@ -147,14 +147,14 @@ def _bound(seconds: float, memory_bytes: int) -> None:
         resource.setrlimit(what, (bound, bound))
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _kill_process(process: "subprocess.Popen[bytes]") -> None:
     """End it and what is in its session; what left that is below the worker, and ended with it."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _fate(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code == 0:
         return ""
     return f"error: killed by {signal.Signals(-code).name}" if code < 0 else f"error: exited with code {code}"

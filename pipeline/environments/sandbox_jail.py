@@ -27,7 +27,7 @@ _KEPT_FLAGS = {
 """Options that a mount keeps when it is mounted again: a process without rights may not take them off."""
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
-_LEAST_PID_MAX = 301
+_MIN_PID_MAX = 301
 """The kernel takes no less."""
 _SHARED = ("/dev/shm", "/var/tmp")
 _OWN_PROCESS_COUNT, _OWN_PID_MAX = (5, 14), (6, 14)
@@ -44,7 +44,7 @@ def main(folder: str, disk_bytes: int, processes: int, code: str) -> None:
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
     if _kernel() >= _OWN_PID_MAX:
         with suppress(OSError):
-            Path("/proc/sys/kernel/pid_max").write_text(str(max(processes, _LEAST_PID_MAX)))
+            Path("/proc/sys/kernel/pid_max").write_text(str(max(processes, _MIN_PID_MAX)))
     make_read_only()
     place = _working_directory(folder)
     _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk_bytes},nr_inodes={disk_bytes >> 12},mode=700")

@@ -11,19 +11,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from pipeline.environments.chat_template import Template
-from pipeline.environments.guarded_call import guarded
-from pipeline.environments.reward_functions import RewardFunction, ScorePart, number
+from pipeline.environments.chat_template import ChatTemplate
+from pipeline.environments.guarded_call import call_guarded
+from pipeline.environments.reward_functions import PartialScore, RewardFunction, number
 from pipeline.environments.rewards import Score
-from pipeline.environments.task_protocol import Answer, Prompt, Task
+from pipeline.environments.task_protocol import Completion, Prompt, Task
 
 T = TypeVar("T")
-AWAITED_SHARE = 0.9
+TIMEOUT_FRACTION = 0.9
 """Of a call's deadline, what an `async` function may take: what awaits longer is given up, and no process with it."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class RenderedPrompt:
     """A prompt, and its messages as the chat template writes them."""
 
     prompt: Prompt
@@ -31,45 +31,47 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Used:
+class ToolResult:
     """What a tool answered."""
 
     text: str
 
 
-class Calls(Protocol):
+class TaskCalls(Protocol):
     """The calls, made somewhere; each gives what is asked, or the reason (`what: why`) why there is none."""
 
-    async def prompt(self, index: int) -> Asked | str:
+    async def prompt(self, index: int) -> RenderedPrompt | str:
         """Training prompt `index`."""
 
-    async def render(self, prompt: Prompt) -> Asked | str:
+    async def render(self, prompt: Prompt) -> RenderedPrompt | str:
         """A prompt that the caller has."""
 
-    async def rewards(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Score | str]:
+    async def rewards(self, prompt: Prompt, answers: Sequence[Completion]) -> list[Score | str]:
         """What each answer to a prompt is worth."""
 
-    async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> ToolResult | str:
         """What a tool of the task answers."""
 
-    async def run(self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]) -> Used | str:
+    async def run(
+        self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]
+    ) -> ToolResult | str:
         """The same of a tool without a deadline here: the caller gives up. `working` is entered while it works."""
 
 
-class LocalCalls:
+class InProcessCalls:
     """The calls made here and now."""
 
     def __init__(
         self,
         task: Task,
-        template: Template,
+        template: ChatTemplate,
         functions: Sequence[RewardFunction | None] = (None,),
         seconds: float = float("inf"),
     ) -> None:
         """`functions`: those of `reward.functions`, in order; None for the task's own reward. `seconds`: the deadline
         of a call, which somebody else keeps for what does not await."""
         self._task, self._template, self._functions = task, template, functions
-        self._seconds = seconds * AWAITED_SHARE
+        self._seconds = seconds * TIMEOUT_FRACTION
         self._runner: asyncio.Runner | None = None
 
     def close(self) -> None:
@@ -82,30 +84,31 @@ class LocalCalls:
         if method == "score" and self._awaits(shared[0]):
             yield from self._scores_at_once(shared[0], shared[1], items)
         else:
-            yield from (guarded("task raised", lambda: getattr(self, method)(*shared, item)) for item in items)  # noqa: B023
+            yield from (call_guarded("task raised", lambda: getattr(self, method)(*shared, item)) for item in items)  # noqa: B023
 
-    def prompt(self, index: int) -> Asked | str:
+    def prompt(self, index: int) -> RenderedPrompt | str:
         """Training prompt `index`."""
-        prompt = guarded("prompt raised", lambda: _prompt(self._task.prompt(index)))
+        prompt = call_guarded("prompt raised", lambda: _prompt(self._task.prompt(index)))
         return prompt if isinstance(prompt, str) else self.render(prompt)
 
-    def render(self, prompt: Prompt) -> Asked | str:
+    def render(self, prompt: Prompt) -> RenderedPrompt | str:
         """The prompt with its text."""
-        return guarded(
-            "prompt could not be rendered", lambda: Asked(prompt, self._template.render(prompt.messages, prompt.tools))
+        return call_guarded(
+            "prompt could not be rendered",
+            lambda: RenderedPrompt(prompt, self._template.render(prompt.messages, prompt.tools)),
         )
 
-    def score(self, which: int, prompt: Prompt, answer: Answer) -> ScorePart | str:
+    def score(self, which: int, prompt: Prompt, answer: Completion) -> PartialScore | str:
         """What function number `which` says of an answer."""
         function = self._functions[which]
         if function is None:
             told = answer.reward
-            return guarded(
+            return call_guarded(
                 "reward raised", lambda: _part(self._task.reward(prompt, answer.text) if told is None else told)
             )
         return self.score_all(which, prompt, (answer,))[0]
 
-    def score_all(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> list[ScorePart | str]:
+    def score_all(self, which: int, prompt: Prompt, answers: Sequence[Completion]) -> list[PartialScore | str]:
         """The same of all answers to a prompt, in one call of the function."""
         function = self._functions[which]
         if function is None:
@@ -114,11 +117,13 @@ class LocalCalls:
             return function.score(prompt, answers)
         return self._loop.run_until_complete(self._limited(function, prompt, answers))
 
-    def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+    def use(self, prompt: Prompt, name: str, arguments: Any) -> ToolResult | str:
         """What a tool of the task answers."""
-        return guarded(f"tool {name} raised", lambda: Used(str(self._task.use(prompt, name, arguments))))
+        return call_guarded(f"tool {name} raised", lambda: ToolResult(str(self._task.use(prompt, name, arguments))))
 
-    def _scores_at_once(self, which: int, prompt: Prompt, answers: Sequence[Answer]) -> Iterator[ScorePart | str]:
+    def _scores_at_once(
+        self, which: int, prompt: Prompt, answers: Sequence[Completion]
+    ) -> Iterator[PartialScore | str]:
         function, loop = self._functions[which], self._loop
         assert function is not None
         tasks = [loop.create_task(self._limited(function, prompt, (answer,))) for answer in answers]
@@ -127,8 +132,8 @@ class LocalCalls:
             yield part
 
     async def _limited(
-        self, function: RewardFunction, prompt: Prompt, answers: Sequence[Answer]
-    ) -> list[ScorePart | str]:
+        self, function: RewardFunction, prompt: Prompt, answers: Sequence[Completion]
+    ) -> list[PartialScore | str]:
         try:
             async with asyncio.timeout(self._seconds) as limit:
                 return await function.score_async(prompt, answers)
@@ -154,6 +159,6 @@ def _prompt(value: Any) -> Prompt:
     return value
 
 
-def _part(value: Any) -> ScorePart | str:
+def _part(value: Any) -> PartialScore | str:
     score = number("reward", value)
-    return score if isinstance(score, str) else ScorePart(score)
+    return score if isinstance(score, str) else PartialScore(score)

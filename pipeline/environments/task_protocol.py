@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline.data.chat_messages import Message
 from pipeline.environments.episode import Episode, Turn
-from pipeline.environments.tool_call_syntax import Form
+from pipeline.environments.tool_call_syntax import ToolCallSyntax
 
 
 class TaskOptions(BaseModel):
@@ -55,7 +55,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """What the policy made of a prompt, as rewards see it.
 
     Attributes:
@@ -128,7 +128,9 @@ class Policy(Protocol):
         """As `use`, of what asks the policy itself, through an `endpoint`: its time is the episode's own
         (`rollout.episode_seconds`), but for the wait for a worker and for the policy; `task.seconds` is no bound."""
 
-    def endpoint(self, form: Form = "tagged", address: str = "127.0.0.1") -> AbstractAsyncContextManager[AgentEndpoint]:
+    def endpoint(
+        self, form: ToolCallSyntax = "tagged", address: str = "127.0.0.1"
+    ) -> AbstractAsyncContextManager[AgentEndpoint]:
         """An endpoint of this policy, open as a context; `form` is how the policy writes calls of tools."""
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -202,6 +204,6 @@ class Task(ABC):
         raise NotImplementedError(f"task {self.name} has no demonstrations; set training.warm_start.steps=0")
 
 
-def ask(question: str, answer: Any = None) -> Prompt:
+def user_prompt(question: str, answer: Any = None) -> Prompt:
     """A prompt of one user message."""
     return Prompt(({"role": "user", "content": question},), answer)

@@ -21,10 +21,10 @@ from typing import Any
 
 from pipeline.config import RewardConfig, TaskConfig
 from pipeline.environments import check_sandbox, load_task, sandbox
-from pipeline.environments.chat_template import Template
-from pipeline.environments.guarded_call import guarded, reason
+from pipeline.environments.chat_template import ChatTemplate
+from pipeline.environments.guarded_call import call_guarded, failure_reason
 from pipeline.environments.rewards import load_rewards
-from pipeline.environments.task_calls import LocalCalls
+from pipeline.environments.task_calls import InProcessCalls
 from pipeline.errors import RollcallError
 from pipeline.utils.subprocesses import adopt_orphans
 
@@ -44,7 +44,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Call:
-    """`method` of `LocalCalls`, called with `shared` and each of `items`."""
+    """`method` of `InProcessCalls`, called with `shared` and each of `items`."""
 
     method: str
     shared: tuple[Any, ...]
@@ -78,18 +78,18 @@ class Channel:
         try:
             data = frame(value)
         except Exception as error:  # noqa: BLE001 what a task puts into its prompts is its own
-            data = frame(reason("prompt cannot be pickled", error))
+            data = frame(failure_reason("prompt cannot be pickled", error))
         self._socket.sendall(data)
 
 
-def serve(channel: Channel, calls: LocalCalls) -> None:
+def serve(channel: Channel, calls: InProcessCalls) -> None:
     """Answer calls until the pool is gone."""
     me = os.getpid()
     while True:
         call: Call = channel.receive()
         replies, left = calls.replies(call.method, call.shared, call.items), len(call.items)
         while left:
-            value = guarded("task raised", lambda: (next(replies),))  # noqa: B023
+            value = call_guarded("task raised", lambda: (next(replies),))  # noqa: B023
             if os.getpid() != me:
                 os._exit(0)  # the task forked, and its copy came back here
             # After what could not be held there are no more: it is the reason of all that are left.
@@ -115,11 +115,11 @@ def main() -> None:
         setup: Setup = channel.receive()
         _bound_memory(setup.task.memory_bytes)
         try:
-            sandbox.choose(setup.task.sandbox)
+            sandbox.choose_mode(setup.task.sandbox)
             task = load_task(setup.task, setup.seed)
             check_sandbox(task, setup.task)
             functions = load_rewards(setup.reward, task)
-            calls = LocalCalls(task, Template(setup.model), functions, setup.task.seconds)
+            calls = InProcessCalls(task, ChatTemplate(setup.model), functions, setup.task.seconds)
         except RollcallError as error:
             channel.reply(str(error))
             sys.exit(error.exit_code)

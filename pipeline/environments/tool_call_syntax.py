@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Form = Literal["tagged", "short"]
-Takes = Mapping[str, Mapping[str, Any]]
+ToolCallSyntax = Literal["tagged", "short"]
+ParameterTypes = Mapping[str, Mapping[str, Any]]
 """The JSON schema of what each tool takes, by its name."""
 
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -37,15 +37,15 @@ class ToolCall:
     begin: int = field(default=0, compare=False)
 
 
-def takes_of(tools: Sequence[Mapping[str, Any]]) -> Takes:
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> ParameterTypes:
     """What each of these tools, JSON schemas as chat templates take them, takes."""
     functions = (tool.get("function", tool) for tool in tools)
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
-def written_calls(text: str, form: Form, takes: Takes) -> Iterator[ToolCall]:
+def parse_calls(text: str, form: ToolCallSyntax, takes: ParameterTypes) -> Iterator[ToolCall]:
     """The calls in a text, in order; what looks like one and is none has the name `unknown`, and says why."""
-    until = _upto_last(_CLOSES[form], text)
+    until = _before_last(_CLOSES[form], text)
     if form == "short":
         for found in _SHORT.finditer(until):
             name, argument = found.groups()
@@ -63,7 +63,7 @@ def written_calls(text: str, form: Form, takes: Takes) -> Iterator[ToolCall]:
             yield ToolCall("unknown", {}, f"error: no tool call: {error}", found.start())
 
 
-def _upto_last(close: str, text: str) -> str:
+def _before_last(close: str, text: str) -> str:
     """The text up to its last `close`, so that whatever opens in it also closes: a search from each of many opens for a
     close that never comes would take the square of their number."""
     before, found, _ = text.rpartition(close)

@@ -22,13 +22,13 @@ from pipeline.environments.countdown import evaluate
 from pipeline.environments.episode import Episode
 from pipeline.environments.sandbox import run_python
 from pipeline.environments.task_protocol import Demonstration, Policy, Prompt, Task, TaskOptions
-from pipeline.environments.tool_call_syntax import Takes, ToolCall, takes_of, written_calls
+from pipeline.environments.tool_call_syntax import ParameterTypes, ToolCall, parameter_types, parse_calls
 from pipeline.errors import RolloutError
 
-MOST_CALLS = 16
+MAX_CALLS = 16
 """Calls of one turn that are made."""
-TOO_MANY = f"error: more than {MOST_CALLS} calls in a turn"
-MOST_ANSWER = 2000
+TOO_MANY = f"error: more than {MAX_CALLS} calls in a turn"
+MAX_ANSWER = 2000
 """Characters of a tool's answer that the policy is shown."""
 
 
@@ -84,13 +84,13 @@ class ToolTask(Task):
 
     def read_calls(self, text: str) -> list[ToolCall]:
         """The calls that a turn makes, in order."""
-        calls = [self._checked(call) for call in written_calls(text, self.options.calls, self._names)]
-        return [*calls[:MOST_CALLS], *(replace(call, wrong=TOO_MANY) for call in calls[MOST_CALLS:])]
+        calls = [self._checked(call) for call in parse_calls(text, self.options.calls, self._names)]
+        return [*calls[:MAX_CALLS], *(replace(call, wrong=TOO_MANY) for call in calls[MAX_CALLS:])]
 
     @property
-    def _names(self) -> Takes:
+    def _names(self) -> ParameterTypes:
         """What each tool takes, by its name."""
-        return takes_of(self.schemas)
+        return parameter_types(self.schemas)
 
     def _checked(self, call: ToolCall) -> ToolCall:
         if call.wrong:
@@ -114,7 +114,7 @@ class ToolTask(Task):
                 answer = await policy.use(prompt, call.name, dict(call.arguments))
             except RolloutError as error:
                 answer = f"error: {error}"
-        return {"role": self.options.role, "name": call.name, "content": answer[:MOST_ANSWER]}
+        return {"role": self.options.role, "name": call.name, "content": answer[:MAX_ANSWER]}
 
 
 class ArithmeticToolOptions(ToolOptions):

@@ -11,18 +11,18 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
-from pipeline.environments.frozen_code import use_kept
+from pipeline.environments.frozen_code import use_frozen
 from pipeline.errors import ConfigError, one_line
 
 
-def find(key: str, name: str, expected: str, unnamed: str) -> Any:
+def import_object(key: str, name: str, expected: str, unnamed: str) -> Any:
     """What `package.module:name` names. `expected` says what the value of `key` should be; `unnamed` how to mend one
     that has no module."""
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(key, name, expected, unnamed)
-    use_kept()
-    with users_code(key, name, "a module that can be imported"):
+    use_frozen()
+    with user_import_errors(key, name, "a module that can be imported"):
         try:
             loaded = import_module(module)
         except ModuleNotFoundError as error:
@@ -36,7 +36,7 @@ def find(key: str, name: str, expected: str, unnamed: str) -> Any:
 
 
 @contextmanager
-def users_code(key: str, name: str, expected: str) -> Iterator[None]:
+def user_import_errors(key: str, name: str, expected: str) -> Iterator[None]:
     """Translates whatever the code behind `key=name` raises into a `ConfigError` that says where it happened."""
     try:
         yield

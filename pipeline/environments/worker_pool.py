@@ -8,7 +8,7 @@ workers print is passed on at a bounded rate. Workers die with this process. Kno
 There is one worker to begin with. A call that has waited `GROW_SECONDS` for one starts another, up to `task.processes`:
 rewards that take no time need no more.
 
-    async with TaskPool(Setup(config.task, config.seed, model), startup_seconds=300) as pool:
+    async with WorkerPool(Setup(config.task, config.seed, model), startup_seconds=300) as pool:
         asked = await pool.prompt(7)
         scores = await pool.rewards(asked.prompt, [Answer("4"), Answer("5")])
 """
@@ -26,22 +26,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from pipeline.environments.guarded_call import guarded
-from pipeline.environments.reward_functions import ScorePart
+from pipeline.environments.guarded_call import call_guarded
+from pipeline.environments.reward_functions import PartialScore
 from pipeline.environments.rewards import Mixture, Score
-from pipeline.environments.task_calls import Asked, Used
-from pipeline.environments.task_protocol import Answer, Prompt
+from pipeline.environments.task_calls import RenderedPrompt, ToolResult
+from pipeline.environments.task_protocol import Completion, Prompt
 from pipeline.environments.task_worker import LENGTH_BYTES, Call, Setup, frame
 from pipeline.errors import DeadlineError, TaskError
 from pipeline.utils.subprocesses import Leader, describe_exit
-from pipeline.utils.waiting import wait_for, within
+from pipeline.utils.waiting import run_within, wait_for
 
 log = logging.getLogger(__name__)
 
 GROW_SECONDS = 1.0
 START_PAUSES = (0.0, 1.0, 5.0)
 END_SECONDS = 2.0
-MOST_CHILDREN = 256
+MAX_CHILDREN = 256
 PRINT_SECONDS, PRINT_BYTES = 0.25, 1 << 14
 
 
@@ -78,7 +78,7 @@ class Worker:
         """Whether it has many children, running or not waited for: a task that leaves some with every call."""
         pid = self._process.pid
         with suppress(OSError):
-            return len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) > MOST_CHILDREN
+            return len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) > MAX_CHILDREN
         return False
 
     async def ready(self, setup: Setup, seconds: float) -> None:
@@ -86,7 +86,7 @@ class Worker:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         self._writer.write(frame(setup))
         try:
-            wrong = await within("a process of the task to load it", self._reply(), seconds)
+            wrong = await run_within("a process of the task to load it", self._reply(), seconds)
         except (EOFError, OSError):
             raise TaskError(f"a process of the task {await self._end_of_process()} while it loaded it") from None
         if wrong is not None:
@@ -131,7 +131,7 @@ class Worker:
     async def _reply(self) -> Any:
         length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
         body = await self._reader.readexactly(length)
-        return guarded("prompt cannot be pickled", lambda: pickle.loads(body))
+        return call_guarded("prompt cannot be pickled", lambda: pickle.loads(body))
 
     async def _end_of_process(self) -> str:
         """How it ended; when only its connection is closed, that."""
@@ -142,8 +142,8 @@ class Worker:
         return describe_exit(code)
 
 
-class TaskPool:
-    """The workers of one task, as `pipeline.environments.task_calls.Calls`; lives in one event loop."""
+class WorkerPool:
+    """The workers of one task, as `pipeline.environments.task_calls.TaskCalls`; lives in one event loop."""
 
     def __init__(self, setup: Setup, startup_seconds: float) -> None:
         """`startup_seconds`: what a worker may take to load the task."""
@@ -168,38 +168,40 @@ class TaskPool:
     ) -> None:
         await self._close()
 
-    async def prompt(self, index: int) -> Asked | str:
+    async def prompt(self, index: int) -> RenderedPrompt | str:
         """Training prompt `index`, or why there is none."""
-        asked: list[Asked | str] = await self._each("prompt", "prompt", (), (index,))
+        asked: list[RenderedPrompt | str] = await self._each("prompt", "prompt", (), (index,))
         return asked[0]
 
-    async def render(self, prompt: Prompt) -> Asked | str:
+    async def render(self, prompt: Prompt) -> RenderedPrompt | str:
         """A prompt with its text, or why there is none."""
-        asked: list[Asked | str] = await self._each("prompt", "render", (), (prompt,))
+        asked: list[RenderedPrompt | str] = await self._each("prompt", "render", (), (prompt,))
         return asked[0]
 
-    async def rewards(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Score | str]:
+    async def rewards(self, prompt: Prompt, answers: Sequence[Completion]) -> list[Score | str]:
         """The reward of each answer, or why it has none. Each function is asked on its own, with its own deadline."""
         asked = [self._parts(which, prompt, tuple(answers)) for which in range(len(self._mixture.names))]
         told = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
         return [self._mixture.combine(parts) for parts in zip(*told, strict=True)]
 
-    async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+    async def use(self, prompt: Prompt, name: str, arguments: Any) -> ToolResult | str:
         """What a tool of the task answers, or why it does not."""
-        used: list[Used | str] = await self._each(f"tool {name}", "use", (prompt, name), (arguments,))
+        used: list[ToolResult | str] = await self._each(f"tool {name}", "use", (prompt, name), (arguments,))
         return used[0]
 
-    async def run(self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]) -> Used | str:
+    async def run(
+        self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]
+    ) -> ToolResult | str:
         """The same without a deadline: who gives up cancels this, which ends the worker with all that it started."""
-        call = guarded("prompt cannot be pickled", lambda: frame(Call("use", (prompt, name), (arguments,))))
+        call = call_guarded("prompt cannot be pickled", lambda: frame(Call("use", (prompt, name), (arguments,))))
         if isinstance(call, str):
             return call
         async with self._borrowed() as worker:
             with working:
                 (used,) = await worker.answer(f"tool {name}", call, 1, math.inf)
-        return cast(Used | str, used)
+        return cast(ToolResult | str, used)
 
-    async def _parts(self, which: int, prompt: Prompt, answers: tuple[Answer, ...]) -> list[ScorePart | str]:
+    async def _parts(self, which: int, prompt: Prompt, answers: tuple[Completion, ...]) -> list[PartialScore | str]:
         """What function number `which` says of each answer."""
         title, shared = self._mixture.title(which), (which, prompt)
         if not self._mixture.whole_groups:
@@ -211,7 +213,7 @@ class TaskPool:
         """A reply for each item: what comes after one that breaks its worker is asked of another."""
         replies: list[Any] = []
         while left := items[len(replies) :]:
-            call = guarded("prompt cannot be pickled", lambda: frame(Call(method, shared, left)))
+            call = call_guarded("prompt cannot be pickled", lambda: frame(Call(method, shared, left)))
             if isinstance(call, str):
                 return [call] * len(items)
             async with self._borrowed() as worker:

@@ -1,6 +1,6 @@
 """Samples that earn nothing.
 
-Owns the reward function `pipeline.environments.zero_reward:nothing`, for runs that learn from something else than
+Owns the reward function `pipeline.environments.zero_reward:zero_reward`, for runs that learn from something else than
 rewards, such as a teacher (`teacher.url`).
 """
 
@@ -8,6 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def nothing(completions: Sequence[Any]) -> list[float]:
+def zero_reward(completions: Sequence[Any]) -> list[float]:
     """0 for each."""
     return [0.0] * len(completions)

@@ -9,7 +9,7 @@ from html import escape
 
 from pipeline.observability.number_format import clock
 from pipeline.observability.run_history import Attempt, History
-from pipeline.run.metrics_log import Row
+from pipeline.run.metrics_log import MetricRecord
 
 HEADS = ("attempt", "began", "ran", "steps", "ended", "why")
 Line = tuple[str, ...]
@@ -34,7 +34,7 @@ def attempt_table(history: History) -> str:
     return f'<table class="attempts"><tr>{head}</tr>{rows}</table>'
 
 
-def _line(attempt: Attempt, rows: Sequence[Row]) -> Line:
+def _line(attempt: Attempt, rows: Sequence[MetricRecord]) -> Line:
     span = attempt.span
     end, why = attempt.end
     return (
@@ -47,7 +47,7 @@ def _line(attempt: Attempt, rows: Sequence[Row]) -> Line:
     )
 
 
-def _steps(rows: Sequence[Row]) -> str:
+def _steps(rows: Sequence[MetricRecord]) -> str:
     """`sft 1–20, rl 1–5`."""
     found: dict[str, list[int]] = {}
     for row in rows:

@@ -12,13 +12,13 @@ from pipeline.environments.rewards import names_of
 from pipeline.observability.metric_charts import Chart, Curve, chart, resume_steps, smooth_curve
 from pipeline.observability.run_history import History
 from pipeline.observability.svg_drawing import SERIES
-from pipeline.run.metrics_log import Row, series
+from pipeline.run.metrics_log import MetricRecord, series
 
 LEARNING, OPTIMIZATION, SPEED, WARM_START = "Learning", "Optimization", "Speed", "Warm start"
 NUMBERS = "Numbers"
 """The one section of a run with a trainer only."""
 _KINDS = {"sft": "SFT", "rl": "RL"}
-Rows = Sequence[Row]
+Rows = Sequence[MetricRecord]
 
 
 def all_charts(history: History) -> list[Chart]:
@@ -84,7 +84,7 @@ def _learning(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> l
     return [
         chart("Reward", note, curves, resumes, "reward/mean", section=LEARNING),
         *_functions(rows, resumes, config),
-        *_held_out(rows, resumes, config),
+        *_eval_charts(rows, resumes, config),
         *_optional(
             "Completion length",
             "Tokens that the policy sampled, of the samples that each step trained.",
@@ -125,7 +125,7 @@ def _weights(config: RunConfig | None) -> str:
     return f" ({', '.join(f'{name} {weight:g}' for name, weight in zip(names, weights, strict=True))})"
 
 
-def _held_out(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> list[Chart]:
+def _eval_charts(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> list[Chart]:
     """Accuracies in percent, and rewards that are none as they are."""
     names = ["", *sorted({row["set"] for row in rows if row.get("set")})]
     accuracies = [name for name in names if measures_accuracy(config, rows, name)]

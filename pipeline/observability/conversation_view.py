@@ -17,7 +17,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from pipeline.environments.chat_template import Template
+from pipeline.environments.chat_template import ChatTemplate
 from pipeline.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class SampleReader:
         """What the template writes before a message, with the role that it is of. Only heads that no two roles share
         and that name their role in some way count: a template without any does not tell roles apart."""
         try:
-            template = Template(self._directory)
+            template = ChatTemplate(self._directory)
         except ConfigError:
             return {}
         found: dict[str, str] = {}
@@ -97,7 +97,7 @@ def _tokenizer(file: Path) -> Tokenizer | None:
         return None
 
 
-def _head_of(template: Template, role: str) -> str:
+def _head_of(template: ChatTemplate, role: str) -> str:
     """What is written right before a message of a role that follows others: what all of them end with is cut off."""
     before = [{"role": "user", "content": "a"}, {"role": POLICY, "content": "b"}]
     if role == POLICY:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import RunConfig
-from pipeline.run.metrics_log import Row
+from pipeline.run.metrics_log import MetricRecord
 from pipeline.topology.gpu_split import best_split
 from pipeline.train.loop.grace_period import grace_warning
 
@@ -19,7 +19,7 @@ SETTLED, ENOUGH = 10, 20
 CLIPPED, CUT, REFUSED, IDLE, BUSY = 0.05, 0.25, 0.1, 0.25, 0.05
 """Shares from which on there is something to change; `BUSY`: up to which idle time of the other half. Measured, a clip
 that holds 0.07 of the tokens slows learning to less than half, and one that holds 0.01 little."""
-SEVERAL = 4
+MIN_STEPS = 4
 """Steps with groups that came too old: a server that was lost for a while is the trouble of one or two."""
 
 KEYS = {"trainer": "trainer", "servers": "inference"}
@@ -43,7 +43,7 @@ class Finding:
     page: str
 
 
-def find(config: RunConfig | None, rows: Sequence[Row]) -> list[Finding]:
+def findings_of(config: RunConfig | None, rows: Sequence[MetricRecord]) -> list[Finding]:
     """What to change in a run, given its config, if it is readable, and the rows of its metrics; of RL only once there
     are enough steps."""
     if config is None:
@@ -51,7 +51,7 @@ def find(config: RunConfig | None, rows: Sequence[Row]) -> list[Finding]:
     return [*_grace(config, rows), *_of_rl(config, rows)]
 
 
-def _grace(config: RunConfig, rows: Sequence[Row]) -> Iterator[Finding]:
+def _grace(config: RunConfig, rows: Sequence[MetricRecord]) -> Iterator[Finding]:
     """Of the newest attempt: earlier ones may have run with another grace."""
     trained = [row for row in rows if row["kind"] == "train"]
     last = trained[-1] if trained else {}
@@ -65,17 +65,17 @@ def _sentence(words: str) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
-def _of_rl(config: RunConfig, rows: Sequence[Row]) -> list[Finding]:
+def _of_rl(config: RunConfig, rows: Sequence[MetricRecord]) -> list[Finding]:
     if not config.has_rollouts or config.training.jobs:
         return []
     steps = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"][SETTLED:]
     if len(steps) < ENOUGH:
         return []
-    rules = (_not_finite, _equal, _cut, _clipped, _refused, _idle)
+    rules = (_not_finite, _equal, _truncated, _clipped, _refused, _idle)
     return [finding for rule in rules for finding in rule(config, steps)]
 
 
-def _not_finite(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+def _not_finite(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
     for name, whose, rate in (("skipped", "", "optim.lr"), ("critic/skipped", " of the critic", "critic.lr")):
         skipped = [count for count in _values(steps, name) if count]
         if len(skipped) > 1:
@@ -86,7 +86,7 @@ def _not_finite(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
             )
 
 
-def _equal(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+def _equal(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
     spread = _values(steps, "reward/std")
     if spread and not any(spread) and not config.teacher.url:
         yield Finding(
@@ -97,7 +97,7 @@ def _equal(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
         )
 
 
-def _cut(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+def _truncated(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
     cut = _median(steps, "samples/cut")
     if cut >= CUT and config.training.overlong != "mask":
         yield Finding(
@@ -107,7 +107,7 @@ def _cut(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
         )
 
 
-def _clipped(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+def _clipped(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
     clipped, over_behaviour = _median(steps, "clip_fraction"), config.loss.proximal == "behaviour"
     if clipped >= CLIPPED and config.loss.name in CLIPS and over_behaviour and config.training.max_lag:
         yield Finding(
@@ -117,10 +117,10 @@ def _clipped(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
         )
 
 
-def _refused(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+def _refused(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
     stale = [count for count in _values(steps, "groups/stale") if count]
     refused = sum(stale) / (config.training.prompts_per_step * len(steps))
-    if refused >= REFUSED and len(stale) >= SEVERAL:
+    if refused >= REFUSED and len(stale) >= MIN_STEPS:
         maskable = config.training.max_lag and config.training.stale != "mask"
         mask = ", or count their young tokens: training.stale=mask" if maskable else ""
         yield Finding(
@@ -130,7 +130,7 @@ def _refused(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
         )
 
 
-def _idle(config: RunConfig, steps: Sequence[Row]) -> Iterator[Finding]:
+def _idle(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
     """Which half waits for the other; only where each has GPUs of its own, and computes nothing meanwhile."""
     if config.resources.device != "cuda" or config.resources.share_gpus:
         return
@@ -182,10 +182,10 @@ def _resplit(config: RunConfig, idle_trainer: float, idle_servers: float, slower
     )
 
 
-def _values(steps: Sequence[Row], name: str) -> list[float]:
+def _values(steps: Sequence[MetricRecord], name: str) -> list[float]:
     return [row[name] for row in steps if row.get(name) is not None]
 
 
-def _median(steps: Sequence[Row], name: str) -> float:
+def _median(steps: Sequence[MetricRecord], name: str) -> float:
     """Over the steps that have it; 0 if none does."""
     return statistics.median(_values(steps, name) or [0.0])

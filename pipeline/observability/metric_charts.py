@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipeline.observability.svg_drawing import BAD, INK, LINE, SERIES, draw
-from pipeline.run.metrics_log import Row
+from pipeline.run.metrics_log import MetricRecord
 
 _WIDTH, _HEIGHT = 5.2, 2.3
 Points = list[tuple[int, float]]
@@ -40,7 +40,7 @@ class Curve:
     marks: bool = False
 
 
-def resume_steps(rows: Iterable[Row], job: str = "rl") -> list[int]:
+def resume_steps(rows: Iterable[MetricRecord], job: str = "rl") -> list[int]:
     """The steps of a job at which another attempt took over."""
     mine = [row for row in rows if row["kind"] == "train" and row["job"] == job]
     return [later["step"] for earlier, later in pairwise(mine) if earlier.get("attempt") != later.get("attempt")]

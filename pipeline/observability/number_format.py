@@ -13,6 +13,6 @@ def number(value: float | None, form: str) -> str:
     return "—" if value is None else format(value, form)
 
 
-def count(amount: int, what: str) -> str:
+def plural(amount: int, what: str) -> str:
     """`1 attempt`, `2 attempts`."""
     return f"{amount} {what}" if amount == 1 else f"{amount} {what}s"

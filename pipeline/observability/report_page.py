@@ -16,16 +16,16 @@ from pipeline.config.run_identity import flatten
 from pipeline.errors import one_line
 from pipeline.observability.attempts_table import attempt_table
 from pipeline.observability.chart_subjects import all_charts, measures_accuracy, unmeasured
-from pipeline.observability.findings import find
+from pipeline.observability.findings import findings_of
 from pipeline.observability.metric_charts import Chart
-from pipeline.observability.number_format import clock, count, number
+from pipeline.observability.number_format import clock, number, plural
 from pipeline.observability.report_style import STYLE
 from pipeline.observability.run_history import Attempt, History
-from pipeline.observability.run_status import State, current, reason_of, state_of
+from pipeline.observability.run_status import State, current_state, reason_of, state_of
 from pipeline.observability.sample_gallery import gallery
 from pipeline.observability.timeline import timeline
 from pipeline.run.first_failure import FirstFailure
-from pipeline.run.metrics_log import Row, series
+from pipeline.run.metrics_log import MetricRecord, series
 from pipeline.tracking.wandb_process import sync_command
 from pipeline.utils import shared_files
 
@@ -62,7 +62,7 @@ def page(history: History) -> str:
 
 def newest_attempt(history: History) -> Attempt | None:
     """The last attempt of the job that was submitted last; None before its first."""
-    return current(history.attempts[-1] if history.attempts else None, history.job)
+    return current_state(history.attempts[-1] if history.attempts else None, history.job)
 
 
 def state(history: History) -> State:
@@ -92,7 +92,7 @@ def tiles(history: History) -> list[Tile]:
     ]
 
 
-def _set_tiles(config: RunConfig, rows: Sequence[Row]) -> list[Tile]:
+def _set_tiles(config: RunConfig, rows: Sequence[MetricRecord]) -> list[Tile]:
     """Of a run that evaluates alone: what each set came to."""
     found = [(row.get("set", ""), row) for row in rows if row["kind"] == "eval"]
     tiles = []
@@ -121,13 +121,13 @@ def _trainer_tiles(history: History, training: TrainingConfig) -> list[Tile]:
     ]
 
 
-def _speeds(rows: Iterable[Row]) -> list[float]:
+def _speeds(rows: Iterable[MetricRecord]) -> list[float]:
     """Tokens a second of each step, the slowest first."""
     return sorted(row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None)
 
 
 def _wall_tile(history: History) -> Tile:
-    return clock(wall_seconds(history)), f"wall time, {count(len(history.attempts), 'attempt')}"
+    return clock(wall_seconds(history)), f"wall time, {plural(len(history.attempts), 'attempt')}"
 
 
 def _speed_tile(speeds: Sequence[float]) -> Tile:
@@ -206,7 +206,7 @@ def _failure(history: History) -> str:
 
 def _findings(history: History) -> str:
     """What the numbers say should be changed; empty if nothing."""
-    found = find(history.config, history.rows)
+    found = findings_of(history.config, history.rows)
     lines = "".join(
         f"<li>{escape(each.seen)} <b>{escape(each.change)}</b> <span>{escape(each.page)}</span></li>" for each in found
     )

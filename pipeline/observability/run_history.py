@@ -15,17 +15,17 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config import RunConfig
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError
 from pipeline.roles.role_context import Status
 from pipeline.run.events import Event, Events
 from pipeline.run.first_failure import FirstFailure
-from pipeline.run.metrics_log import Row, read_rows
+from pipeline.run.metrics_log import MetricRecord, read_rows
 from pipeline.run.paths import RUN, AttemptPaths, RunPaths, SweepPaths, rank_of_timeline
 from pipeline.run.run_documents import Finished, Outcome, RunIdentity, SubmittedJob
 from pipeline.topology.plan import World
 from pipeline.utils import shared_files
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.utils.shared_dir import FileSharedDir
 
 RUNS = Path("runs")
 """Where a name is looked up: the default of the config's `output`."""
@@ -112,7 +112,7 @@ class History:
     identity: RunIdentity | None
     job: SubmittedJob | None
     finished: Finished | None
-    rows: list[Row]
+    rows: list[MetricRecord]
     attempts: tuple[Attempt, ...]
     alive: bool | None
 
@@ -140,11 +140,11 @@ def find_run(arguments: Sequence[str]) -> Path:
         if value and is_sweep:
             raise ConfigError("run", value, "a run", f"{value} is a sweep: sweep={value}, or run={value}/<point>")
     files_there = [*RUNS.glob(f"*/{RUN}"), *RUNS.glob(f"*/*/{RUN}")]
-    mend = closest(value, (str(file.parent.relative_to(RUNS)) for file in files_there))
+    mend = closest_name(value, (str(file.parent.relative_to(RUNS)) for file in files_there))
     raise ConfigError("run", value, f"a run directory, or a name below {RUNS}/", mend)
 
 
-def closest(name: str, among: Iterable[str]) -> str:
+def closest_name(name: str, among: Iterable[str]) -> str:
     """What to say to somebody who named none of these: the few that are most like it."""
     names = sorted(among)
     shown = difflib.get_close_matches(name, names, n=_SHOWN, cutoff=0.0) if len(names) > _SHOWN else names
@@ -158,7 +158,7 @@ def read_history(root: Path, alive: bool | None = None) -> History:
     identity = shared_files.read_document(run.run, RunIdentity)
     return History(
         paths=run,
-        config=kept_config(run),
+        config=read_frozen_config(run),
         identity=identity,
         job=shared_files.read_document(run.job, SubmittedJob),
         finished=shared_files.read_document(run.finished, Finished),
@@ -271,7 +271,7 @@ def _lines(timeline: Path) -> list[Transition]:
 
 
 def _names(folder: Path) -> frozenset[str]:
-    return frozenset(FileDirectory(folder).names())
+    return frozenset(FileSharedDir(folder).names())
 
 
 def _ranks(names: Iterable[str]) -> list[int]:

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from pipeline.observability.run_history import Attempt
-from pipeline.run.metrics_log import Row
+from pipeline.run.metrics_log import MetricRecord
 from pipeline.run.run_documents import SubmittedJob
 from pipeline.transport.sample_records import ASKED
 
-Before = Literal["waiting", "queued", "left"]
+BeforeStart = Literal["waiting", "queued", "left"]
 Running = Literal["meeting", "starting", "training", "evaluating", "finishing", "stopping"]
 Ended = Literal["not submitted", "interrupted", "failed", "finished"]
-State = Before | Running | Ended
+State = BeforeStart | Running | Ended
 """`queued`: a scheduler has the job and no attempt of it runs. `left`: the scheduler was ending or requeueing the job
 when its attempt ended, and files do not tell which. `not submitted`: the run was made, but no job of it."""
 
@@ -27,7 +27,7 @@ SILENT_SECONDS = 60.0
 """An agent shows every few seconds that it lives; after this long its node is lost, or its filesystem hangs."""
 
 
-def current(newest: Attempt | None, job: SubmittedJob | None) -> Attempt | None:
+def current_state(newest: Attempt | None, job: SubmittedJob | None) -> Attempt | None:
     """The newest attempt, unless a job was submitted since that has had none yet."""
     if newest is None or job is None:
         return newest
@@ -35,12 +35,17 @@ def current(newest: Attempt | None, job: SubmittedJob | None) -> Attempt | None:
 
 
 def state_of(
-    attempt: Attempt | None, job: SubmittedJob | None, rows: Sequence[Row], *, finished: bool, alive: bool | None
+    attempt: Attempt | None,
+    job: SubmittedJob | None,
+    rows: Sequence[MetricRecord],
+    *,
+    finished: bool,
+    alive: bool | None,
 ) -> State:
     """The state; the strongest sign decides, and an end counts over everything on the way.
 
     Args:
-        attempt: the `current` one.
+        attempt: the `current_state` one.
         job: that was submitted last. A scheduler may run its job again: the end of an attempt is the end of the job
             only if its outcome says so, or the scheduler.
         rows: of the run's metrics.
@@ -77,7 +82,7 @@ def reason_of(attempt: Attempt | None) -> str:
     return attempt.outcome.reason if attempt.outcome and attempt.outcome.decision == "stopped" else ""
 
 
-def training_rows(attempt: Attempt | None, rows: Sequence[Row]) -> list[Row]:
+def training_rows(attempt: Attempt | None, rows: Sequence[MetricRecord]) -> list[MetricRecord]:
     """The steps that this attempt did."""
     return [row for row in rows if row["kind"] == "train" and attempt and row.get("attempt") == attempt.name]
 
@@ -88,7 +93,7 @@ def _unattempted(job: SubmittedJob | None, alive: bool | None) -> State:
     return "interrupted" if alive is False else "waiting"
 
 
-def _in_queue(attempt: Attempt | None, rows: Sequence[Row], alive: bool | None) -> State:
+def _in_queue(attempt: Attempt | None, rows: Sequence[MetricRecord], alive: bool | None) -> State:
     decision = attempt.outcome.decision if attempt and attempt.outcome else ""
     if decision in ("finished", "stopped"):
         return "finished" if decision == "finished" else "failed"
@@ -111,7 +116,7 @@ def _evaluates(attempt: Attempt) -> bool:
     return "trainer" not in roles and bool(ready) and all(last is not None and last.state == "ready" for last in ready)
 
 
-def _under_way(attempt: Attempt, rows: Sequence[Row]) -> State:
+def _under_way(attempt: Attempt, rows: Sequence[MetricRecord]) -> State:
     if "training_finished" in attempt.events:
         return "finishing"
     if "draining" in attempt.events:

@@ -16,15 +16,15 @@ from pipeline.config.model_directory import model_directory
 from pipeline.errors import ConfigError
 from pipeline.observability.conversation_view import SampleReader
 from pipeline.observability.metric_charts import Chart
-from pipeline.observability.number_format import count, number
+from pipeline.observability.number_format import number, plural
 from pipeline.observability.run_history import History
-from pipeline.observability.sample_reader import Filter, KeptTable, ReadSample, read_kept
+from pipeline.observability.sample_reader import Filter, ReadSample, SampleTable, read_samples
 from pipeline.observability.svg_drawing import SERIES, draw
 
 PHASES = ("Begin", "Middle", "End")
-OF_EACH = 2
+SAMPLES_PER_PHASE = 2
 """Samples of each kind in each phase."""
-MOST_TEXT = 4000
+MAX_TEXT = 4000
 """Characters of a turn that the page has; the terminal shows all."""
 _COLUMNS, _CELLS = 40, 16
 _WIDTH, _HEIGHT = 5.2, 2.3
@@ -36,14 +36,14 @@ def gallery(history: History) -> tuple[list[Chart], str]:
 
     Of a run that trained nothing, the samples of each evaluation set.
     """
-    kept, reader = read_kept(history.paths), _reader(history)
+    kept, reader = read_samples(history.paths), _reader(history)
     trained = kept.where(Filter(kind="train"))
     shown = phases(trained) if len(trained) else _sets(kept)
     cards = "".join(_phase(title, chosen, reader) for title, chosen in shown)
-    return spreads(trained) if len(trained) else [], cards
+    return spread_charts(trained) if len(trained) else [], cards
 
 
-def spreads(kept: KeptTable) -> list[Chart]:
+def spread_charts(kept: SampleTable) -> list[Chart]:
     """How rewards and lengths are spread over the weights that sampled."""
     versions, rewards, lengths = (kept.column(name) for name in ("version_min", "reward", "length"))
     rows = [row for row in zip(versions, rewards, lengths, strict=True) if None not in row]
@@ -58,7 +58,7 @@ def spreads(kept: KeptTable) -> list[Chart]:
     ]
 
 
-def phases(kept: KeptTable) -> Iterator[tuple[str, Samples]]:
+def phases(kept: SampleTable) -> Iterator[tuple[str, Samples]]:
     """Each phase that has samples: a title with its weights, and the samples of each kind."""
     found = [version for version in kept.column("version_min") if version is not None]
     # Failures have no weights: they belong to the phase of the samples around them.
@@ -71,14 +71,14 @@ def phases(kept: KeptTable) -> Iterator[tuple[str, Samples]]:
             yield f"{name}: {_weights(part)}", _chosen(part)
 
 
-def _sets(kept: KeptTable) -> Iterator[tuple[str, Samples]]:
+def _sets(kept: SampleTable) -> Iterator[tuple[str, Samples]]:
     """Each evaluation set, in the order in which they were evaluated first."""
     for name in dict.fromkeys(kept.column("eval_set")):
         part = kept.where(Filter(eval_set=name))
-        yield f"{name}: {count(len(part), 'sample')} kept", _chosen(part)
+        yield f"{name}: {plural(len(part), 'sample')} kept", _chosen(part)
 
 
-def _times(kept: KeptTable, edges: Sequence[float]) -> list[float]:
+def _times(kept: SampleTable, edges: Sequence[float]) -> list[float]:
     """When the first sample of each phase was kept, and the end."""
     pairs = [
         (version, stamp)
@@ -89,22 +89,24 @@ def _times(kept: KeptTable, edges: Sequence[float]) -> list[float]:
     return [float("-inf"), *begins[1:], float("inf")]
 
 
-def _chosen(part: KeptTable) -> Samples:
-    best = list(part.best(OF_EACH).load())
+def _chosen(part: SampleTable) -> Samples:
+    best = list(part.best(SAMPLES_PER_PHASE).load())
     shown = {(sample["position"], sample["sample"], sample["time"]) for sample in best}
-    worst = [s for s in part.worst(2 * OF_EACH).load() if (s["position"], s["sample"], s["time"]) not in shown]
+    worst = [
+        s for s in part.worst(2 * SAMPLES_PER_PHASE).load() if (s["position"], s["sample"], s["time"]) not in shown
+    ]
     return {
         "best": best,
-        "worst": worst[:OF_EACH],
-        "cut off": list(part.where(Filter(cut=True)).newest(OF_EACH).load()),
-        "failed": list(part.where(Filter(failed=True)).newest(OF_EACH).load()),
+        "worst": worst[:SAMPLES_PER_PHASE],
+        "cut off": list(part.where(Filter(cut=True)).newest(SAMPLES_PER_PHASE).load()),
+        "failed": list(part.where(Filter(failed=True)).newest(SAMPLES_PER_PHASE).load()),
     }
 
 
-def _weights(part: KeptTable) -> str:
+def _weights(part: SampleTable) -> str:
     versions = [version for version in part.column("version_min") if version is not None]
     among = f"weights {min(versions)}–{max(versions)}, " if versions else ""
-    return f"{among}{count(len(part), 'sample')} kept"
+    return f"{among}{plural(len(part), 'sample')} kept"
 
 
 def _reader(history: History) -> SampleReader | None:
@@ -133,7 +135,7 @@ def _card(kind: str, sample: ReadSample, reader: SampleReader | None, *, opened:
 
 def _body(sample: ReadSample, reader: SampleReader | None) -> str:
     if sample["failure"] is not None:
-        return f'<pre class="reason">{escape(sample["failure"][:MOST_TEXT])}</pre>'
+        return f'<pre class="reason">{escape(sample["failure"][:MAX_TEXT])}</pre>'
     if reader is None:
         return '<p class="note">the model directory is not here, so its tokens have no text</p>'
     turns = "".join(
@@ -156,9 +158,9 @@ def _facts(sample: ReadSample) -> str:
 
 
 def _shortened(text: str) -> str:
-    if len(text) <= MOST_TEXT:
+    if len(text) <= MAX_TEXT:
         return text
-    half = MOST_TEXT // 2
+    half = MAX_TEXT // 2
     return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
 
 

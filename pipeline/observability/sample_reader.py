@@ -4,7 +4,7 @@ Owns the choice among them: filters, order, and what the ledger knows of their p
 trained, and with which lag). Promises that a segment which goes while it is looked at, or is torn, is passed over; and
 that tokens are read only of the samples that are chosen. Must not know how a sample is shown.
 
-    kept = read_kept(run)
+    kept = read_samples(run)
     chosen = kept.where(Filter(most_reward=0.0)).worst(5)
     for sample in kept.load(chosen): …
 """
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipeline.rollout.sample_store import COLUMNS, EVAL, HEAVY, TRAIN, schema, segments
+from pipeline.rollout.sample_store import COLUMNS, EVAL, TRAIN, UNLOADED_COLUMNS, schema, segments
 from pipeline.run.paths import RunPaths
 from pipeline.transport.ledger import TRAINED, Settlement
 
-_LIGHT = [name for name in COLUMNS if name not in HEAVY]
+_LIGHT = [name for name in COLUMNS if name not in UNLOADED_COLUMNS]
 _SEGMENT, _PLACE = "segment", "place"
 
 
@@ -54,7 +54,7 @@ class Filter:
     position: int | None = None
 
 
-class KeptRow(NamedTuple):
+class SampleRow(NamedTuple):
     """One row of an episode: token ids, 1 where the policy sampled one, and the log-probabilities of those."""
 
     tokens: list[int]
@@ -75,15 +75,15 @@ class ReadSample:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
-    def rows(self) -> list[KeptRow]:
+    def rows(self) -> list[SampleRow]:
         """The rows of its episode, the first one first; none of a sample that failed."""
         tokens, mask, logprobs = (self.values[name] or [] for name in ("tokens", "mask", "logprobs"))
         ends = list(accumulate(self.values["row_lengths"] or [len(tokens)])) if tokens else []
         spans = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-        return [KeptRow(tokens[span], mask[span], logprobs[span]) for span in spans]
+        return [SampleRow(tokens[span], mask[span], logprobs[span]) for span in spans]
 
 
-class KeptTable:
+class SampleTable:
     """The samples of a run, without their tokens, the oldest first."""
 
     def __init__(self, table: Any, files: Sequence[Path], settled: dict[int, Settlement]) -> None:
@@ -96,7 +96,7 @@ class KeptTable:
         """The values of one column, None where a sample has none."""
         return list(self.table[name].to_pylist())
 
-    def where(self, wanted: Filter) -> "KeptTable":
+    def where(self, wanted: Filter) -> "SampleTable":
         """Those that are wanted."""
         import pyarrow.compute as pc
 
@@ -128,22 +128,22 @@ class KeptTable:
             found = found.filter(pc.fill_null(every, False))
         return self._of(found)
 
-    def between(self, begin: float, end: float) -> "KeptTable":
+    def between(self, begin: float, end: float) -> "SampleTable":
         """Those that were handed over at `begin` or later, and before `end` (seconds since the epoch)."""
         import pyarrow.compute as pc
 
         times = self.table["time"]
         return self._of(self.table.filter(pc.and_(pc.greater_equal(times, begin), pc.less(times, end))))
 
-    def best(self, count: int) -> "KeptTable":
+    def best(self, count: int) -> "SampleTable":
         """Those of the highest reward, of equal ones the newest."""
         return self._ranked(count, "descending")
 
-    def worst(self, count: int) -> "KeptTable":
+    def worst(self, count: int) -> "SampleTable":
         """Those of the lowest reward, of equal ones the newest; a sample that failed has none."""
         return self._ranked(count, "ascending")
 
-    def newest(self, count: int) -> "KeptTable":
+    def newest(self, count: int) -> "SampleTable":
         """The last ones, in their order."""
         return self._of(self.table.slice(max(0, len(self) - count)))
 
@@ -156,7 +156,10 @@ class KeptTable:
             segment, place = light.pop(_SEGMENT), light.pop(_PLACE)
             if opened[0] != segment:
                 try:
-                    opened = segment, parquet.read_table(self._files[segment], columns=list(HEAVY), schema=schema())
+                    opened = (
+                        segment,
+                        parquet.read_table(self._files[segment], columns=list(UNLOADED_COLUMNS), schema=schema()),
+                    )
                 except (OSError, ValueError):
                     continue
             heavy = opened[1].slice(place, 1).to_pylist()[0]
@@ -170,17 +173,17 @@ class KeptTable:
             return ReadSample(values, settled=found.outcome)
         return ReadSample(values, found.step, found.step - values["version_min"], found.outcome)
 
-    def _ranked(self, count: int, order: str) -> "KeptTable":
+    def _ranked(self, count: int, order: str) -> "SampleTable":
         import pyarrow.compute as pc
 
         scored = self.table.filter(pc.is_valid(self.table["reward"]))
         return self._of(scored.sort_by([("reward", order), ("time", "descending")]).slice(0, count))
 
-    def _of(self, table: Any) -> "KeptTable":
-        return KeptTable(table, self._files, self._settled)
+    def _of(self, table: Any) -> "SampleTable":
+        return SampleTable(table, self._files, self._settled)
 
 
-def read_kept(run: RunPaths) -> KeptTable:
+def read_samples(run: RunPaths) -> SampleTable:
     """All samples that a run kept, without their tokens."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -196,7 +199,7 @@ def read_kept(run: RunPaths) -> KeptTable:
         tables.append(table.append_column(_PLACE, pa.array(range(table.num_rows), pa.int32())))
     empty = schema().empty_table().select(_LIGHT)
     empty = empty.append_column(_SEGMENT, pa.array([], pa.int32())).append_column(_PLACE, pa.array([], pa.int32()))
-    return KeptTable(pa.concat_tables([empty, *tables]), files, _settlements(run.ledger))
+    return SampleTable(pa.concat_tables([empty, *tables]), files, _settlements(run.ledger))
 
 
 def _settlements(ledger: Path) -> dict[int, Settlement]:

@@ -17,15 +17,15 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.observability.conversation_view import POLICY, Passage, SampleReader
 from pipeline.observability.number_format import number
 from pipeline.observability.run_history import find_run
-from pipeline.observability.sample_reader import Filter, KeptRow, KeptTable, ReadSample, read_kept
+from pipeline.observability.sample_reader import Filter, ReadSample, SampleRow, SampleTable, read_samples
 from pipeline.run.paths import RunPaths
-from pipeline.utils.terminal import console, visible
+from pipeline.utils.terminal import console, escape_controls
 
 SHOWN = 5
 """Samples that are shown where no number is asked for."""
@@ -107,7 +107,7 @@ def _range(text: str) -> tuple[float, float]:
 
 
 def _show(run: RunPaths, options: argparse.Namespace) -> None:
-    kept = read_kept(run)
+    kept = read_samples(run)
     if not len(kept):
         mend = "a run keeps them as it goes on, unless rollout.kept_bytes=0"
         raise ConfigError("run", run.root.name, f"a run that kept samples, and {run.rollouts} has none", mend)
@@ -143,8 +143,8 @@ def _filter(options: argparse.Namespace) -> Filter:
     )
 
 
-def _ordered(found: KeptTable, options: argparse.Namespace) -> KeptTable:
-    orders: list[tuple[int | None, Callable[[int], KeptTable]]] = [
+def _ordered(found: SampleTable, options: argparse.Namespace) -> SampleTable:
+    orders: list[tuple[int | None, Callable[[int], SampleTable]]] = [
         (options.best, found.best),
         (options.worst, found.worst),
         (options.last, found.newest),
@@ -157,7 +157,7 @@ def _ordered(found: KeptTable, options: argparse.Namespace) -> KeptTable:
 
 def _reader(run: RunPaths) -> SampleReader:
     """Of the run's model; one that is not here has no text."""
-    config = kept_config(run)
+    config = read_frozen_config(run)
     try:
         return SampleReader(model_directory(config.model) if config else Path())
     except ConfigError:
@@ -177,7 +177,7 @@ def rendered(sample: ReadSample, reader: SampleReader, *, tokens: bool = False) 
     """One sample as a panel: a line of what it is, its conversation, and its numbers by name."""
     body: list[RenderableType] = []
     if sample["failure"] is not None:
-        body.append(Text(visible(sample["failure"]), "red"))
+        body.append(Text(escape_controls(sample["failure"]), "red"))
     rows = sample.rows()
     for place, row in enumerate(rows, 1):
         body += [Text(f"row {place} of {len(rows)}", "bright_black")] if len(rows) > 1 else []
@@ -200,11 +200,11 @@ def conversation(parts: Iterable[Passage]) -> list[RenderableType]:
     for part in parts:
         colour = COLOURS.get(part.role, "")
         lines.append(Text(part.role, f"{colour} dim"))
-        lines.append(Text(visible(part.text), f"{colour} bold" if part.sampled else colour))
+        lines.append(Text(escape_controls(part.text), f"{colour} bold" if part.sampled else colour))
     return lines
 
 
-def token_lines(row: KeptRow, reader: SampleReader) -> Text:
+def token_lines(row: SampleRow, reader: SampleReader) -> Text:
     """One token a line: place, id, mask, log-probability, text; what was sampled is green."""
     text = Text()
     for place, (token, sampled, logprob) in enumerate(zip(*row, strict=True)):

@@ -1,6 +1,6 @@
 """The timeline of one attempt: when each role started, was ready, and came down.
 
-Owns how transitions become bars. Promises at most `MOST_ROLES` rows, the failed roles first to stay. Must not know
+Owns how transitions become bars. Promises at most `MAX_ROLES` rows, the failed roles first to stay. Must not know
 files or HTML.
 """
 
@@ -15,7 +15,7 @@ from pipeline.observability.run_history import Attempt, Transition
 from pipeline.observability.svg_drawing import BAD, BUSY, GOOD, draw
 from pipeline.roles.role_context import Status
 
-MOST_ROLES = 32
+MAX_ROLES = 32
 _NOTE = "Pale: starting, restarting or stopping. Solid: ready; half as high: warming up. A mark: it failed."
 _WIDTH, _ROW = 10.8, 0.27
 _COLOURS = {"starting": BUSY, "restarting": BUSY, "ready": GOOD, "stopping": BUSY}
@@ -56,7 +56,7 @@ def shown_roles(attempt: Attempt) -> list[str]:
     for transition in attempt.transitions:
         first.setdefault(transition.role, transition.time)
     states = attempt.states
-    chosen = sorted(first, key=lambda role: (states[role].state != "failed", first[role]))[:MOST_ROLES]
+    chosen = sorted(first, key=lambda role: (states[role].state != "failed", first[role]))[:MAX_ROLES]
     return sorted(chosen, key=lambda role: first[role])
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Launch:
+class RoleCommand:
     """How to start a role.
 
     A role that ends before the attempt was told to end has failed, whatever its exit code.

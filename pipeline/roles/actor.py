@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.environments import Task, load_task
-from pipeline.environments.chat_tokenizer import Chat
-from pipeline.environments.task_calls import Calls
+from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.task_calls import TaskCalls
 from pipeline.environments.task_worker import Setup
-from pipeline.environments.worker_pool import TaskPool
+from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import RollcallError, one_line
-from pipeline.roles import Launch
+from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
-from pipeline.roles.sample_quota import kept_samples
+from pipeline.roles.sample_quota import sample_store_for
 from pipeline.rollout.eval_rollouts import Evaluation
 from pipeline.rollout.group_rollout import GroupBuilder
-from pipeline.rollout.issue_loop import Generation
-from pipeline.rollout.sample_store import EVAL, KeptSamples
+from pipeline.rollout.issue_loop import IssueLoop
+from pipeline.rollout.sample_store import EVAL, SampleStore
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport import AsyncStreams, connect
 from pipeline.transport.sample_records import EvalRequest
-from pipeline.transport.shared_state import Board
+from pipeline.transport.shared_state import SharedState
 from pipeline.utils import heartbeat
 
 log = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ REPORT_SECONDS = 1.0
 READ_SECONDS = 60.0
 
 
-def launch(context: RoleContext) -> Launch:
+def launch(context: RoleContext) -> RoleCommand:
     """One process of one thread that matters, and below it those of the task's prompts and rewards."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.actor", *context.arguments())
-    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, beats=1, ready=context.is_ready)
+    return RoleCommand(argv=argv, env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, beats=1, ready=context.is_ready)
 
 
 class Actor:
@@ -54,17 +54,17 @@ class Actor:
         self,
         context: RoleContext,
         task: Task,
-        calls: Calls,
-        chat: Chat,
+        calls: TaskCalls,
+        chat: ChatTokenizer,
         streams: AsyncStreams,
-        board: Board,
+        board: SharedState,
         client: InferenceClient,
-        kept: KeptSamples,
+        kept: SampleStore,
     ) -> None:
         config = context.config
         builder = GroupBuilder(task, calls, chat, client, config)
         self._context, self._streams, self._client = context, streams, client
-        self._generation = Generation(streams, board, builder, client, config)
+        self._generation = IssueLoop(streams, board, builder, client, config)
         self._evaluation = Evaluation(task, calls, chat, client, config, kept.add)
 
     async def work(self) -> None:
@@ -107,14 +107,14 @@ async def beat() -> None:
 async def run(context: RoleContext, stop: asyncio.Event) -> None:
     """Be the actor until `stop` is set; `TaskError` (in a group) when the task never succeeds."""
     config, world = context.config, context.world
-    task, chat = load_task(config.task, config.seed), Chat(Path(config.model.path))
+    task, chat = load_task(config.task, config.seed), ChatTokenizer(Path(config.model.path))
     streams = await asyncio.to_thread(connect, context)
-    kept = kept_samples(context, EVAL)
+    kept = sample_store_for(context, EVAL)
     async with (
         aclosing(task),
-        in_thread(kept),
+        iterate_in_thread(kept),
         AsyncStreams(streams) as asynchronous,
-        TaskPool(
+        WorkerPool(
             Setup(config.task, config.seed, Path(config.model.path), config.reward), config.cluster.startup_seconds
         ) as calls,
         InferenceClient(
@@ -127,11 +127,13 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
             vocabulary=chat.vocabulary,
         ) as client,
     ):
-        await until(stop, Actor(context, task, calls, chat, asynchronous, Board(streams), client, kept).work())
+        await work_until(
+            stop, Actor(context, task, calls, chat, asynchronous, SharedState(streams), client, kept).work()
+        )
 
 
 @asynccontextmanager
-async def in_thread(kept: KeptSamples) -> AsyncIterator[None]:
+async def iterate_in_thread(kept: SampleStore) -> AsyncIterator[None]:
     """Keep samples in the block; what is left is written in a thread, since it may take a while."""
     kept.__enter__()
     try:
@@ -140,7 +142,7 @@ async def in_thread(kept: KeptSamples) -> AsyncIterator[None]:
         await asyncio.to_thread(kept.__exit__, None, None, None)
 
 
-async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+async def work_until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
     """Do `work` until it ends, with what it raises, or until `stop` is set: then it is cancelled."""
     working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     done, running = await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -157,7 +159,7 @@ async def _run_until_signal(context: RoleContext) -> None:
     if context.config.evaluation.alone:
         from pipeline.roles.evaluator import Evaluator
 
-        await until(stop, Evaluator(context).work())
+        await work_until(stop, Evaluator(context).work())
         return
     await run(context, stop)
 
@@ -176,14 +178,14 @@ def main(arguments: list[str]) -> None:
         context.report("stopped")
         code = 0
     except BaseException as error:  # noqa: BLE001 the end of the process: whatever it is, it is told
-        _tell(context, _first(error))
+        _log_error(context, _first(error))
     finally:
         logging.shutdown()
         sys.stderr.flush()
         os._exit(code)  # a wait that hangs in a thread must not keep the process
 
 
-def _tell(context: RoleContext, error: BaseException) -> None:
+def _log_error(context: RoleContext, error: BaseException) -> None:
     """Log and report why the role failed; an error that is not ours with its type and traceback."""
     ours = isinstance(error, RollcallError)
     text = str(error) if ours else one_line(error)

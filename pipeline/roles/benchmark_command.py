@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeline.errors import DeadlineError, TaskError
 from pipeline.inference.vllm.plugin import MODEL
 from pipeline.roles.role_context import RoleContext
-from pipeline.rollout.load_balancing_proxy import Relay
+from pipeline.rollout.load_balancing_proxy import LoadBalancingProxy
 from pipeline.utils import subprocesses
 
 DONE = "done"
@@ -30,7 +30,7 @@ async def run_command(context: RoleContext, servers: Sequence[str]) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     context.report("ready", f"running {wanted.command[0]}")
-    async with Relay(servers, context.world.password) as relay:
+    async with LoadBalancingProxy(servers, context.world.password) as relay:
         url, key = f"{relay.url}/v1", context.world.password
         told = {f"{whose}_BASE_URL": url for whose in CLIENTS} | {f"{whose}_API_KEY": key for whose in CLIENTS}
         child = subprocesses.Child(filled(wanted.command, url, folder), folder / "output.log", {**os.environ, **told})

@@ -15,26 +15,26 @@ from pathlib import Path
 import msgspec
 
 from pipeline.checkpoints import Fence, root_of
-from pipeline.config.evaluation_keys import OWN_SET
+from pipeline.config.evaluation_keys import BUILTIN_SET
 from pipeline.environments import load_task
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.task_worker import Setup
-from pipeline.environments.worker_pool import TaskPool
+from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import DeadlineError
-from pipeline.roles.actor import REPORT_SECONDS, beat, in_thread
+from pipeline.roles.actor import REPORT_SECONDS, beat, iterate_in_thread
 from pipeline.roles.benchmark_command import run_command
 from pipeline.roles.inference import is_healthy
 from pipeline.roles.role_context import RoleContext
-from pipeline.roles.sample_quota import kept_samples
+from pipeline.roles.sample_quota import sample_store_for
 from pipeline.rollout.eval_rollouts import Evaluation
 from pipeline.rollout.sample_store import EVAL
 from pipeline.rollout.server_pool import InferenceClient
-from pipeline.run.metrics_log import Console, MetricSinks, Row, read_rows
+from pipeline.run.metrics_log import Console, MetricRecord, MetricSinks, read_rows
 from pipeline.run.run_documents import SubmittedJob
-from pipeline.train.loop.evaluations import measured_in, metrics_of
+from pipeline.train.loop.evaluations import metrics_of, results_in
 from pipeline.transport.sample_records import EvalRequest
 from pipeline.utils import shared_files
-from pipeline.utils.fs_retry import OUTAGE_SECONDS, retry_transient
+from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT, retry_transient
 from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
@@ -67,15 +67,15 @@ class Evaluator:
             alive.cancel()
         name, events = self._context.placement.name, self._context.events
         await asyncio.to_thread(
-            retry_transient, "the end to be told", partial(events.publish, "training_finished", name), OUTAGE_SECONDS
+            retry_transient, "the end to be told", partial(events.publish, "training_finished", name), FS_OUTAGE_TIMEOUT
         )
 
     async def _open(self, opened: AsyncExitStack) -> Evaluation:
         config, world = self._config, self._context.world
-        task, chat = load_task(config.task, config.seed), Chat(Path(config.model.path))
+        task, chat = load_task(config.task, config.seed), ChatTokenizer(Path(config.model.path))
         await opened.enter_async_context(aclosing(task))
         setup = Setup(config.task, config.seed, Path(config.model.path), config.reward)
-        calls = await opened.enter_async_context(TaskPool(setup, config.cluster.startup_seconds))
+        calls = await opened.enter_async_context(WorkerPool(setup, config.cluster.startup_seconds))
         client = InferenceClient(
             self._endpoints,
             world.password,
@@ -87,8 +87,8 @@ class Evaluator:
         await opened.enter_async_context(client)
         for endpoint in self._endpoints:
             client.update(endpoint, config.evaluation.step)
-        kept = kept_samples(self._context, EVAL)
-        await opened.enter_async_context(in_thread(kept))
+        kept = sample_store_for(self._context, EVAL)
+        await opened.enter_async_context(iterate_in_thread(kept))
         return Evaluation(task, calls, chat, client, config, kept.add)
 
     async def _servers_are_up(self) -> None:
@@ -103,8 +103,8 @@ class Evaluator:
     async def _evaluate(self, evaluation: Evaluation) -> None:
         """Log each set that is left, then write down all of them."""
         run, step = self._context.run, self._config.evaluation.step
-        done = {name for name, version in measured_in(read_rows(run.metrics)) if version == step}
-        async with reported(self._context, evaluation), AsyncExitStack() as opened:
+        done = {name for name, version in results_in(read_rows(run.metrics)) if version == step}
+        async with report_evaluations(self._context, evaluation), AsyncExitStack() as opened:
             sinks = opened.enter_context(
                 MetricSinks(run.metrics, self._context.paths.attempt, [Console()], check=self._fence.check)
             )
@@ -113,17 +113,17 @@ class Evaluator:
                     continue
                 request = EvalRequest(id=f"{self._context.paths.attempt}:{name}", weights=step, set=name)
                 result = await evaluation.run(request)
-                log.info("accuracy on %s: %.3f", name or OWN_SET, result.accuracy)
+                log.info("accuracy on %s: %.3f", name or BUILTIN_SET, result.accuracy)
                 sinks.log("eval", JOB, step, metrics_of(result), eval_set=name)
                 sinks.flush()
                 self._context.paths.committed.touch()
-        found = found_in(read_rows(run.metrics), step)
+        found = rows_of_step(read_rows(run.metrics), step)
         document = {"model": self._config.model.path, "step": step, "sets": found}
         shared_files.write_atomic(run.evaluation, msgspec.json.format(msgspec.json.encode(document)) + b"\n")
 
 
 @asynccontextmanager
-async def reported(context: RoleContext, evaluation: Evaluation) -> AsyncIterator[None]:
+async def report_evaluations(context: RoleContext, evaluation: Evaluation) -> AsyncIterator[None]:
     """Report how far the evaluation is, again and again in the block."""
     ended = asyncio.Event()
 
@@ -141,7 +141,7 @@ async def reported(context: RoleContext, evaluation: Evaluation) -> AsyncIterato
         await task
 
 
-def found_in(rows: Iterable[Row], step: int) -> dict[str, dict[str, float | None]]:
+def rows_of_step(rows: Iterable[MetricRecord], step: int) -> dict[str, dict[str, float | None]]:
     """What each set found at a step, by its name and by the names of its numbers there."""
     found = {}
     for row in rows:
@@ -149,5 +149,5 @@ def found_in(rows: Iterable[Row], step: int) -> dict[str, dict[str, float | None
             name = row.get("set", "")
             prefix = f"eval/{name}/" if name else "eval/"
             numbers = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
-            found[name or OWN_SET] = numbers
+            found[name or BUILTIN_SET] = numbers
     return found

@@ -15,7 +15,7 @@ from pipeline.utils.listeners import listen_on_held
 _TORCHRUN = "torch.distributed.run"
 
 
-def share_port(port: int) -> None:
+def listen_on_held_port(port: int) -> None:
     """Have every socket of this process that is bound to this port allow SO_REUSEPORT."""
     stock = socket.socket.bind
 
@@ -27,7 +27,7 @@ def share_port(port: int) -> None:
     socket.socket.bind = bind  # type: ignore[method-assign, assignment]
 
 
-def share_store(port: int) -> None:
+def create_store_on_held_port(port: int) -> None:
     """Have torchrun's store, which binds in C++, listen on a socket made here, on the master's address alone."""
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
@@ -45,9 +45,9 @@ def share_store(port: int) -> None:
 def main(arguments: list[str]) -> None:
     port, module, *rest = arguments
     if module == _TORCHRUN:
-        share_store(int(port))
+        create_store_on_held_port(int(port))
     else:
-        share_port(int(port))
+        listen_on_held_port(int(port))
     sys.argv = [module, *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

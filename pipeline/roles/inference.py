@@ -20,9 +20,9 @@ from pipeline.inference.vllm.compact_logprobs import SWITCH
 from pipeline.inference.vllm.kv_cache_size import SHARED
 from pipeline.inference.vllm.plugin import ENGINES, MODEL, register
 from pipeline.inference.vllm.server_password import WORLD
-from pipeline.roles import Launch
+from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
-from pipeline.tinker.gateway_settings import BASE, MOST_ADAPTERS
+from pipeline.tinker.gateway_settings import BASE, MAX_ADAPTERS
 from pipeline.topology.plan import Placement
 from pipeline.utils.authenticated_http import connect
 from pipeline.utils.network_interfaces import KEPT_SECONDS, bound_to
@@ -55,12 +55,12 @@ def check_plugin() -> None:
         raise ConfigError(f"entry point rollcall in {_PLUGINS}", ", ".join(installed), entry, mend)
 
 
-def launch(context: RoleContext) -> Launch:
+def launch(context: RoleContext) -> RoleCommand:
     """How the agent starts the server; ready once it answers, although it has no weights yet. `ConfigError` where it
     would start without our plugin."""
     check_plugin()
     place = context.placement
-    return Launch(
+    return RoleCommand(
         argv=server_command(context.config, place),
         env=server_environment(context.config, place, context.paths.world)
         | adapter_environment(context.config, context.paths.adapters(place.name))
@@ -75,7 +75,7 @@ def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
     return (
         *_program(config, place),
         *("--host", place.address, "--port", str(place.ports[0])),
-        *("--middleware", "pipeline.inference.vllm.auth_middleware.Guard"),
+        *("--middleware", "pipeline.inference.vllm.auth_middleware.AuthMiddleware"),
         *_weights_arguments(config),
         *_head_arguments(config),
         *("--dtype", config.model.dtype, "--max-model-len", str(config.model.max_length)),
@@ -195,8 +195,8 @@ def _policy_arguments(config: RunConfig) -> tuple[str, ...]:
     adapters on that base."""
     if config.serve.enabled:
         return (
-            *("--served-model-name", BASE, "--enable-lora", "--max-loras", str(MOST_ADAPTERS)),
-            *("--max-cpu-loras", str(2 * MOST_ADAPTERS), "--max-lora-rank", str(_least_rank(config.serve.max_rank))),
+            *("--served-model-name", BASE, "--enable-lora", "--max-loras", str(MAX_ADAPTERS)),
+            *("--max-cpu-loras", str(2 * MAX_ADAPTERS), "--max-lora-rank", str(_least_rank(config.serve.max_rank))),
             *("--lora-target-modules", *ATTENTION_LAYERS, *MLP_LAYERS),
         )
     lora, alone = config.model.lora, config.evaluation.alone

@@ -11,14 +11,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.checkpoints import Fence, root_of
-from pipeline.checkpoints.run_progress import mark_job_committed, next_aside, refuse_lost_state
-from pipeline.roles.rank0 import Controller
+from pipeline.checkpoints.run_progress import mark_job_checkpointed, new_aside_folder, refuse_lost_state
+from pipeline.roles.rank0 import Rank0
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.metrics_log import FileStep, MetricSinks, roll_back_file
 from pipeline.run.run_documents import SubmittedJob
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Interrupted, Pulse
-from pipeline.train.offline.job_execution import execute_jobs
+from pipeline.train.offline.job_execution import run_job_files
 from pipeline.train.offline.job_observer import Observer
 from pipeline.train.train_jobs import Job
 from pipeline.utils import shared_files
@@ -26,10 +26,10 @@ from pipeline.utils import shared_files
 log = logging.getLogger(__name__)
 
 
-class JobSession(Controller):
+class OfflineSession(Rank0):
     """The controller's part of one attempt."""
 
-    def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
+    def __init__(self, context: RoleContext, dispatch: RankGroup) -> None:
         super().__init__(context, dispatch)
         self._fence = Fence(root_of(context.config, context.run, context.paths.run_id), context.paths.attempt)
 
@@ -43,7 +43,7 @@ class JobSession(Controller):
             self._get_ready("looking for jobs")
             told = RunObserver(self._context, self._fence, sinks, self._pulse)
             try:
-                execute_jobs(Path(self._config.training.jobs), self._dispatch, self._config, self._pulse, told)
+                run_job_files(Path(self._config.training.jobs), self._dispatch, self._config, self._pulse, told)
             except Interrupted as reason:
                 log.info("%s; what is done is committed", reason)
                 return
@@ -77,7 +77,7 @@ class RunObserver(Observer):
         The rows are kept aside where a checkpoint that turned out to be damaged had covered some of them.
         """
         run = self._context.run
-        aside = next_aside(run) / run.metrics.name if is_behind else None
+        aside = new_aside_folder(run) / run.metrics.name if is_behind else None
         if aside:
             name, done = self._at.file, self._at.done
             log.warning(
@@ -90,11 +90,11 @@ class RunObserver(Observer):
 
     def committed(self) -> None:
         if not self._marked:
-            self._marked = _touch(self._context.paths.committed)
-        mark_job_committed(self._context.run, self._state, self._job, self._at.done)
+            self._marked = _touch_mark(self._context.paths.committed)
+        mark_job_checkpointed(self._context.run, self._state, self._job, self._at.done)
 
     def exhausted(self) -> None:
-        _touch(self._context.paths.exhausted)
+        _touch_mark(self._context.paths.exhausted)
 
     def stepped(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         self._step += 1
@@ -106,7 +106,7 @@ class RunObserver(Observer):
         self._context.report("ready", f"{self._at.file} step {self._at.done} of {self._at.of}")
 
 
-def _touch(mark: Path) -> bool:
+def _touch_mark(mark: Path) -> bool:
     """Leave a mark. A disk that refuses it costs no step: at worst the requeue decides without it."""
     try:
         mark.touch()

@@ -18,14 +18,14 @@ from msgspec import structs
 
 from pipeline.config import RunConfig
 from pipeline.errors import RecordError, RollcallError
-from pipeline.roles import Launch
+from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
-from pipeline.roles.sample_quota import kept_samples
-from pipeline.rollout.sample_store import TRAIN, rows_of_group
+from pipeline.roles.sample_quota import sample_store_for
+from pipeline.rollout.sample_store import TRAIN, records_of_group
 from pipeline.rollout.teacher_client import References, Teacher
-from pipeline.rollout.time_fractions import Share
+from pipeline.rollout.time_fractions import TimeFraction
 from pipeline.transport import Entry, Reader, Streams, connect
-from pipeline.transport.group_advantages import FILTERED, advantages, all_alike
+from pipeline.transport.group_advantages import FILTERED, advantages, has_zero_variance
 from pipeline.transport.sample_records import MALFORMED, Group, PreparedGroup
 from pipeline.utils import heartbeat
 
@@ -34,15 +34,15 @@ log = logging.getLogger(__name__)
 READ_LIMIT = 64
 READ_SECONDS = 0.5
 REPORT_SECONDS = 1.0
-MEETING_PART = 0.9
+CONNECT_FRACTION = 0.9
 """Of `cluster.startup_seconds`, for which a teacher is awaited: what is said then names it, where the role's own
 deadline could not."""
 
 
-def launch(context: RoleContext) -> Launch:
+def launch(context: RoleContext) -> RoleCommand:
     """One process of one thread."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.preprocessor", *context.arguments())
-    return Launch(argv=argv, env={"OMP_NUM_THREADS": "1"}, beats=1, ready=context.is_ready)
+    return RoleCommand(argv=argv, env={"OMP_NUM_THREADS": "1"}, beats=1, ready=context.is_ready)
 
 
 def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
@@ -64,12 +64,12 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
         reason = group.failures[0].partition(":")[0] if group.failures else "too few samples"
         return PreparedGroup(group=group, outcome=f"failed: {reason}")
     rewards = [sample.reward for sample in group.samples]
-    if config.training.zero_advantage == "drop" and all_alike(rewards):
+    if config.training.zero_advantage == "drop" and has_zero_variance(rewards):
         return PreparedGroup(group=group, outcome=FILTERED)
     return PreparedGroup(group=group, advantages=tuple(advantages(rewards, config.loss.advantage).tolist()))
 
 
-def taught_group(prepared: PreparedGroup, references: References | str) -> PreparedGroup:
+def attach_references(prepared: PreparedGroup, references: References | str) -> PreparedGroup:
     """The group with what a teacher says of it; or as failed, with the reason why it says nothing."""
     if isinstance(references, str):
         return PreparedGroup(group=prepared.group, outcome=f"failed: {references.partition(':')[0]}")
@@ -91,7 +91,7 @@ class Preprocessor:
         self._streams, self._config, self._report, self._keep = streams, config, report, keep
         self._teacher = Teacher(config.teacher) if config.teacher.url else None
         self._outcomes: Counter[str] = Counter()
-        self._starved, self._full = Share(), Share()
+        self._starved, self._full = TimeFraction(), TimeFraction()
         self._reported = float("-inf")
 
     def run(self, should_stop: Callable[[], bool]) -> None:
@@ -103,7 +103,7 @@ class Preprocessor:
             return should_stop()
 
         if self._teacher is not None:
-            self._teacher.meet(MEETING_PART * self._config.cluster.startup_seconds, stopped)
+            self._teacher.meet(CONNECT_FRACTION * self._config.cluster.startup_seconds, stopped)
         while not stopped():
             self._tell()
             with self._starved:
@@ -128,7 +128,7 @@ class Preprocessor:
         places = [place for place, each in enumerate(prepared) if each.outcome == "train"]
         references = teacher.references([prepared[place].group for place in places], should_stop)
         for place, said in zip(places, references or (), strict=False):
-            prepared[place] = taught_group(prepared[place], said)
+            prepared[place] = attach_references(prepared[place], said)
         for reason in {said for said in references or () if isinstance(said, str)}:
             log.warning("a group is not trained: %s", reason)
         return references is not None
@@ -155,10 +155,10 @@ def main(arguments: list[str]) -> None:
 
     def keep(prepared: PreparedGroup) -> None:
         if prepared.outcome.partition(":")[0] != MALFORMED:
-            kept.add(rows_of_group(prepared, config.task.name, config.loss.advantage))
+            kept.add(records_of_group(prepared, config.task.name, config.loss.advantage))
 
     try:
-        with connect(context) as streams, kept_samples(context, TRAIN) as kept:
+        with connect(context) as streams, sample_store_for(context, TRAIN) as kept:
             preprocessor = Preprocessor(streams, config, lambda numbers: context.report("ready", "", **numbers), keep)
             preprocessor.run(stop.is_set)
     except RollcallError as error:

@@ -10,21 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from pipeline.roles.role_context import RoleContext
-from pipeline.run.events import Event, Listener
+from pipeline.run.events import Event, EventPoller
 from pipeline.run.metrics_log import Console, MetricSinks
 from pipeline.tracking.metric_sinks import tracking_sinks
 from pipeline.train.controller.device_release import release_device
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Interrupted
-from pipeline.utils.fs_retry import OUTAGE_SECONDS, retry_transient
+from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT, retry_transient
 
 
-class Controller:
+class Rank0:
     """The controller's part of one attempt."""
 
-    def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
+    def __init__(self, context: RoleContext, dispatch: RankGroup) -> None:
         self._context, self._dispatch, self._config = context, dispatch, context.config
-        self._listener = Listener(context.events, ranks=1 + max(place.rank for place in context.world.placements))
+        self._listener = EventPoller(context.events, ranks=1 + max(place.rank for place in context.world.placements))
         self._numbers: dict[str, float] = {}
         """What every further report of the role's state says too."""
 
@@ -65,7 +65,7 @@ class Controller:
             raise Interrupted(f"{ending.name} by {ending.by}{detail}")
 
     def _ending(self, at_once: bool = False) -> Event | None:
-        """The event that ends the attempt, if it was heard; `at_once` as in `Listener.heard`."""
+        """The event that ends the attempt, if it was heard; `at_once` as in `EventPoller.heard`."""
         heard = self._listener.heard(at_once)
         return heard.get("failed") or heard.get("draining")
 
@@ -74,5 +74,5 @@ class Controller:
         release_device(self._dispatch)
         by = self._context.placement.name
         retry_transient(
-            "the end to be told", lambda: self._context.events.publish("training_finished", by), OUTAGE_SECONDS
+            "the end to be told", lambda: self._context.events.publish("training_finished", by), FS_OUTAGE_TIMEOUT
         )

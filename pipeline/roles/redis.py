@@ -23,13 +23,13 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, StreamError
-from pipeline.roles import Launch
+from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.topology.plan import World
 from pipeline.transport.redis_persistence import data_bytes, inherit
 from pipeline.transport.redis_repair import make_loadable
 from pipeline.utils import logs, mutual_auth, shared_files
-from pipeline.utils.listeners import listen_on_held, who_listens
+from pipeline.utils.listeners import listen_on_held, listening_process
 from pipeline.utils.socket_gate import start_gate
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _TOPICS_IN_MEMORY = 8
 _SERVICE = "redis"
 _OLDEST = 6
 """The first version with users."""
-_LONGEST_SOCKET = 107
+_MAX_SOCKET = 107
 """Characters of a path that the kernel takes for a Unix socket."""
 _CLOSED = ("enable-protected-configs no", "enable-debug-command no", "enable-module-command no")
 CLIENT_COMMANDS = (
@@ -66,14 +66,14 @@ def find_server() -> Path:
     )
 
 
-def launch(context: RoleContext) -> Launch:
+def launch(context: RoleContext) -> RoleCommand:
     """How the agent starts the server; ready once it answers with the world's password and has loaded its data."""
     place, password = context.placement, context.world.password
     argv = (sys.executable, "-P", "-m", "pipeline.roles.redis", *context.arguments())
-    return Launch(argv=argv, ready=lambda: answers(place.address, place.ports[0], password))
+    return RoleCommand(argv=argv, ready=lambda: is_answering(place.address, place.ports[0], password))
 
 
-def answers(address: str, port: int, password: str) -> bool:
+def is_answering(address: str, port: int, password: str) -> bool:
     """Whether the Redis of this attempt answers there and is not still loading; `ImpostorError` for another program.
 
     One that cannot write to its disk answers too, with MISCONF: its clients wait until it can.
@@ -153,13 +153,15 @@ def _listening(context: RoleContext) -> socket.socket:
     try:
         return listen_on_held(address, port)
     except OSError as error:
-        raise StreamError(f"cannot listen at {address}:{port}, which is held by {who_listens(port)}: {error}") from None
+        raise StreamError(
+            f"cannot listen at {address}:{port}, which is held by {listening_process(port)}: {error}"
+        ) from None
 
 
 def _socket_folder() -> Path:
     """A new folder that only the owner can enter, on this node; the agent removes the folder that it is in."""
     folder = tempfile.mkdtemp(prefix="redis-")
-    if len(folder) > _LONGEST_SOCKET - len("/redis.sock"):
+    if len(folder) > _MAX_SOCKET - len("/redis.sock"):
         Path(folder).rmdir()
         folder = tempfile.mkdtemp(prefix="redis-", dir="/tmp")
     return Path(folder)

@@ -12,25 +12,25 @@ from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import CPU, WeightSender
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.metrics_log import read_rows
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
-from pipeline.train.loop.evaluations import Evaluations, Note, measured_in, schedules_of
+from pipeline.train.loop.evaluations import Evaluations, Note, results_in, schedules_of
 from pipeline.train.loop.group_batches import GroupBatches, Pulse
 from pipeline.train.loop.rl import ReinforcementLearning
-from pipeline.train.loop.weight_publisher import Publisher
+from pipeline.train.loop.weight_publisher import WeightPublisher
 from pipeline.train.train_jobs import RlJob
 from pipeline.transport import connect
 from pipeline.transport.ledger import Ledger
-from pipeline.transport.shared_state import Board
+from pipeline.transport.shared_state import SharedState
 
 
-class Peers:
+class RlServices:
     """The actor, the preprocessor, Redis and the servers, as the controller of one attempt talks to them."""
 
     def __init__(
         self,
         context: RoleContext,
-        dispatch: Dispatch,
+        dispatch: RankGroup,
         ledger: Ledger,
         opened: ExitStack,
         pulse: Pulse,
@@ -41,14 +41,14 @@ class Peers:
         self._actor = replace(context, placement=context.world.of_role("actor")[0])
         config = context.config
         streams = opened.enter_context(connect(context))
-        self._board = Board(streams)
-        self._publisher = Publisher(dispatch, opened.enter_context(self._sender()), pulse)
+        self._board = SharedState(streams)
+        self._publisher = WeightPublisher(dispatch, opened.enter_context(self._sender()), pulse)
         self._batches = GroupBatches(streams, self._board, ledger, config, pulse, dispatch.models["policy"].vocabulary)
         self._evaluations = Evaluations(
             streams,
             context.paths.attempt,
             schedules_of(config),
-            measured_in(read_rows(context.run.metrics)),
+            results_in(read_rows(context.run.metrics)),
             note,
             pulse,
         )

@@ -16,14 +16,14 @@ from typing import Literal
 import msgspec
 
 from pipeline.config import RunConfig
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import RendezvousError
 from pipeline.run.events import Events
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.topology.plan import Placement, RoleName, World
 from pipeline.utils import shared_files
-from pipeline.utils.fs_retry import LAST_SECONDS, OUTAGE_SECONDS, retry_transient
+from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, FS_OUTAGE_TIMEOUT, retry_transient
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class RoleContext:
     def announce(self, state: RoleState, detail: str) -> None:
         """A report that is not made again soon and that its agent waits for: `OSError` if the disk never takes it."""
         status = Status(state=state, pid=os.getpid(), time=time.time(), detail=detail)
-        retry_transient(f"{state!r} to be reported", lambda: self._write(status), OUTAGE_SECONDS)
+        retry_transient(f"{state!r} to be reported", lambda: self._write(status), FS_OUTAGE_TIMEOUT)
 
     def _write(self, status: Status) -> None:
         shared_files.write_document(self.paths.status(self.placement.name), status)
@@ -105,7 +105,7 @@ class RoleContext:
 
 def read_config(run: RunPaths) -> RunConfig:
     """The frozen config of a run for those who run it: it must be there, and `model.path` is the directory it names."""
-    config = retry_transient("the config", lambda: kept_config(run), LAST_SECONDS)
+    config = retry_transient("the config", lambda: read_frozen_config(run), FINAL_WRITE_TIMEOUT)
     if config is None:
         raise RendezvousError(f"no readable config at {run.config}; submit the run again")
     model = config.model.model_copy(update={"path": str(model_directory(config.model))})
@@ -113,7 +113,7 @@ def read_config(run: RunPaths) -> RunConfig:
 
 
 def _world_and_place(paths: AttemptPaths, role: RoleName, index: int) -> tuple[World, Placement]:
-    world = retry_transient("the world", lambda: shared_files.read_document(paths.world, World), LAST_SECONDS)
+    world = retry_transient("the world", lambda: shared_files.read_document(paths.world, World), FINAL_WRITE_TIMEOUT)
     if world is None:
         raise RendezvousError(f"no readable world in {paths.rendezvous}")
     for placement in world.of_role(role):

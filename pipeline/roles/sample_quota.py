@@ -2,11 +2,11 @@
 
 from pipeline.checkpoints import Fence, root_of
 from pipeline.roles.role_context import RoleContext
-from pipeline.rollout.sample_store import SHARES, KeptSamples
+from pipeline.rollout.sample_store import DISK_FRACTIONS, SampleStore
 
 
-def kept_samples(context: RoleContext, kind: str) -> KeptSamples:
+def sample_store_for(context: RoleContext, kind: str) -> SampleStore:
     """The samples of this attempt of one kind, `train` or `eval`; to be entered."""
-    bound = int(SHARES[kind] * context.config.rollout.kept_bytes)
+    bound = int(DISK_FRACTIONS[kind] * context.config.rollout.kept_bytes)
     fence = Fence(root_of(context.config, context.run, context.paths.run_id), context.paths.attempt)
-    return KeptSamples(context.run.rollouts / kind, context.paths.attempt, bound, fence.check)
+    return SampleStore(context.run.rollouts / kind, context.paths.attempt, bound, fence.check)

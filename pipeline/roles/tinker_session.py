@@ -8,23 +8,23 @@ import logging
 import time
 
 from pipeline.checkpoints import root_of
-from pipeline.roles.rank0 import Controller
+from pipeline.roles.rank0 import Rank0
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.run_documents import SubmittedJob
-from pipeline.tinker.tinker_records import Facts
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.tinker.tinker_records import ServerFacts
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Interrupted
-from pipeline.train.service.service_loop import Engine
+from pipeline.train.service.service_loop import ServiceLoop
 from pipeline.utils import shared_files
 
 log = logging.getLogger(__name__)
 REPORT_SECONDS = 2.0
 
 
-class ServiceSession(Controller):
+class TinkerSession(Rank0):
     """The controller's part of one attempt."""
 
-    def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
+    def __init__(self, context: RoleContext, dispatch: RankGroup) -> None:
         super().__init__(context, dispatch)
         self._told = 0.0
 
@@ -32,13 +32,13 @@ class ServiceSession(Controller):
         """Serve until the attempt is ending."""
         context = self._context
         servers = tuple(place.endpoint for place in context.world.of_role("inference"))
-        engine = Engine(
+        engine = ServiceLoop(
             self._dispatch,
             context.config,
             context.run.api,
             root_of(context.config, context.run, context.paths.run_id),
             context.paths.attempt,
-            Facts(servers, context.world.password),
+            ServerFacts(servers, context.world.password),
             self._pulse,
             self._warming_up,
             context.paths,

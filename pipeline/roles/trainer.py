@@ -9,17 +9,17 @@ import sys
 from typing import TYPE_CHECKING
 
 from pipeline.errors import first_line
-from pipeline.roles import Launch
+from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.utils.network_interfaces import bound_to
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.utils.shared_dir import FileSharedDir
 
 if TYPE_CHECKING:
-    from pipeline.roles.rank0 import Controller
-    from pipeline.train.controller.rank_group import Dispatch
+    from pipeline.roles.rank0 import Rank0
+    from pipeline.train.controller.rank_group import RankGroup
 
 
-def launch(context: RoleContext) -> Launch:
+def launch(context: RoleContext) -> RoleCommand:
     """One torchrun agent on each trainer node; static rendezvous at the first one's held port."""
     trainers, resources = context.world.of_role("trainer"), context.config.resources.trainer
     master = trainers[0]
@@ -34,7 +34,7 @@ def launch(context: RoleContext) -> Launch:
     if context.placement.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, context.placement.gpus))
     env |= bound_to(context.placement.address)
-    return Launch(
+    return RoleCommand(
         argv=argv,
         env=env,
         beats=resources.processes,
@@ -46,45 +46,45 @@ def launch(context: RoleContext) -> Launch:
 def is_ready(context: RoleContext) -> bool:
     """Whether the controller reported so; the other nodes follow it."""
     master = RoleContext(context.paths, context.config, context.world, context.world.of_role("trainer")[0])
-    FileDirectory(context.paths.statuses).names()  # its report, absent until now, may be there for who lists the folder
+    FileSharedDir(context.paths.statuses).names()  # its report, absent until now, may be there for who lists the folder
     return master.is_ready()
 
 
-def session_of(context: RoleContext, dispatch: "Dispatch") -> "Controller":
+def session_of(context: RoleContext, dispatch: "RankGroup") -> "Rank0":
     """What rank 0 does in this attempt."""
     if context.config.serve.enabled:
-        from pipeline.roles.tinker_session import ServiceSession
+        from pipeline.roles.tinker_session import TinkerSession
 
-        return ServiceSession(context, dispatch)
+        return TinkerSession(context, dispatch)
     if context.config.training.jobs:
-        from pipeline.roles.offline_session import JobSession
+        from pipeline.roles.offline_session import OfflineSession
 
-        return JobSession(context, dispatch)
+        return OfflineSession(context, dispatch)
     from pipeline.roles.trainer_session import RunSession
 
     return RunSession(context, dispatch)
 
 
 def main(arguments: list[str]) -> None:
-    from pipeline.train.controller.lead_or_serve import lead_or_serve_as
-    from pipeline.train.controller.rank_group import Dispatch
+    from pipeline.train.controller.lead_or_serve import run_role_of_rank
+    from pipeline.train.controller.rank_group import RankGroup
     from pipeline.train.controller.rank_process import end_with_lost_ranks
     from pipeline.utils import heartbeat, logs, subprocesses
 
-    subprocesses.die_with_parent()
+    subprocesses.exit_with_parent()
     heartbeat.start(int(os.environ["LOCAL_RANK"]))  # as torchrun sets it
     end_with_lost_ranks()
     context = RoleContext.from_arguments(arguments)
     logs.configure(context.placement.name)
 
-    def lead(dispatch: Dispatch) -> None:
+    def lead(dispatch: RankGroup) -> None:
         try:
             session_of(context, dispatch).run()
         except Exception as error:
             context.report("failed", first_line(error))
             raise
 
-    subprocesses.exit_after(lambda: lead_or_serve_as(context.config, context.world.secret, lead))
+    subprocesses.exit_after(lambda: run_role_of_rank(context.config, context.world.secret, lead))
 
 
 if __name__ == "__main__":

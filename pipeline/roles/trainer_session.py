@@ -11,19 +11,19 @@ from contextlib import ExitStack
 from functools import partial
 
 from pipeline.errors import StreamError
-from pipeline.roles.rank0 import Controller
-from pipeline.roles.rl_services import Peers
+from pipeline.roles.rank0 import Rank0
+from pipeline.roles.rl_services import RlServices
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.metrics_log import read_rows, series
 from pipeline.train.batching.conversation_rows import Conversations
 from pipeline.train.batching.demonstrations import TaskDemonstrations
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
-from pipeline.train.loop.eval_loss import HeldOutLoss
+from pipeline.train.loop.eval_loss import EvalLoss
 from pipeline.train.loop.group_batches import Interrupted
-from pipeline.train.loop.run_recorder import Commits, JobPosition
+from pipeline.train.loop.run_recorder import PhasePosition, RunRecorder
 from pipeline.train.loop.sft import SupervisedFineTuning
-from pipeline.train.loop.train_loop import Algorithm, Cadence, Runner, tells_more
+from pipeline.train.loop.train_loop import Algorithm, CheckpointCadence, TrainLoop, takes_precedence
 from pipeline.train.throughput import machine_of
 from pipeline.train.train_jobs import Job, SftJob, write_job
 from pipeline.utils import heartbeat
@@ -31,15 +31,15 @@ from pipeline.utils import heartbeat
 log = logging.getLogger(__name__)
 
 
-class RunSession(Controller):
+class RunSession(Rank0):
     """The controller's part of one attempt."""
 
-    def __init__(self, context: RoleContext, dispatch: Dispatch) -> None:
+    def __init__(self, context: RoleContext, dispatch: RankGroup) -> None:
         super().__init__(context, dispatch)
         reads = self._config.has_sft and self._config.data.path
         self._conversations = Conversations(self._config, self._alive) if reads else None
-        self._commits = Commits(context.paths, context.config, dispatch, self._conversations)
-        self._peers: Peers | None = None
+        self._commits = RunRecorder(context.paths, context.config, dispatch, self._conversations)
+        self._peers: RlServices | None = None
         self._warm_up = WarmUp(self._config, dispatch, self._pulse, self._warming_up)
 
     def run(self) -> None:
@@ -64,10 +64,10 @@ class RunSession(Controller):
         self._sinks = self._open_sinks(opened, self._commits.fence.check)
         if self._config.has_rollouts:
             ledger = self._commits.ledger
-            self._peers = Peers(self._context, self._dispatch, ledger, opened, self._pulse, self._note_evaluation)
+            self._peers = RlServices(self._context, self._dispatch, ledger, opened, self._pulse, self._note_evaluation)
             self._commits.on_durable = partial(self._give_up, self._peers)
 
-    def _give_up(self, peers: Peers, covered: tuple[str, ...]) -> None:
+    def _give_up(self, peers: RlServices, covered: tuple[str, ...]) -> None:
         """Acknowledge what a durable commit covers. An attempt that is ending leaves it to the next one if the streams
         are away: that one begins with the same, and drops what comes twice."""
         try:
@@ -77,12 +77,12 @@ class RunSession(Controller):
                 raise
             log.warning("the next attempt acknowledges what the last commit covers: %s", error)
 
-    def _run_jobs(self, position: JobPosition) -> None:
+    def _run_jobs(self, position: PhasePosition) -> None:
         done = position.done
         for job in (position.job, *position.rest):
             write_job(self._context.run.training_job(job.name), job)
             machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
-            Runner(self, Cadence.of(self._config), machine).run(self._algorithm(job), done)
+            TrainLoop(self, CheckpointCadence.of(self._config), machine).run(self._algorithm(job), done)
             done = 0
 
     def _algorithm(self, job: Job) -> Algorithm:
@@ -98,13 +98,13 @@ class RunSession(Controller):
             return SupervisedFineTuning(
                 job, self._dispatch, self._conversations, self._pulse, level, held_out, self._warm_up
             )
-        with heartbeat.during("making the task", self._config.cluster.startup_seconds):
+        with heartbeat.busy_with("making the task", self._config.cluster.startup_seconds):
             demonstrate = TaskDemonstrations(self._config)
         return SupervisedFineTuning(job, self._dispatch, demonstrate, self._pulse, level, warm_up=self._warm_up)
 
-    def _held_out(self, job: SftJob, conversations: Conversations) -> HeldOutLoss:
+    def _held_out(self, job: SftJob, conversations: Conversations) -> EvalLoss:
         training, rows = self._config.training, read_rows(self._context.run.metrics)
-        return HeldOutLoss(
+        return EvalLoss(
             self._dispatch,
             conversations.held_out,
             batch=job.batch,
@@ -151,7 +151,7 @@ class RunSession(Controller):
         try:
             self._commits.finish()
         except Exception as second:
-            if tells_more(second, error):
+            if takes_precedence(second, error):
                 raise
             log.error("the commit that was under way failed too: %s", second)
 

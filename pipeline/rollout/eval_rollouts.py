@@ -16,25 +16,25 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from pipeline.config import EvalSetConfig, RunConfig
-from pipeline.config.evaluation_keys import OWN_SET
+from pipeline.config.evaluation_keys import BUILTIN_SET
 from pipeline.environments import Prompt, Task, load_task
-from pipeline.environments.chat_tokenizer import Chat
-from pipeline.environments.guarded_call import reason
+from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.guarded_call import failure_reason
 from pipeline.environments.rewards import Score
-from pipeline.environments.task_calls import Calls
+from pipeline.environments.task_calls import TaskCalls
 from pipeline.environments.task_worker import Setup
-from pipeline.environments.worker_pool import TaskPool
+from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import DeadlineError, TaskError
-from pipeline.rollout.sample_rollout import Rollout, Sampling, Servers, answer_of, roll_out, sample_of
-from pipeline.rollout.sample_store import Row, rows_of_evaluation
+from pipeline.rollout.sample_rollout import GenerateFunction, Rollout, Sampling, completion_of, roll_out, to_sample
+from pipeline.rollout.sample_store import SampleRecord, records_of_evaluation
 from pipeline.transport.sample_records import ASKED, EVALUATED, EvalRequest, EvalResult, Sample, mean_metrics
 
 log = logging.getLogger(__name__)
 
-LATE = "not done by the deadline of its evaluation"
+TIMED_OUT = "not done by the deadline of its evaluation"
 Outcome = Sample | str
 """A sample, or the reason why there is none."""
-OpenCalls = Callable[[], AbstractAsyncContextManager[Calls]]
+OpenCalls = Callable[[], AbstractAsyncContextManager[TaskCalls]]
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Evaluation:
     def __init__(
         self,
         task: Task,
-        calls: Calls,
-        chat: Chat,
-        servers: Servers,
+        calls: TaskCalls,
+        chat: ChatTokenizer,
+        servers: GenerateFunction,
         config: RunConfig,
-        keep: Callable[[list[Row]], None] = lambda rows: None,
+        keep: Callable[[list[SampleRecord]], None] = lambda rows: None,
     ) -> None:
         """The episodes of `task`, the run's own, run here; the text of its prompts and its rewards are had by `calls`.
 
@@ -101,12 +101,12 @@ class Evaluation:
         """The answer to a request."""
         started = time.monotonic()
         chosen = self._sets[request.set]
-        self._under_way, self._done, self._prompts = f"evaluating {request.set or OWN_SET}", 0, len(chosen.prompts)
+        self._under_way, self._done, self._prompts = f"evaluating {request.set or BUILTIN_SET}", 0, len(chosen.prompts)
         try:
             outcomes = await self._outcomes(chosen)
         finally:
             self._under_way = ""
-        self._keep(rows_of_evaluation(outcomes, chosen.task.name, request.set or OWN_SET))
+        self._keep(records_of_evaluation(outcomes, chosen.task.name, request.set or BUILTIN_SET))
         flat = [outcome for each in outcomes for outcome in each]
         samples = [outcome for outcome in flat if isinstance(outcome, Sample)]
         reasons = [outcome for outcome in flat if isinstance(outcome, str)]
@@ -126,16 +126,16 @@ class Evaluation:
             version_max=max((sample.version_max for sample in samples), default=-1),
             seconds=time.monotonic() - started,
             failed=len(reasons),
-            late=reasons.count(LATE),
+            late=reasons.count(TIMED_OUT),
             pass_at={k: _pass_at(k, outcomes, chosen.correct) for k in chosen.pass_at},
             metrics=mean_metrics(samples),
         )
 
     async def _outcomes(self, chosen: EvalSet) -> list[list[Outcome]]:
         """What each prompt gave by the deadline."""
-        outcomes: list[list[Outcome]] = [[LATE] * chosen.samples for _ in chosen.prompts]
+        outcomes: list[list[Outcome]] = [[TIMED_OUT] * chosen.samples for _ in chosen.prompts]
 
-        async def fill(calls: Calls, index: int) -> None:
+        async def fill(calls: TaskCalls, index: int) -> None:
             outcomes[index] = await self._of_prompt(chosen, calls, chosen.prompts[index])
             self._done += 1
 
@@ -146,11 +146,11 @@ class Evaluation:
             if not limit.expired():
                 raise
         except (TaskError, DeadlineError) as error:  # its processes cannot be started
-            why = reason("task raised", error)
-            outcomes = [[why if outcome == LATE else outcome for outcome in each] for each in outcomes]
+            why = failure_reason("task raised", error)
+            outcomes = [[why if outcome == TIMED_OUT else outcome for outcome in each] for each in outcomes]
         return outcomes
 
-    async def _of_prompt(self, chosen: EvalSet, calls: Calls, prompt: Prompt) -> list[Outcome]:
+    async def _of_prompt(self, chosen: EvalSet, calls: TaskCalls, prompt: Prompt) -> list[Outcome]:
         """The samples of a prompt, or the reason why there is none."""
         async with self._slots:
             asked = await calls.render(prompt)
@@ -160,11 +160,11 @@ class Evaluation:
                 chosen.task, calls, self._chat, self._servers, chosen.sampling, asked, chosen.samples
             )
             whole = [each.episode for each in ended if each.episode is not None]
-            scores = iter(await calls.rewards(prompt, [answer_of(each, chosen.whole_answers) for each in whole]))
+            scores = iter(await calls.rewards(prompt, [completion_of(each, chosen.whole_answers) for each in whole]))
             return [each.reason if each.episode is None else _scored(each, next(scores)) for each in ended]
 
 
-def eval_sets(task: Task, calls: Calls, config: RunConfig) -> dict[str, EvalSet]:
+def eval_sets(task: Task, calls: TaskCalls, config: RunConfig) -> dict[str, EvalSet]:
     """Every set of a run by name; the empty name is that of its own held-out prompts."""
     rollout = config.rollout
     own = EvalSet(
@@ -210,15 +210,15 @@ def _of_config(own: EvalSet, wanted: EvalSetConfig, config: RunConfig) -> EvalSe
 
 
 @asynccontextmanager
-async def _pool(setup: Setup, startup_seconds: float) -> AsyncIterator[Calls]:
+async def _pool(setup: Setup, startup_seconds: float) -> AsyncIterator[TaskCalls]:
     """The processes of a set's task."""
-    async with TaskPool(setup, startup_seconds) as pool:
+    async with WorkerPool(setup, startup_seconds) as pool:
         yield pool
 
 
 def _scored(ended: Rollout, score: Score | str) -> Outcome:
     assert ended.episode is not None
-    return score if isinstance(score, str) else sample_of(ended.episode, score, ended.seconds)
+    return score if isinstance(score, str) else to_sample(ended.episode, score, ended.seconds)
 
 
 def _reward(outcome: Outcome) -> float:

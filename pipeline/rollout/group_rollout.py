@@ -12,11 +12,19 @@ from dataclasses import dataclass, field
 
 from pipeline.config import RunConfig
 from pipeline.environments import Prompt, Task
-from pipeline.environments.chat_tokenizer import Chat
-from pipeline.environments.task_calls import Asked, Calls
+from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.task_calls import RenderedPrompt, TaskCalls
 from pipeline.errors import TaskError
-from pipeline.rollout.sample_rollout import Rollout, Sampling, Servers, answer_of, kind_of, roll_out, sample_of
-from pipeline.transport.ledger import prompt_of
+from pipeline.rollout.sample_rollout import (
+    GenerateFunction,
+    Rollout,
+    Sampling,
+    completion_of,
+    failure_kind,
+    roll_out,
+    to_sample,
+)
+from pipeline.transport.ledger import prompt_at
 from pipeline.transport.sample_records import Group, Sample
 
 
@@ -30,7 +38,7 @@ class FailureStreak:
 
     def note(self, succeeded: int, failures: Sequence[str]) -> None:
         """Count the end of a group; `TaskError` when patience runs out."""
-        self.counts.update(map(kind_of, failures))
+        self.counts.update(map(failure_kind, failures))
         self.failed = 0 if succeeded else self.failed + len(failures)
         if self.failed >= self.limit:
             raise TaskError(
@@ -41,7 +49,9 @@ class FailureStreak:
 class GroupBuilder:
     """Makes the group of a position."""
 
-    def __init__(self, task: Task, calls: Calls, chat: Chat, servers: Servers, config: RunConfig) -> None:
+    def __init__(
+        self, task: Task, calls: TaskCalls, chat: ChatTokenizer, servers: GenerateFunction, config: RunConfig
+    ) -> None:
         """The episodes of `task` run here; its prompts and rewards are had by `calls`."""
         rollout = config.rollout
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
@@ -53,7 +63,7 @@ class GroupBuilder:
 
     async def build(self, position: int) -> Group:
         """The group at a position; `TaskError` when the task keeps failing."""
-        index = prompt_of(position, len(self._task), self._seed)
+        index = prompt_at(position, len(self._task), self._seed)
         asked = await self._calls.prompt(index)
         if isinstance(asked, str):
             group = Group(position=position, prompt=index, failures=(asked,) * self._size)
@@ -62,7 +72,7 @@ class GroupBuilder:
         self.patience.note(len(group.samples), group.failures)
         return group
 
-    async def _sampled(self, position: int, index: int, asked: Asked) -> Group:
+    async def _sampled(self, position: int, index: int, asked: RenderedPrompt) -> Group:
         environment = self._task, self._calls, self._chat, self._servers
         rollouts = await roll_out(*environment, self._sampling, asked, self._size, self._extra)
         samples, failures = await self._scored(asked.prompt, rollouts)
@@ -75,12 +85,12 @@ class GroupBuilder:
         """The samples of a prompt's rollouts, and the reasons of those that failed."""
         failures = [ended.reason for ended in rollouts if ended.episode is None and not ended.abandoned]
         ended = [(done.episode, done.seconds) for done in rollouts if done.episode is not None]
-        answers = [answer_of(episode, self._whole_answers) for episode, _ in ended]
+        answers = [completion_of(episode, self._whole_answers) for episode, _ in ended]
         scores = await self._calls.rewards(prompt, answers) if ended else []
         samples = []
         for (episode, seconds), score in zip(ended, scores, strict=True):
             if isinstance(score, str):
                 failures.append(score)
             else:
-                samples.append(sample_of(episode, score, seconds))
+                samples.append(to_sample(episode, score, seconds))
         return samples, failures

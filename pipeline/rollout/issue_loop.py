@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from pipeline.config import RunConfig
 from pipeline.rollout.group_rollout import GroupBuilder
-from pipeline.rollout.issue_queue import PositionQueue
+from pipeline.rollout.issue_queue import IssueQueue
 from pipeline.rollout.server_pool import InferenceClient
-from pipeline.rollout.time_fractions import Share
+from pipeline.rollout.time_fractions import TimeFraction
 from pipeline.transport import AsyncStreams
 from pipeline.transport.ledger import Ledger
 from pipeline.transport.sample_records import Group, PreparedGroup, Reissue
-from pipeline.transport.shared_state import Board, TrainerProgress
-from pipeline.transport.staleness import Gate
+from pipeline.transport.shared_state import SharedState, TrainerProgress
+from pipeline.transport.staleness import StalenessGate
 from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
@@ -51,28 +51,33 @@ class Counts:
         self.tokens += sum(int(row.sampled.sum()) for sample in group.samples for row in sample.rows())
 
 
-class Generation:
+class IssueLoop:
     """Issues positions and publishes their groups; lives in one event loop."""
 
     def __init__(
-        self, streams: AsyncStreams, board: Board, builder: GroupBuilder, client: InferenceClient, config: RunConfig
+        self,
+        streams: AsyncStreams,
+        board: SharedState,
+        builder: GroupBuilder,
+        client: InferenceClient,
+        config: RunConfig,
     ) -> None:
         self._streams, self._board, self._builder, self._client = streams, board, builder, client
-        self._gate = Gate(config.training.prompts_per_step, config.training.max_lag)
+        self._gate = StalenessGate(config.training.prompts_per_step, config.training.max_lag)
         self._patience = 2 * config.cluster.startup_seconds
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self._changed = asyncio.Condition()
         self._progress = TrainerProgress(version=0, settled=0)
         self._refusals: dict[int, list[str]] = {}
         self._awaited: set[int] = set()
-        self._blocked, self._full = Share(), Share()
+        self._blocked, self._full = TimeFraction(), TimeFraction()
         self.counts = Counts()
 
     async def run(self) -> None:
         """Generate until cancelled; `TaskError` when the task never succeeds, `DeadlineError` without a trainer."""
         self._reissues = await self._streams.reader("reissue", Reissue, "actor")
         self._generation = self._streams.generation
-        self._queue = PositionQueue(*await self._left())
+        self._queue = IssueQueue(*await self._left())
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._watch())
             self._tasks.create_task(self._take_back())

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Container, Iterable
 
 
-class PositionQueue:
+class IssueQueue:
     """Hands out positions, the smallest first."""
 
     def __init__(self, missing: Iterable[int], first_new: int) -> None:

@@ -18,11 +18,11 @@ import aiohttp
 from aiohttp import web
 
 from pipeline.errors import one_line
-from pipeline.utils.authenticated_connector import ProvenConnector
-from pipeline.utils.backoff import Resting, rested
+from pipeline.utils.authenticated_connector import AuthenticatedConnector
+from pipeline.utils.backoff import HasBackoff, available
 
 CONNECT_SECONDS = 30.0
-MOST_BYTES = 1 << 26
+MAX_BYTES = 1 << 26
 _HOP = frozenset(
     {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 )
@@ -30,12 +30,12 @@ _HOP = frozenset(
 
 
 @dataclass(eq=False)
-class _Server(Resting):
+class _Server(HasBackoff):
     endpoint: str
     running: int = 0
 
 
-class Relay:
+class LoadBalancingProxy:
     """Passes requests on while its block lasts."""
 
     def __init__(self, servers: Sequence[str], key: str) -> None:
@@ -46,11 +46,11 @@ class Relay:
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
-            connector=ProvenConnector(lambda: self._key, limit=0),
+            connector=AuthenticatedConnector(lambda: self._key, limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             auto_decompress=False,
         )
-        app = web.Application(client_max_size=MOST_BYTES)
+        app = web.Application(client_max_size=MAX_BYTES)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -70,7 +70,7 @@ class Relay:
         """The answer of the first server that can be reached; status 502 if none can, or if it is lost meanwhile."""
         body, left, trouble = await request.read(), list(self._servers), "there is no server"
         while left:
-            server = min(rested(left), key=lambda each: each.running)
+            server = min(available(left), key=lambda each: each.running)
             left.remove(server)
             server.running += 1
             try:

@@ -3,7 +3,7 @@
 Owns the deadline of an episode. Promises that it runs only while the task works, and not while the policy is asked:
 that servers are slow, gone, or being restarted is not the task's doing. Knows neither.
 
-    own_time = OwnTime(600)
+    own_time = PausableTimeout(600)
     episode = await own_time.limit(task.rollout(prompt, policy))       # DeadlineError after 600 s of its own
 
     with own_time.paused():                                            # in the policy
@@ -27,7 +27,7 @@ from pipeline.errors import DeadlineError
 T = TypeVar("T")
 
 
-class OwnTime:
+class PausableTimeout:
     """The deadline of one episode; 0 seconds: none."""
 
     def __init__(self, seconds: float) -> None:

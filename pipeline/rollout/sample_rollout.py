@@ -16,27 +16,27 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline.environments import Answer, Episode, Message, Prompt, Task, Turn
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments import Completion, Episode, Message, Prompt, Task, Turn
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.episode import EpisodeBranch
-from pipeline.environments.guarded_call import REASON_LENGTH, reason
+from pipeline.environments.guarded_call import REASON_LENGTH, failure_reason
 from pipeline.environments.rewards import Score
-from pipeline.environments.task_calls import Asked, Calls
-from pipeline.environments.tool_call_syntax import Form
+from pipeline.environments.task_calls import RenderedPrompt, TaskCalls
+from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import DeadlineError, EpisodeError, RolloutError
 from pipeline.rollout.gateway.episode_endpoint import LOOPBACK, Endpoint
-from pipeline.rollout.pausable_timeout import OwnTime
-from pipeline.transport.sample_records import MOST_NEWER, Branch, Sample
+from pipeline.rollout.pausable_timeout import PausableTimeout
+from pipeline.transport.sample_records import MAX_VERSION_OFFSET, Branch, Sample
 
 LONG_PROMPT = 2000
 """Characters that take longer to tokenise than to hand to a thread."""
 CLEAN_UP_SECONDS = 5.0
 """For what a task still does in a sample that is abandoned; after that its group no longer waits for it."""
-MOST_IDS = 1 << 31
+MAX_IDS = 1 << 31
 """Token ids that a record can hold: the bound where a model's config does not say its vocabulary."""
 
 
-class Servers(Protocol):
+class GenerateFunction(Protocol):
     """The inference client, as far as a rollout uses it."""
 
     async def generate(
@@ -68,8 +68,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A rollout's end: its `episode`, or the `reason` why there is none, or that it was `abandoned`; and the `seconds`
-    that it took, or ran until then."""
+    """A rollout's end: its `episode`, or the `failure_reason` why there is none, or that it was `abandoned`; and the
+    `seconds` that it took, or ran until then."""
 
     episode: Episode | None = None
     reason: str = ""
@@ -81,14 +81,20 @@ class Sampler:
     """Samples turns for the rollouts of one prompt."""
 
     def __init__(
-        self, servers: Servers, calls: Calls, chat: Chat, sampling: Sampling, prompt: Sequence[int], count: int
+        self,
+        servers: GenerateFunction,
+        calls: TaskCalls,
+        chat: ChatTokenizer,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        count: int,
     ) -> None:
         self._servers, self.calls, self._chat, self.sampling = servers, calls, chat, sampling
-        self.vocabulary = chat.vocabulary or MOST_IDS
+        self.vocabulary = chat.vocabulary or MAX_IDS
         self._prompt, self._count = prompt, count
         self._opening: asyncio.Task[Sequence[Turn]] | None = None
 
-    def policy(self, index: int, own_time: OwnTime) -> "RolloutPolicy":
+    def policy(self, index: int, own_time: PausableTimeout) -> "RolloutPolicy":
         """The policy of rollout `index`, which stops the task's `own_time` while it is asked."""
         return RolloutPolicy(self, self._chat, self._prompt, index, own_time)
 
@@ -133,7 +139,9 @@ class Sampler:
 class RolloutPolicy:
     """The `Policy` of one rollout."""
 
-    def __init__(self, sampler: Sampler, chat: Chat, prompt: Sequence[int], index: int, own_time: OwnTime) -> None:
+    def __init__(
+        self, sampler: Sampler, chat: ChatTokenizer, prompt: Sequence[int], index: int, own_time: PausableTimeout
+    ) -> None:
         self._sampler, self._chat, self._index, self._own_time = sampler, chat, index, own_time
         self._opened = False
         self.prompt = prompt
@@ -146,7 +154,7 @@ class RolloutPolicy:
                 return await self._sampler.opening(self._index)
             return await self._sampler.continuation(tokens)
 
-    def endpoint(self, form: Form = "tagged", address: str = LOOPBACK) -> Endpoint:
+    def endpoint(self, form: ToolCallSyntax = "tagged", address: str = LOOPBACK) -> Endpoint:
         return Endpoint(self._chat, self._asked, self._sampler.sampling.max_length, form, address)
 
     async def _asked(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
@@ -182,7 +190,14 @@ class RolloutPolicy:
 
 
 async def roll_out(
-    task: Task, calls: Calls, chat: Chat, servers: Servers, sampling: Sampling, asked: Asked, count: int, extra: int = 0
+    task: Task,
+    calls: TaskCalls,
+    chat: ChatTokenizer,
+    servers: GenerateFunction,
+    sampling: Sampling,
+    asked: RenderedPrompt,
+    count: int,
+    extra: int = 0,
 ) -> list[Rollout]:
     """`count` rollouts of a prompt, all at once; one `Rollout` each, in order. Their tools are asked by `calls`.
 
@@ -191,7 +206,7 @@ async def roll_out(
     try:
         tokens = await _tokens(chat, asked.text)
     except Exception as error:  # noqa: BLE001 a task's text meets a model's tokenizer: whatever they raise is the reason
-        return [Rollout(reason=reason("prompt could not be tokenised", error))] * count
+        return [Rollout(reason=failure_reason("prompt could not be tokenised", error))] * count
     # The answer to a shared request comes when its longest sample has ended, so who may be abandoned asks alone.
     sampler = Sampler(servers, calls, chat, sampling, tokens, 1 if extra else count)
     try:
@@ -223,24 +238,24 @@ async def _first(episodes: Sequence[Coroutine[Any, Any, Rollout]], count: int) -
     return [ended.get(task, left) for task in tasks]
 
 
-async def _tokens(chat: Chat, text: str) -> list[int]:
+async def _tokens(chat: ChatTokenizer, text: str) -> list[int]:
     """The tokens of a prompt; of a long one in a thread, for the event loop is not to wait for it."""
     return chat.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(chat.encode, text)
 
 
 async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> Rollout:
     started = time.monotonic()
-    own_time = OwnTime(sampler.sampling.seconds)
+    own_time = PausableTimeout(sampler.sampling.seconds)
     try:
         episode = await own_time.limit(task.rollout(prompt, sampler.policy(index, own_time)))
     except DeadlineError as error:
-        return Rollout(reason=reason("rollout took too long", error))
+        return Rollout(reason=failure_reason("rollout took too long", error))
     except EpisodeError as error:
         return Rollout(reason=" ".join(str(error).split())[:REASON_LENGTH])
     except RolloutError as error:
-        return Rollout(reason=reason("request refused", error))
+        return Rollout(reason=failure_reason("request refused", error))
     except Exception as error:  # noqa: BLE001 the task is foreign code: whatever it raises is this sample's reason
-        return Rollout(reason=reason("rollout raised", error))
+        return Rollout(reason=failure_reason("rollout raised", error))
     wrong = _unusable(episode, sampler.sampling.max_length, sampler.vocabulary)
     return Rollout(reason=wrong) if wrong else Rollout(episode, seconds=time.monotonic() - started)
 
@@ -261,23 +276,23 @@ def _unusable(episode: Any, max_length: int, vocabulary: int) -> str:
     return ""
 
 
-def kind_of(reason: str) -> str:
+def failure_kind(reason: str) -> str:
     """The part of a reason that is counted: without the detail behind its first colon."""
     return reason.partition(":")[0]
 
 
-def answer_of(episode: Episode, whole: bool = True) -> Answer:
+def completion_of(episode: Episode, whole: bool = True) -> Completion:
     """An episode as rewards see it; what is not `whole` has the last turn alone, which is all that a task reads."""
     if not whole:
-        return Answer(episode.text, reward=episode.reward)
+        return Completion(episode.text, reward=episode.reward)
     said = episode.said or ({"role": "assistant", "content": episode.text},)
     tokens = list(compress(episode.tokens, episode.sampled))
     for branch in episode.branches:
         tokens += compress(branch.tokens, branch.sampled)
-    return Answer(episode.text, said, tuple(tokens), episode.reward)
+    return Completion(episode.text, said, tuple(tokens), episode.reward)
 
 
-def sample_of(episode: Episode, score: Score, seconds: float) -> Sample:
+def to_sample(episode: Episode, score: Score, seconds: float) -> Sample:
     """The wire record of an episode."""
     tokens, sampled, logprobs = _bytes(episode)
     return Sample(
@@ -293,13 +308,13 @@ def sample_of(episode: Episode, score: Score, seconds: float) -> Sample:
         server=episode.server,
         metrics={**episode.metrics, **score.metrics},
         branches=tuple(_branch(branch, episode.version_min) for branch in episode.branches),
-        newer=_newer(episode, episode.version_min),
+        newer=_version_offsets(episode, episode.version_min),
     )
 
 
 def _branch(branch: EpisodeBranch, oldest: int) -> Branch:
     tokens, sampled, logprobs = _bytes(branch)
-    newer = _newer(branch, oldest)
+    newer = _version_offsets(branch, oldest)
     return Branch(of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs, newer=newer)
 
 
@@ -310,9 +325,9 @@ def _bytes(row: Episode | EpisodeBranch) -> tuple[bytes, bytes, bytes]:
     return tokens, sampled, logprobs
 
 
-def _newer(row: Episode | EpisodeBranch, oldest: int) -> bytes:
+def _version_offsets(row: Episode | EpisodeBranch, oldest: int) -> bytes:
     """`Sample.newer` of a row, where `oldest` is the sample's `version_min`."""
     if len(row.versions) != len(row.tokens):
         return b""
-    newer = (np.asarray(row.versions) - oldest).clip(0, MOST_NEWER)
+    newer = (np.asarray(row.versions) - oldest).clip(0, MAX_VERSION_OFFSET)
     return newer.astype("<u1").tobytes() if newer.any() else b""

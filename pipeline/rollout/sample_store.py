@@ -6,8 +6,8 @@ that fails costs samples and a warning; that a segment is whole or has another n
 has replaced neither adds nor removes any; and that all of them together stay below a bound: above it the newer half
 stays, and the older half is thinned out evenly.
 
-    with KeptSamples(folder, attempt, bound, fence.check) as kept:
-        kept.add(rows_of_group(prepared, "countdown"))
+    with SampleStore(folder, attempt, bound, fence.check) as kept:
+        kept.add(records_of_group(prepared, "countdown"))
 
 Any reader of Parquet reads them, one row a sample: `pandas.read_parquet("runs/demo/rollouts/train")`. Each column is
 explained at `COLUMNS`. A sample that failed has its reason and no tokens; one whose episode has several rows has them
@@ -26,7 +26,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from pipeline.transport.group_advantages import BARE, Baseline
+from pipeline.transport.group_advantages import REWARDS_ONLY, Baseline
 from pipeline.transport.sample_records import PreparedGroup, Sample
 
 log = logging.getLogger(__name__)
@@ -57,31 +57,31 @@ COLUMNS = {
     "mask": "list<uint8>",  # 1 where the policy sampled the token; what rows share counts in the first of them
     "logprobs": "list<float32>",  # of the sampled tokens, 0 elsewhere
 }
-HEAVY = ("row_lengths", "tokens", "mask", "logprobs")
+UNLOADED_COLUMNS = ("row_lengths", "tokens", "mask", "logprobs")
 """The columns that are read of a few samples only."""
 TRAIN, EVAL = "train", "eval"
 """The folders of samples of training and of evaluations."""
-SHARES = {TRAIN: 0.75, EVAL: 0.25}
+DISK_FRACTIONS = {TRAIN: 0.75, EVAL: 0.25}
 """Of the bound, what each may take."""
 SUFFIX = ".parquet"
 SEGMENT_BYTES, SEGMENT_SECONDS = 1 << 22, 20.0
-MOST_WAITING = 256
+MAX_WAITING = 256
 CLOSE_SECONDS, LEAST_WAIT = 5.0, 0.1
-Row = dict[str, Any]
+SampleRecord = dict[str, Any]
 
 
-class KeptSamples:
+class SampleStore:
     """Writes segments below `folder`, at most `bound` bytes of them; 0 keeps nothing."""
 
     def __init__(self, folder: Path, attempt: str, bound: int, check: Callable[[], None] = lambda: None) -> None:
         """`check` raises where this attempt may not write (`pipeline.checkpoints.fencing`)."""
         self._folder, self._attempt, self._bound, self._check = folder, attempt, bound, check
-        self._waiting: queue.Queue[list[Row] | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[list[SampleRecord] | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._write_all, name="kept samples", daemon=True)
         self._warned = self._begun = False
         self.left_out = 0
 
-    def add(self, rows: list[Row]) -> None:
+    def add(self, rows: list[SampleRecord]) -> None:
         """Keep these rows, or leave them out if too many wait to be written."""
         if not self._bound:
             return
@@ -114,14 +114,14 @@ class KeptSamples:
     def _write_all(self) -> None:
         """Write a segment whenever there is enough for one, or when its first row has waited long enough."""
         table_of([])  # imports Arrow, and what that imports, before there is work or anybody waits for the end
-        rows, size, since = list[Row](), 0, time.monotonic()
-        got: list[Row] | None = []
+        rows, size, since = list[SampleRecord](), 0, time.monotonic()
+        got: list[SampleRecord] | None = []
         while got is not None:
             got = self._next(since + SEGMENT_SECONDS - time.monotonic())
             for row in got or ():
                 since = since if rows else time.monotonic()
                 rows.append(row)
-                size += bytes_of(row)
+                size += record_bytes(row)
                 if size >= SEGMENT_BYTES:
                     self._write(rows)
                     rows, size = [], 0
@@ -130,21 +130,21 @@ class KeptSamples:
                 rows, size = [], 0
             since = since if rows else time.monotonic()
 
-    def _next(self, seconds: float) -> list[Row] | None:
+    def _next(self, seconds: float) -> list[SampleRecord] | None:
         """What was handed over within so many seconds, maybe nothing; None at the end."""
         try:
             return self._waiting.get(timeout=max(LEAST_WAIT, seconds))
         except queue.Empty:
             return []
 
-    def _write(self, rows: Sequence[Row]) -> None:
+    def _write(self, rows: Sequence[SampleRecord]) -> None:
         try:
             self._check()
             if not self._begun:  # what is half written is nobody's who may write
                 remove_parts(self._folder)
                 self._begun = True
             write_segment(self._folder, self._attempt, rows, self._check)
-            thin_out(self._folder, self._bound)
+            delete_oldest(self._folder, self._bound)
         except Exception as error:  # noqa: BLE001 - the samples are lost, and nothing else may be
             self.left_out += len(rows)
             if not self._warned:
@@ -152,7 +152,9 @@ class KeptSamples:
                 log.warning("samples are not kept in %s: %s", self._folder, error)
 
 
-def write_segment(folder: Path, attempt: str, rows: Sequence[Row], check: Callable[[], None] = lambda: None) -> Path:
+def write_segment(
+    folder: Path, attempt: str, rows: Sequence[SampleRecord], check: Callable[[], None] = lambda: None
+) -> Path:
     """Write one segment, named by now, and return its path; nothing is left of it where `check` raises at its end."""
     from pyarrow import parquet
 
@@ -175,7 +177,7 @@ def remove_parts(folder: Path) -> None:
             part.unlink()
 
 
-def table_of(rows: Sequence[Row]) -> Any:
+def table_of(rows: Sequence[SampleRecord]) -> Any:
     """An Arrow table of rows."""
     import pyarrow as pa
 
@@ -200,17 +202,17 @@ def segments(folder: Path) -> list[Path]:
     return sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("."))
 
 
-def thin_out(folder: Path, bound: int) -> None:
+def delete_oldest(folder: Path, bound: int) -> None:
     """Remove what is beyond the bound. Another attempt that still writes here may remove some of it first."""
     sizes = dict[Path, int]()
     for file in segments(folder):
         with suppress(FileNotFoundError):
             sizes[file] = file.stat().st_size
-    for file in beyond(sizes, bound):
+    for file in segments_over(sizes, bound):
         file.unlink(missing_ok=True)
 
 
-def beyond(sizes: dict[Path, int], bound: int) -> list[Path]:
+def segments_over(sizes: dict[Path, int], bound: int) -> list[Path]:
     """Which segments, given the oldest first with their bytes, have to go for the rest to stay within `bound`.
 
     The newest ones that fill half of it stay. Of those before them, the one whose neighbours are nearest to each other
@@ -237,28 +239,28 @@ def _newest(left: Sequence[Path], sizes: dict[Path, int], bound: int) -> int:
     return len(left)
 
 
-def rows_of_group(prepared: PreparedGroup, task: str, baseline: Baseline) -> list[Row]:
+def records_of_group(prepared: PreparedGroup, task: str, baseline: Baseline) -> list[SampleRecord]:
     """The rows of a group of training, with the advantages that `baseline` gives."""
     group = prepared.group
-    trained: list[float | None] = [*prepared.advantages] if baseline not in BARE else []
+    trained: list[float | None] = [*prepared.advantages] if baseline not in REWARDS_ONLY else []
     advantages = trained or [None] * len(group.samples)
     head = {"task": task, "position": group.position, "prompt": group.prompt, "outcome": prepared.outcome}
-    rows = [row_of(sample) | {"advantage": each} for sample, each in zip(group.samples, advantages, strict=True)]
-    rows += [row_of(failure) for failure in group.failures]
+    rows = [record_of(sample) | {"advantage": each} for sample, each in zip(group.samples, advantages, strict=True)]
+    rows += [record_of(failure) for failure in group.failures]
     return [{**head, "sample": place, **row} for place, row in enumerate(rows)]
 
 
-def rows_of_evaluation(outcomes: Sequence[Sequence[Sample | str]], task: str, eval_set: str) -> list[Row]:
+def records_of_evaluation(outcomes: Sequence[Sequence[Sample | str]], task: str, eval_set: str) -> list[SampleRecord]:
     """The rows of an evaluation: for each prompt of the set its samples, or the reasons why there is none."""
     head = {"task": task, "eval_set": eval_set}
     return [
-        {**head, "position": prompt, "prompt": prompt, "sample": place, **row_of(outcome)}
+        {**head, "position": prompt, "prompt": prompt, "sample": place, **record_of(outcome)}
         for prompt, each in enumerate(outcomes)
         for place, outcome in enumerate(each)
     ]
 
 
-def row_of(outcome: Sample | str) -> Row:
+def record_of(outcome: Sample | str) -> SampleRecord:
     """What is kept of a sample, or of the reason why there is none."""
     now = {"time": time.time()}
     if isinstance(outcome, str):
@@ -280,6 +282,6 @@ def row_of(outcome: Sample | str) -> Row:
     }
 
 
-def bytes_of(row: Row) -> int:
+def record_bytes(row: SampleRecord) -> int:
     """About what a row takes before it is compressed."""
     return 200 + 9 * int(row.get("length") or 0)

@@ -1,7 +1,7 @@
 """One inference server as its client sees it: a request, its answer, and what they cost.
 
 Owns the form of vLLM's `/inference/v1/generate` (tokens in, tokens out) and the sorting of what can go wrong:
-`Transient` is worth another try elsewhere, `RolloutError` never works. Promises exact token ids, with the
+`TransientError` is worth another try elsewhere, `RolloutError` never works. Promises exact token ids, with the
 log-probabilities and the weight versions that sampled them; and that a request which runs into its time limit is asked
 for what it has (`/inference/v1/abort_requests`) before it is given up. Decides nothing about retries.
 """
@@ -19,8 +19,8 @@ import msgspec
 
 from pipeline.errors import RolloutError
 from pipeline.inference.vllm.plugin import MODEL
-from pipeline.rollout.time_fractions import Share
-from pipeline.utils.backoff import Resting
+from pipeline.rollout.time_fractions import TimeFraction
+from pipeline.utils.backoff import HasBackoff
 from pipeline.utils.http_errors import error_text
 
 ROUTE = "/inference/v1/generate"
@@ -30,7 +30,7 @@ INTERRUPTION_SECONDS = 10.0
 BUSY_STATUS = (408, 429)
 
 
-class Transient(Exception):
+class TransientError(Exception):
     """A request that did not work here and now; `reason` is what is counted. `at_work`: the server had taken it, so if
     it died, it may have died of it."""
 
@@ -151,7 +151,7 @@ class GenerationRequest:
 
 
 @dataclass(eq=False)
-class Server(Resting):
+class Server(HasBackoff):
     """The state of one server.
 
     Attributes:
@@ -164,20 +164,21 @@ class Server(Resting):
     version: int | None = None
     fixed: bool = False
     samples: int = 0
-    busy: Share = field(default_factory=Share)
+    busy: TimeFraction = field(default_factory=TimeFraction)
     running: set[asyncio.Task[bytes]] = field(default_factory=set)
 
     def leave(self) -> None:
-        """Give up on the server: what runs there ends as `Transient`, to be tried elsewhere."""
+        """Give up on the server: what runs there ends as `TransientError`, to be tried elsewhere."""
         self.version = None
         for task in self.running:
             task.cancel()
 
     async def ask(self, http: aiohttp.ClientSession, request: GenerationRequest, seconds: float) -> list[Completion]:
-        """The answer of this server, after `seconds` with what it has by then; raises `Transient` or `RolloutError`."""
+        """The answer of this server, after `seconds` with what it has by then; raises `TransientError` or
+        `RolloutError`."""
         version = self.version
         if version is None:
-            raise Transient("evicted")
+            raise TransientError("evicted")
         # Weights change the cached prefixes, so every version has its own.
         body = request.body(salt=str(version))
         with self._counted(request.n):
@@ -205,7 +206,7 @@ class Server(Resting):
             caller = asyncio.current_task()
             if caller is not None and caller.cancelling():
                 raise
-            raise Transient("evicted", at_work=True) from None
+            raise TransientError("evicted", at_work=True) from None
         finally:
             self.running.discard(task)
 
@@ -218,13 +219,13 @@ class Server(Resting):
             async with http.post(url, data=body, headers=headers, timeout=limit) as response:
                 answer = await response.read()
         except TimeoutError:
-            raise Transient("timed out") from None
+            raise TransientError("timed out") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise Transient("disconnected", at_work=not isinstance(error, aiohttp.ClientConnectorError)) from None
+            raise TransientError("disconnected", at_work=not isinstance(error, aiohttp.ClientConnectorError)) from None
         finally:
             interruption.cancel()
         if response.status >= 500 or response.status in BUSY_STATUS:
-            raise Transient(f"status {response.status}", at_work=response.status >= 500)
+            raise TransientError(f"status {response.status}", at_work=response.status >= 500)
         if response.status != 200:
             raise RolloutError(f"{self.endpoint} refused with status {response.status}: {error_text(answer)}")
         return answer
@@ -250,7 +251,7 @@ class Server(Resting):
             version_max=max(versions),
             server=self.endpoint,
             seconds=seconds,
-            versions=_of_tokens(choice, min(versions), told=not self.fixed),
+            versions=_token_versions(choice, min(versions), told=not self.fixed),
         )
 
 
@@ -258,9 +259,9 @@ def _parse(answer: bytes, n: int) -> list[_Choice]:
     try:
         choices = _answers.decode(answer).choices
     except msgspec.DecodeError:
-        raise Transient("malformed answer") from None
+        raise TransientError("malformed answer") from None
     if len(choices) != n or not all(_is_exact(choice) for choice in choices):
-        raise Transient("malformed answer")
+        raise TransientError("malformed answer")
     return choices
 
 
@@ -283,15 +284,15 @@ def _versions(choice: _Choice, asked: int, latest: int) -> list[int]:
     try:
         versions = [int(span.version) for span in choice.spans or ()]
     except ValueError:
-        raise Transient("stale weights") from None
+        raise TransientError("stale weights") from None
     if not choice.token_ids:
         return versions or [asked]
     if not versions or min(versions) < asked:
-        raise Transient("stale weights")
+        raise TransientError("stale weights")
     return versions
 
 
-def _of_tokens(choice: _Choice, oldest: int, *, told: bool) -> tuple[int, ...]:
+def _token_versions(choice: _Choice, oldest: int, *, told: bool) -> tuple[int, ...]:
     """The weight version of each token: what the answer says if it is `told`, else the `oldest` of the choice."""
     versions = [oldest] * len(choice.token_ids)
     for span in (choice.spans or ()) if told else ():

@@ -27,11 +27,11 @@ from typing import Self
 import aiohttp
 
 from pipeline.errors import RolloutError
-from pipeline.rollout.server_client import Completion, GenerationRequest, Server, Transient
-from pipeline.utils.authenticated_connector import ProvenConnector
-from pipeline.utils.backoff import pause_after, rested
+from pipeline.rollout.server_client import Completion, GenerationRequest, Server, TransientError
+from pipeline.utils.authenticated_connector import AuthenticatedConnector
+from pipeline.utils.backoff import available, pause_after
 from pipeline.utils.network_interfaces import KEPT_SECONDS
-from pipeline.utils.poison_request import GIVEN_UP, MOST_DEATHS, Suspects, is_dead
+from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES, PoisonRequestGuard, is_dead
 from pipeline.utils.waiting import Deadline
 
 SHOWN = 8
@@ -70,14 +70,14 @@ class InferenceClient:
         self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
         self._password, self._seconds, self._piece = password, request_seconds, request_tokens
         self._max_lag, self._server_seconds, self._vocabulary = max_lag, server_seconds, vocabulary
-        self._changed, self._suspects = asyncio.Event(), Suspects()
+        self._changed, self._suspects = asyncio.Event(), PoisonRequestGuard()
         self._eligible: list[Server] | None = []
         self.retries: Counter[str] = Counter()
         self.requests = self.tokens = 0
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
-            connector=ProvenConnector(lambda: self._password, limit=0, keepalive_timeout=KEPT_SECONDS),
+            connector=AuthenticatedConnector(lambda: self._password, limit=0, keepalive_timeout=KEPT_SECONDS),
             headers={"Authorization": f"Bearer {self._password}", "Content-Type": "application/json"},
         )
         return self
@@ -135,12 +135,12 @@ class InferenceClient:
         """The answer of the first server that gives one; of a long request its first piece."""
         pauses, deaths, given_up = _pauses(), 0, self._suspects.given_up
         piece = min(request.max_tokens, self._piece or request.max_tokens)
-        while deaths < MOST_DEATHS:
+        while deaths < MAX_SERVER_CRASHES:
             async with self._suspects.trying(deaths):
                 server = await self._least_loaded()
                 try:
                     completions = await server.ask(self._http, replace(request, max_tokens=piece), self._seconds)
-                except Transient as failure:
+                except TransientError as failure:
                     self.retries[failure.reason] += 1
                     server.rest.failed()
                     deaths += failure.at_work and await is_dead(self._http, server.endpoint)
@@ -152,7 +152,7 @@ class InferenceClient:
                 deaths, given_up = 0, self._suspects.given_up
             await asyncio.sleep(next(pauses))
         self._suspects.give_up()
-        raise RolloutError(GIVEN_UP)
+        raise RolloutError(ABANDONED)
 
     async def _finished(self, part: Completion, request: GenerationRequest) -> Completion:
         """`part`, continued until it ends by itself."""
@@ -176,7 +176,7 @@ class InferenceClient:
             except TimeoutError:
                 raise deadline.error(self._without_weights()) from None
         among = eligible if len(eligible) <= COMPARED else random.sample(eligible, COMPARED)
-        awake = rested(among)
+        awake = available(among)
         least = min(server.samples for server in awake)
         return random.choice([server for server in awake if server.samples == least])
 

@@ -40,12 +40,12 @@ References = tuple[bytes, ...]
 """float32[T] as bytes for each row of a group's samples, in order."""
 
 
-class _Likely(msgspec.Struct):
+class _TokenLogprob(msgspec.Struct):
     logprob: float
 
 
 class _Choice(msgspec.Struct):
-    prompt_logprobs: list[dict[str, _Likely] | None]
+    prompt_logprobs: list[dict[str, _TokenLogprob] | None]
 
 
 class _Answer(msgspec.Struct):

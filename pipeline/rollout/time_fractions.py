@@ -1,6 +1,6 @@
 """Fractions of time.
 
-Owns `Share`: which fraction of the time something was the case. Knows nothing of what.
+Owns `TimeFraction`: which fraction of the time something was the case. Knows nothing of what.
 """
 
 import time
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 
-class Share:
+class TimeFraction:
     """The fraction of the time in which at least one `with share:` block was running.
 
     blocked = Share()

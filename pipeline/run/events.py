@@ -14,15 +14,15 @@ from typing import Literal
 import msgspec
 
 from pipeline.run.paths import EVENTS, AttemptPaths
-from pipeline.utils.fs_retry import OUTAGE_SECONDS
-from pipeline.utils.shared_dir import Directory, FileDirectory
+from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT
+from pipeline.utils.shared_dir import FileSharedDir, SharedDir
 from pipeline.utils.waiting import CLOCK, Clock
 
 EventName = Literal["training_finished", "draining", "failed"]
 LAUNCHER = "launcher"
 """Who tells an event that the launcher of a local run tells."""
 
-LOOKS_PER_SECOND = 500
+MAX_POLLS_PER_SECOND = 500
 """Of all ranks together, on one file server, while nothing happens."""
 _LEAST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
@@ -50,11 +50,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Events:
-    """The events of one attempt. `OSError` where the disk fails; `Listener` bears that."""
+    """The events of one attempt. `OSError` where the disk fails; `EventPoller` bears that."""
 
-    def __init__(self, paths: AttemptPaths, attempt: Directory | None = None) -> None:
+    def __init__(self, paths: AttemptPaths, attempt: SharedDir | None = None) -> None:
         """`attempt` is the directory at `paths.root`, by default as the filesystem shows it."""
-        self._attempt = attempt or FileDirectory(paths.root)
+        self._attempt = attempt or FileSharedDir(paths.root)
         self._slots: dict[int, Event] = {}
 
     def publish(self, name: EventName, by: str, detail: str = "", *, patient: bool = False) -> bool:
@@ -93,16 +93,16 @@ class Events:
                 self._slots[slot] = event
 
 
-class Listener:
+class EventPoller:
     """Hears what ends the attempt, for a process that lives in it.
 
-    It looks at the disk at most every `look_seconds`, whoever asks how often; and it bears a disk that fails. One that
-    fails for `OUTAGE_SECONDS` is itself heard, as `draining`: while memory still holds the models, the trainer commits
-    to whatever store it has, and what comes after it finds another node, or another day.
+    It looks at the disk at most every `poll_interval`, whoever asks how often; and it bears a disk that fails. One that
+    fails for `FS_OUTAGE_TIMEOUT` is itself heard, as `draining`: while memory still holds the models, the trainer
+    commits to whatever store it has, and what comes after it finds another node, or another day.
     """
 
     def __init__(self, events: Events, ranks: int, clock: Clock = CLOCK) -> None:
-        self._events, self._pause, self._clock = events, look_seconds(ranks), clock
+        self._events, self._pause, self._clock = events, poll_interval(ranks), clock
         self._heard: Mapping[EventName, Event] = {}
         self._due = self._answered = clock.now()
         self._outage: Event | None = None
@@ -125,17 +125,17 @@ class Listener:
             self._heard, self._answered = self._events.told(), self._clock.now()
         except OSError as error:
             silent = self._clock.now() - self._answered
-            if silent >= OUTAGE_SECONDS and "draining" not in self._heard:
+            if silent >= FS_OUTAGE_TIMEOUT and "draining" not in self._heard:
                 why = f"the run directory could not be read for {silent:.0f} s: {error.strerror or error}"
                 self._outage = Event(name="draining", by="the disk", time=time.time(), detail=why)
         if self._outage:
             self._heard = {"draining": self._outage, **self._heard}
 
 
-def look_seconds(ranks: int) -> float:
+def poll_interval(ranks: int) -> float:
     """Seconds between two looks of a process that lives in an attempt of so many ranks: of each agent, and of the
     trainer's controller. All together they never exceed what a file server bears besides its other work."""
-    return min(max(_LEAST_PAUSE, (ranks + 1) / LOOKS_PER_SECOND), _LONGEST_PAUSE)
+    return min(max(_LEAST_PAUSE, (ranks + 1) / MAX_POLLS_PER_SECOND), _LONGEST_PAUSE)
 
 
 def _by_name(slots: Mapping[int, Event]) -> dict[EventName, Event]:

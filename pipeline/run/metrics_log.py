@@ -29,10 +29,10 @@ from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
-from pipeline.utils.append_log import Journal, keep_lines
+from pipeline.utils.append_log import AppendLog, rewrite_lines
 
 Kind = Literal["train", "eval"]
-Row = dict[str, Any]
+MetricRecord = dict[str, Any]
 _JOBS = ("sft", "rl")
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class FileStep:
 class Sink(Protocol):
     """Receives every new row once; called from the one writer, in order."""
 
-    def write(self, row: Row) -> None: ...
+    def write(self, row: MetricRecord) -> None: ...
 
     def close(self) -> None: ...
 
@@ -69,10 +69,10 @@ class MetricSinks:
     ) -> None:
         """Every row gets `attempt` and the `clock`'s time.
 
-        `check` is called before anything is written, and raises `OvertakenError` when this attempt may write no more.
+        `check` is called before anything is written, and raises `SupersededError` when this attempt may write no more.
         """
         self._attempt, self._sinks, self._clock = attempt, tuple(sinks), clock
-        self._journal = Journal(path, check)
+        self._journal = AppendLog(path, check)
 
     def log(
         self,
@@ -87,7 +87,7 @@ class MetricSinks:
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
         head = {"kind": kind, "job": job, "step": step, "time": self._clock(), "attempt": self._attempt}
         named = {"set": eval_set} if eval_set else {}
-        row: Row = head | named | (asdict(file_step) if file_step else {}) | numbers
+        row: MetricRecord = head | named | (asdict(file_step) if file_step else {}) | numbers
         self._journal.add(msgspec.json.encode(row))
         for sink in self._sinks:
             sink.write(row)
@@ -116,7 +116,7 @@ def roll_back(
     """Drop the rows of steps after step `done` of `job`: the run goes on from there. The file is a new one then.
 
     An evaluation of weights that stay keeps its row, however late it came. `check`, `aside` and the result are as in
-    `keep_lines`.
+    `rewrite_lines`.
     """
     here = _JOBS.index(job), done
 
@@ -124,7 +124,7 @@ def roll_back(
         row = _decode(line)
         return row is not None and (_JOBS.index(row["job"]), row["step"]) <= here
 
-    return keep_lines(path, stays, check, aside=aside)
+    return rewrite_lines(path, stays, check, aside=aside)
 
 
 def roll_back_file(
@@ -132,7 +132,7 @@ def roll_back_file(
 ) -> int:
     """Drop the rows of a job's file after the step that it is `begun` from; the last step that any row is of then.
 
-    `check` and `aside` are as in `keep_lines`.
+    `check` and `aside` are as in `rewrite_lines`.
     """
 
     def stays(line: bytes, _end: int) -> bool:
@@ -140,7 +140,7 @@ def roll_back_file(
         same = row is not None and (row.get("file"), row.get("written")) == (begun.file, begun.written)
         return row is not None and not (same and row["done"] > begun.done)
 
-    keep_lines(path, stays, check, aside=aside)
+    rewrite_lines(path, stays, check, aside=aside)
     return max((row["step"] for row in read_rows(path)), default=0)
 
 
@@ -149,7 +149,7 @@ class Console:
 
     NAMES = ("loss", "eval/loss", "reward/mean", "eval/accuracy", "lag/max", "tokens_per_second")
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRecord) -> None:
         numbers = " ".join(f"{name}={row[name]:.4g}" for name in self.NAMES if row.get(name) is not None)
         _log.info("%s step %d %s", row["job"], row["step"], numbers)
 
@@ -165,9 +165,9 @@ class RowReader:
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self._position = path, 0, 0
-        self.rows: list[Row] = []
+        self.rows: list[MetricRecord] = []
 
-    def read(self) -> list[Row]:
+    def read(self) -> list[MetricRecord]:
         """The whole rows that are new since the last call, all when they begin anew; none when there is no file."""
         try:
             with self._path.open("rb") as file:
@@ -184,17 +184,17 @@ class RowReader:
         return new
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[MetricRecord]:
     """All whole rows of a `metrics.jsonl`, in order; empty when there is none. Safe while it is being written."""
     return RowReader(path).read()
 
 
-def series(rows: Iterable[Row], name: str, job: str = "rl") -> list[tuple[int, float]]:
+def series(rows: Iterable[MetricRecord], name: str, job: str = "rl") -> list[tuple[int, float]]:
     """The (step, value) pairs of one number of a job, where it has a value."""
     return [(row["step"], row[name]) for row in rows if row["job"] == job and row.get(name) is not None]
 
 
-def _decode(line: bytes) -> Row | None:
+def _decode(line: bytes) -> MetricRecord | None:
     try:
         row = msgspec.json.decode(line)
     except msgspec.DecodeError:

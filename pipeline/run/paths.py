@@ -44,7 +44,7 @@ CONFIG, WORLD = "config.json", "world.json"
 RENDEZVOUS = "rendezvous"
 EVENTS, DOWN, FIRST_FAILURE = "events", "down", "first_failure.json"
 COMMITTED, EXHAUSTED = "committed", "exhausted"
-"""Names below an attempt's own directory for those who see it as a `pipeline.utils.shared_dir.Directory`."""
+"""Names below an attempt's own directory for those who see it as a `pipeline.utils.shared_dir.SharedDir`."""
 
 
 _TIMELINE, _LINES = "rank-", ".jsonl"

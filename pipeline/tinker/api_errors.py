@@ -17,14 +17,14 @@ class ApiError(RollcallError):
         return type(self), (str(self), self.status)
 
 
-class Missing(ApiError):
+class NotFoundError(ApiError):
     """What was asked for is not there, or another key's."""
 
     def __init__(self, message: str, status: int = 404) -> None:
         super().__init__(message, status)
 
 
-class Full(ApiError):
+class OverLimitError(ApiError):
     """The store cannot take anything just now; clients wait and ask again."""
 
     def __init__(self, message: str, status: int = 402) -> None:

@@ -7,7 +7,7 @@ that is under way. Promises never to hold more than its room; what does not fit 
 from collections import OrderedDict
 
 
-class Recent:
+class ByteLru:
     """Texts by their names, at most `room` bytes; the oldest leave first."""
 
     def __init__(self, room: int) -> None:

@@ -14,21 +14,21 @@ from typing import TypeVar
 import msgspec
 
 from pipeline.tinker import durable_store, tinker_paths
-from pipeline.tinker.api_errors import ApiError, Missing
+from pipeline.tinker.api_errors import ApiError, NotFoundError
 from pipeline.tinker.api_keys import Owner
 from pipeline.tinker.durable_store import Statement, Store
 from pipeline.tinker.entities import Model, SamplingSession, SavedWeights
 from pipeline.tinker.model_requests import SaveNote
-from pipeline.tinker.tinker_records import Save, Saved, encode
+from pipeline.tinker.tinker_records import Save, SaveResult, encode
 
-PASSING_KEPT = 8
+MAX_EPHEMERAL = 8
 """Snapshots (checkpoints without a name) that each model keeps, whether they are used or not."""
 SNAPSHOT_SECONDS = 3600.0
 """How long an older snapshot is kept after its sampling client last used it (`serve.snapshot_seconds`)."""
 F = TypeVar("F")
 
 
-class Shelf:
+class CheckpointCatalog:
     """The checkpoints and samplers that a store holds."""
 
     def __init__(self, kept: Store, clock: Callable[[], float], is_read: Callable[[str], bool]) -> None:
@@ -48,10 +48,10 @@ class Shelf:
         """When a sampling client last used a checkpoint, by its path (seconds since the epoch)."""
 
     def checkpoint(self, owner: Owner, path: str) -> SavedWeights:
-        """`Missing` for one that is not there, has expired, or is another owner's."""
+        """`NotFoundError` for one that is not there, has expired, or is another owner's."""
         found = self.checkpoints.get(str(tinker_paths.parse_path(path)))
         if found is None or found.owner != owner.name or (found.expires and found.expires < self._clock()):
-            raise Missing(f"no checkpoint {path!r}")
+            raise NotFoundError(f"no checkpoint {path!r}")
         return found
 
     def named(self, owner: Owner, parts: Mapping[str, str]) -> SavedWeights:
@@ -112,7 +112,7 @@ class Shelf:
             if each.passing:
                 by_model.setdefault(tinker_paths.parse_path(each.path).model, []).append(each)
         opened = self.open_folders()
-        older = (each for own in by_model.values() for each in sorted(own, key=_created)[:-PASSING_KEPT])
+        older = (each for own in by_model.values() for each in sorted(own, key=_created)[:-MAX_EPHEMERAL])
         return [each for each in older if each.folder not in opened]
 
     def _last_use(self, checkpoint: SavedWeights) -> float:
@@ -128,10 +128,10 @@ class Shelf:
                 self._unnamed.discard(folder)
 
     def sampler(self, owner: Owner, id: str) -> SamplingSession:
-        """`Missing` for one that is not there, or another owner's."""
+        """`NotFoundError` for one that is not there, or another owner's."""
         found = self.samplers.get(id)
         if found is None or found.owner != owner.name:
-            raise Missing(
+            raise NotFoundError(
                 f"no sampling session {id!r}, or its snapshot was not used for {self.snapshot_seconds:.0f} s and newer "
                 "ones exist; what save_weights_for_sampler saves under a name stays"
             )
@@ -153,7 +153,7 @@ class Shelf:
         for id in old:
             self.samplers.pop(id, None)
 
-    def put(self, model: Model, save: Save, size: int) -> tuple[Saved, list[Statement], Callable[[], None]]:
+    def put(self, model: Model, save: Save, size: int) -> tuple[SaveResult, list[Statement], Callable[[], None]]:
         """A checkpoint that was written: the result of its save, what to have in the store, and what to do then."""
         order = msgspec.json.decode(save.note, type=SaveNote)
         checkpoint = SavedWeights(
@@ -184,7 +184,7 @@ class Shelf:
             if dropped:
                 self._unnamed.add(dropped)
 
-        return Saved(size, order.path, order.sampler), changes, after
+        return SaveResult(size, order.path, order.sampler), changes, after
 
 
 def _created(checkpoint: SavedWeights) -> float:

@@ -75,17 +75,17 @@ def wants_usage(body: Mapping[str, Any]) -> bool:
     return options.get("include_usage") is True
 
 
-def written(part: Mapping[str, Any], model: str) -> dict[str, Any]:
+def completion_json(part: Mapping[str, Any], model: str) -> dict[str, Any]:
     """A part of an answer as the client gets it."""
     return {**part, "model": model} if "model" in part else dict(part)
 
 
-def written_event(part: Mapping[str, Any], model: str, *, usage: bool) -> dict[str, Any] | None:
+def completion_event(part: Mapping[str, Any], model: str, *, usage: bool) -> dict[str, Any] | None:
     """An event of a stream as the client gets it; None for one that it did not ask for. OpenAI puts the usage into the
     last event alone, which has no choices."""
     if part.get("choices") == [] and not usage:
         return None
-    event = written(part, model)
+    event = completion_json(part, model)
     if event.get("choices"):
         event.pop("usage", None)
     return event

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import RunStateError, one_line
-from pipeline.tinker.api_errors import Full
+from pipeline.tinker.api_errors import OverLimitError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (kind TEXT, key TEXT, body BLOB, PRIMARY KEY (kind, key)) WITHOUT ROWID;
@@ -36,7 +36,7 @@ Statement = tuple[str, tuple[object, ...]]
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredRequest:
     """A request as it lies in the store: not `open`, without a body, once no trainer can need it; without a result
     until it is done, and with an empty one in place of more than `FAILURE_BYTES`. `served` is when a client got the
     result, in seconds since the epoch; 0 until then."""
@@ -74,7 +74,7 @@ def served(id: str, time: float) -> Statement:
     return "UPDATE requests SET served = ? WHERE id = ? AND served = 0", (time, id)
 
 
-def settled(model: str, seq: int) -> Statement:
+def cursor_passed(model: str, seq: int) -> Statement:
     """The change that drops the bodies of a model's requests up to a number."""
     return "UPDATE requests SET body = NULL WHERE model = ? AND seq <= ? AND result IS NOT NULL", (model, seq)
 
@@ -119,7 +119,7 @@ class Store:
         """Keys and bodies of a kind; for the start, before anything is kept."""
         yield from self._link.execute("SELECT key, body FROM facts WHERE kind = ? ORDER BY key", (kind,))
 
-    def requests(self) -> Iterator[Kept]:
+    def requests(self) -> Iterator[StoredRequest]:
         """All requests, each model's in order."""
         rows = self._link.execute(
             "SELECT id, model, seq, body IS NOT NULL, CASE WHEN length(result) > ? THEN x'' ELSE result END, served"
@@ -127,7 +127,7 @@ class Store:
             (FAILURE_BYTES,),
         )
         for id, model, seq, is_open, result, served in rows:
-            yield Kept(id, model, seq, bool(is_open), result, served)
+            yield StoredRequest(id, model, seq, bool(is_open), result, served)
 
     def body(self, id: str) -> bytes | None:
         """The body of a request; None if it is no longer kept."""
@@ -140,7 +140,7 @@ class Store:
         return None if row is None else row[0]
 
     async def keep(self, *changes: Statement) -> None:
-        """Have all changes on disk; `Full` if the disk does not take them, and then none was made."""
+        """Have all changes on disk; `OverLimitError` if the disk does not take them, and then none was made."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.put((changes, done))
         await done
@@ -167,7 +167,7 @@ class Store:
         error = self._transaction([change for changes, _ in given for change in changes])
         for changes, done in given:
             own = error if error is None or len(given) == 1 else self._transaction(changes)
-            done.get_loop().call_soon_threadsafe(_settle, done, own)
+            done.get_loop().call_soon_threadsafe(_resolve, done, own)
 
     def _transaction(self, changes: Sequence[Statement]) -> Exception | None:
         try:
@@ -181,11 +181,11 @@ class Store:
                     self._link.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
-            return Full(f"{self._path} takes nothing just now ({one_line(error)}); free some space")
+            return OverLimitError(f"{self._path} takes nothing just now ({one_line(error)}); free some space")
         return None
 
 
-def _settle(done: "asyncio.Future[None]", error: Exception | None) -> None:
+def _resolve(done: "asyncio.Future[None]", error: Exception | None) -> None:
     if done.cancelled():
         return
     if error is None:

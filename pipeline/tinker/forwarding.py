@@ -20,25 +20,25 @@ import aiohttp
 from pipeline.errors import one_line
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.generate_requests import adapter_name
-from pipeline.tinker.sampler import Died, Refused, SampleServers, Server, Unwell
-from pipeline.utils.poison_request import GIVEN_UP, MOST_DEATHS
+from pipeline.tinker.sampler import RequestRefused, SampleServers, Server, ServerDied, ServerUnhealthy
+from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HOLD_SECONDS = 60.0
 """How long a request waits for a server, and is tried again after lost connections. Clients wait longer by default."""
-MAX_UNWELL = 3
+MAX_UNHEALTHY = 3
 """Answers of status 5xx, which may be the request's own fault."""
 PAUSE_SECONDS = 0.5
 
 
-class Unavailable(ApiError):
+class NoServerError(ApiError):
     """No server answers now; the client may ask again."""
 
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message, status)
 
 
-class Hopeless(ApiError):
+class ForwardingFailed(ApiError):
     """Asking again would harm the servers."""
 
     def __init__(self, message: str, status: int = 500) -> None:
@@ -64,7 +64,7 @@ class Forwarder:
     async def parts(self, route: str, folder: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The answer to `body`, whose model is the adapter of a folder (empty: the base).
 
-        Raises `ApiError` with the server's reason for what it refuses, `Unavailable` and `Hopeless`.
+        Raises `ApiError` with the server's reason for what it refuses, `NoServerError` and `ForwardingFailed`.
         """
         asked = {**body, "model": adapter_name(folder)}
         tries, begun = _Tries(time.monotonic() + HOLD_SECONDS, self._sampling.attempt), False
@@ -75,9 +75,9 @@ class Forwarder:
                         begun = True
                         yield part
                 return
-            except Refused as error:
+            except RequestRefused as error:
                 raise ApiError(str(error)) from None
-            except Died as error:
+            except ServerDied as error:
                 await self._count_death(error, tries, begun=begun)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 _count_failure(error, tries, begun=begun)
@@ -103,23 +103,23 @@ class Forwarder:
                 server = await held.enter_async_context(self._sampling.server_with(folder))
             yield server
 
-    async def _count_death(self, death: Died, tries: _Tries, *, begun: bool) -> None:
+    async def _count_death(self, death: ServerDied, tries: _Tries, *, begun: bool) -> None:
         """Note that a server died; `ApiError` if the request is not tried again."""
         if begun:
-            raise Unavailable("the server ended in the middle of this answer; ask again", 502)
+            raise NoServerError("the server ended in the middle of this answer; ask again", 502)
         if tries.attempt != self._sampling.attempt:  # servers that end with their attempt died of no request
             tries.attempt, tries.deaths = self._sampling.attempt, 0
         tries.deaths += 1
-        if tries.deaths >= MOST_DEATHS and await self._is_back(death, tries.attempt):
+        if tries.deaths >= MAX_SERVER_CRASHES and await self._is_back(death, tries.attempt):
             self._sampling.suspects.give_up()
-            raise Hopeless(GIVEN_UP)
+            raise ForwardingFailed(ABANDONED)
         tries.until = time.monotonic() + HOLD_SECONDS  # another server, or the same one once it was started again
 
-    async def _is_back(self, death: Died, attempt: str) -> bool:
+    async def _is_back(self, death: ServerDied, attempt: str) -> bool:
         with suppress(TimeoutError):
             async with asyncio.timeout(HOLD_SECONDS):
                 return await self._sampling.is_back(death.endpoint, attempt)
-        raise Unavailable("the servers ended; ask again")
+        raise NoServerError("the servers ended; ask again")
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
@@ -135,10 +135,10 @@ async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
 def _count_failure(error: Exception, tries: _Tries, *, begun: bool) -> None:
     """Note that a try failed; `ApiError` if there is no other."""
     if begun:
-        raise Unavailable(f"the connection to the server broke in the middle of this answer: {one_line(error)}", 502)
-    if isinstance(error, Unwell):
+        raise NoServerError(f"the connection to the server broke in the middle of this answer: {one_line(error)}", 502)
+    if isinstance(error, ServerUnhealthy):
         tries.unwell += 1
-        if tries.unwell >= MAX_UNWELL:
-            raise Unavailable(f"the server fails at this request: {one_line(error)}", 502)
+        if tries.unwell >= MAX_UNHEALTHY:
+            raise NoServerError(f"the server fails at this request: {one_line(error)}", 502)
     if time.monotonic() + PAUSE_SECONDS >= tries.until:
-        raise Unavailable("no server has room for this request now; ask again")
+        raise NoServerError("no server has room for this request now; ask again")

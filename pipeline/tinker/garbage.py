@@ -5,14 +5,14 @@ the store forgets them before memory does, so that a failure of the store leaves
 """
 
 from pipeline.tinker import durable_store, tinker_paths
-from pipeline.tinker.checkpoint_catalog import Shelf
+from pipeline.tinker.checkpoint_catalog import CheckpointCatalog
 from pipeline.tinker.durable_store import Store
 from pipeline.tinker.entities import Session
-from pipeline.tinker.model_requests import Live, Request
+from pipeline.tinker.model_requests import ModelEntry, Request
 from pipeline.tinker.retention import request_is_over, session_is_over
 
 
-async def drop_requests(kept: Store, requests: dict[str, Request], models: dict[str, Live], now: float) -> None:
+async def drop_requests(kept: Store, requests: dict[str, Request], models: dict[str, ModelEntry], now: float) -> None:
     """Requests whose results no client will fetch and that no trainer does again."""
     gone = {id for id, live in models.items() if live.fact.gone}
     old = [each for each in requests.values() if request_is_over(each, now, gone=each.model in gone)]
@@ -24,7 +24,7 @@ async def drop_requests(kept: Store, requests: dict[str, Request], models: dict[
 
 
 async def drop_sessions(
-    kept: Store, sessions: dict[str, Session], models: dict[str, Live], shelf: Shelf, now: float
+    kept: Store, sessions: dict[str, Session], models: dict[str, ModelEntry], shelf: CheckpointCatalog, now: float
 ) -> set[str]:
     """Sessions that ended a while ago, with their sampling clients, once no trainer has a model of them; their ids."""
     busy = {live.fact.session for live in models.values() if not live.fact.gone}
@@ -37,7 +37,9 @@ async def drop_sessions(
     return old
 
 
-async def drop_models(kept: Store, models: dict[str, Live], sessions: dict[str, Session], shelf: Shelf) -> list[Live]:
+async def drop_models(
+    kept: Store, models: dict[str, ModelEntry], sessions: dict[str, Session], shelf: CheckpointCatalog
+) -> list[ModelEntry]:
     """Models of sessions that were dropped; one that has checkpoints stays as long as they do, to list them."""
     named = {tinker_paths.parse_path(path).model for path in shelf.checkpoints}
     old = [

@@ -20,13 +20,15 @@ from pipeline.tinker.routes.training_routes import TrainingRoutes
 from pipeline.tinker.routes.usage import UsageRoutes
 from pipeline.tinker.routes.weight_routes import WeightRoutes
 from pipeline.tinker.sample_queue import SampleQueue
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 
 
-class Front:
+class Gateway:
     """The routes of the API, over a registry; `secret` signs addresses of downloads."""
 
-    def __init__(self, settings: Settings, registry: Registry, sampling: SampleQueue, keys: Keys, secret: str) -> None:
+    def __init__(
+        self, settings: Settings, registry: ModelRegistry, sampling: SampleQueue, keys: Keys, secret: str
+    ) -> None:
         self._keys, self._limit = keys, settings.request_bytes
         self._futures = FutureRoutes(registry, sampling)
         self._routes = (

@@ -20,15 +20,15 @@ from pipeline.errors import ConfigError, RollcallError
 from pipeline.tinker import tinker_wire
 from pipeline.tinker.api_keys import Keys, own_key
 from pipeline.tinker.durable_store import Store
-from pipeline.tinker.gateway import Front
-from pipeline.tinker.gateway_settings import MOST_ADAPTERS, Address, Settings
+from pipeline.tinker.gateway import Gateway
+from pipeline.tinker.gateway_settings import MAX_ADAPTERS, Address, Settings
 from pipeline.tinker.sample_queue import SampleQueue
-from pipeline.tinker.service_state import Registry
-from pipeline.tinker.tinker_records import Facts
-from pipeline.tinker.trainer_routes import Door
+from pipeline.tinker.service_state import ModelRegistry
+from pipeline.tinker.tinker_records import ServerFacts
+from pipeline.tinker.trainer_routes import TrainerRoutes
 from pipeline.utils import shared_files
-from pipeline.utils.connection_limits import MOST_UNPROVED, Admission, raise_open_files
-from pipeline.utils.limited_site import LimitedSite, limit
+from pipeline.utils.connection_limits import MOST_UNPROVED, ConnectionLimiter, raise_open_files
+from pipeline.utils.limited_site import LimitedSite, limit_connections
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS, SWEEP_SECONDS = 2.0, 30.0
@@ -37,7 +37,7 @@ LOOK_SECONDS, SWEEP_SECONDS = 2.0, 30.0
 def main(arguments: list[str]) -> int:
     from pipeline.utils import logs, subprocesses
 
-    subprocesses.die_with_parent()
+    subprocesses.exit_with_parent()
     logs.configure("front")
     settings = msgspec.json.decode(arguments[0], type=Settings)
     try:
@@ -55,8 +55,8 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     keys.check()
     store = Store(settings.store)
     stop = stop or _stopped_by_signals()
-    registry = Registry(store)
-    sampling = SampleQueue(store, settings.weights, settings.limits, MOST_ADAPTERS, registry.usage)
+    registry = ModelRegistry(store)
+    sampling = SampleQueue(store, settings.weights, settings.limits, MAX_ADAPTERS, registry.usage)
     registry.heartbeats.silent_seconds = settings.silent_seconds
     registry.heartbeats.subscribers.append(sampling.set_silent)
     registry.on_lapsed = sampling.cancel_session
@@ -64,17 +64,17 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     registry.shelf.open_folders, registry.shelf.snapshot_seconds = sampling.open_folders, settings.snapshot_seconds
     known = _known(settings)
     secret = known.secret if known else secrets.token_hex(16)
-    front = Front(settings, registry, sampling, keys, secret)
+    front = Gateway(settings, registry, sampling, keys, secret)
 
-    def changed(facts: Facts | None) -> None:
+    def changed(facts: ServerFacts | None) -> None:
         front.attached = facts is not None
         sampling.use(facts)
         log.info("the trainer is %s", "there" if facts else "gone")
 
-    door = Door(registry, secret, changed)
-    app = web.Application(client_max_size=0)  # clients are held to their limit by `Front`
+    door = TrainerRoutes(registry, secret, changed)
+    app = web.Application(client_max_size=0)  # clients are held to their limit by `Gateway`
     raise_open_files()
-    admission = limit(app, "the front", MOST_UNPROVED)
+    admission = limit_connections(app, "the front", MOST_UNPROVED)
     front.add_routes(app)
     door.add_routes(app)
     runner = web.AppRunner(app, auto_decompress=False, access_log=None)
@@ -82,7 +82,7 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
         await sampling.start()
         await runner.setup()
         await _listen(settings, runner, admission, door, known)
-        await _look_around(settings, registry, sampling, door, stop)
+        await _sweep_until(settings, registry, sampling, door, stop)
     finally:
         await sampling.close()
         await runner.cleanup()
@@ -91,7 +91,7 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
 
 
 async def _listen(
-    settings: Settings, runner: web.AppRunner, admission: Admission, door: Door, known: Address | None
+    settings: Settings, runner: web.AppRunner, admission: ConnectionLimiter, door: TrainerRoutes, known: Address | None
 ) -> None:
     """At the address of last time if it is free and no other is asked for; then tell it."""
     earlier = int(known.url.rpartition(":")[2]) if known and not settings.port else settings.port
@@ -111,8 +111,8 @@ async def _listen(
     log.info("serving at %s", address.url)
 
 
-async def _look_around(
-    settings: Settings, registry: Registry, sampling: SampleQueue, door: Door, stop: asyncio.Event
+async def _sweep_until(
+    settings: Settings, registry: ModelRegistry, sampling: SampleQueue, door: TrainerRoutes, stop: asyncio.Event
 ) -> None:
     rounds = 0
     while not stop.is_set():

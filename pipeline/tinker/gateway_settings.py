@@ -13,7 +13,7 @@ from pipeline.tinker.sampling_limits import Limits
 
 BASE = "base"
 """The name that servers have for the model without adapters."""
-MOST_ADAPTERS = 8
+MAX_ADAPTERS = 8
 """That a server holds at once."""
 
 

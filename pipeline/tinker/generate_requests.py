@@ -53,7 +53,7 @@ def request_body(body: Mapping[str, Any], model: str, limits: Limits) -> dict[st
     return {"model": model, "token_ids": tokens, "sampling_params": sampling}
 
 
-def written_sample(answer: Mapping[str, Any], body: Mapping[str, Any]) -> bytes:
+def sample_json(answer: Mapping[str, Any], body: Mapping[str, Any]) -> bytes:
     """The protobuf that the SDK reads, from vLLM's answer."""
     proto = tinker_wire.protocol()
     message = proto.SampleResponse()

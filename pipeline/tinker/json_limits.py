@@ -12,22 +12,22 @@ import msgspec
 
 from pipeline.tinker.api_errors import ApiError
 
-MOST_JSON = 1 << 22
+MAX_JSON = 1 << 22
 """Bytes of a JSON body: prompts and settings, never what is trained."""
-MOST_PARTS = 1 << 16
+MAX_PARTS = 1 << 16
 """Lists, objects and keys of a JSON body."""
-MOST_FIELDS = 1 << 18
+MAX_FIELDS = 1 << 18
 """Fields of a protobuf body, those of messages within it too."""
 SMALL_BYTES = 1 << 20
 """A protobuf body below this size is parsed at once, whatever is in it."""
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_LONGEST_VARINT = 10
+_MAX_VARINT = 10
 
 
 def json_object(body: bytes) -> dict[str, Any]:
     """The object in a JSON body; `ApiError` if it is none, or has too many parts or levels."""
-    if sum(map(body.count, (b"[", b"{", b":"))) > MOST_PARTS:
-        raise ApiError(f"the body has more than {MOST_PARTS} lists, objects and keys", 413)
+    if sum(map(body.count, (b"[", b"{", b":"))) > MAX_PARTS:
+        raise ApiError(f"the body has more than {MAX_PARTS} lists, objects and keys", 413)
     try:
         found = msgspec.json.decode(body)
     except RecursionError:
@@ -41,14 +41,14 @@ def check_fields(body: bytes, kind: Any) -> None:
     """`ApiError` unless a protobuf body, a message of this descriptor, has few enough fields, or is small."""
     if len(body) <= SMALL_BYTES:
         return
-    left, waiting = MOST_FIELDS, [(memoryview(body), kind)]
+    left, waiting = MAX_FIELDS, [(memoryview(body), kind)]
     while waiting:
         data, kind = waiting.pop()
         inner = {field.number: field.message_type for field in kind.fields if field.message_type}
         for number, value in _fields(data):
             left -= 1
             if left < 0:
-                raise ApiError(f"the body has more than {MOST_FIELDS} fields; send fewer data at a time", 413)
+                raise ApiError(f"the body has more than {MAX_FIELDS} fields; send fewer data at a time", 413)
             if value is not None and number in inner:
                 waiting.append((value, inner[number]))
 
@@ -80,7 +80,7 @@ def _fields(data: memoryview) -> Iterator[tuple[int, memoryview | None]]:
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
     """A number, and where the next field begins."""
     value = 0
-    for place in range(_LONGEST_VARINT):
+    for place in range(_MAX_VARINT):
         byte = data[at + place]
         value |= (byte & 0x7F) << 7 * place
         if byte < 0x80:

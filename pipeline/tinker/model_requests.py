@@ -83,7 +83,7 @@ class Request:
 
 
 @dataclass(eq=False)
-class Live:
+class ModelEntry:
     """A model's requests, by number."""
 
     fact: Model

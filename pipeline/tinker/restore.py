@@ -7,13 +7,13 @@ again, and that a trainer is asked for what has no result yet. Must not know how
 
 import msgspec
 
-from pipeline.tinker.durable_store import Kept, Store
+from pipeline.tinker.durable_store import Store, StoredRequest
 from pipeline.tinker.entities import Model, Session
-from pipeline.tinker.model_requests import GONE, Live, Request, bodies, results
+from pipeline.tinker.model_requests import GONE, ModelEntry, Request, bodies, results
 from pipeline.tinker.request_queue import ModelQueue
 
 
-def remembered(kept: Store, now: float) -> tuple[dict[str, Session], dict[str, Live], dict[str, Request]]:
+def restore_entries(kept: Store, now: float) -> tuple[dict[str, Session], dict[str, ModelEntry], dict[str, Request]]:
     """All sessions, models and requests by their ids; `now` in seconds since the epoch."""
     sessions = {id: msgspec.msgpack.decode(body, type=Session) for id, body in kept.facts("session")}
     models = {id: _model(msgspec.msgpack.decode(body, type=Model), sessions) for id, body in kept.facts("model")}
@@ -32,12 +32,12 @@ def remembered(kept: Store, now: float) -> tuple[dict[str, Session], dict[str, L
     return sessions, models, requests
 
 
-def _model(fact: Model, sessions: dict[str, Session]) -> Live:
+def _model(fact: Model, sessions: dict[str, Session]) -> ModelEntry:
     session = sessions.get(fact.session)
-    return Live(fact, ModelQueue(), unloading=fact.unloading or session is None or bool(session.ended))
+    return ModelEntry(fact, ModelQueue(), unloading=fact.unloading or session is None or bool(session.ended))
 
 
-def _request(live: Live, kept: Kept, body: bytes | None, now: float) -> Request:
+def _request(live: ModelEntry, kept: StoredRequest, body: bytes | None, now: float) -> Request:
     request = Request(kept.id, kept.model, kept.seq, open=kept.open and not live.fact.gone, served=kept.served)
     if body is not None:
         request.understand(bodies.decode(body))

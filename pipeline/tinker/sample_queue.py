@@ -17,26 +17,26 @@ from typing import Any
 import msgspec
 
 from pipeline.tinker import durable_store, tinker_paths
-from pipeline.tinker.api_errors import Full
+from pipeline.tinker.api_errors import OverLimitError
 from pipeline.tinker.durable_store import Store
 from pipeline.tinker.entities import SamplingSession
 from pipeline.tinker.fair_queue import FairQueue
-from pipeline.tinker.sampler import Sampled, SampleServers
+from pipeline.tinker.sampler import SampleRequest, SampleServers
 from pipeline.tinker.sampling_limits import Limits, checked_request
-from pipeline.tinker.tinker_records import Facts, Failed
+from pipeline.tinker.tinker_records import Failed, ServerFacts
 from pipeline.tinker.usage import UsageMeter
 
 FETCHED_SECONDS, UNFETCHED_SECONDS = 300.0, 3600.0
 """How long samples are kept after a client got them, and if none asks."""
 MAX_WAITING = 20000
 """Samples that wait or are in flight; beyond it, a session gets status 429 unless it has less than its equal share."""
-GIVEN_UP = "its client gave this sample up"
+CANCELLED = "its client gave this sample up"
 _CLAIMING_SECONDS = 0.01
 
 
 @dataclass(eq=False)
 class _Job:
-    given: Sampled
+    given: SampleRequest
     is_stored: bool = False
     task: "asyncio.Task[bytes | Failed] | None" = None
     """Set while it is at the servers."""
@@ -77,7 +77,7 @@ class SampleQueue(SampleServers):
         for kept in self._store.requests():
             body = self._store.body(kept.id) if kept.model == "" else None
             if body is not None:
-                given = msgspec.msgpack.decode(body, type=Sampled)
+                given = msgspec.msgpack.decode(body, type=SampleRequest)
                 self._jobs[kept.id] = _Job(given, is_stored=True, ended=time.monotonic())
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class SampleQueue(SampleServers):
                 job.task.cancel()
         await super().close()
 
-    def use(self, facts: Facts | None) -> None:
+    def use(self, facts: ServerFacts | None) -> None:
         super().use(facts)
         self._fair.capacity = self._per_server * len(self._servers)
         self._start_next()
@@ -101,25 +101,25 @@ class SampleQueue(SampleServers):
         return {job.given.folder for job in self._jobs.values() if not job.fetched}
 
     async def accept(self, id: str, sampler: SamplingSession, folder: str, seq: int, body: dict[str, Any]) -> str:
-        """The id of the request, which is in the store by now; `Full` with status 429 where too many wait."""
+        """The id of the request, which is in the store by now; `OverLimitError` with status 429 where too many wait."""
         if (known := self._jobs.get(id)) is not None:
             while not known.is_stored and self._jobs.get(id) is known:  # it is on its way into the store
                 await asyncio.sleep(_CLAIMING_SECONDS)
             if self._jobs.get(id) is not known:
-                raise Full("the store took nothing just now; ask again", 429)
+                raise OverLimitError("the store took nothing just now; ask again", 429)
             self._enqueue(id, known)
             return id
         if not self._fair.has_room(tinker_paths.session_of(sampler.id), MAX_WAITING):
-            raise Full(f"{MAX_WAITING} samples wait", 429)
-        given = Sampled(sampler.id, seq, folder, body, sampler.owner)
+            raise OverLimitError(f"{MAX_WAITING} samples wait", 429)
+        given = SampleRequest(sampler.id, seq, folder, body, sampler.owner)
         checked_request(body, self._limits)
         written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
         job = self._jobs[id] = _Job(given)
         try:
             await self._store.keep(durable_store.request(id, "", seq, written))
-        except Full as error:
+        except OverLimitError as error:
             del self._jobs[id]
-            raise Full(str(error), 429) from None
+            raise OverLimitError(str(error), 429) from None
         job.is_stored = True
         self._enqueue(id, job)
         return id
@@ -132,7 +132,7 @@ class SampleQueue(SampleServers):
         job.fetched = job.fetched or time.monotonic()
         return outcome
 
-    def cancel(self, id: str, why: str = GIVEN_UP) -> None:
+    def cancel(self, id: str, why: str = CANCELLED) -> None:
         """Stop working on a sample that nobody waits for; the store forgets it a while later."""
         job = self._jobs[id]
         self._end(id, job, Failed(why, "user"))

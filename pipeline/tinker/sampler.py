@@ -21,23 +21,23 @@ import msgspec
 
 from pipeline.errors import one_line
 from pipeline.tinker.api_errors import ApiError
-from pipeline.tinker.generate_requests import adapter_name, request_body, written_sample
+from pipeline.tinker.generate_requests import adapter_name, request_body, sample_json
 from pipeline.tinker.sampling_limits import Limits
-from pipeline.tinker.tinker_records import Facts, Failed
+from pipeline.tinker.tinker_records import Failed, ServerFacts
 from pipeline.tinker.usage import UsageMeter, usage_of_sample
-from pipeline.utils.authenticated_connector import ProvenConnector
-from pipeline.utils.backoff import Resting, rested
-from pipeline.utils.poison_request import GIVEN_UP, HEALTH, MOST_DEATHS, Suspects, is_dead
+from pipeline.utils.authenticated_connector import AuthenticatedConnector
+from pipeline.utils.backoff import HasBackoff, available
+from pipeline.utils.poison_request import ABANDONED, HEALTH, MAX_SERVER_CRASHES, PoisonRequestGuard, is_dead
 
 log = logging.getLogger(__name__)
 REQUEST_SECONDS = 1800.0
-MOST_WRONG = 3
+MAX_WRONG = 3
 _PAUSES = (0.1, 0.3, 1.0, 3.0)
 BACK_SECONDS = 1.0
 """Between two looks whether a server is there again."""
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class SampleRequest(msgspec.Struct, frozen=True):
     """A request as the store keeps it."""
 
     sampler: str
@@ -48,7 +48,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 @dataclass(eq=False)
-class Server(Resting):
+class Server(HasBackoff):
     """One server: what it works on, and its adapters, the last used one at the end."""
 
     endpoint: str
@@ -62,15 +62,15 @@ class Server(Resting):
     """Set when nobody samples from some adapter any more."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A server says that the request can never work."""
 
 
-class Unwell(OSError):
+class ServerUnhealthy(OSError):
     """A server answers that it cannot do the request now."""
 
 
-class Died(Exception):
+class ServerDied(Exception):
     """A server died while it worked on the request."""
 
     def __init__(self, endpoint: str, error: Exception) -> None:
@@ -85,20 +85,20 @@ class SampleServers:
         self._weights, self._limits, self._most, self._usage = weights, limits, most_adapters, usage
         self._servers: list[Server] = []
         self._password = ""
-        self._there, self.suspects = asyncio.Event(), Suspects()
+        self._there, self.suspects = asyncio.Event(), PoisonRequestGuard()
         self._http: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         """Open the connections."""
         # Without a bound on connections: whether a server lives is asked beside any number of samples.
-        unbounded = ProvenConnector(lambda: self._password, limit=0)
+        unbounded = AuthenticatedConnector(lambda: self._password, limit=0)
         self._http = aiohttp.ClientSession(connector=unbounded, timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS))
 
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()
 
-    def use(self, facts: Facts | None) -> None:
+    def use(self, facts: ServerFacts | None) -> None:
         """Ask these servers from now on; None: there are none."""
         known = {server.endpoint for server in self._servers}
         wanted = set(facts.servers) if facts else set()
@@ -118,8 +118,8 @@ class SampleServers:
     def waits_for_servers(self) -> bool:
         return not self._servers
 
-    async def answer(self, id: str, given: Sampled) -> bytes | Failed:
-        """The answer, however often servers are lost; one that makes no sense is asked for `MOST_WRONG` times."""
+    async def answer(self, id: str, given: SampleRequest) -> bytes | Failed:
+        """The answer, however often servers are lost; one that makes no sense is asked for `MAX_WRONG` times."""
         failures = wrong = deaths = 0
         attempt, given_up = self._password, self.suspects.given_up
         while True:
@@ -128,19 +128,19 @@ class SampleServers:
             try:
                 async with self.suspects.trying(deaths):
                     return await self._once(given)
-            except (Refused, ApiError) as error:
+            except (RequestRefused, ApiError) as error:
                 return Failed(str(error), "user")
             except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
                 reason, wrong = one_line(error), wrong + 1
-                if wrong >= MOST_WRONG:
+                if wrong >= MAX_WRONG:
                     log.error("%s: the servers' answers make no sense: %s", id, reason)
                     return Failed(f"the server's answer makes no sense: {reason}", "server")
-            except Died as death:
+            except ServerDied as death:
                 reason, deaths = str(death), deaths + 1
-                if deaths >= MOST_DEATHS and await self.is_back(death.endpoint, attempt):
-                    log.error("%s: %s", id, GIVEN_UP)
+                if deaths >= MAX_SERVER_CRASHES and await self.is_back(death.endpoint, attempt):
+                    log.error("%s: %s", id, ABANDONED)
                     self.suspects.give_up()
-                    return Failed(GIVEN_UP, "server")
+                    return Failed(ABANDONED, "server")
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 reason = one_line(error)
             if failures in (3, 30):
@@ -148,13 +148,13 @@ class SampleServers:
             await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
             failures += 1
 
-    async def _once(self, given: Sampled) -> bytes:
+    async def _once(self, given: SampleRequest) -> bytes:
         async with self.server_with(given.folder) as server:
             body = request_body(given.body, adapter_name(given.folder), self._limits)
             started = time.monotonic()
             answer = msgspec.json.decode(await self._post(server, "/inference/v1/generate", body))
             server.rest.worked()
-            written = written_sample(answer, given.body)
+            written = sample_json(answer, given.body)
             self._usage.count(given.owner, usage_of_sample(body, answer, time.monotonic() - started))
             return written
 
@@ -163,10 +163,10 @@ class SampleServers:
         """The server that is least busy, with the adapter of a folder (empty: the base) as long as it is entered.
 
         Waits for a server, and for room for the adapter. A connection that fails meanwhile has the server rest, and
-        raises `Died` if the server is dead; `Refused` where the adapter cannot be loaded.
+        raises `ServerDied` if the server is dead; `RequestRefused` where the adapter cannot be loaded.
         """
         await self._there.wait()
-        server = min(rested(self._servers), key=lambda each: each.running, default=None)
+        server = min(available(self._servers), key=lambda each: each.running, default=None)
         if server is None:
             raise OSError("the servers are gone")
         server.running += 1
@@ -176,7 +176,7 @@ class SampleServers:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             server.rest.failed()
             if not isinstance(error, aiohttp.ClientConnectorError) and await self._is_dead(server):
-                raise Died(server.endpoint, error) from None
+                raise ServerDied(server.endpoint, error) from None
             raise
         finally:
             server.running -= 1
@@ -231,18 +231,18 @@ class SampleServers:
                 server.unused.clear()
                 await server.unused.wait()
                 continue
-            with suppress(Refused):
+            with suppress(RequestRefused):
                 await self._post(server, "/v1/unload_lora_adapter", {"lora_name": adapter_name(oldest)})
             server.adapters.pop(oldest, None)
 
     async def _load(self, server: Server, folder: str) -> None:
         place = self._weights / folder
         if not (place / "adapter_config.json").is_file():
-            raise Refused("the checkpoint that this client samples from was removed")
+            raise RequestRefused("the checkpoint that this client samples from was removed")
         name = {"lora_name": adapter_name(folder), "lora_path": str(place)}
         try:
             await self._post(server, "/v1/load_lora_adapter", name)
-        except Refused as refusal:
+        except RequestRefused as refusal:
             if "already" not in str(refusal):
                 raise
         server.adapters[folder] = None
@@ -253,8 +253,8 @@ class SampleServers:
 
     @asynccontextmanager
     async def asked(self, server: Server, route: str, body: Mapping[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A server's answer, whose body is not read yet; `Refused` for what can never work, `Unwell` for an
-        answer that another try may change."""
+        """A server's answer, whose body is not read yet; `RequestRefused` for what can never work, `ServerUnhealthy`
+        for an answer that another try may change."""
         assert self._http is not None
         url = f"http://{server.endpoint}{route}"
         async with self._http.post(url, json=body, headers=self._authorization) as response:
@@ -266,8 +266,8 @@ class SampleServers:
                 server.adapters.clear()  # it was started anew
                 raise OSError(f"{server.endpoint} does not know the adapter")
             if 400 <= response.status < 500 and response.status not in (408, 409, 429):
-                raise Refused(_reason(answer))
-            raise Unwell(f"{server.endpoint}{route} answered {response.status}: {answer[:200]!r}")
+                raise RequestRefused(_reason(answer))
+            raise ServerUnhealthy(f"{server.endpoint}{route} answered {response.status}: {answer[:200]!r}")
 
 
 def _reason(answer: bytes) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from pipeline.config.tinker_losses import OTHER_LOSSES
 from pipeline.tinker.api_errors import ApiError
 
-MOST_TEMPERATURE = 2.0
+MAX_TEMPERATURE = 2.0
 """vLLM refuses what is hotter."""
 _MOST_ID, _MOST_NUMBER = (1 << 31) - 1, (1 << 62) - 1
 _NOT_SERVED = {
@@ -102,8 +102,8 @@ def _check_counts(body: Mapping[str, Any], length: int, most: int) -> None:
 
 def _check_params(given: Mapping[str, Any]) -> None:
     temperature, top_p, top_k = given.get("temperature", 1.0), given.get("top_p", 1.0), given.get("top_k", -1)
-    if not is_number(temperature, 0.0, MOST_TEMPERATURE):
-        raise _wrong("temperature", temperature, f"a number from 0 to {MOST_TEMPERATURE:g}")
+    if not is_number(temperature, 0.0, MAX_TEMPERATURE):
+        raise _wrong("temperature", temperature, f"a number from 0 to {MAX_TEMPERATURE:g}")
     if not is_number(top_p, 0.0, 1.0) or top_p == 0:
         raise _wrong("top_p", top_p, "a number above 0, 1 at most")
     if not is_whole(top_k, -1):

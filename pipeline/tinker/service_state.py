@@ -19,45 +19,45 @@ from typing import Any
 import msgspec
 
 from pipeline.tinker import durable_store, tinker_paths
-from pipeline.tinker.api_errors import ApiError, Full, Missing
+from pipeline.tinker.api_errors import ApiError, NotFoundError, OverLimitError
 from pipeline.tinker.api_keys import Owner
-from pipeline.tinker.byte_lru import Recent
-from pipeline.tinker.checkpoint_catalog import Shelf
+from pipeline.tinker.byte_lru import ByteLru
+from pipeline.tinker.checkpoint_catalog import CheckpointCatalog
 from pipeline.tinker.durable_store import FAILURE_BYTES, Statement, Store
 from pipeline.tinker.entities import Model, Session
 from pipeline.tinker.garbage import drop_models, drop_requests, drop_sessions
 from pipeline.tinker.heartbeats import Heartbeats
-from pipeline.tinker.model_requests import GONE, UNLOAD_SEQ, Live, Request, bodies, results, unload_work
+from pipeline.tinker.model_requests import GONE, UNLOAD_SEQ, ModelEntry, Request, bodies, results, unload_work
 from pipeline.tinker.request_queue import ModelQueue
-from pipeline.tinker.restore import remembered
+from pipeline.tinker.restore import restore_entries
 from pipeline.tinker.tinker_records import (
     Adapter,
     Body,
     Create,
-    Done,
     Failed,
     Load,
     Pass,
     Result,
     Save,
-    Saved,
+    SaveResult,
     Work,
+    WorkResult,
     encode,
 )
-from pipeline.tinker.turns import Turns
+from pipeline.tinker.turns import RoundRobin
 from pipeline.tinker.usage import UsageMeter
 
-MOST_DELIVERIES = 3
+MAX_DELIVERIES = 3
 RECENT_BYTES = 1 << 26
 """Bodies that no trainer got yet, and results that no client got, that are in memory too; of each so many bytes."""
 
 
-class Registry:
+class ModelRegistry:
     """The front's memory, from the store at its start."""
 
     def __init__(self, kept: Store, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = kept, clock
-        self.sessions, self.models, self.requests = remembered(kept, clock())
+        self.sessions, self.models, self.requests = restore_entries(kept, clock())
         self._written_silent = {session for session, _ in kept.facts("silent")}
         self.heartbeats = Heartbeats(clock, self._written_silent)
         self.heartbeats.subscribers.append(lambda session, is_silent: self.news.set())
@@ -65,11 +65,11 @@ class Registry:
         """Called with a session that nobody was heard of for so long that its requests are given up, and why."""
         self.news = asyncio.Event()
         """Set when a trainer may have something to do."""
-        self._turns = Turns()
+        self._turns = RoundRobin()
         self._strangers: list[str] = []
         """Models that the trainer has, and that are gone here."""
-        self._bodies, self._results = Recent(RECENT_BYTES), Recent(RECENT_BYTES)
-        self.shelf = Shelf(kept, clock, self._is_read)
+        self._bodies, self._results = ByteLru(RECENT_BYTES), ByteLru(RECENT_BYTES)
+        self.shelf = CheckpointCatalog(kept, clock, self._is_read)
         self.usage = UsageMeter(kept, clock)
 
     # Sessions and models
@@ -80,14 +80,14 @@ class Registry:
         return session
 
     def known_session(self, owner: Owner, id: str) -> Session:
-        """`Missing` for one that there is not."""
+        """`NotFoundError` for one that there is not."""
         session = self.sessions.get(id)
         if session is None or session.owner != owner.name:
-            raise Missing(f"no session {id!r}")
+            raise NotFoundError(f"no session {id!r}")
         return session
 
     def session(self, owner: Owner, id: str) -> Session:
-        """`Missing` for one that there is not, and `ApiError` 410 for one that has ended."""
+        """`NotFoundError` for one that there is not, and `ApiError` 410 for one that has ended."""
         session = self.known_session(owner, id)
         if session.ended:
             raise ApiError(f"session {id} has ended: {session.ended}; make a new ServiceClient", 410)
@@ -104,13 +104,13 @@ class Registry:
                     live.queue.clear()
                 self._wake(live)
 
-    def model(self, owner: Owner, id: str) -> Live:
+    def model(self, owner: Owner, id: str) -> ModelEntry:
         live = self.models.get(id)
         if live is None or live.fact.owner != owner.name:
-            raise Missing(f"no model {id!r}")
+            raise NotFoundError(f"no model {id!r}")
         return live
 
-    async def unload(self, live: Live) -> None:
+    async def unload(self, live: ModelEntry) -> None:
         """Have the trainer forget a model, after the requests that it has."""
         fact = msgspec.structs.replace(live.fact, unloading=True)
         await self._store.keep(_model_fact(fact))
@@ -135,11 +135,11 @@ class Registry:
             if owner.models and own >= owner.models:
                 raise ApiError(f"{owner.name} has {own} models, which is all it may have; end a session of it", 403)
             fact = Model(model, session, owner.name, base, body.adapter, self._clock(), metadata=metadata)
-            self.models[model] = Live(fact, ModelQueue())
+            self.models[model] = ModelEntry(fact, ModelQueue())
             return await self._accept(self.models[model], 0, body, _model_fact(fact))
         return await self._accept(self.models[model], 0, body)
 
-    async def accept(self, live: Live, seq: int, make: Callable[[], Body]) -> Request:
+    async def accept(self, live: ModelEntry, seq: int, make: Callable[[], Body]) -> Request:
         """A further request of a model. What `make` refuses fails this request alone: its number is used."""
         self.session(Owner(live.fact.owner), live.fact.session)
         if live.lost:
@@ -155,7 +155,7 @@ class Registry:
             body = _failed(str(error), "user")
         return await self._accept(live, seq, body)
 
-    async def _accept(self, live: Live, seq: int, body: Body | Failed, *also: Statement) -> Request:
+    async def _accept(self, live: ModelEntry, seq: int, body: Body | Failed, *also: Statement) -> Request:
         known = await self._known(live, seq)
         if known is not None:
             return known
@@ -188,13 +188,14 @@ class Registry:
         self._wake(live)
         return request
 
-    async def _known(self, live: Live, seq: int) -> Request | None:
-        """The request of that number, if it was accepted before; `Full` if the store did not take it just now."""
+    async def _known(self, live: ModelEntry, seq: int) -> Request | None:
+        """The request of that number, if it was accepted before; `OverLimitError` if the store did not take it just
+        now."""
         known = live.requests.get(seq)
         if known is not None:
             await known.kept.wait()
             if live.requests.get(seq) is not known:
-                raise Full("the store took nothing just now; ask again")
+                raise OverLimitError("the store took nothing just now; ask again")
         return known
 
     def result(self, request: Request) -> Result | None:
@@ -229,16 +230,16 @@ class Registry:
                 self._turns.discard(session, id)
         return None
 
-    def _step_waits(self, live: Live) -> bool:
+    def _step_waits(self, live: ModelEntry) -> bool:
         request = live.requests.get(live.queue.ready) if live.queue.ready is not None else None
         return request is not None and request.steps and request.redone
 
-    def _wake(self, live: Live) -> None:
+    def _wake(self, live: ModelEntry) -> None:
         """Have a model be looked at for work."""
         self._turns.add(live.fact.session, live.fact.id)
         self.news.set()
 
-    def _next_of(self, live: Live) -> Work | None:
+    def _next_of(self, live: ModelEntry) -> Work | None:
         if live.fact.gone:
             return None
         if live.lost:
@@ -258,7 +259,7 @@ class Registry:
             return unload_work(live.fact.id)
         return None
 
-    async def finish(self, done: Done) -> None:
+    async def finish(self, done: WorkResult) -> None:
         """Keep the result of a request, unless it has one; then its client hears of it."""
         model, _, seq = done.request.rpartition(":")
         if seq == str(UNLOAD_SEQ):
@@ -286,9 +287,9 @@ class Registry:
         """The result as its client gets it, and what it changes: a checkpoint that was saved, and its sampler."""
         if isinstance(result, Failed):
             return _failed(result.error, result.category), [], lambda: None
-        body = self._store.body(request.id) if isinstance(result, Saved) else None
+        body = self._store.body(request.id) if isinstance(result, SaveResult) else None
         save = None if body is None else bodies.decode(body)
-        if not isinstance(result, Saved) or not isinstance(save, Save):
+        if not isinstance(result, SaveResult) or not isinstance(save, Save):
             return result, [], lambda: None
         return self.shelf.put(self.models[request.model].fact, save, result.size)
 
@@ -308,7 +309,7 @@ class Registry:
             self._wake(live)
         self.news.set()
 
-    def _is_given_up(self, live: Live) -> bool:
+    def _is_given_up(self, live: ModelEntry) -> bool:
         """Whether nobody will ask for anything that a trainer would do for a model, but to forget it."""
         session = self.sessions.get(live.fact.session)
         answered = all(request.answered for request in live.requests.values())
@@ -316,9 +317,9 @@ class Registry:
 
     async def _give_up_poison(self, request: Request) -> None:
         """A request that several trainers took and none survived is failed, lest it end all others too."""
-        if not request.answered and request.deliveries >= MOST_DELIVERIES:
+        if not request.answered and request.deliveries >= MAX_DELIVERIES:
             error = f"the trainer ended {request.deliveries} times while it worked on this request"
-            await self.finish(Done(request.id, Failed(error, "server")))
+            await self.finish(WorkResult(request.id, Failed(error, "server")))
 
     async def committed(self, cursors: dict[str, int]) -> None:
         """A commit with these cursors is durable: drop what only earlier ones needed."""
@@ -331,7 +332,7 @@ class Registry:
             if live.cursors[0] >= 0:
                 live.settled = live.cursors[0]
                 changes += [
-                    durable_store.settled(id, live.settled),
+                    durable_store.cursor_passed(id, live.settled),
                     durable_store.fact("settled", id, encode(live.settled)),
                 ]
                 for seq, request in live.requests.items():

@@ -135,7 +135,7 @@ class Work(msgspec.Struct, frozen=True):
     answered: bool = False
 
 
-class Passed(msgspec.Struct, frozen=True, tag="passed"):
+class PassResult(msgspec.Struct, frozen=True, tag="passed"):
     """Answers in the order of the data, float32 each, with the width of each; and metrics by `name:reduction`."""
 
     logprobs: list[bytes]
@@ -143,13 +143,13 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     metrics: dict[str, float]
 
 
-class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+class StepResult(msgspec.Struct, frozen=True, tag="stepped"):
     """Metrics of an optimizer step."""
 
     metrics: dict[str, float]
 
 
-class Saved(msgspec.Struct, frozen=True, tag="saved"):
+class SaveResult(msgspec.Struct, frozen=True, tag="saved"):
     """Bytes that were written; the front adds what it is called, and the sampler that it was made for."""
 
     size: int
@@ -157,7 +157,7 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
     sampler: str = ""
 
 
-class Plain(msgspec.Struct, frozen=True, tag="plain"):
+class Acknowledged(msgspec.Struct, frozen=True, tag="plain"):
     """Done; there is nothing to say."""
 
 
@@ -168,17 +168,17 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     category: Category
 
 
-Result = Passed | Stepped | Saved | Plain | Failed
+Result = PassResult | StepResult | SaveResult | Acknowledged | Failed
 
 
-class Done(msgspec.Struct, frozen=True):
+class WorkResult(msgspec.Struct, frozen=True):
     """What became of a request."""
 
     request: str
     result: Result
 
 
-class Facts(msgspec.Struct, frozen=True):
+class ServerFacts(msgspec.Struct, frozen=True):
     """Where the servers are that sample."""
 
     servers: tuple[str, ...] = ()
@@ -190,7 +190,7 @@ class Attach(msgspec.Struct, frozen=True):
 
     attempt: str
     cursors: dict[str, int]
-    facts: Facts
+    facts: ServerFacts
 
 
 class TrainerTurn(msgspec.Struct, frozen=True):
@@ -198,7 +198,7 @@ class TrainerTurn(msgspec.Struct, frozen=True):
     many seconds it would wait for work; one that is `ending` takes none."""
 
     attempt: str
-    done: tuple[Done, ...] = ()
+    done: tuple[WorkResult, ...] = ()
     committed: dict[str, int] | None = None
     seconds: float = 0.0
     ending: bool = False

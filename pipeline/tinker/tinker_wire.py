@@ -22,7 +22,7 @@ from pipeline.config.tinker_losses import COLUMNS, NOT_SERVED, SETTINGS
 from pipeline.errors import ConfigError
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.json_limits import check_fields
-from pipeline.tinker.tinker_records import Datum, Pass, Passed
+from pipeline.tinker.tinker_records import Datum, Pass, PassResult
 from pipeline.utils.optional_extras import pip_install
 
 Array = NDArray[Any]
@@ -30,9 +30,9 @@ _DTYPES: Mapping[int, str] = {1: "<f4", 2: "<i8"}
 _FLOAT32 = 1
 PLAIN = ("", "identity")
 """Encodings of a body that is as it was sent."""
-MOST_WIDTH = 1 << 14
+MAX_WIDTH = 1 << 14
 """K of [N, K]: what one position may ask for."""
-MOST_CELLS = 1 << 24
+MAX_CELLS = 1 << 24
 """The sum of N × K: what one request may ask for."""
 
 
@@ -96,11 +96,11 @@ def pass_of(message: Any, longest: int) -> Pass:
         raise ApiError(f"loss_fn {loss!r} is not served: {NOT_SERVED[loss]}")
     if loss not in COLUMNS:
         raise ApiError(f"loss_fn {loss!r}; expected one of {', '.join(COLUMNS)}")
-    room = _Room()
+    room = _CellBudget()
     data = tuple(_datum(datum, loss, longest, room, f"datum {index}") for index, datum in enumerate(message.data))
     if not data:
         raise ApiError("forward_backward without data")
-    return Pass(data, loss, settings_of(loss, _given(message)), not message.forward_only)
+    return Pass(data, loss, settings_of(loss, _message_fields(message)), not message.forward_only)
 
 
 def settings_of(loss: str, given: Mapping[str, float]) -> dict[str, float]:
@@ -117,7 +117,7 @@ def settings_of(loss: str, given: Mapping[str, float]) -> dict[str, float]:
     return settings
 
 
-def _given(message: Any) -> dict[str, float]:
+def _message_fields(message: Any) -> dict[str, float]:
     given = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -126,20 +126,20 @@ def _given(message: Any) -> dict[str, float]:
     return given
 
 
-class _Room:
+class _CellBudget:
     """The cells that a request may yet ask for. A CSR matrix has as many as its shape says, whatever it holds."""
 
     def __init__(self) -> None:
-        self._left = MOST_CELLS
+        self._left = MAX_CELLS
 
     def take(self, cells: int, name: str) -> None:
         """`ApiError` if there are not so many."""
         self._left -= cells
         if self._left < 0:
-            raise ApiError(f"{name}: the request asks for more than {MOST_CELLS} cells (N × K of all data); split it")
+            raise ApiError(f"{name}: the request asks for more than {MAX_CELLS} cells (N × K of all data); split it")
 
 
-def _datum(message: Any, loss: str, longest: int, room: _Room, name: str) -> Datum:
+def _datum(message: Any, loss: str, longest: int, room: _CellBudget, name: str) -> Datum:
     tokens = _tokens(message.model_input, name)
     if len(tokens) > longest:
         raise ApiError(f"{name}: {len(tokens)} tokens; expected at most {longest} (model.max_length)")
@@ -190,7 +190,7 @@ def _tokens(chunks: Any, name: str) -> Array:
     return tokens
 
 
-def _targets(tensor: Any, length: int, room: _Room, name: str) -> tuple[Array, Array | None, int]:
+def _targets(tensor: Any, length: int, room: _CellBudget, name: str) -> tuple[Array, Array | None, int]:
     """Target tokens, the flat cells that they are asked for in (None: all, in order), and K (0 for [N])."""
     shape = _shape(tensor, name, length)
     width = shape[1] if len(shape) == 2 else 0
@@ -231,8 +231,8 @@ def _shape(tensor: Any, name: str, length: int) -> tuple[int, ...]:
         shape = (len(tensor.dense) // np.dtype(_dtype(tensor, name)).itemsize,)
     if len(shape) not in (1, 2) or shape[0] != length:
         raise ApiError(f"{name}: shape {list(shape)}; expected [{length}] or [{length}, K]")
-    if len(shape) == 2 and not 0 < shape[1] <= MOST_WIDTH:
-        raise ApiError(f"{name}: shape {list(shape)}; expected K of 1 to {MOST_WIDTH}")
+    if len(shape) == 2 and not 0 < shape[1] <= MAX_WIDTH:
+        raise ApiError(f"{name}: shape {list(shape)}; expected K of 1 to {MAX_WIDTH}")
     return shape
 
 
@@ -269,7 +269,7 @@ def _sparse(tensor: Any, shape: tuple[int, ...], name: str) -> tuple[Array, Arra
     return values, cells.astype(np.int64)
 
 
-def written_pass(result: Passed) -> bytes:
+def pass_message(result: PassResult) -> bytes:
     """The protobuf that the SDK reads: one record for each run of data of one width, in order."""
     proto = protocol()
     message = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")

@@ -13,26 +13,26 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from pipeline.tinker.api_errors import Full
+from pipeline.tinker.api_errors import OverLimitError
 from pipeline.tinker.routes.usage import ALL, described
-from pipeline.tinker.service_state import Registry
-from pipeline.tinker.tinker_records import Attach, Facts, TrainerTurn
+from pipeline.tinker.service_state import ModelRegistry
+from pipeline.tinker.tinker_records import Attach, ServerFacts, TrainerTurn
 from pipeline.utils.authenticated_http import ROUTE, proof_answer
-from pipeline.utils.limited_site import proved
+from pipeline.utils.limited_site import is_authenticated
 
 ATTACH, TURN, SECRET = "/engine/attach", "/engine/turn", "X-Rollcall-Secret"
 SILENT_SECONDS = 10.0
 """A trainer that is at work is silent for longer only while one request takes longer."""
-_LONGEST_WAIT = 5.0
+_MAX_WAIT = 5.0
 _REPLACED = "another trainer has come since"
 _LOOK_SECONDS = 0.5
 """How often it is looked whether a gap in a model's numbers has become too old."""
 
 
-class Door:
+class TrainerRoutes:
     """The routes for a trainer, over a registry."""
 
-    def __init__(self, registry: Registry, secret: str, on_change: Callable[[Facts | None], None]) -> None:
+    def __init__(self, registry: ModelRegistry, secret: str, on_change: Callable[[ServerFacts | None], None]) -> None:
         """`on_change` is told what a trainer that comes knows, and None when it is gone."""
         self._registry, self.secret, self._on_change = registry, secret, on_change
         self._attempt = self._latest = ""
@@ -95,9 +95,9 @@ class Door:
                 await self._registry.finish(done)
             if turn.committed is not None:
                 await self._registry.committed(turn.committed)
-        except Full as error:
+        except OverLimitError as error:
             return web.Response(status=503, text=str(error))
-        work = None if turn.ending else await self._await_work(min(turn.seconds, _LONGEST_WAIT), epoch)
+        work = None if turn.ending else await self._await_work(min(turn.seconds, _MAX_WAIT), epoch)
         if turn.attempt in self._replaced:
             return web.Response(status=409, text=_REPLACED)
         if epoch != self._epoch:
@@ -120,4 +120,4 @@ class Door:
     def _admit(self, request: web.Request) -> None:
         if not hmac.compare_digest(request.headers.get(SECRET, "").encode(errors="replace"), self.secret.encode()):
             raise web.HTTPUnauthorized(text="this door is for the trainer of this run")
-        proved(request)
+        is_authenticated(request)

@@ -12,7 +12,7 @@ the session's. Pure.
 from collections import OrderedDict
 
 
-class Turns:
+class RoundRobin:
     """The models that may have something to do."""
 
     def __init__(self) -> None:

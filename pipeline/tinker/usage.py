@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeline.tinker import durable_store
-from pipeline.tinker.api_errors import Full
+from pipeline.tinker.api_errors import OverLimitError
 from pipeline.tinker.durable_store import Store
 
 KIND = "usage"
@@ -86,7 +86,7 @@ class UsageMeter:
         try:
             if changes or old:
                 await self._store.keep(*changes, *(durable_store.no_fact(KIND, key) for key in old))
-        except Full:
+        except OverLimitError:
             self._changed |= changed
 
     def _day(self, days_ago: int = 0) -> str:

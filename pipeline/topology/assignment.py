@@ -7,11 +7,11 @@ publishes and every rank checks for itself with `check_world`. No I/O, no clock,
 from collections.abc import Iterable, Sequence
 
 from pipeline.errors import RendezvousError
-from pipeline.topology.plan import Card, Placement, Plan, RoleName, Seat, Slot, World
+from pipeline.topology.plan import NodeBundle, NodeInfo, Placement, Plan, RoleName, RoleProcess, World
 
 
 def assign(
-    plan: Plan, cards: Iterable[Card], *, run_id: str, attempt: str, epoch: int, leader: int, secret: str
+    plan: Plan, cards: Iterable[NodeInfo], *, run_id: str, attempt: str, epoch: int, leader: int, secret: str
 ) -> World:
     """Give every seat of the plan to a card, deterministically: any order of the same cards gives the same world.
 
@@ -20,7 +20,7 @@ def assign(
     mend it.
     """
     dealt = sorted(cards, key=lambda card: card.rank)
-    _check_cards(plan, dealt, attempt)
+    _check_nodes(plan, dealt, attempt)
     by_rank = {card.rank: card for card in dealt}
     filled = sorted(_fill(plan, dealt), key=lambda pair: pair[0])
     if len(filled) < len(plan.seats):
@@ -29,7 +29,7 @@ def assign(
     return World(run_id=run_id, attempt=attempt, epoch=epoch, leader=leader, secret=secret, placements=placements)
 
 
-def check_world(world: World, plan: Plan, card: Card) -> None:
+def check_world(world: World, plan: Plan, card: NodeInfo) -> None:
     """Raise `RendezvousError` unless the card's rank got a seat of the plan, whole, with what the card holds."""
     if world.attempt != card.attempt:
         raise RendezvousError(f"rank {card.rank} is of attempt {card.attempt}, the world of attempt {world.attempt}")
@@ -41,8 +41,8 @@ def check_world(world: World, plan: Plan, card: Card) -> None:
     if seat is None:
         names = ", ".join(place.name for place in mine)
         raise RendezvousError(f"rank {card.rank} got {names}, which is no seat of the plan; submit the run again")
-    _check_held(card, "port", [port for place in mine for port in place.ports], seat.ports, card.ports)
-    _check_held(card, "GPU", [gpu for place in mine for gpu in place.gpus], seat.gpus, card.gpus)
+    _check_available(card, "port", [port for place in mine for port in place.ports], seat.ports, card.ports)
+    _check_available(card, "GPU", [gpu for place in mine for gpu in place.gpus], seat.gpus, card.gpus)
     for place in mine:
         if place.address not in card.addresses:
             raise RendezvousError(f"rank {card.rank} got {place.name} at {place.address}, which is not its address")
@@ -54,7 +54,7 @@ def describe_plan(plan: Plan, without_gpus: int = 0) -> tuple[str, ...]:
     All nodes are alike, but for so many at the beginning that have no GPUs.
     """
     width = len(str(plan.ranks - 1))
-    seats = dict(_fill(plan, [_ideal_card(plan, rank, gpus=rank >= without_gpus) for rank in range(plan.ranks)]))
+    seats = dict(_fill(plan, [_ideal_node(plan, rank, gpus=rank >= without_gpus) for rank in range(plan.ranks)]))
     lines = []
     for rank in range(plan.ranks):
         seat = seats.get(rank)
@@ -63,8 +63,8 @@ def describe_plan(plan: Plan, without_gpus: int = 0) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _check_cards(plan: Plan, cards: Sequence[Card], attempt: str) -> None:
-    previous: Card | None = None
+def _check_nodes(plan: Plan, cards: Sequence[NodeInfo], attempt: str) -> None:
+    previous: NodeInfo | None = None
     for card in cards:
         if card.attempt != attempt:
             raise RendezvousError(f"the card of rank {card.rank} is of attempt {card.attempt}, not {attempt}")
@@ -75,7 +75,7 @@ def _check_cards(plan: Plan, cards: Sequence[Card], attempt: str) -> None:
         previous = card
 
 
-def _fill(plan: Plan, cards: Sequence[Card]) -> list[tuple[int, Seat]]:
+def _fill(plan: Plan, cards: Sequence[NodeInfo]) -> list[tuple[int, NodeBundle]]:
     """(rank, seat) for every seat that a card can take.
 
     Whoever satisfies a greater need satisfies every smaller one, so serving the greatest need first loses nothing.
@@ -83,14 +83,14 @@ def _fill(plan: Plan, cards: Sequence[Card]) -> list[tuple[int, Seat]]:
     free = [card for card in cards if card.addresses and not card.problems]
     filled = []
     for seat in sorted(plan.seats, key=lambda seat: -seat.gpus):
-        chosen = next((card for card in free if _lacks(card, seat) == ""), None)
+        chosen = next((card for card in free if _shortfall(card, seat) == ""), None)
         if chosen:
             free.remove(chosen)
             filled.append((chosen.rank, seat))
     return filled
 
 
-def _lacks(card: Card, seat: Seat) -> str:
+def _shortfall(card: NodeInfo, seat: NodeBundle) -> str:
     """Why a healthy card cannot take a seat; empty when it can."""
     if len(card.gpus) < seat.gpus:
         return f"{len(card.gpus)} of {seat.gpus} GPUs"
@@ -99,11 +99,11 @@ def _lacks(card: Card, seat: Seat) -> str:
     return ""
 
 
-def _needs(slot: Slot) -> tuple[RoleName, int, int, int]:
+def _needs(slot: RoleProcess) -> tuple[RoleName, int, int, int]:
     return slot.role, slot.index, slot.ports, slot.gpus
 
 
-def _place(seat: Seat, card: Card) -> Iterable[Placement]:
+def _place(seat: NodeBundle, card: NodeInfo) -> Iterable[Placement]:
     ports = iter(card.ports)
     for slot, places in zip(seat.slots, seat.gpu_places(), strict=True):
         yield Placement(
@@ -116,7 +116,7 @@ def _place(seat: Seat, card: Card) -> Iterable[Placement]:
         )
 
 
-def _shortage(plan: Plan, cards: Sequence[Card], filled: Sequence[tuple[int, Seat]]) -> str:
+def _shortage(plan: Plan, cards: Sequence[NodeInfo], filled: Sequence[tuple[int, NodeBundle]]) -> str:
     placed_ranks, placed_seats = {rank for rank, _ in filled}, {seat.name for _, seat in filled}
     empty = [seat for seat in plan.seats if seat.name not in placed_seats]
     by_rank = {card.rank: card for card in cards}
@@ -127,14 +127,14 @@ def _shortage(plan: Plan, cards: Sequence[Card], filled: Sequence[tuple[int, Sea
     return f"no rank is left for {seats}: {shown}; mend these nodes, exclude them, or set resources.spares={spares}"
 
 
-def _unusable(card: Card | None, rank: int, seat: Seat) -> str:
+def _unusable(card: NodeInfo | None, rank: int, seat: NodeBundle) -> str:
     if card is None:
         return f"rank {rank}: no card"
-    why = ", ".join(card.problems) or ("" if card.addresses else "no address") or _lacks(card, seat)
+    why = ", ".join(card.problems) or ("" if card.addresses else "no address") or _shortfall(card, seat)
     return f"rank {rank} ({card.hostname}): {why}"
 
 
-def _check_held(card: Card, what: str, given: Sequence[int], needed: int, held: Sequence[int]) -> None:
+def _check_available(card: NodeInfo, what: str, given: Sequence[int], needed: int, held: Sequence[int]) -> None:
     """Among what is `held`, and as many different ones as are needed."""
     if len(set(given)) != needed or not set(given) <= set(held):
         raise RendezvousError(
@@ -142,9 +142,9 @@ def _check_held(card: Card, what: str, given: Sequence[int], needed: int, held: 
         )
 
 
-def _ideal_card(plan: Plan, rank: int, *, gpus: bool) -> Card:
+def _ideal_node(plan: Plan, rank: int, *, gpus: bool) -> NodeInfo:
     count, ports = max(seat.gpus for seat in plan.seats) if gpus else 0, plan.ports_per_rank
-    return Card(
+    return NodeInfo(
         rank=rank,
         attempt="",
         hostname="",
@@ -157,7 +157,7 @@ def _ideal_card(plan: Plan, rank: int, *, gpus: bool) -> Card:
     )
 
 
-def _describe_slot(slot: Slot) -> str:
+def _describe_slot(slot: RoleProcess) -> str:
     if not slot.gpus:
         return slot.name
     return f"{slot.name} ({slot.gpus} {'shared ' if slot.back else ''}GPU{'s' if slot.gpus > 1 else ''})"

@@ -4,7 +4,7 @@ Owns the arithmetic, from a model's sizes and a config, part by part; `memory_fi
 upper bounds that lie near what was measured (docs/gpus.md says how near). Pure: a model's sizes come from
 `pipeline.train.model.model_size`.
 
-    trainer_need(config, sizes).total       # bytes of the GPU of a trainer process
+    trainer_memory(config, sizes).total       # bytes of the GPU of a trainer process
 """
 
 import math
@@ -84,7 +84,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.hidden * self.vocabulary
 
 
-class Need(msgspec.Struct, frozen=True):
+class MemoryBudget(msgspec.Struct, frozen=True):
     """Bytes of one GPU, by what they are for."""
 
     parts: Mapping[str, int]
@@ -101,45 +101,46 @@ class Need(msgspec.Struct, frozen=True):
         return f"{self.total / GIB:.1f} GiB ({named})" if named else f"{self.total / GIB:.1f} GiB"
 
 
-def trainer_need(config: RunConfig, sizes: Sizes, ranks: int = 0) -> Need:
+def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBudget:
     """The most that rank 0 of the trainer holds at a time, of `ranks` (0: as many as the config has)."""
     ranks = ranks or trainer_ranks(config)
     tokens, shards = micro_batch_tokens(config, ranks), dp_shard(config, ranks)
     always = {
         "parameters and moments": _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, shards),
-        "other models": _others(config, sizes, shards),
-        "weights for the servers": _waiting(config, sizes) if _sends(config) else 0,
-        "copies in compute type": _copies(config, sizes),
+        "other models": _other_models_bytes(config, sizes, shards),
+        "weights for the servers": _staging_bytes(config, sizes) if _publishes(config) else 0,
+        "copies in compute type": _gathered_bytes(config, sizes),
         "gradients": _gradients(config, sizes, shards),
         "tokens on their way to experts": _traveling(config, sizes, tokens),
         "tables of shared lines": _tables(config, tokens),
         "CUDA": CONTEXT,
     }
     peaks: list[dict[str, int]] = [
-        {"activations": _kept(config, sizes, tokens), "head": _head(sizes, tokens)},
-        {"activations": _kept(config, sizes, tokens) + _recomputed(config, sizes, tokens)}
-        | {"gradients of a layer": _passing(_layer(config, sizes), sizes)},
-        {"gradients of embedding and head": _passing(sizes.outside_layers, sizes)},
+        {"activations": _activation_bytes(config, sizes, tokens), "head": _lm_head_bytes(sizes, tokens)},
+        {"activations": _activation_bytes(config, sizes, tokens) + _recomputed_activation_bytes(config, sizes, tokens)}
+        | {"gradients of a layer": _grad_comm_bytes(_layer(config, sizes), sizes)},
+        {"gradients of embedding and head": _grad_comm_bytes(sizes.outside_layers, sizes)},
     ]
-    return Need(always | max(peaks, key=lambda parts: sum(parts.values())))
+    return MemoryBudget(always | max(peaks, key=lambda parts: sum(parts.values())))
 
 
-def least_need(sizes: Sizes, ranks: int) -> int:
+def least_trainer_memory(sizes: Sizes, ranks: int) -> int:
     """Bytes on each of so many ranks that a trained model takes at the very least: parameters, moments, gradients."""
     return _shard(_MASTER * sizes.parameters + (_MOMENTS + _GRADIENT) * sizes.trained, ranks)
 
 
-def guest_need(sizes: Sizes, ranks: int) -> int:
-    """As `least_need`, for a further adapter on a model that is there, and for what a commit makes of one at a time."""
+def adapter_state_memory(sizes: Sizes, ranks: int) -> int:
+    """As `least_trainer_memory`, for a further adapter on a model that is there, and for what a commit makes of one at
+    a time."""
     return _shard((2 * _MASTER + _MOMENTS) * sizes.trained, ranks)
 
 
-def server_need(config: RunConfig, sizes: Sizes) -> Need:
+def server_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
     """The least that a server must have of each of its GPUs: room for one sequence of `model.max_length`."""
-    return Need(
+    return MemoryBudget(
         {
             "weights": _shard(sizes.weights, _server_gpus(config)),
-            "weights that arrive": _arriving(config, sizes) if _sends(config) else 0,
+            "weights that arrive": _receive_bytes(config, sizes) if _publishes(config) else 0,
             "one sequence": sequence_bytes(config, sizes),
             "vLLM": ENGINE,
             "CUDA": CONTEXT,
@@ -172,32 +173,36 @@ def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
     return int(room // each) if each else 0
 
 
-def host_need(config: RunConfig, sizes: Sizes) -> Need:
+def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
     """What rank 0 of the trainer takes of its node's memory beside the few GiB that torch and CUDA take."""
     shards = dp_shard(config, trainer_ranks(config))
     state = _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, shards)
-    moved = state + _others(config, sizes, shards) if config.training.offload else 0
-    published = _PUBLISHED * _sent(config, sizes) if _sends(config) and config.training.publish_from == "host" else 0
-    return Need(
+    moved = state + _other_models_bytes(config, sizes, shards) if config.training.offload else 0
+    published = (
+        _PUBLISHED * _published_bytes(config, sizes)
+        if _publishes(config) and config.training.publish_from == "host"
+        else 0
+    )
+    return MemoryBudget(
         {"a commit that is being written": state, "models that wait": moved, "weights for the servers": published}
     )
 
 
 def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
     """A line for each kind of process that computes on GPUs, and one for what trainers take of their node."""
-    lines = [f"GPU of a trainer process: {trainer_need(config, sizes)}"]
+    lines = [f"GPU of a trainer process: {trainer_memory(config, sizes)}"]
     if not sizes.activations:
         lines.append("  without activations, which cannot be told of this model")
     if config.has_rollouts:
         lines += _describe_servers(config, sizes)
-    lines.append(f"host memory of a trainer process: {host_need(config, sizes)}, and what its libraries take")
+    lines.append(f"host memory of a trainer process: {host_memory(config, sizes)}, and what its libraries take")
     return tuple(lines)
 
 
 def _describe_servers(config: RunConfig, sizes: Sizes) -> Iterator[str]:
-    yield f"GPU of a server, at least: {server_need(config, sizes)}"
+    yield f"GPU of a server, at least: {server_memory(config, sizes)}"
     if config.resources.share_gpus:
-        shared = least_vllm(config, sizes) + beside_vllm(config, sizes)
+        shared = min_vllm_bytes(config, sizes) + colocated_bytes(config, sizes)
         yield f"GPU that they share, at least: {shared / GIB:.1f} GiB"
     if each := kv_bytes(config, sizes):
         memory = memory_bytes(config.resources.gpu_memory)
@@ -238,37 +243,37 @@ def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
     return min(training.micro_batch_tokens, math.ceil(rows * config.model.max_length / cp))
 
 
-def least_vllm(config: RunConfig, sizes: Sizes) -> int:
+def min_vllm_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a GPU that vLLM needs inside of `inference.gpu_memory`, for all servers there."""
-    parts = server_need(config, sizes).parts
+    parts = server_memory(config, sizes).parts
     return config.resources.inference.per_gpu * (parts["weights"] + parts["one sequence"] + parts["vLLM"])
 
 
-def beside_vllm(config: RunConfig, sizes: Sizes) -> int:
+def colocated_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a server's GPU that others need: weights that arrive, CUDA, and a trainer that shares it."""
-    trainer = trainer_need(config, sizes).total if config.resources.share_gpus else 0
-    return trainer + outside_vllm(config, sizes)
+    trainer = trainer_memory(config, sizes).total if config.resources.share_gpus else 0
+    return trainer + non_vllm_bytes(config, sizes)
 
 
-def outside_vllm(config: RunConfig, sizes: Sizes) -> int:
+def non_vllm_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: weights that arrive, and CUDA."""
-    parts = server_need(config, sizes).parts
+    parts = server_memory(config, sizes).parts
     return config.resources.inference.per_gpu * (parts["weights that arrive"] + parts["CUDA"])
 
 
-def _sends(config: RunConfig) -> bool:
+def _publishes(config: RunConfig) -> bool:
     """Whether weights lie on GPUs while they travel."""
     return config.has_rollouts and config.weights_backend == "nccl"
 
 
-def _sent(config: RunConfig, sizes: Sizes) -> int:
+def _published_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a version of the weights: of adapters these alone, in float32."""
     return _MASTER * sizes.trained if config.model.lora.rank else sizes.weights
 
 
-def _arriving(config: RunConfig, sizes: Sizes) -> int:
+def _receive_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of it that each GPU of a server takes: its part of a whole model, or all of an adapter."""
-    return _shard(_sent(config, sizes), 1 if config.model.lora.rank else _server_gpus(config))
+    return _shard(_published_bytes(config, sizes), 1 if config.model.lora.rank else _server_gpus(config))
 
 
 def _server_gpus(config: RunConfig) -> int:
@@ -279,16 +284,16 @@ def _shard(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-def _waiting(config: RunConfig, sizes: Sizes) -> int:
+def _staging_bytes(config: RunConfig, sizes: Sizes) -> int:
     """What lies on rank 0's GPU for the servers: versions that wait there, and chunks that are brought together for
     servers which do not take a version as it lies."""
     on_host = config.training.publish_from == "host"
     servers = config.resources.inference.nodes * config.resources.inference.servers
     gathering = servers * 2 * WEIGHT_CHUNK if on_host or _server_gpus(config) > 1 else 0
-    return gathering + (0 if on_host else _PUBLISHED * _sent(config, sizes))
+    return gathering + (0 if on_host else _PUBLISHED * _published_bytes(config, sizes))
 
 
-def _others(config: RunConfig, sizes: Sizes, shards: int) -> int:
+def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
     """Models beside the policy: a reference without gradients, a critic with all that a trained one has.
 
     With `training.offload` only the one that computes is on the device, and none of them is larger than the policy.
@@ -300,7 +305,7 @@ def _others(config: RunConfig, sizes: Sizes, shards: int) -> int:
     return _shard(reference + trained, shards)
 
 
-def _copies(config: RunConfig, sizes: Sizes) -> int:
+def _gathered_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Whole parameters in compute type: all, or embedding, head and two layers at a time."""
     if not config.training.reshard:
         return _without_spread(config, sizes.parameters, sizes.experts) * sizes.width
@@ -339,26 +344,26 @@ def _traveling(config: RunConfig, sizes: Sizes, tokens: int) -> int:
     return 2 * _ARRIVING * tokens * sizes.experts_per_token * sizes.hidden * sizes.width
 
 
-def _kept(config: RunConfig, sizes: Sizes, tokens: int) -> int:
+def _activation_bytes(config: RunConfig, sizes: Sizes, tokens: int) -> int:
     """Activations that wait for the backward pass."""
     if config.training.activation_checkpointing:
         return tokens * sizes.layers * sizes.hidden * sizes.width
     return int(tokens * sizes.activations * (COMPILED if config.training.compile else 1))
 
 
-def _recomputed(config: RunConfig, sizes: Sizes, tokens: int) -> int:
+def _recomputed_activation_bytes(config: RunConfig, sizes: Sizes, tokens: int) -> int:
     """Activations of the one layer that is computed again."""
     if not config.training.activation_checkpointing:
         return 0
     return int(tokens * sizes.activations / sizes.layers * (COMPILED if config.training.compile else 1))
 
 
-def _head(sizes: Sizes, tokens: int) -> int:
+def _lm_head_bytes(sizes: Sizes, tokens: int) -> int:
     """Logits of a chunk, and the gradient of the head: its sum over chunks and what is added to that, in float32."""
     logits = min(max(sizes.logits, sizes.vocabulary), tokens * sizes.vocabulary)
     return _LOGIT * logits + (2 * _GRADIENT * sizes.head if sizes.head_trained else 0)
 
 
-def _passing(parameters: int, sizes: Sizes) -> int:
+def _grad_comm_bytes(parameters: int, sizes: Sizes) -> int:
     """Gradients on their way to their shards: in compute type, and in float32 as they cross the ranks."""
     return parameters * (sizes.width + _GRADIENT) if sizes.trained == sizes.parameters else 0

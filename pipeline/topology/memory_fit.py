@@ -15,14 +15,14 @@ from pipeline.errors import ConfigError
 from pipeline.topology.gpu_memory import (
     CONTEXT,
     GIB,
-    Need,
+    MemoryBudget,
     Sizes,
-    beside_vllm,
+    colocated_bytes,
     dp_shard,
-    least_vllm,
-    outside_vllm,
-    server_need,
-    trainer_need,
+    min_vllm_bytes,
+    non_vllm_bytes,
+    server_memory,
+    trainer_memory,
     trainer_ranks,
 )
 
@@ -34,9 +34,9 @@ def check_memory(config: RunConfig, sizes: Sizes) -> None:
     memory = memory_bytes(config.resources.gpu_memory)
     if not memory or config.resources.device != "cuda":
         return
-    trainer = trainer_need(config, sizes)
+    trainer = trainer_memory(config, sizes)
     if trainer.total > memory:
-        raise _too_small(config, "a trainer process", trainer, _hint_trainer(config, sizes, memory))
+        raise _out_of_memory_error(config, "a trainer process", trainer, _hint_trainer(config, sizes, memory))
     if config.has_rollouts:
         _check_servers(config, sizes, memory)
 
@@ -47,39 +47,41 @@ def trainer_allowance(config: RunConfig, sizes: Sizes, memory: int) -> int:
     These are the bytes that the servers leave, less CUDA's context. `ConfigError` if the trainer would not fit. The
     adapters of clients have no known size: with `serve.enabled` the error comes only if nothing is left.
     """
-    placed = on_gpus_of(config, memory)
+    placed = with_gpu_memory(config, memory)
     if not config.serve.enabled:
         check_memory(placed, sizes)
-    left = int((1 - config.inference.gpu_memory) * memory) - outside_vllm(config, sizes) - CONTEXT
+    left = int((1 - config.inference.gpu_memory) * memory) - non_vllm_bytes(config, sizes) - CONTEXT
     if left <= 0:
-        raise _too_small(
-            placed, "a trainer on the GPU of its servers", trainer_need(config, sizes), "lower inference.gpu_memory"
+        raise _out_of_memory_error(
+            placed, "a trainer on the GPU of its servers", trainer_memory(config, sizes), "lower inference.gpu_memory"
         )
     return left
 
 
-def on_gpus_of(config: RunConfig, memory: int) -> RunConfig:
+def with_gpu_memory(config: RunConfig, memory: int) -> RunConfig:
     """The config with `resources.gpu_memory` set to `memory` bytes."""
     resources = config.resources.model_copy(update={"gpu_memory": f"{memory // _MIB}M"})
     return config.model_copy(update={"resources": resources})
 
 
-def most_share(config: RunConfig, sizes: Sizes, memory: int) -> float:
+def max_gpu_memory_utilization(config: RunConfig, sizes: Sizes, memory: int) -> float:
     """The largest `inference.gpu_memory` (a fraction, in steps of 0.01) that leaves room for all that is not vLLM's."""
-    return max(0, math.floor(100 * (1 - beside_vllm(config, sizes) / memory))) / 100
+    return max(0, math.floor(100 * (1 - colocated_bytes(config, sizes) / memory))) / 100
 
 
 def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
-    inside, beside = least_vllm(config, sizes), beside_vllm(config, sizes)
+    inside, beside = min_vllm_bytes(config, sizes), colocated_bytes(config, sizes)
     if inside + beside > memory and config.resources.share_gpus:
-        trainer = trainer_need(config, sizes)
+        trainer = trainer_memory(config, sizes)
         servers = inside + beside - trainer.total
         hint = _hint_trainer(config, sizes, memory - servers)
-        raise _too_small(config, f"its servers, {servers / GIB:.1f} GiB, and a trainer process", trainer, hint)
+        raise _out_of_memory_error(
+            config, f"its servers, {servers / GIB:.1f} GiB, and a trainer process", trainer, hint
+        )
     if inside + beside > memory:
-        need = server_need(config, sizes)
-        raise _too_small(config, "each GPU of a server", need, _hint_server(config, sizes, memory))
-    share, most = config.inference.gpu_memory, most_share(config, sizes, memory)
+        need = server_memory(config, sizes)
+        raise _out_of_memory_error(config, "each GPU of a server", need, _hint_server(config, sizes, memory))
+    share, most = config.inference.gpu_memory, max_gpu_memory_utilization(config, sizes, memory)
     if share > most:
         expected = f"at most {most}: {_NOT_VLLM[config.resources.share_gpus]} take {beside / GIB:.1f} GiB outside vLLM"
         raise ConfigError("inference.gpu_memory", share, expected, "lower it")
@@ -92,25 +94,25 @@ _NOT_VLLM = {False: "weights that arrive and CUDA", True: "the trainer, weights 
 """What is on a server's GPU, by whether it is shared with the trainer."""
 
 
-def _too_small(config: RunConfig, who: str, need: Need, hint: str) -> ConfigError:
+def _out_of_memory_error(config: RunConfig, who: str, need: MemoryBudget, hint: str) -> ConfigError:
     return ConfigError("resources.gpu_memory", config.resources.gpu_memory, f"enough for {who}, {need}", hint)
 
 
 def _hint_trainer(config: RunConfig, sizes: Sizes, memory: int) -> str:
     """The first change that makes a trainer process fit, the cheapest first."""
     one = _on_mesh(config, dp_replicate=1)
-    if config.training.mesh.dp_replicate > 1 and trainer_need(one, sizes).total <= memory:
+    if config.training.mesh.dp_replicate > 1 and trainer_memory(one, sizes).total <= memory:
         return "set training.mesh.dp_replicate=1"
     for changes in _SAVINGS:
-        saved = _changed(config, changes)
-        if trainer_need(saved, sizes).total <= memory:
+        saved = _with_changes(config, changes)
+        if trainer_memory(saved, sizes).total <= memory:
             return f"set {' '.join(f'training.{key}={_text(value)}' for key, value in changes.items())}"
-    saved, ranks = _changed(config, _SAVINGS[-1]), trainer_ranks(config)
+    saved, ranks = _with_changes(config, _SAVINGS[-1]), trainer_ranks(config)
     keys = " ".join(f"training.{key}={_text(value)}" for key, value in _SAVINGS[-1].items())
     for ep in _spreads(config, sizes):
-        if trainer_need(_on_mesh(saved, ep=ep), sizes).total <= memory:
+        if trainer_memory(_on_mesh(saved, ep=ep), sizes).total <= memory:
             return f"set {keys} training.mesh.ep={ep}"
-    more = next((n for n in _powers(ranks) if trainer_need(saved, sizes, n).total <= memory), 0)
+    more = next((n for n in _powers(ranks) if trainer_memory(saved, sizes, n).total <= memory), 0)
     if not more:
         return "no number of trainer processes would do: choose GPUs of more memory, or adapters (model.lora.rank)"
     return f"set {keys} and spread the trainer over {more} processes"
@@ -121,7 +123,7 @@ def _hint_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
     for gpus in (2, 4, 8):
         wider = resources.model_copy(update={"inference": resources.inference.model_copy(update={"gpus": gpus})})
         wide = config.model_copy(update={"resources": wider})
-        if gpus > resources.inference.gpus and least_vllm(wide, sizes) + beside_vllm(wide, sizes) <= memory:
+        if gpus > resources.inference.gpus and min_vllm_bytes(wide, sizes) + colocated_bytes(wide, sizes) <= memory:
             return f"set resources.inference.gpus={gpus}"
     return "choose GPUs of more memory"
 
@@ -135,12 +137,12 @@ _SAVINGS: Sequence[dict[str, Any]] = (
 )
 
 
-def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+def _with_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
 
 
 def _on_mesh(config: RunConfig, **dimensions: int) -> RunConfig:
-    return _changed(config, {"mesh": config.training.mesh.model_copy(update=dimensions)})
+    return _with_changes(config, {"mesh": config.training.mesh.model_copy(update=dimensions)})
 
 
 def _spreads(config: RunConfig, sizes: Sizes) -> list[int]:

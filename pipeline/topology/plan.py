@@ -1,7 +1,8 @@
 """What runs, and what each part of it needs.
 
-Owns the words of the rendezvous (`Card`, `Placement`, `World`, `Plan`) and the first of its two decisions: `make_plan`,
-what a config asks of the allocation. Who gets it is decided in `pipeline.topology.assignment`. Pure functions of
+Owns the words of the rendezvous (`NodeInfo`, `Placement`, `World`, `Plan`) and the first of its two decisions:
+`make_plan`, what a config asks of the allocation. Who gets it is decided in `pipeline.topology.assignment`. Pure
+functions of
 values: no I/O, no clock, no randomness.
 """
 
@@ -22,7 +23,7 @@ _GPUS_OF = {"trainer": "resources.trainer.processes", "inference": "resources.in
 """The keys by which a role that has GPUs has fewer on one node."""
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True):
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank publishes about itself.
 
     Attributes:
@@ -102,7 +103,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(p for p in self.placements if p.rank == rank)
 
 
-class Slot(msgspec.Struct, frozen=True, kw_only=True):
+class RoleProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The `index`-th process of a role before it has a rank: how many ports and GPUs it needs.
 
     Its GPUs follow those of the slots before it in its seat; `back` GPUs further back begin those that it shares.
@@ -119,10 +120,10 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.role}.{self.index}"
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class NodeBundle(msgspec.Struct, frozen=True, kw_only=True):
     """The roles that one rank runs together, in the order to start them."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[RoleProcess, ...]
 
     @property
     def ports(self) -> int:
@@ -153,7 +154,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ranks: int
-    seats: tuple[Seat, ...]
+    seats: tuple[NodeBundle, ...]
 
     @property
     def ports_per_rank(self) -> int:
@@ -167,29 +168,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
-    seats = _seats(config)
+    seats = _bundles(config)
     return Plan(ranks=_ranks(config.resources, seats), seats=tuple(seats))
 
 
-def _seats(config: RunConfig) -> list[Seat]:
+def _bundles(config: RunConfig) -> list[NodeBundle]:
     wanted = config.resources
     if config.serve.enabled:  # its front is where its launcher is
-        inference = _inference_seats(wanted) if config.serve.sampling else []
-        return [seat for seats in _placed(_trainer_seats(wanted, ports=1), inference, wanted) for seat in seats]
+        inference = _inference_bundles(wanted) if config.serve.sampling else []
+        return [seat for seats in _placed(_trainer_bundles(wanted, ports=1), inference, wanted) for seat in seats]
     if config.evaluation.alone:
-        return _evaluation_seats(wanted)
+        return _evaluation_bundles(wanted)
     if not config.has_rollouts:
-        return _trainer_seats(wanted, ports=1)
+        return _trainer_bundles(wanted, ports=1)
     services = _services(redis=config.streams.backend == "redis")
-    trainer, inference = _placed(_trainer_seats(wanted, ports=2), _inference_seats(wanted), wanted)
+    trainer, inference = _placed(_trainer_bundles(wanted, ports=2), _inference_bundles(wanted), wanted)
     if wanted.services.nodes:
-        return [Seat(slots=services), *trainer, *inference]
+        return [NodeBundle(slots=services), *trainer, *inference]
     host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
-    host[-1] = Seat(slots=services[:1] + host[-1].slots + services[1:])
+    host[-1] = NodeBundle(slots=services[:1] + host[-1].slots + services[1:])
     return [*trainer, *inference]
 
 
-def _placed(trainer: list[Seat], inference: list[Seat], wanted: ResourcesConfig) -> tuple[list[Seat], list[Seat]]:
+def _placed(
+    trainer: list[NodeBundle], inference: list[NodeBundle], wanted: ResourcesConfig
+) -> tuple[list[NodeBundle], list[NodeBundle]]:
     """On nodes of their own, or together on nodes with GPUs."""
     if wanted.share_gpus and inference:
         return [], _shared(trainer, inference, wanted)
@@ -198,11 +201,11 @@ def _placed(trainer: list[Seat], inference: list[Seat], wanted: ResourcesConfig)
     return trainer, inference
 
 
-def _packed(seats: Sequence[Seat], gpus: int) -> list[Seat]:
+def _packed(seats: Sequence[NodeBundle], gpus: int) -> list[NodeBundle]:
     """The same slots on as few nodes of so many GPUs as first fit finds, the largest first; each part of the trainer
     on a node of its own, as `resources.trainer.nodes` says. Slots that share GPUs stay together."""
-    groups = sorted((group for seat in seats for group in _sharing(seat)), key=lambda group: -group.gpus)
-    nodes: list[Seat] = []
+    groups = sorted((group for seat in seats for group in _split_by_gpu(seat)), key=lambda group: -group.gpus)
+    nodes: list[NodeBundle] = []
     for group in groups:
         if group.gpus > gpus:
             expected = f"at least {group.gpus}, the GPUs of {group.name}, which has one node"
@@ -212,27 +215,29 @@ def _packed(seats: Sequence[Seat], gpus: int) -> list[Seat]:
         if place is None:
             nodes.append(group)
         else:
-            nodes[place] = Seat(slots=nodes[place].slots + group.slots)
+            nodes[place] = NodeBundle(slots=nodes[place].slots + group.slots)
     return nodes
 
 
-def _has_room(node: Seat, group: Seat, gpus: int) -> bool:
+def _has_room(node: NodeBundle, group: NodeBundle, gpus: int) -> bool:
     two_trainers = all(any(slot.role == "trainer" for slot in seat.slots) for seat in (node, group))
     return node.gpus + group.gpus <= gpus and not two_trainers
 
 
-def _sharing(seat: Seat) -> list[Seat]:
+def _split_by_gpu(seat: NodeBundle) -> list[NodeBundle]:
     """The seat in parts that share no GPU with each other."""
-    groups: list[tuple[Slot, ...]] = []
+    groups: list[tuple[RoleProcess, ...]] = []
     for slot in seat.slots:
         if slot.back:
             groups[-1] += (slot,)
         else:
             groups.append((slot,))
-    return [Seat(slots=group) for group in groups]
+    return [NodeBundle(slots=group) for group in groups]
 
 
-def _shared(trainer: Sequence[Seat], inference: Sequence[Seat], wanted: ResourcesConfig) -> list[Seat]:
+def _shared(
+    trainer: Sequence[NodeBundle], inference: Sequence[NodeBundle], wanted: ResourcesConfig
+) -> list[NodeBundle]:
     """Each node's servers on the GPUs of its trainer, from the first on."""
     if len(trainer) != len(inference):
         expected = f"{len(trainer)} with resources.share_gpus, as resources.trainer.nodes"
@@ -246,20 +251,20 @@ def _shared(trainer: Sequence[Seat], inference: Sequence[Seat], wanted: Resource
         expected = f"servers that need at most the {held} GPUs of a node's trainer, not {needed}"
         raise PlanError("resources.inference.servers", wanted.inference.servers, expected, "set fewer")
     pairs = zip(trainer, inference, strict=True)
-    return [Seat(slots=(*training.slots, *_upon(serving, held))) for training, serving in pairs]
+    return [NodeBundle(slots=(*training.slots, *_colocated_on(serving, held))) for training, serving in pairs]
 
 
-def _upon(serving: Seat, held: int) -> Iterator[Slot]:
+def _colocated_on(serving: NodeBundle, held: int) -> Iterator[RoleProcess]:
     """The slots with their GPUs among the `held` ones before them."""
     for slot, places in zip(serving.slots, serving.gpu_places(), strict=True):
         yield msgspec.structs.replace(slot, back=held - places.start)
 
 
-def _ranks(wanted: ResourcesConfig, seats: Sequence[Seat]) -> int:
+def _ranks(wanted: ResourcesConfig, seats: Sequence[NodeBundle]) -> int:
     """Size of the allocation."""
     least = len(seats) + wanted.spares
     if wanted.nodes and wanted.nodes < least:
-        found = Counter(_kind(seat, wanted) for seat in seats)
+        found = Counter(_bundle_kind(seat, wanted) for seat in seats)
         services = found.pop("services", 0)
         counts = dict(sorted(found.items(), reverse=True)) | {"services": services, "spares": wanted.spares}
         parts = " + ".join(f"{name} {count}" for name, count in counts.items() if count)
@@ -268,7 +273,7 @@ def _ranks(wanted: ResourcesConfig, seats: Sequence[Seat]) -> int:
     return wanted.nodes or least
 
 
-def _kind(seat: Seat, wanted: ResourcesConfig) -> str:
+def _bundle_kind(seat: NodeBundle, wanted: ResourcesConfig) -> str:
     """What a node with this seat is called where nodes are counted."""
     roles = {slot.role for slot in seat.slots}
     parts = [role for role in ("trainer", "inference") if role in roles]
@@ -277,32 +282,34 @@ def _kind(seat: Seat, wanted: ResourcesConfig) -> str:
     return " with ".join(parts) or "services"
 
 
-def _services(*, redis: bool) -> tuple[Slot, ...]:
-    store = (Slot(role="redis", ports=1),) if redis else ()
-    return (*store, Slot(role="preprocessor"), Slot(role="actor"))
+def _services(*, redis: bool) -> tuple[RoleProcess, ...]:
+    store = (RoleProcess(role="redis", ports=1),) if redis else ()
+    return (*store, RoleProcess(role="preprocessor"), RoleProcess(role="actor"))
 
 
-def _trainer_seats(wanted: ResourcesConfig, ports: int) -> list[Seat]:
+def _trainer_bundles(wanted: ResourcesConfig, ports: int) -> list[NodeBundle]:
     """One torchrun agent a node; the first holds torchrun's master port and, where there are servers, the weight
     store's: so many `ports`."""
     gpus = wanted.trainer.processes * wanted.trainer.gpus
-    slots = [Slot(role="trainer", index=i, ports=0 if i else ports, gpus=gpus) for i in range(wanted.trainer.nodes)]
-    return [Seat(slots=(slot,)) for slot in slots]
+    slots = [
+        RoleProcess(role="trainer", index=i, ports=0 if i else ports, gpus=gpus) for i in range(wanted.trainer.nodes)
+    ]
+    return [NodeBundle(slots=(slot,)) for slot in slots]
 
 
-def _inference_seats(wanted: ResourcesConfig) -> list[Seat]:
+def _inference_bundles(wanted: ResourcesConfig) -> list[NodeBundle]:
     servers, gpus = wanted.inference.servers, wanted.inference.gpus
     count = servers * wanted.inference.nodes
     back = [gpus if index % servers % wanted.inference.per_gpu else 0 for index in range(count)]
-    slots = [Slot(role="inference", index=index, ports=1, gpus=gpus, back=back[index]) for index in range(count)]
-    return [Seat(slots=tuple(slots[first : first + servers])) for first in range(0, count, servers)]
+    slots = [RoleProcess(role="inference", index=index, ports=1, gpus=gpus, back=back[index]) for index in range(count)]
+    return [NodeBundle(slots=tuple(slots[first : first + servers])) for first in range(0, count, servers)]
 
 
-def _evaluation_seats(wanted: ResourcesConfig) -> list[Seat]:
+def _evaluation_bundles(wanted: ResourcesConfig) -> list[NodeBundle]:
     """The servers, and on the last of their nodes the actor."""
-    seats = _inference_seats(wanted)
+    seats = _inference_bundles(wanted)
     *others, last = _packed(seats, wanted.gpus_per_node) if wanted.gpus_per_node else seats
-    return [*others, Seat(slots=(*last.slots, Slot(role="actor")))]
+    return [*others, NodeBundle(slots=(*last.slots, RoleProcess(role="actor")))]
 
 
 def _trainer_load(wanted: ResourcesConfig) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError
-from pipeline.run.metrics_log import Row, Sink
+from pipeline.run.metrics_log import MetricRecord, Sink
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.utils.subprocesses import Child, describe_exit, tail
 from pipeline.utils.waiting import wait_for
@@ -72,7 +72,7 @@ class WandbSink:
         argv = (sys.executable, "-P", "-m", "pipeline.tracking.wandb_process", *described)
         self._child = Child(argv, folder / "wandb.log", {**variables, **_places(folder, mode)})
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRecord) -> None:
         """Only look whether wandb still follows: it reads the row from the file."""
         code = self._child.poll()
         if code is not None:

@@ -17,7 +17,7 @@ import msgspec
 
 from pipeline.config import RunConfig, load_config
 from pipeline.errors import ConfigError
-from pipeline.run.metrics_log import Row, RowReader
+from pipeline.run.metrics_log import MetricRecord, RowReader
 from pipeline.run.paths import RunPaths
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK
@@ -28,7 +28,7 @@ _HEAD = ("kind", "job", "step", "time", "written")
 _QUIET = {"x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False, "disable_git": True}
 
 
-def numbers_of(row: Row) -> dict[str, float]:
+def numbers_of(row: MetricRecord) -> dict[str, float]:
     """What wandb gets of a row. Rows of the warm start have names below `sft/` and a step axis of their own."""
     prefix = "" if row["job"] == "rl" else f"{row['job']}/"
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in _HEAD}
@@ -40,7 +40,7 @@ def sync_command(paths: RunPaths) -> str:
     return f"wandb sync {shlex.quote(str(paths.tracking / 'wandb'))}/offline-run-*"
 
 
-def begin_wandb_run(config: RunConfig, run_id: str, folder: Path, mode: str) -> Any:
+def start_wandb_run(config: RunConfig, run_id: str, folder: Path, mode: str) -> Any:
     """Start or resume the wandb run of `run_id`, its files below `folder`."""
     import wandb
 
@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> None:
     tree = shared_files.read_document(paths.config, dict[str, Any])
     if tree is None:
         raise ConfigError("config", str(paths.config), "a readable file")
-    run = begin_wandb_run(load_config(tree), run_id, paths.tracking, mode)
+    run = start_wandb_run(load_config(tree), run_id, paths.tracking, mode)
     offline = mode == "offline"
     known = None if offline else run.starting_step  # wandb counts the rows that it was handed
     follow_metrics(paths.metrics, run, Path(end), paths.tracking / "handed.jsonl", known, numbered=offline)

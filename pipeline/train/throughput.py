@@ -34,7 +34,7 @@ def peak_flops(device: str) -> float:
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceSpeed:
     """What trains.
 
     Attributes:
@@ -48,7 +48,7 @@ class Machine:
     peak: float = 0.0
 
 
-def rates(metrics: Mapping[str, float], seconds: float, machine: Machine) -> dict[str, float]:
+def rates(metrics: Mapping[str, float], seconds: float, machine: DeviceSpeed) -> dict[str, float]:
     """What only the whole step tells, from its `tokens/batch`, `tokens/left_out`, `tokens/shared` and `seconds/data`;
     see docs/metrics.md.
 
@@ -68,14 +68,14 @@ def rates(metrics: Mapping[str, float], seconds: float, machine: Machine) -> dic
     return found
 
 
-def machine_of(config: RunConfig, job: Job, flops_per_token: int) -> Machine:
+def machine_of(config: RunConfig, job: Job, flops_per_token: int) -> DeviceSpeed:
     """What trains a policy of which one pass over a token takes `flops_per_token` operations, forward and backward.
 
     On a CPU, and on a device that is not in `PEAKS`, no peak is known.
     """
     epochs = config.training.update_epochs if isinstance(job, RlJob) else 1
     trainer = config.resources.trainer
-    return Machine(trainer.nodes * trainer.processes, flops_per_token * epochs, _peak(config.resources.device))
+    return DeviceSpeed(trainer.nodes * trainer.processes, flops_per_token * epochs, _peak(config.resources.device))
 
 
 def _peak(device: str) -> float:

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config import OptimConfig, RunConfig, nearest
+from pipeline.config import OptimConfig, RunConfig, closest_match
 from pipeline.config.cross_checks import check_address, check_mini_batches
 from pipeline.config.value_types import Positive, Section
 from pipeline.errors import ConfigError
@@ -167,7 +167,7 @@ def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
     """
     jobs: list[Job] = []
     if config.has_sft:
-        jobs.append(_warm_start(config, rows))
+        jobs.append(_sft_phase(config, rows))
     if config.has_rollouts:
         schedule = RlSchedule(steps=config.training.steps, prompts=config.training.prompts_per_step, optim=config.optim)
         jobs.append(RlJob(inputs=StreamInput(), schedule=schedule))
@@ -176,17 +176,17 @@ def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
     return tuple(job.model_copy(update={**places, "output": output}) for job, output in zip(jobs, outputs, strict=True))
 
 
-def _warm_start(config: RunConfig, rows: int) -> SftJob:
+def _sft_phase(config: RunConfig, rows: int) -> SftJob:
     """Before RL, whose schedule `optim.*` is, its learning rate is constant; alone it has that schedule itself."""
     start, optim = config.training.warm_start, config.optim.model_copy(update={"lr": config.training.warm_start.lr})
     if config.has_rollouts:
         optim = optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
-    steps = start.steps or max(1, ceil(trained_rows(config, rows) / start.batch))
+    steps = start.steps or max(1, ceil(rows_to_train(config, rows) / start.batch))
     schedule = SftSchedule(steps=steps, batch=start.batch, optim=optim)
     return SftJob(inputs=DatasetInput() if config.data.path else DemonstrationsInput(), schedule=schedule)
 
 
-def trained_rows(config: RunConfig, rows: int) -> int:
+def rows_to_train(config: RunConfig, rows: int) -> int:
     """How many rows the epochs of a dataset of so many rows are, in all."""
     return round(config.training.warm_start.epochs * rows)
 
@@ -239,7 +239,7 @@ def _check_header(path: Path, tree: object) -> None:
     if not isinstance(tree, dict):
         raise ConfigError(str(path), tree, "a JSON object with the keys of a job", "see docs/jobs.md")
     if tree.get("kind") not in KINDS:
-        mend = nearest(str(tree.get("kind")), list(KINDS))
+        mend = closest_match(str(tree.get("kind")), list(KINDS))
         raise ConfigError(f"{path}: kind", tree.get("kind"), f"one of {', '.join(KINDS)}", mend)
     if tree.get("version") != JOB_VERSION:
         later = "write the file with the version of Rollcall that reads it"
@@ -251,7 +251,7 @@ def _error(path: Path, details: ErrorDetails) -> ConfigError:
     place = [str(part) for part in details["loc"] if part not in _TAGS]
     key = f"{path}: {'.'.join(place)}"
     if details["type"] == "extra_forbidden":
-        return ConfigError(key, details["input"], "a known key", nearest(place[-1], list(_keys())))
+        return ConfigError(key, details["input"], "a known key", closest_match(place[-1], list(_keys())))
     if details["type"] == "missing":
         return ConfigError(key, None, "a value", "see docs/jobs.md for what a job says")
     if details["type"] == "union_tag_invalid":
@@ -267,7 +267,7 @@ def _keys() -> Iterator[str]:
         yield from section.model_fields
 
 
-def check_alone(file: Path, job: Job, config: RunConfig) -> None:
+def check_offline(file: Path, job: Job, config: RunConfig) -> None:
     """`ConfigError` unless a job can stand alone, its batches are such as `config` can cut, and it can be done without
     removing anything but what it replaces, whatever links lead there."""
     for name in ("optimizer_state", "output", "log"):

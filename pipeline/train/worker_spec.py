@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipeline.config import ModelConfig, OptimConfig, RunConfig
 
-Kind = Literal["policy", "critic"]
+ModelKind = Literal["policy", "critic"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ModelSpec:
         cp: as there; neighboring ranks that share each micro-batch.
     """
 
-    kind: Kind
+    kind: ModelKind
     model: ModelConfig
     optim: OptimConfig | None = None
     steps: int = 1
@@ -46,7 +46,7 @@ def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, 
     training, loss = config.training, config.loss
     per_batch = training.update_epochs * training.mini_batches if job == "rl" else 1
 
-    def spec(kind: Kind, model: ModelConfig, optim: OptimConfig | None) -> ModelSpec:
+    def spec(kind: ModelKind, model: ModelConfig, optim: OptimConfig | None) -> ModelSpec:
         return ModelSpec(
             kind=kind,
             model=model,

@@ -40,11 +40,11 @@ from typing import Protocol
 
 from pipeline.config import RunConfig, StreamsConfig
 from pipeline.errors import StreamError
-from pipeline.run.events import Events, Listener
+from pipeline.run.events import EventPoller, Events
 from pipeline.run.paths import AttemptPaths
 from pipeline.topology.plan import World
 from pipeline.transport.async_streams import AsyncStreams
-from pipeline.transport.ending_patience import Ending
+from pipeline.transport.ending_patience import ShutdownPatience
 from pipeline.transport.streams import Depth, Entry, Reader, Rejected, Streams
 
 __all__ = ["AsyncStreams", "Depth", "Entry", "Reader", "Rejected", "Streams", "connect", "open_streams"]
@@ -87,7 +87,7 @@ def open_streams(
     from pipeline.transport.redis_streams import RedisStreams
 
     address, port = servers[0].address, servers[0].ports[0]
-    ending = Ending(Listener(Events(paths), ranks=len(world.placements)), grace)
+    ending = ShutdownPatience(EventPoller(Events(paths), ranks=len(world.placements)), grace)
     return RedisStreams(
         address,
         port,

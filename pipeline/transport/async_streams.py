@@ -18,15 +18,15 @@ from pipeline.transport.sample_records import R, Record
 from pipeline.transport.streams import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
-    PATIENCE,
+    PUBLISH_TIMEOUT,
     Acknowledging,
     Depth,
     Entry,
+    PublishAttempt,
     Reader,
-    Sending,
     Streams,
 )
-from pipeline.utils.waiting import Deadline, growing_pauses
+from pipeline.utils.waiting import Deadline, exponential_pauses
 
 T = TypeVar("T")
 
@@ -44,15 +44,20 @@ class AsyncStreams:
         return self._streams.generation
 
     async def publish(
-        self, topic: str, record: Record, *, acknowledging: Acknowledging | None = None, seconds: float = PATIENCE
+        self,
+        topic: str,
+        record: Record,
+        *,
+        acknowledging: Acknowledging | None = None,
+        seconds: float = PUBLISH_TIMEOUT,
     ) -> None:
         """Append a record; returns once it is safe. Waits for room; raises as `Streams.publish_many`.
 
         When its task is cancelled, the record may or may not have been published.
         """
-        sending = Sending(self._streams, topic, [record], acknowledging)
+        sending = PublishAttempt(self._streams, topic, [record], acknowledging)
         deadline = Deadline(sending.awaited, seconds)
-        pauses = growing_pauses(FIRST_PAUSE, LONGEST_PAUSE)
+        pauses = exponential_pauses(FIRST_PAUSE, LONGEST_PAUSE)
         while not await self._call(sending.push):
             if deadline.passed:
                 raise deadline.error(sending.missing())
@@ -61,7 +66,7 @@ class AsyncStreams:
     async def read(self, reader: Reader[R], limit: int, seconds: float) -> list[Entry[R]]:
         """The next entries of `reader`, or none within `seconds`; one task a reader."""
         deadline = Deadline(f"an entry in {reader.topic!r}", seconds)
-        pauses = growing_pauses(FIRST_PAUSE, LONGEST_PAUSE)
+        pauses = exponential_pauses(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             entries = await self._call(lambda: reader.read(limit, 0))
             if entries or deadline.passed:

@@ -41,13 +41,13 @@ from pipeline.transport.streams import (
 from pipeline.transport.topic_cursors import Cursor, CursorFile
 from pipeline.transport.topic_segments import Frame, SegmentPosition, SegmentWriter, frame_bytes
 from pipeline.utils import shared_files
-from pipeline.utils.fs_retry import LAST_SECONDS, retry_transient
+from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 from pipeline.utils.waiting import wait_for
 
 T = TypeVar("T")
 
 _SEGMENTS_PER_BUDGET = 8
-_SMALLEST_SEGMENT = 1 << 16
+_MIN_SEGMENT = 1 << 16
 
 
 class FileStreams(Streams):
@@ -134,7 +134,7 @@ class FileStreams(Streams):
 
     def _writer(self, topic: str) -> SegmentWriter:
         if topic not in self._writers:
-            size = max(self._budget // _SEGMENTS_PER_BUDGET, _SMALLEST_SEGMENT)
+            size = max(self._budget // _SEGMENTS_PER_BUDGET, _MIN_SEGMENT)
             self._writers[topic] = SegmentWriter(self._folder(topic), size)
             self._room[topic] = 0
         return self._writers[topic]
@@ -243,7 +243,7 @@ def translated(what: str) -> Iterator[None]:
 
 def _patiently(what: str, act: Callable[[], T]) -> T:
     """What `act` returns, which may be called again, once the filesystem lets it."""
-    return retry_transient(f"the stream files of {what!r}", act, LAST_SECONDS)
+    return retry_transient(f"the stream files of {what!r}", act, FINAL_WRITE_TIMEOUT)
 
 
 def _value(path: Path) -> bytes | None:

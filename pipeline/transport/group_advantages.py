@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Baseline = Literal["group", "group_std", "leave_one_out", "batch", "group_batch", "gae"]
-BARE: tuple[Baseline, ...] = ("batch", "gae")
+REWARDS_ONLY: tuple[Baseline, ...] = ("batch", "gae")
 """Baselines that no group has: its samples keep their rewards."""
 Rewards = NDArray[np.float64]
 
@@ -29,9 +29,10 @@ EPSILON = 1e-6
 
 
 def advantages(rewards: Sequence[float], baseline: Baseline) -> Rewards:
-    """float64[S]: the advantage of each of the S ≥ 1 finite rewards of a group, in order; for `BARE` the rewards."""
+    """float64[S]: the advantage of each of the S ≥ 1 finite rewards of a group, in order; for `REWARDS_ONLY` the
+    rewards."""
     values = np.asarray(rewards, dtype=np.float64)
-    if all_alike(rewards) and baseline not in BARE:
+    if has_zero_variance(rewards) and baseline not in REWARDS_ONLY:
         return np.zeros_like(values)
     return _ESTIMATORS[baseline](values)
 
@@ -40,7 +41,7 @@ FILTERED = "filtered: zero advantage"
 """What becomes of a group without a signal, with `training.zero_advantage=drop`."""
 
 
-def all_alike(rewards: Sequence[float]) -> bool:
+def has_zero_variance(rewards: Sequence[float]) -> bool:
     """True when a group has no signal: every sample, or the only one, has the same reward."""
     return len(set(rewards)) <= 1
 

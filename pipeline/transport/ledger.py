@@ -117,7 +117,7 @@ class Ledger:
         return ledger
 
 
-def prompt_of(position: int, size: int, seed: int) -> int:
+def prompt_at(position: int, size: int, seed: int) -> int:
     """The prompt (0 ≤ prompt < size) at a position: each epoch of `size` positions visits every prompt once.
 
     A permutation without a table: a Feistel network over the next power of four, walked until it lands below `size`

@@ -29,9 +29,9 @@ from pipeline.transport import redis_scripts as scripts
 from pipeline.transport.sample_records import R, decode_record
 from pipeline.transport.streams import REJECTED_BYTES, Acknowledging, Depth, Entry, Reader, Rejected, Streams
 from pipeline.utils import heartbeat
-from pipeline.utils.fs_retry import OUTAGE_SECONDS
+from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT
 from pipeline.utils.mutual_auth import introduce
-from pipeline.utils.waiting import CLOCK, Deadline, growing_pauses
+from pipeline.utils.waiting import CLOCK, Deadline, exponential_pauses
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _OUT_OF_MEMORY = "command not allowed when used memory > 'maxmemory'"
 _CANNOT_WRITE = "MISCONF"
 """Begins the refusal of a Redis whose disk is full or fails. It refuses before anything of the command or script is
 done, goes on trying to write, and takes commands again once that succeeds."""
-_TOLD_AFTER = 2.0
+_WARN_AFTER = 2.0
 """Seconds after which a wait is reported: a connection that is made again at once is not worth a line."""
 MORE_MEMORY = "; checkpoint more often (training.checkpoint_every), or raise streams.budget_bytes"
 
@@ -63,7 +63,7 @@ class RedisStreams(Streams):
         *,
         budget: int,
         attempt: str,
-        patience: float = OUTAGE_SECONDS,
+        patience: float = FS_OUTAGE_TIMEOUT,
         startup: float = 30.0,
         time_left: Callable[[], float] = lambda: math.inf,
     ) -> None:
@@ -169,7 +169,7 @@ class RedisStreams(Streams):
         Each try is a heartbeat: who waits here does not hang.
         """
         deadline = Deadline(self._name, self._patience if patience is None else patience)
-        pauses = growing_pauses(0.02, 1.0)
+        pauses = exponential_pauses(0.02, 1.0)
         while True:
             try:
                 result = step()
@@ -186,7 +186,7 @@ class RedisStreams(Streams):
 
     def _report_wait(self, error: RedisError, deadline: Deadline) -> None:
         """One line for each outage, whichever thread notices it first."""
-        if not self._waits and deadline.seconds - deadline.left >= _TOLD_AFTER:
+        if not self._waits and deadline.seconds - deadline.left >= _WARN_AFTER:
             self._waits = True
             trouble = "cannot write to its disk" if _CANNOT_WRITE in str(error) else "does not answer"
             log.warning("%s %s, waiting up to %.0f s: %s", self._name, trouble, deadline.seconds, one_line(error))
@@ -230,7 +230,7 @@ class RedisStreams(Streams):
     def _failure(self, error: RedisError, deadline: Deadline) -> StreamError:
         advice = MORE_MEMORY if _OUT_OF_MEMORY in str(error) else ""
         waited = deadline.seconds - deadline.left
-        lasting = f", for {waited:.0f} s" if waited >= _TOLD_AFTER and _may_pass(error) else ""
+        lasting = f", for {waited:.0f} s" if waited >= _WARN_AFTER and _may_pass(error) else ""
         return StreamError(f"{self._name}: {one_line(error)}{lasting}{advice}")
 
     def _range(self, stream: str) -> Iterator[Raw]:

@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import RecordError
-from pipeline.utils.value_bounds import MOST_REWARD
+from pipeline.utils.value_bounds import MAX_REWARD
 
 WIRE_VERSION = 2
-MOST_NEWER = 255
+MAX_VERSION_OFFSET = 255
 """The most that `Sample.newer` can say. A token of yet newer weights passes for older than it is."""
 MALFORMED = "malformed"
 """Begins the outcome of a group that makes no sense: it is not settled, its position is asked for again."""
@@ -161,8 +161,8 @@ def _check_lengths(part: Sample | Branch) -> None:
 def _check_numbers(sample: Sample) -> None:
     if not math.isfinite(sample.reward):
         raise RecordError("a log-probability or the reward is not finite")
-    if abs(sample.reward) > MOST_REWARD:
-        raise RecordError(f"a reward of {sample.reward:g}, beyond ±{MOST_REWARD:.0f}")
+    if abs(sample.reward) > MAX_REWARD:
+        raise RecordError(f"a reward of {sample.reward:g}, beyond ±{MAX_REWARD:.0f}")
     if not all(map(math.isfinite, sample.metrics.values())):
         raise RecordError("one of its metrics is not finite")
 

@@ -37,7 +37,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     version: int | None
 
 
-class Board:
+class SharedState:
     """The board of one attempt. Threads may share it."""
 
     def __init__(self, streams: Streams) -> None:

@@ -1,8 +1,8 @@
 """How far generation may run ahead of training.
 
-Owns the rule of `training.max_lag`: at admission (`Gate`, in the actor) and at the trainer (`is_refused`, `young`). A
-pure state machine: numbers in, a limit out; it owns no task, client or clock, and is neither backpressure nor
-completion.
+Owns the rule of `training.max_lag`: at admission (`StalenessGate`, in the actor) and at the trainer (`is_refused`,
+`is_fresh`). A pure state machine: numbers in, a limit out; it owns no task, client or clock, and is neither
+backpressure nor completion.
 
 Words: the trainer's version v is the steps it has done; one step trains P groups. A group is outstanding from
 the moment it is issued until the trainer settles it (trained, filtered or failed). A sample made by weights w and
@@ -19,8 +19,8 @@ train now and 32 for the next step. The trainer steps to 6 and settles 32; while
 
 Groups that overtake each other may miss the bound by what was overtaken. The trainer refuses those by their `lag` and
 asks for them again, so what is trained always keeps it. With `training.stale=mask` it holds token by token: a sample
-goes on while its server gets new weights, so its later tokens may be `young` when its first ones are too old. The young
-ones count, the others are only read, and a group is refused when it has no young token.
+goes on while its server gets new weights, so its later tokens may be `is_fresh` when its first ones are too old. The
+young ones count, the others are only read, and a group is refused when it has no young token.
 
 A group that is always overtaken would be refused for ever. So a group that was refused twice is awaited until it is
 published: meanwhile the gate counts it as a server at the version w with which it was issued, whatever the servers are
@@ -59,7 +59,7 @@ Stale = Literal["refuse", "mask"]
 
 
 @dataclass
-class Gate:
+class StalenessGate:
     """Admission of new groups; closed until it knows the trainer and one server."""
 
     prompts_per_step: int
@@ -111,9 +111,9 @@ def is_refused(version: int, group: Group, max_lag: int, stale: Stale, masked: s
     if lag(version, group) <= max_lag:
         return False
     rows = (row for sample in group.samples if sample.finish != masked for row in sample.rows())
-    return stale == "refuse" or not any(young(row, version - max_lag).any() for row in rows)
+    return stale == "refuse" or not any(is_fresh(row, version - max_lag).any() for row in rows)
 
 
-def young(row: TokenRow, oldest: int) -> NDArray[np.bool_]:
+def is_fresh(row: TokenRow, oldest: int) -> NDArray[np.bool_]:
     """bool[T]: the tokens that were sampled by weights of version `oldest` or later."""
     return np.logical_and(row.sampled, row.versions >= oldest)

@@ -21,7 +21,7 @@ from pipeline.utils.waiting import wait_for
 V = TypeVar("V")
 
 PIECE_BYTES = 1 << 20
-PATIENCE = 3600.0
+PUBLISH_TIMEOUT = 3600.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25
 
 
@@ -106,7 +106,7 @@ class Streams(ABC):
         record: Record,
         *,
         acknowledging: Acknowledging | None = None,
-        seconds: float = PATIENCE,
+        seconds: float = PUBLISH_TIMEOUT,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Append a record; True once it is safe. See `publish_many`."""
@@ -118,7 +118,7 @@ class Streams(ABC):
         records: Sequence[Record],
         *,
         acknowledging: Acknowledging | None = None,
-        seconds: float = PATIENCE,
+        seconds: float = PUBLISH_TIMEOUT,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Append records in their order, waiting for room; True once all are safe, False if `should_stop()` came first.
@@ -131,7 +131,7 @@ class Streams(ABC):
         Raises `DeadlineError` when there was no room for `seconds`, `StreamError` when one record alone is above the
         budget or the backend failed.
         """
-        sending = Sending(self, topic, records, acknowledging)
+        sending = PublishAttempt(self, topic, records, acknowledging)
 
         def outcome() -> str | None:
             return "sent" if sending.push() else "stopped" if should_stop() else None
@@ -217,7 +217,7 @@ class Streams(ABC):
         self.close()
 
 
-class Sending:
+class PublishAttempt:
     """Records on their way into a topic, in pieces of about `PIECE_BYTES`: `push` until it says True."""
 
     def __init__(

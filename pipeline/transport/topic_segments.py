@@ -105,7 +105,7 @@ def take_entries(folder: Path, start: SegmentPosition, limit: int) -> tuple[list
                 return taken, start
         if successor is None:
             break
-        _tell_of_torn_tail(folder, start)
+        _log_torn_tail(folder, start)
         start = SegmentPosition(successor, 0)
     return taken, start
 
@@ -127,7 +127,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _tell_of_torn_tail(folder: Path, end: SegmentPosition) -> None:
+def _log_torn_tail(folder: Path, end: SegmentPosition) -> None:
     path = segment_path(folder, end.segment)
     if (torn := _size(path) - end.offset) > 0:
         log.warning("%s: its last %d bytes are no whole entry; its writer was stopped there", path, torn)

@@ -6,7 +6,7 @@ step, and gets what it lacks as soon as it can; and that a writer which was repl
 write hangs: each writer begins with a new file, and looks whether it may write after it opened the old one. Must not
 know what a line means.
 
-    keep_lines(path, wanted, fence.check)       # once, by whoever has the right to write now
+    rewrite_lines(path, wanted, fence.check)       # once, by whoever has the right to write now
     journal = Journal(path, fence.check)
     journal.add(line)
     size = journal.flush()                      # on disk; `size` is what a commit covers
@@ -18,25 +18,25 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.errors import CheckpointError, SupersededError
 from pipeline.utils import shared_files
-from pipeline.utils.fs_retry import LAST_SECONDS, retry_transient
+from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 from pipeline.utils.waiting import CLOCK, Clock
 
 log = logging.getLogger(__name__)
 
 
-class Journal:
-    """Adds lines to the file at `path`; `check` raises `OvertakenError` when this writer was replaced."""
+class AppendLog:
+    """Adds lines to the file at `path`; `check` raises `SupersededError` when this writer was replaced."""
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
         self._path, self._check = path, check
-        self._size = retry_transient(f"the size of {path}", lambda: _size(path), LAST_SECONDS)
+        self._size = retry_transient(f"the size of {path}", lambda: _size(path), FINAL_WRITE_TIMEOUT)
         self._unwritten = bytearray()
         self._told = False
 
     def add(self, *lines: bytes) -> None:
-        """Add lines, given without their ends, now or with later ones; `OvertakenError` from `check`."""
+        """Add lines, given without their ends, now or with later ones; `SupersededError` from `check`."""
         self._unwritten += b"".join(line + b"\n" for line in lines)
         self._write(flush=False)
 
@@ -55,7 +55,7 @@ class Journal:
                     self._size += written
                 if flush:
                     os.fsync(file.fileno())
-        except OvertakenError:
+        except SupersededError:
             raise
         except (OSError, CheckpointError) as error:
             if not self._told:
@@ -73,7 +73,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def keep_lines(
+def rewrite_lines(
     path: Path,
     wanted: Callable[[bytes, int], bool],
     check: Callable[[], None] = lambda: None,
@@ -83,16 +83,16 @@ def keep_lines(
     """Put a new file in place of the one at `path`, with those lines of which `wanted(line, end)` is true.
 
     `end` is the offset in bytes behind the line. A last line that was not written to its end goes too. Nothing happens
-    when there is no file. A disk that fails for a transient reason, or is full, is tried again for `LAST_SECONDS`; then
-    the old file stays, with a warning. `check` is called right before the new one takes the name; what it raises leaves
-    everything as it is.
+    when there is no file. A disk that fails for a transient reason, or is full, is tried again for
+    `FINAL_WRITE_TIMEOUT`; then the old file stays, with a warning. `check` is called right before the new one takes the
+    name; what it raises leaves everything as it is.
 
     With `aside`, the whole lines that go are written to that file, if there are any. Returns how many went.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         return retry_transient(
-            f"{path} to be rolled back", lambda: _replace(path, part, wanted, check, aside), LAST_SECONDS, clock
+            f"{path} to be rolled back", lambda: _replace(path, part, wanted, check, aside), FINAL_WRITE_TIMEOUT, clock
         )
     except FileNotFoundError:
         return 0

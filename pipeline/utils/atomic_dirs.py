@@ -1,7 +1,7 @@
 """Directories that are replaced as a whole.
 
 Owns how a model takes its name. Promises that who looks at the name finds the old directory or the new one, whole and
-on disk, or for the moment between two renames neither; if a crash makes that moment longer, `mend` puts the old one
+on disk, or for the moment between two renames neither; if a crash makes that moment longer, `repair` puts the old one
 back. Knows nothing of what is in a directory.
 
 Writers that may be there at the same time, such as the attempts of a run, have a part each:
@@ -47,15 +47,15 @@ def replace(path: Path, part: Path, check: Callable[[], None] = lambda: None) ->
             path.rename(_replaced(path))
         part.rename(path)
     except OSError:
-        mend(path)
+        repair(path)
         raise
     flush(path.parent)
-    mend(path)
+    repair(path)
     for other in left:
         shutil.rmtree(other, ignore_errors=True)
 
 
-def mend(path: Path) -> None:
+def repair(path: Path) -> None:
     """Undo or end a `replace` that a crash cut short."""
     old = _replaced(path)
     if old.exists() and not path.exists():

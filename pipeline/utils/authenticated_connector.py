@@ -8,11 +8,11 @@ from typing import Any
 import aiohttp
 
 from pipeline.errors import ImpostorError
-from pipeline.utils.authenticated_http import LONGEST_ANSWER, ROUTE, check_answer
+from pipeline.utils.authenticated_http import MAX_ANSWER, ROUTE, check_answer
 from pipeline.utils.mutual_auth import HANDSHAKE_SECONDS, new_nonce
 
 
-class ProvenConnector(aiohttp.TCPConnector):
+class AuthenticatedConnector(aiohttp.TCPConnector):
     """Opens connections to servers that know the secret; to others, `aiohttp.ClientConnectorError`."""
 
     def __init__(self, secret: Callable[[], str], **options: Any) -> None:
@@ -37,12 +37,12 @@ class ProvenConnector(aiohttp.TCPConnector):
         """Ask on the connection before aiohttp's handler of answers gets it back."""
         transport, nonce = handler.transport, new_nonce()
         host, port = transport.get_extra_info("peername")[:2]
-        reader = asyncio.StreamReader(limit=LONGEST_ANSWER)
+        reader = asyncio.StreamReader(limit=MAX_ANSWER)
         transport.set_protocol(asyncio.StreamReaderProtocol(reader))
         transport.write(f"GET {ROUTE}?nonce={nonce.hex()} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
         status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         fields = dict(line.lower().partition(":")[::2] for line in lines)
-        body = await reader.readexactly(min(int(fields.get("content-length", 0)), LONGEST_ANSWER))
+        body = await reader.readexactly(min(int(fields.get("content-length", 0)), MAX_ANSWER))
         _, _, status = status.partition(" ")
         check_answer(self._secret(), host, port, nonce, int(status[:3]), status[4:], body)
         transport.set_protocol(handler)

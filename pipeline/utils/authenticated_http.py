@@ -9,10 +9,10 @@ nonce and for the address that was called, so that neither a key nor a prompt re
 
 from http.client import HTTPConnection
 
-from pipeline.utils.mutual_auth import NONCE_BYTES, impostor, is_proof, new_nonce, proof
+from pipeline.utils.mutual_auth import NONCE_BYTES, impostor_error, is_proof, new_nonce, proof
 
 ROUTE = "/rollcall/proof"
-LONGEST_ANSWER = 1 << 14
+MAX_ANSWER = 1 << 14
 
 
 def proof_answer(secret: str, host: str, port: int, query: bytes) -> bytes | None:
@@ -33,7 +33,7 @@ def connect(link: HTTPConnection, secret: str) -> None:
         link.request("GET", f"{ROUTE}?nonce={nonce.hex()}")
         host, port = link.sock.getpeername()[:2]
         answer = link.getresponse()
-        check_answer(secret, host, port, nonce, answer.status, answer.reason, answer.read(LONGEST_ANSWER))
+        check_answer(secret, host, port, nonce, answer.status, answer.reason, answer.read(MAX_ANSWER))
     except BaseException:
         link.close()
         raise
@@ -46,7 +46,7 @@ def check_answer(secret: str, host: str, port: int, nonce: bytes, status: int, r
     except ValueError:
         given = b""
     if status != 200 or not is_proof(given, secret, _claim(host, port), nonce):
-        raise impostor(host, port, f"status {status} {reason}")
+        raise impostor_error(host, port, f"status {status} {reason}")
 
 
 def _claim(host: str, port: int) -> str:

@@ -20,7 +20,7 @@ def pause_after(failures: int) -> float:
 
 
 @dataclass
-class Rest:
+class BackoffState:
     """Of one server: its `failures` in a row, and until when it rests, by the clock of the running loop."""
 
     failures: int = 0
@@ -39,16 +39,16 @@ class Rest:
 
 
 @dataclass(eq=False, kw_only=True)
-class Resting:
+class HasBackoff:
     """Something that rests when it fails."""
 
-    rest: Rest = field(default_factory=Rest)
+    rest: BackoffState = field(default_factory=BackoffState)
 
 
-R = TypeVar("R", bound=Resting)
+R = TypeVar("R", bound=HasBackoff)
 
 
-def rested(among: Sequence[R]) -> Sequence[R]:
+def available(among: Sequence[R]) -> Sequence[R]:
     """Those that do not rest; all of them where every one does."""
     now = asyncio.get_running_loop().time()
     return [each for each in among if each.rest.until <= now] or among

@@ -17,7 +17,7 @@ MOST_UNPROVED, UNPROVED_SECONDS = 256, 10.0
 _LOG_SECONDS = 60.0
 
 
-class Admission:
+class ConnectionLimiter:
     """The unproved connections of one listening socket, in one event loop."""
 
     def __init__(self, name: str, most: int = MOST_UNPROVED, seconds: float = UNPROVED_SECONDS) -> None:

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pipeline.utils import heartbeat
-from pipeline.utils.waiting import CLOCK, Clock, Deadline, growing_pauses
+from pipeline.utils.waiting import CLOCK, Clock, Deadline, exponential_pauses
 
 T = TypeVar("T")
 
-OUTAGE_SECONDS = 120.0
+FS_OUTAGE_TIMEOUT = 120.0
 """For how long a process that is at work bears a disk that fails: a file server that fails over is back by then."""
-LAST_SECONDS = 30.0
+FINAL_WRITE_TIMEOUT = 30.0
 """For how long somebody who has nothing else to do any more tries to write down its last words."""
 
 TRANSIENT = frozenset(
@@ -45,7 +45,7 @@ def retry_transient(awaited: str, act: Callable[[], T], seconds: float, clock: C
     From whatever thread: one beside the work, that of a commit for instance, hides for as long that the work stands
     still.
     """
-    deadline, pauses = Deadline(awaited, seconds, clock), growing_pauses(_PAUSE, _LONGEST_PAUSE)
+    deadline, pauses = Deadline(awaited, seconds, clock), exponential_pauses(_PAUSE, _LONGEST_PAUSE)
     while True:
         try:
             return act()
@@ -56,7 +56,7 @@ def retry_transient(awaited: str, act: Callable[[], T], seconds: float, clock: C
         clock.sleep(min(next(pauses), deadline.left))
 
 
-class Outbox:
+class DeferredWrites:
     """What has to be said on disk, in order, and is kept while the disk takes nothing.
 
     outbox.say(lambda: files.write_document(path, document))     # at once, or by a later `flush`

@@ -2,12 +2,12 @@
 
 Owns the memory that both share, one record for each process, and how a process fills its own. It tells two things: that
 it runs at all (a thread ticks), and that its work goes on (`beat`, called by the work itself where it progresses). What
-may take long says so, and how long, with `during`. Promises that telling takes microseconds, never waits and touches no
-file system: the memory is the agent's (memfd), reached through /proc and gone with it. In a process that no agent
+may take long says so, and how long, with `busy_with`. Promises that telling takes microseconds, never waits and touches
+no file system: the memory is the agent's (memfd), reached through /proc and gone with it. In a process that no agent
 listens to, nothing is told. Must not know from when on a silence is a hang: the agent judges that.
 
     heartbeat.start()                                          # the first thing in the process
-    with heartbeat.during("waiting for an order", 1800):       # at most so long without a beat
+    with heartbeat.busy_with("waiting for an order", 1800):       # at most so long without a beat
         ...
     for batch in micro_batches:
         heartbeat.beat()
@@ -160,7 +160,7 @@ def beat() -> None:
 
 
 @contextmanager
-def during(doing: str, seconds: float) -> Iterator[None]:
+def busy_with(doing: str, seconds: float) -> Iterator[None]:
     """In this block the work may go on for `seconds` without a beat. Only in the thread that does the work."""
     heart = _heart
     if heart is None:

@@ -2,7 +2,7 @@
 
 import json
 
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 
 
 def error_text(body: bytes, otherwise: str = "") -> str:
@@ -15,5 +15,5 @@ def error_text(body: bytes, otherwise: str = "") -> str:
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
-        return text[:MOST_CHARACTERS] or otherwise
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:MOST_CHARACTERS]
+        return text[:MAX_CHARACTERS] or otherwise
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:MAX_CHARACTERS]

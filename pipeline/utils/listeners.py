@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-NOBODY = "no process of this machine"
+NO_LISTENER = "no process of this machine"
 _PROC = Path("/proc")
 _LISTENING = "0A"
 """The state of a listening socket in /proc/net/tcp."""
@@ -61,10 +61,10 @@ def _hold(family: int, address: Any) -> socket.socket:
     return holder
 
 
-def who_listens(port: int) -> str:
+def listening_process(port: int) -> str:
     """The processes of this machine that listen on a TCP port: `uid 1000 (ann), pid 4711 (python3)`."""
     found = [f"uid {uid} ({_name_of(uid)}), {_process_of(inode)}" for uid, inode in _listeners(port)]
-    return "; ".join(dict.fromkeys(found)) or NOBODY
+    return "; ".join(dict.fromkeys(found)) or NO_LISTENER
 
 
 def _listeners(port: int) -> Iterator[tuple[int, str]]:

@@ -14,7 +14,7 @@ import secrets
 import socket
 
 from pipeline.errors import ImpostorError
-from pipeline.utils.listeners import who_listens
+from pipeline.utils.listeners import listening_process
 
 NONCE_BYTES, PROOF_BYTES = 16, 32
 HANDSHAKE_SECONDS = 5.0
@@ -45,7 +45,7 @@ def introduce(link: socket.socket, secret: str, service: str) -> None:
     answer = _receive(link, NONCE_BYTES + PROOF_BYTES)
     nonces = nonce + answer[:NONCE_BYTES]
     if not is_proof(answer[NONCE_BYTES:], secret, f"server {service}", nonces):
-        raise impostor(*link.getpeername()[:2])
+        raise impostor_error(*link.getpeername()[:2])
     link.sendall(proof(secret, f"client {service}", nonces))
 
 
@@ -56,12 +56,12 @@ def welcome_answer(secret: str, service: str, nonce: bytes) -> tuple[bytes, byte
     return answer, proof(secret, f"client {service}", nonces)
 
 
-def impostor(address: str, port: int, answered: str = "") -> ImpostorError:
+def impostor_error(address: str, port: int, answered: str = "") -> ImpostorError:
     """The error for a server that does not know the secret, with what this machine knows about it."""
     what = f"; it answered {answered}" if answered else ""
     return ImpostorError(
         f"the program that listens at {address}:{port} does not know this attempt's secret, so nothing was sent to it"
-        f"{what}; on this machine, {who_listens(port)} listens on this port"
+        f"{what}; on this machine, {listening_process(port)} listens on this port"
     )
 
 

@@ -36,7 +36,7 @@ class _Pages(mmap.mmap):
             self.unregister()
 
 
-def pinned(size: int) -> Tensor:
+def pinned_tensor(size: int) -> Tensor:
     """uint8[size] of zeros. Where CUDA refuses to register it, a warning says so, and it is ordinary memory.
 
     Its pages are touched before they are registered, by all of torch's threads: by itself the driver has one thread
@@ -62,7 +62,7 @@ def pinned(size: int) -> Tensor:
 
 def pinned_like(tensor: Tensor) -> Tensor:
     """As many numbers of its type, contiguous."""
-    return pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    return pinned_tensor(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 def current_device() -> int:

@@ -1,13 +1,13 @@
 """Servers that die of what they are asked.
 
 Owns when a request is given up because servers died under it. One that kills its server looks like all others that ran
-there, so nobody is blamed for a death or two. Promises that a request is given up only after `MOST_DEATHS`, at the last
-of which no other request was on its last try: so one that kills servers takes no other on its last try with it, and
-ends. Then the deaths are explained: all others begin to count anew.
+there, so nobody is blamed for a death or two. Promises that a request is given up only after `MAX_SERVER_CRASHES`, at
+the last of which no other request was on its last try: so one that kills servers takes no other on its last try with
+it, and ends. Then the deaths are explained: all others begin to count anew.
 
     async with suspects.trying(deaths):                  # `suspects`: one for all requests of a client
         …ask a server; if it had the request and gave no answer: deaths += await is_dead(http, endpoint)…
-    if deaths == MOST_DEATHS: suspects.give_up(); …GIVEN_UP…
+    if deaths == MAX_SERVER_CRASHES: suspects.give_up(); …ABANDONED…
     if suspects.given_up has changed since the request began: deaths = 0
 """
 
@@ -17,13 +17,13 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-MOST_DEATHS = 3
+MAX_SERVER_CRASHES = 3
 """As many as an attempt bears of one server, by default: `inference.restarts`."""
-GIVEN_UP = f"{MOST_DEATHS} servers died while they worked on this request, which is not asked for again"
+ABANDONED = f"{MAX_SERVER_CRASHES} servers died while they worked on this request, which is not asked for again"
 HEALTH = aiohttp.ClientTimeout(total=5.0)
 
 
-class Suspects:
+class PoisonRequestGuard:
     """The requests of one client under which servers died."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Suspects:
     @asynccontextmanager
     async def trying(self, deaths: int) -> AsyncIterator[None]:
         """To be entered for each try of a request; requests with one death left are tried one at a time."""
-        if deaths < MOST_DEATHS - 1:
+        if deaths < MAX_SERVER_CRASHES - 1:
             yield
             return
         given_up = self.given_up

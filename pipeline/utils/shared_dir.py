@@ -1,7 +1,7 @@
 """The shared directory of one attempt, as those who meet and watch each other in it see it.
 
 Owns the small interface between them and their filesystem, so that the same code runs on NFS and, in tests, in memory
-with every fault a filesystem can show. Promises of a `Directory`: a document appears whole or not at all under its
+with every fault a filesystem can show. Promises of a `SharedDir`: a document appears whole or not at all under its
 name, one of several creators wins, and a reader that is told "not there" may be told otherwise up to
 `ClusterConfig.lateness` seconds later. Knows no documents.
 """
@@ -18,7 +18,7 @@ from pipeline.utils.waiting import CLOCK, Clock
 T = TypeVar("T")
 
 
-class Directory(Protocol):
+class SharedDir(Protocol):
     """Sealed documents (msgspec Structs) under names relative to a directory. `OSError` where the disk fails."""
 
     def create(self, name: str, document: Any) -> bool:
@@ -38,8 +38,8 @@ class Directory(Protocol):
         ...
 
 
-class FileDirectory:
-    """A `Directory` on a shared filesystem; a disk that fails for a transient reason is asked again for `patience`
+class FileSharedDir:
+    """A `SharedDir` on a shared filesystem; a disk that fails for a transient reason is asked again for `patience`
     seconds."""
 
     def __init__(self, root: Path, patience: float = 0.0, clock: Clock = CLOCK) -> None:

@@ -22,7 +22,7 @@ from typing import IO, Any
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
-from pipeline.errors import ForgedError
+from pipeline.errors import SignatureError
 
 _TAG_BYTES = 32
 _OBJECT = "an object of a collective"
@@ -34,10 +34,10 @@ def sign(secret: str, purpose: str, body: bytes) -> bytes:
 
 
 def verified(secret: str, purpose: str, data: bytes) -> bytes:
-    """The body of what `sign` wrote with the same secret for the same purpose; `ForgedError` for anything else."""
+    """The body of what `sign` wrote with the same secret for the same purpose; `SignatureError` for anything else."""
     tag, body = data[:_TAG_BYTES], data[_TAG_BYTES:]
     if not hmac.compare_digest(tag, _tag(secret, purpose, body)):
-        raise ForgedError(
+        raise SignatureError(
             f"{purpose} carries no signature with this world's secret ({len(data)} bytes): somebody who is not of the "
             "run wrote to its ports; look who else reaches them, and set cluster.network to a network of your own"
         )

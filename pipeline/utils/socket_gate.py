@@ -14,8 +14,8 @@ import signal
 import socket
 
 from pipeline.utils import mutual_auth
-from pipeline.utils.connection_limits import Admission, raise_open_files
-from pipeline.utils.subprocesses import die_with_parent
+from pipeline.utils.connection_limits import ConnectionLimiter, raise_open_files
+from pipeline.utils.subprocesses import exit_with_parent
 
 _BACKLOG = 1024
 
@@ -31,7 +31,7 @@ def start_gate(listening: socket.socket, server: str, secret: str, service: str)
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server; the kernel ends this process after it
-        die_with_parent()
+        exit_with_parent()
         if os.getppid() == parent:
             raise_open_files()
             asyncio.run(Gate(server, secret, service).serve(listening))
@@ -45,7 +45,7 @@ class Gate:
 
     def __init__(self, server: str, secret: str, service: str, most: int = 256) -> None:
         self.server, self.secret, self.service = server, secret, service
-        self.admission = Admission(service, most, mutual_auth.HANDSHAKE_SECONDS)
+        self.admission = ConnectionLimiter(service, most, mutual_auth.HANDSHAKE_SECONDS)
         self.connecting: set[asyncio.Task[None]] = set()
 
     async def serve(self, listening: socket.socket) -> None:

@@ -32,7 +32,7 @@ KILL_SECONDS = 10.0
 _PAUSE = 0.02
 
 
-def die_with_parent() -> None:
+def exit_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(exec_shielded.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

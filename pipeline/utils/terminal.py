@@ -24,7 +24,7 @@ _SHOWN = {number: chr(0x2400 + number) if number < 0x20 else f"\\u{number:04x}" 
 _REMOVED = dict.fromkeys(_CONTROLS)
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Text in which nothing is hidden: what cannot be printed, but line ends and tabs, as Unicode's pictures of control
     characters, and what has no picture as its number."""
     return "".join(each if each.isprintable() or each in "\n\t" else _picture(each) for each in text)
@@ -36,7 +36,7 @@ def _picture(character: str) -> str:
 
 
 class CleanStream:
-    """A text stream that shows control characters as `visible` does; all else is the stream's own."""
+    """A text stream that shows control characters as `escape_controls` does; all else is the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream

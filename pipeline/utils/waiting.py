@@ -3,7 +3,7 @@
 Owns how Rollcall waits for what it can only find out by asking: with a deadline, a growing pause, and a sentence about
 what is missing when it runs out, on a clock that tests replace. `pipeline.utils.fs_retry` does the same for a disk that
 fails. What needs a loop of its own, since it does other work between two questions (a stream, a lock, a process that
-ends, a copy between GPUs), has a `Deadline` and its `growing_pauses` from here. Two kinds of waiting are not its
+ends, a copy between GPUs), has a `Deadline` and its `exponential_pauses` from here. Two kinds of waiting are not its
 matter: loops that go on as long as their process does (an agent, the controller, whoever follows a run), and waits
 inside the kernel, asyncio or a library, each of which has a time-out of its own or ends with its process.
 
@@ -57,7 +57,7 @@ class Deadline:
         return DeadlineError(self.awaited, self.seconds, missing)
 
 
-def growing_pauses(first: float, longest: float) -> Iterator[float]:
+def exponential_pauses(first: float, longest: float) -> Iterator[float]:
     """Seconds from one try to the next, without an end: half as long again each time, from `first` to `longest`."""
     pause = first
     while True:
@@ -81,7 +81,7 @@ def wait_for(
     what did not appear. An exception of the probe ends the wait. The last probe begins after the deadline: a process
     that was stopped meanwhile finds what has come while it could not look.
     """
-    deadline, pauses = Deadline(awaited, seconds, clock), growing_pauses(pause, longest_pause)
+    deadline, pauses = Deadline(awaited, seconds, clock), exponential_pauses(pause, longest_pause)
     while True:
         last = deadline.passed
         value = probe()
@@ -92,7 +92,7 @@ def wait_for(
         clock.sleep(min(next(pauses), deadline.left))
 
 
-async def within(awaited: str, work: Awaitable[T], seconds: float) -> T:
+async def run_within(awaited: str, work: Awaitable[T], seconds: float) -> T:
     """The result of `work`; `DeadlineError` after `seconds`. A `TimeoutError` of the work itself stays one."""
     import asyncio
 

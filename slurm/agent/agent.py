@@ -21,36 +21,36 @@ from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, RendezvousError, RollcallError, one_line
 from pipeline.roles.role_context import RoleContext, read_config
 from pipeline.run.completion import finish, is_finished
-from pipeline.run.events import Events, Listener, look_seconds
+from pipeline.run.events import EventPoller, Events, poll_interval
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished
-from pipeline.topology.plan import Card, Plan, World, make_plan
+from pipeline.topology.plan import NodeInfo, Plan, World, make_plan
 from pipeline.train.train_jobs import steps_of_sft
 from pipeline.utils import network_interfaces, subprocesses
-from pipeline.utils.fs_retry import LAST_SECONDS, OUTAGE_SECONDS, retry_transient
-from pipeline.utils.shared_dir import Directory, FileDirectory
+from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, FS_OUTAGE_TIMEOUT, retry_transient
+from pipeline.utils.shared_dir import FileSharedDir, SharedDir
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
-from slurm.agent.agent_heartbeat import Marks, NeighbourWatch, SignsOfLife, agent_name, lost_ranks, mark_down
+from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, NeighborWatch, agent_name, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible
-from slurm.agent.preflight import Gpu, Needs, find_gpus, free_memory, node_id, parts_of_gpus, preflight
-from slurm.agent.supervisor import End, Notice, Supervisor, longest_descent
+from slurm.agent.preflight import Gpu, NodeRequirements, find_gpus, free_memory, node_id, parts_of_gpus, preflight
+from slurm.agent.supervisor import End, StopRequest, Supervisor, max_shutdown_seconds
 from slurm.agent.tmpdir import scratch_folder
 from slurm.registry import run_registry
-from slurm.rendezvous.probe_server import Beacon
-from slurm.rendezvous.rank_meeting import meet
+from slurm.rendezvous.probe_server import ProbeServer
+from slurm.rendezvous.rank_meeting import rendezvous
 from slurm.scheduler.slurm.slurm_environment import Environment
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers and users send to an agent to say that the job should end soon."""
 
-OWNER_SECONDS = 180.0
+OWNERSHIP_SECONDS = 180.0
 """How long an agent waits until its own job is on record as the run's: the launcher may be slow to record it."""
 _SLACK_SECONDS = 5.0
 
 
-class EndedBeforeWorld(RollcallError):
+class StoppedBeforeWorld(RollcallError):
     """The attempt was told to end before this rank had a world."""
 
 
@@ -63,39 +63,39 @@ class Agent:
     def __call__(self) -> End:
         """The end of this attempt; raises `RollcallError` (exit code 1) if it failed."""
         notice = note_signals()
-        subprocesses.die_with_parent()
+        subprocesses.exit_with_parent()
         subprocesses.adopt_orphans()
         return run_agent(RunPaths(self.run), Environment.detect(), notice)
 
 
-def run_agent(run: RunPaths, environment: Environment, notice: Notice) -> End:
+def run_agent(run: RunPaths, environment: Environment, notice: StopRequest) -> End:
     """One rank's part of one attempt. When it returns or raises, this rank is down and says so.
 
     In a finished run nothing is started, and in one that is another job's by now nothing is touched.
     """
-    if retry_transient("the end of the run", lambda: is_finished(run), LAST_SECONDS):
+    if retry_transient("the end of the run", lambda: is_finished(run), FINAL_WRITE_TIMEOUT):
         return "finished"
     _require_ownership(run, environment, notice)
     paths = run.attempt(run_registry.identity(run).run_id, environment.attempt)
-    with SignsOfLife(paths, environment.rank):
+    with HeartbeatFile(paths, environment.rank):
         try:
             return _attempt(run, paths, environment, notice)
         except Exception:
-            _see_off(run, FileDirectory(paths.root), environment.ranks)
+            _wait_for_other_agents(run, FileSharedDir(paths.root), environment.ranks)
             raise
 
 
-def _attempt(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice) -> End:
+def _attempt(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest) -> End:
     with ExitStack() as held:  # until nothing runs below this process that may still use it
         try:
             _make_folders(paths)
-            end = _take_part(run, paths, environment, notice, held)
+            end = _run_attempt(run, paths, environment, notice, held)
         except Exception as error:
             _record_failure(paths, environment.rank, error)
             raise
         finally:
             subprocesses.end_descendants()
-            mark_down(FileDirectory(paths.root), environment.rank)
+            mark_down(FileSharedDir(paths.root), environment.rank)
     if end == "failed":
         raise RollcallError(_first_failure(paths))
     return end
@@ -105,19 +105,21 @@ def _make_folders(paths: AttemptPaths) -> None:
     """Make the folders in which ranks look for each other's files: before anybody looks, since a client of a shared
     filesystem that found no folder may go on finding none."""
     for folder in paths.shared:
-        retry_transient(str(folder), partial(folder.mkdir, parents=True, exist_ok=True), LAST_SECONDS)
+        retry_transient(str(folder), partial(folder.mkdir, parents=True, exist_ok=True), FINAL_WRITE_TIMEOUT)
 
 
 def _first_failure(paths: AttemptPaths) -> str:
     """What failed first in an attempt of which a failure was told."""
-    attempt = FileDirectory(paths.root, LAST_SECONDS)
+    attempt = FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)
     failure, told = attempt.read(FIRST_FAILURE, FirstFailure), Events(paths, attempt).seen("failed")
     if failure is not None:
         return failure.one_line()
     return told.detail if told else "a rank failed without a reason on disk"
 
 
-def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice, held: ExitStack) -> End:
+def _run_attempt(
+    run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest, held: ExitStack
+) -> End:
     """Meet, and run the roles; `held` is what the agent holds for them."""
     config = read_config(run)
     if environment.restart > config.cluster.max_restarts:
@@ -125,8 +127,8 @@ def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, not
         raise RollcallError(f"this is restart {environment.restart} of the job and {limit}; raise it and submit again")
     try:
         world = _meet(paths, config, environment, notice, held)
-    except EndedBeforeWorld as reason:
-        events = Events(paths, FileDirectory(paths.root, LAST_SECONDS))
+    except StoppedBeforeWorld as reason:
+        events = Events(paths, FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT))
         if events.seen("failed"):
             return "failed"
         events.publish("draining", agent_name(environment.rank), str(reason))
@@ -134,15 +136,15 @@ def _take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, not
     contexts = [RoleContext(paths, config, world, place) for place in world.of_rank(environment.rank)]
     agent, ranks = agent_name(environment.rank), environment.ranks
     variables = held.enter_context(scratch_folder())
-    seconds = max(config.cluster.silence_seconds, OUTAGE_SECONDS) + config.cluster.lateness
-    with NeighbourWatch(paths, environment.rank, ranks, seconds, partial(_record_lost, paths)):
+    seconds = max(config.cluster.silence_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
+    with NeighborWatch(paths, environment.rank, ranks, seconds, partial(_record_lost_rank, paths)):
         end = Supervisor(contexts, agent, paths, config.cluster, notice, ranks=ranks, variables=variables).run()
     if end == "finished" and environment.rank == world.leader:
         _finish(run, paths, config, world)
     return end
 
 
-def _require_ownership(run: RunPaths, environment: Environment, notice: Notice) -> None:
+def _require_ownership(run: RunPaths, environment: Environment, notice: StopRequest) -> None:
     """Refuse a run that was submitted again as another job, which the scheduler may have queued before this one ended.
 
     The job may start before its launcher has recorded it, so this waits a little, unless it is told to end.
@@ -151,16 +153,16 @@ def _require_ownership(run: RunPaths, environment: Environment, notice: Notice) 
         return
 
     def ours() -> bool:
-        return retry_transient("the run's job", lambda: run_registry.owns(run, environment.job), LAST_SECONDS)
+        return retry_transient("the run's job", lambda: run_registry.owns(run, environment.job), FINAL_WRITE_TIMEOUT)
 
     with suppress(DeadlineError):
-        wait_for("the run to be this job's", lambda: ours() or bool(notice.reason), OWNER_SECONDS)
+        wait_for("the run to be this job's", lambda: ours() or bool(notice.reason), OWNERSHIP_SECONDS)
     if not ours():
         told = f"{run.job} names another job than {environment.job}"
         raise RollcallError(f"{told}: the run was submitted again, and this job must not go on with it")
 
 
-def _see_off(run: RunPaths, attempt: Directory, ranks: int, clock: Clock = CLOCK) -> None:
+def _wait_for_other_agents(run: RunPaths, attempt: SharedDir, ranks: int, clock: Clock = CLOCK) -> None:
     """Let the other agents come down before this one fails: `srun --kill-on-bad-exit` then ends those that are left.
 
     One that it ended would look like one that was lost with its node. They may hear late of the failure, and their
@@ -168,20 +170,22 @@ def _see_off(run: RunPaths, attempt: Directory, ranks: int, clock: Clock = CLOCK
     """
     try:
         cluster = read_config(run).cluster
-        seconds = longest_descent(cluster) + 2 * cluster.lateness + _SLACK_SECONDS
-        wait_for("the other agents to leave", lambda: _have_left(attempt, ranks), seconds, clock=clock)
+        seconds = max_shutdown_seconds(cluster) + 2 * cluster.lateness + _SLACK_SECONDS
+        wait_for("the other agents to leave", lambda: _have_exited(attempt, ranks), seconds, clock=clock)
     except RollcallError:
         return  # the failure is told, whoever is missing
 
 
-def _have_left(attempt: Directory, ranks: int) -> bool:
+def _have_exited(attempt: SharedDir, ranks: int) -> bool:
     try:
-        return not lost_ranks(attempt, ranks)
+        return not unexited_ranks(attempt, ranks)
     except OSError:
         return False
 
 
-def _meet(paths: AttemptPaths, config: RunConfig, environment: Environment, notice: Notice, held: ExitStack) -> World:
+def _meet(
+    paths: AttemptPaths, config: RunConfig, environment: Environment, notice: StopRequest, held: ExitStack
+) -> World:
     """Publish this rank's card and wait for the world; `held` keeps its ports and GPUs."""
     plan, interface = make_plan(config), environment.interface
     if environment.ranks != plan.ranks:
@@ -191,8 +195,8 @@ def _meet(paths: AttemptPaths, config: RunConfig, environment: Environment, noti
     addresses, token = environment.addresses_on(config.cluster.network), secrets.token_hex(16)
     if len(addresses) == 1:
         interface = addresses[0]
-    with Beacon(paths.run_id, environment.attempt, environment.rank, interface, token) as beacon:
-        card = Card(
+    with ProbeServer(paths.run_id, environment.attempt, environment.rank, interface, token) as beacon:
+        card = NodeInfo(
             rank=environment.rank,
             attempt=environment.attempt,
             hostname=socket.gethostname(),
@@ -206,13 +210,13 @@ def _meet(paths: AttemptPaths, config: RunConfig, environment: Environment, noti
             problems=(*unfit, *_off_network(addresses, config.cluster.network)),
             token=token,
         )
-        return meet(
-            FileDirectory(paths.rendezvous, LAST_SECONDS),
+        return rendezvous(
+            FileSharedDir(paths.rendezvous, FINAL_WRITE_TIMEOUT),
             plan,
             card,
             run_id=paths.run_id,
             seconds=config.cluster.rendezvous_seconds,
-            clock=AlertClock(paths, notice, plan.ranks),
+            clock=StoppableClock(paths, notice, plan.ranks),
         )
 
 
@@ -231,7 +235,7 @@ def _find_node(
         claimant = Claimant(run_id=paths.run_id, attempt=paths.attempt, rank=environment.rank)
         claimed = claim_visible(visible, needs, claimant, held)
         found, problem = claimed.gpus, claimed.problem
-    unfit = preflight(paths.run, found, Needs(free_gpus=any(needs)))
+    unfit = preflight(paths.run, found, NodeRequirements(free_gpus=any(needs)))
     return found, (*unfit, problem) if problem else unfit
 
 
@@ -243,36 +247,36 @@ def _off_network(addresses: Sequence[str], wanted: str) -> list[str]:
     return [f"no interface that is up is on cluster.network={wanted} (there are: {there})"]
 
 
-class AlertClock(Clock):
-    """The clock of a rendezvous: a pause ends with `EndedBeforeWorld` when there is no point in meeting any more."""
+class StoppableClock(Clock):
+    """The clock of a rendezvous: a pause ends with `StoppedBeforeWorld` when there is no point in meeting any more."""
 
-    def __init__(self, paths: AttemptPaths, notice: Notice, ranks: int) -> None:
-        self._listener, self._notice = Listener(Events(paths), ranks), notice
+    def __init__(self, paths: AttemptPaths, notice: StopRequest, ranks: int) -> None:
+        self._listener, self._notice = EventPoller(Events(paths), ranks), notice
 
     def sleep(self, seconds: float) -> None:
         super().sleep(seconds)
         heard = self._listener.heard()
         ending = heard.get("failed") or heard.get("draining")
         if self._notice.reason or ending:
-            raise EndedBeforeWorld(f"{ending.name} by {ending.by}" if ending else self._notice.reason)
+            raise StoppedBeforeWorld(f"{ending.name} by {ending.by}" if ending else self._notice.reason)
 
 
 def _record_failure(paths: AttemptPaths, rank: int, error: Exception) -> None:
     """Make this rank's failure the attempt's, unless another came first."""
-    _tell_failure(paths, rank, one_line(error))
+    _log_failure(paths, rank, one_line(error))
 
 
-def _record_lost(paths: AttemptPaths, rank: int, cause: str) -> None:
+def _record_lost_rank(paths: AttemptPaths, rank: int, cause: str) -> None:
     """Make it the attempt's failure that another rank's agent shows no sign of life, unless the attempt ends anyway."""
     with suppress(OSError):
-        if Events(paths, FileDirectory(paths.root, LAST_SECONDS)).told():
+        if Events(paths, FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)).told():
             return
-    _tell_failure(paths, rank, cause)
+    _log_failure(paths, rank, cause)
 
 
-def _tell_failure(paths: AttemptPaths, rank: int, cause: str) -> None:
+def _log_failure(paths: AttemptPaths, rank: int, cause: str) -> None:
     failure = FirstFailure(role=agent_name(rank), rank=rank, cause=cause, time=time.time(), log="", exit_code=None)
-    attempt = FileDirectory(paths.root, LAST_SECONDS)
+    attempt = FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)
     try:
         attempt.create(FIRST_FAILURE, failure)
         Events(paths, attempt).publish("failed", failure.role, failure.one_line())
@@ -285,26 +289,26 @@ def _finish(
     paths: AttemptPaths,
     config: RunConfig,
     world: World,
-    attempt: Directory | None = None,
+    attempt: SharedDir | None = None,
     clock: Clock = CLOCK,
 ) -> None:
     """Close the run, once every role on every rank is down, as `attempt`, the directory at `paths.root`, shows.
 
     The others may have heard late that it is finished, and their marks may be seen late.
     """
-    pause = look_seconds(len(world.placements))
-    marks = Marks(attempt or FileDirectory(paths.root), pause, clock)
+    pause = poll_interval(len(world.placements))
+    marks = ExitMarkers(attempt or FileSharedDir(paths.root), pause, clock)
     wait_for(
         "every role to be down",
         lambda: all(marks.is_down(place) for place in world.placements),
-        longest_descent(config.cluster) + 2 * config.cluster.lateness,
+        max_shutdown_seconds(config.cluster) + 2 * config.cluster.lateness,
         missing=lambda: ", ".join(place.name for place in world.placements if not marks.is_down(place)),
         pause=pause,
         clock=clock,
     )
     Fence(root_of(config, run, paths.run_id), paths.attempt).check()
     finished = Finished(time=time.time(), steps=_steps_of(run, config), attempt=paths.attempt)
-    retry_transient("the end of the run", lambda: finish(run, finished), OUTAGE_SECONDS, clock)
+    retry_transient("the end of the run", lambda: finish(run, finished), FS_OUTAGE_TIMEOUT, clock)
 
 
 def _steps_of(run: RunPaths, config: RunConfig) -> int:
@@ -316,14 +320,14 @@ def _steps_of(run: RunPaths, config: RunConfig) -> int:
     return config.training.steps or steps_of_sft(run, config)
 
 
-def note_signals() -> Notice:
+def note_signals() -> StopRequest:
     """From now on the first signal that means "end soon" leaves a note of its name, and those after it do nothing.
 
     Those that came before it was called, and were blocked until then (see `slurm.scheduler.slurm.batch_file`), count
     too. For good: a late signal must not end a process that is about to end, nor reach submitit, which would take it
     for a request to save and requeue.
     """
-    notice = Notice()
+    notice = StopRequest()
 
     def handle(number: int, _frame: FrameType | None) -> None:
         notice.reason = notice.reason or signal.Signals(number).name

@@ -4,7 +4,7 @@ Owns `attempts/<attempt>/alive/<rank>`, touched every few seconds for as long as
 folder `down/`, with a mark for each role that is down and, as an agent's last word, `agent.<rank>`. Promises that a
 filesystem which fails for a while ends neither the agent nor the touches, and that whoever waits for marks lists their
 folder, once for all of them. A rank whose agent is gone without its last word is lost: it was killed, or died with its
-node. An agent that is stopped ends nothing, so each agent watches the signs of the next rank's (`NeighbourWatch`).
+node. An agent that is stopped ends nothing, so each agent watches the signs of the next rank's (`NeighborWatch`).
 """
 
 import os
@@ -14,15 +14,15 @@ from types import TracebackType
 
 from pipeline.run.paths import DOWN, AttemptPaths, down_mark
 from pipeline.topology.plan import Placement
-from pipeline.utils.fs_retry import LAST_SECONDS, retry_transient
-from pipeline.utils.shared_dir import Directory
+from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
+from pipeline.utils.shared_dir import SharedDir
 from pipeline.utils.waiting import CLOCK, Clock
-from slurm.agent.liveness import Silence
+from slurm.agent.liveness import StallTimer
 
 TOUCH_SECONDS = 5.0
 
 
-class SignsOfLife:
+class HeartbeatFile:
     """Touches the file of a rank while the block runs."""
 
     def __init__(self, paths: AttemptPaths, rank: int, seconds: float = TOUCH_SECONDS) -> None:
@@ -30,7 +30,7 @@ class SignsOfLife:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name="alive", daemon=True)
 
-    def __enter__(self) -> "SignsOfLife":
+    def __enter__(self) -> "HeartbeatFile":
         self._thread.start()
         return self
 
@@ -52,7 +52,7 @@ class SignsOfLife:
             return  # whoever watches sees that the sign is late
 
 
-class NeighbourWatch:
+class NeighborWatch:
     """Watches the agent of the next rank, the last one that of the first, while the block runs.
 
     In a ring each agent is watched once, however many there are, and of those that are stopped together one has a
@@ -63,11 +63,11 @@ class NeighbourWatch:
         self, paths: AttemptPaths, rank: int, ranks: int, seconds: float, tell: Callable[[int, str], None]
     ) -> None:
         """`tell` is called once with the rank and what was seen, when its sign has not changed for `seconds`."""
-        self.neighbour = Neighbour(paths, (rank + 1) % ranks, seconds)
+        self.neighbour = NeighborCheck(paths, (rank + 1) % ranks, seconds)
         self._tell, self._over = tell, threading.Event()
         self._thread = threading.Thread(target=self._watch, name="neighbour", daemon=True) if ranks > 1 else None
 
-    def __enter__(self) -> "NeighbourWatch":
+    def __enter__(self) -> "NeighborWatch":
         if self._thread:
             self._thread.start()
         return self
@@ -84,13 +84,13 @@ class NeighbourWatch:
                 return
 
 
-class Neighbour:
+class NeighborCheck:
     """The signs of life of one rank, as another one sees them."""
 
     def __init__(self, paths: AttemptPaths, rank: int, seconds: float, clock: Clock = CLOCK) -> None:
         self.rank = rank
         self._file, self._seconds = paths.sign_of_life(rank), seconds
-        self._silence = Silence(clock, 2 * TOUCH_SECONDS)
+        self._silence = StallTimer(clock, 2 * TOUCH_SECONDS)
 
     def look(self) -> str:
         """What is wrong with it, in words; empty while it shows that it lives, and where the disk fails here."""
@@ -106,10 +106,10 @@ class Neighbour:
         return told if silent > self._seconds else ""
 
 
-class Marks:
+class ExitMarkers:
     """Which roles and agents are down: the folder of marks, as it was when it was looked at last."""
 
-    def __init__(self, attempt: Directory, pause: float, clock: Clock = CLOCK) -> None:
+    def __init__(self, attempt: SharedDir, pause: float, clock: Clock = CLOCK) -> None:
         """Looks at the disk at most every `pause` seconds, and only when it is asked."""
         self._attempt, self._pause, self._clock = attempt, pause, clock
         self._names: frozenset[str] = frozenset()
@@ -135,17 +135,17 @@ def agent_name(rank: int) -> str:
     return f"agent.{rank}"
 
 
-def mark_down(attempt: Directory, rank: int, clock: Clock = CLOCK) -> None:
+def mark_down(attempt: SharedDir, rank: int, clock: Clock = CLOCK) -> None:
     """Say that this rank's agent and everything that it started is down; it does not fail where the disk does."""
     try:
         retry_transient(
-            "the last word", lambda: attempt.replace(down_mark(agent_name(rank)), "left"), LAST_SECONDS, clock
+            "the last word", lambda: attempt.replace(down_mark(agent_name(rank)), "left"), FINAL_WRITE_TIMEOUT, clock
         )
     except OSError as error:
         print(f"rollcall: agent {rank} could not say that it left: {error}", flush=True)
 
 
-def lost_ranks(attempt: Directory, ranks: int) -> tuple[int, ...]:
+def unexited_ranks(attempt: SharedDir, ranks: int) -> tuple[int, ...]:
     """The ranks, of so many, that did not say that they are down; in order. While agents live, they are among them."""
     attempt.names()  # the folder of marks may itself be one that was absent a moment ago on this machine
     marks = attempt.names(DOWN)

@@ -31,13 +31,13 @@ from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.preflight import Gpu, find_gpus, parts_of_gpus
 from slurm.registry.file_locks import sign_lock, try_lock
 
-PLACE = Path("/tmp")
+DEFAULT_FOLDER = Path("/tmp")
 """Not TMPDIR, which may differ from user to user."""
 TURN_SECONDS = 30.0
 """Longest wait while another process claims GPUs, which takes milliseconds."""
 
-_MOST_TEXT = 4096
-_LONGEST_NAME = 80
+_MAX_TEXT = 4096
+_MAX_NAME = 80
 
 
 def _user() -> str:
@@ -58,12 +58,12 @@ class Claimant(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """As `run demo-1f3a (pid 4711 of ann)`. Anybody may have written it: nothing in it commands a terminal."""
-        run_id, user = ("".join(filter(str.isprintable, text))[:_LONGEST_NAME] for text in (self.run_id, self.user))
+        run_id, user = ("".join(filter(str.isprintable, text))[:_MAX_NAME] for text in (self.run_id, self.user))
         return f"run {run_id} (pid {self.pid} of {user})"
 
 
 @dataclass(frozen=True)
-class Claimed:
+class ClaimResult:
     """The GPUs that are the claimant's now; or none, and `problem`, which says why there are too few."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -77,14 +77,14 @@ def claim_gpus(
     held: ExitStack,
     folder: Path | None = None,
     clock: Clock = CLOCK,
-) -> Claimed:
+) -> ClaimResult:
     """Claim what one rank of a plan needs, until `held` is closed.
 
     `needs` is the number of GPUs of each seat of the plan. The ranks of an attempt take them in turn, the greatest
     first; who comes after all seats have theirs needs none.
     """
     if not any(needs):
-        return Claimed()
+        return ClaimResult()
     folder = folder or folder_of_this_boot()
     try:
         _make_folder(folder)
@@ -93,9 +93,9 @@ def claim_gpus(
             return _claim(gpus, needs, claimant, held, folder)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        return Claimed(problem=f"cannot claim GPUs in {folder}: {reason}; have it removed by its owner")
+        return ClaimResult(problem=f"cannot claim GPUs in {folder}: {reason}; have it removed by its owner")
     except DeadlineError as late:
-        return Claimed(problem=f"cannot claim GPUs in {folder}: {late}; a process that claims there is stopped")
+        return ClaimResult(problem=f"cannot claim GPUs in {folder}: {late}; a process that claims there is stopped")
 
 
 def missing_gpus(visible: str | None, want: int, folder: Path | None = None) -> str:
@@ -110,18 +110,18 @@ def missing_gpus(visible: str | None, want: int, folder: Path | None = None) -> 
 
 def claim_visible(
     visible: str | None, needs: Sequence[int], claimant: Claimant, held: ExitStack, folder: Path | None = None
-) -> Claimed:
+) -> ClaimResult:
     """`claim_gpus` of those GPUs of this machine that `visible`, CUDA_VISIBLE_DEVICES, leaves; all if it is None."""
     if not any(needs):
-        return Claimed()
+        return ClaimResult()
     parts = parts_of_gpus(visible)
-    return Claimed(problem=parts) if parts else claim_gpus(find_gpus(visible), needs, claimant, held, folder)
+    return ClaimResult(problem=parts) if parts else claim_gpus(find_gpus(visible), needs, claimant, held, folder)
 
 
 def folder_of_this_boot() -> Path:
     """Where this machine's claims are until it is started again: no other machine's, should they share their /tmp."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return PLACE / f"rollcall-gpus-{boot}"
+    return DEFAULT_FOLDER / f"rollcall-gpus-{boot}"
 
 
 def _take_turn(folder: Path, turn: ExitStack, clock: Clock) -> None:
@@ -131,7 +131,7 @@ def _take_turn(folder: Path, turn: ExitStack, clock: Clock) -> None:
     wait_for("others to claim theirs", partial(try_lock, lock, path), TURN_SECONDS, clock=clock)
 
 
-def _claim(gpus: Sequence[Gpu], needs: Sequence[int], claimant: Claimant, held: ExitStack, folder: Path) -> Claimed:
+def _claim(gpus: Sequence[Gpu], needs: Sequence[int], claimant: Claimant, held: ExitStack, folder: Path) -> ClaimResult:
     """Lock all that are free, keep the first of them that do, and let go of the rest."""
     with ExitStack() as locks:
         found = {gpu: _lock(gpu, locks, folder) for gpu in gpus}
@@ -139,12 +139,12 @@ def _claim(gpus: Sequence[Gpu], needs: Sequence[int], claimant: Claimant, held: 
         want = _next_need(needs, _counts(holders.values(), claimant))
         free = {gpu: lock for gpu, lock in found.items() if isinstance(lock, int) and not gpu.held}
         if len(free) < want:
-            return Claimed(problem=_shortage(want, len(free), gpus, holders))
+            return ClaimResult(problem=_shortage(want, len(free), gpus, holders))
         mine = dict(list(free.items())[:want])
         for lock in mine.values():
             sign_lock(lock, msgspec.json.encode(claimant).decode())
             held.callback(os.close, os.dup(lock))  # the lock is that of the open file, whichever descriptor it has
-        return Claimed(tuple(mine))
+        return ClaimResult(tuple(mine))
 
 
 def _lock(gpu: Gpu, locks: ExitStack, folder: Path) -> int | Claimant:
@@ -186,7 +186,7 @@ def _path(gpu: Gpu, folder: Path) -> Path:
 def _read(lock: int) -> Claimant:
     """Who signed a lock."""
     try:
-        return msgspec.json.decode(os.pread(lock, _MOST_TEXT, 0), type=Claimant)
+        return msgspec.json.decode(os.pread(lock, _MAX_TEXT, 0), type=Claimant)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Claimant(run_id="unknown", attempt="", pid=0, user="unknown")
 
@@ -209,7 +209,7 @@ def _open(path: Path, closing: ExitStack) -> int:
 
 def _make_lock(path: Path) -> None:
     """Make a lock that anybody may take and sign; beside its place, so that nobody finds it before its mode is set."""
-    temporary = _beside(path)
+    temporary = _open_beside(path)
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:
         temporary.chmod(0o666)
@@ -222,7 +222,7 @@ def _make_lock(path: Path) -> None:
 def _make_folder(folder: Path) -> None:
     """Make the folder in which anybody may add locks and nobody remove another's; `OSError` if it is something else."""
     if not folder.exists():
-        temporary = _beside(folder)
+        temporary = _open_beside(folder)
         temporary.mkdir()
         try:
             temporary.chmod(0o1777)
@@ -233,5 +233,5 @@ def _make_folder(folder: Path) -> None:
         raise NotADirectoryError(0, "it is no folder")
 
 
-def _beside(path: Path) -> Path:
+def _open_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")

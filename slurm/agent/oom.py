@@ -26,7 +26,7 @@ _KILLED = re.compile(rf"Signal {signal.SIGKILL.value} \(SIGKILL\) received by PI
 
 
 @dataclass(frozen=True)
-class Counter:
+class OomCounter:
     """A file with a line `oom_kill <count>`, and whose processes it counts."""
 
     file: Path
@@ -42,12 +42,12 @@ class Counter:
         return next(counts, None)
 
 
-def find_counter() -> Counter | None:
+def find_counter() -> OomCounter | None:
     """The narrowest counter that counts this process; None where the kernel has none."""
     return next((counter for counter in _counters() if counter.read() is not None), None)
 
 
-class Shortage:
+class OomWatch:
     """The count over the last minute. `look` as often as there is time, then `explains` when a role has ended."""
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -83,13 +83,13 @@ class Shortage:
             self._seen.popleft()
 
 
-def _counters() -> Iterator[Counter]:
+def _counters() -> Iterator[OomCounter]:
     """From the narrowest to the widest: the groups of this process and those above them, then the node."""
     group, node = "the processes of its control group", "the processes of this node"
     for mount, path, name in _groups():
         for folder in (path, *path.parents):
-            yield Counter(mount / folder.relative_to("/") / name, group)
-    yield Counter(NODE, node)
+            yield OomCounter(mount / folder.relative_to("/") / name, group)
+    yield OomCounter(NODE, node)
 
 
 def _groups() -> Iterator[tuple[Path, PurePosixPath, str]]:

@@ -18,7 +18,7 @@ _STATES = {
     "t": "stopped by a debugger",
     "Z": "ended",
 }
-_MOST_THREADS = 256
+_MAX_THREADS = 256
 
 
 def parent_of(pid: int) -> int:
@@ -42,12 +42,12 @@ def name_of(pid: int) -> str:
     return _text(PROC / str(pid) / "comm")
 
 
-def below(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """The processes that it and its descendants have started, and that are still there."""
     found: list[int] = []
     for task in _tasks(pid):
         for child in map(int, _text(task / "children").split()):
-            found += [child, *below(child)]
+            found += [child, *descendants(child)]
     return found
 
 
@@ -61,7 +61,7 @@ def handles(pid: int, number: signal.Signals) -> bool:
 def threads_of(pid: int) -> str:
     """Where its threads are: state, the function of the kernel that each waits in, and its stack there, which only a
     privileged user may read. One line for those that are alike."""
-    seen = Counter(_where(task) for task in _tasks(pid)[:_MOST_THREADS])
+    seen = Counter(_where(task) for task in _tasks(pid)[:_MAX_THREADS])
     lines = [f"  {count} × {where}" if count > 1 else f"  {where}" for where, count in seen.items()]
     return "\n".join((f"{name_of(pid) or 'a process that is gone'} (pid {pid})", *lines)) + "\n"
 

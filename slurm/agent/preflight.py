@@ -20,7 +20,7 @@ PROBE_SECONDS = 20.0
 MIB, GIB = 1 << 20, 1 << 30
 
 
-BUSY = 0.1
+BUSY_FRACTION = 0.1
 """Share of a GPU's memory above which another process counts as its holder."""
 
 
@@ -40,10 +40,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _is_busy(self) -> bool:
-        return self.used > BUSY * self.total
+        return self.used > BUSY_FRACTION * self.total
 
 
-class Needs(msgspec.Struct, frozen=True, kw_only=True):
+class NodeRequirements(msgspec.Struct, frozen=True, kw_only=True):
     """The least that a node must have.
 
     Attributes:
@@ -57,7 +57,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     free_gpus: bool = False
 
 
-def preflight(folder: Path, gpus: Sequence[Gpu], needs: Needs) -> tuple[str, ...]:
+def preflight(folder: Path, gpus: Sequence[Gpu], needs: NodeRequirements) -> tuple[str, ...]:
     """What makes this node unfit, one sentence each; empty if nothing does. `folder` is the run directory."""
     return (*_disk_problems(folder, needs), *_memory_problems(needs), *_gpu_problems(gpus, needs))
 
@@ -98,7 +98,7 @@ def node_id() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/net').readlink()}"
 
 
-def _disk_problems(folder: Path, needs: Needs) -> list[str]:
+def _disk_problems(folder: Path, needs: NodeRequirements) -> list[str]:
     probe = folder / f".preflight.{socket.gethostname()}.{os.getpid()}"
     try:
         shared_files.write_atomic(probe, b"")
@@ -109,12 +109,12 @@ def _disk_problems(folder: Path, needs: Needs) -> list[str]:
     return [f"{folder} has {free / GIB:.1f} GiB left, {needs.disk / GIB:.1f} are needed"] if free < needs.disk else []
 
 
-def _memory_problems(needs: Needs) -> list[str]:
+def _memory_problems(needs: NodeRequirements) -> list[str]:
     free = free_memory()
     return [f"{free / GIB:.1f} GiB of memory free, {needs.memory / GIB:.1f} are needed"] if free < needs.memory else []
 
 
-def _gpu_problems(gpus: Sequence[Gpu], needs: Needs) -> list[str]:
+def _gpu_problems(gpus: Sequence[Gpu], needs: NodeRequirements) -> list[str]:
     return [gpu.held for gpu in gpus if needs.free_gpus and gpu.held]
 
 

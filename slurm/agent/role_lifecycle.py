@@ -6,15 +6,15 @@ process, file or clock.
 
 from typing import Literal
 
-from pipeline.errors import TransitionError
+from pipeline.errors import InvalidTransitionError
 from pipeline.topology.plan import Placement, RoleName, World
 
 State = Literal["waiting", "starting", "ready", "restarting", "stopping", "stopped", "failed"]
-Happening = Literal[
+RoleEvent = Literal[
     "start", "became_ready", "finished", "asked_to_stop", "ended", "died", "overslept", "hung", "replaced"
 ]
 
-TRANSITIONS: dict[tuple[State, Happening], State] = {
+TRANSITIONS: dict[tuple[State, RoleEvent], State] = {
     ("waiting", "start"): "starting",
     ("waiting", "asked_to_stop"): "stopped",
     ("starting", "became_ready"): "ready",
@@ -41,7 +41,7 @@ started."""
 REPLACEABLE: frozenset[RoleName] = frozenset({"inference"})
 """Roles whose process another can take the place of within an attempt: nothing is lost with a server but time."""
 
-DESCENT: tuple[frozenset[RoleName], ...] = (
+SHUTDOWN_ORDER: tuple[frozenset[RoleName], ...] = (
     frozenset({"actor", "preprocessor"}),
     frozenset({"trainer"}),
     frozenset({"inference"}),
@@ -49,19 +49,19 @@ DESCENT: tuple[frozenset[RoleName], ...] = (
 )
 """Order in which a run comes down: nobody loses what it still talks to."""
 
-_STAGES = {role: stage for stage, roles in enumerate(DESCENT) for role in roles}
+_STAGES = {role: stage for stage, roles in enumerate(SHUTDOWN_ORDER) for role in roles}
 
 
-def advance(role: str, state: State, happening: Happening) -> State:
-    """The state after `happening`; `TransitionError` if the table does not have it."""
+def advance(role: str, state: State, happening: RoleEvent) -> State:
+    """The state after `happening`; `InvalidTransitionError` if the table does not have it."""
     try:
         return TRANSITIONS[state, happening]
     except KeyError:
-        raise TransitionError(role, state, happening) from None
+        raise InvalidTransitionError(role, state, happening) from None
 
 
-def stage_of(role: RoleName) -> int:
-    """Index of the role in `DESCENT`."""
+def shutdown_stage(role: RoleName) -> int:
+    """Index of the role in `SHUTDOWN_ORDER`."""
     return _STAGES[role]
 
 
@@ -72,5 +72,5 @@ def must_wait_for(placement: Placement, world: World, *, failed: bool = False) -
     """
     if failed and placement.role != "redis":
         return ()
-    stage = stage_of(placement.role)
-    return tuple(other for other in world.placements if stage_of(other.role) < stage)
+    stage = shutdown_stage(placement.role)
+    return tuple(other for other in world.placements if shutdown_stage(other.role) < stage)

@@ -4,10 +4,9 @@ Owns starting, watching and stopping this rank's roles. Promises that the loop w
 which fails after it was ready is started again, up to `inference.restarts` times, once nothing is left of its group and
 after a pause that grows; that the first other failure on any rank stops every role of every rank, a trainer that is
 ready after it had time to commit (`cluster.grace_seconds`; as long as it needs where a launcher waits for it); that an
-orderly end comes down in the order of `lifecycle.DESCENT`; that when `run` returns nothing it started is alive, but for
-what the kernel itself cannot end; that what other ranks tell may be seen `lateness` later and changes no end; and that
-a disk which fails for a while is tolerated (`pipeline.utils.fs_retry`).
-Must not know what a role does.
+orderly end comes down in the order of `lifecycle.SHUTDOWN_ORDER`; that when `run` returns nothing it started is alive,
+but for what the kernel itself cannot end; that what other ranks tell may be seen `lateness` later and changes no end;
+and that a disk which fails for a while is tolerated (`pipeline.utils.fs_retry`). Must not know what a role does.
 
     end = Supervisor(contexts, f"agent.{rank}", paths, config.cluster).run()
 """
@@ -25,20 +24,26 @@ import msgspec
 
 from pipeline.config.cluster_keys import ClusterConfig
 from pipeline.errors import DeadlineError
-from pipeline.roles import Launch
+from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
-from pipeline.run.events import Event, EventName, Events, Listener, look_seconds
+from pipeline.run.events import Event, EventName, EventPoller, Events, poll_interval
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, down_mark
 from pipeline.utils import subprocesses
-from pipeline.utils.fs_retry import LAST_SECONDS, OUTAGE_SECONDS, Outbox, is_transient, retry_transient
-from pipeline.utils.shared_dir import Directory, FileDirectory
+from pipeline.utils.fs_retry import (
+    FINAL_WRITE_TIMEOUT,
+    FS_OUTAGE_TIMEOUT,
+    DeferredWrites,
+    is_transient,
+    retry_transient,
+)
+from pipeline.utils.shared_dir import FileSharedDir, SharedDir
 from pipeline.utils.waiting import CLOCK, Clock, Deadline, wait_for
 from slurm.agent import role_lifecycle
-from slurm.agent.agent_heartbeat import Marks
-from slurm.agent.liveness import Hang, Vitals
-from slurm.agent.oom import Shortage
-from slurm.agent.role_process import STUCK, SupervisedRole
+from slurm.agent.agent_heartbeat import ExitMarkers
+from slurm.agent.liveness import LivenessMonitor, Stall
+from slurm.agent.oom import OomWatch
+from slurm.agent.role_process import FROZEN, SupervisedRole
 from slurm.scheduler.slurm.slurm_environment import child_environment
 
 End = Literal["finished", "preempted", "failed"]
@@ -50,13 +55,13 @@ ENDINGS: tuple[tuple[EventName, End], ...] = (
 """Which event means which end, the strongest first; but nothing that is told after `training_finished` counts."""
 
 POLL_SECONDS = 0.1
-_LEAST_TIME_TO_STOP = 0.5
-_MOST_LINES = 200
+_MIN_TIME_TO_STOP = 0.5
+_MAX_LINES = 200
 """Most lines of stacks in `first_failure.json`; the role's log has all of them."""
 
 
 @dataclass
-class Notice:
+class StopRequest:
     """A note that a signal handler leaves: why the attempt should drain; empty if nobody asked."""
 
     reason: str = ""
@@ -71,11 +76,11 @@ class Supervisor:
         name: str,
         paths: AttemptPaths,
         cluster: ClusterConfig,
-        notice: Notice,
+        notice: StopRequest,
         clock: Clock = CLOCK,
         *,
         ranks: int = 1,
-        attempt: Directory | None = None,
+        attempt: SharedDir | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """`contexts` are this rank's roles in the order to start them; `name` is the agent's own.
@@ -86,23 +91,23 @@ class Supervisor:
         self._variables = dict(variables or {})
         self._name, self._paths, self._cluster = name, paths, cluster
         self._notice, self._clock = notice, clock
-        self._attempt = attempt or FileDirectory(paths.root)
+        self._attempt = attempt or FileSharedDir(paths.root)
         self._events = Events(paths, self._attempt)
-        self._listener = Listener(self._events, ranks, clock)
-        self._marks = Marks(self._attempt, look_seconds(ranks), clock)
-        self._outbox, self._said = Outbox(), list[EventName]()
+        self._listener = EventPoller(self._events, ranks, clock)
+        self._marks = ExitMarkers(self._attempt, poll_interval(ranks), clock)
+        self._outbox, self._said = DeferredWrites(), list[EventName]()
         self._roles = [self._supervised(context) for context in contexts]
-        self._shortage = Shortage(clock)
+        self._shortage = OomWatch(clock)
         self._end: End | None = None
         self._ending_since = 0.0
         self._patient = False
 
     def _supervised(self, context: RoleContext) -> SupervisedRole:
-        launch = launch_of(context)
+        launch = role_command(context)
         return SupervisedRole(context, launch, self._vitals(context.placement.name, launch))
 
-    def _vitals(self, name: str, launch: Launch) -> Vitals:
-        return Vitals(name, launch, self._cluster.silence_seconds, self._clock)
+    def _vitals(self, name: str, launch: RoleCommand) -> LivenessMonitor:
+        return LivenessMonitor(name, launch, self._cluster.silence_seconds, self._clock)
 
     def run(self) -> End:
         """Start all roles and return how the attempt ended on this rank, when everything here is down."""
@@ -138,7 +143,7 @@ class Supervisor:
         self._mind_patience(heard)
         if reason := self._listener.outage or ("" if "draining" in heard else self._notice.reason):
             self._say("draining", reason)
-        end = end_of([*heard, *(event for event in self._said if event not in heard)])
+        end = shutdown_reason([*heard, *(event for event in self._said if event not in heard)])
         if end is None or end == self._end:
             return
         if (self._end, end) != ("preempted", "failed"):  # else the trainer commits already
@@ -163,11 +168,11 @@ class Supervisor:
 
     def _have_said(self) -> None:
         try:
-            wait_for("the disk to take what was said", self._outbox.flush, LAST_SECONDS, clock=self._clock)
+            wait_for("the disk to take what was said", self._outbox.flush, FINAL_WRITE_TIMEOUT, clock=self._clock)
         except DeadlineError as late:
             print(late, flush=True)
 
-    def _start(self, role: SupervisedRole, patience: float = LAST_SECONDS) -> None:
+    def _start(self, role: SupervisedRole, patience: float = FINAL_WRITE_TIMEOUT) -> None:
         """Start its process; a disk that takes no log is borne for `patience` seconds, in which the loop stands."""
         argv, log = role.launch.argv, self._log(role)
         hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # others' are not for the taking
@@ -204,10 +209,10 @@ class Supervisor:
         for the trainer."""
         return self._end is None or (self._patient and role.context.placement.role == "trainer")
 
-    def _hung(self, role: SupervisedRole, hang: Hang) -> None:
+    def _hung(self, role: SupervisedRole, hang: Stall) -> None:
         """Have all its processes tell where they are, those that hang and those that wait for them, then end it."""
         stacks = role.vitals.stacks(role.pid)
-        failure = self._story(role, hang.cause, stacks=stacks.get(hang.pid, "").splitlines()[:_MOST_LINES])
+        failure = self._story(role, hang.cause, stacks=stacks.get(hang.pid, "").splitlines()[:_MAX_LINES])
         told = [f"\nStacks of process {pid}, as its role was taken for hung:\n{text}" for pid, text in stacks.items()]
         with suppress(OSError):
             _append(self._log(role), "".join(told).encode())
@@ -226,7 +231,7 @@ class Supervisor:
         """Why a role ended, as far as anybody told. When one of its processes is killed, torchrun exits with 1 and vLLM
         with 0."""
         explained = self._shortage.explains(code, _last_lines(self._log(role)))
-        return f"{subprocesses.describe_exit(code)}{explained}{_own_words(role)}{role.taken_ports()}"
+        return f"{subprocesses.describe_exit(code)}{explained}{_own_failure(role)}{role.taken_ports()}"
 
     def _may_yet_hear_why(self, role: SupervisedRole) -> bool:
         """Whether the reason of a role that ended well may be on its way: the trainer tells it on one rank alone, and
@@ -252,7 +257,7 @@ class Supervisor:
     def _log(self, role: SupervisedRole) -> Path:
         return self._paths.log(role.context.placement.role, role.context.placement.index)
 
-    def _failed(self, role: SupervisedRole, happening: role_lifecycle.Happening, failure: FirstFailure) -> None:
+    def _failed(self, role: SupervisedRole, happening: role_lifecycle.RoleEvent, failure: FirstFailure) -> None:
         """Record the first failure of the attempt, and end what is left of the role; a server gets a new process.
 
         While an attempt comes down, only the failure of a trainer that was ready still counts: it was to commit.
@@ -281,13 +286,13 @@ class Supervisor:
         role.vitals.close()
         role.vitals, role.reason = self._vitals(role.name, role.launch), None
         role.pause = Deadline("its pause", next(role.pauses), self._clock)
-        role.deadline = Deadline(f"{role.name} to be started again", OUTAGE_SECONDS, self._clock)
+        role.deadline = Deadline(f"{role.name} to be started again", FS_OUTAGE_TIMEOUT, self._clock)
         self._advance(role, "replaced", told)
 
     def _restart(self, role: SupervisedRole) -> None:
         """Start its new process, unless the disk takes no log, or the kernel still ends one of the processes before: it
         may hold the memory of their GPUs. Then again at the next step, until its deadline."""
-        missing = f"the end of its processes{STUCK}"
+        missing = f"the end of its processes{FROZEN}"
         if role.child is None or role.child.group_is_gone():
             try:
                 self._start(role, patience=0.0)
@@ -311,7 +316,7 @@ class Supervisor:
 
     def _may_stop(self, role: SupervisedRole) -> bool:
         placement = role.context.placement
-        if self._ending_for() > self._patience(role_lifecycle.stage_of(placement.role)):
+        if self._ending_for() > self._patience(role_lifecycle.shutdown_stage(placement.role)):
             return True
         if placement.role == "trainer":
             # Once it is ready it commits and ends by itself; and that it is, one rank knows before the others.
@@ -337,13 +342,13 @@ class Supervisor:
     def _time_to_stop(self) -> float:
         """Seconds between asking a role to stop and ending it: less for those whose turn came late."""
         stop = self._cluster.stop_seconds
-        last_call = self._patience(len(role_lifecycle.DESCENT) - 1) + stop / 2
-        return max(_LEAST_TIME_TO_STOP, min(stop, last_call - self._ending_for()))
+        last_call = self._patience(len(role_lifecycle.SHUTDOWN_ORDER) - 1) + stop / 2
+        return max(_MIN_TIME_TO_STOP, min(stop, last_call - self._ending_for()))
 
     def _kill(self, role: SupervisedRole) -> None:
         self._advance(role, "ended", f"killed after {role.deadline.seconds:g} s{role.kill()}")
 
-    def _advance(self, role: SupervisedRole, happening: role_lifecycle.Happening, detail: str = "") -> None:
+    def _advance(self, role: SupervisedRole, happening: role_lifecycle.RoleEvent, detail: str = "") -> None:
         role.state = role_lifecycle.advance(role.name, role.state, happening)
         rank = role.context.placement.rank
         line = {"time": time.time(), "role": role.name, "rank": rank, "state": role.state, "detail": detail}
@@ -353,7 +358,7 @@ class Supervisor:
             self._outbox.say(lambda: self._attempt.replace(down_mark(role.name), role.state))
 
 
-def _own_words(role: SupervisedRole) -> str:
+def _own_failure(role: SupervisedRole) -> str:
     """What the role itself said of its failure, if it could."""
     status = role.context.status()
     return f": {status.detail}" if status is not None and status.state == "failed" else ""
@@ -372,20 +377,20 @@ def _append(path: Path, line: bytes) -> None:
         file.write(line)
 
 
-def end_of(told: Sequence[EventName]) -> End | None:
+def shutdown_reason(told: Sequence[EventName]) -> End | None:
     """How an attempt ends in which this was told, in this order; None while it does not."""
     if "training_finished" in told:  # then all that a failure could prevent is done
         told = told[: told.index("training_finished") + 1]
     return next((end for event, end in ENDINGS if event in told), None)
 
 
-def longest_descent(cluster: ClusterConfig) -> float:
+def max_shutdown_seconds(cluster: ClusterConfig) -> float:
     """Seconds within which an agent that heard of the end is down, whatever its roles do; `lateness` comes on top where
     it waits for others."""
     return cluster.grace_seconds + 2 * cluster.stop_seconds
 
 
-def launch_of(context: RoleContext) -> Launch:
+def role_command(context: RoleContext) -> RoleCommand:
     """How the role's own module wants to be started."""
-    launch: Launch = import_module(f"pipeline.roles.{context.placement.role}").launch(context)
+    launch: RoleCommand = import_module(f"pipeline.roles.{context.placement.role}").launch(context)
     return launch

@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeline.utils.private_files import is_safe, make_private
 
 FOLDER, SOCKETS, COMPILED = "TMPDIR", "VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR"
-LONGEST = 107 - 40
+MAX_PATH = 107 - 40
 """Characters of a folder in which a socket's name, an id of 36, fits into what the kernel takes."""
 TEMPORARY_CACHES = (COMPILED, "CUTE_DSL_CACHE_DIR")
 """Variables of caches that are in /tmp unless they are set."""
@@ -34,7 +34,7 @@ def scratch_folder(given: Mapping[str, str] = os.environ) -> Iterator[dict[str, 
     outside = tempfile.gettempdir()
     with tempfile.TemporaryDirectory(prefix="rollcall-", ignore_cleanup_errors=True) as folder:
         kept = _caches(Path(outside), Path(folder))
-        if len(folder) > LONGEST:
+        if len(folder) > MAX_PATH:
             kept[SOCKETS] = outside
         yield {FOLDER: folder} | {name: value for name, value in kept.items() if name not in given}
 

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.checkpoints import kept_root, newest_committed
+from pipeline.checkpoints import newest_checkpoint, recorded_root
 from pipeline.errors import DeadlineError
 from pipeline.run.completion import is_finished
 from pipeline.run.events import Event, EventName, Events
@@ -17,12 +17,12 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import COMMITTED, EXHAUSTED, FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.run.run_documents import Outcome
 from pipeline.utils import shared_files
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
-from slurm.agent.agent_heartbeat import lost_ranks
+from slurm.agent.agent_heartbeat import unexited_ranks
 from slurm.rendezvous.membership import name_ranks
 
-LONGEST_PAUSE = 5.0
+MAX_PAUSE = 5.0
 """Seconds between two looks for what may be late."""
 
 NOTICE = signal.SIGUSR2.name
@@ -30,7 +30,7 @@ NOTICE = signal.SIGUSR2.name
 
 
 @dataclass(frozen=True)
-class AttemptFacts:
+class AttemptSummary:
     """What an attempt left behind.
 
     Attributes:
@@ -74,32 +74,32 @@ class AttemptFacts:
         return "" if self.told else f"the agents left without a reason (srun: exit code {self.code})"
 
 
-def gather_facts(
+def summarize_attempt(
     run: RunPaths, paths: AttemptPaths, restart: int, ranks: int, code: int, late: float, clock: Clock = CLOCK
-) -> AttemptFacts:
+) -> AttemptSummary:
     """The facts of an attempt of `ranks` agents whose srun ended with `code`, from the run directory.
 
     Code 0 means that every agent returned by itself, so none is lost, and the reason is on disk: it is waited for, for
     the `late` seconds by which it may appear late.
     """
-    attempt = FileDirectory(paths.root)
+    attempt = FileSharedDir(paths.root)
     events = Events(paths, attempt)
-    look_again(run)
+    refresh_listing(run)
     if code == 0:
         _await_reason(run, events, late, clock)
     attempt.names()
     heard, first = events.told(), attempt.read(FIRST_FAILURE, FirstFailure)
     draining, failed = heard.get("draining"), heard.get("failed")
     failure = first.one_line() if first else failed.detail if failed else ""
-    told = draining is not None and _came_first(heard, bool(first))
+    told = draining is not None and _preceded(heard, bool(first))
     committer = newest_committer(run)
-    return AttemptFacts(
+    return AttemptSummary(
         restart=restart,
         finished=is_finished(run),
         told=f"told to end ({draining.detail}, {draining.by})" if draining and told else "",
         notice=draining is not None and told and draining.detail == NOTICE,
         failure=failure,
-        lost=lost_ranks(attempt, ranks) if code else (),
+        lost=unexited_ranks(attempt, ranks) if code else (),
         code=code,
         advanced=committer == paths.attempt,
         trained=bool(committer),
@@ -113,9 +113,9 @@ def newest_committer(run: RunPaths) -> str:
 
     Jobs of files commit where each says, maybe to what other runs share; of these the trainer's marks tell.
     """
-    if newest := newest_committed(kept_root(run)):
+    if newest := newest_checkpoint(recorded_root(run)):
         return newest.manifest.attempt
-    marks = [folder / COMMITTED for folder in run.attempts.glob("*") if COMMITTED in FileDirectory(folder).names()]
+    marks = [folder / COMMITTED for folder in run.attempts.glob("*") if COMMITTED in FileSharedDir(folder).names()]
     return max(marks, key=lambda mark: mark.stat().st_mtime_ns).parent.name if marks else ""
 
 
@@ -136,7 +136,7 @@ def failures_before(run: RunPaths, paths: AttemptPaths, restart: int, committer:
     return 0
 
 
-def _came_first(told: Mapping[EventName, Event], failed: bool) -> bool:
+def _preceded(told: Mapping[EventName, Event], failed: bool) -> bool:
     """Whether the attempt was told to end before anything failed in it, as the order of the events says.
 
     A failure whose event is not there came first: who wrote it down was ended before it could tell it.
@@ -149,16 +149,16 @@ def _await_reason(run: RunPaths, events: Events, late: float, clock: Clock) -> N
     """Wait until it shows why every agent returned by itself: the run is finished, or the attempt was told to end."""
 
     def shows() -> bool:
-        look_again(run)
+        refresh_listing(run)
         return is_finished(run) or events.seen("draining") is not None
 
     try:
-        wait_for("the agents' reason to leave", shows, late, longest_pause=LONGEST_PAUSE, clock=clock)
+        wait_for("the agents' reason to leave", shows, late, longest_pause=MAX_PAUSE, clock=clock)
     except DeadlineError:
         return  # that there is none is for the decision to say
 
 
-def look_again(run: RunPaths) -> None:
+def refresh_listing(run: RunPaths) -> None:
     """List the folders from the run down to its attempts: what was absent before may be there by now."""
     for folder in (run.root, run.attempts):
-        FileDirectory(folder).names()
+        FileSharedDir(folder).names()

@@ -1,8 +1,8 @@
 """Submitit's executors, as one job of several agents.
 
-Owns how an allocation is asked for: one task per node, each an agent. `VirtualNodes` is submitit's local executor with
-one task per virtual node, `SlurmNodes` its Slurm executor with a batch file of ours. Their jobs have submitit's folder
-and handle.
+Owns how an allocation is asked for: one task per node, each an agent. `LocalNodesExecutor` is submitit's local executor
+with one task per virtual node, `SlurmHetExecutor` its Slurm executor with a batch file of ours. Their jobs have
+submitit's folder and handle.
 """
 
 import re
@@ -40,7 +40,7 @@ _ASK_SECONDS, _ASK_SECONDS_AT_END = 5.0, 0.5
 _SILENCE_SECONDS = 600.0
 
 
-class VirtualNodes(LocalExecutor):
+class LocalNodesExecutor(LocalExecutor):
     """Submitit's local executor for several virtual nodes on this machine.
 
     Differs from its base in its controller (`slurm.batch.local_controller`), which runs in its own session, so that
@@ -85,7 +85,7 @@ class VirtualNodes(LocalExecutor):
             self._controller.wait()
 
 
-class NoAnswer(SchedulerError):
+class SchedulerSilent(SchedulerError):
     """Nobody said whether the job is queued."""
 
 
@@ -150,7 +150,7 @@ class RunJob(SlurmJob[Any]):
         self._state, self._over = (found.state, not found.live) if found else ("UNKNOWN", True)
 
 
-class SlurmNodes(SlurmExecutor):
+class SlurmHetExecutor(SlurmExecutor):
     """Submitit's Slurm executor for one run: one job, one task per node.
 
     Differs from its base in the batch file (`slurm.scheduler.slurm.batch_file`), in an sbatch that hears nothing of a
@@ -205,7 +205,7 @@ class SlurmNodes(SlurmExecutor):
         """Hand the file to sbatch; `SchedulerError` with what it said.
 
         Where it got no answer, the job that the scheduler has with our run_id is taken for the submitted one, and if
-        there is none, this raises `NoAnswer`.
+        there is none, this raises `SchedulerSilent`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f".{uuid.uuid4().hex}_submission.sh"
@@ -222,7 +222,7 @@ class SlurmNodes(SlurmExecutor):
     def _queued(self, file: Path) -> str:
         try:
             return self._get_job_id_from_submission_command(_sbatch(file))
-        except NoAnswer as error:
+        except SchedulerSilent as error:
             lost, trouble = str(error), ""
 
         def look() -> str | None:
@@ -239,19 +239,19 @@ class SlurmNodes(SlurmExecutor):
             return wait_for("the job", look, LOST_SECONDS, pause=1.0, longest_pause=10.0, clock=self._clock)
         except DeadlineError:
             mend = f"the same command submits it, unless squeue shows a job with the comment 'rollcall {self._run_id}'"
-            raise NoAnswer(f"{lost}, and the queue shows no such job{trouble}; {mend}") from None
+            raise SchedulerSilent(f"{lost}, and the queue shows no such job{trouble}; {mend}") from None
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
         said = string.decode() if isinstance(string, bytes) else string
         found = re.search(r"Submitted batch job (\d+)", said)
         if found is None:
-            raise NoAnswer(f"sbatch named no job: {_one_line(said)}")
+            raise SchedulerSilent(f"sbatch named no job: {_one_line(said)}")
         return found.group(1)
 
 
 def _sbatch(file: Path) -> str:
-    """What sbatch printed; `SchedulerError` if it refused the file, `NoAnswer` if it heard nothing."""
+    """What sbatch printed; `SchedulerError` if it refused the file, `SchedulerSilent` if it heard nothing."""
     try:
         done = subprocess.run(
             ["sbatch", str(file)],
@@ -265,9 +265,9 @@ def _sbatch(file: Path) -> str:
     except FileNotFoundError as error:
         raise SchedulerError("sbatch is not on PATH") from error
     except subprocess.TimeoutExpired as error:
-        raise NoAnswer(f"sbatch gave no answer in {SUBMIT_SECONDS:g} s") from error
+        raise SchedulerSilent(f"sbatch gave no answer in {SUBMIT_SECONDS:g} s") from error
     if done.returncode and NO_ANSWER.search(done.stderr):
-        raise NoAnswer(f"sbatch got no answer: {_one_line(done.stderr)}")
+        raise SchedulerSilent(f"sbatch got no answer: {_one_line(done.stderr)}")
     if done.returncode:
         raise SchedulerError(f"sbatch refused the job: {_one_line(done.stderr)}")
     return done.stdout

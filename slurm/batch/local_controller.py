@@ -20,24 +20,24 @@ from pipeline.roles.role_context import read_config
 from pipeline.run.events import LAUNCHER, Events
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import FIRST_FAILURE, RunPaths, down_mark
-from pipeline.utils.fs_retry import Outbox
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.utils.fs_retry import DeferredWrites
+from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.subprocesses import adopt_orphans, describe_exit, end_descendants
 from pipeline.utils.waiting import CLOCK, wait_for
 from slurm.agent.agent import END_SIGNALS
 from slurm.agent.agent_heartbeat import agent_name
-from slurm.agent.liveness import STOPPED_SECONDS, Silence
+from slurm.agent.liveness import STOPPED_SECONDS, StallTimer
 from slurm.agent.os_processes import is_stopped
-from slurm.agent.supervisor import longest_descent
+from slurm.agent.supervisor import max_shutdown_seconds
 from slurm.registry import run_registry
 from slurm.scheduler.slurm.slurm_environment import launcher_process
 
 _PAUSE = 0.1
-_LAST_SECONDS = 10.0
+_FINAL_SECONDS = 10.0
 """How long, once all agents are down, to retry what is left to write: the launcher waits hardly longer."""
 
 
-class VirtualController(Controller):
+class LocalController(Controller):
     """Waits for all agents; after the first bad end, the launcher's end, or a signal, they have a bounded time left."""
 
     def __init__(self, folder: Path, run: RunPaths, attempt: str, launcher: psutil.Process | None) -> None:
@@ -46,11 +46,11 @@ class VirtualController(Controller):
         for number in (signal.SIGTERM, signal.SIGINT):  # the second is what `Job.cancel` sends
             signal.signal(number, lambda *_: self._ask())
         self._paths = run.attempt(run_registry.identity(run).run_id, attempt)
-        self._patience = longest_descent(read_config(run).cluster) + 5.0
+        self._patience = max_shutdown_seconds(read_config(run).cluster) + 5.0
         self._launcher = launcher
         self._failed: set[int] = set()
-        self._stopped: dict[int, Silence] = {}
-        self._outbox = Outbox()
+        self._stopped: dict[int, StallTimer] = {}
+        self._outbox = DeferredWrites()
 
     def start_tasks(self) -> None:
         """Start the agents, deaf to the signals that mean "end soon" until they can hear them."""
@@ -66,7 +66,7 @@ class VirtualController(Controller):
         """Exit codes of all agents, None for those that had to be killed."""
         codes = self._wait()
         try:
-            wait_for("the disk to take what was said", self._outbox.flush, _LAST_SECONDS)
+            wait_for("the disk to take what was said", self._outbox.flush, _FINAL_SECONDS)
         except DeadlineError as late:
             print(late, flush=True)
         return codes
@@ -95,7 +95,7 @@ class VirtualController(Controller):
         """End the agents that have been stopped (SIGSTOP) for too long: they watch their roles no more, nor hear of the
         end of the attempt."""
         stopped = [rank for rank, task in enumerate(self.tasks) if is_stopped(task.pid)]
-        self._stopped = {rank: self._stopped.get(rank) or Silence(CLOCK) for rank in stopped}
+        self._stopped = {rank: self._stopped.get(rank) or StallTimer(CLOCK) for rank in stopped}
         for rank, silence in self._stopped.items():
             if silence.look(True) > STOPPED_SECONDS and rank not in self._failed:
                 self._failed.add(rank)
@@ -111,12 +111,12 @@ class VirtualController(Controller):
     def _say_launcher_is_gone(self) -> None:
         """Say so before the agents, which hear TERM, say only that."""
         if self._asked_at is None:
-            events = Events(self._paths, FileDirectory(self._paths.root))
+            events = Events(self._paths, FileSharedDir(self._paths.root))
             self._outbox.say(lambda: events.publish("draining", LAUNCHER, "the launcher was killed"))
 
     def _tell_failure(self, rank: int, cause: str, code: int | None) -> None:
         """What an agent that was killed could not say: that it failed, and that its roles are down with it."""
-        attempt, name = FileDirectory(self._paths.root), agent_name(rank)
+        attempt, name = FileSharedDir(self._paths.root), agent_name(rank)
         failure = FirstFailure(role=name, rank=rank, cause=cause, exit_code=code, time=time.time(), log="")
         self._outbox.say(lambda: attempt.replace(down_mark(name), "left"))
         self._outbox.say(lambda: attempt.create(FIRST_FAILURE, failure))
@@ -133,7 +133,7 @@ def main() -> int:
     adopt_orphans()
     folder, run, attempt = Path(sys.argv[1]), RunPaths(Path(sys.argv[2])), sys.argv[3]
     with run_registry.held_by_job(run):
-        controller = VirtualController(folder, run, attempt, launcher_process())
+        controller = LocalController(folder, run, attempt, launcher_process())
         try:
             controller.start_tasks()
             codes = controller.wait()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline.config.cluster_keys import ClusterConfig
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError, one_line
 from pipeline.observability.run_history import read_history
 from pipeline.run.paths import AttemptPaths, RunPaths
@@ -25,7 +25,7 @@ from pipeline.run.run_documents import Outcome
 from pipeline.topology.plan import make_plan
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
-from slurm.batch.attempt_summary import AttemptFacts, gather_facts
+from slurm.batch.attempt_summary import AttemptSummary, summarize_attempt
 from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import RUNNING, QueuedJob, Scheduler
 from slurm.scheduler.slurm.slurm_commands import SlurmCommands
@@ -36,17 +36,17 @@ T = TypeVar("T")
 ANSWER_SECONDS = 1800.0
 """For how long a scheduler that is silent or refuses, or a disk that fails, is asked again: its controller or server
 may be under maintenance. The job's own time limit bounds it anyway."""
-KEEP_SECONDS = 15.0
+OUTCOME_SECONDS = 15.0
 """How long to retry writing the outcome: the requeue comes after it, and must come before any KILL."""
 PAUSE, LONGEST_PAUSE = 1.0, 10.0
 
-OURS = frozenset({RUNNING, "CONFIGURING", "RESIZING", "SIGNALING"})
+OWNED = frozenset({RUNNING, "CONFIGURING", "RESIZING", "SIGNALING"})
 """States of a job that nobody is ending; whoever asks runs in it."""
 OUT_OF_TIME = "TimeLimit"
 """The scheduler's reason when it ends a job at its time limit."""
 
 
-def decide(facts: AttemptFacts, job: QueuedJob | None, cluster: ClusterConfig, now: float) -> Outcome:
+def decide(facts: AttemptSummary, job: QueuedJob | None, cluster: ClusterConfig, now: float) -> Outcome:
     """What becomes of `job`, as the scheduler sees it now (None: not any more). Pure; `now` is seconds since the epoch.
 
     Whose the job is comes first: when the scheduler ends it, or has queued it again, what happened in the attempt has
@@ -59,7 +59,7 @@ def decide(facts: AttemptFacts, job: QueuedJob | None, cluster: ClusterConfig, n
     failures = 0 if facts.advanced else facts.failures
     if facts.finished:
         return Outcome(decision="finished", reason="the run is finished", time=now)
-    if elsewhere := who_has(job, facts.restart):
+    if elsewhere := ownership_problem(job, facts.restart):
         return Outcome(decision="left", reason=elsewhere, failures=failures, time=now)
     trouble = facts.trouble
     failed = not facts.advanced and (bool(trouble) or is_out_of_time(facts, job))
@@ -85,14 +85,14 @@ def decide(facts: AttemptFacts, job: QueuedJob | None, cluster: ClusterConfig, n
     return outcome(False, "it failed before the first commit, so another attempt would fail the same way")
 
 
-def is_out_of_time(facts: AttemptFacts, job: QueuedJob | None) -> bool:
+def is_out_of_time(facts: AttemptSummary, job: QueuedJob | None) -> bool:
     """Whether the attempt ended for the job's own time limit, by its notice or by the limit itself."""
     if job is None:
         return False
     return job.reason == OUT_OF_TIME or (facts.notice and not job.making_room)
 
 
-def who_has(job: QueuedJob | None, restart: int) -> str:
+def ownership_problem(job: QueuedJob | None, restart: int) -> str:
     """Why the job is not ours to requeue; empty if it is.
 
     It is, too, when the scheduler ends it for good at its time limit or to make room for another: that end is not the
@@ -102,7 +102,7 @@ def who_has(job: QueuedJob | None, restart: int) -> str:
         return "the scheduler does not know the job any more"
     if job.restarts != restart:
         return f"the scheduler has queued the job again (restart {job.restarts})"
-    if job.state in OURS or job.reason == OUT_OF_TIME or job.preempted:
+    if job.state in OWNED or job.reason == OUT_OF_TIME or job.preempted:
         return ""
     return f"the scheduler is ending the job ({job.state})"
 
@@ -117,10 +117,10 @@ def conclude_attempt(
     """
 
     def kept(outcome: Outcome) -> Outcome:
-        _keep(paths, outcome, clock)
+        _write_outcome(paths, outcome, clock)
         return outcome
 
-    def look() -> tuple[ClusterConfig, AttemptPaths, AttemptFacts]:
+    def look() -> tuple[ClusterConfig, AttemptPaths, AttemptSummary]:
         return _look(run, job, restart, code, clock)
 
     cluster, paths, facts = _ask_until("the run directory to be readable", look, clock)
@@ -128,11 +128,11 @@ def conclude_attempt(
         return kept(decide(facts, None, cluster, time.time()))
     try:
         (seen,) = _ask_until("the scheduler to describe the job", lambda: (scheduler.job(job),), clock)
-        if facts.in_doubt and seen is not None and seen.state in OURS:
-            facts = _clear_up(look, cluster.lateness, clock)
+        if facts.in_doubt and seen is not None and seen.state in OWNED:
+            facts = _wait_until_consistent(look, cluster.lateness, clock)
         outcome = kept(decide(facts, seen, cluster, time.time()))
         if outcome.decision == "requeued":
-            now = queue_again(scheduler, job, restart, clock)
+            now = requeue_job(scheduler, job, restart, clock)
             if now != REQUEUED:
                 return kept(Outcome(decision="left", reason=now, failures=outcome.failures, time=time.time()))
     except DeadlineError as error:
@@ -140,11 +140,11 @@ def conclude_attempt(
     return outcome
 
 
-def _clear_up(
-    look: Callable[[], tuple[ClusterConfig, AttemptPaths, AttemptFacts]], late: float, clock: Clock
-) -> AttemptFacts:
+def _wait_until_consistent(
+    look: Callable[[], tuple[ClusterConfig, AttemptPaths, AttemptSummary]], late: float, clock: Clock
+) -> AttemptSummary:
     """The facts once they leave no doubt, or are as late as they can be."""
-    facts: AttemptFacts | None = None
+    facts: AttemptSummary | None = None
 
     def clear() -> bool:
         nonlocal facts
@@ -158,17 +158,17 @@ def _clear_up(
 
 def _look(
     run: RunPaths, job: str, restart: int, code: int, clock: Clock
-) -> tuple[ClusterConfig, AttemptPaths, AttemptFacts]:
+) -> tuple[ClusterConfig, AttemptPaths, AttemptSummary]:
     """By which limits the attempt is judged, its files, and what they say of it."""
-    config = kept_config(run)
+    config = read_frozen_config(run)
     if config is None:
         raise RollcallError(f"{run.config} cannot be read")
     paths = run.attempt(run_registry.identity(run).run_id, f"{job}-{restart}")
-    facts = gather_facts(run, paths, restart, make_plan(config).ranks, code, config.cluster.lateness, clock)
+    facts = summarize_attempt(run, paths, restart, make_plan(config).ranks, code, config.cluster.lateness, clock)
     return config.cluster, paths, facts
 
 
-def _keep(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
+def _write_outcome(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
     """Write the outcome down. A disk that takes no file does not change it: then the job's log alone has it."""
 
     def written() -> bool:
@@ -176,7 +176,7 @@ def _keep(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
         return True
 
     try:
-        _ask_until("the outcome to be written", written, clock, KEEP_SECONDS)
+        _ask_until("the outcome to be written", written, clock, OUTCOME_SECONDS)
     except DeadlineError as error:
         print(f"rollcall: {paths.outcome} is not there: {error}", flush=True)
 
@@ -184,7 +184,7 @@ def _keep(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
 REQUEUED = "requeued"
 
 
-def queue_again(scheduler: Scheduler, job: str, restart: int, clock: Clock = CLOCK) -> str:
+def requeue_job(scheduler: Scheduler, job: str, restart: int, clock: Clock = CLOCK) -> str:
     """Requeue the job if it is ours: `REQUEUED`, or who has it. `DeadlineError` if the scheduler does neither."""
     return _ask_until("the scheduler to requeue the job", lambda: _requeue(scheduler, job, restart), clock)
 
@@ -196,11 +196,11 @@ def _requeue(scheduler: Scheduler, job: str, restart: int) -> str | None:
     meanwhile stays cancelled.
     """
     seen = scheduler.job(job)
-    if not who_has(seen, restart):
+    if not ownership_problem(seen, restart):
         scheduler.requeue(job)
         seen = scheduler.job(job)
     queued_again = seen is not None and seen.restarts > restart
-    return REQUEUED if queued_again else who_has(seen, restart) or None
+    return REQUEUED if queued_again else ownership_problem(seen, restart) or None
 
 
 def _ask_until(awaited: str, ask: Callable[[], T | None], clock: Clock, seconds: float = ANSWER_SECONDS) -> T:

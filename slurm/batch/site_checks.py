@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config import RunConfig, nearest
+from pipeline.config import RunConfig, closest_match
 from pipeline.errors import ConfigError, PlanError, SchedulerError
-from pipeline.topology.plan import Plan, Seat
-from slurm.agent.supervisor import longest_descent
+from pipeline.topology.plan import NodeBundle, Plan
+from slurm.agent.supervisor import max_shutdown_seconds
 from slurm.scheduler.scheduler_protocol import Nodes, Partition, Scheduler
 from slurm.scheduler.slurm.batch_file import Component, components
 
@@ -47,7 +47,7 @@ def warnings(config: RunConfig, scheduler: Scheduler) -> list[str]:
         wait = scheduler.kill_wait()
     except SchedulerError as error:
         return [f"how long Slurm waits before it kills a job is not known: {error}"]
-    needed, grace = longest_descent(config.cluster), config.cluster.grace_seconds
+    needed, grace = max_shutdown_seconds(config.cluster), config.cluster.grace_seconds
     if wait >= needed:
         return []
     least = needed - grace
@@ -120,7 +120,7 @@ def _find(key: str, wanted: str, partitions: Sequence[Partition]) -> list[Partit
 
 def _unknown(key: str, value: str, expected: str, among: list[str]) -> ConfigError:
     """For a word that the site does not have: the nearest it has, and all."""
-    mend = nearest(value, among, "sinfo shows them")
+    mend = closest_match(value, among, "sinfo shows them")
     known = "" if mend.startswith("choose") or len(among) > 20 else f" ({', '.join(sorted(among))})"
     return ConfigError(key, value, expected + known, mend)
 
@@ -141,7 +141,7 @@ def _check_gpus(
         return
     if not partition.gpus:
         others = ", ".join(other.name for other in partitions if other.gpus) or "none of this cluster"
-        expected = f"a partition whose nodes have GPUs, since {_greediest(component).name} needs {wanted}"
+        expected = f"a partition whose nodes have GPUs, since {_largest_component(component).name} needs {wanted}"
         raise ConfigError(key, partition.name, expected, f"those that do: {others}")
     kinds = sorted({name for nodes in partition.kinds for name in nodes.gpus if name})
     if kind and kind not in kinds:
@@ -151,7 +151,7 @@ def _check_gpus(
         raise _unknown("cluster.gpu_type", kind, f"a type of GPU of partition {partition.name}", kinds)
     most = max(_gpus(nodes, kind) for nodes in partition.kinds)
     if wanted > most:
-        asks, count, mend = _what_asks(component, config)
+        asks, count, mend = _asking_key(component, config)
         what = f"{kind} GPUs" if kind else "GPUs"
         expected = f"at most {most} {what} for each node, as partition {partition.name} has, not {wanted}"
         raise PlanError(asks, count, expected, mend)
@@ -226,13 +226,13 @@ def _gpus(nodes: Nodes, kind: str) -> int:
     return nodes.gpus.get(kind, 0) if kind else sum(nodes.gpus.values())
 
 
-def _greediest(component: Component) -> Seat:
+def _largest_component(component: Component) -> NodeBundle:
     return max(component.seats, key=lambda seat: seat.gpus)
 
 
-def _what_asks(component: Component, config: RunConfig) -> tuple[str, int, str]:
+def _asking_key(component: Component, config: RunConfig) -> tuple[str, int, str]:
     """The key that asks for most GPUs of a node, its value, and what else to change."""
-    roles = {slot.role for slot in _greediest(component).slots}
+    roles = {slot.role for slot in _largest_component(component).slots}
     if config.resources.share_gpus and "inference" in roles:
         mend = "lower it and raise resources.trainer.nodes and resources.inference.nodes"
         return "resources.trainer.processes", config.resources.trainer.processes, mend

@@ -21,10 +21,10 @@ from rich.live import Live
 from pipeline.errors import RollcallError
 from pipeline.observability.run_history import find_run
 from pipeline.utils import terminal
-from pipeline.utils.fs_retry import OUTAGE_SECONDS, is_transient, retry_transient
+from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT, is_transient, retry_transient
 from pipeline.utils.waiting import CLOCK, Clock
 from slurm.monitor import runs_table
-from slurm.monitor.log_lines import Ticker
+from slurm.monitor.log_lines import LogLines
 from slurm.monitor.refresh_loop import show_until_last
 from slurm.monitor.run_snapshot import Snapshot
 from slurm.monitor.run_watcher import Watcher
@@ -54,7 +54,7 @@ def follow_run(
     `attempt` is the one to show; without a name it is always the newest. A run without an end is followed without one:
     the caller's `until` is what bounds it.
     """
-    watcher = _Steady(Watcher(run_dir, attempt), clock)
+    watcher = _SteadyLook(Watcher(run_dir, attempt), clock)
 
     def look() -> Look:
         last = until()
@@ -74,7 +74,7 @@ def watch_run(
 
     `scheduler` is asked where files cannot tell: without it, a job that was cancelled in the queue is waited for.
     """
-    watcher = _Steady(Watcher(run_dir, scheduler=scheduler, clock=clock), clock)
+    watcher = _SteadyLook(Watcher(run_dir, scheduler=scheduler, clock=clock), clock)
 
     def look() -> Look:
         now = watcher.look()
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_CODES.get(snapshot.state, 0)
 
 
-class _Steady:
+class _SteadyLook:
     """A watcher whose last snapshot stands while the disk fails for a transient reason."""
 
     def __init__(self, watcher: Watcher, clock: Clock) -> None:
@@ -109,9 +109,9 @@ class _Steady:
         self._last: Snapshot | None = None
 
     def look(self) -> Snapshot:
-        """The run as it is now, or was when the disk last gave it; at first `OUTAGE_SECONDS` are waited for that."""
+        """The run as it is now, or was when the disk last gave it; at first `FS_OUTAGE_TIMEOUT` are waited for that."""
         if self._last is None:
-            self._last = retry_transient("the run to be readable", self._watcher.look, OUTAGE_SECONDS, self._clock)
+            self._last = retry_transient("the run to be readable", self._watcher.look, FS_OUTAGE_TIMEOUT, self._clock)
             return self._last
         try:
             self._last = self._watcher.look()
@@ -131,7 +131,7 @@ def _follow(look: Callable[[], Look], console: Console | None, clock: Clock) -> 
                 live.update(render_run(now), refresh=True)
 
             return show_until_last(look, draw, REFRESH_SECONDS, clock)
-    ticker = Ticker()
+    ticker = LogLines()
 
     def tell(now: Snapshot, last: bool) -> None:
         for line in ticker.lines(now, clock.now(), last=last):

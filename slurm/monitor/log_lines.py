@@ -6,7 +6,7 @@ clock.
 
 from collections.abc import Iterable
 
-from slurm.monitor.run_snapshot import Evaluating, Snapshot
+from slurm.monitor.run_snapshot import EvaluationProgress, Snapshot
 from slurm.monitor.status_panel import (
     attempt_text,
     evaluation_text,
@@ -22,7 +22,7 @@ from slurm.monitor.status_panel import (
 LINE_SECONDS = 5.0
 
 
-class Ticker:
+class LogLines:
     """Turns snapshots into lines: every change of state at once, progress every `LINE_SECONDS` and at evaluations."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Ticker:
         self._roles, self._silent = dict[str, str](), set[int]()
         self._told, self._next = ("", 0, 0), 0.0
         self._troubled = False
-        self._evaluated: Evaluating | None = None
+        self._evaluated: EvaluationProgress | None = None
         self._next_evaluation = 0.0
 
     def lines(self, snapshot: Snapshot, now: float, *, last: bool = False) -> list[str]:

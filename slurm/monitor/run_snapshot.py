@@ -9,10 +9,18 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import RunConfig
 from pipeline.observability.run_history import Attempt
-from pipeline.observability.run_status import ENDED, State, current, reason_of, silent_ranks, state_of, training_rows
+from pipeline.observability.run_status import (
+    ENDED,
+    State,
+    current_state,
+    reason_of,
+    silent_ranks,
+    state_of,
+    training_rows,
+)
 from pipeline.run.events import Event
 from pipeline.run.first_failure import FirstFailure
-from pipeline.run.metrics_log import Row, series
+from pipeline.run.metrics_log import MetricRecord, series
 from pipeline.run.run_documents import SubmittedJob
 from pipeline.transport.sample_records import ASKED, EVALUATED
 
@@ -48,7 +56,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Evaluating:
+class EvaluationProgress:
     """An evaluation under way: what it is, and how many of its prompts are done.
 
     `first` is whether RL has not begun: then the trainer waits for it.
@@ -61,7 +69,7 @@ class Evaluating:
 
 
 @dataclass(frozen=True)
-class Past:
+class PastAttempt:
     """An attempt that is over: when it began (0 if no role of it ever started), for how many seconds it had roles, what
     it ended with (`requeued`, `left`, `stopped`, `finished`, `failed`, `interrupted`, or `cut off`), and why."""
 
@@ -73,7 +81,7 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobLine:
     """The job of a run at its scheduler.
 
     Attributes:
@@ -121,11 +129,11 @@ class Snapshot:
     time: float
     attempt: str
     state: State
-    job: Job | None
+    job: JobLine | None
     began: float
     roles: tuple[RoleLine, ...]
     silent: dict[int, float]
-    past: tuple[Past, ...]
+    past: tuple[PastAttempt, ...]
     progress: Progress | None
     ahead: Progress | None
     numbers: dict[str, float]
@@ -137,7 +145,7 @@ class Snapshot:
     events: tuple[Event, ...]
     failure: FirstFailure | None
     reason: str
-    evaluation: Evaluating | None = None
+    evaluation: EvaluationProgress | None = None
 
     @property
     def ended(self) -> bool:
@@ -163,18 +171,18 @@ class Snapshot:
 def compose_snapshot(
     name: str,
     attempt: Attempt | None,
-    rows: list[Row],
+    rows: list[MetricRecord],
     config: RunConfig | None,
     *,
-    past: Sequence[Past] = (),
+    past: Sequence[PastAttempt] = (),
     submitted: SubmittedJob | None,
     finished: bool,
     alive: bool | None,
-    job: Job | None,
+    job: JobLine | None,
     now: float,
 ) -> Snapshot:
     """The snapshot of what was read; pure. An attempt of an earlier job than the one `submitted` last is over."""
-    newest = current(attempt, submitted)
+    newest = current_state(attempt, submitted)
     state = state_of(newest, submitted, rows, finished=finished, alive=alive)
     if attempt and (attempt.outcome or newest is None):
         past = [*past, past_of(attempt)]
@@ -208,11 +216,11 @@ def compose_snapshot(
     )
 
 
-def past_of(attempt: Attempt) -> Past:
+def past_of(attempt: Attempt) -> PastAttempt:
     """What is kept of an attempt that is over."""
     began, ended = attempt.span or (0.0, 0.0)
     end, why = attempt.end
-    return Past(attempt.name, began, ended - began, end or "cut off", why)
+    return PastAttempt(attempt.name, began, ended - began, end or "cut off", why)
 
 
 def _roles(attempt: Attempt, silent: Mapping[int, float]) -> tuple[RoleLine, ...]:
@@ -237,18 +245,18 @@ def _roles(attempt: Attempt, silent: Mapping[int, float]) -> tuple[RoleLine, ...
     return tuple(sorted(lines, key=lambda line: line.rank))
 
 
-def _evaluation(attempt: Attempt, rows: Sequence[Row]) -> Evaluating | None:
+def _evaluation(attempt: Attempt, rows: Sequence[MetricRecord]) -> EvaluationProgress | None:
     for status in attempt.statuses.values():
         if status.state == "ready" and ASKED in status.numbers:
             what = status.detail.partition(":")[0]
             done, prompts = int(status.numbers.get(EVALUATED, 0)), int(status.numbers[ASKED])
-            return Evaluating(
+            return EvaluationProgress(
                 what, done, prompts, not any(row["kind"] == "train" and row["job"] == "rl" for row in rows)
             )
     return None
 
 
-def _progress(rows: list[Row], mine: list[Row], config: RunConfig | None) -> Progress | None:
+def _progress(rows: list[MetricRecord], mine: list[MetricRecord], config: RunConfig | None) -> Progress | None:
     trained = [row for row in rows if row["kind"] == "train"]
     if not trained:
         return None
@@ -262,7 +270,7 @@ def _progress(rows: list[Row], mine: list[Row], config: RunConfig | None) -> Pro
     return Progress(job, step, steps, _seconds_left([row for row in mine if row["job"] == job], steps))
 
 
-def _progress_of_file(last: Row, mine: list[Row]) -> Progress:
+def _progress_of_file(last: MetricRecord, mine: list[MetricRecord]) -> Progress:
     """How far the job is that the last row is of. The rows count the steps of all jobs on."""
     same = [row for row in mine if (row.get("file"), row.get("written")) == (last["file"], last["written"])]
     left = _seconds_left(same, last["step"] - last["done"] + last["of"])
@@ -274,7 +282,7 @@ def _ahead(config: RunConfig) -> Progress:
     return Progress("sft", 0, first, None) if config.has_sft else Progress("rl", 0, config.training.steps, None)
 
 
-def _seconds_left(mine: list[Row], steps: int) -> float | None:
+def _seconds_left(mine: list[MetricRecord], steps: int) -> float | None:
     recent = mine[-_RECENT:]
     if len(recent) < 3 or recent[-1]["step"] <= recent[0]["step"]:
         return None
@@ -282,11 +290,11 @@ def _seconds_left(mine: list[Row], steps: int) -> float | None:
     return float(pace * max(0, steps - recent[-1]["step"]))
 
 
-def _losses(rows: list[Row]) -> tuple[float, ...]:
+def _losses(rows: list[MetricRecord]) -> tuple[float, ...]:
     return tuple(row["loss"] for row in rows if row.get("loss") is not None)
 
 
-def _numbers(rows: list[Row]) -> dict[str, float]:
+def _numbers(rows: list[MetricRecord]) -> dict[str, float]:
     """The last training row's numbers."""
     last = next((row for row in reversed(rows) if row["kind"] == "train"), {})
     return {name: value for name, value in last.items() if isinstance(value, float) and name != "time"}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError, SchedulerError
 from pipeline.observability.run_history import Attempt, AttemptReader, attempt_names
 from pipeline.run.completion import is_finished
@@ -19,7 +19,7 @@ from pipeline.run.paths import RunPaths
 from pipeline.run.run_documents import RunIdentity, SubmittedJob
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock
-from slurm.monitor.run_snapshot import Job, Past, Snapshot, compose_snapshot, past_of
+from slurm.monitor.run_snapshot import JobLine, PastAttempt, Snapshot, compose_snapshot, past_of
 from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import Scheduler
 
@@ -48,26 +48,26 @@ class Watcher:
         self._run, self._attempt = RunPaths(root), attempt
         self._rows = RowReader(self._run.metrics)
         self._config: RunConfig | None = None
-        self._over: dict[str, Past] = {}
+        self._over: dict[str, PastAttempt] = {}
         self._readers: dict[str, AttemptReader] = {}
         self._began: dict[str, float] = {}
         self._scheduler, self._clock = scheduler, clock
-        self._asked: tuple[float, Job] | None = None
+        self._asked: tuple[float, JobLine] | None = None
         """When the scheduler answered last, or was silent, and what it said."""
 
     def look(self, live: bool | None = None) -> Snapshot:
         """The run as it is now; `live` as in `read_snapshot`."""
         self._rows.read()
-        self._config = self._config or kept_config(self._run)
+        self._config = self._config or read_frozen_config(self._run)
         submitted = shared_files.read_document(self._run.job, SubmittedJob)
-        job = Job(submitted.job, live=live) if submitted and submitted.kind == "slurm" else None
+        job = JobLine(submitted.job, live=live) if submitted and submitted.kind == "slurm" else None
         names = attempt_names(self._run, self._began)
         name = self._attempt or next(reversed(names), "")
         attempt = self._read(name) if name else None
         past = [self._past(other) for other in names if other != name]
         finished, alive = is_finished(self._run), run_registry.is_live_here(self._run) if job is None else None
 
-        def composed(job: Job | None) -> Snapshot:
+        def composed(job: JobLine | None) -> Snapshot:
             return compose_snapshot(
                 self._run.root.name,
                 attempt,
@@ -93,14 +93,14 @@ class Watcher:
             self._readers[name] = reader
         return self._readers[name].read()
 
-    def _past(self, name: str) -> Past:
+    def _past(self, name: str) -> PastAttempt:
         if name not in self._over:
             self._readers.pop(name, None)  # all of it is read once more
             self._over[name] = past_of(self._read(name))
             self._readers.pop(name, None)
         return self._over[name]
 
-    def _ask(self, job: Job) -> Job:
+    def _ask(self, job: JobLine) -> JobLine:
         """The job with what the scheduler says of it, as it was told at most `ASK_SECONDS` ago."""
         if self._scheduler is None:
             return job
@@ -110,7 +110,7 @@ class Watcher:
             self._asked = self._clock.now(), said
         return replace(job, live=said.live, word=said.word, trouble=said.trouble)
 
-    def _answer(self, job: Job, scheduler: Callable[[], Scheduler]) -> Job:
+    def _answer(self, job: JobLine, scheduler: Callable[[], Scheduler]) -> JobLine:
         try:
             found = scheduler().job(job.id)
         except (SchedulerError, ConfigError) as error:

@@ -24,7 +24,7 @@ NEVER, UNREADABLE = "not submitted", "unreadable"
 
 
 @dataclass(frozen=True)
-class Line:
+class RunSummary:
     """One run.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Run:
     refused: str = ""
     identity: RunIdentity | None = None
     job: SubmittedJob | None = None
-    line: Line | None = None
+    line: RunSummary | None = None
 
 
 class Overview:
@@ -84,12 +84,12 @@ class Overview:
         """`scheduler` is called when the first job of one is met; it may raise that there is none."""
         self._output, self._sweep, self._make = output, sweep, scheduler
         self._scheduler: Scheduler | None = None
-        self._finished: dict[Path, Line] = {}
+        self._finished: dict[Path, RunSummary] = {}
         self._over: dict[Path, tuple[SubmittedJob, QueuedJob | None]] = {}
         self._watchers: dict[Path, tuple[RunIdentity, Watcher]] = {}
         self.source = "files"
 
-    def look(self) -> list[Line]:
+    def look(self) -> list[RunSummary]:
         """The lines now: runs of their own by name, then the points of each sweep by number."""
         found = [] if self._sweep else [self._find("", file.parent) for file in _found(self._output, RUN)]
         sweeps = [self._sweep] if self._sweep else [file.parent.name for file in _found(self._output, SWEEP)]
@@ -114,7 +114,7 @@ class Overview:
             return replace(run, line=self._finished[folder])
         try:
             if not run.paths.run.exists():
-                return replace(run, line=Line(sweep, folder.name, failure=refused))
+                return replace(run, line=RunSummary(sweep, folder.name, failure=refused))
             return replace(run, identity=run_registry.identity(run.paths), job=run_registry.submitted_job(run.paths))
         except (RollcallError, OSError) as error:
             return _unreadable(run, error)
@@ -143,21 +143,21 @@ class Overview:
         known = self._over.get(run.paths.root)
         return known if known and known[0] == run.job else None
 
-    def _line(self, run: _Run, answers: Mapping[str, QueuedJob] | None) -> Line:
+    def _line(self, run: _Run, answers: Mapping[str, QueuedJob] | None) -> RunSummary:
         """The run with what its scheduler said."""
         try:
             line = self._read(run, answers)
         except (RollcallError, OSError) as error:
-            return _unreadable(run, error).line or Line(run.sweep, run.paths.root.name)
+            return _unreadable(run, error).line or RunSummary(run.sweep, run.paths.root.name)
         if line.state == "finished":
             self._finished[run.paths.root] = line
             self._watchers.pop(run.paths.root, None)
         return line
 
-    def _read(self, run: _Run, answers: Mapping[str, QueuedJob] | None) -> Line:
+    def _read(self, run: _Run, answers: Mapping[str, QueuedJob] | None) -> RunSummary:
         queued, live = self._standing(run, answers)
         now = self._watcher(run).look(live)
-        return Line(
+        return RunSummary(
             sweep=run.sweep,
             name=run.paths.root.name,
             job=run.job.job if run.job and run.job.kind == "slurm" else "",
@@ -171,7 +171,7 @@ class Overview:
             accuracy=now.accuracies[-1][1] if now.accuracies else None,
             attempts=len(attempt_names(run.paths)),
             age=time.time() - run.identity.created if run.identity else None,
-            failure=_why(run, now, live),
+            failure=_failure_text(run, now, live),
         )
 
     def _watcher(self, run: _Run) -> Watcher:
@@ -195,7 +195,7 @@ class Overview:
         return queued, queued.live
 
 
-def _why(run: _Run, now: Snapshot, live: bool | None) -> str:
+def _failure_text(run: _Run, now: Snapshot, live: bool | None) -> str:
     """Why the run failed, or why its last submission was refused; empty while it is well."""
     if now.state == "failed":
         return now.reason
@@ -205,7 +205,9 @@ def _why(run: _Run, now: Snapshot, live: bool | None) -> str:
 def _unreadable(run: _Run, error: Exception) -> _Run:
     """A run of which nothing can be told; what the disk refused now it may give later."""
     live = None if isinstance(error, OSError) else False
-    return replace(run, line=Line(run.sweep, run.paths.root.name, state=UNREADABLE, live=live, failure=str(error)))
+    return replace(
+        run, line=RunSummary(run.sweep, run.paths.root.name, state=UNREADABLE, live=live, failure=str(error))
+    )
 
 
 def _found(output: Path, name: str) -> list[Path]:

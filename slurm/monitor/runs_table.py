@@ -26,8 +26,8 @@ from pipeline.run.paths import SweepPaths
 from pipeline.utils import terminal
 from pipeline.utils.waiting import CLOCK, Clock
 from slurm.monitor.refresh_loop import show_until_last
-from slurm.monitor.runs_overview import Line, Overview
-from slurm.monitor.status_panel import COLOURS, UNSURE
+from slurm.monitor.runs_overview import Overview, RunSummary
+from slurm.monitor.status_panel import COLORS, UNSURE
 from slurm.registry import file_locks, sweep_manifest
 from slurm.scheduler.slurm.slurm_commands import find_slurm
 
@@ -36,20 +36,20 @@ COLUMNS = ("run", "job", "scheduler", "state", "step", "reward", "held-out", "at
 _NUMBERS = COLUMNS[4:]
 _AROUND = 4
 """Lines around the rows of a table: its header, an empty one, how many more there are, and the summary."""
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 
 
-class Lines(Protocol):
+class LineSource(Protocol):
     """What a table is followed from: an `Overview`, or one that something is done beside at each look."""
 
     @property
     def source(self) -> str: ...
 
-    def look(self) -> list[Line]: ...
+    def look(self) -> list[RunSummary]: ...
 
 
 @dataclass(frozen=True)
-class _Form:
+class _TableSpec:
     """How wide a table is: its columns after the name, spaces between them, whether a waiting job says why, and how
     much of the longest name there must be room for."""
 
@@ -59,11 +59,11 @@ class _Form:
     least_name: int = 63
 
 
-_FORMS = (
-    _Form(COLUMNS[1:]),
-    _Form(COLUMNS[1:], reasons=False),
-    _Form(COLUMNS[1:], gap=1, reasons=False, least_name=24),
-    _Form(tuple(column for column in COLUMNS[1:] if column not in ("scheduler", "attempts")), gap=1, least_name=0),
+_TABLE_SPECS = (
+    _TableSpec(COLUMNS[1:]),
+    _TableSpec(COLUMNS[1:], reasons=False),
+    _TableSpec(COLUMNS[1:], gap=1, reasons=False, least_name=24),
+    _TableSpec(tuple(column for column in COLUMNS[1:] if column not in ("scheduler", "attempts")), gap=1, least_name=0),
 )
 """The widest first."""
 
@@ -72,13 +72,13 @@ _FORMS = (
 class _Row:
     """A line of the table as texts."""
 
-    line: Line
+    line: RunSummary
 
     @property
     def name(self) -> str:
         return f"  {self.line.name}" if self.line.sweep else self.line.name
 
-    def cell(self, column: str, form: _Form) -> str:
+    def cell(self, column: str, form: _TableSpec) -> str:
         text = dict(zip(COLUMNS, cells_of(self.line), strict=True))[column]
         if column == "state":
             return f"● {text}"
@@ -86,7 +86,7 @@ class _Row:
 
     def style(self, column: str) -> str:
         if column == "state":
-            return COLOURS.get(self.line.state, UNSURE)
+            return COLORS.get(self.line.state, UNSURE)
         return "bright_black" if column == "scheduler" else ""
 
 
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def print_table(lines: Sequence[Line], source: str, console: Console) -> None:
+def print_table(lines: Sequence[RunSummary], source: str, console: Console) -> None:
     """The table once."""
     if console.is_terminal:
         console.print(render_table(lines, source, console.width))
@@ -136,17 +136,17 @@ def watch_sweep(arguments: Sequence[str], clock: Clock = CLOCK) -> int:
     return 0 if all(line.state == "finished" for line in lines) else 1
 
 
-def all_over(lines: Sequence[Line]) -> bool:
+def all_over(lines: Sequence[RunSummary]) -> bool:
     """Whether no job of these runs is live any more."""
     return all(line.live is False for line in lines)
 
 
 def follow_table(
-    overview: Lines,
+    overview: LineSource,
     console: Console | None = None,
     clock: Clock = CLOCK,
-    until: Callable[[Sequence[Line]], bool] = all_over,
-) -> list[Line]:
+    until: Callable[[Sequence[RunSummary]], bool] = all_over,
+) -> list[RunSummary]:
     """Show the table `until(lines)`, by default until no job of it is live any more; the last lines.
 
     Jobs end when they end: this waits as long, and whoever follows may leave at any time. On a terminal the table keeps
@@ -154,14 +154,14 @@ def follow_table(
     """
     console = console or terminal.console()
 
-    def look() -> tuple[list[Line], bool]:
+    def look() -> tuple[list[RunSummary], bool]:
         lines = overview.look()
         return lines, until(lines)
 
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
 
-            def fit(lines: Sequence[Line], _: bool) -> None:
+            def fit(lines: Sequence[RunSummary], _: bool) -> None:
                 live.update(render_table(lines, overview.source, console.width, console.height - 1), refresh=True)
 
             lines = show_until_last(look, fit, REFRESH_SECONDS, clock)
@@ -169,7 +169,7 @@ def follow_table(
             return lines
     told: dict[str, str] = {}
 
-    def tell(lines: Sequence[Line], _: bool) -> None:
+    def tell(lines: Sequence[RunSummary], _: bool) -> None:
         for line in lines:
             text = f"{line.path}: {line.state}" + (f": {line.failure}" if line.failure else "")
             if told.get(line.path) != text:
@@ -181,16 +181,16 @@ def follow_table(
     return lines
 
 
-def render_table(lines: Sequence[Line], source: str, width: int, height: int = 0) -> RenderableType:
+def render_table(lines: Sequence[RunSummary], source: str, width: int, height: int = 0) -> RenderableType:
     """The table for a terminal of so many columns; with `height` of at most so many lines, of which none wraps.
 
     What does not fit is left out: runs that finished first, then those that failed; failures beyond a few.
     """
     told = failure_lines(lines)
-    more = len(told) - _MOST_FAILURES if height else 0
+    more = len(told) - _MAX_FAILURES if height else 0
     if more > 0:
-        told = [*told[:_MOST_FAILURES], f"and {more} more"]
-    shown = fitting_lines(lines, height - len(told) - _AROUND) if height else lines
+        told = [*told[:_MAX_FAILURES], f"and {more} more"]
+    shown = lines_that_fit(lines, height - len(told) - _AROUND) if height else lines
     notes = [Text(text, "red", no_wrap=height > 0, overflow="ellipsis") for text in told]
     if len(shown) < len(lines):
         notes.append(Text(f"and {len(lines) - len(shown)} more runs", "bright_black"))
@@ -198,11 +198,11 @@ def render_table(lines: Sequence[Line], source: str, width: int, height: int = 0
     return Group(_table(shown, width), Text(), *notes)
 
 
-def _table(lines: Sequence[Line], width: int) -> Table:
+def _table(lines: Sequence[RunSummary], width: int) -> Table:
     """As many columns as fit; where even the fewest leave too little for the names, these are shortened."""
     rows = [_Row(line) for line in lines]
     names = max((len(row.name) for row in rows), default=0)
-    for form in _FORMS:
+    for form in _TABLE_SPECS:
         left = width - sum(
             form.gap + max(len(column), *(len(row.cell(column, form)) for row in rows), 0) for column in form.columns
         )
@@ -220,7 +220,7 @@ def _table(lines: Sequence[Line], width: int) -> Table:
     return table
 
 
-def fitting_lines(lines: Sequence[Line], most: int) -> list[Line]:
+def lines_that_fit(lines: Sequence[RunSummary], most: int) -> list[RunSummary]:
     """At most `most` rows, headings counted. If these are fewer: what is not over comes first, then what failed."""
     if len(lines) + len({line.sweep for line in lines} - {""}) <= most:
         return list(lines)
@@ -231,18 +231,18 @@ def fitting_lines(lines: Sequence[Line], most: int) -> list[Line]:
     return shown
 
 
-def _headings(lines: Sequence[Line]) -> list[str]:
+def _headings(lines: Sequence[RunSummary]) -> list[str]:
     return [sweep for sweep, _ in groupby(lines, key=lambda line: line.sweep) if sweep]
 
 
-def aligned_lines(lines: Sequence[Line]) -> list[str]:
+def aligned_lines(lines: Sequence[RunSummary]) -> list[str]:
     """The table as aligned text, a header first."""
     rows = [COLUMNS, *(cells_of(line) for line in lines)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def cells_of(line: Line) -> tuple[str, ...]:
+def cells_of(line: RunSummary) -> tuple[str, ...]:
     """One text for each of `COLUMNS`."""
     return (
         line.path,
@@ -257,7 +257,7 @@ def cells_of(line: Line) -> tuple[str, ...]:
     )
 
 
-def failure_lines(lines: Sequence[Line]) -> list[str]:
+def failure_lines(lines: Sequence[RunSummary]) -> list[str]:
     """Why runs failed or were refused, a line each."""
     return [f"{line.path}: {line.failure}" for line in lines if line.failure]
 
@@ -272,14 +272,14 @@ def age(seconds: float | None) -> str:
     return f"{seconds / 86_400:.0f} d"
 
 
-def _step(line: Line) -> str:
+def _step(line: RunSummary) -> str:
     if line.step is None:
         return "—"
     text = f"{line.step}/{line.steps}" if line.steps else str(line.step)
     return text if line.stage == "rl" else f"{line.stage} {text}"
 
 
-def _summary(lines: Sequence[Line], source: str) -> str:
+def _summary(lines: Sequence[RunSummary], source: str) -> str:
     counts = {
         state: sum(line.state == state for line in lines) for state in dict.fromkeys(line.state for line in lines)
     }

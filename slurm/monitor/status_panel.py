@@ -16,12 +16,12 @@ from rich.text import Text
 
 from pipeline.observability.number_format import clock, number
 from pipeline.run.events import Event
-from slurm.monitor.run_snapshot import Evaluating, Job, Progress, RoleLine, Snapshot
+from slurm.monitor.run_snapshot import EvaluationProgress, JobLine, Progress, RoleLine, Snapshot
 
-MOST_ROLES = 16
-MOST_PAST = 5
+MAX_ROLES = 16
+MAX_PAST = 5
 _BARS = "▁▂▃▄▅▆▇█"
-COLOURS = {
+COLORS = {
     "not submitted": "bright_black",
     "waiting": "bright_black",
     "queued": "cyan",
@@ -65,7 +65,7 @@ def render_run(snapshot: Snapshot) -> RenderableType:
         parts += [Text(), _events(events)]
     if snapshot.reason and snapshot.state not in ("queued", "left", "finished"):
         parts += [Text(), Text(snapshot.reason, style="red")]
-    colour = UNSURE if snapshot.silent else COLOURS[snapshot.state]
+    colour = UNSURE if snapshot.silent else COLORS[snapshot.state]
     title = Text.assemble((f" {snapshot.name} ", "bold"), (f"{state_text(snapshot)} ", colour))
     elapsed = f"· {clock(snapshot.until - snapshot.began)} " if snapshot.began else ""
     subtitle = Text(f" {attempt_text(snapshot)} {elapsed}", "bright_black")
@@ -90,7 +90,7 @@ def _roles_table(snapshot: Snapshot) -> RenderableType:
     for column in ("rank", "address", "state", "since"):
         table.add_column(column, no_wrap=True)
     table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
-    shown = most_telling(snapshot.roles, MOST_ROLES)
+    shown = most_relevant(snapshot.roles, MAX_ROLES)
     for role in shown:
         since = clock(snapshot.until - role.since) if role.since else ""
         silence = f"silent for {clock(snapshot.time - role.silent)}" if role.silent else ""
@@ -104,7 +104,7 @@ def _roles_table(snapshot: Snapshot) -> RenderableType:
 def _role_state(role: RoleLine, snapshot: Snapshot) -> Text:
     """The last state that is known of a role."""
     cut_off = snapshot.is_over and role.state not in ("stopped", "failed")
-    colour = UNSURE if role.silent else "bright_black" if cut_off else COLOURS.get(role.state, "")
+    colour = UNSURE if role.silent else "bright_black" if cut_off else COLORS.get(role.state, "")
     return Text(f"{'○' if cut_off or role.silent else '●'} {role.state}", colour)
 
 
@@ -146,29 +146,29 @@ def _past_table(snapshot: Snapshot) -> RenderableType:
     table.add_column("ran", no_wrap=True, justify="right")
     table.add_column("then", no_wrap=True)
     table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
-    hidden = len(snapshot.past) - MOST_PAST
+    hidden = len(snapshot.past) - MAX_PAST
     if hidden > 0:
         table.add_row(Text(f"{hidden} earlier", "bright_black"))
-    for past in snapshot.past[-MOST_PAST:]:
+    for past in snapshot.past[-MAX_PAST:]:
         ran = clock(past.seconds) if past.began else "—"
-        table.add_row(past.name, ran, Text(past.end, COLOURS.get(past.end, "")), Text(past.why, "bright_black"))
+        table.add_row(past.name, ran, Text(past.end, COLORS.get(past.end, "")), Text(past.why, "bright_black"))
     return table
 
 
 def silence_text(snapshot: Snapshot) -> str:
     """Which ranks are silent, and for how long."""
     ranks = [f"{rank} ({clock(snapshot.time - since)})" for rank, since in sorted(snapshot.silent.items())]
-    more = f" and {len(ranks) - MOST_ROLES} more" if len(ranks) > MOST_ROLES else ""
+    more = f" and {len(ranks) - MAX_ROLES} more" if len(ranks) > MAX_ROLES else ""
     noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"no sign of life from {noun} {', '.join(ranks[:MOST_ROLES])}{more}: the node or its filesystem hangs"
+    return f"no sign of life from {noun} {', '.join(ranks[:MAX_ROLES])}{more}: the node or its filesystem hangs"
 
 
-def no_answer(job: Job) -> str:
+def no_answer(job: JobLine) -> str:
     """That the scheduler was asked and is silent, and why."""
     return f"no answer about job {job.id}, files alone tell: {job.trouble}"
 
 
-def most_telling(roles: Sequence[RoleLine], most: int) -> list[RoleLine]:
+def most_relevant(roles: Sequence[RoleLine], most: int) -> list[RoleLine]:
     """At most `most` roles, in their order; those that are not ready or silent are preferred."""
     if len(roles) <= most:
         return list(roles)
@@ -201,7 +201,7 @@ def _bar(name: str, done: int, total: int, text: str) -> RenderableType:
     return row
 
 
-def evaluation_text(found: Evaluating) -> str:
+def evaluation_text(found: EvaluationProgress) -> str:
     """`first evaluation: evaluating held_out, 3 / 32 prompts`."""
     first = "first evaluation: " if found.first else ""
     return f"{first}{found.what}, {found.done} / {found.prompts} prompts"

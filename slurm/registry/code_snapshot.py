@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 import pipeline
-from pipeline.checkpoints.run_progress import ways_on
+from pipeline.checkpoints.run_progress import resume_options
 from pipeline.config import RunConfig
 from pipeline.environments import frozen_code
 from pipeline.errors import CheckpointError, RunStateError
@@ -31,7 +31,7 @@ HASHES = ".hashes.json"
 _NAMED = 3
 
 
-def make(run: RunPaths, config: RunConfig, expected: str = "") -> None:
+def snapshot_code(run: RunPaths, config: RunConfig, expected: str = "") -> None:
     """Copy the packages that this checkout runs, and the user's modules; a half copy of an earlier try is replaced.
 
     With an `expected` digest any other code is a `RunStateError`, and is not kept.
@@ -41,7 +41,7 @@ def make(run: RunPaths, config: RunConfig, expected: str = "") -> None:
     shutil.rmtree(part, ignore_errors=True)
     for package in PACKAGES:
         shutil.copytree(source / package, part / package, ignore=shutil.ignore_patterns("__pycache__"))
-    frozen_code.keep(frozen_code.names_in(config), part)
+    frozen_code.copy_modules(frozen_code.modules_named_in(config), part)
     hashes = _hashes(part)
     if expected not in ("", _digest(hashes)):
         shutil.rmtree(part)
@@ -65,7 +65,7 @@ def refuse_damaged(run: RunPaths, known: RunIdentity) -> None:
     """
     if not run.code.exists():
         if not known.code:
-            raise CheckpointError(f"{run.code} is missing; {ways_on(run)}")
+            raise CheckpointError(f"{run.code} is missing; {resume_options(run)}")
         return
     hashes = shared_files.read_document(run.code / HASHES, dict[str, str])
     if hashes is None and not known.code:

@@ -5,7 +5,8 @@ never taken for the holder by its number alone, and that a filesystem without fl
 what is locked.
 
     with open_lock(path) as lock:
-        if take_lock(lock.fileno(), path):       # from here on `holder(path)` is this process, until the file is closed
+        if take_lock(lock.fileno(), path):       # from here on `lock_holder(path)` is this process, until the file is
+        closed
 """
 
 import errno
@@ -64,7 +65,7 @@ def is_held(path: Path) -> bool:
         return not _locked(lock.fileno(), fcntl.LOCK_SH, path)
 
 
-def signed(path: Path) -> str:
+def signature(path: Path) -> str:
     """Who signed the lock last: `pid 12 on node3`; `unknown` if nobody did."""
     try:
         return path.read_text(errors="replace").strip() or "unknown"
@@ -72,7 +73,7 @@ def signed(path: Path) -> str:
         return "unknown"
 
 
-def holder(path: Path) -> psutil.Process | None:
+def lock_holder(path: Path) -> psutil.Process | None:
     """The process that holds this lock; None when nobody does.
 
     The lock's text names it, and it must have the lock's file open: a number that another process got since is nobody.
@@ -80,7 +81,7 @@ def holder(path: Path) -> psutil.Process | None:
     """
     if not is_held(path):
         return None
-    text = signed(path)
+    text = signature(path)
     found = re.fullmatch(r"pid (\d+) on (\S+)", text)
     if found is None or found[2] != os.uname().nodename:
         place = found[2] if found else f"an unknown machine ({text})"

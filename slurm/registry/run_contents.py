@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pipeline
-from pipeline.checkpoints import Fence, newest_committed, root_of
-from pipeline.checkpoints.run_progress import has_begun, known_config, known_identity, next_aside, refuse_restart
+from pipeline.checkpoints import Fence, newest_checkpoint, root_of
+from pipeline.checkpoints.run_progress import has_begun, known_config, known_identity, new_aside_folder, refuse_restart
 from pipeline.config import RunConfig, TaskConfig, load_config
 from pipeline.config.data_keys import located_data, located_options
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import located_model
 from pipeline.config.run_identity import differences, identity_digest
 from pipeline.errors import CheckpointError, ConfigError, RunStateError
@@ -77,7 +77,7 @@ def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
 def _refuse_lost_checkpoints(run: RunPaths, root: str, *, elsewhere: bool) -> None:
     """A store that cannot be reached from here is left to the trainer, which applies the same rule."""
     try:
-        if newest_committed(root) is not None:
+        if newest_checkpoint(root) is not None:
             return
         refuse_restart(run, root)
     except CheckpointError as error:
@@ -112,9 +112,9 @@ def set_aside(run: RunPaths) -> None:
     found = sorted(path for path in run.root.iterdir() if path not in locks and not path.name.startswith("."))
     if not found:
         return
-    target = next_aside(run)
+    target = new_aside_folder(run)
     owner = f"scratch-{target.name}"
-    _take_over(run, owner)
+    _adopt_owner(run, owner)
     target.mkdir(parents=True)
     for path in sorted(found, key=lambda path: path in (run.attempts, run.metrics)):  # what shows progress comes last
         path.rename(target / path.name)
@@ -124,17 +124,17 @@ def set_aside(run: RunPaths) -> None:
     print(f"what was in {run.root} is in {target} now; the run starts over", file=sys.stderr)
 
 
-def _take_over(run: RunPaths, owner: str) -> None:
+def _adopt_owner(run: RunPaths, owner: str) -> None:
     """Claim the checkpoints that are given up, as far as they are known and can be reached."""
     try:
-        config, known = kept_config(run), known_identity(run)
+        config, known = read_frozen_config(run), known_identity(run)
         if config is not None and known is not None:
             Fence(root_of(config, run, known.run_id), owner).claim()
     except CheckpointError as error:
         print(f"warning: an attempt that was cut off may still write to the run: {error}", file=sys.stderr)
 
 
-def freeze(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> None:
+def freeze_run(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> None:
     """Keep code, config and identity, each unless it is there; a config that is there takes the operational changes.
 
     In this order: a submission that is killed between two of them is completed by the next. What of a `known` run was
@@ -143,9 +143,9 @@ def freeze(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> None:
     lost = [path for path, kind in ((run.run, RunIdentity), (run.config, dict)) if not _is_readable(path, kind)]
     if known and not run.code.exists():
         lost.append(run.code)
-        code_snapshot.make(run, config, known.code)
+        code_snapshot.snapshot_code(run, config, known.code)
     elif not known and not run.config.exists():
-        code_snapshot.make(run, config)
+        code_snapshot.snapshot_code(run, config)
     shared_files.write_document(run.config, config.model_dump(mode="json"))
     if known is None:
         run_id = f"{config.name}-{secrets.token_hex(4)}"

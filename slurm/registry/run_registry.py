@@ -24,7 +24,7 @@ from pipeline.run.run_documents import RunIdentity, SubmittedJob
 from pipeline.utils import shared_files
 from pipeline.utils.private_files import make_directory
 from slurm.registry import file_locks
-from slurm.registry.run_contents import freeze, located_config, refuse_contents, set_aside
+from slurm.registry.run_contents import freeze_run, located_config, refuse_contents, set_aside
 from slurm.scheduler.scheduler_protocol import PENDING, QueuedJob, Scheduler
 from slurm.scheduler.slurm.slurm_commands import find_slurm, my_name
 
@@ -45,7 +45,7 @@ def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
 
 
 @contextmanager
-def claimed(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> Iterator[RunPaths]:
+def claimed_run(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> Iterator[RunPaths]:
     """The run's directory, made or found, and locked as live until the block ends; raises what `examine` raises."""
     run = RunPaths(config.directory.resolve())
     with _disk(config):
@@ -59,7 +59,7 @@ def claimed(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
             known = refuse_contents(run, config)
             if config.resume == "scratch":
                 set_aside(run)
-            freeze(run, known, located_config(config))
+            freeze_run(run, known, located_config(config))
         yield run
 
 
@@ -170,7 +170,7 @@ def held_by_job(run: RunPaths) -> Iterator[None]:
     """Mark the run as live for as long as its job runs, which may be longer than its launcher."""
     with file_locks.open_lock(run.job_lock) as lock:
         if not file_locks.take_lock(lock.fileno(), run.job_lock):
-            raise BlockingIOError(errno.EWOULDBLOCK, f"held by {file_locks.signed(run.job_lock)}", str(run.job_lock))
+            raise BlockingIOError(errno.EWOULDBLOCK, f"held by {file_locks.signature(run.job_lock)}", str(run.job_lock))
         yield
 
 
@@ -222,7 +222,7 @@ def _lock(descriptor: int, run: RunPaths, config: RunConfig) -> None:
 
 
 def _launcher(lock: Path) -> str:
-    return f"launcher: {file_locks.signed(lock)}"
+    return f"launcher: {file_locks.signature(lock)}"
 
 
 def _live(run: RunPaths, config: RunConfig, who: str) -> RunStateError:

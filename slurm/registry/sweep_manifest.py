@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 
 from pipeline.errors import ConfigError, RunStateError
-from pipeline.observability.run_history import RUNS, closest
+from pipeline.observability.run_history import RUNS, closest_name
 from pipeline.run.paths import SWEEP, SweepPaths
 from pipeline.utils import shared_files
 
-LONGEST_NAME = 63
+MAX_NAME = 63
 """Of a run; see `pipeline.config.RunConfig.name`."""
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a sweep.
 
     Attributes:
@@ -47,14 +47,14 @@ class SweepManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`sweep.json`: the overrides that all points share, as they were given last, and all points by number."""
 
     base: tuple[str, ...]
-    points: tuple[Point, ...] = ()
+    points: tuple[Trial, ...] = ()
 
-    def of(self, overrides: Iterable[Sequence[str]]) -> list[Point]:
+    def of(self, overrides: Iterable[Sequence[str]]) -> list[Trial]:
         """The points with these overrides, in this order."""
         known = {_key(point.overrides): point for point in self.points}
         return [known[_key(one)] for one in overrides]
 
-    def noted(self, point: Point) -> "SweepManifest":
+    def noted(self, point: Trial) -> "SweepManifest":
         """The manifest with a newer note on one of its points."""
         points = tuple(point if point.number == old.number else old for old in self.points)
         return msgspec.structs.replace(self, points=points)
@@ -88,7 +88,9 @@ def find_sweep(value: str, output: Path | None = None) -> SweepPaths:
         if value and SweepPaths(folder).manifest.exists():
             return SweepPaths(folder.resolve())
     expected = f"a sweep below {below}/" if output else f"a sweep's directory, or a name below {below}/"
-    raise ConfigError("sweep", value, expected, closest(value, (file.parent.name for file in below.glob(f"*/{SWEEP}"))))
+    raise ConfigError(
+        "sweep", value, expected, closest_name(value, (file.parent.name for file in below.glob(f"*/{SWEEP}")))
+    )
 
 
 def extended(old: SweepManifest | None, base: Sequence[str], overrides: Iterable[Sequence[str]]) -> SweepManifest:
@@ -98,7 +100,7 @@ def extended(old: SweepManifest | None, base: Sequence[str], overrides: Iterable
     for one in overrides:
         if _key(one) not in known:
             known.add(_key(one))
-            points.append(Point(number=len(points), overrides=tuple(one), name=run_name(len(points), one)))
+            points.append(Trial(number=len(points), overrides=tuple(one), name=run_name(len(points), one)))
     return SweepManifest(base=tuple(base), points=tuple(points))
 
 
@@ -111,7 +113,7 @@ def run_name(number: int, overrides: Iterable[str]) -> str:
     last = [key.rpartition(".")[2] for key, _ in pairs]
     shown = [key if last.count(short) > 1 else short for (key, _), short in zip(pairs, last, strict=True)]
     words = [re.sub(r"[^A-Za-z0-9._-]+", "_", f"{key}_{value}") for key, (_, value) in zip(shown, pairs, strict=True)]
-    return re.sub("__+", "_", "-".join([str(number), *words]))[:LONGEST_NAME].rstrip("._-")
+    return re.sub("__+", "_", "-".join([str(number), *words]))[:MAX_NAME].rstrip("._-")
 
 
 def _key(overrides: Iterable[str]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from pipeline.errors import TransitionError
+from pipeline.errors import InvalidTransitionError
 
 RENEWALS_PER_LEASE = 4
 
@@ -150,7 +150,7 @@ def begin_election(rank: int, ranks: int, lease: float, now: float) -> tuple[Mem
 def step(member: Member, event: ElectionEvent, now: float) -> tuple[Member, Action]:
     """The rank after `event`, seen at `now` (seconds of its own clock), and what it does next.
 
-    `TransitionError` if the event cannot happen in the rank's phase.
+    `InvalidTransitionError` if the event cannot happen in the rank's phase.
     """
     signal = _signal(member, event, now)
     phase = transition(member.phase, signal)
@@ -166,7 +166,7 @@ def transition(phase: Phase, signal: Signal) -> Phase:
     try:
         return TRANSITIONS[phase, signal]
     except KeyError:
-        raise TransitionError("election", phase, signal) from None
+        raise InvalidTransitionError("election", phase, signal) from None
 
 
 def _signal(member: Member, event: ElectionEvent, now: float) -> Signal:

@@ -12,20 +12,20 @@ from itertools import islice
 import msgspec
 
 from pipeline.errors import RendezvousError
-from pipeline.topology.plan import Card
-from pipeline.utils.shared_dir import Directory
+from pipeline.topology.plan import NodeInfo
+from pipeline.utils.shared_dir import SharedDir
 
-CARDS = "cards"
+NODES = "cards"
 BATCH = 64  # cards between two looks at the lease
 SHOWN = 12
 
-FindAddresses = Callable[[Sequence[Card], Sequence[Card]], Mapping[int, str]]
+FindAddresses = Callable[[Sequence[NodeInfo], Sequence[NodeInfo]], Mapping[int, str]]
 """For each card the address at which its rank answers, by rank; a rank that answers nowhere is absent. Who calls are
 the cards given second, or the leader itself if there are none."""
 WITNESSES = 3
 
 
-def publish_card(directory: Directory, card: Card) -> bool:
+def publish_node_info(directory: SharedDir, card: NodeInfo) -> bool:
     """True once the card is the one of its rank; False while a card is there that cannot be read yet.
 
     `RendezvousError` if another process has the rank.
@@ -33,7 +33,7 @@ def publish_card(directory: Directory, card: Card) -> bool:
     name = _name(card.rank)
     if directory.create(name, card):
         return True
-    other = directory.read(name, Card)
+    other = directory.read(name, NodeInfo)
     if other is None or other == card:
         return other == card
     here, there = f"{card.hostname} pid {card.pid}", f"{other.hostname} pid {other.pid}"
@@ -43,13 +43,13 @@ def publish_card(directory: Directory, card: Card) -> bool:
     )
 
 
-def absentees(directory: Directory, ranks: int) -> str:
+def missing_ranks(directory: SharedDir, ranks: int) -> str:
     """The ranks that have published no card, as `ranks 3, 5-7`; empty if all have."""
     present = set(_listed(directory))
     return name_ranks([rank for rank in range(ranks) if rank not in present])
 
 
-class Roster:
+class Membership:
     """The cards that one leader has read and whose ranks were reached.
 
     The leader calls the ranks of other nodes itself. For those of its own node, itself among them, ranks that it has
@@ -61,13 +61,13 @@ class Roster:
     """
 
     def __init__(
-        self, directory: Directory, ranks: int, attempt: str, node: str, find_addresses: FindAddresses
+        self, directory: SharedDir, ranks: int, attempt: str, node: str, find_addresses: FindAddresses
     ) -> None:
         self._directory, self._ranks, self._attempt, self._node = directory, ranks, attempt, node
         self._find_addresses = find_addresses
-        self._near: dict[int, Card] = {}
+        self._near: dict[int, NodeInfo] = {}
         self._queue: list[int] = []
-        self._believed: dict[int, Card] = {}
+        self._believed: dict[int, NodeInfo] = {}
         self._doubts: dict[int, str] = {}
 
     @property
@@ -87,7 +87,7 @@ class Roster:
             self._believed |= self._reached(near, self._witnesses())
         return bool(self._queue)
 
-    def cards(self) -> list[Card]:
+    def cards(self) -> list[NodeInfo]:
         """A card for every rank; that of a rank that has not come, or is not believed, says so as its problem.
 
         Those of the leader's node count as long as no other node has come.
@@ -95,22 +95,22 @@ class Roster:
         usable = self._believed | self._reached(list(self._near.values()), [])
         return [usable.get(rank) or self._absentee(rank) for rank in range(self._ranks)]
 
-    def _read(self, rank: int) -> Card | None:
+    def _read(self, rank: int) -> NodeInfo | None:
         """The card of a rank, if it is that rank's in this attempt."""
-        card = self._directory.read(_name(rank), Card)
+        card = self._directory.read(_name(rank), NodeInfo)
         if card and (card.rank, card.attempt) != (rank, self._attempt):
             self._doubts[rank] = f"its card is of rank {card.rank} of attempt {card.attempt}"
             return None
         return card
 
-    def _verify(self, cards: Sequence[Card]) -> None:
+    def _verify(self, cards: Sequence[NodeInfo]) -> None:
         """Believe the cards whose ranks answer, each with the address that did, and those that excuse themselves."""
         self._believed |= {card.rank: card for card in cards if card.problems}
         sound = [card for card in cards if not card.problems]
         self._near |= {card.rank: card for card in sound if card.boot == self._node}
         self._believed |= self._reached([card for card in sound if card.boot != self._node], [])
 
-    def _reached(self, cards: Sequence[Card], witnesses: Sequence[Card]) -> dict[int, Card]:
+    def _reached(self, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> dict[int, NodeInfo]:
         """Those cards whose ranks answer, each with the address that did in front; of the others the reason is kept."""
         found = self._find_addresses(cards, witnesses) if cards else {}
         for card in cards:
@@ -120,14 +120,14 @@ class Roster:
                 self._doubts[card.rank] = f"{card.hostname} does not answer {asker}at {tried}"
         return {card.rank: _at(card, found[card.rank]) for card in cards if card.rank in found}
 
-    def _witnesses(self) -> list[Card]:
+    def _witnesses(self) -> list[NodeInfo]:
         """Ranks of other nodes that were reached; a few, in case one of them falls silent."""
         reached = (card for card in self._believed.values() if card.boot != self._node and not card.problems)
         return list(islice(reached, WITNESSES))
 
-    def _absentee(self, rank: int) -> Card:
+    def _absentee(self, rank: int) -> NodeInfo:
         problem = self._doubts.get(rank, "no card appeared")
-        return Card(
+        return NodeInfo(
             rank=rank,
             attempt=self._attempt,
             hostname="?",
@@ -154,17 +154,17 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(shown) + (", …" if len(spans) > SHOWN else "")
 
 
-def _at(card: Card, address: str) -> Card:
+def _at(card: NodeInfo, address: str) -> NodeInfo:
     """The card with the address that was proved in front."""
     others = tuple(other for other in card.addresses if other != address)
     return msgspec.structs.replace(card, addresses=(address, *others))
 
 
 def _name(rank: int) -> str:
-    return f"{CARDS}/{rank}.json"
+    return f"{NODES}/{rank}.json"
 
 
-def _listed(directory: Directory) -> list[int]:
+def _listed(directory: SharedDir) -> list[int]:
     """Ranks whose cards are listed, ascending."""
-    stems = (name.removesuffix(".json") for name in directory.names(CARDS) if name.endswith(".json"))
+    stems = (name.removesuffix(".json") for name in directory.names(NODES) if name.endswith(".json"))
     return sorted(int(stem) for stem in stems if stem.isdecimal())

@@ -23,7 +23,7 @@ from types import TracebackType
 
 import msgspec
 
-from pipeline.topology.plan import Card
+from pipeline.topology.plan import NodeInfo
 from pipeline.utils.waiting import Deadline
 
 CALLERS = 64
@@ -31,7 +31,7 @@ CALLERS = 64
 BACKLOG = 1024
 """Callers that connect in a burst wait in this backlog; beyond it, the kernel retries only after a second."""
 ANSWER_SECONDS = 1.0
-LONGEST_LINE = 4096
+MAX_LINE = 4096
 
 
 class Forwarded(msgspec.Struct, frozen=True):
@@ -42,14 +42,14 @@ class Forwarded(msgspec.Struct, frozen=True):
     request: str
 
 
-class BeaconRequest(msgspec.Struct, frozen=True):
+class ProbeRequest(msgspec.Struct, frozen=True):
     """What a caller asks: an answer for this nonce, or what another beacon answers."""
 
     nonce: str
     relay: Forwarded | None = None
 
 
-class Beacon:
+class ProbeServer:
     """Answers connections to this rank until it is closed; usable as a context manager.
 
     `token` is what only the rank's card tells; `address` is the interface to listen on, all of them by default; `port`
@@ -72,7 +72,7 @@ class Beacon:
         self._thread.join()
         self._socket.close()
 
-    def __enter__(self) -> "Beacon":
+    def __enter__(self) -> "ProbeServer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -105,7 +105,7 @@ class Beacon:
             finally:
                 self._callers.leave(caller)
 
-    def _reply(self, request: BeaconRequest) -> bytes:
+    def _reply(self, request: ProbeRequest) -> bytes:
         if request.relay is None:
             return _answer_of(self._key, request.nonce)
         relay = request.relay
@@ -152,7 +152,7 @@ class _Callers:
 
 
 def find_addresses(
-    run_id: str, cards: Sequence[Card], witnesses: Sequence[Card] = (), seconds: float = ANSWER_SECONDS
+    run_id: str, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo] = (), seconds: float = ANSWER_SECONDS
 ) -> Mapping[int, str]:
     """For each card the first of its addresses where its rank answers within `seconds`; by rank.
 
@@ -175,25 +175,25 @@ class _Callee:
     key: bytes
 
     @classmethod
-    def of(cls, run_id: str, card: Card, address: str) -> "_Callee":
+    def of(cls, run_id: str, card: NodeInfo, address: str) -> "_Callee":
         return cls(address, card.beacon, _key(run_id, card.attempt, card.rank, card.token))
 
     def answers(self, seconds: float) -> bool:
         """Whether the right beacon answers this process."""
         nonce = secrets.token_hex(8)
-        told = _exchange(self.address, self.port, _sealed(self.key, BeaconRequest(nonce)), seconds)
+        told = _exchange(self.address, self.port, _sealed(self.key, ProbeRequest(nonce)), seconds)
         return hmac.compare_digest(told, _answer_of(self.key, nonce))
 
     def answers_to(self, witness: "_Callee", seconds: float) -> bool:
         """Whether it answers a witness, which passes request and answer on as they are."""
         nonce = secrets.token_hex(8)
-        relay = Forwarded(self.address, self.port, _sealed(self.key, BeaconRequest(nonce)).decode())
-        request = _sealed(witness.key, BeaconRequest(secrets.token_hex(8), relay))
+        relay = Forwarded(self.address, self.port, _sealed(self.key, ProbeRequest(nonce)).decode())
+        request = _sealed(witness.key, ProbeRequest(secrets.token_hex(8), relay))
         told = _exchange(witness.address, witness.port, request, 2 * seconds)
         return hmac.compare_digest(told, _answer_of(self.key, nonce))
 
 
-def _find_address(run_id: str, card: Card, witnesses: Sequence[Card], seconds: float) -> str | None:
+def _find_address(run_id: str, card: NodeInfo, witnesses: Sequence[NodeInfo], seconds: float) -> str | None:
     callers = [_Callee.of(run_id, witness, witness.addresses[0]) for witness in witnesses]
     for address in card.addresses:
         callee = _Callee.of(run_id, card, address)
@@ -215,9 +215,9 @@ def _exchange(address: str, port: int, request: bytes, seconds: float) -> bytes:
 def _line(connection: socket.socket) -> bytes:
     """One line; what came, if it does not end or is too long. The socket's time-out is that of the whole line."""
     found, deadline = b"", Deadline("a line", connection.gettimeout() or ANSWER_SECONDS)
-    while not found.endswith(b"\n") and len(found) < LONGEST_LINE and not deadline.passed:
+    while not found.endswith(b"\n") and len(found) < MAX_LINE and not deadline.passed:
         connection.settimeout(max(deadline.left, 0.001))
-        part = connection.recv(LONGEST_LINE)
+        part = connection.recv(MAX_LINE)
         if not part:
             break
         found += part
@@ -228,18 +228,18 @@ def _key(run_id: str, attempt: str, rank: int, token: str) -> bytes:
     return f"rollcall {run_id} {attempt} {rank} {token}".encode()
 
 
-def _sealed(key: bytes, request: BeaconRequest) -> bytes:
+def _sealed(key: bytes, request: ProbeRequest) -> bytes:
     """The line that asks."""
     body = msgspec.json.encode(request)
     return _tag(key, b"ask " + body) + b" " + body + b"\n"
 
 
-def _opened(key: bytes, line: bytes) -> BeaconRequest | None:
+def _opened(key: bytes, line: bytes) -> ProbeRequest | None:
     """What a line asks; None for one that does not know the key."""
     tag, _, body = line.rstrip(b"\n").partition(b" ")
     if not hmac.compare_digest(tag, _tag(key, b"ask " + body)):
         return None
-    return msgspec.json.decode(body, type=BeaconRequest)
+    return msgspec.json.decode(body, type=ProbeRequest)
 
 
 def _answer_of(key: bytes, nonce: str) -> bytes:

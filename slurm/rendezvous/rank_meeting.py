@@ -1,12 +1,12 @@
 """How the ranks of one attempt meet.
 
 Owns the rendezvous directory of an attempt and every file in it: `cards/<rank>.json`, `claim-<epoch>.json`,
-`lease-<epoch>.json` and the verdict, `world.json`. Promises that `meet` returns the same world to every rank, or
+`lease-<epoch>.json` and the verdict, `world.json`. Promises that `rendezvous` returns the same world to every rank, or
 raises one clear error within its deadline; that stale, torn, late and foreign files are never taken for live ones;
 and that only the leader reads all cards, so that the file operations grow linearly with the ranks. Knows nothing of
 roles and schedulers.
 
-    world = meet(FileDirectory(paths.rendezvous), plan, card, run_id=paths.run_id, seconds=60)
+    world = meet(FileSharedDir(paths.rendezvous), plan, card, run_id=paths.run_id, seconds=60)
 """
 
 import secrets
@@ -17,20 +17,20 @@ import msgspec
 from pipeline.errors import RendezvousError
 from pipeline.run.paths import WORLD
 from pipeline.topology.assignment import assign, check_world
-from pipeline.topology.plan import Card, Plan, World
-from pipeline.utils.shared_dir import Directory
+from pipeline.topology.plan import NodeInfo, Plan, World
+from pipeline.utils.shared_dir import SharedDir
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.rendezvous import election, probe_server
 from slurm.rendezvous.election import Action, ElectionEvent
-from slurm.rendezvous.membership import FindAddresses, Roster, absentees, publish_card
+from slurm.rendezvous.membership import FindAddresses, Membership, missing_ranks, publish_node_info
 
 # Shares of the deadline: after the first a leader goes on without absent ranks if the spares suffice; after the
 # second it refuses, so that the ranks learn the reason before their own deadlines run out.
 PATIENCE, LAST_CALL = 0.5, 0.9
-LOOKS_PER_SECOND = 2000  # of all ranks together, on one file server
+POLLS_PER_SECOND = 2000  # of all ranks together, on one file server
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
+class LeaderClaim(msgspec.Struct, frozen=True, kw_only=True):
     """Who claimed an epoch; that the file exists is what counts."""
 
     epoch: int
@@ -46,7 +46,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     beat: int
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict that no world can be formed, and why."""
 
     attempt: str
@@ -55,10 +55,10 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     refused: str
 
 
-def meet(
-    directory: Directory,
+def rendezvous(
+    directory: SharedDir,
     plan: Plan,
-    card: Card,
+    card: NodeInfo,
     *,
     run_id: str,
     seconds: float,
@@ -79,7 +79,7 @@ def meet(
     """
     finder = find_addresses or partial(probe_server.find_addresses, run_id)
     lease = lease or seconds / 8
-    meeting = Meeting(directory, plan, card, run_id, seconds, finder, lease, clock)
+    meeting = Rendezvous(directory, plan, card, run_id, seconds, finder, lease, clock)
     pause, longest_pause = pauses(plan.ranks, lease)
     try:
         return wait_for(
@@ -102,19 +102,19 @@ def pauses(ranks: int, lease: float) -> tuple[float, float]:
     They grow with the ranks, so that all together never exceed what a file server bears, but leave a leader time to
     renew.
     """
-    longest = min(max(0.5, ranks / LOOKS_PER_SECOND), lease / election.RENEWALS_PER_LEASE)
+    longest = min(max(0.5, ranks / POLLS_PER_SECOND), lease / election.RENEWALS_PER_LEASE)
     return max(0.02, longest / 10), longest
 
 
-class Meeting:
+class Rendezvous:
     """One rank's part of the rendezvous: performs the actions of `slurm.rendezvous.election` and reports what came of
     them."""
 
     def __init__(
         self,
-        directory: Directory,
+        directory: SharedDir,
         plan: Plan,
-        card: Card,
+        card: NodeInfo,
         run_id: str,
         seconds: float,
         find_addresses: FindAddresses,
@@ -128,7 +128,7 @@ class Meeting:
         self._started = clock.now()
         self._member, self._action = election.begin_election(card.rank, plan.ranks, lease, self._started)
         self._roster = self._new_roster()
-        self._verdict: World | Refusal | None = None
+        self._verdict: World | Rejection | None = None
         self.world: World | None = None
 
     @property
@@ -150,12 +150,12 @@ class Meeting:
 
     def missing(self) -> str:
         """The ranks that have published no card."""
-        return absentees(self._directory, self._plan.ranks)
+        return missing_ranks(self._directory, self._plan.ranks)
 
     def _perform(self, action: Action) -> ElectionEvent:
         match action.name:
             case "join":
-                return ElectionEvent("joined" if publish_card(self._directory, self._card) else "contested")
+                return ElectionEvent("joined" if publish_node_info(self._directory, self._card) else "contested")
             case "look":
                 return self._look()
             case "claim":
@@ -183,7 +183,7 @@ class Meeting:
         """True once the world is read and fits; False while it cannot be read yet."""
         world = self._directory.read(WORLD, World)
         if world is None:
-            refusal = self._directory.read(WORLD, Refusal)
+            refusal = self._directory.read(WORLD, Rejection)
             if refusal:
                 raise RendezvousError(f"rank {refusal.leader} could not form a world: {refusal.refused}")
             return False
@@ -194,7 +194,7 @@ class Meeting:
         return True
 
     def _claim(self, epoch: int) -> ElectionEvent:
-        claim = Claim(epoch=epoch, rank=self._card.rank, hostname=self._card.hostname, pid=self._card.pid)
+        claim = LeaderClaim(epoch=epoch, rank=self._card.rank, hostname=self._card.hostname, pid=self._card.pid)
         if not self._directory.create(f"claim-{epoch}.json", claim):
             return ElectionEvent("lost", epoch)
         self._roster = self._new_roster()
@@ -206,7 +206,7 @@ class Meeting:
         self._verdict = self._decide(epoch)
         return ElectionEvent("ready" if self._verdict else "waiting")
 
-    def _decide(self, epoch: int) -> World | Refusal | None:
+    def _decide(self, epoch: int) -> World | Rejection | None:
         """The verdict on the cards that are there, or None while it is worth waiting for others."""
         share = (self._clock.now() - self._started) / self._seconds
         if not self._roster.complete and share < PATIENCE:
@@ -216,7 +216,7 @@ class Meeting:
         except RendezvousError as error:
             if not self._roster.complete and share < LAST_CALL:
                 return None
-            return Refusal(attempt=self._card.attempt, epoch=epoch, leader=self._card.rank, refused=str(error))
+            return Rejection(attempt=self._card.attempt, epoch=epoch, leader=self._card.rank, refused=str(error))
 
     def _assign(self, epoch: int) -> World:
         return assign(
@@ -229,8 +229,8 @@ class Meeting:
             secret=secrets.token_hex(16),
         )
 
-    def _new_roster(self) -> Roster:
-        return Roster(self._directory, self._plan.ranks, self._card.attempt, self._card.boot, self._find_addresses)
+    def _new_roster(self) -> Membership:
+        return Membership(self._directory, self._plan.ranks, self._card.attempt, self._card.boot, self._find_addresses)
 
 
 def _epoch(name: str) -> int:

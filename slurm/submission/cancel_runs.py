@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from pipeline.checkpoints import tell_newest
-from pipeline.config.frozen_config import kept_config
+from pipeline.checkpoints import log_newest
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import RollcallError, SchedulerError
 from pipeline.observability.run_history import attempt_names, find_run
 from pipeline.run.events import Events
@@ -22,7 +22,7 @@ from pipeline.run.paths import RunPaths, SweepPaths
 from pipeline.run.run_documents import RunIdentity
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
-from slurm.agent.supervisor import longest_descent
+from slurm.agent.supervisor import max_shutdown_seconds
 from slurm.batch.executors import LOST_SECONDS, SUBMIT_SECONDS
 from slurm.registry import file_locks, run_registry, sweep_manifest
 from slurm.scheduler.slurm.slurm_commands import find_slurm
@@ -35,7 +35,7 @@ _SUBMISSION_SECONDS = SUBMIT_SECONDS + LOST_SECONDS + _SLACK_SECONDS
 
 
 @dataclass(frozen=True)
-class Ending:
+class Cancellation:
     """A job that was told to end: what was done to which, and whether it is over."""
 
     run: RunPaths
@@ -82,7 +82,7 @@ def _end_submission(paths: SweepPaths, points: Sequence[RunPaths], clock: Clock)
     told: dict[str, RunPaths | None] = {}
 
     def over() -> bool:
-        process = file_locks.holder(paths.lock)
+        process = file_locks.lock_holder(paths.lock)
         if process is None:
             return True
         for run in points:
@@ -106,8 +106,8 @@ def _end_submission(paths: SweepPaths, points: Sequence[RunPaths], clock: Clock)
 
 def _patience(run: RunPaths) -> float:
     """Seconds that the run's job may take to come down."""
-    config = kept_config(run)
-    return _SLACK_SECONDS + (longest_descent(config.cluster) if config else 0.0)
+    config = read_frozen_config(run)
+    return _SLACK_SECONDS + (max_shutdown_seconds(config.cluster) if config else 0.0)
 
 
 def cancel(named: Sequence[RunPaths], scheduler: FindScheduler, clock: Clock = CLOCK) -> int:
@@ -126,7 +126,7 @@ def _cancel(named: Sequence[RunPaths], scheduler: FindScheduler, clock: Clock) -
     endings, failed = [], 0
     for run in named:
         try:
-            ending = tell_to_end(run, scheduler)
+            ending = request_end(run, scheduler)
         except (RollcallError, OSError) as error:
             failed += 1
             print(f"error: {run.root.name}: {error}", file=sys.stderr)
@@ -145,7 +145,7 @@ def _cancel(named: Sequence[RunPaths], scheduler: FindScheduler, clock: Clock) -
     return len(endings), 1 if failed else 0
 
 
-def _answered(ending: Ending) -> Callable[[], bool]:
+def _answered(ending: Cancellation) -> Callable[[], bool]:
     """Whether it is over, as far as the scheduler answers."""
 
     def over() -> bool:
@@ -158,15 +158,15 @@ def _answered(ending: Ending) -> Callable[[], bool]:
 
 
 def _over(run: RunPaths) -> str:
-    return f"{run.root.name}: over; {tell_newest(run, 'it can be resumed from {}', 'it had no checkpoint yet')}"
+    return f"{run.root.name}: over; {log_newest(run, 'it can be resumed from {}', 'it had no checkpoint yet')}"
 
 
-def tell_to_end(run: RunPaths, scheduler: FindScheduler) -> Ending | None:
+def request_end(run: RunPaths, scheduler: FindScheduler) -> Cancellation | None:
     """Tell the run's job to end, or take it out of the queue; None when none is live.
 
     Raises `SchedulerError` when the scheduler gives no answer, and `ConfigError` for a local run of another machine.
     """
-    job, config, ending = run_registry.submitted_job(run), kept_config(run), None
+    job, config, ending = run_registry.submitted_job(run), read_frozen_config(run), None
     if job is None or job.kind == "local":
         ending = _end_local(run)
         if config is None or config.cluster.kind == "local":
@@ -179,15 +179,15 @@ def tell_to_end(run: RunPaths, scheduler: FindScheduler) -> Ending | None:
         return ending
     asked.cancel(queued.id)
     told = f"job {queued.id} ({queued.state}) was told to end and will not be queued again"
-    return Ending(run, told, lambda: run_registry.live_job(run, asked) is None)
+    return Cancellation(run, told, lambda: run_registry.live_job(run, asked) is None)
 
 
-def _end_local(run: RunPaths) -> Ending | None:
+def _end_local(run: RunPaths) -> Cancellation | None:
     """TERM to the controller of the run's job, or to its launcher before there is one, unless it comes down already.
 
     A launcher that is told twice ends its job at once, without a commit; a controller may be told often.
     """
-    holders = _holders(run)
+    holders = _lock_holders(run)
     if not holders:
         return None
     if _is_draining(run):
@@ -196,7 +196,7 @@ def _end_local(run: RunPaths) -> Ending | None:
         told = f"process {holders[0].pid} ({run.root}) was told to end"
     else:
         return None
-    return Ending(run, told, lambda: not _holders(run))
+    return Cancellation(run, told, lambda: not _lock_holders(run))
 
 
 def _is_draining(run: RunPaths) -> bool:
@@ -212,7 +212,7 @@ def _is_draining(run: RunPaths) -> bool:
     if identity is None or job is None or not names or names[-1].rpartition("-")[0] != job.job:
         return False
     draining = Events(run.attempt(identity.run_id, names[-1])).seen("draining")
-    return draining is not None and not (draining.patient and file_locks.holder(run.job_lock) is not None)
+    return draining is not None and not (draining.patient and file_locks.lock_holder(run.job_lock) is not None)
 
 
 def _terminate(process: psutil.Process) -> bool:
@@ -224,7 +224,7 @@ def _terminate(process: psutil.Process) -> bool:
     return True
 
 
-def _holders(run: RunPaths) -> list[psutil.Process]:
+def _lock_holders(run: RunPaths) -> list[psutil.Process]:
     """The processes that hold the run's locks: its job's controller, then its launcher."""
-    found = [file_locks.holder(lock) for lock in (run.job_lock, run.lock)]
+    found = [file_locks.lock_holder(lock) for lock in (run.job_lock, run.lock)]
     return [process for process in found if process is not None]

@@ -20,13 +20,22 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import conf
-from pipeline.config import NAMED, RunConfig, is_list, known_form, known_keys, load_config, nearest, suggest_key
+from pipeline.config import (
+    NAMED,
+    RunConfig,
+    canonical_key,
+    closest_match,
+    is_list,
+    known_keys,
+    load_config,
+    suggest_key,
+)
 from pipeline.errors import ConfigError
 
 CONF = Path(conf.__file__).parent
 OPEN = ("task.options.", "reward.options.", "cluster.sbatch.", f"evaluation.sets.{NAMED}.task.")
 """Below these the keys are not ours: tasks' own, those of reward functions, and sbatch's; or are looked at later."""
-MOST_POINTS = 1000
+MAX_POINTS = 1000
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
     return load_config(config)
 
 
-def compose_upon(tree: Mapping[str, Any], overrides: Sequence[str], folder: Path = CONF) -> dict[str, Any]:
+def compose_over(tree: Mapping[str, Any], overrides: Sequence[str], folder: Path = CONF) -> dict[str, Any]:
     """A config's tree with these overrides laid over it, in their order; `ConfigError` for the first that is wrong.
 
     A group takes the place of its section, and whatever else it says is laid over the tree.
@@ -64,7 +73,7 @@ def compose_upon(tree: Mapping[str, Any], overrides: Sequence[str], folder: Path
             if override.is_delete():
                 raise ConfigError(key, text, "key=value here", "set it to its default instead")
             if key in config_groups(folder):
-                _lay_group(changed, key, folder / key / f"{value}.yaml")
+                _merge_group(changed, key, folder / key / f"{value}.yaml")
             else:
                 OmegaConf.update(changed, key, value, force_add=True)
         found = OmegaConf.to_container(changed, resolve=True)
@@ -72,7 +81,7 @@ def compose_upon(tree: Mapping[str, Any], overrides: Sequence[str], folder: Path
     return {str(key): value for key, value in found.items()}
 
 
-def _lay_group(tree: DictConfig, group: str, file: Path) -> None:
+def _merge_group(tree: DictConfig, group: str, file: Path) -> None:
     loaded = OmegaConf.load(file)
     assert isinstance(loaded, DictConfig)
     if "defaults" in loaded:
@@ -112,9 +121,9 @@ def expand_sweep(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
             axes[key] = [f"{written}={value}" for value in _values(override, text, folder)]
         else:
             base[key] = text
-    points = tuple(islice(product(*axes.values()), MOST_POINTS + 1))
-    if len(points) > MOST_POINTS:
-        raise ConfigError("sweep", ", ".join(axes), f"at most {MOST_POINTS} points", "sweep fewer values")
+    points = tuple(islice(product(*axes.values()), MAX_POINTS + 1))
+    if len(points) > MAX_POINTS:
+        raise ConfigError("sweep", ", ".join(axes), f"at most {MAX_POINTS} points", "sweep fewer values")
     return Expansion(tuple(base.values()), tuple(dict.fromkeys(points)))
 
 
@@ -146,7 +155,7 @@ def prepare_fixed(overrides: Sequence[str], folder: Path = CONF) -> list[str]:
     return [_prepare(text, folder) for text in overrides]
 
 
-def ends_of(axis: str, most: int, folder: Path = CONF) -> list[str]:
+def axis_ends(axis: str, most: int, folder: Path = CONF) -> list[str]:
     """What to try of an axis before a sweeper does: at most `most` listed values, or both ends of an interval."""
     override = _parse(axis)
     value, written = override.value(), _written(override, folder)
@@ -184,7 +193,7 @@ def _prepare(text: str, folder: Path) -> str:
     if key in choices:
         value = override.value()
         if value not in choices[key]:
-            raise ConfigError(key, value, f"one of {', '.join(choices[key])}", nearest(str(value), choices[key]))
+            raise ConfigError(key, value, f"one of {', '.join(choices[key])}", closest_match(str(value), choices[key]))
         return text
     _refuse_unknown(override, text, folder)
     if override.is_delete():
@@ -195,7 +204,7 @@ def _prepare(text: str, folder: Path) -> str:
 def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
     """Raise `ConfigError` unless the key is one of ours, or below one that is open."""
     keys, choices = known_keys(), config_groups(folder)
-    key = known_form(override.key_or_group, keys)
+    key = canonical_key(override.key_or_group, keys)
     inside = [known for known in keys if known.startswith(f"{key}.")]
     if key in choices or any(NAMED in known for known in inside):  # a mapping by name is given whole, or by keys
         return
@@ -229,7 +238,7 @@ def _values(override: Override, text: str, folder: Path) -> list[str]:
     if not override.is_discrete_sweep():
         raise ConfigError(key, given, "values that can be listed", "use choice(…) or range(start,stop,step)")
     try:
-        values = list(islice(_listed(override, folder), MOST_POINTS + 1))
+        values = list(islice(_listed(override, folder), MAX_POINTS + 1))
     except (HydraException, ValueError) as error:
         raise ConfigError(key, given, "values that can be listed", " ".join(str(error).split())) from None
     if not values:

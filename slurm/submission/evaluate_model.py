@@ -19,26 +19,26 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from pipeline.checkpoints import Job
-from pipeline.checkpoints.checkpoint_store import commit_name, read_commit_name
+from pipeline.checkpoints import PhaseName
+from pipeline.checkpoints.checkpoint_store import checkpoint_name, parse_checkpoint_name
 from pipeline.config import ModelConfig, RunConfig, load_config
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.observability.run_history import find_run
 from pipeline.run.paths import RunPaths
 from pipeline.run.run_documents import Finished
-from pipeline.train.loop.checkpoint_export import export_command, find_commit
+from pipeline.train.loop.checkpoint_export import export_command, find_checkpoint
 from pipeline.utils import atomic_dirs, shared_files, subprocesses, terminal
 from pipeline.utils.waiting import wait_for
 from slurm.scheduler.slurm.slurm_environment import child_environment
 from slurm.submission import submit_run
-from slurm.submission.compose_config import compose_config, compose_upon
+from slurm.submission.compose_config import compose_config, compose_over
 from slurm.submission.train_files import next_name
 
 EXPORT_SECONDS = 3600.0
 KEYS = ("run", "checkpoint", "model")
 """What is ours on the command line; everything else are keys of the config."""
-ALONE: Mapping[str, Any] = {
+EVALUATION_ONLY: Mapping[str, Any] = {
     "evaluation": {"alone": True},
     "training": {"steps": 0, "jobs": "", "warm_start": {"steps": 0, "epochs": 0}},
     "data": {"path": "", "eval_path": "", "eval_split": "", "eval_rows": 0},
@@ -153,14 +153,14 @@ def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError("model", model, "a model, and this is a run", f"evaluate it as one: run={model}")
     if not (directory / "config.json").is_file():
         raise ConfigError("model", model, "a directory with a Hugging Face model", "mend the path")
-    own = _asks_own("model", model, overrides)
+    own = _asks_builtin("model", model, overrides)
     named = f"eval-{_as_name(directory.resolve().name)}"
     base = compose_config([f"name={named}", *overrides]).model_dump(mode="json")
-    begun = _merged(base, own, ALONE, {"model": {"path": str(directory.resolve()), "init": "pretrained"}})
-    return load_config(compose_upon(begun, [text for text in overrides if re.match(_LAID_LAST, text)]))
+    begun = _merged(base, own, EVALUATION_ONLY, {"model": {"path": str(directory.resolve()), "init": "pretrained"}})
+    return load_config(compose_over(begun, [text for text in overrides if re.match(_LAID_LAST, text)]))
 
 
-def _asks_own(key: str, value: str, overrides: Sequence[str]) -> Mapping[str, Any]:
+def _asks_builtin(key: str, value: str, overrides: Sequence[str]) -> Mapping[str, Any]:
     """Of a model that no run was trained on a task with: what is asked. `ConfigError` if nothing is named."""
     if any(re.match(r"\+*(task|experiment)\b", text) for text in overrides):
         return {}
@@ -171,16 +171,16 @@ def _asks_own(key: str, value: str, overrides: Sequence[str]) -> Mapping[str, An
 
 
 def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> tuple[RunConfig, Export | None]:
-    kept = kept_config(run)
+    kept = read_frozen_config(run)
     if kept is None:
         raise ConfigError("run", run.root.name, "a run with a readable config.json", f"see {run.config}")
     chosen, step, model = find_model(run, kept, checkpoint)
     lora = kept.model.lora.rank > 0
     placed = {"lora": {"adapter": str(model)}} if lora else {"path": str(model), "init": "pretrained"}
     step_of = {"evaluation": {"step": step}, "name": f"{run.root.name[:50]}-eval-{chosen}"}
-    own = {} if kept.has_rollouts or kept.evaluation.sets else _asks_own("run", run.root.name, overrides)
-    begun = _merged(kept.model_dump(mode="json"), own, {"output": str(_output(run, kept))}, ALONE, step_of)
-    config = load_config(_merged(compose_upon(begun, overrides), {"model": placed}, _fixed(ALONE)))
+    own = {} if kept.has_rollouts or kept.evaluation.sets else _asks_builtin("run", run.root.name, overrides)
+    begun = _merged(kept.model_dump(mode="json"), own, {"output": str(_output(run, kept))}, EVALUATION_ONLY, step_of)
+    config = load_config(_merged(compose_over(begun, overrides), {"model": placed}, _fixed(EVALUATION_ONLY)))
     missing = model.parent == run.exports and not _is_model(model)
     return config, Export(run, chosen, kept.model) if missing else None
 
@@ -199,17 +199,17 @@ def find_model(run: RunPaths, config: RunConfig, checkpoint: str) -> tuple[str, 
             raise ConfigError("checkpoint", checkpoint, f"a run that has one, and {place} is not there", mend)
         return checkpoint, finished.steps if finished is not None else config.training.steps, place
     job, step = _find_commit(run, checkpoint)
-    name = commit_name(job, step)
+    name = checkpoint_name(job, step)
     return name, 0 if config.has_rollouts and job != "rl" else step, run.exports / name
 
 
-def _find_commit(run: RunPaths, checkpoint: str) -> tuple[Job, int]:
+def _find_commit(run: RunPaths, checkpoint: str) -> tuple[PhaseName, int]:
     """Its job and step. One that is there as a model may be pruned since."""
-    named = read_commit_name(checkpoint)
+    named = parse_checkpoint_name(checkpoint)
     if named is not None and _is_model(run.exports / checkpoint):
         return named
     try:
-        manifest = find_commit(run, checkpoint).manifest
+        manifest = find_checkpoint(run, checkpoint).manifest
     except RollcallError as error:
         raise ConfigError("checkpoint", checkpoint, "a commit of the run", str(error)) from None
     return manifest.job, manifest.step

@@ -1,11 +1,11 @@
 """The front as a child of the launcher, for as long as the launcher serves.
 
 Owns its process: started, watched, started again; and its port, which is held while no front listens there, so that no
-other user can (decision 0032). Promises that a front which ends, or gives no answer for `DEAF_SECONDS`, is replaced by
-another at the same address, as often as it takes, while clients wait; and that none is left when `stop` returns. Must
-not know what a front does.
+other user can (decision 0032). Promises that a front which ends, or gives no answer for `UNRESPONSIVE_SECONDS`, is
+replaced by another at the same address, as often as it takes, while clients wait; and that none is left when `stop`
+returns. Must not know what a front does.
 
-    keeper = FrontKeeper(settings, log)
+    keeper = GatewaySupervisor(settings, log)
     address = keeper.start()         # `ConfigError` if it cannot start
     keeper.stop()
 """
@@ -22,23 +22,23 @@ import msgspec
 from pipeline.errors import ConfigError
 from pipeline.tinker.gateway_settings import Address, Settings
 from pipeline.utils import shared_files, subprocesses
-from pipeline.utils.listeners import hold_address, who_listens
-from pipeline.utils.waiting import Deadline, growing_pauses
+from pipeline.utils.listeners import hold_address, listening_process
+from pipeline.utils.waiting import Deadline, exponential_pauses
 from slurm.scheduler.slurm.slurm_environment import child_environment
 
 FRONT_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 60.0, 10.0, 10.0
-DEAF_SECONDS = 60.0
+UNRESPONSIVE_SECONDS = 60.0
 STEADY_SECONDS = 60.0
 """A front that served for so long is started again at once when it ends, and not after a growing pause."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 
 
-class FrontKeeper:
+class GatewaySupervisor:
     """The front of a run.
 
     It is started and stopped in one thread, since the kernel ends it with the thread that started it."""
 
-    def __init__(self, settings: Settings, log: Path, deaf_seconds: float = DEAF_SECONDS) -> None:
+    def __init__(self, settings: Settings, log: Path, deaf_seconds: float = UNRESPONSIVE_SECONDS) -> None:
         self._settings, self._log, self._deaf_seconds = settings, log, deaf_seconds
         self._held = ExitStack()
         self._ending, self._started = threading.Event(), threading.Event()
@@ -72,7 +72,7 @@ class FrontKeeper:
             return
         finally:
             self._started.set()
-        pauses = growing_pauses(_FIRST_PAUSE, _LONGEST_PAUSE)
+        pauses = exponential_pauses(_FIRST_PAUSE, _LONGEST_PAUSE)
         while not self._ending.wait(next(pauses)):
             steady = Deadline("a steady front", STEADY_SECONDS)
             try:
@@ -80,7 +80,7 @@ class FrontKeeper:
             except ConfigError as error:
                 print(f"the front does not start, which is tried again: {error}", file=sys.stderr, flush=True)
             if steady.passed:
-                pauses = growing_pauses(_FIRST_PAUSE, _LONGEST_PAUSE)
+                pauses = exponential_pauses(_FIRST_PAUSE, _LONGEST_PAUSE)
 
     def _serve(self, *, first: bool) -> None:
         """One front, from its start to its end."""
@@ -138,7 +138,10 @@ def _hold_port(settings: Settings) -> tuple[int, ExitStack]:
         try:
             return hold_address(settings.host, settings.port)
         except OSError as error:
-            where, why = f"{settings.host}:{settings.port}", f"{error.strerror or error}, {who_listens(settings.port)}"
+            where, why = (
+                f"{settings.host}:{settings.port}",
+                f"{error.strerror or error}, {listening_process(settings.port)}",
+            )
             raise ConfigError("serve.port", where, "an address that is free", why) from None
     known = shared_files.read_document(settings.address, Address)
     if known is not None and (port := urlsplit(known.url).port):

@@ -4,7 +4,7 @@ Owns which they are and what a launcher makes of them: a note, instead of its en
 order. Promises that a hang-up stays ignored where it was ignored before, as under `nohup`, and that after any other one
 nothing more is written to the terminal, which is gone.
 
-    with noted_signals() as received:
+    with recorded_signals() as received:
         …                                # minutes
     if received: …                       # [SIGTERM]; the first counts, a second one is somebody impatient
 """
@@ -37,14 +37,14 @@ INTERRUPTED = frozenset(map(exit_code, SIGNALS))
 
 
 @contextmanager
-def noted_signals() -> Iterator[list[signal.Signals]]:
+def recorded_signals() -> Iterator[list[signal.Signals]]:
     """Collects the signals of the block, in order. Only for the main thread."""
     received: list[signal.Signals] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
         if number == signal.SIGHUP:
-            _let_go_of_terminal()
+            _release_terminal()
 
     wanted = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in wanted}
@@ -55,7 +55,7 @@ def noted_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _let_go_of_terminal() -> None:
+def _release_terminal() -> None:
     """Have standard output and error lead nowhere where they lead to a terminal: every write to one that was closed
     fails, and must not end what still has to come down. A file or a pipe stays."""
     for stream in (sys.stdout, sys.stderr):

@@ -6,7 +6,7 @@ nothing is left of a checkpoint that it did not finish. The caller has claimed t
 
     refuse_lacking_gpus(plan)
     with runs.claimed(config) as paths:
-        follow_here(JobHere(paths, config, plan), interrupted)
+        follow_here(LocalJob(paths, config, plan), interrupted)
 """
 
 import signal
@@ -21,13 +21,13 @@ from pipeline.errors import CheckpointError, ConfigError, PlanError
 from pipeline.run.events import LAUNCHER, Events
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import AttemptPaths, RunPaths
-from pipeline.topology.memory_fit import on_gpus_of
+from pipeline.topology.memory_fit import with_gpu_memory
 from pipeline.topology.plan import Plan
 from pipeline.utils.waiting import CLOCK
 from slurm.agent.agent import Agent
 from slurm.agent.gpu_locks import missing_gpus
 from slurm.agent.preflight import GIB, find_gpus
-from slurm.batch.executors import VirtualNodes
+from slurm.batch.executors import LocalNodesExecutor
 from slurm.monitor.live_view import follow_run
 from slurm.registry import run_registry
 from slurm.scheduler.slurm.slurm_environment import gpus_of_user
@@ -57,7 +57,7 @@ def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> 
     if not known:
         return
     try:
-        check(on_gpus_of(config, min(known)))
+        check(with_gpu_memory(config, min(known)))
     except ConfigError as error:
         raise ConfigError(
             error.key,
@@ -68,13 +68,13 @@ def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> 
         ) from None
 
 
-class JobHere:
+class LocalJob:
     """A job of virtual nodes of `run`, which ends with this process. `attempt` is the one that it makes."""
 
     def __init__(self, paths: RunPaths, config: RunConfig, plan: Plan) -> None:
         print(f"{'starting' if run_registry.is_new(paths) else 'resuming'} {paths.root}", flush=True)
         self.run, self._config = paths, config
-        self._executor = VirtualNodes(paths, plan.ranks)
+        self._executor = LocalNodesExecutor(paths, plan.ranks)
         run_registry.record_job(paths, "local", self._executor.job_name)
         self._job = self._executor.submit(Agent(paths.root))
         self.attempt: AttemptPaths = paths.attempt(run_registry.identity(paths).run_id, self._executor.attempt)
@@ -122,7 +122,7 @@ class JobHere:
                 remove_unfinished(root, self.attempt.attempt, over=True)
 
 
-def follow_here(job: JobHere, interrupted: Sequence[signal.Signals]) -> None:
+def follow_here(job: LocalJob, interrupted: Sequence[signal.Signals]) -> None:
     """Show the job until it is over. The first signal in `interrupted` has it make a checkpoint and come down, which is
     waited for; a second one ends it at once."""
     asked = False

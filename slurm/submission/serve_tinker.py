@@ -17,7 +17,7 @@ from pipeline.config.model_directory import initial_weights, model_directory
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.run.paths import RunPaths
 from pipeline.tinker.gateway_settings import Address, Settings, address_file, settings_of
-from pipeline.tinker.service_state import MOST_DELIVERIES
+from pipeline.tinker.service_state import MAX_DELIVERIES
 from pipeline.tinker.tinker_wire import protocol
 from pipeline.utils import shared_files, subprocesses
 from pipeline.utils.private_files import make_directory
@@ -27,14 +27,14 @@ from slurm.registry import run_registry
 from slurm.scheduler.slurm.slurm_commands import find_slurm
 from slurm.scheduler.slurm.slurm_environment import child_environment
 from slurm.submission.compose_config import compose_config
-from slurm.submission.gateway_supervisor import FrontKeeper
-from slurm.submission.launcher_signals import noted_signals
+from slurm.submission.gateway_supervisor import GatewaySupervisor
+from slurm.submission.launcher_signals import recorded_signals
 from slurm.submission.submit_run import check_submission, print_plan, run_here, submit_one
 from slurm.submission.tail_job import follow_job, print_job
 from slurm.submission.usage import print_usage
 
 BASE_SECONDS = 600.0
-SHORT_SECONDS, MOST_SHORT = 60.0, MOST_DELIVERIES + 2
+SHORT_SECONDS, MOST_SHORT = 60.0, MAX_DELIVERIES + 2
 """The trainer is not started again after so many attempts in a row that were over so soon; more than a request gets
 that ends each of them, so that it fails alone."""
 
@@ -64,10 +64,10 @@ def serve(config: RunConfig) -> int:
     live = _live_job(config, paths)
     if live is None:
         print_plan(config, check_submission(config))
-    with front(config, paths):
+    with start_gateway(config, paths):
         if config.cluster.kind == "local":
             return _serve_here(config)
-        with noted_signals() as interrupted:
+        with recorded_signals() as interrupted:
             if live is None:
                 live = submit_one(config, check_submission(config))
                 print_job(live)
@@ -97,7 +97,7 @@ def with_base(config: RunConfig) -> RunConfig:
 
 
 @contextmanager
-def front(config: RunConfig, paths: RunPaths) -> Iterator[Address]:
+def start_gateway(config: RunConfig, paths: RunPaths) -> Iterator[Address]:
     """The front of a run, while the block lasts; says how to reach it. `ConfigError` if it cannot start."""
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(model_directory(config.model))})}
@@ -105,10 +105,10 @@ def front(config: RunConfig, paths: RunPaths) -> Iterator[Address]:
     settings = settings_of(config, paths.api)
     make_directory(paths.root, config.cluster.directory_mode)
     make_directory(paths.api)
-    keeper = FrontKeeper(settings, paths.api / "front.log")
+    keeper = GatewaySupervisor(settings, paths.api / "front.log")
     try:
         address = keeper.start()
-        _say_address(address, settings)
+        _print_exports(address, settings)
         yield address
     finally:
         keeper.stop()
@@ -159,7 +159,7 @@ def _address(paths: RunPaths) -> Address:
     return address
 
 
-def _say_address(address: Address, settings: Settings) -> None:
+def _print_exports(address: Address, settings: Settings) -> None:
     key = Path(settings.keys) if settings.keys else settings.own_key
     print(f"serving {settings.base_names[0]} at {address.url}", flush=True)
     if settings.keys:

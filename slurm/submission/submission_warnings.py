@@ -23,20 +23,20 @@ from pipeline.config.model_directory import is_built_in, longest_sequence, model
 from pipeline.data.chat_messages import Message
 from pipeline.data.examples import RowError
 from pipeline.environments import load_task
-from pipeline.environments.chat_tokenizer import Chat
-from pipeline.environments.frozen_code import changed
+from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.frozen_code import changed_modules
 from pipeline.errors import ConfigError
 from pipeline.inference.vllm.server_arguments import unchecked_arguments
 from pipeline.run.paths import RunPaths
-from pipeline.train.batching.conversation_rows import CHECKED_ROWS, parts_of
+from pipeline.train.batching.conversation_rows import CHECKED_ROWS, train_eval_split
 
 ANSWER_SECONDS = 3.0
-CROWDED = 2
+MAX_CPU_LOAD = 2
 """Threads that compute at a time, for each core, from which on a warning is due."""
 MANY_WORKERS = 8
 """Processes of a task for each core, likewise: they mostly wait."""
 JUDGE = "pipeline.environments.llm_judge:judge"
-TINY = (64, "float32")
+TINY_MODEL = (64, "float32")
 """`max_length` and `dtype` of conf/model/tiny_qwen3.yaml."""
 _SCRIPTS = (".py", ".sh")
 _NO_URL = "it is no URL that begins with http:// or https://"
@@ -49,9 +49,9 @@ def check_agents(config: RunConfig) -> None:
             raise ConfigError(key, list(command), "a command that can be started here", f"{fault}; change the command")
 
 
-def advice(config: RunConfig) -> list[str]:
+def warnings_of(config: RunConfig) -> list[str]:
     """What to look at before the run starts, one line each."""
-    checks = (_changed_modules, _tiny_settings, _deaf_templates, _absent_commands, _services, _crowds)
+    checks = (_changed_modules, _tiny_settings, _templates_without_tools, _absent_commands, _services, _cpu_overload)
     unchecked = unchecked_arguments(config)
     return [*(line for check in checks for line in check(config)), *filter(None, [unchecked])]
 
@@ -59,7 +59,7 @@ def advice(config: RunConfig) -> list[str]:
 def _tiny_settings(config: RunConfig) -> Iterator[str]:
     """`model.path` alone leaves the length and the dtype of the tiny preset, which is the default of `model=`."""
     model = config.model
-    if (model.max_length, model.dtype) != TINY or is_built_in(model.path):
+    if (model.max_length, model.dtype) != TINY_MODEL or is_built_in(model.path):
         return
     dtype, positions = stored_dtype(model), longest_sequence(model)
     own = " and ".join([*([f"{positions} positions"] if positions else []), *([f"dtype {dtype}"] if dtype else [])])
@@ -72,7 +72,7 @@ def _tiny_settings(config: RunConfig) -> Iterator[str]:
 
 def _changed_modules(config: RunConfig) -> Iterator[str]:
     """A run that is resumed keeps the user's modules as they were."""
-    if files := changed(RunPaths(config.directory.resolve()).code):
+    if files := changed_modules(RunPaths(config.directory.resolve()).code):
         named = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} others" if len(files) > 3 else "")
         yield (
             f"{named} changed since the run was made, which goes on with its own copy; a new run, "
@@ -80,13 +80,13 @@ def _changed_modules(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _deaf_templates(config: RunConfig) -> Iterator[str]:
+def _templates_without_tools(config: RunConfig) -> Iterator[str]:
     """A template that ignores `tools` writes rows and prompts without them."""
     conversations = [*islice(_with_tools(config), 1)]
     if not conversations:
         return
     where, messages, tools = conversations[0]
-    template = Chat(model_directory(config.model)).template
+    template = ChatTokenizer(model_directory(config.model)).template
     try:
         if template.render(messages, tools) != template.render(messages, ()):
             return
@@ -100,7 +100,7 @@ def _deaf_templates(config: RunConfig) -> Iterator[str]:
 
 def _with_tools(config: RunConfig) -> Iterator[tuple[str, Sequence[Message], Sequence[Mapping[str, Any]]]]:
     if config.data.path and config.has_sft and not config.training.jobs:
-        part, _ = parts_of(config.data)
+        part, _ = train_eval_split(config.data)
         for index in part.indices[:CHECKED_ROWS]:
             try:
                 conversation = part.examples[index].conversation
@@ -213,7 +213,7 @@ def _rewards(config: RunConfig) -> Iterator[tuple[str, RewardConfig]]:
                 yield f"evaluation.sets.{name}.reward", asked.reward
 
 
-def _crowds(config: RunConfig) -> Iterator[str]:
+def _cpu_overload(config: RunConfig) -> Iterator[str]:
     """Of a run on this machine: what it computes with, beside the cores that there are."""
     if config.cluster.kind != "local":
         return
@@ -221,7 +221,7 @@ def _crowds(config: RunConfig) -> Iterator[str]:
     threads = wanted.trainer.nodes * wanted.trainer.processes * wanted.trainer.threads
     if config.has_servers:
         threads += wanted.inference.nodes * wanted.inference.servers * wanted.inference.threads
-    if wanted.device == "cpu" and threads > CROWDED * cores:
+    if wanted.device == "cpu" and threads > MAX_CPU_LOAD * cores:
         yield (
             f"this machine has {cores} cores for {threads} threads of trainers and servers, which slow each other "
             "down; lower resources.trainer.processes, .threads or resources.inference.servers, .threads"

@@ -17,9 +17,9 @@ from pipeline.config import ModelConfig, RunConfig
 from pipeline.config.cross_checks import check_adapters, check_parallel, check_run
 from pipeline.config.mesh_checks import check_context_heads, check_context_packing
 from pipeline.config.model_directory import (
-    attention_heads,
     describe_weights,
-    experts,
+    expert_count,
+    head_count,
     key_heads,
     longest_sequence,
     model_directory,
@@ -36,12 +36,12 @@ from pipeline.topology.assignment import describe_plan
 from pipeline.topology.gpu_memory import Sizes, describe_memory, describe_mesh, trainer_ranks
 from pipeline.topology.memory_fit import check_memory
 from pipeline.topology.plan import Plan, make_plan
-from pipeline.train.batching.conversation_rows import check_data, coloured, first_trainable_row
+from pipeline.train.batching.conversation_rows import ansi_highlight, check_data, first_trainable_row
 from pipeline.train.offline.job_queue import waiting_at
-from pipeline.train.train_jobs import DemonstrationsInput, check_alone, read_job
+from pipeline.train.train_jobs import DemonstrationsInput, check_offline, read_job
 from pipeline.utils import terminal
 from slurm.agent.agent import Agent
-from slurm.batch.executors import RunJob, SlurmNodes
+from slurm.batch.executors import RunJob, SlurmHetExecutor
 from slurm.batch.site_checks import check_site, warnings
 from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import Scheduler
@@ -49,12 +49,12 @@ from slurm.scheduler.slurm.batch_file import split_components
 from slurm.scheduler.slurm.slurm_commands import find_slurm
 from slurm.submission.compose_config import compose_config
 from slurm.submission.declined_options import refuse_launcher_key, refuse_option
-from slurm.submission.launcher_signals import noted_signals
-from slurm.submission.local_job import JobHere, check_shared_gpus, follow_here, lacking_gpus, refuse_lacking_gpus
-from slurm.submission.submission_warnings import advice, check_agents
+from slurm.submission.launcher_signals import recorded_signals
+from slurm.submission.local_job import LocalJob, check_shared_gpus, follow_here, lacking_gpus, refuse_lacking_gpus
+from slurm.submission.submission_warnings import check_agents, warnings_of
 from slurm.submission.submit_sweep import PointLauncher, sweep
 from slurm.submission.sweeps.hydra_settings import names_hydra
-from slurm.submission.sweeps.run_sweeper import search
+from slurm.submission.sweeps.run_sweeper import run_sweeper
 from slurm.submission.tail_job import conclude_run, follow_job, print_job
 
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         if options.multirun and compose is not None:
             raise ConfigError("option", "--multirun", "one run", "jobs say themselves where their results go")
         if options.multirun and names_hydra(overrides):
-            return search(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
+            return run_sweeper(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         if options.multirun:
             return sweep(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         config = (compose or compose_config)(overrides)
@@ -137,8 +137,8 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     if config.training.mesh.cp > 1:
         _check_context(config.model, config.training.mesh.cp)
     if config.has_servers:
-        check_parallel(config, attention_heads(config.model))
-        check_adapters(config, experts(config.model))
+        check_parallel(config, head_count(config.model))
+        check_adapters(config, expert_count(config.model))
         find_vllm()
         check_extra_args(config)
     if config.has_rollouts and config.streams.backend == "redis":
@@ -171,11 +171,11 @@ def _sizes(model: ModelConfig) -> Sizes:
 @cache
 def _check_context(model: ModelConfig, cp: int) -> None:
     """Once for all points of a sweep."""
-    check_context_heads(cp, attention_heads(model), key_heads(model))
-    from pipeline.train.model.packing_probe import packs  # torch and transformers take seconds
+    check_context_heads(cp, head_count(model), key_heads(model))
+    from pipeline.train.model.packing_probe import supports_packing  # torch and transformers take seconds
 
     found = model.model_copy(update={"path": str(model_directory(model))})
-    check_context_packing(found, cp, packs(found, wanted=True))
+    check_context_packing(found, cp, supports_packing(found, wanted=True))
 
 
 @cache
@@ -220,7 +220,7 @@ def check_inputs(config: RunConfig) -> None:
         expected = "a job file, or a folder with at least one *.json"
         raise ConfigError("training.jobs", config.training.jobs, expected, "see docs/jobs.md")
     for file in files:
-        check_alone(file, job := read_job(file), config)
+        check_offline(file, job := read_job(file), config)
         if isinstance(job.inputs, DemonstrationsInput):
             check_demonstrations(load_task(config.task, config.seed), config.task.name, f"{file}: inputs.kind")
 
@@ -229,15 +229,15 @@ def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
     """The exact file that a submission hands to sbatch, but for the run_id of a run that is not made yet."""
     paths = RunPaths(config.directory.resolve())
     run_id = run_registry.identity(paths).run_id if paths.run.exists() else f"{config.name}-????????"
-    return SlurmNodes(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
+    return SlurmHetExecutor(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
 
 
 def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[str]:
     """What may stand in the way later; `dry_run` also of what would, here and now."""
     if config.cluster.kind == "slurm":
-        return [*advice(config), *warnings(config, find_slurm())]
+        return [*warnings_of(config), *warnings(config, find_slurm())]
     lacking = lacking_gpus(plan) if dry_run else ""
-    return [*advice(config), *([f"this machine, now: {lacking}"] if lacking else [])]
+    return [*warnings_of(config), *([f"this machine, now: {lacking}"] if lacking else [])]
 
 
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, whole: bool = False) -> None:
@@ -256,7 +256,7 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
     if (shown := first_trainable_row(config)) is not None:
         first, endless = shown
         console.print("\nThe first row; what is trained is green:")
-        console.print(Text.from_ansi(coloured(first)), end="\n\n")
+        console.print(Text.from_ansi(ansi_highlight(first)), end="\n\n")
         warned = [*warned, endless] if endless else warned
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
@@ -282,7 +282,7 @@ def start_run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
     """Start the job and follow it until it ended; its exit code. A detached job is not followed: 0."""
     if config.cluster.kind == "local":
         return run_here(config, plan)
-    with noted_signals() as interrupted:
+    with recorded_signals() as interrupted:
         job = submit_one(config, plan)
         print_job(job)
         return 0 if detach else follow_job(job, interrupted)
@@ -291,12 +291,14 @@ def start_run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
 def submit_one(config: RunConfig, plan: Plan) -> RunJob:
     """Queue the Slurm job of a run; it is on record when this returns.
 
-    If this raises, none is queued, but for `NoAnswer`: should the job show up later, it finds nothing to run, and a
-    further submission is refused for as long as it lives.
+    If this raises, none is queued, but for `SchedulerSilent`: should the job show up later, it finds nothing to run,
+    and a further submission is refused for as long as it lives.
     """
     scheduler = find_slurm()
-    with run_registry.claimed(config) as paths, run_registry.job_replaced(paths):
-        executor = SlurmNodes(paths, config, plan, run_id=run_registry.identity(paths).run_id, scheduler=scheduler)
+    with run_registry.claimed_run(config) as paths, run_registry.job_replaced(paths):
+        executor = SlurmHetExecutor(
+            paths, config, plan, run_id=run_registry.identity(paths).run_id, scheduler=scheduler
+        )
         job = executor.submit(Agent(paths.root))
         assert isinstance(job, RunJob)
         try:
@@ -313,8 +315,8 @@ def run_here(config: RunConfig, plan: Plan) -> int:
     `PlanError` if the machine has too few free GPUs.
     """
     refuse_lacking_gpus(plan)
-    with run_registry.claimed(config) as paths, noted_signals() as interrupted:
-        job = JobHere(paths, config, plan)
+    with run_registry.claimed_run(config) as paths, recorded_signals() as interrupted:
+        job = LocalJob(paths, config, plan)
         follow_here(job, interrupted)
         return conclude_run(paths, job.attempt, interrupted)
 

@@ -17,7 +17,7 @@ import msgspec
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError
-from pipeline.observability.number_format import count
+from pipeline.observability.number_format import plural
 from pipeline.run.paths import RunPaths, SweepPaths
 from pipeline.topology.plan import Plan
 from pipeline.utils import shared_files
@@ -25,11 +25,11 @@ from pipeline.utils.terminal import console
 from slurm.monitor.runs_overview import Overview
 from slurm.monitor.runs_table import follow_table, print_table
 from slurm.registry import run_registry
-from slurm.registry.sweep_manifest import Point, SweepManifest
+from slurm.registry.sweep_manifest import SweepManifest, Trial
 from slurm.submission.compose_config import expand_sweep
-from slurm.submission.launcher_signals import INTERRUPTED, noted_signals
-from slurm.submission.sweep_trials import Check, FindScheduler, Prepared, claimed_sweep, prepare_sweep
-from slurm.submission.tail_job import called
+from slurm.submission.launcher_signals import INTERRUPTED, recorded_signals
+from slurm.submission.sweep_trials import Check, FindScheduler, PreparedSweep, claimed_sweep, prepare_sweep
+from slurm.submission.tail_job import run_title
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = Fa
     if detach and prepared.local:
         mend = "a local sweep runs in the foreground; start it with nohup, or in tmux"
         raise ConfigError("option", "--detach", "cluster=slurm", mend)
-    _tell(prepared)
+    _print_end(prepared)
     if dry_run:
         return _show(prepared, launch)
     for entry, plan in prepared.open[:1]:
@@ -71,12 +71,12 @@ def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = Fa
             return run_all(prepared, launch)
         complete = submit_all(prepared, launch)
     if detach or not complete:
-        _tell_how(prepared)
+        _print_commands(prepared)
         return 0 if complete else 1
     return watched(prepared, launch)
 
 
-def run_all(prepared: Prepared, launch: PointLauncher) -> int:
+def run_all(prepared: PreparedSweep, launch: PointLauncher) -> int:
     """Run the open points one after the other; a failed one does not stop the others, an interruption does."""
     kept, failed = prepared.manifest, 0
     for entry, plan in prepared.open:
@@ -97,13 +97,13 @@ def run_all(prepared: Prepared, launch: PointLauncher) -> int:
     return 1 if failed else 0
 
 
-def submit_all(prepared: Prepared, launch: PointLauncher) -> bool:
+def submit_all(prepared: PreparedSweep, launch: PointLauncher) -> bool:
     """Submit the open points in order; False after the first that is refused, which the manifest then says.
 
     A signal ends it between two points, never between a job and its record.
     """
     kept, done, jobs = prepared.manifest, 0, _live_jobs(prepared)
-    with noted_signals() as interrupted:
+    with recorded_signals() as interrupted:
         for entry, plan in prepared.open:
             if interrupted:
                 break
@@ -136,7 +136,7 @@ def queued_behind(config: RunConfig, jobs: Sequence[str]) -> RunConfig:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"sbatch": sbatch})})
 
 
-def watched(prepared: Prepared, launch: PointLauncher) -> int:
+def watched(prepared: PreparedSweep, launch: PointLauncher) -> int:
     """Follow all points of the command until none is live; 1 unless all finished, 0 when the watcher is left."""
     mine = {entry.point.name for entry in prepared.entries}
     overview = Overview(prepared.paths.root.parent, prepared.paths.root.name, launch.scheduler)
@@ -144,13 +144,13 @@ def watched(prepared: Prepared, launch: PointLauncher) -> int:
         lines = follow_table(overview)
     except KeyboardInterrupt:
         print("left; the jobs go on")
-        _tell_how(prepared)
+        _print_commands(prepared)
         return 0
     return 0 if all(line.state == "finished" for line in lines if line.name in mine) else 1
 
 
 def note_submission(
-    paths: SweepPaths, kept: SweepManifest, point: Point, *, job: str = "", refused: str = ""
+    paths: SweepPaths, kept: SweepManifest, point: Trial, *, job: str = "", refused: str = ""
 ) -> SweepManifest:
     """Write down what became of a point's submission; the manifest as it is then."""
     if job:
@@ -160,14 +160,14 @@ def note_submission(
     return kept
 
 
-def _live_jobs(prepared: Prepared) -> list[str]:
+def _live_jobs(prepared: PreparedSweep) -> list[str]:
     """The ids of the jobs of this sweep that the queue still has, in the order of their points."""
     live = [entry for entry in prepared.entries if entry.standing == "live"]
     found = [run_registry.submitted_job(RunPaths(entry.config.directory)) for entry in live]
     return [job.job for job in found if job is not None]
 
 
-def _show(prepared: Prepared, launch: PointLauncher) -> int:
+def _show(prepared: PreparedSweep, launch: PointLauncher) -> int:
     """The plan of every open point, once for equal ones; of the first one all that would be submitted."""
     shown: list[Plan] = []
     for entry, plan in prepared.open:
@@ -180,14 +180,14 @@ def _show(prepared: Prepared, launch: PointLauncher) -> int:
     return 0
 
 
-def _tell(prepared: Prepared) -> None:
+def _print_end(prepared: PreparedSweep) -> None:
     standings = [entry.standing for entry in prepared.entries]
     counts = [f"{standings.count(word)} {word}" for word in ("finished", "live") if word in standings]
     todo = f"{standings.count('open')} to {'run' if prepared.local else 'submit'}"
-    print(f"sweep {prepared.paths.root}: {', '.join([count(len(standings), 'point'), *counts, todo])}", flush=True)
+    print(f"sweep {prepared.paths.root}: {', '.join([plural(len(standings), 'point'), *counts, todo])}", flush=True)
 
 
-def _tell_how(prepared: Prepared) -> None:
-    name = shlex.quote(called(prepared.paths.root))
+def _print_commands(prepared: PreparedSweep) -> None:
+    name = shlex.quote(run_title(prepared.paths.root))
     print(f"  table       python launchers/runs.py sweep={name}")
     print(f"  cancel      python launchers/cancel.py sweep={name}", flush=True)

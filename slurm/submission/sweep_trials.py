@@ -15,7 +15,7 @@ from typing import Literal
 from rich.progress import track
 
 from pipeline.config import ClusterConfig, RunConfig
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.run_identity import differences
 from pipeline.errors import ConfigError, RunStateError
 from pipeline.run.completion import is_finished
@@ -27,7 +27,7 @@ from pipeline.utils.terminal import console
 from slurm.registry import file_locks, run_registry
 from slurm.registry import sweep_manifest as manifest
 from slurm.registry.run_contents import located_config
-from slurm.registry.sweep_manifest import Point, SweepManifest
+from slurm.registry.sweep_manifest import SweepManifest, Trial
 from slurm.scheduler.scheduler_protocol import Scheduler
 from slurm.submission.compose_config import Expansion, compose_config
 
@@ -35,24 +35,24 @@ Check = Callable[[RunConfig], Plan]
 """The plan of a config that can be submitted, or an error."""
 FindScheduler = Callable[[], Scheduler]
 """The scheduler, or an error when there is none; called when the first job of one is met."""
-Standing = Literal["open", "finished", "live"]
+TrialStatus = Literal["open", "finished", "live"]
 
 _MANY = 20
 """From so many points on, looking at them is worth a progress bar."""
 
 
 @dataclass(frozen=True)
-class PlannedPoint:
+class PlannedTrial:
     """A point of this command: its config, and where it stands; `plan` is None unless it is open."""
 
-    point: Point
+    point: Trial
     config: RunConfig
-    standing: Standing
+    standing: TrialStatus
     plan: Plan | None = None
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSweep:
     """A sweep that was looked at and found right; nothing is written yet.
 
     Attributes:
@@ -63,18 +63,18 @@ class Prepared:
     paths: SweepPaths
     found: SweepManifest | None
     manifest: SweepManifest
-    entries: tuple[PlannedPoint, ...]
+    entries: tuple[PlannedTrial, ...]
 
     @property
     def local(self) -> bool:
         return self.entries[0].config.cluster.kind == "local"
 
     @property
-    def open(self) -> list[tuple[PlannedPoint, Plan]]:
+    def open(self) -> list[tuple[PlannedTrial, Plan]]:
         return [(entry, entry.plan) for entry in self.entries if entry.plan is not None]
 
 
-def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) -> Prepared:
+def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) -> PreparedSweep:
     """Every point composed, compared with what is there, and checked; the error names the point."""
     quiet = len(expansion.points) < _MANY or not sys.stdout.isatty()
     configs = []
@@ -84,7 +84,7 @@ def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) 
     _refuse_unlike(configs)
     _refuse_equal(expansion.points, configs)
     paths = SweepPaths(directory_of(configs))
-    refuse_run(paths)
+    refuse_run_directory(paths)
     found = manifest.load_manifest(paths)
     kept = manifest.extended(found, expansion.base, expansion.points)
     entries = []
@@ -93,11 +93,11 @@ def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) 
         mine = config.model_copy(update={"name": point.name, "output": paths.root})
         with named_point(point.overrides):
             entries.append(_entry(point, mine, check, scheduler))
-    return Prepared(paths, found, kept, tuple(entries))
+    return PreparedSweep(paths, found, kept, tuple(entries))
 
 
 @contextmanager
-def claimed_sweep(prepared: Prepared) -> Iterator[None]:
+def claimed_sweep(prepared: PreparedSweep) -> Iterator[None]:
     """Hold the sweep's directory while it submits, with the manifest written; `RunStateError` if another does."""
     paths = prepared.paths
     with claimed_directory(paths, prepared.entries[0].config.cluster):
@@ -118,7 +118,7 @@ def claimed_directory(paths: SweepPaths, cluster: ClusterConfig) -> Iterator[Non
         raise ConfigError("output", str(paths.root.parent), expected, error.strerror or str(error)) from None
     with lock:
         if not file_locks.take_lock(lock.fileno(), paths.lock):
-            raise _submitted_elsewhere(paths, file_locks.signed(paths.lock))
+            raise _submitted_elsewhere(paths, file_locks.signature(paths.lock))
         yield
 
 
@@ -143,7 +143,7 @@ def directory_of(configs: Sequence[RunConfig]) -> Path:
     return next(iter(folders))
 
 
-def refuse_run(paths: SweepPaths) -> None:
+def refuse_run_directory(paths: SweepPaths) -> None:
     """Raise `RunStateError` when the directory is a run's."""
     name = paths.root.name
     if RunPaths(paths.root).run.exists():
@@ -172,18 +172,18 @@ def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig
             raise ConfigError("sweep", told, "points that differ", "these two are the same run: leave out one")
 
 
-def _entry(point: Point, config: RunConfig, check: Check, scheduler: FindScheduler) -> PlannedPoint:
+def _entry(point: Trial, config: RunConfig, check: Check, scheduler: FindScheduler) -> PlannedTrial:
     run = RunPaths(config.directory)
-    old = kept_config(run)
+    old = read_frozen_config(run)
     changes = differences(old, located_config(config)) if old else []
     if changes:
         mend = "submit the sweep as it was, or give it another name"
         raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", mend)
     if is_finished(run):
-        return PlannedPoint(point, config, "finished")
+        return PlannedTrial(point, config, "finished")
     if _is_live(run, config, scheduler):
-        return PlannedPoint(point, config, "live")
-    return PlannedPoint(point, config, "open", check(config))
+        return PlannedTrial(point, config, "live")
+    return PlannedTrial(point, config, "open", check(config))
 
 
 def _is_live(run: RunPaths, config: RunConfig, scheduler: FindScheduler) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
-from pipeline.checkpoints import tell_newest
-from pipeline.config.frozen_config import kept_config
+from pipeline.checkpoints import log_newest
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import DeadlineError, one_line
 from pipeline.observability.run_history import RUNS, read_history
 from pipeline.run.completion import is_finished
@@ -22,9 +22,9 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished, Outcome
 from pipeline.utils import shared_files
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
-from slurm.batch.attempt_summary import LONGEST_PAUSE, look_again
+from slurm.batch.attempt_summary import MAX_PAUSE, refresh_listing
 from slurm.batch.executors import RunJob
 from slurm.monitor.live_view import follow_run
 from slurm.registry import run_registry
@@ -39,14 +39,14 @@ MAY_BE_FINISHED = ("COMPLETED", "UNKNOWN")
 
 def print_job(job: RunJob) -> None:
     """What was submitted, and what can be done with it from here or from anywhere else."""
-    name = shlex.quote(called(job.run.root))
+    name = shlex.quote(run_title(job.run.root))
     print(f"submitted job {job.job_id}")
     print(f"  run         {job.run.root}")
     print(f"  watch       python launchers/watch.py run={name}")
     print(f"  cancel      python launchers/cancel.py run={name}", flush=True)
 
 
-def called(root: Path) -> str:
+def run_title(root: Path) -> str:
     """What the launchers call a run: its name below `runs/`, else its directory."""
     below = RUNS.resolve()
     return str(root.relative_to(below)) if root.is_relative_to(below) else str(root)
@@ -63,7 +63,7 @@ def follow_job(job: RunJob, interrupted: Sequence[signal.Signals]) -> int:
 
 def conclude_job(job: RunJob, clock: Clock = CLOCK) -> int:
     """Say how the job ended, from the attempt that it made last; the exit code."""
-    look_again(job.run)
+    refresh_listing(job.run)
     if job.state in MAY_BE_FINISHED:
         _await_end(job, clock)
     attempt = last_attempt(job.run, job.job_id)
@@ -83,23 +83,23 @@ def last_attempt(run: RunPaths, job: str) -> AttemptPaths | None:
 
 def _await_end(job: RunJob, clock: Clock) -> None:
     """Wait until the end of a job that may have finished its run shows, for as long as it may be seen late."""
-    config = kept_config(job.run)
+    config = read_frozen_config(job.run)
 
     def shows() -> bool:
-        look_again(job.run)
+        refresh_listing(job.run)
         attempt = last_attempt(job.run, job.job_id)
         outcome = _outcome(attempt) if attempt is not None else None
         return is_finished(job.run) or (outcome is not None and outcome.decision != "requeued")
 
     try:
         late = config.cluster.lateness if config is not None else 0.0
-        wait_for("the end of the run", shows, late, longest_pause=LONGEST_PAUSE, clock=clock)
+        wait_for("the end of the run", shows, late, longest_pause=MAX_PAUSE, clock=clock)
     except DeadlineError:
         return  # what is said of the end then says that it has no reason
 
 
 def _outcome(attempt: AttemptPaths) -> Outcome | None:
-    FileDirectory(attempt.root).names()  # what was absent at an earlier look may be there by now
+    FileSharedDir(attempt.root).names()  # what was absent at an earlier look may be there by now
     return shared_files.read_document(attempt.outcome, Outcome)
 
 
@@ -111,16 +111,16 @@ def conclude_run(
 
     `interrupted` are the signals that ended it from here, `job_state` Slurm's word for the end of the job.
     """
-    code = _tell_end(paths, attempt, interrupted, job_state)
+    code = _print_end(paths, attempt, interrupted, job_state)
     try:
-        from pipeline.observability.findings import find
+        from pipeline.observability.findings import findings_of
         from pipeline.observability.report_page import (
             write_report,  # with it come charts, as slow to import as all else together
         )
 
         history = read_history(paths.root, alive=False)
         print(f"  report      {write_report(history)}", flush=True)
-        for found in find(history.config, history.rows):
+        for found in findings_of(history.config, history.rows):
             said = f"  to change   {found.seen} {found.change} {found.page}"
             print(fill(said, LINE, subsequent_indent=" " * 14, break_on_hyphens=False), flush=True)
     except Exception as error:  # noqa: BLE001 (how the run ended is told, whatever the report does)
@@ -129,20 +129,20 @@ def conclude_run(
     return code
 
 
-def _tell_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str) -> int:
+def _print_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str) -> int:
     finished, outcome = shared_files.read_document(paths.finished, Finished), _outcome(attempt)
     if finished is not None or (outcome is not None and outcome.decision == "finished"):
         steps = f" {finished.steps} steps" if finished is not None else ""
-        print(f"finished{steps}\n  metrics     {paths.metrics}\n{_what_it_made(paths)}", flush=True)
+        print(f"finished{steps}\n  metrics     {paths.metrics}\n{_results_text(paths)}", flush=True)
         return 0
-    if _tell_failure(attempt, outcome):
+    if _print_failure(attempt, outcome):
         return 1
     if interrupted:
-        print(f"{describe(interrupted[0])}; the same command {_what_resuming_does(paths)}", file=sys.stderr)
+        print(f"{describe(interrupted[0])}; the same command {_resume_text(paths)}", file=sys.stderr)
         return exit_code(interrupted[0])
     draining = Events(attempt).seen("draining")
     if draining is not None or job_state == CANCELLED:
-        print(f"{_interruption(draining)}; the same command {_what_resuming_does(paths)}", file=sys.stderr)
+        print(f"{_interruption(draining)}; the same command {_resume_text(paths)}", file=sys.stderr)
         return exit_code(signal.SIGTERM)
     how = f" ({job_state})" if job_state else ""
     print(f"failed: the job ended without a reason{how}; see its output in {paths.submitit}", file=sys.stderr)
@@ -157,7 +157,7 @@ def _interruption(draining: Event | None) -> str:
     return f"interrupted: {draining.by} was told to end ({draining.detail})"
 
 
-def _tell_failure(attempt: AttemptPaths, outcome: Outcome | None) -> bool:
+def _print_failure(attempt: AttemptPaths, outcome: Outcome | None) -> bool:
     """Say what failed, if anything did.
 
     A job that was stopped has failed, also where no role did and the agents were only told to end: as srun tells them
@@ -175,14 +175,14 @@ def _tell_failure(attempt: AttemptPaths, outcome: Outcome | None) -> bool:
     return True
 
 
-def _what_it_made(paths: RunPaths) -> str:
-    config = kept_config(paths)
+def _results_text(paths: RunPaths) -> str:
+    config = read_frozen_config(paths)
     if config is not None and config.training.jobs:
         return f"  jobs        {config.training.jobs}"
     if config is not None and config.evaluation.alone:
         return f"  found       {paths.evaluation}"
-    return f"  checkpoint  {tell_newest(paths, '{}', 'none')}\n  model       {paths.model}"
+    return f"  checkpoint  {log_newest(paths, '{}', 'none')}\n  model       {paths.model}"
 
 
-def _what_resuming_does(paths: RunPaths) -> str:
-    return tell_newest(paths, "resumes it from {}", "starts it over, since it had no checkpoint yet")
+def _resume_text(paths: RunPaths) -> str:
+    return log_newest(paths, "resumes it from {}", "starts it over, since it had no checkpoint yet")

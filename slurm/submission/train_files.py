@@ -21,7 +21,7 @@ from pipeline.run.paths import RunPaths
 from slurm.submission import submit_run
 from slurm.submission.compose_config import compose_config
 
-_LONGEST_NAME = 58
+_MAX_NAME = 58
 """So that a number still fits behind it."""
 
 
@@ -45,7 +45,7 @@ def compose_jobs(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 def name_of(path: Path) -> str:
     """What the jobs of a path are called in the config: its stem, as far as a name may have its letters."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:_LONGEST_NAME] or "jobs"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:_MAX_NAME] or "jobs"
 
 
 def next_name(output: Path, name: str) -> str:

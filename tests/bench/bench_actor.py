@@ -24,11 +24,11 @@ from pydantic import Field
 from pipeline.config import RunConfig
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.environments import load_task
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.episode import Episode
-from pipeline.environments.task_protocol import Policy, Prompt, Task, TaskOptions, ask
+from pipeline.environments.task_protocol import Policy, Prompt, Task, TaskOptions, user_prompt
 from pipeline.environments.task_worker import Setup
-from pipeline.environments.worker_pool import TaskPool
+from pipeline.environments.worker_pool import WorkerPool
 from pipeline.rollout.group_rollout import GroupBuilder
 from pipeline.rollout.server_client import ROUTE, GenerationRequest
 from pipeline.rollout.server_pool import InferenceClient
@@ -68,10 +68,10 @@ class Turns(Task):
         return 1 << 20
 
     def prompt(self, index: int) -> Prompt:
-        return ask(ASKED)
+        return user_prompt(ASKED)
 
     def held_out(self) -> list[Prompt]:
-        return [ask(ASKED)]
+        return [user_prompt(ASKED)]
 
     def reward(self, prompt: Prompt, text: str) -> float:
         return 1.0
@@ -89,7 +89,7 @@ class Turns(Task):
             episode = episode.observe(policy.encode(await policy.use(prompt, "tool", {})))
 
 
-class EndlessChat(Chat):
+class EndlessChat(ChatTokenizer):
     """The tiny model's, in which no token ends a turn: all turns are of one length."""
 
     stop_token_ids: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ async def measured(way: Way, groups: int) -> tuple[float, float]:
     return samples / (time.monotonic() - began), (time.process_time() - used) / samples * 1e3
 
 
-def raw_way(http: aiohttp.ClientSession, served: Served, chat: Chat, turns: int) -> Way:
+def raw_way(http: aiohttp.ClientSession, served: Served, chat: ChatTokenizer, turns: int) -> Way:
     """The requests of a group, posted as they are."""
     told = chat.encode(TOLD)
 
@@ -135,7 +135,7 @@ def raw_way(http: aiohttp.ClientSession, served: Served, chat: Chat, turns: int)
             tokens += (await answers(tokens, 1))[0]
 
     async def group(_: int) -> None:
-        prompt = chat.prompt(ask(ASKED).messages)
+        prompt = chat.prompt(user_prompt(ASKED).messages)
         await asyncio.gather(*(sample([*prompt, *first]) for first in await answers(prompt, SAMPLES)))
 
     return group
@@ -150,7 +150,7 @@ async def rounds_of(served: Served, turns: int, groups: int, rounds: int) -> dic
     async with (
         client,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers) as http,
-        TaskPool(setup, 300) as pool,
+        WorkerPool(setup, 300) as pool,
     ):
         builder = GroupBuilder(load_task(config.task, 0), pool, chat, client, config)
         ways: dict[str, Way] = {"actor": builder.build, "raw": raw_way(http, served, chat, turns)}

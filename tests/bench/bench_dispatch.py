@@ -17,9 +17,9 @@ import torch
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.rank_group import Answers, Dispatch
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import Answers, RankGroup
 from pipeline.train.worker_spec import ModelSpec
 from tests.bench.tables import markdown
 
@@ -37,11 +37,11 @@ def make_batch(rows: int, vocabulary: int, longest: int) -> Batch:
         mask = np.ones(length, np.uint8)
         mask[: max(1, length // 4)] = 0
         tokens = draw.integers(0, vocabulary, length).astype(np.int32)
-        made.append(Row(tokens, mask, float(draw.normal()), np.full(length, -np.log(vocabulary), np.float32)))
+        made.append(TrainSequence(tokens, mask, float(draw.normal()), np.full(length, -np.log(vocabulary), np.float32)))
     return Batch.of(made)
 
 
-def init_models(dispatch: Dispatch, path: str, dtype: str) -> None:
+def init_models(dispatch: RankGroup, path: str, dtype: str) -> None:
     model = ModelConfig.model_validate({"path": path, "init": "random", "dtype": dtype})
     dispatch.init_model("policy", ModelSpec("policy", model, OptimConfig()))
     dispatch.init_model("reference", ModelSpec("policy", model, seed=1))
@@ -65,7 +65,7 @@ def check(exact: bool, one: dict[str, Answers], other: dict[str, Answers]) -> No
             np.testing.assert_allclose(a, b, rtol=0, atol=0 if exact else 1e-4, err_msg=name)
 
 
-def report(given: argparse.Namespace, dispatch: Dispatch) -> None:
+def report(given: argparse.Namespace, dispatch: RankGroup) -> None:
     """Measure both pairs and print the table."""
     init_models(dispatch, given.model, given.dtype)
     batch = make_batch(given.rows, dispatch.models["policy"].vocabulary, given.longest)
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    lead_or_serve(lambda dispatch: report(given, dispatch), Budget(TOKENS), device=given.device)
+    run_controller_or_worker(lambda dispatch: report(given, dispatch), Budget(TOKENS), device=given.device)
 
 
 if __name__ == "__main__":

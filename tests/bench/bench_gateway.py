@@ -1,8 +1,8 @@
 """What an agent's endpoint costs: `python -m tests.bench.bench_gateway [--episodes N] [--rounds N]`.
 
 Opens and closes endpoints, and holds conversations of 1, 4 and 16 turns with one over HTTP, whose policy answers at
-once; beside it, the same turns by the bookkeeping alone (`Dialogue`), as a task in the actor's process pays for them.
-Prints milliseconds of CPU time for each call, of client and endpoint together, the median of the rounds.
+once; beside it, the same turns by the bookkeeping alone (`ConversationTree`), as a task in the actor's process pays for
+them. Prints milliseconds of CPU time for each call, of client and endpoint together, the median of the rounds.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from typing import Any
 import aiohttp
 
 from pipeline.config.model_directory import BUILT_IN
-from pipeline.environments.chat_tokenizer import Chat
-from pipeline.rollout.gateway.conversation_tree import Dialogue
+from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.rollout.gateway.conversation_tree import ConversationTree
 from pipeline.rollout.gateway.episode_endpoint import Endpoint
 from tests.bench.tables import markdown
 from tests.unit.environments.test_tasks import Said
 
-CHAT = Chat(BUILT_IN / "tiny_text")
+CHAT = ChatTokenizer(BUILT_IN / "tiny_text")
 TURN = Said((*CHAT.encode("4" * 64), CHAT.stop_token_ids[0]), 0, 0)
 MAX_LENGTH = 1 << 20
 TURNS = (1, 4, 16)
@@ -51,7 +51,7 @@ async def over_http(turns: int) -> int:
 
 
 async def bookkeeping(turns: int) -> int:
-    dialogue, messages = Dialogue(CHAT), [QUESTION]
+    dialogue, messages = ConversationTree(CHAT), [QUESTION]
     for _ in range(turns):
         text = CHAT.decode(TURN.tokens)
         reply = {"role": "assistant", "content": text}

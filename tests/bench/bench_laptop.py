@@ -27,7 +27,7 @@ from subprocess import PIPE, STDOUT
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.environments import load_task
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import RunPaths
@@ -131,7 +131,7 @@ def main() -> int:
         folder = Path(name)
         output = given.output or folder / "runs"
         warm = launch(output, "warm", "training.steps=0", *overrides)
-        model, config = warm / "model", kept_config(RunPaths(warm))
+        model, config = warm / "model", read_frozen_config(RunPaths(warm))
         assert config is not None
         ours, theirs = [], []
         for number in range(given.rounds):

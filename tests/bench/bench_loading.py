@@ -27,9 +27,9 @@ from pipeline.config import InferenceConfig, ModelConfig
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.train.batching.packing import Budget
-from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils.subprocesses import hold_port
 from tests.bench.tables import judge, markdown
@@ -67,16 +67,16 @@ def private() -> int:
     return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
-def begin(site: Site) -> None:
+def begin(site: RankState) -> None:
     _watch.append(Peak())
 
 
-def end(site: Site) -> int:
+def end(site: RankState) -> int:
     return _watch.pop().stop()
 
 
 @contextmanager
-def watched(dispatch: Dispatch, most: list[int]) -> Iterator[None]:
+def watched(dispatch: RankGroup, most: list[int]) -> Iterator[None]:
     """Fill `most` with the most private memory of each rank meanwhile."""
     dispatch.on_sites(begin)
     yield
@@ -95,12 +95,12 @@ def make_model(folder: Path, size: int = 1024, layers: int = 9, experts: int = 0
     (folder / "tokenizer.json").write_text("{}")
 
 
-def init(dispatch: Dispatch, model: Path, how: str, dtype: str) -> None:
+def init(dispatch: RankGroup, model: Path, how: str, dtype: str) -> None:
     config = ModelConfig.model_validate({"path": str(model), "init": how, "dtype": dtype})
     dispatch.init_model("policy", ModelSpec("policy", config))
 
 
-def measure(dispatch: Dispatch, model: Path, dtype: str) -> list[Row]:
+def measure(dispatch: RankGroup, model: Path, dtype: str) -> list[Row]:
     """A row for each phase and rank."""
     init(dispatch, model.parent / "tiny", "random", dtype)
     dispatch.remove_model("policy")
@@ -138,10 +138,10 @@ def rank_main(model: Path, dtype: str, out: Path) -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
 
-    def lead(dispatch: Dispatch) -> None:
+    def lead(dispatch: RankGroup) -> None:
         out.write_text(json.dumps(measure(dispatch, model, dtype)))
 
-    lead_or_serve(lead, Budget(4096))
+    run_controller_or_worker(lead, Budget(4096))
 
 
 def main() -> int:

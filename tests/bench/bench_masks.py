@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 from pipeline.data import Conversation
-from pipeline.environments.assistant_masks import Choice, Masker, MaskError
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.assistant_masks import AssistantMasker, Choice, MaskError
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from tests.bench.tables import markdown
 from tests.fakes.chat_models import make_chat_model
 
@@ -31,7 +31,7 @@ def spans_of(template: Path, talk: Conversation, choice: Choice) -> list[str] | 
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": "<|endoftext|>"}))
         try:
-            rows = list(Masker(Chat(folder), choice).rows(talk))
+            rows = list(AssistantMasker(ChatTokenizer(folder), choice).rows(talk))
         except MaskError as error:
             return str(error)
         return [row.text[begin:end].rstrip() for row in rows for begin, end in row.spans]

@@ -31,9 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.worker_spec import ModelSpec
 from tests.bench.tables import judge, markdown
 from tests.support.ranks.forked_ranks import run_ranks
@@ -55,7 +55,7 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def make_rows(step: int, count: int) -> list[Row]:
+def make_rows(step: int, count: int) -> list[TrainSequence]:
     """Rows of 2 to 12 prompt tokens and 1 to 40 more; the sampler's log-probabilities are not known yet."""
     draw = np.random.default_rng([7, step])
     rows = []
@@ -63,11 +63,11 @@ def make_rows(step: int, count: int) -> list[Row]:
         prompt, length = int(draw.integers(2, 13)), int(draw.integers(1, 41))
         tokens = draw.integers(3, 17, prompt + length).astype(np.int32)
         mask = (np.arange(prompt + length) >= prompt).astype(np.uint8)
-        rows.append(Row(tokens, mask, float(np.float32(draw.normal() + 0.5))))
+        rows.append(TrainSequence(tokens, mask, float(np.float32(draw.normal() + 0.5))))
     return rows
 
 
-def sampled(rows: list[Row], logprobs: list[NDArray[np.float32]], step: int) -> Batch:
+def sampled(rows: list[TrainSequence], logprobs: list[NDArray[np.float32]], step: int) -> Batch:
     """The rows as if an older policy than the one that says `logprobs` had sampled them."""
     draw = np.random.default_rng([8, step])
     for row, said in zip(rows, logprobs, strict=True):
@@ -81,7 +81,7 @@ def mean_logprob(batch: Batch, logprobs: list[NDArray[np.float32]]) -> float:
     return float(sum(said[row.mask == 1].sum(dtype=np.float64) for row, said in zip(batch.rows, logprobs, strict=True)))
 
 
-def as_asked(row: Row) -> dict[str, Any]:
+def as_asked(row: TrainSequence) -> dict[str, Any]:
     """A row as `trl_parity.py` reads it."""
     assert row.behaviour is not None
     begin = int(row.mask.argmax())
@@ -96,7 +96,7 @@ def as_asked(row: Row) -> dict[str, Any]:
 def train(rank: int, model: str, steps: int, count: int, out: Path) -> None:
     """Rollcall's side, in a process of its own: the numbers of each step, and the rows for TRL."""
 
-    def lead(dispatch: Dispatch) -> None:
+    def lead(dispatch: RankGroup) -> None:
         spec = ModelSpec("policy", ModelConfig(path=model, init="pretrained"), OPTIM, steps=steps)
         dispatch.init_model("policy", spec)
         drawn = [make_rows(step, count) for step in range(steps)]
@@ -109,7 +109,7 @@ def train(rank: int, model: str, steps: int, count: int, out: Path) -> None:
         asked = [[as_asked(row) for row in batch.rows] for batch in batches]
         out.write_text(json.dumps({"steps": found, "batches": asked}))
 
-    lead_or_serve(lead, Budget(TOKENS))
+    run_controller_or_worker(lead, Budget(TOKENS))
 
 
 def train_with_trl(python: str, folder: Path, model: Path, batches: list[Any]) -> dict[str, Any]:

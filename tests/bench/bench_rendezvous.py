@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.topology.plan import Card, Plan, Seat, Slot
-from pipeline.utils.shared_dir import FileDirectory
-from slurm.rendezvous.rank_meeting import Meeting, pauses
+from pipeline.topology.plan import NodeBundle, NodeInfo, Plan, RoleProcess
+from pipeline.utils.shared_dir import FileSharedDir
+from slurm.rendezvous.rank_meeting import Rendezvous, pauses
 from tests.bench.tables import judge, markdown
 from tests.fakes.ranks import make_cards
 
@@ -32,7 +32,7 @@ SECONDS = 120.0
 BASE, MOST_GROWTH = 64, 1.5
 
 
-class CountingDirectory(FileDirectory):
+class CountingDirectory(FileSharedDir):
     """Counts its operations by kind."""
 
     def __init__(self, root: Path, counts: Counter[str]) -> None:
@@ -60,7 +60,7 @@ class CountingDirectory(FileDirectory):
 class Turn:
     """A rank in the round: when it may act again, its present pause, and the seconds it worked so far."""
 
-    meeting: Meeting
+    meeting: Rendezvous
     due: float = 0.0
     pause: float = 0.0
     worked: float = 0.0
@@ -99,12 +99,14 @@ COLUMNS = ("ranks", "leader s", "others s", "longest pause s", "together s", *KI
 
 def elect(ranks: int, root: Path) -> Result:
     """One election of so many ranks in a fresh directory."""
-    seats = tuple(Seat(slots=(Slot(role="inference", index=index, gpus=8, ports=1),)) for index in range(ranks))
+    seats = tuple(
+        NodeBundle(slots=(RoleProcess(role="inference", index=index, gpus=8, ports=1),)) for index in range(ranks)
+    )
     plan, counts = Plan(ranks=ranks, seats=seats), Counter[str]()
     directory, lease = CountingDirectory(root, counts), SECONDS / 8
     first, longest = pauses(ranks, lease)
     turns = [
-        Turn(Meeting(directory, plan, card, "run-1", SECONDS, _answer, lease)) for card in make_cards(ranks, gpus=8)
+        Turn(Rendezvous(directory, plan, card, "run-1", SECONDS, _answer, lease)) for card in make_cards(ranks, gpus=8)
     ]
     begun, going = time.monotonic(), turns
     while going:
@@ -116,7 +118,7 @@ def elect(ranks: int, root: Path) -> Result:
     return Result(ranks, leader, sum(others) / len(others), longest, time.monotonic() - begun, counts)
 
 
-def _answer(cards: Sequence[Card], witnesses: Sequence[Card]) -> Mapping[int, str]:
+def _answer(cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
     """Every rank answers: the connect-back is not what is measured here."""
     return {card.rank: card.addresses[0] for card in cards}
 

@@ -17,21 +17,21 @@ from pathlib import Path
 
 from pipeline.config import RewardConfig, TaskConfig
 from pipeline.config.model_directory import BUILT_IN
-from pipeline.environments import Answer, load_task
-from pipeline.environments.chat_template import Template
+from pipeline.environments import Completion, load_task
+from pipeline.environments.chat_template import ChatTemplate
 from pipeline.environments.rewards import Mixture, Score, load_rewards
-from pipeline.environments.task_calls import Calls, LocalCalls
-from pipeline.environments.task_protocol import ask
+from pipeline.environments.task_calls import InProcessCalls, TaskCalls
+from pipeline.environments.task_protocol import user_prompt
 from pipeline.environments.task_worker import Setup
-from pipeline.environments.worker_pool import TaskPool
+from pipeline.environments.worker_pool import WorkerPool
 from tests.bench.tables import judge, markdown
 
 SAMPLES, IN_FLIGHT = 8, 64
 MODEL = BUILT_IN / "tiny_qwen3"
 TASK = TaskConfig(name="arithmetic", processes=4)
-PROMPT = ask("2+2", answer="4")
-ANSWERS = [Answer("4" * 16, ({"role": "assistant", "content": "4" * 16},), tuple(range(200)))] * SAMPLES
-LEAST_RATIO = 1.0
+PROMPT = user_prompt("2+2", answer="4")
+ANSWERS = [Completion("4" * 16, ({"role": "assistant", "content": "4" * 16},), tuple(range(200)))] * SAMPLES
+MIN_RATIO = 1.0
 _HERE = "tests.bench.bench_rewards"
 REWARDS = {
     "the task's own": RewardConfig(),
@@ -66,10 +66,10 @@ class InActor:
 
     def __init__(self, config: RewardConfig) -> None:
         task = load_task(TASK, 0)
-        self._calls = LocalCalls(task, Template(MODEL), load_rewards(config, task))
+        self._calls = InProcessCalls(task, ChatTemplate(MODEL), load_rewards(config, task))
         self._mixture = Mixture(config)
 
-    async def rewards(self, answers: Sequence[Answer]) -> list[Score | str]:
+    async def rewards(self, answers: Sequence[Completion]) -> list[Score | str]:
         told = [
             self._calls.score_all(which, PROMPT, answers)
             if self._mixture.whole_groups
@@ -79,7 +79,7 @@ class InActor:
         return [self._mixture.combine(parts) for parts in zip(*told, strict=True)]
 
 
-async def timed(calls: Calls | InActor, groups: int) -> tuple[float, float]:
+async def timed(calls: TaskCalls | InActor, groups: int) -> tuple[float, float]:
     """Wall seconds and the actor's CPU seconds for so many groups."""
     slots = asyncio.Semaphore(IN_FLIGHT)
 
@@ -97,8 +97,8 @@ async def measure(groups: int, rounds: int) -> dict[Way, tuple[float, float]]:
     times: dict[Way, list[tuple[float, float]]] = {}
     for name, config in REWARDS.items():
         count = max(8, groups // 20) if name == "2 ms" else groups
-        async with TaskPool(Setup(TASK, 0, MODEL, config), 120) as pool:
-            ways: list[tuple[str, TaskPool | InActor]] = [(IN_ACTOR, InActor(config)), (IN_POOL, pool)]
+        async with WorkerPool(Setup(TASK, 0, MODEL, config), 120) as pool:
+            ways: list[tuple[str, WorkerPool | InActor]] = [(IN_ACTOR, InActor(config)), (IN_POOL, pool)]
             for _, calls in ways:
                 await timed(calls, count)  # processes start when calls have to wait
             for _ in range(rounds):
@@ -120,7 +120,7 @@ def main() -> int:
     found = asyncio.run(measure(arguments.groups, arguments.rounds))
     ratios = {way: speed / found[(way[0], IN_ACTOR)][0] for way, (speed, _) in found.items()}
     print(markdown(COLUMNS, [(*way, speed, cpu, ratios[way]) for way, (speed, cpu) in found.items()]))
-    return judge("rewards of 2 ms are faster in processes", ratios[("2 ms", IN_POOL)] >= LEAST_RATIO)
+    return judge("rewards of 2 ms are faster in processes", ratios[("2 ms", IN_POOL)] >= MIN_RATIO)
 
 
 if __name__ == "__main__":

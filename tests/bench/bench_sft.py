@@ -27,8 +27,8 @@ from typing import Any
 
 from pipeline.config import RunConfig, load_config
 from pipeline.train.batching.conversation_rows import Conversations
-from pipeline.train.controller.lead_or_serve import lead_or_serve_as
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.lead_or_serve import run_role_of_rank
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.sft import SupervisedFineTuning
 from pipeline.train.train_jobs import SftJob, jobs_of
 from pipeline.train.worker_spec import models_of
@@ -92,7 +92,7 @@ def train(rank: int, tree: dict[str, Any], out: Path) -> None:
     """Rollcall's side, in a process of its own: losses, seconds and tokens of each step, and the order of the rows."""
     config, found = load_config(tree), {}
 
-    def lead(dispatch: Dispatch) -> None:
+    def lead(dispatch: RankGroup) -> None:
         conversations = Conversations(config)
         (job,) = jobs_of(config, len(conversations.rows))
         assert isinstance(job, SftJob)
@@ -107,7 +107,7 @@ def train(rank: int, tree: dict[str, Any], out: Path) -> None:
         found["steps"] = steps
         found["order"] = [row.prompt for step in range(job.steps) for row in conversations(step, job.batch)]
 
-    lead_or_serve_as(config, "", lead)
+    run_role_of_rank(config, "", lead)
     out.write_text(json.dumps(found))
 
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.worker_spec import ModelSpec
 from tests.bench.tables import judge, markdown
 from tests.support.models.jobs import site_of_one
@@ -43,7 +43,7 @@ def make_batch(system: int, prompt: int, completion: int) -> Batch:
             row = np.array([*asked, *tokens(completion)], np.int32)
             mask = (np.arange(len(row)) >= len(asked)).astype(np.uint8)
             behaviour = np.full(len(row), -np.log(VOCABULARY), np.float32)
-            rows.append(Row(row, mask, float(draw.normal()), behaviour, prompt=position))
+            rows.append(TrainSequence(row, mask, float(draw.normal()), behaviour, prompt=position))
     return Batch.of(rows)
 
 
@@ -53,7 +53,7 @@ def measure(system: int, prompt: int, completion: int, steps: int) -> tuple[obje
     spec = ModelSpec("policy", ModelConfig(path="conf/models/tiny_qwen3", init="random"), OptimConfig())
     seconds: dict[str, list[float]] = {"shared": [], "packed": []}
     with site_of_one() as site:
-        ways = {name: Dispatch(site, Budget(budget, shared=name == "shared")) for name in seconds}
+        ways = {name: RankGroup(site, Budget(budget, shared=name == "shared")) for name in seconds}
         for name, dispatch in ways.items():
             dispatch.init_model(name, spec)
         answers = [np.concatenate(dispatch.forward(name, batch)) for name, dispatch in ways.items()]

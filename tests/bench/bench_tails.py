@@ -30,7 +30,7 @@ from pipeline.config import RunConfig
 from pipeline.environments import load_task
 from pipeline.roles.preprocessor import Preprocessor
 from pipeline.rollout.group_rollout import GroupBuilder
-from pipeline.rollout.issue_loop import Generation
+from pipeline.rollout.issue_loop import IssueLoop
 from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.run.paths import AttemptPaths
@@ -39,7 +39,7 @@ from pipeline.train.loop.rl import batch_metrics, rows_of
 from pipeline.transport import AsyncStreams
 from pipeline.transport.file_streams import FileStreams
 from pipeline.transport.ledger import Ledger
-from pipeline.transport.shared_state import Board
+from pipeline.transport.shared_state import SharedState
 from tests.bench.bench_actor import MODEL, EndlessChat
 from tests.bench.tables import markdown
 from tests.fakes.configs import make_config
@@ -134,11 +134,11 @@ class Loop:
             InferenceClient([self.served.endpoint], SECRET, 120) as client,
         ):
             builder = GroupBuilder(task, InlineCalls(task), EndlessChat(MODEL), Tailed(client), self.config)
-            await Generation(asynchronous, Board(streams), builder, client, self.config).run()
+            await IssueLoop(asynchronous, SharedState(streams), builder, client, self.config).run()
 
     def train(self) -> Found:
         streams, training = self.streams(), self.config.training
-        board, ledger = Board(streams), Ledger()
+        board, ledger = SharedState(streams), Ledger()
         batches = GroupBatches(streams, board, ledger, self.config, lambda: None, 1 << 20)
         with a_sender([self.served], board.post_server) as sender:
             board.post_ledger(ledger.snapshot())

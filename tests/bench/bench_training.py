@@ -28,10 +28,10 @@ from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.train.algorithms import total
 from pipeline.train.batching import packing
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.batch_staging import CutBatch
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, Site, joined_world
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.batch_staging import ShardedBatch
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import Deadlines, RankState, joined_world
 from pipeline.train.model.collate import collate
 from pipeline.train.model.models import build_model
 from pipeline.train.worker_spec import ModelSpec
@@ -54,7 +54,7 @@ def make_batch(rows: int, longest: int, vocabulary: int) -> Batch:
         mask = np.ones(length, np.uint8)
         mask[:6] = 0
         tokens = draw.integers(0, vocabulary, length).astype(np.int32)
-        made.append(Row(tokens, mask, float(draw.normal()), np.full(length, -np.log(vocabulary), np.float32)))
+        made.append(TrainSequence(tokens, mask, float(draw.normal()), np.full(length, -np.log(vocabulary), np.float32)))
     return Batch.of(made)
 
 
@@ -82,20 +82,20 @@ def plain_step(model: ModelConfig, share: list[Batch], ranks: int) -> Step:
     return step
 
 
-def make_plain(site: Site, model: ModelConfig, batch: Batch) -> None:
+def make_plain(site: RankState, model: ModelConfig, batch: Batch) -> None:
     share = [batch.take(bins) for bins in packing.split_rows(batch.lengths, site.ranks, Budget(TOKENS))[site.rank]]
     _steps[PLAIN] = plain_step(model, share, site.ranks)
 
 
-def take(site: Site, name: str) -> None:
+def take(site: RankState, name: str) -> None:
     _steps[name]()
 
 
-def cpu_seconds(site: Site) -> float:
+def cpu_seconds(site: RankState) -> float:
     return time.process_time()
 
 
-def ways(dispatch: Dispatch, padded: Dispatch, model: ModelConfig, batch: Batch, compiled: bool) -> dict[str, Step]:
+def ways(dispatch: RankGroup, padded: RankGroup, model: ModelConfig, batch: Batch, compiled: bool) -> dict[str, Step]:
     """What is measured, by name; every way has a model of its own, and takes staged rows or sends them."""
     specs = {
         JUDGED: (dispatch, True, {}),
@@ -110,7 +110,7 @@ def ways(dispatch: Dispatch, padded: Dispatch, model: ModelConfig, batch: Batch,
         of.init_model(name, ModelSpec("policy", model, OPTIM, **switches))
     staged = dispatch.stage([batch])[0]
 
-    def step(of: Dispatch, name: str, data: Batch | CutBatch) -> Step:
+    def step(of: RankGroup, name: str, data: Batch | ShardedBatch) -> Step:
         def taken() -> None:
             of.forward_backward(name, data, LOSS)
             of.optim_step(name)
@@ -121,7 +121,7 @@ def ways(dispatch: Dispatch, padded: Dispatch, model: ModelConfig, batch: Batch,
     return {PLAIN: lambda: dispatch.on_sites(take, PLAIN), **steps}
 
 
-def measure(dispatch: Dispatch, chosen: dict[str, Step], steps: int) -> Times:
+def measure(dispatch: RankGroup, chosen: dict[str, Step], steps: int) -> Times:
     """Wall seconds, and CPU seconds of all ranks, of every step, in turn."""
     times: Times = {name: [] for name in chosen}
     for number in range(WARM_UP + steps):
@@ -143,7 +143,7 @@ def inside(given: argparse.Namespace) -> None:
             site.serve()
             return
         batch = make_batch(given.rows, given.longest, build_model(model, 0).vocabulary)
-        dispatch, padded = Dispatch(site, Budget(TOKENS)), Dispatch(site, Budget(TOKENS, packed=False))
+        dispatch, padded = RankGroup(site, Budget(TOKENS)), RankGroup(site, Budget(TOKENS, packed=False))
         dispatch.on_sites(make_plain, model, batch)
         times = measure(dispatch, ways(dispatch, padded, model, batch, given.compile), given.steps)
         Path(given.inside).write_text(json.dumps({"tokens": sum(batch.lengths), "times": times}))

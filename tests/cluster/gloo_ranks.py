@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipeline.inference.weight_sync.transports.gloo import TRAINER, TransferGroup, host_store, visit_store
+from pipeline.inference.weight_sync.transports.gloo import TRAINER, TransferGroup, connect_store, create_store
 from pipeline.utils.network_interfaces import interface_of
 from pipeline.utils.waiting import Deadline
 
@@ -19,7 +19,7 @@ SECONDS = 30.0
 
 
 def main(rank: int, address: str, store_address: str, port: int, bound: bool) -> None:
-    store = (host_store if rank == TRAINER else visit_store)(store_address, port, "secret", SECONDS)
+    store = (create_store if rank == TRAINER else connect_store)(store_address, port, "secret", SECONDS)
     group, deadline = TransferGroup(store, "weights", rank, address, SECONDS), Deadline("the exchange", SECONDS)
     buffer = torch.full((1000,), 7 if rank == TRAINER else 0, dtype=torch.uint8)
     if rank == TRAINER:

@@ -19,7 +19,7 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished, Outcome, RunIdentity, SubmittedJob
-from pipeline.topology.plan import Card, World
+from pipeline.topology.plan import NodeInfo, World
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import wait_for
 from tests.cluster.slurm_cluster import ENDED, SlurmCluster
@@ -134,10 +134,10 @@ class SlurmRun:
         """Who has which role, None while it is not published."""
         return shared_files.read_document(self.attempts[attempt].rendezvous / "world.json", World)
 
-    def cards(self, attempt: int = -1) -> list[Card]:
+    def cards(self, attempt: int = -1) -> list[NodeInfo]:
         """The cards that are published so far, by rank."""
         found = (self.attempts[attempt].rendezvous / "cards").glob("*.json")
-        cards = [shared_files.read_document(path, Card) for path in found]
+        cards = [shared_files.read_document(path, NodeInfo) for path in found]
         return sorted((card for card in cards if card is not None), key=lambda card: card.rank)
 
     def history(self, attempt: int = -1) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.checkpoints.checkpoint_store import commit
+from pipeline.checkpoints.checkpoint_store import complete_checkpoint
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.trainer_state import TrainerState
 from pipeline.errors import RollcallError
@@ -28,7 +28,7 @@ from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished
 from pipeline.utils import shared_files
 from slurm.agent import agent
-from slurm.agent.supervisor import End, Notice
+from slurm.agent.supervisor import End, StopRequest
 from slurm.scheduler.slurm.slurm_environment import Environment, batch_attempt
 
 SCRIPT = "script.json"
@@ -45,7 +45,7 @@ class StandIn:
     def __call__(self) -> End:
         if word_of(RunPaths(self.run), batch_attempt()[1]) == "late":
             time.sleep(LATE_SECONDS)
-        agent._take_part = take_part
+        agent._run_attempt = take_part
         return agent.Agent(self.run)()
 
 
@@ -54,7 +54,9 @@ def word_of(run: RunPaths, restart: int) -> str:
     return script[min(restart, len(script) - 1)]
 
 
-def take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: Notice, _held: ExitStack) -> End:
+def take_part(
+    run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest, _held: ExitStack
+) -> End:
     word = word_of(run, environment.restart)
     paths.timeline.mkdir(parents=True, exist_ok=True)
     (paths.timeline / f"{environment.rank}.{word}").touch()
@@ -68,12 +70,12 @@ def take_part(run: RunPaths, paths: AttemptPaths, environment: Environment, noti
             os.kill(os.getpid(), signal.SIGKILL)
         if word == "commit":
             step = TrainerState(job="rl", step=environment.restart + 1)
-            commit(Storage(str(run.checkpoints)), step, paths.attempt, {}, 1)
+            complete_checkpoint(Storage(str(run.checkpoints)), step, paths.attempt, {}, 1)
         raise RollcallError("it was told to fail")
     return wait(paths, environment, notice, stubborn=word == "stubborn")
 
 
-def wait(paths: AttemptPaths, environment: Environment, notice: Notice, *, stubborn: bool) -> End:
+def wait(paths: AttemptPaths, environment: Environment, notice: StopRequest, *, stubborn: bool) -> End:
     """As a supervisor whose roles come down at once."""
     events, began = Events(paths), time.monotonic()
     while time.monotonic() - began < LONGEST:

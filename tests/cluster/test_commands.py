@@ -217,7 +217,7 @@ def test_a_run_is_kept_by_its_job_until_that_is_over(
     cluster: SlurmCluster, slurm: SlurmCommands, tmp_path: Path
 ) -> None:
     config = compose_config(["experiment=demo", "cluster=slurm", f"output={tmp_path}"])
-    with run_registry.claimed(config) as run:
+    with run_registry.claimed_run(config) as run:
         comment = f"rollcall {run_registry.identity(run).run_id}"
         job = cluster.submit("exec sleep 600", "--job-name=demo", f"--comment={comment}")
         run_registry.record_job(run, "slurm", job)

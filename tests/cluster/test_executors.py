@@ -1,4 +1,4 @@
-"""Jobs of `SlurmNodes` on a real Slurm, with a small function in place of the agent."""
+"""Jobs of `SlurmHetExecutor` on a real Slurm, with a small function in place of the agent."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from pipeline.run.run_documents import Finished, RunIdentity
 from pipeline.topology.plan import make_plan
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import wait_for
-from slurm.batch.executors import RunJob, SlurmNodes
+from slurm.batch.executors import RunJob, SlurmHetExecutor
 from slurm.scheduler.slurm.slurm_commands import SlurmCommands
 from slurm.scheduler.slurm.slurm_environment import Environment
 from tests.cluster.slurm_cluster import SlurmCluster
@@ -55,8 +55,8 @@ def submit(folder: Path, function: Callable[[], Any], resources: dict[str, Any],
     return job
 
 
-def nodes_of(run: RunPaths, config: RunConfig) -> SlurmNodes:
-    return SlurmNodes(run, config, make_plan(config), run_id="test-1", scheduler=SlurmCommands())
+def nodes_of(run: RunPaths, config: RunConfig) -> SlurmHetExecutor:
+    return SlurmHetExecutor(run, config, make_plan(config), run_id="test-1", scheduler=SlurmCommands())
 
 
 def lines(job: RunJob, rank: int) -> list[str]:

@@ -16,14 +16,14 @@ import pytest
 
 from pipeline.run.paths import RunPaths, SweepPaths
 from pipeline.utils.waiting import wait_for
-from slurm.registry.sweep_manifest import Point, load_manifest
-from slurm.submission.sweeps.sweep_metric import Objective
+from slurm.registry.sweep_manifest import Trial, load_manifest
+from slurm.submission.sweeps.sweep_metric import SweepMetric
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import ON_SLURM, SlurmRun, launch
 from tests.patience import WAIT_SECONDS
 from tests.support.runs.launched import ROOT, STEPS
 
-OBJECTIVE = Objective(("reward/mean",), window=6)
+OBJECTIVE = SweepMetric(("reward/mean",), window=6)
 STUDY = (
     "-m",
     "hydra/sweeper=optuna",
@@ -52,7 +52,7 @@ def drive(cluster: SlurmCluster, output: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=cluster.env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
-def points(sweep: SweepPaths) -> list[Point]:
+def points(sweep: SweepPaths) -> list[Trial]:
     kept = load_manifest(sweep)
     return list(kept.points) if kept else []
 

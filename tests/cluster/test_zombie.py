@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.checkpoints import newest_committed
+from pipeline.checkpoints import newest_checkpoint
 from pipeline.topology.plan import RoleName
 from pipeline.utils.waiting import wait_for
 from tests.cluster.networks import NetworkedCluster
@@ -155,7 +155,7 @@ def assert_taken_over(cluster: NetworkedCluster, run: SlurmRun, node: int) -> No
     assert set(settled.values()) == {1}
     assert len(settled) == STEPS * PROMPTS
 
-    newest = newest_committed(str(run.run.checkpoints), hashes=True)
+    newest = newest_checkpoint(str(run.run.checkpoints), hashes=True)
     assert newest is not None
     assert (newest.manifest.step, newest.manifest.attempt) == (STEPS, later[-1])
 

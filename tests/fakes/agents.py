@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from pipeline.errors import RollcallError
-from pipeline.roles import Launch
+from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
-from pipeline.run.events import Events, Listener
+from pipeline.run.events import EventPoller, Events
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.topology.plan import Placement, RoleName, World
 from pipeline.utils import subprocesses
 from pipeline.utils.waiting import Clock
 from slurm.agent import agent, supervisor
 from slurm.agent.agent_heartbeat import mark_down
-from slurm.agent.supervisor import End, Notice, Supervisor
+from slurm.agent.supervisor import End, StopRequest, Supervisor
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Disk, Faults, View
 from tests.fakes.lockstep import Lockstep
@@ -45,7 +45,7 @@ STOP_SECONDS = 0.5
 class Well:
     """The vitals of a role that lives, and is ready as soon as it says so."""
 
-    def __init__(self, _name: str, launch: Launch, _seconds: float, _clock: Clock) -> None:
+    def __init__(self, _name: str, launch: RoleCommand, _seconds: float, _clock: Clock) -> None:
         self._launch = launch
         self.probe, self.board, self.trouble = self, self, ""
         self.environment: dict[str, str] = {}
@@ -130,7 +130,7 @@ class Cluster:
         self.left: set[int] = set()
         self.cut_off: set[int] = set()
         """Those whom srun would have ended, since another agent had failed."""
-        self._trainer = Listener(Events(self.paths, self.views[1]), self.ranks, self.clock)
+        self._trainer = EventPoller(Events(self.paths, self.views[1]), self.ranks, self.clock)
         self._commits_since: float | None = None
         self.committed = False
 
@@ -140,18 +140,18 @@ class Cluster:
 
     def start(self, monkeypatch: pytest.MonkeyPatch) -> list[End | Exception]:
         """Run all agents to their ends: what each returned, or the failure that it raised."""
-        monkeypatch.setattr(supervisor, "launch_of", self._launch)
-        monkeypatch.setattr(supervisor, "Vitals", Well)
+        monkeypatch.setattr(supervisor, "role_command", self._launch)
+        monkeypatch.setattr(supervisor, "LivenessMonitor", Well)
         monkeypatch.setattr(subprocesses, "Child", lambda argv, log, env: self._begin(argv[0]))
         return self.lockstep.run([partial(self._agent, rank) for rank in range(RANKS)])
 
-    def _launch(self, context: RoleContext) -> Launch:
+    def _launch(self, context: RoleContext) -> RoleCommand:
         """The trainer is ready when its controller has reported so, which its other nodes see as late as anything."""
         place = context.placement
         late = self.lags.get(place.rank, 0.0) if place.index else 0.0
         ready_at = self.ready_at + late if place.role == "trainer" else 0.0
         told_elsewhere = place.role == "trainer" and place.index > 0
-        return Launch(argv=(place.name,), ready=lambda: self.time >= ready_at, told_elsewhere=told_elsewhere)
+        return RoleCommand(argv=(place.name,), ready=lambda: self.time >= ready_at, told_elsewhere=told_elsewhere)
 
     def _begin(self, name: str) -> FakeChild:
         self.children[name] = FakeChild(self, name)
@@ -171,7 +171,7 @@ class Cluster:
         mark_down(view, rank, clock)
         self.left.add(rank)
         if end == "failed":
-            agent._see_off(run, view, RANKS, clock)
+            agent._wait_for_other_agents(run, view, RANKS, clock)
             self.cut_off |= set(range(RANKS)) - self.left
             raise RollcallError(f"agent {rank} saw the others off")
         return end
@@ -218,7 +218,7 @@ class _Watch(Clock):
         return self._lockstep.time
 
 
-class _Signal(Notice):
+class _Signal(StopRequest):
     """A notice that is left at a certain time."""
 
     def __init__(self, cluster: Cluster, when: float) -> None:

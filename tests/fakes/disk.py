@@ -84,7 +84,7 @@ class Disk:
 
 
 class View:
-    """A `pipeline.utils.shared_dir.Directory`: the disk as one rank sees it."""
+    """A `pipeline.utils.shared_dir.SharedDir`: the disk as one rank sees it."""
 
     def __init__(self, disk: Disk, rank: int, *, mortal: bool = True) -> None:
         self._disk, self._rank = disk, rank

@@ -17,5 +17,5 @@ def give_gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, *used: int) -> Path
     (tools / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpu_locks, "PLACE", folder)
+    monkeypatch.setattr(gpu_locks, "DEFAULT_FOLDER", folder)
     return gpu_locks.folder_of_this_boot()

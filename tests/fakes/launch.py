@@ -39,14 +39,14 @@ class FakeLaunch:
 
     def run(self, config: RunConfig, plan: Plan) -> int:
         self.submitted.append(config.name)
-        with run_registry.claimed(config, self.find) as run:
+        with run_registry.claimed_run(config, self.find) as run:
             code = self.codes.get(config.name, 0)
             if code == 0:
                 shared_files.write_document(run.finished, Finished(time=time.time(), steps=1, attempt="local-0"))
         return code
 
     def submit(self, config: RunConfig, plan: Plan) -> str:
-        with run_registry.claimed(config, self.find) as run:
+        with run_registry.claimed_run(config, self.find) as run:
             if config.name in self.refused:
                 raise SchedulerError("sbatch: job submit limit reached")
             job = self.scheduler.submit(config.name, comment=f"rollcall {run_registry.identity(run).run_id}")

@@ -1,7 +1,7 @@
 """Thousands of ranks that meet in one process.
 
-`Simulation` runs the real `Meeting` of every rank on a disk in memory, one action at a time in the order of a simulated
-time, so that any interleaving and any death can be replayed from a seed.
+`Simulation` runs the real `Rendezvous` of every rank on a disk in memory, one action at a time in the order of a
+simulated time, so that any interleaving and any death can be replayed from a seed.
 """
 
 import heapq
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from pipeline.errors import DeadlineError, RendezvousError
-from pipeline.topology.plan import Card, Plan, World
-from slurm.rendezvous.rank_meeting import Meeting, pauses
+from pipeline.topology.plan import NodeInfo, Plan, World
+from slurm.rendezvous.rank_meeting import Rendezvous, pauses
 from tests.fakes.clock import FakeClock
 from tests.fakes.disk import Crashed, Disk, Faults, View
 
@@ -34,10 +34,10 @@ class SkewedClock(FakeClock):
 class Rank:
     """One process that wants to take part: its card, when it starts, and what became of it."""
 
-    card: Card
+    card: NodeInfo
     start: float
     view: View
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
     pause: float = 0.0
     world: World | None = None
     error: RendezvousError | DeadlineError | None = None
@@ -60,7 +60,7 @@ class Simulation:
     """
 
     plan: Plan
-    cards: Sequence[Card]
+    cards: Sequence[NodeInfo]
     faults: Faults = field(default_factory=Faults)
     seconds: float = 60.0
     lease: float = 2.0
@@ -117,25 +117,25 @@ class Simulation:
         if rank.world is None and self.clock.time > rank.start + self.seconds:
             raise DeadlineError("the world", self.seconds, rank.meeting.missing())
 
-    def _begin(self, rank: Rank) -> Meeting:
+    def _begin(self, rank: Rank) -> Rendezvous:
         clock = SkewedClock(self.clock, self.random.uniform(-1e6, 1e6))
-        return Meeting(rank.view, self.plan, rank.card, RUN, self.seconds, self._find, self.lease, clock)
+        return Rendezvous(rank.view, self.plan, rank.card, RUN, self.seconds, self._find, self.lease, clock)
 
     def _rest(self, rank: Rank) -> float:
         first, longest = pauses(self.plan.ranks, self.lease)
         rank.pause = min(max(first, rank.pause * 1.5), longest)
         return rank.pause
 
-    def _find(self, cards: Sequence[Card], witnesses: Sequence[Card]) -> Mapping[int, str]:
+    def _find(self, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
         """The connect-back: whoever lives and is not silent answers, at its last address."""
         living = {rank.card.rank for rank in self.ranks if not rank.dead}
         return {card.rank: card.addresses[-1] for card in cards if card.rank in living - self.silent}
 
 
-def make_cards(ranks: int, *, gpus: int = 0, ports: int = 4, attempt: str = ATTEMPT) -> list[Card]:
+def make_cards(ranks: int, *, gpus: int = 0, ports: int = 4, attempt: str = ATTEMPT) -> list[NodeInfo]:
     """Healthy cards of a cluster of equal nodes, rank 0 first."""
     return [
-        Card(
+        NodeInfo(
             rank=rank,
             attempt=attempt,
             hostname=f"node{rank}",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.checkpoints.checkpoint_store import commit
+from pipeline.checkpoints.checkpoint_store import complete_checkpoint
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.trainer_state import TrainerState
 from pipeline.run.first_failure import FirstFailure
@@ -43,7 +43,7 @@ class Cluster:
 
     def commit(self, paths: AttemptPaths, step: int) -> None:
         storage = Storage(str(self.run.paths.checkpoints))
-        commit(storage, TrainerState(job="rl", step=step), paths.attempt, {}, 1)
+        complete_checkpoint(storage, TrainerState(job="rl", step=step), paths.attempt, {}, 1)
 
     def end(self, code: int = 0) -> Outcome:
         outcome = conclude_attempt(self.run.paths, self.scheduler, self.job, self.restart, code, self.clock)

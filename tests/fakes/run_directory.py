@@ -18,7 +18,7 @@ from pipeline.run.metrics_log import MetricSinks, roll_back
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished, Outcome, RunIdentity, SubmittedJob
 from pipeline.topology.assignment import assign
-from pipeline.topology.plan import Card, World, make_plan
+from pipeline.topology.plan import NodeInfo, World, make_plan
 from pipeline.utils import shared_files
 from slurm.registry import file_locks
 from tests.fakes.configs import make_config
@@ -152,8 +152,8 @@ class FakeAttempt:
         return failure
 
 
-def _card(rank: int, attempt: str, ports: int) -> Card:
-    return Card(
+def _card(rank: int, attempt: str, ports: int) -> NodeInfo:
+    return NodeInfo(
         rank=rank,
         attempt=attempt,
         hostname=f"node{rank}",

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from pipeline.errors import WeightSyncError
-from pipeline.inference.weight_sync.transports.gloo import SERVER, TransferGroup, WeightLayout, announce, visit_store
+from pipeline.inference.weight_sync.transports.gloo import (
+    SERVER,
+    TransferGroup,
+    WeightLayout,
+    connect_store,
+    publish_key,
+)
 from pipeline.utils.waiting import Deadline
 from tests.fakes.http_server import HttpServer, Request
 
@@ -110,8 +116,8 @@ class WeightServer(HttpServer):
     ) -> None:
         self._layout, self.adapter = WeightLayout.parse(layout), adapter
         self._buffer = torch.empty(self._layout.bytes, dtype=torch.uint8)
-        store = visit_store(host, port, self._password, seconds)
-        announce(store, f"{group}/0")
+        store = connect_store(host, port, self._password, seconds)
+        publish_key(store, f"{group}/0")
         self._group = TransferGroup(store, f"{group}/0", SERVER, address, seconds)
 
     def _receive(self) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pipeline.config import InferenceConfig, LoraConfig, RunConfig
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
-from pipeline.inference.weight_sync.weight_sender import CPU, Report, WeightSender
+from pipeline.inference.weight_sync.weight_sender import CPU, SyncReport, WeightSender
 from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.train.model.lora import add_adapters, is_trained
@@ -129,7 +129,7 @@ class Window:
 
     seconds: float = 0.0
     completions: list[Completion] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
+    reports: list[SyncReport] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -146,7 +146,7 @@ class Updates:
     def model(self, version: int) -> Model:
         return self._models[version % 2]
 
-    def next(self) -> Report:
+    def next(self) -> SyncReport:
         """The next version on the server; `RuntimeError` if the server was evicted."""
         self.version += 1
         report = self._sender.publish(self.version, parameters(self.model(self.version)))
@@ -180,7 +180,7 @@ def measure(
     }
 
 
-def milliseconds(reports: Sequence[Report]) -> dict[str, float]:
+def milliseconds(reports: Sequence[SyncReport]) -> dict[str, float]:
     """Medians of an update and of its parts, and the longest update."""
     phases = [phases for report in reports for phases in report.phases.values()]
     parts = {name: 1e3 * statistics.median(each[name] for each in phases) for name in phases[0]}

@@ -23,10 +23,10 @@ import torch
 from pipeline.config import LossConfig
 from pipeline.run.paths import RunPaths
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.loop.run_recorder import Commits
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loop.run_recorder import RunRecorder
 from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.support.models.tiny import write_tiny
@@ -82,12 +82,14 @@ def time_commits(rank: int, run: Path, device: Any, early: float) -> None:
     """Three commits: the first waits for its memory, as far as that is not made yet."""
     config = make_config(model={"path": str(run / "model"), "init": "random"})
 
-    def lead(dispatch: Dispatch) -> None:
-        commits = Commits(RunPaths(run).attempt("large-1", "1-0"), config, dispatch)
+    def lead(dispatch: RankGroup) -> None:
+        commits = RunRecorder(RunPaths(run).attempt("large-1", "1-0"), config, dispatch)
         job = commits.restore().job
         time.sleep(early)
         draw = np.random.default_rng(0)
-        row = Row(draw.integers(0, 17, 64).astype(np.int32), np.arange(64) > 0, 1.0, np.full(64, -3, np.float32))
+        row = TrainSequence(
+            draw.integers(0, 17, 64).astype(np.int32), np.arange(64) > 0, 1.0, np.full(64, -3, np.float32)
+        )
         for step in (1, 2, 3):
             dispatch.forward_backward("policy", Batch.of([row], "token"), LossConfig(name="grpo"))
             dispatch.optim_step("policy")
@@ -98,7 +100,7 @@ def time_commits(rank: int, run: Path, device: Any, early: float) -> None:
             durable = time.monotonic() - began
             print(f"commit {step}: stood still {still:.2f} s, durable after {durable:.2f} s", flush=True)
 
-    lead_or_serve(lead, Budget(tokens=64), device=device)
+    run_controller_or_worker(lead, Budget(tokens=64), device=device)
 
 
 def start(count: int, work: Any, *arguments: Any) -> list[BaseProcess]:

@@ -28,11 +28,11 @@ import torch
 from transformers import AutoConfig
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
-from pipeline.topology.gpu_memory import GIB, describe_mesh, trainer_need
+from pipeline.topology.gpu_memory import GIB, describe_mesh, trainer_memory
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, Site, joined_world
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import Deadlines, RankState, joined_world
 from pipeline.train.model.model_size import sizes_of
 from pipeline.train.throughput import PEAKS, peak_flops
 from pipeline.train.worker_spec import ModelSpec
@@ -74,7 +74,9 @@ def make_batch(shape: str, length: int, rows: int) -> Batch:
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, SHAPES[shape]["vocab_size"], (rows, length)).astype(np.int32)
     mask, sampled = (np.arange(length) >= length // 16).astype(np.uint8), np.full(length, -10.0, np.float32)
-    return Batch.of([Row(row, mask, advantages=1.0, behaviour=sampled, prompt=i) for i, row in enumerate(tokens)])
+    return Batch.of(
+        [TrainSequence(row, mask, advantages=1.0, behaviour=sampled, prompt=i) for i, row in enumerate(tokens)]
+    )
 
 
 def attention_flops(shape: str, length: int) -> float:
@@ -89,14 +91,14 @@ def time_rank(given: argparse.Namespace) -> None:
         if site.rank:
             site.serve()
             return
-        dispatch = Dispatch(site, Budget(given.length, shared=False))
+        dispatch = RankGroup(site, Budget(given.length, shared=False))
         try:
             given.out.write_text(json.dumps(time_steps(dispatch, given)))
         finally:
             dispatch.close()
 
 
-def time_steps(dispatch: Dispatch, given: argparse.Namespace) -> dict[str, Any]:
+def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]:
     """The median of `--steps` steps after `WARM_UP` others."""
     rows = given.ranks // given.cp
     batch = make_batch(given.shape, given.length, rows)
@@ -131,12 +133,12 @@ def time_steps(dispatch: Dispatch, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def synchronize(site: Site) -> None:
+def synchronize(site: RankState) -> None:
     if site.device == "cuda":
         torch.cuda.synchronize()
 
 
-def peak_gib(site: Site) -> float:
+def peak_gib(site: RankState) -> float:
     return torch.cuda.max_memory_allocated() / GIB if site.device == "cuda" else 0.0
 
 
@@ -189,7 +191,7 @@ def describe(given: argparse.Namespace, model: Path, length: int, ranks: int, cp
             "mesh": {"cp": cp},
         },
     )
-    return f"{name_of(length, ranks, cp)}: {describe_mesh(config)}; {trainer_need(config, sizes_of(config.model))}"
+    return f"{name_of(length, ranks, cp)}: {describe_mesh(config)}; {trainer_memory(config, sizes_of(config.model))}"
 
 
 def name_of(length: int, ranks: int, cp: int) -> str:

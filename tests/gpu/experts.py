@@ -36,11 +36,11 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.errors import TrainingError
-from pipeline.topology.gpu_memory import describe_mesh, trainer_need
+from pipeline.topology.gpu_memory import describe_mesh, trainer_memory
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, Site, joined_world
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import Deadlines, RankState, joined_world
 from pipeline.train.model.experts import EXPERTS
 from pipeline.train.model.model_size import sizes_of
 from pipeline.train.worker_spec import ModelSpec
@@ -169,11 +169,11 @@ def time_worker(way: str, shape: str, device: str, steps: int) -> dict[str, Any]
         os.environ.update(own)
         with joined_world("cuda" if device == "cuda" else "cpu", Deadlines(300, 600, grace=5)) as site:
             found = time_ranks(site, way, shape, steps, folder)
-            Dispatch(site, Budget(1)).close()
+            RankGroup(site, Budget(1)).close()
     return found
 
 
-def time_ranks(site: Site, way: str, shape: str, steps: int, folder: str, ep: int = 1) -> dict[str, Any]:
+def time_ranks(site: RankState, way: str, shape: str, steps: int, folder: str, ep: int = 1) -> dict[str, Any]:
     """Controller: whole steps of this trainer's workers on all ranks of a world."""
     config_of(shape).save_pretrained(folder)
     (Path(folder) / "tokenizer.json").write_text("{}")
@@ -187,7 +187,7 @@ def time_ranks(site: Site, way: str, shape: str, steps: int, folder: str, ep: in
         ep=ep,
     )
     batch = make_batch(shape, site.ranks)
-    dispatch = Dispatch(site, Budget(sum(batch.lengths) // site.ranks, shared=False))
+    dispatch = RankGroup(site, Budget(sum(batch.lengths) // site.ranks, shared=False))
     dispatch.init_model("policy", spec)
 
     def step() -> float:
@@ -205,12 +205,12 @@ def time_ranks(site: Site, way: str, shape: str, steps: int, folder: str, ep: in
     return found
 
 
-def peak_gib(site: Site) -> float:
+def peak_gib(site: RankState) -> float:
     """The most memory that was allocated since `forget_peak`."""
     return torch.cuda.max_memory_allocated() / 2**30 if site.device == "cuda" else 0.0
 
 
-def forget_peak(site: Site) -> None:
+def forget_peak(site: RankState) -> None:
     clear(site.device)
 
 
@@ -221,7 +221,7 @@ def time_spread(given: argparse.Namespace, begun: float) -> dict[str, dict[str, 
         if site.rank:
             site.serve()
             return {}
-        control = Dispatch(site, Budget(1))
+        control = RankGroup(site, Budget(1))
         for shape, way, ep in product(given.shape, SPREAD, given.ep):
             name = f"{shape}, {way}, {site.ranks} ranks, ep {ep}"
             if time.perf_counter() - begun > given.seconds:
@@ -258,7 +258,7 @@ def describe_spread(shape: str, way: str, ep: int, ranks: int) -> str:
                 "mesh": {"ep": ep},
             },
         )
-        need = trainer_need(config, sizes_of(config.model))
+        need = trainer_memory(config, sizes_of(config.model))
     return f"{shape}, {way}: {describe_mesh(config)}: {need}"
 
 
@@ -268,7 +268,7 @@ def make_batch(shape: str, ranks: int = 1) -> Batch:
     tokens = draw.integers(0, SHAPES[shape]["vocab_size"], (rows, length)).astype(np.int32)
     mask, sampled = (np.arange(length) >= length // 16).astype(np.uint8), np.full(length, -10.0, np.float32)
     made = [
-        Row(each, mask, advantages=1.0, behaviour=sampled, prompt=index)  # rows of as many prompts
+        TrainSequence(each, mask, advantages=1.0, behaviour=sampled, prompt=index)  # rows of as many prompts
         for index, each in enumerate(tokens)
     ]
     return Batch.of(made, "token")

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import RunConfig, load_config
-from pipeline.train.controller.lead_or_serve import lead_or_serve_as
-from pipeline.train.offline.job_execution import execute_jobs
+from pipeline.train.controller.lead_or_serve import run_role_of_rank
+from pipeline.train.offline.job_execution import run_job_files
 from pipeline.train.offline.packed_dataset import write_packed
 from tests.fakes.configs import make_config
 from tests.gpu.workload import Workload
@@ -82,7 +82,7 @@ def look_at(folder: Path) -> list[dict[str, Any]]:
 def main(arguments: list[str]) -> None:
     """One process of torchrun."""
     config = load_config(json.loads(arguments[1]))
-    lead_or_serve_as(config, "secret", lambda dispatch: execute_jobs(Path(arguments[0]), dispatch, config))
+    run_role_of_rank(config, "secret", lambda dispatch: run_job_files(Path(arguments[0]), dispatch, config))
 
 
 if __name__ == "__main__":

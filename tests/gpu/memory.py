@@ -19,14 +19,14 @@ import torch
 from pipeline.config import ModelConfig
 from pipeline.train.batching.packing import Budget
 from pipeline.train.controller.device_release import release_device
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, Site, joined_world
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import Deadlines, RankState, joined_world
 from pipeline.train.worker_spec import ModelSpec
 from tests.gpu.speed import LOSS, OPTIM
 from tests.gpu.workload import WORKLOADS, Workload
 
 
-def held(site: Site) -> int:
+def held(site: RankState) -> int:
     """Bytes that this process holds of its device; on the CPU, resident."""
     if site.device == "cpu":
         return psutil.Process().memory_info().rss
@@ -34,14 +34,14 @@ def held(site: Site) -> int:
     return torch.cuda.memory_allocated()
 
 
-def free(site: Site) -> int:
+def free(site: RankState) -> int:
     """Bytes of the device that nobody holds."""
     if site.device == "cpu":
         return psutil.virtual_memory().available
     return torch.cuda.mem_get_info()[0]
 
 
-def figures(dispatch: Dispatch, what: str, seconds: float = 0.0) -> dict[str, Any]:
+def figures(dispatch: RankGroup, what: str, seconds: float = 0.0) -> dict[str, Any]:
     dispatch.empty_cache()
     parts = {name: (memory.model, memory.optimizer) for name, memory in dispatch.memory()[0].items()}
     return {
@@ -53,8 +53,8 @@ def figures(dispatch: Dispatch, what: str, seconds: float = 0.0) -> dict[str, An
     }
 
 
-def lead(site: Site, model: Path, load: Workload) -> list[dict[str, Any]]:
-    dispatch, batch = Dispatch(site, Budget(load.budget), colocated=True), load.make_batch()
+def lead(site: RankState, model: Path, load: Workload) -> list[dict[str, Any]]:
+    dispatch, batch = RankGroup(site, Budget(load.budget), colocated=True), load.make_batch()
     spec = ModelSpec("policy", ModelConfig(path=str(model), init="random", dtype="bfloat16"), OPTIM)
     found = [figures(dispatch, "nothing yet")]
     dispatch.init_model("policy", spec)
@@ -93,7 +93,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             WORKLOADS[given.shape].write_model(Path(folder))
             given.out.write_text(json.dumps(lead(site, Path(folder), WORKLOADS[given.shape]), indent=1))
-        Dispatch(site, Budget(1)).close()
+        RankGroup(site, Budget(1)).close()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.utils.pinned_memory import pinned
+from pipeline.utils.pinned_memory import pinned_tensor
 from tests.bench.tables import markdown
 
 
@@ -26,9 +26,9 @@ def main() -> None:
     source = torch.zeros(size, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     ways: list[tuple[str, Callable[[int], Tensor]]] = [
-        ("pinned", pinned),
+        ("pinned", pinned_tensor),
         ("torch, pin_memory", lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True)),
-        ("pinned, again", pinned),  # torch keeps its blocks: it is asked once, between the others
+        ("pinned, again", pinned_tensor),  # torch keeps its blocks: it is asked once, between the others
     ]
     rows = [(name, *measure(make, source, count)) for name, make in ways]
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {count * size / 1e9:.1f} GB")

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.batching.sequences import Batch, TrainSequence
 
 _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -110,7 +110,7 @@ def _line(batch: Batch, budget: int, most: int, longest: int, device: torch.devi
     )
 
 
-def _behaviour(row: Row) -> np.ndarray:
+def _behaviour(row: TrainSequence) -> np.ndarray:
     assert row.behaviour is not None
     return row.behaviour
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.train.batching.packing import kin_of, overlap
+from pipeline.train.batching.packing import group_by_prefix, pack_shared_prefix
 from pipeline.train.model.packed_attention import Segments, attend
 from tests.bench.tables import judge, markdown
 from tests.gpu.ceilings import time_ways
@@ -80,7 +80,7 @@ def attention(window: int | None, device: str) -> dict[str, float]:
         rows += [np.concatenate([prompt, draw.integers(0, 1000, own)]) for own in draw.integers(1, 90, 8)]
     rows += [rows[-1], rows[-1][:-1]]
     lengths = [len(row) for row in rows]
-    layout = overlap(lengths, kin_of([row.astype(np.int32) for row in rows]))
+    layout = pack_shared_prefix(lengths, group_by_prefix([row.astype(np.int32) for row in rows]))
     torch.manual_seed(0)
     drawn = [torch.randn(1, heads, layout.shape[1], 64, device=device).bfloat16() for heads in (8, 2, 2)]
     slope = torch.randn(1, layout.shape[1], 8, 64, device=device)

@@ -26,8 +26,8 @@ from pipeline.config import LossConfig, ModelConfig, OptimConfig
 from pipeline.train.batching import packing
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, Site, joined_world
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import Deadlines, RankState, joined_world
 from pipeline.train.worker_spec import ModelSpec
 from tests.gpu.plain import plain_step
 from tests.gpu.workload import WORKLOADS, Workload
@@ -70,7 +70,7 @@ WAYS = {
 class Task:
     """What all ways share."""
 
-    site: Site
+    site: RankState
     model: Path
     load: Workload
     device: torch.device
@@ -97,7 +97,7 @@ def padded(batch: Batch) -> Batch:
     return replace(batch, rows=rows)
 
 
-def run_plain(site: Site, model: str, load: Workload, way: Way, steps: int) -> list[tuple[float, float]]:
+def run_plain(site: RankState, model: str, load: Workload, way: Way, steps: int) -> list[tuple[float, float]]:
     """On every rank: seconds of each step, and this rank's share of its loss."""
     batch, device = load.make_batch(), torch.device(site.device)
     mine = plain_micro_batches(batch if way.packed else padded(batch), load, site.rank, site.ranks)
@@ -106,10 +106,10 @@ def run_plain(site: Site, model: str, load: Workload, way: Way, steps: int) -> l
 
 
 @contextmanager
-def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], float], Dispatch]]:
+def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], float], RankGroup]]:
     """A step of the worker by the dispatch, and the dispatch."""
     budget, batch = Budget(task.load.budget, packed=way.packed, shared=way.shared), task.load.make_batch()
-    dispatch = Dispatch(task.site, budget)
+    dispatch = RankGroup(task.site, budget)
     spec = ModelSpec(
         kind="policy",
         model=ModelConfig(path=str(task.model), init="random", dtype="bfloat16"),
@@ -130,7 +130,7 @@ def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], float], Disp
     dispatch.remove_model("policy")
 
 
-def reset_memory(site: Site) -> None:
+def reset_memory(site: RankState) -> None:
     gc.collect()
     torch._dynamo.reset()
     if site.device == "cuda":
@@ -138,7 +138,7 @@ def reset_memory(site: Site) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def peak_memory(site: Site) -> int:
+def peak_memory(site: RankState) -> int:
     return torch.cuda.max_memory_allocated() if site.device == "cuda" else 0
 
 
@@ -154,7 +154,7 @@ def timed(step: Callable[[], float], device: torch.device) -> tuple[float, float
 def measure(task: Task, way: Way) -> dict[str, float]:
     """Controller: what one way costs."""
     flops = flops_per_token(task.load)
-    everywhere = Dispatch(task.site, Budget(task.load.budget))
+    everywhere = RankGroup(task.site, Budget(task.load.budget))
     everywhere.on_sites(reset_memory)
     if way.plain:
         settings = (str(task.model), task.load, way, task.steps)
@@ -209,7 +209,7 @@ def main() -> None:
             if given.length:
                 load = load.of_length(given.rows, given.length, given.prompt, given.group)
             lead(Task(site, Path(folder), load, torch.device(given.device), given.steps), given.ways, given.out)
-        Dispatch(site, Budget(1)).close()
+        RankGroup(site, Budget(1)).close()
 
 
 def lead(task: Task, ways: list[str], out: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.environments.task_protocol import Prompt, Task, TaskOptions, ask
+from pipeline.environments.task_protocol import Prompt, Task, TaskOptions, user_prompt
 from tests.gpu.workload import Workload
 
 PAD, END = 0, 2
@@ -49,7 +49,7 @@ class Words(Task):
 
     def _asked(self, seed: str) -> Prompt:
         draw = Random(seed)
-        return ask(" ".join(f"w{draw.randrange(3, 30_000)}" for _ in range(self.options.prompt)))
+        return user_prompt(" ".join(f"w{draw.randrange(3, 30_000)}" for _ in range(self.options.prompt)))
 
 
 def write_model(path: Path, workload: Workload, ends: int = 1) -> None:

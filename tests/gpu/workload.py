@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import Qwen3Config
 
-from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.batching.sequences import Batch, TrainSequence
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Workload:
             tokens = draw.integers(0, vocabulary, length).astype(np.int32)
             if len(rows) % self.group:
                 tokens[: self.prompt] = rows[-1].tokens[: self.prompt]
-            rows.append(Row(tokens, mask, float(draw.normal()), behaviour))
+            rows.append(TrainSequence(tokens, mask, float(draw.normal()), behaviour))
         return Batch.of(rows)
 
 

@@ -11,7 +11,7 @@ from tests.support.servers.redis_binaries import redis_servers, taken_first
 
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
-    from pipeline.train.controller.rank_group import Dispatch
+    from pipeline.train.controller.rank_group import RankGroup
     from tests.support.runs.launched import Launches
 
 
@@ -32,7 +32,7 @@ def launches(tmp_path: Path) -> "Iterator[Launches]":
 
 
 @pytest.fixture(scope="module")
-def dispatch() -> "Iterator[Dispatch]":
+def dispatch() -> "Iterator[RankGroup]":
     """The dispatch of a world of this process alone; for tests of jobs, as the two after it."""
     from tests.support.models.jobs import world_of_one
 

@@ -7,39 +7,43 @@ from pathlib import Path
 import torch
 
 from pipeline.config import RunConfig
-from pipeline.tinker.tinker_records import Facts
+from pipeline.tinker.tinker_records import ServerFacts
 from pipeline.train.batching.packing import Budget
-from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines
 from pipeline.train.loop.group_batches import Interrupted
-from pipeline.train.service.service_loop import Engine
+from pipeline.train.service.service_loop import ServiceLoop
 from pipeline.utils import logs, subprocesses
 
 
 def main(config_text: str, root: str, attempt: str, *servers: str) -> None:
-    subprocesses.die_with_parent()
+    subprocesses.exit_with_parent()
     logs.configure("trainer")
     torch.set_num_threads(1)
     config = RunConfig.model_validate_json(config_text)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
 
-    def lead(dispatch: Dispatch) -> None:
+    def lead(dispatch: RankGroup) -> None:
         def pulse() -> None:
             dispatch.idle()
             if asked:
                 raise Interrupted("asked to end")
 
-        facts = Facts(servers[1:], servers[0] if servers else "")
-        engine = Engine(dispatch, config, Path(root), str(Path(root).parent / "checkpoints"), attempt, facts, pulse)
+        facts = ServerFacts(servers[1:], servers[0] if servers else "")
+        engine = ServiceLoop(
+            dispatch, config, Path(root), str(Path(root).parent / "checkpoints"), attempt, facts, pulse
+        )
         engine.restore()
         try:
             engine.run()
         except Interrupted:
             return
 
-    lead_or_serve(lead, Budget(config.training.micro_batch_tokens), patience=Deadlines(operation=60, control=60))
+    run_controller_or_worker(
+        lead, Budget(config.training.micro_batch_tokens), patience=Deadlines(operation=60, control=60)
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 from pipeline.transport import Streams
 from pipeline.transport.ledger import Ledger
 from pipeline.transport.sample_records import EvalRequest, EvalResult, Group, PreparedGroup, Reissue
-from pipeline.transport.shared_state import Board
+from pipeline.transport.shared_state import SharedState
 from pipeline.utils.subprocesses import Child, tail
 from pipeline.utils.waiting import wait_for
 from tests.fakes.async_server import ADDRESS
@@ -40,7 +40,7 @@ class Trainer:
     servers: list[PolicyServer]
 
     def __post_init__(self) -> None:
-        self.board, self.ledger, self.version = Board(self.streams), Ledger(), 0
+        self.board, self.ledger, self.version = SharedState(self.streams), Ledger(), 0
         self.reader = self.streams.reader("groups", Group, "preprocessor")
 
     def begin(self) -> None:

@@ -16,9 +16,9 @@ from pipeline.config import RunConfig, TaskConfig
 from pipeline.config.data_keys import located_options
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.environments import load_task
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.task_worker import Setup
-from pipeline.environments.worker_pool import TaskPool
+from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import ConfigError
 from pipeline.rollout.group_rollout import GroupBuilder
 from pipeline.transport.sample_records import Group
@@ -33,7 +33,7 @@ from tests.unit.environments.test_tasks import Said
 pytestmark = pytest.mark.integration
 
 MODEL = BUILT_IN / "tiny_text"
-CHAT = Chat(MODEL)
+CHAT = ChatTokenizer(MODEL)
 HOUR = 3600.0
 FOUR = (*CHAT.encode("4"), CHAT.stop_token_ids[0])
 
@@ -56,7 +56,7 @@ def config(options: dict[str, Any], **rollout: Any) -> RunConfig:
 
 @asynccontextmanager
 async def a_builder(config: RunConfig, servers: Answering) -> AsyncIterator[GroupBuilder]:
-    async with TaskPool(Setup(config.task, config.seed, MODEL), 60) as pool:
+    async with WorkerPool(Setup(config.task, config.seed, MODEL), 60) as pool:
         yield GroupBuilder(load_task(config.task, 0), pool, CHAT, servers, config)
 
 

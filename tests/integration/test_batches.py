@@ -18,7 +18,7 @@ from pipeline.transport import Streams
 from pipeline.transport.file_streams import FileStreams
 from pipeline.transport.ledger import Ledger
 from pipeline.transport.sample_records import Group, PreparedGroup, Reissue, Sample
-from pipeline.transport.shared_state import Board
+from pipeline.transport.shared_state import SharedState
 from slurm.submission.compose_config import compose_config
 
 TOPIC = "prepared"
@@ -39,7 +39,7 @@ def config_of(**training: float | str) -> RunConfig:
 def batches_of(
     streams: Streams, ledger: Ledger | None = None, pulse: Callable[[], None] = lambda: None, **training: float | str
 ) -> GroupBatches:
-    return GroupBatches(streams, Board(streams), ledger or Ledger(), config_of(**training), pulse, VOCABULARY)
+    return GroupBatches(streams, SharedState(streams), ledger or Ledger(), config_of(**training), pulse, VOCABULARY)
 
 
 def prepared(position: int, version: int = 0, outcome: str = "train", token: int = 2) -> PreparedGroup:
@@ -321,11 +321,11 @@ def test_the_actor_sees_progress_also_when_nothing_is_trained(streams: Streams) 
     streams.publish_many(TOPIC, [prepared(0, outcome="failed: x"), prepared(1), prepared(2)])
     batches = batches_of(streams)
     batches.next(0)
-    progress = Board(streams).progress()
+    progress = SharedState(streams).progress()
     assert progress is not None
     assert (progress.version, progress.settled) == (0, 1)
     batches.trained(0)
     batches.tell_progress(1)
-    progress = Board(streams).progress()
+    progress = SharedState(streams).progress()
     assert progress is not None
     assert (progress.version, progress.settled) == (1, 3)

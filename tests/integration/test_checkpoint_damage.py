@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoints import TrainerState, block_hashes, newest_committed, sharded_state
+from pipeline.checkpoints import TrainerState, block_hashes, newest_checkpoint, sharded_state
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.shard_io import RecordingWriter
 from pipeline.checkpoints.sharded_state import load_shards, save
-from pipeline.errors import CheckpointError, DamagedError
+from pipeline.errors import CheckpointError, DamagedCheckpointError
 from tests.support.runs.checkpoint_cases import changed, commit, newest_step, tensors, torn
 
 pytestmark = pytest.mark.integration
@@ -55,7 +55,7 @@ def test_a_file_that_cannot_be_read_is_no_damage_and_nobody_goes_past_it(
 
     monkeypatch.setattr(Storage, "get", fail)
     with pytest.raises(CheckpointError, match="Input/output error"):
-        newest_committed(disk)
+        newest_checkpoint(disk)
 
 
 def test_a_manifest_that_is_not_the_committed_one_is_torn(disk: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +120,7 @@ def test_a_damaged_block_is_found_by_whoever_loads_it_and_by_nobody_else(
     shard.write_bytes(data)
     load_shards(found, {"critic": {"w": torch.zeros(1000)}})
     with pytest.raises(
-        DamagedError, match=r"rl-1/1-0/__0_0.distcp is not what was committed \(SHA-256 differs between"
+        DamagedCheckpointError, match=r"rl-1/1-0/__0_0.distcp is not what was committed \(SHA-256 differs between"
     ):
         load_shards(found, {"policy": {"w": torch.zeros(1000)}})
 
@@ -130,6 +130,6 @@ def test_a_damaged_small_file_is_found_before_anything_is_loaded(disk: str, name
     found = commit(disk, 1)
     changed(Path(disk) / "rl-1/1-0" / name)
     into = tensors(0.0)
-    with pytest.raises(DamagedError, match=rf"{name} is not what was committed"):
+    with pytest.raises(DamagedCheckpointError, match=rf"{name} is not what was committed"):
         load_shards(found, into)
     assert not into["model"]["w"].any()

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoints import Fence, TrainerState, newest_committed, prune, sharded_state
+from pipeline.checkpoints import Fence, TrainerState, newest_checkpoint, prune, sharded_state
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.sharded_state import load_shards, save
-from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.errors import CheckpointError, SupersededError
 from tests.support.runs.checkpoint_cases import changed, checkpoint_names, commit, newest_step, tensors
 
 pytestmark = pytest.mark.integration
@@ -19,7 +19,7 @@ def test_a_later_attempt_replaces_the_commit_of_an_earlier_one(root: str) -> Non
     commit(root, 50, "1-0")
     Fence(root, "2-0").claim()
     newest = save(root, "2-0", TrainerState(job="rl", step=50), tensors(8.0))
-    found = newest_committed(root, hashes=True)
+    found = newest_checkpoint(root, hashes=True)
     assert found is not None
     assert found.manifest.attempt == "2-0"
     into = tensors(0.0)
@@ -125,7 +125,7 @@ def test_a_late_commit_of_the_same_step_does_not_replace_the_owners(root: str, z
     taken_over(root)
     owned = save(root, "1-1", TrainerState(job="rl", step=150), tensors(151.0))
     zombie.wake()
-    assert newest_committed(root, hashes=True) == owned
+    assert newest_checkpoint(root, hashes=True) == owned
 
 
 def test_an_attempt_that_was_taken_over_prunes_nothing(
@@ -137,7 +137,7 @@ def test_an_attempt_that_was_taken_over_prunes_nothing(
     def wake(*arguments: Any) -> Any:
         written = write(*arguments)
         zombie.wake()
-        with pytest.raises(OvertakenError):
+        with pytest.raises(SupersededError):
             prune(zombie.checkpoint, keep=1)
         return written
 
@@ -167,7 +167,7 @@ def test_a_pruning_that_hangs_removes_nothing_of_the_next_owner(
         remove(storage, name)
 
     monkeypatch.setattr(Storage, "remove", hang)
-    with pytest.raises(OvertakenError):
+    with pytest.raises(SupersededError):
         prune(zombie.checkpoint, keep=2)
     assert hung == ["rl-50/1-0/COMMIT"]
     assert newest_step(root, hashes=True) == 150

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
-from pipeline.checkpoints import Alone, Fence, TrainerState, newest_committed, prune, remove_unfinished
+from pipeline.checkpoints import Fence, OfflineProgress, TrainerState, newest_checkpoint, prune, remove_unfinished
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.checkpoints.trainer_state import decode_state, encode_state
-from pipeline.errors import CheckpointError, DamagedError, OvertakenError
+from pipeline.errors import CheckpointError, DamagedCheckpointError, SupersededError
 from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.ranks import checkpoint_processes as ranks
@@ -30,10 +30,10 @@ def test_what_was_saved_is_loaded(root: str) -> None:
         ledger_bytes=7,
         models=("policy",),
         covered=("1-0", "2-0"),
-        alone=Alone(identity="job-1", before=7),
+        alone=OfflineProgress(identity="job-1", before=7),
     )
     save(root, "1-0", state, tensors(3.0))
-    found = newest_committed(root, hashes=True)
+    found = newest_checkpoint(root, hashes=True)
     assert found is not None
     into = tensors(0.0)
     assert load_shards(found, into) == state
@@ -43,7 +43,7 @@ def test_what_was_saved_is_loaded(root: str) -> None:
 
 
 def test_nothing_is_found_where_nothing_was_saved(root: str) -> None:
-    assert newest_committed(root) is None
+    assert newest_checkpoint(root) is None
 
 
 def test_the_newest_goes_by_step_and_rl_comes_after_the_warm_start(root: str) -> None:
@@ -51,7 +51,7 @@ def test_the_newest_goes_by_step_and_rl_comes_after_the_warm_start(root: str) ->
     assert newest_step(root) == 200
     for step in (9, 100, 25):
         commit(root, step)
-    found = newest_committed(root)
+    found = newest_checkpoint(root)
     assert found is not None
     assert found.name == "rl-100"
 
@@ -73,7 +73,7 @@ def test_every_rank_learns_that_a_save_failed(tmp_path: Path) -> None:
     told = [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)]
     assert told[0] == told[1]
     assert "rank 1: OSError" in told[0]
-    assert newest_committed(str(tmp_path / "checkpoints")) is None
+    assert newest_checkpoint(str(tmp_path / "checkpoints")) is None
 
 
 def test_a_save_killed_in_the_middle_leaves_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,7 +106,7 @@ def test_what_saves_of_other_attempts_left_unfinished_is_removed_and_all_else_st
     assert remove_unfinished(disk, "1-1") == ["rl-40/1-0", "rl-20/0-0"]
     assert {place.parent.name for place in Path(disk).glob("rl-*/*/COMMIT")} == {"1-0", "1-1"}
     assert (Path(disk) / "rl-40/1-1").is_dir(), "of the attempt that runs"
-    with pytest.raises(OvertakenError):
+    with pytest.raises(SupersededError):
         remove_unfinished(disk, "1-0", over=True)
     assert remove_unfinished(disk, "1-1", over=True) == ["rl-40/1-1"], "once that one is over too"
     assert newest_step(disk, hashes=True) == 30
@@ -202,7 +202,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_an_address_of_an_unknown_kind_is_refused_with_its_name() -> None:
     with pytest.raises(CheckpointError, match="nowhere://x"):
-        newest_committed("nowhere://x")
+        newest_checkpoint("nowhere://x")
 
 
 def test_a_state_of_another_version_or_shape_is_refused() -> None:
@@ -223,5 +223,5 @@ def test_a_commit_of_the_form_before_this_one_is_refused_and_not_skipped(disk: s
     folder = Path(checkpoint.location)
     (folder / "COMMIT").rename(folder.parent / "COMMIT")
     with pytest.raises(CheckpointError, match=r"rl-50 has version 1; this code reads version 2; go on with") as refused:
-        newest_committed(disk)
-    assert not isinstance(refused.value, DamagedError)
+        newest_checkpoint(disk)
+    assert not isinstance(refused.value, DamagedCheckpointError)

@@ -9,7 +9,7 @@ import fsspec.config
 import pytest
 import torch
 
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_committed, prune
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_checkpoint, prune
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.errors import CheckpointError
@@ -44,7 +44,7 @@ def commit(root: str, step: int) -> Checkpoint:
 
 def test_what_two_ranks_saved_is_found_with_its_hashes_and_loaded_by_one(root: str, tmp_path: Path) -> None:
     run_ranks(2, ranks.save_model, root, tmp_path, 5)
-    found = newest_committed(root, hashes=True)
+    found = newest_checkpoint(root, hashes=True)
     assert found is not None
     assert found.location == f"{root}/rl-5/1-0"
     assert sorted(found.manifest.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.msgpack"]
@@ -62,7 +62,7 @@ def test_an_upload_that_is_killed_leaves_the_one_before(
     )
     end_ranks(processes)
     with caplog.at_level(logging.WARNING):
-        found = newest_committed(root, hashes=True)
+        found = newest_checkpoint(root, hashes=True)
     assert found is not None
     assert found.manifest.step == 25
     assert "rl-50 is skipped: rl-50/2-0 has no COMMIT" in caplog.text
@@ -73,7 +73,7 @@ def test_pruning_removes_old_ones_and_nothing_else(root: str) -> None:
     assert prune(newest, keep=2) == ["rl-25/1-0"]
     assert Storage(root).folders() == ["rl-50", "rl-75"]
     into = {"w": torch.zeros(3)}
-    found = newest_committed(root, hashes=True)
+    found = newest_checkpoint(root, hashes=True)
     assert found is not None
     load_shards(found, into)
     assert into["w"].tolist() == [75.0] * 3
@@ -81,11 +81,11 @@ def test_pruning_removes_old_ones_and_nothing_else(root: str) -> None:
 
 def test_what_another_process_commits_after_a_listing_is_found(root: str, tmp_path: Path) -> None:
     commit(root, 1)
-    first = newest_committed(root)
+    first = newest_checkpoint(root)
     assert first is not None
     assert first.manifest.step == 1
     run_ranks(1, ranks.save_model, root, tmp_path, 5)
-    second = newest_committed(root)
+    second = newest_checkpoint(root)
     assert second is not None
     assert second.manifest.step == 5
 
@@ -108,4 +108,4 @@ def test_a_server_that_is_not_there_is_named(root: str, monkeypatch: pytest.Monk
     monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": "http://127.0.0.8:9"})
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with pytest.raises(CheckpointError, match=r"cannot .* s3://bucket/run"):
-        newest_committed("s3://bucket/run")
+        newest_checkpoint("s3://bucket/run")

@@ -12,9 +12,9 @@ import pytest
 
 from pipeline.config import ModelConfig, OptimConfig
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines, joined_world
 from pipeline.train.worker_spec import ModelSpec
 from tests.support.oracle.cases import write_model
@@ -91,16 +91,16 @@ def answer_packed_and_alone(rank: int, path: Path) -> None:
     """Rows of a model with a recurrent layer, that a packed budget would lay end to end."""
     draw = np.random.default_rng(0)
     masks = [(np.arange(length) > 0).astype(np.uint8) for length in (9, 5, 12)]
-    rows = [Row(draw.integers(0, 19, len(mask)).astype(np.int32), mask) for mask in masks]
+    rows = [TrainSequence(draw.integers(0, 19, len(mask)).astype(np.int32), mask) for mask in masks]
     spec = ModelSpec("policy", ModelConfig(path=str(path), init="random"), OptimConfig(), steps=2)
 
-    def algorithm(dispatch: Dispatch) -> None:
+    def algorithm(dispatch: RankGroup) -> None:
         dispatch.init_model("policy", spec)
         together = dispatch.forward("policy", Batch.of(rows))
         for row, answer in zip(rows, together, strict=True):
             np.testing.assert_allclose(answer, dispatch.forward("policy", Batch.of([row]))[0], rtol=0, atol=1e-5)
 
-    lead_or_serve(algorithm, Budget(4096, packed=True))
+    run_controller_or_worker(algorithm, Budget(4096, packed=True))
 
 
 def test_rows_that_would_see_each_other_packed_are_answered_as_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeline.errors import DeadlineError
 from pipeline.run.metrics_log import MetricSinks, read_rows
 from pipeline.run.paths import AttemptPaths
-from pipeline.train.loop.evaluations import Evaluations, Schedule, measured_in
+from pipeline.train.loop.evaluations import Evaluations, Schedule, results_in
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.transport import Streams
 from pipeline.transport.file_streams import FileStreams
@@ -137,7 +137,7 @@ def test_what_is_logged_of_a_set_is_not_measured_again_after_a_restart(tmp_path:
         sinks.log("eval", "rl", 0, {"eval/accuracy": 0.5})
         sinks.log("eval", "rl", 25, {"eval/hard/accuracy": 0.5}, eval_set="hard")
         sinks.log("train", "rl", 50, {"loss": 0.5})
-    measured = measured_in(read_rows(tmp_path / "metrics.jsonl"))
+    measured = results_in(read_rows(tmp_path / "metrics.jsonl"))
     assert measured == {(OWN, 0), ("hard", 25)}
     asked = evaluations(streams, Notes(), *measured, hard=Schedule(25, 5))
     assert [asked.due(version) for version in (0, 25)] == [["hard"], [OWN]]

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from pipeline.checkpoints import Fence
-from pipeline.observability.sample_reader import Filter, read_kept
+from pipeline.observability.sample_reader import Filter, read_samples
 from pipeline.run.events import Events
 from pipeline.run.metrics_log import MetricSinks, read_rows
 from pipeline.run.paths import RunPaths
@@ -95,7 +95,7 @@ def test_every_set_is_measured_once_and_the_end_is_told(stack: ExitStack, tmp_pa
     assert Events(attempt.paths).seen("training_finished")
     assert attempt.paths.committed.exists()
     assert sum(server.requests for server in servers) == 8 + 6 + 3
-    kept = read_kept(run)
+    kept = read_samples(run)
     assert [len(kept.where(Filter(eval_set=name))) for name in ("held_out", "sampled", "other")] == [8, 24, 3]
 
 

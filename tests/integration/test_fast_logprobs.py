@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.inference.vllm import compact_logprobs
-from pipeline.inference.vllm.compact_logprobs import SWITCH, add_fast_answers, add_fast_logprobs
+from pipeline.inference.vllm.compact_logprobs import SWITCH, add_compact_logprobs, add_compact_responses
 from pipeline.inference.vllm.token_versions import _Engine
 
 # Importing vLLM has torch say what of it is deprecated.
@@ -113,8 +113,8 @@ def test_requests_end_with_what_vllms_own_way_gives(
     steps = [a_step(width, counts, seed) for seed, width in enumerate((1, 1, 4, 1))]
     asked = (steps, counts or [1] * 4, tokenizer, flat, hop)
     stock = processed(*asked)
-    add_fast_logprobs({})
-    add_fast_logprobs({})
+    add_compact_logprobs({})
+    add_compact_logprobs({})
     assert type(steps[0].slice_request(0, 1).logprobs) is (tuple if counts is None else np.ndarray)
     assert type(steps[2].slice_request(0, 1).logprobs) is np.ndarray
     assert processed(*asked) == stock
@@ -126,7 +126,7 @@ def test_tokens_take_along_the_version_of_their_step(
     seams: None, monkeypatch: pytest.MonkeyPatch, widths: tuple[int, ...], hop: bool
 ) -> None:
     """Of a step in which a neighbour asks for more it is not known, so nothing is said."""
-    add_fast_logprobs({})
+    add_compact_logprobs({})
     request = a_request()
     for width, version in zip(widths, (7, 7, 8), strict=True):
         monkeypatch.setattr(_Engine, "processed", version)
@@ -139,7 +139,7 @@ def test_tokens_take_along_the_version_of_their_step(
 def test_a_slice_that_arrived_can_be_cut_again(seams: None) -> None:
     from vllm.v1.outputs import LogprobsLists
 
-    add_fast_logprobs({})
+    add_compact_logprobs({})
     arrived = LogprobsLists(*(np.array(part) for part in a_step(1, None).slice_request(0, 1)[:3]))
     assert arrived.slice_request(0, 1).logprobs.tolist() == arrived.logprobs[:1].tolist()
 
@@ -158,7 +158,7 @@ def test_the_entries_of_an_answer_are_those_that_validation_makes(seams: None) -
         ]
 
     stock = entries()
-    add_fast_answers(serving, api_router)
+    add_compact_responses(serving, api_router)
     quick = entries()
     assert not isinstance(serving.GenerateLogProb, type)
     assert quick == stock
@@ -171,14 +171,14 @@ def test_answers_are_the_same_json_that_vllm_writes(seams: None) -> None:
 
     content = {"é": [1, -0.1, 1e-7, None, True, {"7": 3.141592653589793}], 5: "\u2028"}
     stock = api_router.JSONResponse(content=content, status_code=201)
-    add_fast_answers(serving, api_router)
+    add_compact_responses(serving, api_router)
     quick = api_router.JSONResponse(content=content, status_code=201)
     assert (quick.status_code, quick.media_type) == (stock.status_code, stock.media_type)
     assert json.loads(quick.body) == json.loads(stock.body)
 
 
 def test_the_switch_turns_it_off(seams: None) -> None:
-    add_fast_logprobs({SWITCH: "0"})
+    add_compact_logprobs({SWITCH: "0"})
     assert type(a_step(1, None).slice_request(0, 1).logprobs) is np.ndarray
 
 
@@ -191,7 +191,7 @@ def test_code_that_is_not_known_stays_as_it_is(
 
     monkeypatch.setattr(MsgpackDecoder, "_decode_ndarray", of_another_release)
     with caplog.at_level(logging.WARNING):
-        add_fast_logprobs({})
+        add_compact_logprobs({})
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert type(a_step(1, None).slice_request(0, 1).logprobs) is np.ndarray
     assert MsgpackDecoder._decode_ndarray is of_another_release
@@ -200,13 +200,13 @@ def test_code_that_is_not_known_stays_as_it_is(
 @pytest.mark.parametrize("answers", [None, SimpleNamespace(), SimpleNamespace(ServingTokens=object)])
 def test_a_route_that_is_not_known_makes_its_answers_itself(answers: Any, caplog: pytest.LogCaptureFixture) -> None:
     router = SimpleNamespace(JSONResponse=dict)
-    compact_logprobs.add_fast_answers(answers, router)
+    compact_logprobs.add_compact_responses(answers, router)
     assert router.JSONResponse is dict
     assert "answers are made vLLM's own way" in caplog.text
 
 
 def test_what_was_sampled_lists_no_alternatives_and_is_whole_when_it_is_copied() -> None:
-    entry = compact_logprobs.Sampled(((7, -0.5),))
+    entry = compact_logprobs.SampledLogprobs(((7, -0.5),))
     copied = pickle.loads(pickle.dumps(entry))
     assert [*entry.items()] == [*copied.items()] == []
     assert entry[7] == copied[7] == -0.5

@@ -16,7 +16,7 @@ from pipeline.tinker.gateway_settings import Address, Settings, settings_of
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import wait_for
 from slurm.submission import gateway_supervisor
-from slurm.submission.gateway_supervisor import FrontKeeper
+from slurm.submission.gateway_supervisor import GatewaySupervisor
 from tests.patience import WAIT_SECONDS
 from tests.support.models.jobs import config_of
 from tests.support.strangers import as_stranger, needs_another_user
@@ -32,14 +32,14 @@ def settings(tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-def keeper(settings: Settings, tmp_path: Path) -> Iterator[FrontKeeper]:
-    made = FrontKeeper(settings, tmp_path / "front.log", deaf_seconds=5.0)
+def keeper(settings: Settings, tmp_path: Path) -> Iterator[GatewaySupervisor]:
+    made = GatewaySupervisor(settings, tmp_path / "front.log", deaf_seconds=5.0)
     yield made
     made.stop()
 
 
 def test_a_front_that_was_killed_or_answers_nothing_is_replaced_at_its_address(
-    keeper: FrontKeeper, settings: Settings
+    keeper: GatewaySupervisor, settings: Settings
 ) -> None:
     first = keeper.start()
     earlier = first
@@ -78,7 +78,7 @@ except OSError as error:
 @needs_another_user
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_nobody_else_can_listen_at_the_address_while_the_front_is_away(
-    host: str, keeper: FrontKeeper, monkeypatch: pytest.MonkeyPatch
+    host: str, keeper: GatewaySupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_supervisor, "_FIRST_PAUSE", WAIT_SECONDS)  # until the next one starts
     address = keeper.start()
@@ -93,23 +93,23 @@ def test_nobody_else_can_listen_at_the_address_while_the_front_is_away(
 def test_a_port_that_another_process_has_is_refused_by_its_name(settings: Settings, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        keeper = FrontKeeper(msgspec.structs.replace(settings, port=port), tmp_path / "front.log")
+        keeper = GatewaySupervisor(msgspec.structs.replace(settings, port=port), tmp_path / "front.log")
         with pytest.raises(ConfigError, match=rf"serve.port='127.0.0.1:{port}': .*in use.*pid {os.getpid()}"):
             keeper.start()
         keeper.stop()
 
 
 def test_a_chosen_port_is_had_again_at_once_although_connections_linger(settings: Settings, tmp_path: Path) -> None:
-    first = FrontKeeper(settings, tmp_path / "front.log")
+    first = GatewaySupervisor(settings, tmp_path / "front.log")
     port = int(first.start().url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)):
         first.stop()  # its end of the connection is closed first, so it lingers
-        second = FrontKeeper(msgspec.structs.replace(settings, port=port), tmp_path / "front.log")
+        second = GatewaySupervisor(msgspec.structs.replace(settings, port=port), tmp_path / "front.log")
         assert second.start().url.endswith(f":{port}")
         second.stop()
 
 
-def test_idle_connections_of_strangers_make_no_front_deaf(keeper: FrontKeeper) -> None:
+def test_idle_connections_of_strangers_make_no_front_deaf(keeper: GatewaySupervisor) -> None:
     """More of them than the open files that systemd and sshd give a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # the front inherits it
@@ -127,7 +127,7 @@ def test_idle_connections_of_strangers_make_no_front_deaf(keeper: FrontKeeper) -
 def test_a_front_that_cannot_start_is_one_line(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("no key\n")
     wrong = msgspec.structs.replace(settings, keys=str(tmp_path / "keys"))
-    keeper = FrontKeeper(wrong, tmp_path / "front.log")
+    keeper = GatewaySupervisor(wrong, tmp_path / "front.log")
     with pytest.raises(ConfigError, match=r"serve.keys='.*line 1': expected <sha256 of the key>"):
         keeper.start()
     keeper.stop()

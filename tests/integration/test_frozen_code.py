@@ -16,7 +16,7 @@ import subprocess, sys
 from slurm.registry import run_registry as runs
 from slurm.submission.compose_config import compose_config
 from slurm.scheduler.slurm.slurm_environment import child_environment
-from slurm.batch.executors import VirtualNodes
+from slurm.batch.executors import LocalNodesExecutor
 from tests.patience import WAIT_SECONDS
 from pipeline.utils.waiting import wait_for
 
@@ -28,8 +28,8 @@ def seen():  # by an agent, and by a role that it starts
     role = subprocess.run([sys.executable, "-P", "-c", SEEN], env=child_environment({}), capture_output=True, text=True)
     return f"{errors.EDITION} {errors.__file__} {slurm.__file__}", role.stdout.strip() or role.stderr
 
-with runs.claimed(compose_config(["experiment=demo", f"output={sys.argv[1]}"])) as paths:
-    job = VirtualNodes(paths, 1).submit(seen)
+with runs.claimed_run(compose_config(["experiment=demo", f"output={sys.argv[1]}"])) as paths:
+    job = LocalNodesExecutor(paths, 1).submit(seen)
     wait_for("the attempt to end", job.done, WAIT_SECONDS)
     from pipeline import errors
     print(errors.EDITION, *job.task(0).result(), sep="\\n")

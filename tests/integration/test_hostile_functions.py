@@ -10,11 +10,11 @@ import pytest
 from pipeline.config import RewardConfig, TaskConfig
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.environments import load_task
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.task_worker import Setup
-from pipeline.environments.worker_pool import TaskPool
+from pipeline.environments.worker_pool import WorkerPool
 from pipeline.rollout.group_rollout import GroupBuilder
-from pipeline.rollout.sample_rollout import kind_of
+from pipeline.rollout.sample_rollout import failure_kind
 from pipeline.transport.sample_records import Group
 from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
@@ -35,9 +35,9 @@ async def groups_of(count: int, notes: Path, seconds: float) -> list[Group]:
     config = make_config(
         model={"path": str(TINY_TEXT), "max_length": 64}, rollout={"samples": SAMPLES, "max_tokens": 16}
     )
-    chat, slots = Chat(TINY_TEXT), asyncio.Semaphore(16)
+    chat, slots = ChatTokenizer(TINY_TEXT), asyncio.Semaphore(16)
     servers, setup = Provoking(chat), Setup(task, 0, TINY_TEXT, reward)
-    async with TaskPool(setup, WAIT_SECONDS) as pool:
+    async with WorkerPool(setup, WAIT_SECONDS) as pool:
         builder = GroupBuilder(load_task(task, 0), pool, chat, servers, config)
 
         async def one(position: int) -> Group:
@@ -57,11 +57,11 @@ def all_are_counted(groups: list[Group], seconds: float) -> None:
     rewards = Counter(sample.reward for group in groups for sample in group.samples)
     assert rewards == Counter({reward: HUNDRED[text] * hundreds for text, reward in FINE.items()})
     assert all(sample.metrics == {"rewards/hostile": sample.reward} for group in groups for sample in group.samples)
-    reasons = Counter(kind_of(reason) for group in groups for reason in group.failures)
+    reasons = Counter(failure_kind(reason) for group in groups for reason in group.failures)
     expected: Counter[str] = Counter()
     for text, count in HUNDRED.items():
         if text not in FINE:
-            expected[kind_of(reason_of(text, seconds))] += count * hundreds
+            expected[failure_kind(reason_of(text, seconds))] += count * hundreds
     assert reasons == expected
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError, TrainingError
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.model.optimizer import Optimizer
-from pipeline.train.offline.job_execution import execute
+from pipeline.train.offline.job_execution import run_job_file
 from pipeline.utils import shared_files
 from tests.support.models.jobs import config_of, events, make_rows, write_job
 
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.integration
     ],
 )
 def test_a_missing_checkpoint_or_adapter_fails_and_leaves_nothing_half_done(
-    lora: int, said: str, dispatch: Dispatch, model: Path, tmp_path: Path
+    lora: int, said: str, dispatch: RankGroup, model: Path, tmp_path: Path
 ) -> None:
     file = write_job(tmp_path, "rl", checkpoint="gone")
     with pytest.raises(CheckpointError, match=said):
-        execute(file, dispatch, config_of(model, lora=lora))
+        run_job_file(file, dispatch, config_of(model, lora=lora))
     assert {path.name for path in tmp_path.iterdir()} == {"rl.json", "rl-data", "rl.jsonl", "rl-state"}
     assert not list((tmp_path / "rl-state").glob("rl-*"))
     assert events(tmp_path / "rl.jsonl") == ["started", "failed"]
@@ -41,13 +41,13 @@ def test_a_missing_checkpoint_or_adapter_fails_and_leaves_nothing_half_done(
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_a_job_that_took_no_optimizer_step_leaves_no_model_and_keeps_its_data(
-    kind: str, dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Optimizer, "_global_norm", lambda *_: math.inf)
     file = write_job(tmp_path, kind)
     for _ in range(2):  # what it committed does not make it done
         with pytest.raises(TrainingError, match="no optimizer step was taken"):
-            execute(file, dispatch, config)
+            run_job_file(file, dispatch, config)
         assert (tmp_path / f"{kind}-data" / "manifest.json").exists()
         assert not (tmp_path / f"{kind}-model").exists()
 
@@ -84,42 +84,42 @@ def claim_another_vocabulary(folder: Path) -> None:
     ids=["truncated", "not finite", "another vocabulary", "no manifest"],
 )
 def test_bad_input_is_named_and_nothing_is_lost(
-    damage: Callable[[Path], None], said: str, dispatch: Dispatch, config: RunConfig, tmp_path: Path
+    damage: Callable[[Path], None], said: str, dispatch: RankGroup, config: RunConfig, tmp_path: Path
 ) -> None:
     file = write_job(tmp_path, "rl")
     damage(tmp_path / "rl-data")
     before = {path.name for path in (tmp_path / "rl-data").iterdir()}
     with pytest.raises(TrainingError, match=said):
-        execute(file, dispatch, config)
+        run_job_file(file, dispatch, config)
     assert {path.name for path in (tmp_path / "rl-data").iterdir()} == before
     assert not (tmp_path / "rl-model").exists()
     assert events(tmp_path / "rl.jsonl") == ["started", "failed"]
 
 
-def test_a_sample_longer_than_the_budget_is_named(dispatch: Dispatch, model: Path, tmp_path: Path) -> None:
+def test_a_sample_longer_than_the_budget_is_named(dispatch: RankGroup, model: Path, tmp_path: Path) -> None:
     config = config_of(model, micro_batch_tokens=8)
     with pytest.raises(TrainingError, match=r"row \d+ has \d+ tokens; the longest that can be trained has 8"):
-        execute(write_job(tmp_path, "sft"), dispatch, config)
+        run_job_file(write_job(tmp_path, "sft"), dispatch, config)
     assert (tmp_path / "sft-data" / "manifest.json").exists()
 
 
 def test_rl_without_what_the_sampling_policy_said_is_refused(
-    dispatch: Dispatch, config: RunConfig, tmp_path: Path
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path
 ) -> None:
     rows = [replace(row, behaviour=None) for row in make_rows()]
     with pytest.raises(TrainingError, match="rl-data: row 0 has no behaviour, which a policy loss needs"):
-        execute(write_job(tmp_path, "rl", "rl", rows), dispatch, config)
+        run_job_file(write_job(tmp_path, "rl", "rl", rows), dispatch, config)
     assert (tmp_path / "rl-data").exists()
 
 
 @pytest.mark.parametrize("name", ["optimizer_state", "output", "log"])
 def test_a_job_that_stands_alone_says_where_everything_goes(
-    name: str, dispatch: Dispatch, config: RunConfig, tmp_path: Path
+    name: str, dispatch: RankGroup, config: RunConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=f"{name}='': expected a path"):
-        execute(write_job(tmp_path, "sft", **{name: ""}), dispatch, config)
+        run_job_file(write_job(tmp_path, "sft", **{name: ""}), dispatch, config)
 
 
-def test_a_stream_belongs_to_a_run(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
+def test_a_stream_belongs_to_a_run(dispatch: RankGroup, config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected packed, in a job that stands alone"):
-        execute(write_job(tmp_path, "rl", inputs={"kind": "stream"}), dispatch, config)
+        run_job_file(write_job(tmp_path, "rl", inputs={"kind": "stream"}), dispatch, config)

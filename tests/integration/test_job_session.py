@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoints import Fence
-from pipeline.errors import OvertakenError, TrainingError
-from pipeline.roles.offline_session import JobSession
+from pipeline.errors import SupersededError, TrainingError
+from pipeline.roles.offline_session import OfflineSession
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.trainer import session_of
-from pipeline.run.events import Events, Listener
+from pipeline.run.events import EventPoller, Events
 from pipeline.run.metrics_log import read_rows
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.train.offline import job_execution as execution
 from tests.fakes.run_directory import FakeRun
@@ -53,13 +53,13 @@ def steps_of(context: RoleContext) -> list[tuple[Any, ...]]:
 
 
 def test_a_run_counts_the_steps_of_all_its_jobs_and_finishes_after_the_last(
-    attempt: Attempt, queue: Path, dispatch: Dispatch
+    attempt: Attempt, queue: Path, dispatch: RankGroup
 ) -> None:
     write_job(queue, "sft", "1")
     write_job(queue, "rl", "2")
     context = attempt("12-0")
     session = session_of(context, dispatch)
-    assert isinstance(session, JobSession)
+    assert isinstance(session, OfflineSession)
     session.run()
     sft = [(step, "sft", "1", step, STEPS) for step in range(1, STEPS + 1)]
     rl = [(STEPS + step, "rl", "2", step, STEPS) for step in range(1, STEPS + 1)]
@@ -72,18 +72,18 @@ def test_a_run_counts_the_steps_of_all_its_jobs_and_finishes_after_the_last(
 
 
 def test_an_attempt_that_is_ending_commits_and_the_next_one_does_the_rest(
-    attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+    attempt: Attempt, queue: Path, dispatch: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(queue, "sft", "1")
-    first, pulses = attempt("12-0"), JobSession._pulse
+    first, pulses = attempt("12-0"), OfflineSession._pulse
 
-    def pulse(session: JobSession) -> None:
+    def pulse(session: OfflineSession) -> None:
         if len(steps_of(first)) == 3:
             Events(first.paths).publish("draining", "agent.0", "SIGTERM")
             raise Interrupted("draining by agent.0")
         pulses(session)
 
-    monkeypatch.setattr(JobSession, "_pulse", pulse)
+    monkeypatch.setattr(OfflineSession, "_pulse", pulse)
     session_of(first, dispatch).run()
     assert Events(first.paths).seen("training_finished") is None
     assert events(queue / "1.jsonl")[-1] == "interrupted"
@@ -94,23 +94,23 @@ def test_an_attempt_that_is_ending_commits_and_the_next_one_does_the_rest(
     assert [row["attempt"] for row in read_rows(second.run.metrics)] == ["12-0"] * 3 + ["12-1"] * (STEPS - 3)
 
 
-def interrupted_after(steps: int, context: RoleContext, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted_after(steps: int, context: RoleContext, dispatch: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the session until so many steps are done, and have it commit them."""
-    pulses = JobSession._pulse
+    pulses = OfflineSession._pulse
 
-    def pulse(session: JobSession) -> None:
+    def pulse(session: OfflineSession) -> None:
         if len(steps_of(context)) == steps:
             raise Interrupted("the test")
         pulses(session)
 
     with monkeypatch.context() as patch:
-        patch.setattr(JobSession, "_pulse", pulse)
+        patch.setattr(OfflineSession, "_pulse", pulse)
         session_of(context, dispatch).run()
 
 
 @pytest.mark.parametrize("name", ["1", "2"])
 def test_a_job_whose_state_is_lost_is_refused_with_what_to_do(
-    name: str, attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+    name: str, attempt: Attempt, queue: Path, dispatch: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job that had saved a checkpoint, and another one that would take over its optimizer."""
     write_job(queue, "sft", "1")
@@ -129,7 +129,7 @@ def test_a_job_whose_state_is_lost_is_refused_with_what_to_do(
 
 
 def test_rows_of_a_job_that_a_damaged_commit_covered_are_kept_aside(
-    attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+    attempt: Attempt, queue: Path, dispatch: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(queue, "sft", "1")
     interrupted_after(3, attempt("12-0"), dispatch, monkeypatch)  # commits at steps 2 and 3
@@ -147,7 +147,7 @@ def damage_newest(state: Path) -> None:
 
 
 def test_a_job_that_would_begin_again_beside_the_commits_of_another_is_refused(
-    attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+    attempt: Attempt, queue: Path, dispatch: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(queue, "sft", "1")
     session_of(attempt("12-0"), dispatch).run()
@@ -160,7 +160,7 @@ def test_a_job_that_would_begin_again_beside_the_commits_of_another_is_refused(
 
 
 def test_a_run_one_of_whose_jobs_failed_does_the_others_and_fails(
-    attempt: Attempt, queue: Path, dispatch: Dispatch
+    attempt: Attempt, queue: Path, dispatch: RankGroup
 ) -> None:
     write_job(queue, "rl", "1", checkpoint="gone")
     write_job(queue, "sft", "2")
@@ -174,7 +174,7 @@ def test_a_run_one_of_whose_jobs_failed_does_the_others_and_fails(
 
 
 def test_an_attempt_that_was_replaced_takes_no_job_any_more(
-    attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+    attempt: Attempt, queue: Path, dispatch: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that was cut off: another attempt has claimed the run, and none of its jobs yet."""
     write_job(queue, "sft", "1")
@@ -186,18 +186,18 @@ def test_an_attempt_that_was_replaced_takes_no_job_any_more(
         removed(folder)
 
     monkeypatch.setattr(execution, "remove_packed", remove)
-    with pytest.raises(OvertakenError, match="attempt 12-1 has taken over"):
+    with pytest.raises(SupersededError, match="attempt 12-1 has taken over"):
         session_of(context, dispatch).run()
     assert (queue / "done" / "1.json").exists()
     assert (queue / "2.json").exists()
     assert not (queue / "2.jsonl").exists()
     assert not (queue / "failed").exists()
-    with pytest.raises(OvertakenError):  # nor does it begin again
+    with pytest.raises(SupersededError):  # nor does it begin again
         session_of(context, dispatch).run()
 
 
 def test_an_attempt_that_is_ending_begins_no_further_job(
-    attempt: Attempt, queue: Path, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+    attempt: Attempt, queue: Path, dispatch: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(queue, "sft", "1")
     write_job(queue, "sft", "2")
@@ -208,14 +208,14 @@ def test_an_attempt_that_is_ending_begins_no_further_job(
         removed(folder)
 
     monkeypatch.setattr(execution, "remove_packed", remove)
-    monkeypatch.setattr(Listener, "heard", lambda listener, at_once=False: listener._events.told())
+    monkeypatch.setattr(EventPoller, "heard", lambda listener, at_once=False: listener._events.told())
     session_of(context, dispatch).run()
     assert (queue / "done" / "1.json").exists()
     assert not (queue / "2.jsonl").exists()
     assert Events(context.paths).seen("training_finished") is None
 
 
-def test_an_attempt_without_a_commit_leaves_no_mark(attempt: Attempt, queue: Path, dispatch: Dispatch) -> None:
+def test_an_attempt_without_a_commit_leaves_no_mark(attempt: Attempt, queue: Path, dispatch: RankGroup) -> None:
     write_job(queue, "rl", "1", checkpoint="gone")
     context = attempt("12-0")
     with pytest.raises(TrainingError):

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.errors import OvertakenError
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.errors import SupersededError
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.train.offline import job_execution as execution
-from pipeline.train.offline.job_execution import execute_jobs
+from pipeline.train.offline.job_execution import run_job_files
 from pipeline.train.offline.job_resume import JobState
 from pipeline.train.train_jobs import read_job
 from pipeline.utils import atomic_dirs
@@ -30,7 +30,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("owner", "act", "after"),
     [
         (JobState, "commit", False),
-        (Dispatch, "save_hf_model", True),
+        (RankGroup, "save_hf_model", True),
         (execution, "release_device", True),
         (execution, "remove_packed", True),
     ],
@@ -39,7 +39,7 @@ def test_an_execution_that_is_overtaken_leaves_log_model_data_and_queue_alone(
     owner: Any,
     act: str,
     after: bool,
-    dispatch: Dispatch,
+    dispatch: RankGroup,
     config: RunConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -63,14 +63,14 @@ def test_an_execution_that_is_overtaken_leaves_log_model_data_and_queue_alone(
         return result
 
     monkeypatch.setattr(owner, act, overtaken)
-    with pytest.raises(OvertakenError, match="must write nothing more"):
-        execute_jobs(tmp_path, dispatch, config)
+    with pytest.raises(SupersededError, match="must write nothing more"):
+        run_job_files(tmp_path, dispatch, config)
     assert contents(tmp_path) == before
     assert not dispatch.models
 
 
 def test_an_execution_that_fails_by_what_a_later_one_did_is_no_failure_of_the_job(
-    dispatch: Dispatch, config: RunConfig, tmp_path: Path
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path
 ) -> None:
     write_job(tmp_path, "sft")
     pulses = iter(range(STEPS))
@@ -79,10 +79,10 @@ def test_an_execution_that_fails_by_what_a_later_one_did_is_no_failure_of_the_jo
         if next(pulses) == 2:
             for name in list(dispatch.models):
                 dispatch.remove_model(name)  # the world has one process: the later execution is in this one too
-            execute_jobs(tmp_path, dispatch, config)
+            run_job_files(tmp_path, dispatch, config)
 
-    with pytest.raises(OvertakenError):
-        execute_jobs(tmp_path, dispatch, config, pulse)
+    with pytest.raises(SupersededError):
+        run_job_files(tmp_path, dispatch, config, pulse)
     assert events(tmp_path / "sft.jsonl") == ["started", *["step"] * (STEPS - 2), "finished"]
     assert (tmp_path / "done" / "sft.json").exists()
     assert not (tmp_path / "failed").exists()
@@ -90,7 +90,7 @@ def test_an_execution_that_fails_by_what_a_later_one_did_is_no_failure_of_the_jo
 
 
 def test_an_execution_takes_the_right_to_write_before_it_mends_a_model(
-    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(tmp_path, "sft")
 
@@ -98,6 +98,6 @@ def test_an_execution_takes_the_right_to_write_before_it_mends_a_model(
         assert (tmp_path / "sft-state" / "OWNER").exists()
         raise Interrupted("that is all there is to see")
 
-    monkeypatch.setattr(atomic_dirs, "mend", mend)
+    monkeypatch.setattr(atomic_dirs, "repair", mend)
     with pytest.raises(Interrupted):
-        execute_jobs(tmp_path, dispatch, config)
+        run_job_files(tmp_path, dispatch, config)

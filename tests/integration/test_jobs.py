@@ -17,11 +17,11 @@ from pipeline.checkpoints import TrainerState
 from pipeline.checkpoints.sharded_state import save
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, TrainingError
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.offline import job_execution as execution
-from pipeline.train.offline.job_execution import execute, execute_jobs
+from pipeline.train.offline.job_execution import run_job_file, run_job_files
 from pipeline.train.offline.job_log import JobLog
 from pipeline.train.offline.job_resume import JobState
 from pipeline.train.train_jobs import read_job
@@ -54,10 +54,10 @@ def moments_taken(worker: ModelWorker) -> set[float]:
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_a_job_trains_its_rows_and_leaves_a_model_and_nothing_else(
-    kind: str, dispatch: Dispatch, config: RunConfig, model: Path, tmp_path: Path
+    kind: str, dispatch: RankGroup, config: RunConfig, model: Path, tmp_path: Path
 ) -> None:
     file = write_job(tmp_path, kind)
-    execute(file, dispatch, config)
+    run_job_file(file, dispatch, config)
     assert {path.name for path in tmp_path.iterdir()} == {
         file.name, f"{kind}-state", f"{kind}-model", f"{kind}.jsonl"
     }  # fmt: skip
@@ -69,19 +69,19 @@ def test_a_job_trains_its_rows_and_leaves_a_model_and_nothing_else(
     assert not dispatch.models
 
 
-def test_supervised_jobs_learn_their_rows(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
+def test_supervised_jobs_learn_their_rows(dispatch: RankGroup, config: RunConfig, tmp_path: Path) -> None:
     schedule = {"steps": 12, "batch": 12, "optim": {"lr": 5e-3}}
-    execute(write_job(tmp_path, "sft", schedule=schedule), dispatch, config)
+    run_job_file(write_job(tmp_path, "sft", schedule=schedule), dispatch, config)
     lines = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["event"] == "step"]
     assert losses[-1] < losses[0] - 1
 
 
-def test_demonstrations_need_no_packed_rows(dispatch: Dispatch, tmp_path: Path) -> None:
+def test_demonstrations_need_no_packed_rows(dispatch: RankGroup, tmp_path: Path) -> None:
     config = config_of(Path("tiny_qwen3"))
     model = config.model.model_copy(update={"init": "random", "max_length": 48})
     file = write_job(tmp_path, "sft", inputs={"kind": "demonstrations"})
-    execute(file, dispatch, config.model_copy(update={"model": model}))
+    run_job_file(file, dispatch, config.model_copy(update={"model": model}))
     assert events(tmp_path / "sft.jsonl") == ["started", *["step"] * STEPS, "finished"]
     assert (tmp_path / "sft-model" / "tokenizer.json").exists()
 
@@ -100,10 +100,10 @@ def remember_storages(worker: ModelWorker) -> None:
 class Trace:
     """What was the case whenever one of the acts of a completion began."""
 
-    def __init__(self, dispatch: Dispatch, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, dispatch: RankGroup, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[str, dict[str, bool]]] = []
         self._dispatch, self._data, self._output = dispatch, data, output
-        self._watch(monkeypatch, Dispatch, "save_hf_model", "export")
+        self._watch(monkeypatch, RankGroup, "save_hf_model", "export")
         self._watch(monkeypatch, execution, "release_device", "release")
         self._watch(monkeypatch, execution, "remove_packed", "remove data")
         self._watch(monkeypatch, JobLog, "write", "announce", only=lambda *args: args[1] == "finished")
@@ -139,11 +139,11 @@ class Trace:
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_a_job_is_announced_when_nothing_is_held_any_more(
-    kind: str, dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_job(tmp_path, kind)
     trace = Trace(dispatch, tmp_path / f"{kind}-data", tmp_path / f"{kind}-model", monkeypatch)
-    execute(file, dispatch, config)
+    run_job_file(file, dispatch, config)
 
     def situation(mapped: bool, on_device: bool, data: bool, model: bool) -> dict[str, bool]:
         return {"mapped": mapped, "on device": on_device, "data there": data, "model there": model}
@@ -157,12 +157,12 @@ def test_a_job_is_announced_when_nothing_is_held_any_more(
 
 
 def test_a_rank_that_still_holds_memory_is_not_announced(
-    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_job(tmp_path, "sft")
     monkeypatch.setattr(ModelWorker, "discard", lambda worker: None)
     with pytest.raises(TrainingError, match=r"rank 0 still holds \d+ bytes of policy, which nobody needs any more"):
-        execute(file, dispatch, config)
+        run_job_file(file, dispatch, config)
     assert events(tmp_path / "sft.jsonl")[-1] == "failed"
     assert (tmp_path / "sft-data").exists()
 
@@ -191,7 +191,7 @@ CRASHES = {
     "before the first commit": crash_in(JobState, "commit", after=False),
     "after the first commit": crash_in(JobState, "commit", after=True),
     "after the last commit": crash_in(JobState, "commit", after=True, at=2),
-    "while the model is written": crash_in(Dispatch, "save_hf_model", after=True),
+    "while the model is written": crash_in(RankGroup, "save_hf_model", after=True),
     "after the model has its name": crash_in(atomic_dirs, "replace", after=True),
     "before the data goes": crash_in(execution, "remove_packed", after=False),
     "after the data went": crash_in(execution, "remove_packed", after=True),
@@ -200,49 +200,49 @@ CRASHES = {
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(dispatch: Dispatch, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(dispatch: RankGroup, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of a job that nothing happened to."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    execute(write_job(folder, "rl"), dispatch, config_of(model))
+    run_job_file(write_job(folder, "rl"), dispatch, config_of(model))
     return folder / "rl-model"
 
 
 @pytest.mark.parametrize("point", CRASHES)
 def test_a_job_that_crashed_before_its_announcement_is_done_when_it_runs_again(
-    point: str, uninterrupted: Path, dispatch: Dispatch, config: RunConfig, tmp_path: Path
+    point: str, uninterrupted: Path, dispatch: RankGroup, config: RunConfig, tmp_path: Path
 ) -> None:
     file = write_job(tmp_path, "rl")
     with pytest.MonkeyPatch.context() as monkeypatch:
         CRASHES[point](monkeypatch)
         with pytest.raises(Crash):
-            execute(file, dispatch, config)
+            run_job_file(file, dispatch, config)
     assert "finished" not in events(tmp_path / "rl.jsonl")
-    execute(file, dispatch, config)
+    run_job_file(file, dispatch, config)
     assert events(tmp_path / "rl.jsonl")[-1] == "finished"
     assert_same(tmp_path / "rl-model", uninterrupted)
     assert not (tmp_path / "rl-data").exists()
 
 
 def test_a_job_that_is_done_trains_nothing_when_it_runs_again(
-    dispatch: Dispatch, config: RunConfig, tmp_path: Path
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path
 ) -> None:
     file = write_job(tmp_path, "sft")
-    execute(file, dispatch, config)
-    execute(file, dispatch, config)
+    run_job_file(file, dispatch, config)
+    run_job_file(file, dispatch, config)
     assert events(tmp_path / "sft.jsonl") == ["started", "finished"]
 
 
-def test_a_file_that_is_written_anew_is_a_new_job(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
-    execute(write_job(tmp_path, "sft"), dispatch, config)
+def test_a_file_that_is_written_anew_is_a_new_job(dispatch: RankGroup, config: RunConfig, tmp_path: Path) -> None:
+    run_job_file(write_job(tmp_path, "sft"), dispatch, config)
     first = weights(tmp_path / "sft-model")
-    execute(write_job(tmp_path, "sft", checkpoint="sft-model"), dispatch, config)
+    run_job_file(write_job(tmp_path, "sft", checkpoint="sft-model"), dispatch, config)
     assert events(tmp_path / "sft.jsonl") == ["started", *["step"] * STEPS, "finished"]
     assert any((tensor != first[name]).any() for name, tensor in weights(tmp_path / "sft-model").items())
     assert {path.name for path in (tmp_path / "sft-state").iterdir()} == {"OWNER", "lines", "sft-6", "sft-8"}
 
 
 def test_a_job_goes_on_with_the_moments_of_the_one_before_and_with_its_own_schedule(
-    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_critic = config.model_copy(update={"loss": config.loss.model_copy(update={"advantage": "gae"})})
     seen: list[tuple[set[float], list[dict[str, int]]]] = []
@@ -254,17 +254,17 @@ def test_a_job_goes_on_with_the_moments_of_the_one_before_and_with_its_own_sched
         seen.append((taken, [dispatch.pass_through(name, progress_of)[0] for name in ("policy", "critic")]))
 
     monkeypatch.setattr(JobState, "inherit", look)
-    execute(write_job(tmp_path, "rl", "first"), dispatch, with_critic)
-    execute(write_job(tmp_path, "rl", "second", checkpoint="first-model"), dispatch, with_critic)
+    run_job_file(write_job(tmp_path, "rl", "first"), dispatch, with_critic)
+    run_job_file(write_job(tmp_path, "rl", "second", checkpoint="first-model"), dispatch, with_critic)
     begun = [{"taken": 0, "skipped": 0}] * 2
     assert seen == [({0.0}, begun), ({float(STEPS)}, begun)]
 
 
 def test_a_job_that_takes_over_moments_has_its_own_betas_epsilon_and_weight_decay(
-    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_critic = config.model_copy(update={"loss": config.loss.model_copy(update={"advantage": "gae"})})
-    execute(write_job(tmp_path, "rl", "first"), dispatch, with_critic)
+    run_job_file(write_job(tmp_path, "rl", "first"), dispatch, with_critic)
     seen: list[list[tuple[Any, ...]]] = []
     inherited = JobState.inherit
 
@@ -275,7 +275,7 @@ def test_a_job_that_takes_over_moments_has_its_own_betas_epsilon_and_weight_deca
     monkeypatch.setattr(JobState, "inherit", look)
     optim = {"lr": 1e-3, "beta1": 0.5, "beta2": 0.75, "eps": 1e-4, "weight_decay": 0.25}
     schedule = {"steps": 1, "prompts": 3, "optim": optim}
-    execute(write_job(tmp_path, "rl", "second", schedule=schedule), dispatch, with_critic)
+    run_job_file(write_job(tmp_path, "rl", "second", schedule=schedule), dispatch, with_critic)
     assert seen == [[((0.5, 0.75), 1e-4, 0.25), ((0.5, 0.75), 1e-4, 0.0)]] * 2
 
 
@@ -291,29 +291,29 @@ def progress_of(worker: ModelWorker) -> dict[str, int]:
 
 
 def test_the_policy_of_a_job_is_its_checkpoint_whatever_its_state_holds(
-    dispatch: Dispatch, config: RunConfig, model: Path, tmp_path: Path
+    dispatch: RankGroup, config: RunConfig, model: Path, tmp_path: Path
 ) -> None:
-    execute(write_job(tmp_path, "rl", "first"), dispatch, config)
+    run_job_file(write_job(tmp_path, "rl", "first"), dispatch, config)
     still = {"steps": STEPS, "prompts": 3, "optim": {"lr": 1e-30}}
-    execute(write_job(tmp_path, "rl", "second", schedule=still), dispatch, config)
+    run_job_file(write_job(tmp_path, "rl", "second", schedule=still), dispatch, config)
     assert_same(tmp_path / "second-model", model)
 
 
-def test_the_states_of_sft_and_rl_are_not_mixed(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
-    execute(write_job(tmp_path, "sft"), dispatch, config)
+def test_the_states_of_sft_and_rl_are_not_mixed(dispatch: RankGroup, config: RunConfig, tmp_path: Path) -> None:
+    run_job_file(write_job(tmp_path, "sft"), dispatch, config)
     with pytest.raises(CheckpointError, match="is the state of sft jobs; give this rl job another optimizer_state"):
-        execute(write_job(tmp_path, "rl", optimizer_state="sft-state"), dispatch, config)
+        run_job_file(write_job(tmp_path, "rl", optimizer_state="sft-state"), dispatch, config)
     assert (tmp_path / "rl-data").exists()
 
 
-def test_the_checkpoints_of_a_run_are_no_state_of_a_job(dispatch: Dispatch, config: RunConfig, tmp_path: Path) -> None:
+def test_the_checkpoints_of_a_run_are_no_state_of_a_job(dispatch: RankGroup, config: RunConfig, tmp_path: Path) -> None:
     save(str(tmp_path / "run"), "1-0", TrainerState(job="sft", step=3), {"w": torch.ones(2)})
     with pytest.raises(CheckpointError, match="holds the checkpoints of a run; give this job an optimizer_state"):
-        execute(write_job(tmp_path, "sft", optimizer_state="run"), dispatch, config)
+        run_job_file(write_job(tmp_path, "sft", optimizer_state="run"), dispatch, config)
 
 
 def test_of_two_executions_of_a_job_the_earlier_one_may_write_no_more(
-    dispatch: Dispatch, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, commit = write_job(tmp_path, "sft"), JobState.commit
 
@@ -323,23 +323,23 @@ def test_of_two_executions_of_a_job_the_earlier_one_may_write_no_more(
 
     monkeypatch.setattr(JobState, "commit", overtaken)
     with pytest.raises(CheckpointError, match="must write nothing more"):
-        execute(file, dispatch, config)
+        run_job_file(file, dispatch, config)
     assert (tmp_path / "sft-data").exists()
     assert not (tmp_path / "sft-model").exists()
 
 
-def test_adapters_are_made_and_gone_on_from(dispatch: Dispatch, model: Path, tmp_path: Path) -> None:
+def test_adapters_are_made_and_gone_on_from(dispatch: RankGroup, model: Path, tmp_path: Path) -> None:
     config = config_of(model, lora=2)
-    execute(write_job(tmp_path, "sft"), dispatch, config)
+    run_job_file(write_job(tmp_path, "sft"), dispatch, config)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {p.name for p in (tmp_path / "sft-model").iterdir()}
-    execute(write_job(tmp_path, "rl", checkpoint="sft-model"), dispatch, config)
+    run_job_file(write_job(tmp_path, "rl", checkpoint="sft-model"), dispatch, config)
     first, second = weights(tmp_path / "sft-model"), weights(tmp_path / "rl-model")
     assert first.keys() == second.keys()
     assert all(0 < abs(second[name] - first[name]).max() < 0.02 for name in first)
 
 
 def test_a_queue_goes_on_after_a_failure_and_says_so_at_its_end(
-    dispatch: Dispatch, config: RunConfig, tmp_path: Path
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path
 ) -> None:
     files = [
         write_job(tmp_path, "rl", "1", checkpoint="gone"),
@@ -349,7 +349,7 @@ def test_a_queue_goes_on_after_a_failure_and_says_so_at_its_end(
     for age, file in enumerate(files):
         os.utime(file, (1e9 + age, 1e9 + age))
     with pytest.raises(TrainingError, match=r"failed: 1\.json .*; 3\.json waits for .*1-model"):
-        execute_jobs(tmp_path, dispatch, config)
+        run_job_files(tmp_path, dispatch, config)
     assert (tmp_path / "failed" / "1.json").exists()
     assert "gone" in (tmp_path / "failed" / "1.error").read_text()
     assert (tmp_path / "1-data").exists()

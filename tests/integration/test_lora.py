@@ -11,7 +11,7 @@ import torch
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import RolloutError, WeightSyncError
-from pipeline.inference.weight_sync.server_admin_client import ServerControl
+from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
 from pipeline.rollout.server_client import ROUTE, Completion, GenerationRequest
 from pipeline.train.model.lora import add_adapters, is_trained, save_adapter
 from pipeline.utils.waiting import Deadline, wait_for
@@ -99,7 +99,7 @@ def test_a_server_that_lost_its_adapter_gets_it_again_between_two_updates(server
     told: list[int | None] = []
     with a_sender([server], lambda _, version: told.append(version), LORA) as sender:
         publish_to_all(sender, 3, model)
-        with ServerControl(server.endpoint, SECRET) as control:
+        with ServerAdminClient(server.endpoint, SECRET) as control:
             control.post("/collective_rpc", Deadline("an answer", 10), method="leave_weights")
         wait_for("the server to be back", lambda: told == [3, None, 3], 30, missing=lambda: str(told))
         assert distance(model, PROBE, probe(server, 3)) < CLOSE

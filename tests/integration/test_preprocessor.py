@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from pipeline.config import RunConfig
-from pipeline.roles.preprocessor import prepare_group, taught_group
+from pipeline.roles.preprocessor import attach_references, prepare_group
 from pipeline.transport import Streams
 from pipeline.transport.sample_records import Group, PreparedGroup, Sample
 from pipeline.utils.waiting import wait_for
@@ -61,9 +61,9 @@ def test_where_one_group_is_not_enough_the_rewards_travel(advantage: str) -> Non
 def test_a_group_gets_what_a_teacher_says_of_it_or_fails_with_the_reason() -> None:
     prepared = prepare_group(a_group(0, 1, 1), a_config())
     said = np.array([0, -1, -2], "<f4").tobytes()
-    taught = taught_group(prepared, (said, said))
+    taught = attach_references(prepared, (said, said))
     assert (taught.outcome, taught.advantages, taught.references) == ("train", (0, 0), (said, said))
-    refused = taught_group(prepared, "teacher refused: status 404: no such model")
+    refused = attach_references(prepared, "teacher refused: status 404: no such model")
     assert (refused.outcome, refused.advantages, refused.references) == ("failed: teacher refused", (), ())
 
 

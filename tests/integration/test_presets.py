@@ -19,10 +19,10 @@ from docs.families import KEYS
 from pipeline.config import ModelConfig
 from pipeline.train.algorithms import SFT
 from pipeline.train.batching.packing import Packing
-from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.model.model_worker import ModelWorker
-from pipeline.train.model.packing_probe import packs
-from pipeline.train.model.tiny_config import SIZES, smaller
+from pipeline.train.model.packing_probe import supports_packing
+from pipeline.train.model.tiny_config import TINY_SIZES, shrink_config
 from pipeline.train.worker_spec import ModelSpec
 from tests.support.models.hub import CONFIGS, redraw, write_hub_model
 from tests.support.ranks.forked_ranks import run_ranks
@@ -65,9 +65,9 @@ def test_an_architecture_is_trained_and_transformers_loads_what_it_became(family
     run_ranks(1, train_family, family, tmp_path, seconds=500)
 
 
-def a_row(length: int, seed: int) -> Row:
+def a_row(length: int, seed: int) -> TrainSequence:
     tokens = np.random.default_rng(seed).integers(5, 60, length).astype(np.int32)
-    return Row(tokens, (np.arange(length) > 0).astype(np.uint8))
+    return TrainSequence(tokens, (np.arange(length) > 0).astype(np.uint8))
 
 
 def train_hub_model(rank: int, name: str, folder: Path) -> None:
@@ -84,9 +84,9 @@ def train_family(rank: int, family: str, folder: Path) -> None:
 
 def write_small_model(base: Path, whole: Any) -> None:
     failed = []
-    for size in SIZES:
+    for size in TINY_SIZES:
         try:
-            network = AutoModelForCausalLM.from_config(smaller(whole, size), dtype=torch.float32)
+            network = AutoModelForCausalLM.from_config(shrink_config(whole, size), dtype=torch.float32)
             redraw(network)
             logprobs_of(network.eval(), a_row(4, 0).tokens)  # some sizes can be built and not run
             network.save_pretrained(base)
@@ -102,7 +102,7 @@ def train_and_export(folder: Path, by_length: bool = False) -> None:
     frequencies by the length of each row, and cannot be compared with."""
     base, export = folder / "base", folder / "export"
     model = ModelConfig(path=str(base), init="pretrained", max_length=MAX_LENGTH)
-    how: Packing = "shared" if packs(model, wanted=True) else "padded"
+    how: Packing = "shared" if supports_packing(model, wanted=True) else "padded"
     rows = [a_row(7, 1), a_row(24, 2), a_row(11, 3)]
     with world() as mesh:
         worker = ModelWorker(ModelSpec("policy", model, OPTIM, steps=2), mesh)
@@ -120,7 +120,7 @@ def train_and_export(folder: Path, by_length: bool = False) -> None:
         assert by_length or np.abs(logprobs_of(network, row.tokens) - answer[1:]).max() < CLOSE
 
 
-def answers(worker: ModelWorker, rows: list[Row], how: Packing) -> list[NDArray[np.float32]]:
+def answers(worker: ModelWorker, rows: list[TrainSequence], how: Packing) -> list[NDArray[np.float32]]:
     return worker.forward([Batch.of(rows)], how)
 
 
@@ -161,7 +161,7 @@ def test_vllm_serves_what_a_model_of_the_hub_became(name: str, tmp_path: Path) -
 
 def answer_about(rank: int, folder: Path, rows: list[list[int]]) -> None:
     model = ModelConfig(path=str(folder / "export"), init="pretrained", max_length=MAX_LENGTH)
-    asked = [Row(np.array(row, np.int32), (np.arange(len(row)) > 0).astype(np.uint8)) for row in rows]
+    asked = [TrainSequence(np.array(row, np.int32), (np.arange(len(row)) > 0).astype(np.uint8)) for row in rows]
     with world() as mesh:
         worker = ModelWorker(ModelSpec("policy", model, None), mesh)
         found = worker.forward([Batch.of(asked)], "padded")

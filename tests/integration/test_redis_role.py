@@ -45,9 +45,9 @@ with_each_redis = pytest.mark.usefixtures("each_redis")
 def test_the_server_hears_nobody_who_does_not_know_the_secret(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, _):
         port = context.placement.ports[0]
-        assert role.answers(ADDRESS, port, context.world.password)
+        assert role.is_answering(ADDRESS, port, context.world.password)
         with pytest.raises(ImpostorError, match="does not know this attempt's secret"):
-            role.answers(ADDRESS, port, "guess")
+            role.is_answering(ADDRESS, port, "guess")
         with socket.create_connection((ADDRESS, port), timeout=5) as link:
             link.sendall(b"PING\r\n".ljust(mutual_auth.NONCE_BYTES))
             assert len(link.recv(1024)) == mutual_auth.NONCE_BYTES + mutual_auth.PROOF_BYTES
@@ -81,7 +81,7 @@ def test_a_flood_of_silent_strangers_keeps_no_peer_out(tmp_path: Path) -> None:
             for _ in range(3 * MOST_UNPROVED):
                 opened.enter_context(socket.create_connection(place, timeout=5))
             streams.publish_many("reissue", numbers(1))
-        assert role.answers(*place, context.world.password)
+        assert role.is_answering(*place, context.world.password)
         with connect(context) as streams:
             assert left_in(streams) == [1]
         with raw_client(context) as client:
@@ -277,7 +277,7 @@ def test_a_redis_whose_disk_is_full_is_waited_for_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The size of its files is bounded, which a write meets as it meets a full disk; the bound is lifted again."""
-    monkeypatch.setattr(redis_streams, "_TOLD_AFTER", 0.0)
+    monkeypatch.setattr(redis_streams, "_WARN_AFTER", 0.0)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # inherited: the write fails instead
     try:
         with a_redis(tmp_path, "7-0") as (context, child), connect(context) as streams:
@@ -286,7 +286,7 @@ def test_a_redis_whose_disk_is_full_is_waited_for_until_there_is_room(
             unbounded = resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
             fill(context)
             port = context.placement.ports[0]
-            assert role.answers(ADDRESS, port, context.world.password), "it lives, though it cannot write"
+            assert role.is_answering(ADDRESS, port, context.world.password), "it lives, though it cannot write"
             with pytest.raises(StreamError, match=r"MISCONF .*, for \d+ s"):
                 impatient(context).put("key", b"value")
             caplog.clear()

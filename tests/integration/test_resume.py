@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoints import newest_committed
+from pipeline.checkpoints import newest_checkpoint
 from pipeline.utils.waiting import wait_for
 from tests.support.models.tiny import write_tiny
 from tests.support.ranks import checkpoint_worlds as worlds
@@ -97,7 +97,7 @@ def test_a_commit_that_was_under_way_when_all_ranks_were_killed_does_not_count(
     killed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        newest = newest_committed(str(killed / "checkpoints"), hashes=True)
+        newest = newest_checkpoint(str(killed / "checkpoints"), hashes=True)
     assert newest is not None
     assert newest.manifest.step == worlds.SAVED
     assert "rl-6 is skipped: rl-6/1-0 has no COMMIT" in caplog.text
@@ -139,7 +139,7 @@ def test_what_two_ranks_saved_goes_bit_for_bit_to_four_one_and_two(by_four: Path
     truth = state_in(by_four / "resume")
     assert_equal(state_in(by_four / "one"), truth)
     assert_equal(state_in(by_four / "two"), truth)
-    newest = newest_committed(str(by_four / "checkpoints"), hashes=True)
+    newest = newest_checkpoint(str(by_four / "checkpoints"), hashes=True)
     assert newest is not None
     assert (newest.name, newest.manifest.attempt, newest.manifest.world_size) == ("rl-7", "3-0", 2)
 
@@ -161,6 +161,6 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_commit_is_told_soon_and_the_comm
 
 def test_a_commit_may_take_longer_than_any_collective_of_training(tmp_path: Path) -> None:
     run_ranks(2, worlds.commit_slowly, str(tmp_path / "checkpoints"))
-    found = newest_committed(str(tmp_path / "checkpoints"))
+    found = newest_checkpoint(str(tmp_path / "checkpoints"))
     assert found is not None
     assert (found.manifest.step, found.manifest.world_size) == (1, 2)

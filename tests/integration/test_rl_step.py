@@ -12,23 +12,23 @@ from pipeline.errors import StreamError, TrainingError
 from pipeline.run.paths import AttemptPaths
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.controller.batch_staging import CutBatch, Staged
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.batch_staging import ShardedBatch, Staged
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import GroupBatches
 from pipeline.train.loop.logprob_agreement import Agreement
 from pipeline.train.loop.rl import ReinforcementLearning, batch_metrics, rows_of, zero_variance
-from pipeline.train.loop.train_loop import Cadence, Runner
+from pipeline.train.loop.train_loop import CheckpointCadence, TrainLoop
 from pipeline.train.train_jobs import Job, RlJob, jobs_of
 from pipeline.transport.file_streams import FileStreams
 from pipeline.transport.ledger import Ledger
 from pipeline.transport.sample_records import Group, PreparedGroup, Sample
-from pipeline.transport.shared_state import Board
+from pipeline.transport.shared_state import SharedState
 from slurm.submission.compose_config import compose_config
 
 PROMPTS, STEPS = 2, 5
 
 
-class LostBoard(Board):
+class LostBoard(SharedState):
     """Cannot be reached any more once the model of `lost_after` steps exists."""
 
     def __init__(self, streams: FileStreams, optimizer: "CountingDispatch", lost_after: int) -> None:
@@ -52,7 +52,7 @@ class CountingDispatch:
     levels: list[str]
 
     def stage(self, batches: list[Batch]) -> Staged:
-        return Staged(0, tuple(CutBatch.cut(batch, [1], Budget(1024)) for batch in batches))
+        return Staged(0, tuple(ShardedBatch.cut(batch, [1], Budget(1024)) for batch in batches))
 
     def unstage(self, staged: Staged) -> None:
         """Nothing is held."""
@@ -100,10 +100,10 @@ def test_a_commit_after_lost_streams_has_the_number_of_steps_that_model_and_ledg
         board = LostBoard(streams, dispatch, lost_after)
         batches = GroupBatches(streams, board, ledger, config, lambda: None, vocabulary=17)
         job = cast(RlJob, jobs_of(config)[-1])
-        algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock(), Mock())
+        algorithm = ReinforcementLearning(job, config, cast(RankGroup, dispatch), batches, publisher, Mock(), Mock())
         book = Book(dispatch, ledger)
         with pytest.raises(StreamError):
-            Runner(book, Cadence(100)).run(algorithm, 0)
+            TrainLoop(book, CheckpointCadence(100)).run(algorithm, 0)
     assert book.commits == [(lost_after, lost_after, PROMPTS * lost_after)]
 
 
@@ -121,10 +121,10 @@ def test_a_step_whose_samples_were_all_cut_off_is_over_like_any_other(tmp_path: 
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
         groups = [prepared(position, "length" if position < PROMPTS else "stop") for position in range(2 * PROMPTS)]
         streams.publish_many("prepared", groups)
-        batches = GroupBatches(streams, Board(streams), ledger, config, lambda: None, vocabulary=17)
+        batches = GroupBatches(streams, SharedState(streams), ledger, config, lambda: None, vocabulary=17)
         book = Book(dispatch, ledger)
-        algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock(), Mock())
-        Runner(book, Cadence(1)).run(algorithm, 0)
+        algorithm = ReinforcementLearning(job, config, cast(RankGroup, dispatch), batches, publisher, Mock(), Mock())
+        TrainLoop(book, CheckpointCadence(1)).run(algorithm, 0)
     assert ledger.outcomes == {"filtered: no token counts": PROMPTS, "trained": PROMPTS}
     assert book.commits == [(1, 0, PROMPTS), (2, 1, 2 * PROMPTS)]
 
@@ -137,9 +137,9 @@ def test_a_run_whose_servers_do_not_compute_with_the_trainers_weights_ends(tmp_p
     publisher: Any = Mock(**{"settle.return_value": {}, "start.return_value": {}})
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
         streams.publish_many("prepared", [prepared(position) for position in range(3 * PROMPTS)])
-        batches = GroupBatches(streams, Board(streams), ledger, config, lambda: None, vocabulary=17)
-        algorithm = ReinforcementLearning(job, config, cast(Dispatch, dispatch), batches, publisher, Mock(), Mock())
-        runner = Runner(Book(dispatch, ledger), Cadence(1))
+        batches = GroupBatches(streams, SharedState(streams), ledger, config, lambda: None, vocabulary=17)
+        algorithm = ReinforcementLearning(job, config, cast(RankGroup, dispatch), batches, publisher, Mock(), Mock())
+        runner = TrainLoop(Book(dispatch, ledger), CheckpointCadence(1))
         if mismatch == 0.2:
             runner.run(algorithm, 0)
         else:

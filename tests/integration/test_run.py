@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.observability.sample_reader import Filter, read_kept
+from pipeline.observability.sample_reader import Filter, read_samples
 from pipeline.run.events import Events
 from pipeline.topology.plan import RoleName
 from pipeline.utils.waiting import wait_for
@@ -114,7 +114,7 @@ def assert_evaluated_alike(launches: Launches, finished: Launched) -> None:
     assert measured["eval/accuracy"] == then["eval/accuracy"], "the same weights, from the newest commit"
     found = json.loads(again.run.evaluation.read_text())["sets"]["held_out"]
     assert (found["accuracy"], found["prompts"]) == (then["eval/accuracy"], 32)
-    assert len(read_kept(finished.run).where(Filter(kind="train"))) >= STEPS * PROMPTS
+    assert len(read_samples(finished.run).where(Filter(kind="train"))) >= STEPS * PROMPTS
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from pipeline.checkpoints import TrainerState, async_save, newest_committed, sharded_state
-from pipeline.checkpoints.async_save import Saver
+from pipeline.checkpoints import TrainerState, async_save, newest_checkpoint, sharded_state
+from pipeline.checkpoints.async_save import AsyncSaver
 from pipeline.errors import CheckpointError
 from pipeline.utils import pinned_memory
 from pipeline.utils.waiting import wait_for
@@ -29,13 +29,13 @@ class Held:
     """Saves wait before their commit until `release`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._go, commit = threading.Event(), sharded_state.commit
+        self._go, commit = threading.Event(), sharded_state.complete_checkpoint
 
         def held(*arguments: Any) -> Any:
             assert self._go.wait(30)
             return commit(*arguments)
 
-        monkeypatch.setattr(sharded_state, "commit", held)
+        monkeypatch.setattr(sharded_state, "complete_checkpoint", held)
         self.release = self._go.set
 
 
@@ -55,25 +55,25 @@ def model(value: float) -> Tree:
     return {"w": torch.full((4, 3), value), "groups": [{"lr": value, "betas": (0.9, 0.95)}]}
 
 
-def save(saver: Saver, root: str, step: int, keep: int = 2, **models: Tree) -> None:
+def save(saver: AsyncSaver, root: str, step: int, keep: int = 2, **models: Tree) -> None:
     for name, tensors in models.items():
         saver.stage(name, tensors)
     saver.start(root, "1-0", TrainerState(job="rl", step=step), list(models), keep)
 
 
-def await_idle(saver: Saver) -> None:
+def await_idle(saver: AsyncSaver) -> None:
     wait_for("the save to end", lambda: saver.idle, WAIT_SECONDS)
 
 
 def loaded(root: str, **models: Tree) -> Tree:
-    found = newest_committed(root, hashes=True)
+    found = newest_checkpoint(root, hashes=True)
     assert found is not None
     sharded_state.load_shards(found, models)
     return models
 
 
 def test_what_changes_after_it_was_staged_is_saved_as_it_was(root: str, held: Held) -> None:
-    saver, live = Saver(), model(1.0)
+    saver, live = AsyncSaver(), model(1.0)
     save(saver, root, 1, policy=live)
     assert not saver.idle
     live["w"].fill_(9.0)
@@ -87,7 +87,7 @@ def test_what_changes_after_it_was_staged_is_saved_as_it_was(root: str, held: He
 
 
 def test_all_models_are_in_one_commit_and_can_be_loaded_one_by_one(root: str) -> None:
-    saver = Saver()
+    saver = AsyncSaver()
     save(saver, root, 1, policy=model(1.0), critic=model(2.0))
     await_idle(saver)
     assert loaded(root, critic=model(0.0))["critic"]["w"].eq(2.0).all()
@@ -97,7 +97,7 @@ def test_all_models_are_in_one_commit_and_can_be_loaded_one_by_one(root: str) ->
 
 
 def test_the_buffers_of_the_last_time_are_used_again_as_long_as_they_fit(root: str) -> None:
-    saver = Saver()
+    saver = AsyncSaver()
     save(saver, root, 1, policy=model(1.0))
     await_idle(saver)
     before = saver._staged["policy"]["w"].data_ptr()
@@ -116,7 +116,7 @@ def test_memory_that_was_made_early_is_what_the_copies_lie_in(
     runtime, live = CudaRuntime(), {"w": torch.full((4, 3), 1.0), "more": [{"v": torch.ones(2)}, torch.empty(0)]}
     monkeypatch.setattr(pinned_memory, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    saver = Saver()
+    saver = AsyncSaver()
     saver.expect("policy", live)
     saver._settle()
     assert sorted(runtime.pinned.values()) == [8, 48]
@@ -139,7 +139,7 @@ def test_of_a_distributed_tensor_memory_for_the_shard_is_made(root: str, monkeyp
     try:
         mesh = DeviceMesh("cpu", [0])
         live = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
-        saver = Saver()
+        saver = AsyncSaver()
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "is_cuda", True, raising=False)
             saver.expect("policy", {"w": live})
@@ -169,7 +169,7 @@ def test_memory_that_cannot_be_made_early_is_told_and_made_when_it_is_needed(
     monkeypatch.setattr(pinned_memory, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(async_save, "pinned_like", full)
-    saver = Saver()
+    saver = AsyncSaver()
     saver.expect("policy", model(1.0))
     saver._settle()
     assert "memory for the copies of policy could not be made in time: " in caplog.text
@@ -190,8 +190,8 @@ def test_memory_that_is_made_for_too_long_is_an_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(async_save, "pinned_like", slowly)
-    monkeypatch.setattr(async_save, "MAKING_SECONDS", 0.1)
-    saver = Saver()
+    monkeypatch.setattr(async_save, "BUFFER_SECONDS", 0.1)
+    saver = AsyncSaver()
     saver.expect("policy", model(1.0))
     with pytest.raises(CheckpointError, match=r"memory for a commit is still being made after 0\.1 s"):
         saver.stage("policy", model(1.0))
@@ -203,7 +203,7 @@ def test_what_is_expected_twice_is_made_once_and_what_changed_is_made_anew(monke
     runtime = CudaRuntime()
     monkeypatch.setattr(pinned_memory, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    saver = Saver()
+    saver = AsyncSaver()
     for shape in [(4, 3), (4, 3), (2, 2)]:
         saver.expect("policy", {"w": torch.ones(shape), "v": torch.ones(5)})
     saver._settle()
@@ -211,7 +211,7 @@ def test_what_is_expected_twice_is_made_once_and_what_changed_is_made_anew(monke
 
 
 def test_what_was_copied_is_forgotten_once_the_save_ended(root: str) -> None:
-    saver = Saver()
+    saver = AsyncSaver()
     save(saver, root, 1, policy=model(1.0))
     saver.forget()
     assert saver.idle
@@ -221,7 +221,7 @@ def test_what_was_copied_is_forgotten_once_the_save_ended(root: str) -> None:
 
 
 def test_a_model_that_is_no_longer_committed_is_left_out_and_its_copies_are_given_back(root: str) -> None:
-    saver = Saver()
+    saver = AsyncSaver()
     save(saver, root, 1, policy=model(1.0), critic=model(2.0))
     await_idle(saver)
     copied = weakref.ref(saver._staged["critic"]["w"])
@@ -233,7 +233,7 @@ def test_a_model_that_is_no_longer_committed_is_left_out_and_its_copies_are_give
 
 
 def test_the_next_save_waits_for_the_one_before(root: str, held: Held) -> None:
-    saver = Saver()
+    saver = AsyncSaver()
     save(saver, root, 1, policy=model(1.0))
     threading.Timer(0.2, held.release).start()
     save(saver, root, 2, policy=model(2.0))
@@ -246,15 +246,15 @@ def test_the_next_save_waits_for_the_one_before(root: str, held: Held) -> None:
 def test_a_save_that_does_not_end_is_waited_for_only_so_long(
     root: str, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.checkpoints.async_save.SETTLE_SECONDS", 0.1)
-    saver = Saver()
+    monkeypatch.setattr("pipeline.checkpoints.async_save.COMPLETION_SECONDS", 0.1)
+    saver = AsyncSaver()
     save(saver, root, 1, policy=model(1.0))
     with pytest.raises(CheckpointError, match="still under way"):
         saver.stage("policy", model(2.0))
 
 
 def test_old_checkpoints_go_with_the_save(root: str) -> None:
-    saver = Saver()
+    saver = AsyncSaver()
     for step in (1, 2, 3):
         save(saver, root, step, policy=model(float(step)))
     await_idle(saver)
@@ -272,14 +272,14 @@ def failing_with(error: Exception) -> Callable[..., None]:
 def test_whatever_ends_a_save_is_a_checkpoint_error_and_the_next_one_can_be_made(
     root: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = Saver()
+    saver = AsyncSaver()
     with monkeypatch.context() as patched:
-        patched.setattr(sharded_state, "commit", failing_with(error))
+        patched.setattr(sharded_state, "complete_checkpoint", failing_with(error))
         save(saver, root, 1, policy=model(1.0))
         await_idle(saver)
     with pytest.raises(CheckpointError, match="disk gone"):
         saver.result()
-    assert newest_committed(root) is None
+    assert newest_checkpoint(root) is None
     save(saver, root, 1, policy=model(1.0))
     await_idle(saver)
     assert saver.result().name == "rl-1"
@@ -287,14 +287,14 @@ def test_whatever_ends_a_save_is_a_checkpoint_error_and_the_next_one_can_be_made
 
 def test_a_pruning_that_fails_leaves_the_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.checkpoints.async_save.prune", failing_with(CheckpointError("not allowed")))
-    saver = Saver()
+    saver = AsyncSaver()
     save(saver, root, 1, policy=model(1.0))
     await_idle(saver)
     assert saver.result().name == "rl-1"
 
 
 def test_a_value_that_cannot_be_written_fails_the_save(root: str) -> None:
-    saver = Saver()
+    saver = AsyncSaver()
     saver.stage("policy", model(1.0))
     saver._staged["policy"]["own"] = Unsaveable()
     saver.start(root, "1-0", TrainerState(job="rl", step=1), ["policy"], 2)

@@ -11,8 +11,8 @@ import pytest
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from pipeline.errors import CheckpointError
-from pipeline.tinker.tinker_records import Adapter, Datum, Pass, Passed, Step
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.tinker.tinker_records import Adapter, Datum, Pass, PassResult, Step
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.service.client_models import RefusedRequest, ServedModels
 from tests.support.models.jobs import VOCABULARY, config_of, world_of_one, write_model
 
@@ -28,13 +28,13 @@ DATUM = Datum(
 
 
 @pytest.fixture(scope="module")
-def dispatch() -> Iterator[Dispatch]:
+def dispatch() -> Iterator[RankGroup]:
     with world_of_one() as made:
         yield made
 
 
 @pytest.fixture
-def models(dispatch: Dispatch, tmp_path: Path) -> Iterator[ServedModels]:
+def models(dispatch: RankGroup, tmp_path: Path) -> Iterator[ServedModels]:
     write_model(tmp_path / "base")
     served = ServedModels(dispatch, config_of(tmp_path / "base"), tmp_path / "weights", "one")
     yield served
@@ -42,7 +42,7 @@ def models(dispatch: Dispatch, tmp_path: Path) -> Iterator[ServedModels]:
         served.remove(id)
 
 
-def asked(models: ServedModels, id: str, *, backward: bool = False) -> Passed:
+def asked(models: ServedModels, id: str, *, backward: bool = False) -> PassResult:
     return models.run_pass(id, Pass((DATUM,), "cross_entropy", {}, backward))
 
 
@@ -60,7 +60,7 @@ def damage(folder: Path) -> None:
     file.write_bytes(data)
 
 
-def test_layers_that_the_base_has_not_are_refused_and_the_others_go_on(dispatch: Dispatch, tmp_path: Path) -> None:
+def test_layers_that_the_base_has_not_are_refused_and_the_others_go_on(dispatch: RankGroup, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape |= {
         "hidden_size": 16,

@@ -17,8 +17,8 @@ from pipeline.roles.role_context import RoleContext
 from pipeline.roles.trainer_session import RunSession
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import RunPaths
-from pipeline.train.controller.lead_or_serve import lead_or_serve_as
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.lead_or_serve import run_role_of_rank
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.train.train_jobs import Job
 from tests.fakes.configs import make_config
@@ -77,14 +77,14 @@ def attempt(rank: int, root: Path, tree: Mapping[str, Any], name: str, stop_afte
             if stop_after and self.done == stop_after:
                 raise Interrupted("draining by the test")
 
-    def lead(dispatch: Dispatch) -> None:
+    def lead(dispatch: RankGroup) -> None:
         if not refused:
             Stopped(context, dispatch).run()
             return
         with pytest.raises(CheckpointError, match="its rows are not those that this run has trained so far"):
             Stopped(context, dispatch).run()
 
-    lead_or_serve_as(config, "", lead)
+    run_role_of_rank(config, "", lead)
 
 
 def numbers(run: Path, kind: str, name: str) -> dict[int, float]:

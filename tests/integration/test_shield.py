@@ -17,17 +17,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.roles import Launch, inference, redis
+from pipeline.roles import RoleCommand, inference, redis
 from pipeline.run.metrics_log import MetricSinks
 from pipeline.topology.plan import Placement
 from pipeline.tracking.metric_sinks import WandbSink
-from pipeline.train.controller.rank_process import LAST_WORDS_SECONDS
+from pipeline.train.controller.rank_process import FINAL_REPORT_SECONDS
 from pipeline.utils import exec_shielded
 from pipeline.utils.heartbeat import HeartbeatBoard
 from pipeline.utils.subprocesses import Child, hold_port, tail
 from pipeline.utils.waiting import wait_for
-from slurm.agent.liveness import Vitals
-from slurm.agent.supervisor import launch_of
+from slurm.agent.liveness import LivenessMonitor
+from slurm.agent.supervisor import role_command
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.patience import WAIT_SECONDS
@@ -157,12 +157,15 @@ def test_redis_serves_through_a_storm_and_ends_well_when_asked(tmp_path: Path) -
     with a_redis(tmp_path, "7-0") as (context, child):
         assert_deaf(child.pid)
         storm(child.pid)
-        assert redis.answers(context.placement.address, context.placement.ports[0], context.world.password)
+        assert redis.is_answering(context.placement.address, context.placement.ports[0], context.world.password)
         assert child.stop(STOP_SECONDS) == 0
 
 
 def test_a_redis_that_is_stopped_is_found_by_asking_it(tmp_path: Path) -> None:
-    with a_redis(tmp_path, "7-0") as (context, child), closing(Vitals("redis.0", redis.launch(context), 2.0)) as vitals:
+    with (
+        a_redis(tmp_path, "7-0") as (context, child),
+        closing(LivenessMonitor("redis.0", redis.launch(context), 2.0)) as vitals,
+    ):
         vitals.probe.start()
         wait_for("an answer", lambda: vitals.probe.answers, WAIT_SECONDS)
         assert vitals.watch(child.pid) is None
@@ -188,7 +191,7 @@ def test_actor_and_preprocessor_tell_that_their_work_goes_on(tmp_path: Path) -> 
     with ExitStack() as stack:
         attempt = stack.enter_context(an_attempt(tmp_path, config, (("127.0.0.1", 1),)))
         for role in ("preprocessor", "actor"):
-            board = stack.enter_context(closing(HeartbeatBoard(launch_of(attempt.context(role)).beats)))
+            board = stack.enter_context(closing(HeartbeatBoard(role_command(attempt.context(role)).beats)))
             child = attempt.start(role, board.environment)
             before = board.read()[0]
             assert before.pid == child.pid
@@ -244,7 +247,7 @@ def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
 def test_torchrun_ends_soon_when_one_of_its_ranks_is_lost_but_not_in_a_storm(tmp_path: Path) -> None:
     with started(TORCHRUN, tmp_path / "log") as child:
         wait_for_text(tmp_path / "log", idle_ranks.READY, child)
-        storm(child.pid, LAST_WORDS_SECONDS + 1)
+        storm(child.pid, FINAL_REPORT_SECONDS + 1)
         processes = family(child.pid)
         max(processes, key=lambda process: process.pid).kill()
         wait_for("torchrun to end", lambda: child.poll() is not None, STOP_SECONDS)
@@ -252,7 +255,7 @@ def test_torchrun_ends_soon_when_one_of_its_ranks_is_lost_but_not_in_a_storm(tmp
 
 
 def test_a_rank_that_is_stopped_while_it_waits_for_an_order_is_found_and_named(tmp_path: Path) -> None:
-    vitals = Vitals("trainer.0", Launch(TORCHRUN, lambda: True, 2), seconds=3.0)
+    vitals = LivenessMonitor("trainer.0", RoleCommand(TORCHRUN, lambda: True, 2), seconds=3.0)
     with closing(vitals), started(TORCHRUN, tmp_path / "log", vitals.board.environment) as child:
         wait_for_text(tmp_path / "log", idle_ranks.READY, child)
         rank = vitals.board.read()[1]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pipeline.errors import ForgedError
+from pipeline.errors import SignatureError
 from pipeline.train.batching.packing import Budget
-from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, Site
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import Deadlines, RankState
 from tests.support.ranks.forked_ranks import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -18,8 +18,10 @@ def test_a_rank_of_another_secret_meets_nobody() -> None:
 
 
 def a_rank_that_is_refused(rank: int) -> None:
-    with pytest.raises(ForgedError, match="carries no signature with this world's secret"):
-        lead_or_serve(lambda dispatch: None, Budget(64), patience=PATIENCE, secret=f"the secret of rank {rank}")
+    with pytest.raises(SignatureError, match="carries no signature with this world's secret"):
+        run_controller_or_worker(
+            lambda dispatch: None, Budget(64), patience=PATIENCE, secret=f"the secret of rank {rank}"
+        )
 
 
 def test_ranks_of_one_secret_run_what_the_controller_orders() -> None:
@@ -29,12 +31,12 @@ def test_ranks_of_one_secret_run_what_the_controller_orders() -> None:
 def a_rank_that_serves(rank: int) -> None:
     answers: list[list[int]] = []
 
-    def lead(dispatch: Dispatch) -> None:
+    def lead(dispatch: RankGroup) -> None:
         answers.append(dispatch.on_sites(number_of))
 
-    lead_or_serve(lead, Budget(64), patience=PATIENCE, secret="of all")
+    run_controller_or_worker(lead, Budget(64), patience=PATIENCE, secret="of all")
     assert answers == ([] if rank else [[0, 1]])
 
 
-def number_of(site: Site) -> int:
+def number_of(site: RankState) -> int:
     return site.rank

@@ -14,11 +14,11 @@ import pytest
 
 from pipeline.config import TaskConfig
 from pipeline.config.model_directory import BUILT_IN
-from pipeline.environments import Answer, Prompt, ask
+from pipeline.environments import Completion, Prompt, user_prompt
 from pipeline.environments.rewards import Score
-from pipeline.environments.task_calls import Asked
+from pipeline.environments.task_calls import RenderedPrompt
 from pipeline.environments.task_worker import Setup
-from pipeline.environments.worker_pool import TaskPool
+from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import TaskError
 from pipeline.utils.waiting import wait_for
 from tests.fakes.jumping_loop import pass_time, run_jumping
@@ -29,7 +29,7 @@ from tests.support.tasks.hostile_task import HANGING_PROMPT, LOCAL_PROMPT, REASO
 pytestmark = pytest.mark.integration
 
 DEADLINE = 3600.0
-PROMPT = ask("2+2")
+PROMPT = user_prompt("2+2")
 
 
 def a_setup(notes: Path, processes: int = 2, name: str = "tests.support.tasks.hostile_task:Hostile") -> Setup:
@@ -39,11 +39,11 @@ def a_setup(notes: Path, processes: int = 2, name: str = "tests.support.tasks.ho
     return Setup(task, 0, BUILT_IN / "tiny_qwen3")
 
 
-def in_pool(notes: Path, story: Callable[[TaskPool], Awaitable[None]], processes: int = 2) -> None:
+def in_pool(notes: Path, story: Callable[[WorkerPool], Awaitable[None]], processes: int = 2) -> None:
     """`story` with a pool of workers."""
 
     async def told() -> None:
-        async with TaskPool(a_setup(notes, processes), 10 * DEADLINE) as pool:
+        async with WorkerPool(a_setup(notes, processes), 10 * DEADLINE) as pool:
             await story(pool)
 
     run_jumping(asyncio.wait_for(told(), 1000 * DEADLINE))
@@ -59,14 +59,14 @@ async def hanging(notes: Path, count: int) -> list[int]:
     )
 
 
-async def rewards(pool: TaskPool, prompt: Prompt, texts: Sequence[str]) -> list[float | str]:
+async def rewards(pool: WorkerPool, prompt: Prompt, texts: Sequence[str]) -> list[float | str]:
     """The rewards of single turns without their metrics."""
-    scores = await pool.rewards(prompt, [Answer(text) for text in texts])
+    scores = await pool.rewards(prompt, [Completion(text) for text in texts])
     return [score.reward if isinstance(score, Score) else score for score in scores]
 
 
 def test_each_bad_reward_fails_its_own_sample_with_its_reason_and_the_others_are_scored(tmp_path: Path) -> None:
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         texts = [text for bad in REASONS for text in ("ok", bad, "ok")]
         expected = [value for bad in REASONS for value in (1.0, REASONS[bad], 1.0)]
         assert await rewards(pool, PROMPT, texts) == expected
@@ -78,7 +78,7 @@ def test_each_bad_reward_fails_its_own_sample_with_its_reason_and_the_others_are
 def test_a_reward_that_never_ends_is_ended_with_all_it_started(
     tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         scoring = asyncio.create_task(rewards(pool, PROMPT, ["ok", what, "ok"]))
         pids = await hanging(tmp_path, 2 if what == "leave" else 1)
         if what != "close":
@@ -95,7 +95,7 @@ def test_a_reward_that_never_ends_is_ended_with_all_it_started(
 
 
 def test_rewards_that_hang_in_every_process_disable_nothing(tmp_path: Path) -> None:
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         stuck = [asyncio.create_task(rewards(pool, PROMPT, ["hang"])) for _ in range(3)]
         healthy = asyncio.create_task(rewards(pool, PROMPT, ["ok"]))
         for count in (1, 2, 3):
@@ -110,11 +110,11 @@ def test_rewards_that_hang_in_every_process_disable_nothing(tmp_path: Path) -> N
 
 
 def test_while_one_process_is_busy_another_starts_and_the_loop_runs_on(tmp_path: Path) -> None:
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         slow = asyncio.create_task(pool.prompt(HANGING_PROMPT))
         await hanging(tmp_path, 1)
         other = await pool.prompt(3)
-        assert other == Asked(ask("3+1", answer=4), "^3+1=")
+        assert other == RenderedPrompt(user_prompt("3+1", answer=4), "^3+1=")
         assert not slow.done()
         await pass_time(DEADLINE + 1)
         assert str(await slow).startswith("prompt took too long: more than task.seconds=3600")
@@ -123,7 +123,7 @@ def test_while_one_process_is_busy_another_starts_and_the_loop_runs_on(tmp_path:
 
 
 def test_a_copy_that_a_reward_forks_never_answers(tmp_path: Path) -> None:
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         assert await rewards(pool, PROMPT, ["fork", "fork", "ok"] * 3) == [0.5, 0.5, 1.0] * 3
 
     in_pool(tmp_path, story, processes=1)
@@ -132,9 +132,9 @@ def test_a_copy_that_a_reward_forks_never_answers(tmp_path: Path) -> None:
 def test_a_worker_whose_rewards_leave_processes_behind_is_replaced_before_they_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.environments.worker_pool.MOST_CHILDREN", 4)
+    monkeypatch.setattr("pipeline.environments.worker_pool.MAX_CHILDREN", 4)
 
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         before = await rewards(pool, PROMPT, ["pid"])
         assert await rewards(pool, PROMPT, ["fork"] * 4 + ["pid"]) == [0.5] * 4 + before
         await rewards(pool, PROMPT, ["fork"])
@@ -144,16 +144,16 @@ def test_a_worker_whose_rewards_leave_processes_behind_is_replaced_before_they_a
 
 
 def test_a_worker_is_small_and_reads_nothing_of_ours(tmp_path: Path) -> None:
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         asked = await pool.prompt(3)
-        assert isinstance(asked, Asked)
+        assert isinstance(asked, RenderedPrompt)
         assert await rewards(pool, asked.prompt, ["heavy", "read"]) == [0.0, 0.0]
 
     in_pool(tmp_path, story)
 
 
 def test_a_call_that_is_cancelled_leaves_nothing_to_the_next(tmp_path: Path) -> None:
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         cancelled = asyncio.create_task(rewards(pool, PROMPT, ["hang", "pid"]))
         (pid,) = await hanging(tmp_path, 1)
         cancelled.cancel()
@@ -164,7 +164,7 @@ def test_a_call_that_is_cancelled_leaves_nothing_to_the_next(tmp_path: Path) -> 
 
 
 def test_a_worker_that_dies_between_calls_costs_no_sample(tmp_path: Path) -> None:
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         (pid,) = await rewards(pool, PROMPT, ["pid"])
         process = psutil.Process(int(pid))
         process.kill()
@@ -175,10 +175,10 @@ def test_a_worker_that_dies_between_calls_costs_no_sample(tmp_path: Path) -> Non
 
 
 def test_a_prompt_that_cannot_travel_says_so_and_costs_no_worker(tmp_path: Path) -> None:
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         before = await rewards(pool, PROMPT, ["pid"])
         assert str(await pool.prompt(LOCAL_PROMPT)).startswith("prompt cannot be pickled")
-        there: Prompt = ask("2+2", answer=lambda: 0)
+        there: Prompt = user_prompt("2+2", answer=lambda: 0)
         (failed,) = await rewards(pool, there, ["ok"])
         assert str(failed).startswith("prompt cannot be pickled")
         assert await rewards(pool, PROMPT, ["pid"]) == before
@@ -188,7 +188,7 @@ def test_a_prompt_that_cannot_travel_says_so_and_costs_no_worker(tmp_path: Path)
 
 def test_a_task_that_a_worker_cannot_load_ends_the_actor_with_the_reason(tmp_path: Path) -> None:
     async def start() -> None:
-        async with TaskPool(a_setup(tmp_path, name="tests.unit.environments.user_tasks:Raises"), 60):
+        async with WorkerPool(a_setup(tmp_path, name="tests.unit.environments.user_tasks:Raises"), 60):
             raise AssertionError("it was loaded")
 
     with pytest.raises(TaskError, match="cannot load it"):
@@ -199,7 +199,7 @@ def test_workers_die_with_the_actor(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys\nfrom pathlib import Path\nfrom tests.integration import test_task_pool as tests\n"
         "async def main():\n"
-        "    async with tests.TaskPool(tests.a_setup(Path(sys.argv[1])), 60) as pool:\n"
+        "    async with tests.WorkerPool(tests.a_setup(Path(sys.argv[1])), 60) as pool:\n"
         "        await tests.rewards(pool, tests.PROMPT, ['hang'])\n"
         "asyncio.run(main())"
     )
@@ -219,7 +219,7 @@ def test_ten_thousand_rewards_half_of_them_hostile_are_all_accounted_for(tmp_pat
     texts = [bad[index // 2 % len(bad)] if index % 2 else "ok" for index in range(10_000)]
     expected = {"ok": 1.0, "fork": 0.5} | REASONS
 
-    async def story(pool: TaskPool) -> None:
+    async def story(pool: WorkerPool) -> None:
         groups = [texts[start : start + 8] for start in range(0, len(texts), 8)]
         scored: list[Any] = await asyncio.gather(*(rewards(pool, PROMPT, group) for group in groups))
         assert [value for group in scored for value in group] == [expected[text] for text in texts]

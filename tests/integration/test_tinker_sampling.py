@@ -15,8 +15,8 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from pipeline.tinker.checkpoint_catalog import PASSING_KEPT
-from pipeline.tinker.gateway_settings import MOST_ADAPTERS
+from pipeline.tinker.checkpoint_catalog import MAX_EPHEMERAL
+from pipeline.tinker.gateway_settings import MAX_ADAPTERS
 from tests.integration.tinker_client import adam, client_of, forget_clients, make_data
 from tests.integration.tinker_server import TinkerServer, serving_samples
 from tests.integration.tinker_truth import Truth
@@ -193,16 +193,16 @@ def test_a_server_holds_a_few_adapters_and_every_snapshot_can_be_sampled_from(
     _, (sampler_server,) = running
     trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=2).result()
     samplers, expected = [], []
-    for number in range(PASSING_KEPT + 3):
+    for number in range(MAX_EPHEMERAL + 3):
         trainer.forward_backward(make_data(number), "cross_entropy").result()
         trainer.optim_step(adam(2e-2)).result()
         samplers.append(trainer.save_weights_and_get_sampling_client())
         expected.append(samplers[-1].compute_logprobs(prompt_of()).result())
-    assert loaded(sampler_server) == MOST_ADAPTERS
+    assert loaded(sampler_server) == MAX_ADAPTERS
     for sampler, before in zip(samplers, expected, strict=True):
         np.testing.assert_allclose(sampler.compute_logprobs(prompt_of()).result()[1:], before[1:], atol=CLOSE)  # type: ignore[arg-type]
-    assert loaded(sampler_server) == MOST_ADAPTERS
-    assert len({round(each[1] or 0.0, 4) for each in expected}) > MOST_ADAPTERS // 2
+    assert loaded(sampler_server) == MAX_ADAPTERS
+    assert len({round(each[1] or 0.0, 4) for each in expected}) > MAX_ADAPTERS // 2
 
 
 def test_the_base_is_the_base_beside_as_many_adapters_as_a_server_holds(
@@ -210,14 +210,14 @@ def test_the_base_is_the_base_beside_as_many_adapters_as_a_server_holds(
 ) -> None:
     _, (sampler_server,) = running
     trainer, samplers = client.create_lora_training_client(base_model="tiny", rank=4, seed=3).result(), []
-    for number in range(MOST_ADAPTERS):
+    for number in range(MAX_ADAPTERS):
         for _ in range(2):
             trainer.forward_backward(make_data(number), "cross_entropy").result()
             trainer.optim_step(adam(5e-2)).result()
         path = trainer.save_weights_for_sampler(f"beside-{number}").result().path
         samplers.append(client.create_sampling_client(model_path=path))
         samplers[-1].compute_logprobs(prompt_of()).result()
-    assert loaded(sampler_server) == MOST_ADAPTERS
+    assert loaded(sampler_server) == MAX_ADAPTERS
     untrained = client.create_sampling_client(base_model="tiny")
     asked = [sampler.sample(prompt_of(), 1, params()) for _ in range(3) for sampler in (untrained, *samplers)]
     answers = [future.result().sequences[0] for future in asked]

@@ -48,7 +48,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         return version_of_step()
 
-    monkeypatch.setattr(token_versions, "_SAYS", "_what_no_release_has")
+    monkeypatch.setattr(token_versions, "_FIELD", "_what_no_release_has")
     monkeypatch.setattr(
         token_versions, "_Engine", type("Engine", (), {"weights": None, "processed": None, "labels": False})
     )
@@ -103,7 +103,7 @@ def test_a_release_that_says_versions_itself_says_them_of_updates_without_a_paus
         EngineCore._attach_weight_version(object(), outputs)
         return str(outputs[0].weight_version)
 
-    monkeypatch.setattr(token_versions, "_SAYS", "_attach_weight_version")
+    monkeypatch.setattr(token_versions, "_FIELD", "_attach_weight_version")
     monkeypatch.setattr(EngineCore, "_attach_weight_version", attach)
     note_versions()
     told = "default"

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config import LossConfig
-from pipeline.train.algorithms import ValueObjective
+from pipeline.train.algorithms import ValueLoss
 from tests.support.oracle.cases import LAYERS, RECIPES, STEPS, make_rows, write_models
 from tests.support.oracle.losses import CLIPPED
 from tests.support.oracle.truth import FLOAT32, answers, errors, excess
@@ -125,7 +125,7 @@ def test_metrics_do_not_depend_on_ranks_micro_batches_or_level(recipe: str, resu
 def measures_entropy(case: Case) -> bool:
     """A bonus measures it anyway; a critic has none."""
     objective = RECIPES[case.recipe].objective
-    if isinstance(objective, ValueObjective) or case.level == "none":
+    if isinstance(objective, ValueLoss) or case.level == "none":
         return False
     return case.level == "with_entropy" or objective.entropy > 0
 
@@ -147,7 +147,7 @@ def bounded(name: str, model: Path) -> Iterator[tuple[NDArray[np.float64], float
         return np.concatenate([np.asarray(value, np.float64) for value in values])[counted]
 
     given = of_rows(answers(model, name))
-    if isinstance(objective, ValueObjective) and objective.clip:
+    if isinstance(objective, ValueLoss) and objective.clip:
         yield np.abs(given - of_rows([row.values for row in rows])), objective.clip
     if isinstance(objective, LossConfig):
         behaviour = of_rows([row.behaviour for row in rows])

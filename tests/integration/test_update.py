@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from pipeline.config import LossConfig, RunConfig
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms import SFT, ValueObjective, token_advantages
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.algorithms import SFT, ValueLoss, token_advantages
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.policy_update import PolicyUpdate, cut_by_prompt, in_order_of
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.worker_spec import models_of
@@ -28,7 +28,7 @@ VOCABULARY, PROMPTS, SAMPLES = 11, 4, 4
 
 
 @pytest.fixture(scope="module")
-def dispatch() -> Iterator[Dispatch]:
+def dispatch() -> Iterator[RankGroup]:
     with world_of_one(tokens=512) as made:
         yield made
 
@@ -50,7 +50,7 @@ def a_config(path: Path, loss: dict[str, Any], rank: int = 0, **training: Any) -
     )
 
 
-def begun(dispatch: Dispatch, config: RunConfig) -> PolicyUpdate:
+def begun(dispatch: RankGroup, config: RunConfig) -> PolicyUpdate:
     """A fresh job on a fresh policy."""
     for name in list(dispatch.models):
         dispatch.remove_model(name)
@@ -60,15 +60,15 @@ def begun(dispatch: Dispatch, config: RunConfig) -> PolicyUpdate:
     return update
 
 
-def a_row(tokens: Sequence[int], sampled: int, advantage: float, prompt: int, seed: int = 0) -> Row:
+def a_row(tokens: Sequence[int], sampled: int, advantage: float, prompt: int, seed: int = 0) -> TrainSequence:
     """A row whose last `sampled` tokens were sampled, at log-probabilities near those of a fresh model."""
     mask = np.zeros(len(tokens), np.uint8)
     mask[len(tokens) - sampled :] = 1
     noise = np.random.default_rng([seed, *tokens]).normal(-np.log(VOCABULARY), 0.2, len(tokens))
-    return Row(np.array(tokens, np.int32), mask, advantage, (noise * mask).astype(np.float32), prompt=prompt)
+    return TrainSequence(np.array(tokens, np.int32), mask, advantage, (noise * mask).astype(np.float32), prompt=prompt)
 
 
-def some_rows(seed: int = 0) -> list[Row]:
+def some_rows(seed: int = 0) -> list[TrainSequence]:
     """Of four prompts, with one to three sampled tokens each."""
     draw = np.random.default_rng(seed)
     rows = []
@@ -80,7 +80,7 @@ def some_rows(seed: int = 0) -> list[Row]:
     return rows
 
 
-def parameters(dispatch: Dispatch, name: str = "policy") -> dict[str, torch.Tensor]:
+def parameters(dispatch: RankGroup, name: str = "policy") -> dict[str, torch.Tensor]:
     return {key: tensor.clone() for key, tensor in dispatch.full_parameters(name)}
 
 
@@ -92,7 +92,7 @@ def taken(worker: ModelWorker) -> int:
     return int(worker.state()["progress"]["taken"])
 
 
-def test_the_first_ratio_of_a_step_is_exactly_one(dispatch: Dispatch, model: Path) -> None:
+def test_the_first_ratio_of_a_step_is_exactly_one(dispatch: RankGroup, model: Path) -> None:
     update = begun(dispatch, a_config(model, {"name": "grpo", "proximal": "recompute"}))
     metrics = update.run(some_rows(), 0)
     assert (metrics["ratio_min"], metrics["ratio_max"], metrics["log_ratio_max"]) == (1.0, 1.0, 0.0)
@@ -100,7 +100,7 @@ def test_the_first_ratio_of_a_step_is_exactly_one(dispatch: Dispatch, model: Pat
     assert metrics["optimizer_steps"] == 1
 
 
-def test_a_single_optimizer_step_takes_its_ratios_over_its_own_pass(dispatch: Dispatch, model: Path) -> None:
+def test_a_single_optimizer_step_takes_its_ratios_over_its_own_pass(dispatch: RankGroup, model: Path) -> None:
     loss = {"name": "grpo", "proximal": "recompute", "correction": "truncate", "correction_cap": 1.1}
     config, rows = a_config(model, loss), some_rows()
     update = begun(dispatch, config)
@@ -124,7 +124,7 @@ def test_a_single_optimizer_step_takes_its_ratios_over_its_own_pass(dispatch: Di
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_what_rows_say_of_the_policy_of_a_step_is_not_believed(dispatch: Dispatch, model: Path, epochs: int) -> None:
+def test_what_rows_say_of_the_policy_of_a_step_is_not_believed(dispatch: RankGroup, model: Path, epochs: int) -> None:
     config = a_config(model, {"name": "grpo", "proximal": "recompute"}, update_epochs=epochs)
     of_a_file = [replace(row, proximal=np.full(len(row), -9.0, np.float32)) for row in some_rows()]
     found, expected = (begun(dispatch, config).run(rows, 0) for rows in (of_a_file, some_rows()))
@@ -133,7 +133,7 @@ def test_what_rows_say_of_the_policy_of_a_step_is_not_believed(dispatch: Dispatc
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_step_is_epochs_times_mini_batches_optimizer_steps_on_what_was_said_at_its_begin(
-    dispatch: Dispatch, model: Path, offload: bool
+    dispatch: RankGroup, model: Path, offload: bool
 ) -> None:
     loss = {"name": "ppo", "proximal": "recompute", "advantage": "gae", "kl": 0.1, "kl_in": "reward"}
     config = a_config(model, loss, update_epochs=2, mini_batches=2, offload=offload)
@@ -150,14 +150,14 @@ def test_a_step_is_epochs_times_mini_batches_optimizer_steps_on_what_was_said_at
         torch.testing.assert_close(values[name], tensor, rtol=0, atol=1e-6)
 
 
-def by_hand(dispatch: Dispatch, config: RunConfig, rows: list[Row], step: int) -> None:
+def by_hand(dispatch: RankGroup, config: RunConfig, rows: list[TrainSequence], step: int) -> None:
     """The same with whole batches that travel with every call."""
     whole = Batch.of(rows, temperature=config.rollout.temperature)
     said = {name: dispatch.forward(name, whole) for name in ("policy", "reference", "critic")}
     due = token_advantages.assign_advantages(rows, config.loss, said["policy"], said["reference"], said["critic"])
     assert due.returns is not None
     complete = [
-        Row(row.tokens, row.mask, advantages, row.behaviour, None, row.prompt, proximal, values, returns)
+        TrainSequence(row.tokens, row.mask, advantages, row.behaviour, None, row.prompt, proximal, values, returns)
         for row, advantages, proximal, values, returns in zip(
             rows, due.advantages, said["policy"], said["critic"], due.returns, strict=True
         )
@@ -166,13 +166,13 @@ def by_hand(dispatch: Dispatch, config: RunConfig, rows: list[Row], step: int) -
     for epoch in range(2):
         for number in in_order_of(epoch, 2, [config.seed, step]):
             batch = Batch.of([complete[place] for place in parts[number]], temperature=config.rollout.temperature)
-            dispatch.forward_backward("critic", batch, ValueObjective(config.critic.clip))
+            dispatch.forward_backward("critic", batch, ValueLoss(config.critic.clip))
             dispatch.optim_step("critic")
             dispatch.forward_backward("policy", batch, config.loss)
             dispatch.optim_step("policy")
 
 
-def test_a_fresh_job_copies_the_policy_into_reference_and_critic(dispatch: Dispatch, model: Path) -> None:
+def test_a_fresh_job_copies_the_policy_into_reference_and_critic(dispatch: RankGroup, model: Path) -> None:
     config = a_config(model, {"name": "ppo", "advantage": "gae", "kl": 0.1})
     update = begun(dispatch, config)
     update.run(some_rows(), 0)
@@ -190,13 +190,13 @@ def backbone(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_reference_becomes_the_policy_of_its_time(dispatch: Dispatch, model: Path) -> None:
+def test_the_reference_becomes_the_policy_of_its_time(dispatch: RankGroup, model: Path) -> None:
     update = begun(dispatch, a_config(model, {"name": "grpo", "kl": 0.1, "reference_every": 2}))
     divergences = [update.run(some_rows(step), step)["reference_kl"] for step in range(4)]
     assert [divergence == 0 for divergence in divergences] == [True, False, True, False]
 
 
-def test_with_adapters_the_reference_is_the_base_until_it_is_refreshed(dispatch: Dispatch, model: Path) -> None:
+def test_with_adapters_the_reference_is_the_base_until_it_is_refreshed(dispatch: RankGroup, model: Path) -> None:
     loss = {"name": "ppo", "advantage": "gae", "kl": 0.1, "reference_every": 2}
     update = begun(dispatch, a_config(model, loss, rank=2))
     assert all(".lora_A." in name or ".lora_B." in name for name in parameters(dispatch))
@@ -204,11 +204,13 @@ def test_with_adapters_the_reference_is_the_base_until_it_is_refreshed(dispatch:
     assert [divergence == 0 for divergence in divergences] == [True, False, True]
 
 
-def test_a_batch_without_a_counted_token_trains_nothing(dispatch: Dispatch, model: Path) -> None:
+def test_a_batch_without_a_counted_token_trains_nothing(dispatch: RankGroup, model: Path) -> None:
     loss = {"name": "ppo", "proximal": "recompute", "advantage": "gae", "kl": 0.1}
     update = begun(dispatch, a_config(model, loss, mini_batches=2))
     before = parameters(dispatch)
-    blank = [Row(row.tokens, row.mask * 0, row.advantages, row.behaviour, prompt=row.prompt) for row in some_rows()]
+    blank = [
+        TrainSequence(row.tokens, row.mask * 0, row.advantages, row.behaviour, prompt=row.prompt) for row in some_rows()
+    ]
     total = sum(map(len, blank))
     assert update.run(blank, 0) == {"optimizer_steps": 0, "skipped": 0, "tokens/left_out": total}
     assert alike(parameters(dispatch), before)
@@ -219,17 +221,19 @@ def test_a_batch_without_a_counted_token_trains_nothing(dispatch: Dispatch, mode
     assert not alike(parameters(dispatch), before)
 
 
-def test_rows_that_do_not_count_change_nothing(dispatch: Dispatch, model: Path) -> None:
+def test_rows_that_do_not_count_change_nothing(dispatch: RankGroup, model: Path) -> None:
     config = a_config(model, {"name": "grpo", "normalise": "prompt"})
     rows = some_rows()
     begun(dispatch, config).run(rows, 0)
     alone = parameters(dispatch)
-    cut_off = Row(np.arange(8, dtype=np.int32), np.zeros(8, np.uint8), 5.0, np.zeros(8, np.float32), prompt=99)
+    cut_off = TrainSequence(
+        np.arange(8, dtype=np.int32), np.zeros(8, np.uint8), 5.0, np.zeros(8, np.float32), prompt=99
+    )
     begun(dispatch, config).run([cut_off, *rows], 0)
     assert alike(parameters(dispatch), alone)
 
 
-def test_a_number_that_is_not_finite_is_named_and_nothing_is_trained(dispatch: Dispatch, model: Path) -> None:
+def test_a_number_that_is_not_finite_is_named_and_nothing_is_trained(dispatch: RankGroup, model: Path) -> None:
     update = begun(dispatch, a_config(model, {"name": "ppo", "advantage": "gae"}))
     before = parameters(dispatch)
     rows = some_rows()
@@ -242,7 +246,7 @@ def test_a_number_that_is_not_finite_is_named_and_nothing_is_trained(dispatch: D
 
 
 def test_rows_without_what_the_sampling_policy_said_are_refused_and_nothing_is_trained(
-    dispatch: Dispatch, model: Path
+    dispatch: RankGroup, model: Path
 ) -> None:
     update = begun(dispatch, a_config(model, {"name": "ppo", "advantage": "gae", "proximal": "recompute"}))
     before, unsampled = parameters(dispatch), [replace(row, behaviour=None) for row in some_rows()]
@@ -257,7 +261,7 @@ def test_rows_without_what_the_sampling_policy_said_are_refused_and_nothing_is_t
 
 
 def test_models_are_not_intact_when_a_step_ends_in_between(
-    dispatch: Dispatch, model: Path, monkeypatch: pytest.MonkeyPatch
+    dispatch: RankGroup, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = begun(dispatch, a_config(model, {"name": "grpo"}, mini_batches=2))
     steps: list[str] = []
@@ -266,7 +270,7 @@ def test_models_are_not_intact_when_a_step_ends_in_between(
         steps.append(name)
         if len(steps) == 2:
             raise TrainingError("the disk is full")
-        return Dispatch.optim_step(dispatch, name)
+        return RankGroup.optim_step(dispatch, name)
 
     monkeypatch.setattr(dispatch, "optim_step", fail_second)
     assert update.intact
@@ -275,7 +279,7 @@ def test_models_are_not_intact_when_a_step_ends_in_between(
     assert not update.intact
 
 
-def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: Dispatch, model: Path) -> None:
+def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: RankGroup, model: Path) -> None:
     loss = {"name": "ppo", "advantage": "gae", "kl": 0.1, "kl_in": "reward", "reference_every": 2}
     config = a_config(model, loss, update_epochs=2, mini_batches=2)
     update, names = begun(dispatch, config), ("policy", "reference", "critic")
@@ -296,7 +300,7 @@ def snapshot(worker: ModelWorker) -> dict[str, Any]:
     return copy.deepcopy(worker.state())
 
 
-def test_ppo_with_a_critic_learns_what_is_rewarded(dispatch: Dispatch, model: Path) -> None:
+def test_ppo_with_a_critic_learns_what_is_rewarded(dispatch: RankGroup, model: Path) -> None:
     loss = {"name": "ppo", "advantage": "gae", "proximal": "recompute"}
     config = a_config(model, loss, update_epochs=2)
     update, draw = begun(dispatch, config), np.random.default_rng(0)
@@ -310,7 +314,7 @@ def test_ppo_with_a_critic_learns_what_is_rewarded(dispatch: Dispatch, model: Pa
     assert np.mean(errors) < 0.1
 
 
-def play(dispatch: Dispatch, draw: np.random.Generator, samples: int = 16) -> list[Row]:
+def play(dispatch: RankGroup, draw: np.random.Generator, samples: int = 16) -> list[TrainSequence]:
     """Two tokens sampled from the policy for each prompt p; each that is p + 5, then p + 6, earns a half."""
     rows: list[tuple[list[int], list[float], int]] = [
         ([prompt], [0.0], prompt) for prompt in range(PROMPTS) for _ in range(samples)
@@ -322,7 +326,7 @@ def play(dispatch: Dispatch, draw: np.random.Generator, samples: int = 16) -> li
             for (tokens, logprobs, prompt), (token, logprob) in zip(rows, chosen, strict=True)
         ]
     return [
-        Row(
+        TrainSequence(
             np.array(tokens, np.int32),
             np.array([0, 1, 1], np.uint8),
             ((tokens[1] == prompt + 5) + (tokens[2] == prompt + 6)) / 2,
@@ -333,11 +337,11 @@ def play(dispatch: Dispatch, draw: np.random.Generator, samples: int = 16) -> li
     ]
 
 
-def sample(starts: list[list[int]], dispatch: Dispatch, draw: np.random.Generator) -> list[tuple[int, float]]:
+def sample(starts: list[list[int]], dispatch: RankGroup, draw: np.random.Generator) -> list[tuple[int, float]]:
     """A next token for each start, and its log-probability."""
     every = sorted({tuple(start) for start in starts})
     candidates = [
-        Row(np.array([*start, token], np.int32), np.array([*[0] * len(start), 1], np.uint8))
+        TrainSequence(np.array([*start, token], np.int32), np.array([*[0] * len(start), 1], np.uint8))
         for start in every
         for token in range(VOCABULARY)
     ]

@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.config import TaskConfig
 from pipeline.environments import load_task
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.verifiers import verifiers_process as environment_process
 from pipeline.environments.verifiers import verifiers_task as environment_task
 from pipeline.errors import ConfigError
@@ -52,7 +52,7 @@ def _environments(monkeypatch: pytest.MonkeyPatch) -> None:
 class Saying:
     """Servers that answer what they see, by a function; remember it."""
 
-    def __init__(self, chat: Chat, say: Say) -> None:
+    def __init__(self, chat: ChatTokenizer, say: Say) -> None:
         self.chat, self.say = chat, say
         self.seen: list[list[int]] = []
 
@@ -70,7 +70,7 @@ def group_of(tmp_path: Path, environment: str, say: Say, samples: int = 2, **opt
         task={"name": "verifiers", "options": settings},
         rollout={"samples": samples, "max_tokens": 64, "give_up_after": 1000},
     )
-    task, chat = load_task(config.task, 0), Chat(model)
+    task, chat = load_task(config.task, 0), ChatTokenizer(model)
     servers = Saying(chat, say)
 
     async def story() -> Group:
@@ -150,7 +150,7 @@ def test_what_an_environment_does_wrong_is_the_reason_and_never_a_zero(
     how: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment_process, "STALL_SECONDS", 5.0)
-    monkeypatch.setattr(environment_task, "MOST_RUNS", 2)
+    monkeypatch.setattr(environment_task, "MAX_RUNS", 2)
     group, _ = group_of(tmp_path, "vf-sums", the_sum, taskset={"how": how})
     assert group.samples == ()
     assert set(group.failures) == {reason}

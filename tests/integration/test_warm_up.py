@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.config import RunConfig
 from pipeline.train.batching.packing import Budget, Packing
-from pipeline.train.batching.sequences import Row
-from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.train.batching.sequences import TrainSequence
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.policy_update import PolicyUpdate
 from pipeline.train.model import packed_attention
@@ -49,23 +49,23 @@ def a_config(path: Path, ranks: int, loss: str, compiled: bool) -> RunConfig:
     )
 
 
-def rows_of(step: int) -> list[Row]:
+def rows_of(step: int) -> list[TrainSequence]:
     draw = np.random.default_rng(step)
     rows = []
     for length in LENGTHS[step]:
         mask = (np.arange(length) > 0).astype(np.uint8)
         tokens = draw.integers(0, VOCABULARY, length).astype(np.int32)
         tokens[: length // 2] = np.arange(length // 2) + step  # as those of a prompt
-        rows.append(Row(tokens, mask, float(draw.normal()), np.full(length, -2.8, np.float32)))
+        rows.append(TrainSequence(tokens, mask, float(draw.normal()), np.full(length, -2.8, np.float32)))
     return rows
 
 
-def compiled_graphs(site: Site) -> int:
+def compiled_graphs(site: RankState) -> int:
     """On every rank."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def whole_state(site: Site) -> list[Any]:
+def whole_state(site: RankState) -> list[Any]:
     """On every rank: parameters, gradients, moments, progress and random states."""
     workers = site.workers.values()
     leaves = [leaf for worker in workers for leaf in tree_leaves(worker.state())]
@@ -74,7 +74,7 @@ def whole_state(site: Site) -> list[Any]:
     return [local(leaf.detach()).numpy().tobytes() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def trained(dispatch: Dispatch, config: RunConfig) -> list[Any]:
+def trained(dispatch: RankGroup, config: RunConfig) -> list[Any]:
     """What all steps said, and what the ranks have at the end."""
     for name in list(dispatch.models):
         dispatch.remove_model(name)
@@ -123,11 +123,11 @@ def train_both_ways(rank: int, path: Path, ranks: int, packing: Packing, loss: s
     compile_ = torch.nn.Module.compile
     torch.nn.Module.compile = lambda self: compile_(self, backend="eager")  # type: ignore[method-assign]
 
-    def algorithm(dispatch: Dispatch) -> None:
+    def algorithm(dispatch: RankGroup) -> None:
         plain, warm = (trained(dispatch, a_config(path, ranks, loss, compiled)) for compiled in (False, True))
         assert warm == plain
 
-    lead_or_serve(algorithm, Budget(48, packed=packing != "padded", shared=packing == "shared"))
+    run_controller_or_worker(algorithm, Budget(48, packed=packing != "padded", shared=packing == "shared"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from pipeline.errors import WeightSyncError
-from pipeline.inference.weight_sync.server_admin_client import ServerControl
+from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles.inference import is_healthy
 from pipeline.rollout.server_client import Completion, _Choice
@@ -236,7 +236,7 @@ def test_a_server_that_lost_its_weights_gets_them_again_between_two_updates(serv
     told: list[int | None] = []
     with a_sender([server], lambda _, version: told.append(version)) as sender:
         publish_to_all(sender, 3, model)
-        with ServerControl(server.endpoint, SECRET) as control:
+        with ServerAdminClient(server.endpoint, SECRET) as control:
             control.post("/collective_rpc", Deadline("an answer", 10), method="leave_weights")
         wait_for("the server to be back", lambda: told == [3, None, 3], 30, missing=lambda: str(told))
         assert distance(model, PROBE, probe(server, 3)) < CLOSE
@@ -246,7 +246,7 @@ def test_both_sides_leave_their_group_at_the_end(servers: list[Served]) -> None:
     with a_sender(servers) as sender:
         publish_to_all(sender, 0, a_model(servers[0].model, 1))
         assert sender.close() == []
-    with ServerControl(servers[0].endpoint, SECRET) as control, pytest.raises(WeightSyncError):
+    with ServerAdminClient(servers[0].endpoint, SECRET) as control, pytest.raises(WeightSyncError):
         control.post("/start_weight_update", Deadline("refusal", 10))
 
 
@@ -255,7 +255,7 @@ def test_a_stranger_can_neither_ask_nor_change_a_server(servers: list[Served]) -
     for route in ("/inference/v1/generate", "/pause?mode=abort", "/update_weights", "/init_weight_transfer_engine"):
         assert status_of(endpoint, route, "guess") == 401
     with (
-        ServerControl(endpoint, "guess") as control,
+        ServerAdminClient(endpoint, "guess") as control,
         pytest.raises(WeightSyncError, match="does not know"),
     ):
         control.post("/pause", Deadline("refusal", 10))

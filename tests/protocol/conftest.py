@@ -32,7 +32,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
         usual = dict.fromkeys(RANKS, FOREVER) | {"trainer": UNTIL_TOLD}
         distinct = {role: f"{(usual | scripts)[role]}\n# {role}" for role in RANKS}
         made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct, gpus or {}, restarts, ports or {})
-        monkeypatch.setattr(supervisor, "launch_of", made.launch)
+        monkeypatch.setattr(supervisor, "role_command", made.launch)
         made.start()
         return made
 

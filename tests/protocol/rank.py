@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import RollcallError
-from pipeline.topology.plan import Card, Plan, Seat, Slot
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.topology.plan import NodeBundle, NodeInfo, Plan, RoleProcess
+from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.waiting import Clock
 from slurm.agent.preflight import node_id
-from slurm.rendezvous.probe_server import Beacon
-from slurm.rendezvous.rank_meeting import meet
+from slurm.rendezvous.probe_server import ProbeServer
+from slurm.rendezvous.rank_meeting import rendezvous
 from tests.protocol.shared_time import SharedClock
 
 
-class HeldDirectory(FileDirectory):
+class HeldDirectory(FileSharedDir):
     """Stops before one file is created, so that a test can act exactly there."""
 
     def __init__(self, root: Path, name: str) -> None:
@@ -39,7 +39,9 @@ class HeldDirectory(FileDirectory):
 
 
 def make_plan(ranks: int, spares: int) -> Plan:
-    seats = tuple(Seat(slots=(Slot(role="inference", index=index, ports=1),)) for index in range(ranks - spares))
+    seats = tuple(
+        NodeBundle(slots=(RoleProcess(role="inference", index=index, ports=1),)) for index in range(ranks - spares)
+    )
     return Plan(ranks=ranks, seats=seats)
 
 
@@ -59,8 +61,8 @@ def read_arguments() -> argparse.Namespace:
 
 def take_part(given: argparse.Namespace, clock: Clock) -> int:
     address = f"127.0.0.{given.rank + 2}"
-    with Beacon("run", given.attempt, given.rank, address) as beacon:
-        card = Card(
+    with ProbeServer("run", given.attempt, given.rank, address) as beacon:
+        card = NodeInfo(
             rank=given.rank,
             attempt=given.attempt,
             hostname=f"node{given.rank}",
@@ -72,7 +74,9 @@ def take_part(given: argparse.Namespace, clock: Clock) -> int:
         )
         directory, plan = HeldDirectory(given.directory, given.hold), make_plan(given.ranks, given.spares)
         try:
-            world = meet(directory, plan, card, run_id="run", seconds=given.seconds, lease=given.lease, clock=clock)
+            world = rendezvous(
+                directory, plan, card, run_id="run", seconds=given.seconds, lease=given.lease, clock=clock
+            )
         except RollcallError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return error.exit_code

@@ -9,14 +9,14 @@ from typing import Any
 import psutil
 
 from pipeline.config.cluster_keys import ClusterConfig
-from pipeline.roles import Launch
+from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.events import Events
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import AttemptPaths
 from pipeline.topology.plan import Placement, RoleName, World
 from pipeline.utils import shared_files
-from slurm.agent.supervisor import End, Notice, Supervisor
+from slurm.agent.supervisor import End, StopRequest, Supervisor
 from slurm.submission.compose_config import compose_config
 
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
@@ -55,7 +55,7 @@ class Attempt:
     ends: dict[int, End] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
     supervisors: dict[int, Supervisor] = field(default_factory=dict)
-    notices: dict[int, Notice] = field(default_factory=dict)
+    notices: dict[int, StopRequest] = field(default_factory=dict)
     spoken: threading.Event = field(default_factory=threading.Event)
     """Until it is set, whoever asks whether a mute role is ready gets no answer."""
     others: set[psutil.Process] = field(default_factory=lambda: set(psutil.Process().children(recursive=True)))
@@ -71,10 +71,12 @@ class Attempt:
         assert failure is not None
         return failure
 
-    def launch(self, context: RoleContext) -> Launch:
+    def launch(self, context: RoleContext) -> RoleCommand:
         role = context.placement.role
         argv = (sys.executable, "-c", self.scripts[role], str(self.paths.events))
-        return Launch(argv=argv, ready=lambda: self.is_ready(role), beats=self.scripts[role].count("heartbeat.start"))
+        return RoleCommand(
+            argv=argv, ready=lambda: self.is_ready(role), beats=self.scripts[role].count("heartbeat.start")
+        )
 
     def is_ready(self, role: RoleName) -> bool:
         """Whether it printed `up`; what a script has in its comments goes wrong."""
@@ -100,7 +102,7 @@ class Attempt:
         world = World(run_id="r", attempt="a-0", epoch=1, leader=0, secret="s", placements=places)
         for rank in sorted(set(RANKS.values())):
             contexts = [RoleContext(self.paths, config, world, place) for place in world.of_rank(rank)]
-            self.notices[rank] = Notice()
+            self.notices[rank] = StopRequest()
             self.supervisors[rank] = Supervisor(contexts, f"agent.{rank}", self.paths, self.cluster, self.notices[rank])
             thread = threading.Thread(target=self._run, args=(rank,))
             thread.start()

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.topology.plan import Card, World
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.topology.plan import NodeInfo, World
+from pipeline.utils.shared_dir import FileSharedDir
 from slurm.rendezvous import probe_server as beacons
-from slurm.rendezvous.probe_server import CALLERS, Beacon, find_addresses
-from slurm.rendezvous.rank_meeting import Claim, Lease
+from slurm.rendezvous.probe_server import CALLERS, ProbeServer, find_addresses
+from slurm.rendezvous.rank_meeting import LeaderClaim, Lease
 from tests.fakes.ranks import make_cards
 from tests.patience import WAIT_SECONDS
 from tests.protocol.shared_time import SharedTime
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 SECONDS, LEASE = 8.0, 2.0
 """On the time that the ranks share, which stands while one of them does something."""
-MOST_RANKS = 16
+MAX_RANKS = 16
 
 Rank = subprocess.Popen[str]
 
@@ -78,7 +78,7 @@ class Ranks:
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
     """Starts ranks, and ends those that a test leaves."""
-    with SharedTime(tmp_path / "time", MOST_RANKS) as time:
+    with SharedTime(tmp_path / "time", MAX_RANKS) as time:
         made = Ranks(tmp_path, tmp_path / "time", time)
         yield made
         for process in made.started:
@@ -148,8 +148,8 @@ def test_a_finished_attempt_beside_it_is_never_looked_at(ranks):
 
 
 def test_claim_lease_and_card_that_strayed_from_an_old_attempt_do_no_harm(ranks, tmp_path):
-    directory = FileDirectory(tmp_path / "7-0")
-    directory.create("claim-1.json", Claim(epoch=1, rank=2, hostname="ghost", pid=1))
+    directory = FileSharedDir(tmp_path / "7-0")
+    directory.create("claim-1.json", LeaderClaim(epoch=1, rank=2, hostname="ghost", pid=1))
     directory.create("lease-1.json", Lease(epoch=1, beat=9))
     directory.create("cards/3.json", make_cards(4, attempt="6-0")[3])
     worlds = [world_of(process) for process in [ranks.start(rank) for rank in range(3)]]
@@ -174,7 +174,7 @@ def test_who_is_missing_is_named_by_all_who_came(ranks):
         assert "rank 3" in err
 
 
-def beacon_card(beacon: Beacon, rank: int, *addresses: str) -> Card:
+def beacon_card(beacon: ProbeServer, rank: int, *addresses: str) -> NodeInfo:
     """A card of attempt 7-0 that says where the beacon is."""
     return msgspec.structs.replace(
         make_cards(rank + 1, attempt="7-0")[rank], addresses=addresses or ("127.0.0.1",), beacon=beacon.port
@@ -182,18 +182,21 @@ def beacon_card(beacon: Beacon, rank: int, *addresses: str) -> Card:
 
 
 def test_the_first_address_that_answers_is_found():
-    with Beacon("run", "7-0", 2, "127.0.0.1") as beacon:
+    with ProbeServer("run", "7-0", 2, "127.0.0.1") as beacon:
         assert find_addresses("run", [beacon_card(beacon, 2, "127.0.0.77", "127.0.0.1")]) == {2: "127.0.0.1"}
 
 
 @pytest.mark.parametrize(("run", "attempt", "rank"), [("other", "7-0", 2), ("run", "6-0", 2), ("run", "7-0", 1)])
 def test_the_beacon_of_another_run_attempt_or_rank_is_not_believed(run, attempt, rank):
-    with Beacon(run, attempt, rank, "127.0.0.1") as beacon:
+    with ProbeServer(run, attempt, rank, "127.0.0.1") as beacon:
         assert find_addresses("run", [beacon_card(beacon, 2)]) == {}
 
 
 def test_what_a_witness_reaches_counts_and_not_what_the_node_reaches_of_itself():
-    with Beacon("run", "7-0", 0, "127.0.0.2", "a") as leader, Beacon("run", "7-0", 3, "127.0.0.3", "b") as other:
+    with (
+        ProbeServer("run", "7-0", 0, "127.0.0.2", "a") as leader,
+        ProbeServer("run", "7-0", 3, "127.0.0.3", "b") as other,
+    ):
         card = msgspec.structs.replace(beacon_card(leader, 0, "127.0.0.77", "127.0.0.2"), token="a")
         witness = msgspec.structs.replace(beacon_card(other, 3, "127.0.0.3"), token="b")
         assert find_addresses("run", [card], [witness]) == {0: "127.0.0.2"}
@@ -203,14 +206,17 @@ def test_what_a_witness_reaches_counts_and_not_what_the_node_reaches_of_itself()
 
 
 def test_nobody_who_does_not_know_its_token_can_make_a_beacon_call_or_answer_for_it():
-    with Beacon("run", "7-0", 0, "127.0.0.2", "a") as leader, Beacon("run", "7-0", 3, "127.0.0.3", "b") as other:
+    with (
+        ProbeServer("run", "7-0", 0, "127.0.0.2", "a") as leader,
+        ProbeServer("run", "7-0", 3, "127.0.0.3", "b") as other,
+    ):
         card, witness = beacon_card(leader, 0, "127.0.0.2"), beacon_card(other, 3, "127.0.0.3")
         assert find_addresses("run", [msgspec.structs.replace(card, token="guess")]) == {}
         assert find_addresses("run", [msgspec.structs.replace(card, token="a")], [witness]) == {}
 
 
 def test_a_caller_that_says_nothing_keeps_nobody_waiting():
-    with Beacon("run", "7-0", 2, "127.0.0.1") as beacon, socket.create_connection(("127.0.0.1", beacon.port)):
+    with ProbeServer("run", "7-0", 2, "127.0.0.1") as beacon, socket.create_connection(("127.0.0.1", beacon.port)):
         assert find_addresses("run", [beacon_card(beacon, 2)], seconds=0.9) == {2: "127.0.0.1"}
 
 
@@ -220,7 +226,7 @@ def strangers(monkeypatch):
     monkeypatch.setattr(beacons, "ANSWER_SECONDS", 30.0)
     with ExitStack() as connected:
 
-        def connect(beacon: Beacon, address: str) -> None:
+        def connect(beacon: ProbeServer, address: str) -> None:
             for _ in range(3 * CALLERS):
                 connected.enter_context(socket.create_connection((address, beacon.port), timeout=WAIT_SECONDS))
 
@@ -228,7 +234,7 @@ def strangers(monkeypatch):
 
 
 def test_callers_that_say_nothing_take_few_threads_and_keep_no_peer_out(strangers):
-    with Beacon("run", "7-0", 2, "127.0.0.1") as beacon:
+    with ProbeServer("run", "7-0", 2, "127.0.0.1") as beacon:
         strangers(beacon, "127.0.0.1")
         assert find_addresses("run", [beacon_card(beacon, 2)], seconds=20) == {2: "127.0.0.1"}
         assert [thread.name for thread in threading.enumerate()].count("beacon's answer") < 2 * CALLERS
@@ -236,8 +242,8 @@ def test_callers_that_say_nothing_take_few_threads_and_keep_no_peer_out(stranger
 
 def test_a_peer_that_waits_for_its_answer_does_not_give_way_to_strangers(strangers):
     with (
-        Beacon("run", "7-0", 0, "127.0.0.2") as leader,
-        Beacon("run", "7-0", 3, "127.0.0.3") as other,
+        ProbeServer("run", "7-0", 0, "127.0.0.2") as leader,
+        ProbeServer("run", "7-0", 3, "127.0.0.3") as other,
         socket.create_server(("127.0.0.4", 0)) as slow,
         ThreadPoolExecutor(1) as pool,
     ):
@@ -255,6 +261,6 @@ def test_a_peer_that_waits_for_its_answer_does_not_give_way_to_strangers(strange
 
 
 def test_a_closed_beacon_answers_nobody():
-    with Beacon("run", "7-0", 2, "127.0.0.1") as beacon:
+    with ProbeServer("run", "7-0", 2, "127.0.0.1") as beacon:
         card = beacon_card(beacon, 2)
     assert find_addresses("run", [card]) == {}

@@ -76,7 +76,7 @@ def test_a_disk_that_fails_while_a_server_is_started_again_holds_and_fails_nobod
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(supervisor, "LAST_SECONDS", 0.5)
+        patch.setattr(supervisor, "FINAL_WRITE_TIMEOUT", 0.5)
         patch.setattr(Child, "__init__", fails)
         os.kill(run.pid_of("inference"), 9)
         wait_for("many tries", lambda: len(tried) > 15, WAIT_SECONDS)
@@ -88,7 +88,7 @@ def test_a_disk_that_fails_while_a_server_is_started_again_holds_and_fails_nobod
     heard = time.monotonic()
     run.events.publish("training_finished", "trainer.0")
     assert run.join() == {"finished"}
-    assert time.monotonic() - heard < supervisor.LAST_SECONDS / 2
+    assert time.monotonic() - heard < supervisor.FINAL_WRITE_TIMEOUT / 2
     assert run.has_been("inference.0", [*UP, "restarting", *UP, "restarting", "stopped"])
 
 
@@ -97,7 +97,7 @@ def test_a_server_that_cannot_be_started_again_for_long_fails_the_attempt(
 ) -> None:
     run = attempt(restarts=2)
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
-    monkeypatch.setattr(supervisor, "OUTAGE_SECONDS", 2.0)
+    monkeypatch.setattr(supervisor, "FS_OUTAGE_TIMEOUT", 2.0)
     monkeypatch.setattr(Child, "group_is_gone", lambda _child: False)
     os.kill(run.pid_of("inference"), 9)
     assert run.join() == {"failed"}

@@ -227,8 +227,8 @@ def test_an_agent_that_shows_no_sign_of_life_fails_the_attempt_and_is_named(
     monkeypatch.setattr(agent_heartbeat, "TOUCH_SECONDS", 0.2)
     run = attempt()
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
-    with agent_heartbeat.NeighbourWatch(
-        run.paths, 2, 3, 1.0, partial(agent._record_lost, run.paths)
+    with agent_heartbeat.NeighborWatch(
+        run.paths, 2, 3, 1.0, partial(agent._record_lost_rank, run.paths)
     ):  # rank 0 is silent
         assert run.join() == {"failed"}
     failure = run.first_failure
@@ -237,7 +237,8 @@ def test_an_agent_that_shows_no_sign_of_life_fails_the_attempt_and_is_named(
 
 
 def test_a_role_whose_work_is_stuck_is_found_although_its_process_runs(attempt: Callable[..., Attempt]) -> None:
-    run = attempt(silence_seconds=2, trainer=f"{BEATS}{STUCK}\nwith heartbeat.during('stepping', 1):\n    get_stuck()")
+    stuck = f"{BEATS}{STUCK}\nwith heartbeat.busy_with('stepping', 1):\n    get_stuck()"
+    run = attempt(silence_seconds=2, trainer=stuck)
     assert run.join() == {"failed"}
     failure = run.first_failure
     assert failure.role == "trainer.0"

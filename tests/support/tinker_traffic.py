@@ -18,7 +18,7 @@ from pipeline.config import RunConfig
 from pipeline.tinker.generate_requests import request_body
 from pipeline.tinker.sampling_limits import Limits
 from pipeline.tinker.tinker_records import Adapter, Datum, Pass, Step
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.service.client_models import ServedModels
 
 AHEAD, WARM = 2, 3
@@ -41,7 +41,7 @@ class Training:
 
     @contextmanager
     def alone(
-        self, dispatch: Dispatch, config: RunConfig, clients: int, folder: Path
+        self, dispatch: RankGroup, config: RunConfig, clients: int, folder: Path
     ) -> Iterator[Callable[[int], None]]:
         """What does so many steps of each client's adapter on the dispatch, in turns; warm."""
         passes = [_own_pass(self.tokens(client)) for client in range(clients)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.utils import pinned_memory
-from pipeline.utils.pinned_memory import pinned, pinned_like
+from pipeline.utils.pinned_memory import pinned_like, pinned_tensor
 from tests.fakes.cuda_runtime import CudaRuntime
 
 
@@ -32,7 +32,7 @@ def flags_of(address: int) -> list[str]:
 
 
 def test_it_has_the_size_that_was_asked_for_and_is_filled_with_zeros(runtime: CudaRuntime) -> None:
-    memory = pinned(5_000_001)
+    memory = pinned_tensor(5_000_001)
     assert (memory.dtype, memory.shape) == (torch.uint8, (5_000_001,))
     assert not memory.any()
     assert runtime.pinned == {memory.data_ptr(): 5_000_001}
@@ -44,7 +44,7 @@ def test_it_is_let_go_of_with_the_last_tensor_in_it_while_it_is_still_there(
     seen: list[bool] = []
     unregister = runtime.cudaHostUnregister
     monkeypatch.setattr(runtime, "cudaHostUnregister", lambda at: (seen.append(bool(flags_of(at))), unregister(at)))
-    memory = pinned(1 << 20)
+    memory = pinned_tensor(1 << 20)
     address, part = memory.data_ptr(), memory[10:20]
     del memory
     assert [*runtime.pinned] == [address]
@@ -62,7 +62,7 @@ def test_memory_that_cuda_refuses_is_used_all_the_same_and_told(
     monkeypatch.setattr(pinned_memory, "_forget_error", lambda: forgotten.append(True))
     runtime.code = 2
     with caplog.at_level(logging.WARNING):
-        memory = pinned(8)
+        memory = pinned_tensor(8)
     assert len(memory) == 8
     assert forgotten == [True]
     assert (
@@ -83,7 +83,7 @@ def test_what_another_thread_gives_back_is_given_back_on_the_device_of_the_first
 
     monkeypatch.setattr(pinned_memory, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", device)
-    held = [pinned(8)]
+    held = [pinned_tensor(8)]
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join(10)
@@ -92,7 +92,7 @@ def test_what_another_thread_gives_back_is_given_back_on_the_device_of_the_first
 
 
 def test_it_is_not_shared_with_processes_that_are_forked(runtime: CudaRuntime) -> None:
-    memory = pinned(1 << 22)
+    memory = pinned_tensor(1 << 22)
     flags = flags_of(memory.data_ptr())
     assert "dc" in flags, "not copied by a fork"
     assert "sh" not in flags, "private: only such memory has huge pages everywhere"

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.config.run_identity import OPERATIONAL
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,7 +153,7 @@ def test_the_task_of_the_quickstart_is_right_and_would_start(tmp_path: Path) -> 
     asked = [task.prompt(index) for index in range(len(task))]
     assert not held_out & {prompt.messages[0]["content"] for prompt in asked}
     assert [task.reward(asked[7], text) for text in ("1", "0", "")] == [1.0, 0.0, 0.0]
-    chat = Chat(BUILT_IN / "tiny_qwen3")
+    chat = ChatTokenizer(BUILT_IN / "tiny_qwen3")
     assert chat.render(asked[7].messages).endswith("7=")
     assert chat.decode(chat.prompt(asked[7].messages)).endswith("7=")
 

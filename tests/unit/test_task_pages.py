@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.model_directory import model_directory
-from pipeline.environments import ask, load_task
+from pipeline.environments import load_task, user_prompt
 from pipeline.errors import ConfigError
 from slurm.submission.compose_config import CONF, compose_config
 from slurm.submission.submit_run import check_submission
@@ -69,7 +69,7 @@ def test_the_tools_of_the_page_are_right_and_would_start(tmp_path: Path) -> None
     task = names["Lookup"](names["ToolOptions"](), 0)
     (call,) = task.read_calls('<tool_call>{"name": "capital", "arguments": {"country": "Peru"}}</tool_call>')
     assert call.wrong == ""
-    assert task.use(ask("?"), call.name, call.arguments) == "Lima"
+    assert task.use(user_prompt("?"), call.name, call.arguments) == "Lima"
     assert task.reward(task.prompt(1), "It is Lima.") == 1.0
 
 

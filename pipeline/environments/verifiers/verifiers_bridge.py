@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ALIVE_SECONDS = 1.0
-MOST_LINE = 1 << 26
+MAX_LINE = 1 << 26
 HARNESS = "rollcall_chat"
 """The harness of this folder, by the name that verifiers imports it by."""
 
@@ -48,7 +48,7 @@ class PolicyRelay:
         self._http = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
         )
-        application = web.Application(client_max_size=MOST_LINE)
+        application = web.Application(client_max_size=MAX_LINE)
         application.router.add_route("*", "/v1/{route:.*}", self._pass_on)
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()
@@ -124,10 +124,10 @@ class LoadedEnvironment:
         finally:
             for session in sessions:
                 self._relay.remove(session)
-        return told_of(episode)
+        return report_of(episode)
 
 
-def told_of(episode: Any) -> dict[str, Any]:
+def report_of(episode: Any) -> dict[str, Any]:
     """The reward with its parts by name, or why there is none."""
     traces = list(episode.traces)
     errors = [error for part in (episode, *traces) if not part.ok for error in part.errors]
@@ -150,7 +150,7 @@ def told_of(episode: Any) -> dict[str, Any]:
 
 async def serve(channel: socket.socket) -> None:
     """Serve until the other side is gone."""
-    reader, writer = await asyncio.open_connection(sock=channel, limit=MOST_LINE)
+    reader, writer = await asyncio.open_connection(sock=channel, limit=MAX_LINE)
 
     def tell(value: dict[str, Any]) -> None:
         writer.write(json.dumps(value, default=str).encode() + b"\n")

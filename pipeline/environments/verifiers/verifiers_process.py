@@ -1,8 +1,8 @@
 """The process that environments of verifiers run in, as its parent sees it.
 
 Owns its start with another interpreter, the deadline of the start, and its end. Promises that a process whose loop is
-blocked by an environment is ended with all that it started, and that the other episodes in it end with `Lost`, so that
-they can be run again elsewhere. Must not know tasks or policies.
+blocked by an environment is ended with all that it started, and that the other episodes in it end with `ProcessLost`,
+so that they can be run again elsewhere. Must not know tasks or policies.
 """
 
 import asyncio
@@ -17,19 +17,19 @@ from typing import Any
 
 from pipeline.errors import DeadlineError, TaskError
 from pipeline.utils.subprocesses import Leader, describe_exit
-from pipeline.utils.waiting import within
+from pipeline.utils.waiting import run_within
 
 BRIDGE = Path(__file__).with_name("bridge.py")
 STALL_SECONDS = 60.0
 """Without a sign of life from the loop that all episodes of a process share, it is ended."""
-MOST_LINE = 1 << 26
+MAX_LINE = 1 << 26
 
 
-class Lost(Exception):
+class ProcessLost(Exception):
     """The process ended while an episode ran in it; the message says how."""
 
 
-class NoEnvironment(TaskError):
+class EnvironmentMissing(TaskError):
     """The environment cannot be had. `key` is the option that is to blame."""
 
     def __init__(self, why: str, key: str) -> None:
@@ -72,11 +72,12 @@ class EnvironmentProcess:
         return len(self._open)
 
     async def ready(self, seconds: float) -> dict[str, int]:
-        """How many tasks it has in each part; `NoEnvironment` when it has none, `DeadlineError` after `seconds`."""
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=MOST_LINE)
+        """How many tasks it has in each part; `EnvironmentMissing` when it has none, `DeadlineError` after
+        `seconds`."""
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=MAX_LINE)
         self._send(self._setup)
         try:
-            line = await within("the environment to be loaded", self._reader.readline(), seconds)
+            line = await run_within("the environment to be loaded", self._reader.readline(), seconds)
         except DeadlineError:
             await self.end("it was not loaded in time")
             raise
@@ -84,18 +85,18 @@ class EnvironmentProcess:
             line = b""  # it ended before it read what was sent
         if not line:
             await self.end()
-            raise NoEnvironment(f"{self._ended} while the environment was loaded", "python")
+            raise EnvironmentMissing(f"{self._ended} while the environment was loaded", "python")
         told = json.loads(line)
         if "wrong" in told:
             await self.end("refused")
-            raise NoEnvironment(told["wrong"], told.get("key", "id"))
+            raise EnvironmentMissing(told["wrong"], told.get("key", "id"))
         self._reading = asyncio.create_task(self._read())
         return dict(told["counts"])
 
     async def episode(self, **asked: Any) -> Mapping[str, Any]:
-        """What came of an episode; `Lost` when the process ended. Cancelling this ends the episode there."""
+        """What came of an episode; `ProcessLost` when the process ended. Cancelling this ends the episode there."""
         if self._ended:
-            raise Lost(self._ended)
+            raise ProcessLost(self._ended)
         number = next(self._numbers)
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         self._send({"id": number, **asked})
@@ -121,7 +122,7 @@ class EnvironmentProcess:
         self._writer.close()
         for answer in self._open.values():
             if not answer.done():
-                answer.set_exception(Lost(self._ended))
+                answer.set_exception(ProcessLost(self._ended))
 
     def _send(self, value: Mapping[str, Any]) -> None:
         self._writer.write(json.dumps(value).encode() + b"\n")

@@ -18,17 +18,17 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from pipeline.config.value_types import NotNegative
-from pipeline.environments.agent_report import told_of
+from pipeline.environments.agent_report import report_from
 from pipeline.environments.episode import Episode
-from pipeline.environments.task_protocol import Policy, Prompt, Task, TaskOptions, ask
-from pipeline.environments.tool_call_syntax import Form
-from pipeline.environments.verifiers.verifiers_process import EnvironmentProcess, Lost, NoEnvironment
+from pipeline.environments.task_protocol import Policy, Prompt, Task, TaskOptions, user_prompt
+from pipeline.environments.tool_call_syntax import ToolCallSyntax
+from pipeline.environments.verifiers.verifiers_process import EnvironmentMissing, EnvironmentProcess, ProcessLost
 from pipeline.errors import ConfigError, DeadlineError, EpisodeError
 
 INSTALL = "python3.11 -m venv VENV && VENV/bin/pip install verifiers, then task.options.python=VENV/bin/python"
 T = TypeVar("T")
 TRAIN, HELD_OUT = "train", "held_out"
-MOST_RUNS = 3
+MAX_RUNS = 3
 """How often an episode is begun whose process is lost."""
 
 
@@ -60,7 +60,7 @@ class VerifiersOptions(TaskOptions):
     )
     env: dict[str, Any] = Field(default_factory=dict, description="All other settings of the environment.")
     workers: Annotated[int, Field(ge=1)] = Field(1, description="Processes for its episodes.")
-    calls: Form = Field(
+    calls: ToolCallSyntax = Field(
         "tagged",
         description="Tool-call syntax of the policy: `<tool_call>{…}</tool_call>`, or `[tool:argument]`.",
     )
@@ -103,17 +103,17 @@ class Verifiers(Task):
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
         """An episode of the environment, which says what it asks; `EpisodeError` when it fails."""
         part, index = prompt.answer
-        for _ in range(MOST_RUNS):
+        for _ in range(MAX_RUNS):
             async with policy.endpoint(self.options.calls) as endpoint:
                 process = await self._process()
                 try:
                     given = {"url": endpoint.url, "key": endpoint.key, "model": endpoint.model}
                     ended = await process.episode(part=part, index=index, **given)
-                except Lost as lost:
+                except ProcessLost as lost:
                     why = str(lost)
                     continue
             return _finished(endpoint.episode(), ended)
-        raise EpisodeError(f"environment lost: {why}, {MOST_RUNS} times")
+        raise EpisodeError(f"environment lost: {why}, {MAX_RUNS} times")
 
     async def aclose(self) -> None:
         for process in self._processes:
@@ -133,18 +133,18 @@ class Verifiers(Task):
 
     def _named(self, part: str, index: int) -> Prompt:
         """A prompt that names its task; the environment decides what the policy is asked."""
-        return replace(ask(f"{self.options.id} {part} {index}", (part, index)), columns={"index": index})
+        return replace(user_prompt(f"{self.options.id} {part} {index}", (part, index)), columns={"index": index})
 
     @cached_property
     def _counts(self) -> dict[str, int]:
         """Tasks of each part. A process of its own counts them and ends, since the caller may have no event loop."""
-        return _run_apart(self._count)
+        return _run_detached(self._count)
 
     async def _count(self) -> dict[str, int]:
         process = self._start()
         try:
             counts = await process.ready(self.options.startup_seconds)
-        except NoEnvironment as error:
+        except EnvironmentMissing as error:
             raise self._refused(error) from None
         except DeadlineError as error:
             raise ConfigError("task.options.id", self.options.id, "an environment that loads", str(error)) from None
@@ -159,9 +159,9 @@ class Verifiers(Task):
         try:
             return EnvironmentProcess(self.options.python or sys.executable, self.setup())
         except OSError as error:
-            raise self._refused(NoEnvironment(str(error), "python")) from None
+            raise self._refused(EnvironmentMissing(str(error), "python")) from None
 
-    def _refused(self, error: NoEnvironment) -> ConfigError:
+    def _refused(self, error: EnvironmentMissing) -> ConfigError:
         if error.key == "python":
             expected = f"an interpreter that has verifiers ({error})"
             return ConfigError("task.options.python", self.options.python, expected, INSTALL)
@@ -176,7 +176,7 @@ class Verifiers(Task):
                 process = self._start()
                 try:
                     await process.ready(self.options.startup_seconds)
-                except (NoEnvironment, DeadlineError) as error:
+                except (EnvironmentMissing, DeadlineError) as error:
                     raise EpisodeError(f"environment cannot be started: {error}") from None
                 self._processes.append(process)
             return min(self._processes, key=lambda process: process.load)
@@ -185,13 +185,13 @@ class Verifiers(Task):
 def _finished(episode: Episode, ended: Mapping[str, Any]) -> Episode:
     if "failed" in ended:
         raise EpisodeError(f"environment failed: {ended['failed']}")
-    told = told_of({"reward": ended["reward"], "metrics": ended["metrics"]})
+    told = report_from({"reward": ended["reward"], "metrics": ended["metrics"]})
     if isinstance(told, str):
         raise EpisodeError(f"environment failed: {told}")
     return replace(episode, reward=told.reward, metrics={**episode.metrics, **told.metrics})
 
 
-def _run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def _run_detached(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """The result of a coroutine function, whether or not an event loop runs in this thread."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(work())).result()

@@ -31,7 +31,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from pipeline.errors import WeightSyncError
 from pipeline.inference.vllm.plugin import MODEL
-from pipeline.inference.vllm.token_versions import takes
+from pipeline.inference.vllm.token_versions import accepts_parameters
 from pipeline.inference.vllm.vllm_compat import adapter_renames
 from pipeline.utils import shared_files
 
@@ -66,7 +66,7 @@ class AdapterSlot:
         except ValueError as error:
             raise WeightSyncError(f"the server cannot take adapters with {dict(settings)}: {error}") from error
         self._check_layers(names)
-        _load_what_is_installed()
+        _load_installed_adapter()
 
     def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Any:
         """vLLM's form of an adapter, in memory of the host; a copy of the tensors."""
@@ -105,13 +105,13 @@ class AdapterSlot:
             raise WeightSyncError(f"the server's model has no adapter at {len(strange)} layers, such as {strange[0]}")
 
 
-def _load_what_is_installed() -> None:
+def _load_installed_adapter() -> None:
     """Have vLLM's manager of adapters take what is installed for a folder, where it would read files; a second call
     changes nothing."""
     stock = WorkerLoRAManager._load_adapter
     if stock.__module__ == __name__:
         return
-    if not takes(stock, "self", "lora_request"):
+    if not accepts_parameters(stock, "self", "lora_request"):
         raise WeightSyncError(f"this release of vLLM is not known to {__name__}: it loads adapters in another way")
     WorkerLoRAManager._load_adapter = _loading(stock)
 

@@ -15,7 +15,7 @@ from pipeline.utils.authenticated_http import ROUTE, proof_answer
 OPEN = ("/health", "/metrics", "/ping", "/version")
 PUBLIC = "/v1/"
 """Routes of OpenAI's API, for the command of an evaluation."""
-USED = frozenset(
+API_PATHS = frozenset(
     {
         *("/inference/v1/generate", "/inference/v1/abort_requests", "/tokenize", "/detokenize"),
         *("/pause", "/resume", "/reset_prefix_cache", "/get_world_size", "/collective_rpc"),
@@ -30,7 +30,7 @@ workers, such as one that writes files."""
 _RPC_BYTES = 1 << 12
 
 
-class Guard:
+class AuthMiddleware:
     """An ASGI middleware: 401 without `Authorization: Bearer <key>`, except on the `OPEN` routes; 403 for what the run
     does not use."""
 
@@ -59,7 +59,7 @@ class Guard:
         """Status and reason for a request that goes no further."""
         if not self._admits(scope):
             return 401, "this server asks for the run's password"
-        if not _is_used(scope["path"]):
+        if not _is_api_path(scope["path"]):
             return 403, f"no run uses {scope['path']}, so it is closed here"
         return None
 
@@ -81,8 +81,8 @@ class Guard:
         return scope["path"] in OPEN or hmac.compare_digest(given, self._expected)
 
 
-def _is_used(path: str) -> bool:
-    return path in OPEN or path in USED or path.startswith(PUBLIC)
+def _is_api_path(path: str) -> bool:
+    return path in OPEN or path in API_PATHS or path.startswith(PUBLIC)
 
 
 async def _method(receive: Any) -> str:

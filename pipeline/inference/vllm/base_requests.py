@@ -9,7 +9,7 @@ from typing import Any
 NO_ADAPTER = -1
 
 
-def leave_out_tokens_without_adapter() -> None:
+def skip_tokens_without_adapter() -> None:
     """Have the product with A give zeros for tokens without an adapter, so that B adds nothing. A second call changes
     nothing."""
     import torch

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel
 
-from pipeline.inference.vllm.token_versions import noted, say_versions, takes, version_of_step
+from pipeline.inference.vllm.token_versions import accepts_parameters, attach_versions, version_of_step, with_version
 
 log = logging.getLogger(__name__)
 SWITCH = "ROLLCALL_FAST_LOGPROBS"
@@ -31,7 +31,7 @@ _ROUTER = "vllm.entrypoints.scale_out.token_in_token_out.api_router"
 _ENTRIES = ("ChatCompletionLogProb", "ChatCompletionLogProbsContent", "GenerateLogProb", "GenerateLogProbsContent")
 
 
-def add_fast_logprobs(variables: Mapping[str, str] = os.environ) -> None:
+def add_compact_logprobs(variables: Mapping[str, str] = os.environ) -> None:
     """Teach this vLLM process the cheaper way; a second call changes nothing."""
     if variables.get(SWITCH) == "0":
         return
@@ -44,11 +44,11 @@ def add_fast_logprobs(variables: Mapping[str, str] = os.environ) -> None:
         if LogprobsLists.slice_request.__module__ == __name__:
             return
         known = (
-            takes(LogprobsLists, *_LISTS)
-            and takes(LogprobsLists.slice_request, "self", "req_idx", "num_positions")
-            and takes(MsgpackDecoder._decode_ndarray, "self", "arr")
-            and takes(LogprobsProcessor._update_sample_logprobs, "self", "logprobs_lists")
-            and takes(Logprob, "logprob", "rank", "decoded_token")
+            accepts_parameters(LogprobsLists, *_LISTS)
+            and accepts_parameters(LogprobsLists.slice_request, "self", "req_idx", "num_positions")
+            and accepts_parameters(MsgpackDecoder._decode_ndarray, "self", "arr")
+            and accepts_parameters(LogprobsProcessor._update_sample_logprobs, "self", "logprobs_lists")
+            and accepts_parameters(Logprob, "logprob", "rank", "decoded_token")
         )
     except (ImportError, AttributeError):
         known = False
@@ -61,7 +61,7 @@ def add_fast_logprobs(variables: Mapping[str, str] = os.environ) -> None:
     LogprobsProcessor._update_sample_logprobs = _updating(stock, LogprobsLists, Logprob)
 
 
-class Sampled(dict[int, Any]):
+class SampledLogprobs(dict[int, Any]):
     """What was sampled at one place, where nobody asked for alternatives: an answer that lists these, where vLLM would
     repeat the sampled token, lists none. Where another request of the step asks for some, it is vLLM's own entry."""
 
@@ -71,10 +71,10 @@ class Sampled(dict[int, Any]):
         return ()
 
     def __reduce__(self) -> Any:
-        return Sampled, (tuple(super().items()),)
+        return SampledLogprobs, (tuple(super().items()),)
 
 
-def add_fast_answers(serving: Any, router: Any) -> None:
+def add_compact_responses(serving: Any, router: Any) -> None:
     """Have the modules of the generate route make its answers in less time: many end in one step, and the requests that
     follow wait for them. Entries are not validated, and JSON is written by msgspec. Versions that came along are
     said."""
@@ -88,7 +88,7 @@ def add_fast_answers(serving: Any, router: Any) -> None:
     if not known:
         log.warning("this release of vLLM is not known to %s: answers are made vLLM's own way", __name__)
         return
-    tokens._create_tokens_logprobs = _saying(stock)
+    tokens._create_tokens_logprobs = _serializing(stock)
     for name in _ENTRIES:
         model = getattr(serving, name, None)
         if isinstance(model, type) and issubclass(model, BaseModel):
@@ -137,7 +137,7 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
     @functools.cache
     def prepare() -> None:
         if _ROUTER in sys.modules:
-            add_fast_answers(sys.modules.get(_SERVING), sys.modules[_ROUTER])
+            add_compact_responses(sys.modules.get(_SERVING), sys.modules[_ROUTER])
 
     def update(self: Any, logprobs_lists: Any) -> None:
         prepare()
@@ -150,19 +150,19 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
             stock(self, lists(ids[:, None], values[:, None], ranks, None))
             return
         for version in versions:
-            self.logprobs = noted(self.logprobs, version)
+            self.logprobs = with_version(self.logprobs, version)
         for token, value, rank in zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True):
             self.cumulative_logprob += value
-            self.logprobs.append(Sampled(((token, logprob(value, rank, None)),)))
+            self.logprobs.append(SampledLogprobs(((token, logprob(value, rank, None)),)))
 
     return update
 
 
-def _saying(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _serializing(stock: Callable[..., Any]) -> Callable[..., Any]:
     asked = signature(stock)
 
     def create(*given: Any, **others: Any) -> Any:
-        return say_versions(stock(*given, **others), asked.bind(*given, **others).arguments["top_logprobs"])
+        return attach_versions(stock(*given, **others), asked.bind(*given, **others).arguments["top_logprobs"])
 
     return create
 

@@ -34,11 +34,11 @@ from pipeline.inference.vllm.expert_packing import pack_experts_at_updates
 from pipeline.inference.vllm.server_password import server_password
 from pipeline.inference.weight_sync.transports.gloo import (
     SERVER,
-    Preparing,
+    PreparedSignal,
     TransferGroup,
     WeightLayout,
-    announce,
-    visit_store,
+    connect_store,
+    publish_key,
 )
 from pipeline.utils.waiting import Deadline
 
@@ -78,7 +78,7 @@ class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     version: int
 
 
-class Reception:
+class ReceiveTask:
     """One update on its way into the staging buffer, in a thread of its own."""
 
     def __init__(
@@ -102,7 +102,9 @@ class Reception:
         return self._done.result(self._deadline.left + 1)
 
 
-def receive_and_prepare(group: Preparing, receive: Callable[[], int], prepare: Callable[[], Any]) -> tuple[int, Any]:
+def receive_and_prepare(
+    group: PreparedSignal, receive: Callable[[], int], prepare: Callable[[], Any]
+) -> tuple[int, Any]:
     """The results of both; the trainer is notified after the second. `WeightSyncError` for whatever goes wrong."""
     version = receive()
     try:
@@ -127,7 +129,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
 
     version: int | None = None
     _group: TransferGroup | None = None
-    _reception: Reception | None = None
+    _reception: ReceiveTask | None = None
     _adapter: AdapterSlot | None = None
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
@@ -138,15 +140,15 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         self._seconds, self._layout = init_info.seconds, WeightLayout.parse(init_info.layout)
         self._adapter = adapter_slot(self, self._layout, init_info.adapter)
         self._staging = torch.empty(self._layout.bytes, dtype=torch.uint8)
-        store = visit_store(init_info.host, init_info.port, server_password(), init_info.seconds)
+        store = connect_store(init_info.host, init_info.port, server_password(), init_info.seconds)
         name = f"{init_info.group}/{self.vllm_config.parallel_config.rank}"
-        announce(store, name)
+        publish_key(store, name)
         self._group = TransferGroup(store, name, SERVER, init_info.address, init_info.seconds)
 
     def start_weight_update(self) -> None:
         if self._group is None:
             raise WeightSyncError("the server has not met the trainer: init_weight_transfer_engine comes first")
-        self._reception = Reception(self._group, self._staging, self._seconds, self._prepare)
+        self._reception = ReceiveTask(self._group, self._staging, self._seconds, self._prepare)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -194,7 +196,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         if self._adapter is not None:
             self._adapter.install(adapter)
             return
-        with ends_if_it_fails("the weights could not be loaded"):
+        with exit_process_on_failure("the weights could not be loaded"):
             reload_model(self.model, self.model_config, self._layout.views(self._staging))
 
 
@@ -205,7 +207,7 @@ def adapter_slot(engine: Any, layout: WeightLayout, settings: dict[str, Any]) ->
 
 
 @contextmanager
-def ends_if_it_fails(what: str) -> Iterator[None]:
+def exit_process_on_failure(what: str) -> Iterator[None]:
     """A model that was left half replaced must not serve: any error within the block ends this process."""
     try:
         yield

@@ -15,7 +15,7 @@ SHARED = "ROLLCALL_SHARED_GPU"
 """The variable of the server's environment that is 1 where its GPUs are shared."""
 
 
-def keep_to_the_share(variables: Mapping[str, str] = os.environ) -> None:
+def limit_to_share(variables: Mapping[str, str] = os.environ) -> None:
     """Have this vLLM process size its cache so, if its GPUs are shared; a second call changes nothing."""
     if variables.get(SHARED) != "1":
         return
@@ -29,14 +29,14 @@ def keep_to_the_share(variables: Mapping[str, str] = os.environ) -> None:
         """Raises `ValueError` if there is no room beside the weights."""
         if not self.cache_config.kv_cache_memory_bytes:
             weights = int(self.model_runner.model_memory_usage)
-            self.cache_config.kv_cache_memory_bytes = room(int(self.requested_memory), weights)
+            self.cache_config.kv_cache_memory_bytes = cache_bytes_left(int(self.requested_memory), weights)
         available: int = stock(self)
         return available
 
     Worker.determine_available_memory = determine_available_memory
 
 
-def room(share: int, weights: int) -> int:
+def cache_bytes_left(share: int, weights: int) -> int:
     """Bytes for the cache of a server that may have `share` bytes of a GPU; `ValueError` if that is too little."""
     left = share - weights - ENGINE
     if left <= 0:

@@ -32,13 +32,13 @@ from pipeline.inference.vllm.gloo_engine import (
     GlooInit,
     GlooUpdate,
     adapter_slot,
-    ends_if_it_fails,
+    exit_process_on_failure,
     receive_and_prepare,
     reload_model,
 )
 from pipeline.inference.vllm.server_password import server_password
 from pipeline.inference.weight_sync.server_shards import Shard
-from pipeline.inference.weight_sync.transports.gloo import SERVER, WeightLayout, announce, visit_store
+from pipeline.inference.weight_sync.transports.gloo import SERVER, WeightLayout, connect_store, publish_key
 from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, Receiver, gpu_of, join_gpu_group
 from pipeline.utils.waiting import Deadline
 
@@ -54,7 +54,7 @@ class NcclUpdate(GlooUpdate):
 
 
 @dataclass(frozen=True)
-class Intake:
+class StagingBuffer:
     """Where weights of a layout arrive, and how they get into the model: by proven copies, or (None) by a reload; an
     adapter by neither."""
 
@@ -80,7 +80,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
     _group: GpuGroup | None = None
     _arriving: "Future[tuple[int, Any]] | None" = None
     _adapter: AdapterSlot | None = None
-    _intake: Intake | None = None
+    _intake: StagingBuffer | None = None
     _taken: torch.cuda.Event | None = None
 
     def init_transfer_engine(self, init_info: NcclInit) -> None:
@@ -92,8 +92,8 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         intake = self._stage(layout)
         self._seconds, self._at_once = init_info.seconds, init_info.at_once
         name = f"{init_info.group}/{self.vllm_config.parallel_config.rank}"
-        store = visit_store(init_info.host, init_info.port, server_password(), deadline.left)
-        announce(store, name, Receiver(gpu=gpu_of(self.device), slices=intake.shard.plain()).text())
+        store = connect_store(init_info.host, init_info.port, server_password(), deadline.left)
+        publish_key(store, name, Receiver(gpu=gpu_of(self.device), slices=intake.shard.plain()).text())
         self._group = join_gpu_group(store, name, SERVER, self.device, init_info.gpu, deadline)
 
     def start_weight_update(self) -> None:
@@ -147,7 +147,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
         """Not this way (older releases of vLLM ask for the method)."""
         raise NotImplementedError("the trainer sends by pipeline.inference.weight_sync.weight_sender")
 
-    def _stage(self, layout: WeightLayout) -> Intake:
+    def _stage(self, layout: WeightLayout) -> StagingBuffer:
         """Proven copies and a staging buffer for this layout; both are kept as long as the layout is the same.
 
         A model that is proven holds drawn values afterwards, until the next update.
@@ -157,7 +157,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
             self._intake = self._proven(layout) if self._adapter is None else self._whole(layout)
         return self._intake
 
-    def _receive(self, group: GpuGroup, intake: Intake, arriving: "Future[tuple[int, Any]]") -> None:
+    def _receive(self, group: GpuGroup, intake: StagingBuffer, arriving: "Future[tuple[int, Any]]") -> None:
         deadline = Deadline("weights", self._seconds)
 
         def receive() -> int:
@@ -177,7 +177,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
             log.warning("the weights did not arrive: %s", told)
             arriving.set_exception(told)
 
-    def _prepare(self, intake: Intake) -> Any:
+    def _prepare(self, intake: StagingBuffer) -> Any:
         """Of an adapter all but its installation: its bytes go to the host, where vLLM keeps adapters."""
         if self._adapter is None:
             return None
@@ -185,9 +185,9 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
             arrived = intake.staging.cpu()  # waits for this stream alone
         return self._adapter.prepare(intake.layout.views(arrived))
 
-    def _take(self, intake: Intake) -> None:
+    def _take(self, intake: StagingBuffer) -> None:
         """Replace every weight."""
-        with ends_if_it_fails("the weights could not be loaded"):
+        with exit_process_on_failure("the weights could not be loaded"):
             if intake.copies is not None:
                 intake.copies.apply()
             else:
@@ -195,25 +195,25 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
             self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._taken.record()
 
-    def _proven(self, layout: WeightLayout) -> Intake:
+    def _proven(self, layout: WeightLayout) -> StagingBuffer:
         """Copies that do what a reload does; a reload out of all weights, where there are none."""
         try:
             copies = CopyPlan.record(self.model.load_weights, layout)
             copies.stage(self.device)
-            with ends_if_it_fails("the copies of the weights could not be proven"):
+            with exit_process_on_failure("the copies of the weights could not be proven"):
                 reason = copies.differs(self.model, self._reload)
             if not reason:
-                return Intake(layout, copies.shard, copies.staging, copies)
+                return StagingBuffer(layout, copies.shard, copies.staging, copies)
             del copies
         except NoPlan as error:
             reason = str(error)
         log.warning("weights are reloaded at each update, which takes longer than copies: %s", reason)
         return self._whole(layout)
 
-    def _whole(self, layout: WeightLayout) -> Intake:
+    def _whole(self, layout: WeightLayout) -> StagingBuffer:
         """Room for all tensors."""
         staging = torch.empty(layout.bytes, dtype=torch.uint8, device=self.device)
-        return Intake(layout, Shard.whole(layout), staging, None)
+        return StagingBuffer(layout, Shard.whole(layout), staging, None)
 
     def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         reload_model(self.model, self.model_config, tensors)

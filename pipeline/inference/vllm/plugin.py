@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from pipeline.utils import heartbeat
-from pipeline.utils.subprocesses import die_with_parent, start_resource_tracker
+from pipeline.utils.subprocesses import exit_with_parent, start_resource_tracker
 from pipeline.utils.waiting import Deadline
 
 ENGINES = {"gloo": "rollcall_gloo", "nccl": "rollcall_nccl"}
@@ -43,24 +43,24 @@ def register() -> None:
     """Make `ENGINES` weight-transfer engines of this vLLM process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from pipeline.inference.vllm.base_requests import leave_out_tokens_without_adapter
-    from pipeline.inference.vllm.compact_logprobs import add_fast_logprobs
-    from pipeline.inference.vllm.kv_cache_size import keep_to_the_share
+    from pipeline.inference.vllm.base_requests import skip_tokens_without_adapter
+    from pipeline.inference.vllm.compact_logprobs import add_compact_logprobs
+    from pipeline.inference.vllm.kv_cache_size import limit_to_share
     from pipeline.inference.vllm.token_versions import note_versions
     from pipeline.inference.vllm.vllm_compat import add_float32_head
 
     if multiprocessing.parent_process() is not None:
-        die_with_parent()
+        exit_with_parent()
     heartbeat.show_stacks()
     start_resource_tracker()
     for name, (module, engine) in _PLACES.items():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, engine)
     add_float32_head()
-    add_fast_logprobs()
+    add_compact_logprobs()
     note_versions()
-    leave_out_tokens_without_adapter()
-    keep_to_the_share()
+    skip_tokens_without_adapter()
+    limit_to_share()
     end_children_in_time()
     fork_processes()
 
@@ -100,11 +100,11 @@ def end_children_in_time() -> None:
     By itself Python sends TERM, which no process of a role hears, and waits without an end: an engine that failed to
     start, as for want of memory, waited for its workers on GPUs, and its server for the engine.
     """
-    note_children()
+    record_children()
     util.Finalize(None, _end_children, exitpriority=0)
 
 
-def note_children() -> None:
+def record_children() -> None:
     """Remember what this process starts from now on: Python forgets those that have ended."""
     stock = process.BaseProcess.start
     if stock.__module__ == __name__:
@@ -118,7 +118,7 @@ def note_children() -> None:
 
 
 def _end_children() -> None:
-    _tell_who_was_killed()
+    _log_killed_children()
     children = multiprocessing.active_children()
     for child in children:
         if child.pid is not None:
@@ -130,7 +130,7 @@ def _end_children() -> None:
             child.kill()
 
 
-def _tell_who_was_killed() -> None:
+def _log_killed_children() -> None:
     """Say it, as torchrun does of its ranks: vLLM ends with 0 when its engine is killed, and does not say why."""
     for child in _started:
         with suppress(ValueError):  # closed, so it ended in order
@@ -143,13 +143,13 @@ def _leave_parent(_: object) -> None:
     """In a forked process: end with the server, tell no signal to its event loop, and count for oneself."""
     _started.clear()
     end_children_in_time()  # what the server had registered was its own
-    die_with_parent()
+    exit_with_parent()
     signal.set_wakeup_fd(-1)
     from prometheus_client import values
     from vllm.v1.metrics import prometheus
 
     if multiprocessing.current_process().name.startswith(_ENGINE):
-        _let_go_of_port()
+        _release_port()
     # The server's to remove; kept, since it goes with its last reference.
     _of_server.append(prometheus._prometheus_multiproc_dir)
     prometheus._prometheus_multiproc_dir = None
@@ -157,7 +157,7 @@ def _leave_parent(_: object) -> None:
     values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
 
 
-def _let_go_of_port() -> None:
+def _release_port() -> None:
     """Close the server's socket, of which an engine has no use.
 
     With it an engine holds the port beyond its server's end. And a server that ends looks for who else has its port,

@@ -29,7 +29,7 @@ def check_extra_args(config: RunConfig) -> None:
     arguments = config.inference.extra_args
     if not (arguments and config.has_servers):
         return
-    code, said = _ask(arguments)
+    code, said = _parse_in_server(arguments)
     if code == _REFUSED:
         mend = f"{said}; see vllm serve --help=all"
         raise ConfigError(KEY, list(arguments), "arguments that vLLM's server takes", mend)
@@ -38,12 +38,12 @@ def check_extra_args(config: RunConfig) -> None:
 def unchecked_arguments(config: RunConfig) -> str:
     """Why the arguments could not be looked at here; empty where they were, or where there are none."""
     arguments = config.inference.extra_args
-    code, said = _ask(arguments) if arguments and config.has_servers else (0, "")
+    code, said = _parse_in_server(arguments) if arguments and config.has_servers else (0, "")
     return f"{KEY} could not be checked here ({said}); a server that refuses them fails when it starts" if code else ""
 
 
 @cache
-def _ask(arguments: tuple[str, ...]) -> tuple[int, str]:
+def _parse_in_server(arguments: tuple[str, ...]) -> tuple[int, str]:
     """The exit code of the process, and what it said last: once for all points of a sweep."""
     command = [sys.executable, "-P", "-m", "pipeline.inference.vllm.server_arguments", *arguments]
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

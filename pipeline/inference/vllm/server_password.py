@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.errors import RendezvousError
 from pipeline.topology.plan import World
 from pipeline.utils import shared_files
-from pipeline.utils.fs_retry import LAST_SECONDS, retry_transient
+from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 
 WORLD = "ROLLCALL_WORLD"
 """The variable with the path of the attempt's world."""
@@ -22,7 +22,7 @@ def server_password() -> str:
     """The password of the attempt that started this process; `RendezvousError` if its world cannot be read."""
     path = Path(os.environ.get(WORLD, ""))
     world = (
-        retry_transient("the world", lambda: shared_files.read_document(path, World), LAST_SECONDS)
+        retry_transient("the world", lambda: shared_files.read_document(path, World), FINAL_WRITE_TIMEOUT)
         if path.name
         else None
     )

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 log = logging.getLogger(__name__)
-_SAYS = "_attach_weight_version"
+_FIELD = "_attach_weight_version"
 """What the engine of a release has that says it by itself."""
 _MARK = "rollcall_version"
 _NEVER = -1
@@ -51,11 +51,11 @@ def note_versions() -> None:
 
         if EngineCore.collective_rpc.__module__ == __name__:
             return
-        attach = getattr(EngineCore, _SAYS, None)
+        attach = getattr(EngineCore, _FIELD, None)
         known = (
-            takes(EngineCore.collective_rpc, "self", "method", "timeout", "args", "kwargs")
-            and takes(Scheduler.update_from_output, "self", "scheduler_output", "model_runner_output")
-            and (attach is None or takes(attach, "self", "outputs"))
+            accepts_parameters(EngineCore.collective_rpc, "self", "method", "timeout", "args", "kwargs")
+            and accepts_parameters(Scheduler.update_from_output, "self", "scheduler_output", "model_runner_output")
+            and (attach is None or accepts_parameters(attach, "self", "outputs"))
         )
     except (ImportError, AttributeError):
         known = False
@@ -64,13 +64,13 @@ def note_versions() -> None:
         return
     _Engine.weights, _Engine.labels = _NEVER, attach is not None
     if attach is not None:
-        setattr(EngineCore, _SAYS, _labelling(attach))
+        setattr(EngineCore, _FIELD, _labelling(attach))
     EngineCore.collective_rpc = _noting(EngineCore.collective_rpc)
     Scheduler.schedule = _marking(Scheduler.schedule)
     Scheduler.update_from_output = _processing(Scheduler.update_from_output)
 
 
-def takes(function: Callable[..., Any], *arguments: str) -> bool:
+def accepts_parameters(function: Callable[..., Any], *arguments: str) -> bool:
     """Whether a function of vLLM has these parameters, and no others."""
     return tuple(inspect.signature(function).parameters) == arguments
 
@@ -117,7 +117,7 @@ def _labelling(stock: Callable[..., Any]) -> Callable[..., Any]:
     return attach
 
 
-class Versioned(list[Any]):
+class VersionedTokens(list[Any]):
     """The log-probabilities of a request, one entry a token, and the versions that were told."""
 
     def __init__(self, entries: list[Any]) -> None:
@@ -136,15 +136,15 @@ class Versioned(list[Any]):
         return spans
 
 
-def noted(entries: list[Any], version: int) -> Versioned:
+def with_version(entries: list[Any], version: int) -> VersionedTokens:
     """The log-probabilities of a request, whose next one is of this version."""
-    versioned = entries if isinstance(entries, Versioned) else Versioned(entries)
+    versioned = entries if isinstance(entries, VersionedTokens) else VersionedTokens(entries)
     versioned.versions.append(version)
     return versioned
 
 
-def say_versions(made: Any, entries: Any) -> Any:
+def attach_versions(made: Any, entries: Any) -> Any:
     """An answer's log-probabilities, made of these `entries`, with `weight_versions` where they are known."""
-    if isinstance(entries, Versioned) and made.model_config.get("extra") == "allow":
+    if isinstance(entries, VersionedTokens) and made.model_config.get("extra") == "allow":
         made.weight_versions = entries.spans()
     return made

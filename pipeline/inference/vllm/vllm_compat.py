@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WANTED = "float32"
+SUPPORTED = "float32"
 
 
 def adapter_renames(model: Any) -> Any:
@@ -37,7 +37,7 @@ def add_float32_head() -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, *args, **kwargs)
         config = get_current_vllm_config().model_config
-        self.rollcall_float32 = config is not None and getattr(config.hf_config, "head_dtype", "") == WANTED
+        self.rollcall_float32 = config is not None and getattr(config.hf_config, "head_dtype", "") == SUPPORTED
 
     def get_logits(self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None) -> Tensor | None:
         plain = type(lm_head.quant_method) is UnquantizedEmbeddingMethod

@@ -16,18 +16,18 @@ from pipeline.utils.authenticated_http import connect
 from pipeline.utils.http_errors import error_text
 from pipeline.utils.waiting import Deadline
 
-_LEAST_SECONDS = 0.001
+_MIN_SECONDS = 0.001
 
 
-class RefusedByServer(WeightSyncError):
+class ServerRejected(WeightSyncError):
     """The server answered that it did not do it."""
 
 
-class Gone(WeightSyncError):
+class ServerUnreachable(WeightSyncError):
     """Nobody listens there: the server's process has ended, or is not there yet."""
 
 
-class ServerControl:
+class ServerAdminClient:
     """One connection to a server (`host:port`), opened at the first call."""
 
     def __init__(self, server: str, password: str) -> None:
@@ -55,7 +55,7 @@ class ServerControl:
         return self._http.sock is None or bool(select.select([self._http.sock], [], [], 0)[0])
 
     def end(self, deadline: Deadline) -> Any:
-        """The answer to what was begun; `RefusedByServer` when the server did not do it, `WeightSyncError` when the
+        """The answer to what was begun; `ServerRejected` when the server did not do it, `WeightSyncError` when the
         answer is lost or no JSON."""
         try:
             self._limit(deadline)
@@ -65,7 +65,7 @@ class ServerControl:
             raise self._lost(error) from error
         if response.status != 200:
             self._http.close()  # vLLM closes its end after an error, sometimes without saying so
-            raise RefusedByServer(
+            raise ServerRejected(
                 f"{self.server}{self._route}: status {response.status}: {error_text(text, response.reason)}"
             )
         try:
@@ -93,12 +93,12 @@ class ServerControl:
 
     def _limit(self, deadline: Deadline) -> None:
         """Bound the next operation on the socket by what is left."""
-        self._http.timeout = max(deadline.left, _LEAST_SECONDS)
+        self._http.timeout = max(deadline.left, _MIN_SECONDS)
         if self._http.sock is not None:
             self._http.sock.settimeout(self._http.timeout)
 
     def _lost(self, error: Exception) -> WeightSyncError:
         self._http.close()
         what = "no answer in time" if isinstance(error, TimeoutError) else one_line(error)
-        kind = Gone if isinstance(error, ConnectionRefusedError) else WeightSyncError
+        kind = ServerUnreachable if isinstance(error, ConnectionRefusedError) else WeightSyncError
         return kind(f"{self.server}{self._route}: {what}")

@@ -33,20 +33,26 @@ from typing import Any, Literal
 from torch._C._distributed_c10d import Store
 
 from pipeline.config import InferenceConfig, LoraConfig
-from pipeline.errors import DeadlineError, RollcallError, TransitionError, WeightSyncError
-from pipeline.inference.weight_sync.server_admin_client import Gone, RefusedByServer, ServerControl
+from pipeline.errors import DeadlineError, InvalidTransitionError, RollcallError, WeightSyncError
+from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient, ServerRejected, ServerUnreachable
 from pipeline.inference.weight_sync.server_shards import Shard
-from pipeline.inference.weight_sync.transports.gloo import TRAINER, TransferGroup, announced, is_announced, visit_store
+from pipeline.inference.weight_sync.transports.gloo import (
+    TRAINER,
+    TransferGroup,
+    connect_store,
+    is_published,
+    wait_for_key,
+)
 from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, Receiver, await_event, gpu_of, join_gpu_group
-from pipeline.inference.weight_sync.weight_snapshot import Gatherer, Payload
+from pipeline.inference.weight_sync.weight_snapshot import ShardGatherer, WeightSnapshot
 from pipeline.utils.waiting import Deadline, wait_for
 
 log = logging.getLogger(__name__)
 
-LinkState = Literal["absent", "joining", "current", "updating", "closed"]
-LinkEvent = Literal["join", "update", "succeed", "fail", "close"]
+SyncState = Literal["absent", "joining", "current", "updating", "closed"]
+SyncEvent = Literal["join", "update", "succeed", "fail", "close"]
 
-TRANSITIONS: dict[tuple[LinkState, LinkEvent], LinkState] = {
+TRANSITIONS: dict[tuple[SyncState, SyncEvent], SyncState] = {
     ("absent", "join"): "joining",
     ("joining", "succeed"): "current",
     ("joining", "fail"): "absent",
@@ -63,12 +69,12 @@ RESUME_SECONDS = 2.0
 PREPARE_SECONDS = 5.0
 
 
-def next_link_state(state: LinkState, event: LinkEvent) -> LinkState:
-    """The state after an event; `TransitionError` when the state does not allow it."""
+def next_sync_state(state: SyncState, event: SyncEvent) -> SyncState:
+    """The state after an event; `InvalidTransitionError` when the state does not allow it."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
-        raise TransitionError("link", state, event) from None
+        raise InvalidTransitionError("link", state, event) from None
 
 
 def adapter_settings(lora: LoraConfig) -> dict[str, Any]:
@@ -88,7 +94,7 @@ class MeetingPoint:
     password: str
 
 
-class Link:
+class ServerSync:
     """One server and its group with the trainer.
 
     Attributes:
@@ -110,15 +116,15 @@ class Link:
         self.phases = {}
 
     server: str
-    state: LinkState
+    state: SyncState
     version: int | None
     phases: dict[str, float]
     _groups: Sequence[TransferGroup | GpuGroup] = ()
     _shards: Sequence[Shard] = ()
-    _gatherer: Gatherer | None = None
+    _gatherer: ShardGatherer | None = None
     _paused: bool = False
 
-    def bring(self, payload: Payload) -> None:
+    def bring(self, payload: WeightSnapshot) -> None:
         """Bring the server to these weights, from whatever state it is in.
 
         Raises `WeightSyncError`; then the server is absent: it must not be asked until it was brought again.
@@ -129,7 +135,7 @@ class Link:
         awaited = f"{self.server} to load weights {payload.version}"
         deadline = Deadline(awaited, self._config.update_seconds)
         try:
-            with ServerControl(self.server, self._meeting.password) as control:
+            with ServerAdminClient(self.server, self._meeting.password) as control:
                 if joining:
                     self._meet(control, payload, deadline)
                 with self._timed("send"):
@@ -151,9 +157,9 @@ class Link:
         if self.state != "current":
             return
         try:
-            with ServerControl(self.server, self._meeting.password) as control:
+            with ServerAdminClient(self.server, self._meeting.password) as control:
                 told = self._told(control, Deadline(f"{self.server} to answer", PROBE_SECONDS))
-        except Gone as error:
+        except ServerUnreachable as error:
             log.warning("%s: it has to join again", error)
             self._fail()
             return
@@ -168,12 +174,12 @@ class Link:
         self._step("close")
         try:
             if self._groups:
-                with ServerControl(self.server, self._meeting.password) as control:
+                with ServerAdminClient(self.server, self._meeting.password) as control:
                     self._leave(control, Deadline(f"{self.server} to leave its group", seconds))
         finally:
             self._drop()
 
-    def _leave(self, control: ServerControl, deadline: Deadline) -> None:
+    def _leave(self, control: ServerAdminClient, deadline: Deadline) -> None:
         """Have the server end its part of the groups, which `Leaving` explains."""
         control.begin("/collective_rpc", deadline, method="leave_weights")
         for group in self._groups:
@@ -181,11 +187,11 @@ class Link:
         if _results(control, "leave_weights", control.end(deadline)) != [[True]] * len(self._groups):
             raise WeightSyncError(f"{self.server} left its group without having heard that the trainer leaves it")
 
-    def _meet(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
+    def _meet(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
         """New groups with the server's processes, one each, whatever became of earlier ones."""
         processes = _processes(control, Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
         name = f"{self.server}/{secrets.token_hex(8)}"
-        store = visit_store(self._meeting.address, self._meeting.port, self._meeting.password, deadline.left)
+        store = connect_store(self._meeting.address, self._meeting.port, self._meeting.password, deadline.left)
         control.begin(
             "/init_weight_transfer_engine",
             deadline,
@@ -203,29 +209,29 @@ class Link:
         )
         met = [self._join(control, payload, f"{name}/{rank}", store, deadline) for rank in range(processes)]
         self._groups, self._shards = [group for group, _ in met], [shard for _, shard in met]
-        self._gatherer = Gatherer(payload.device)
+        self._gatherer = ShardGatherer(payload.device)
         control.end(deadline)
 
     def _join(
-        self, control: ServerControl, payload: Payload, name: str, store: Store, deadline: Deadline
+        self, control: ServerAdminClient, payload: WeightSnapshot, name: str, store: Store, deadline: Deadline
     ) -> tuple[TransferGroup | GpuGroup, Shard]:
         """A group with one process, and what it needs."""
-        wait_for(deadline.awaited, lambda: control.answered or is_announced(store, name), deadline.left)
-        if not is_announced(store, name):
+        wait_for(deadline.awaited, lambda: control.answered or is_published(store, name), deadline.left)
+        if not is_published(store, name):
             control.end(deadline)  # it says why not
         if payload.device.type != "cuda":
             group = TransferGroup(store, name, TRAINER, self._meeting.address, deadline.left)
             return group, Shard.whole(payload.layout)
-        receiver = Receiver.parse(announced(store, name))
+        receiver = Receiver.parse(wait_for_key(store, name))
         shard = Shard.parse(payload.layout, receiver.slices)
         return join_gpu_group(store, name, TRAINER, payload.device, receiver.gpu, deadline), shard
 
-    def _transfer(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
+    def _transfer(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
         if self._gatherer is None:
             raise WeightSyncError(f"{self.server}: no group")
         try:
             control.post("/start_weight_update", deadline)
-        except RefusedByServer:  # an earlier update was left half done; it can only be finished
+        except ServerRejected:  # an earlier update was left half done; it can only be finished
             control.post("/finish_weight_update", deadline)
             control.post("/start_weight_update", deadline)
         if payload.ready is not None:
@@ -246,7 +252,7 @@ class Link:
     def _drop(self) -> None:
         self._groups, self._shards, self._gatherer = (), (), None
 
-    def _swap(self, control: ServerControl, payload: Payload, deadline: Deadline) -> None:
+    def _swap(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
         """Change the model of a server that has the bytes. It is paused meanwhile for a whole model over gloo, and
         where its requests are to end, or to be computed again."""
         mode, recompute = self._config.update, self._config.recompute_kv
@@ -263,7 +269,7 @@ class Link:
                 control.post("/resume", deadline)
             self._paused = False
 
-    def _change(self, control: ServerControl, version: int, deadline: Deadline, *, paused: bool) -> None:
+    def _change(self, control: ServerAdminClient, version: int, deadline: Deadline, *, paused: bool) -> None:
         """Have the server load what it received, and say that it serves it."""
         control.post("/update_weights", deadline, update_info={"version": version})
         control.post("/finish_weight_update", deadline, weight_version=str(version))
@@ -281,14 +287,14 @@ class Link:
         finally:
             self.phases[phase] = time.monotonic() - started
 
-    def _told(self, control: ServerControl, deadline: Deadline) -> list[int | None]:
+    def _told(self, control: ServerAdminClient, deadline: Deadline) -> list[int | None]:
         """The version that each process of the server says it holds."""
-        return [version for (version,) in _ask(control, "served_weights", deadline)]
+        return [version for (version,) in _call_processes(control, "served_weights", deadline)]
 
     def _resume(self) -> None:
         """Let a server go on that failed while it was paused: it may hold others' requests."""
         self._paused = False
-        with ServerControl(self.server, self._meeting.password) as control:
+        with ServerAdminClient(self.server, self._meeting.password) as control:
             try:
                 control.post("/resume", Deadline(f"{self.server} to resume", RESUME_SECONDS))
             except WeightSyncError as error:
@@ -318,11 +324,11 @@ class Link:
         except RollcallError as error:
             raise WeightSyncError(f"{self.server}: cannot tell that it serves weights {version}: {error}") from error
 
-    def _step(self, event: LinkEvent) -> None:
-        self.state = next_link_state(self.state, event)
+    def _step(self, event: SyncEvent) -> None:
+        self.state = next_sync_state(self.state, event)
 
 
-def _processes(control: ServerControl, deadline: Deadline) -> int:
+def _processes(control: ServerAdminClient, deadline: Deadline) -> int:
     """How many processes share the server's model."""
     answer = control.get("/get_world_size", deadline)
     if not isinstance(answer, dict) or not isinstance(answer.get("world_size"), int):
@@ -330,12 +336,12 @@ def _processes(control: ServerControl, deadline: Deadline) -> int:
     return int(answer["world_size"])
 
 
-def _ask(control: ServerControl, method: str, deadline: Deadline) -> list[list[Any]]:
+def _call_processes(control: ServerAdminClient, method: str, deadline: Deadline) -> list[list[Any]]:
     """What each process of a server answers to a method of `extension.WeightsExtension`: a list of one."""
     return _results(control, method, control.post("/collective_rpc", deadline, method=method))
 
 
-def _results(control: ServerControl, method: str, answer: Any) -> list[list[Any]]:
+def _results(control: ServerAdminClient, method: str, answer: Any) -> list[list[Any]]:
     results = answer.get("results") if isinstance(answer, dict) else None
     if not isinstance(results, list) or not all(isinstance(each, list) and len(each) == 1 for each in results):
         raise WeightSyncError(f"{control.server}/collective_rpc {method}: no results in {str(answer)[:100]!r}")

@@ -25,9 +25,9 @@ import torch
 
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import WeightSyncError
-from pipeline.inference.weight_sync.server_sync import RESUME_SECONDS, Link, MeetingPoint, adapter_settings
-from pipeline.inference.weight_sync.transports.gloo import NamedTensors, WeightLayout, host_store
-from pipeline.inference.weight_sync.weight_snapshot import HostMemory, Payload
+from pipeline.inference.weight_sync.server_sync import RESUME_SECONDS, MeetingPoint, ServerSync, adapter_settings
+from pipeline.inference.weight_sync.transports.gloo import NamedTensors, WeightLayout, create_store
+from pipeline.inference.weight_sync.weight_snapshot import SnapshotMemory, WeightSnapshot
 from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Report:
+class SyncReport:
     """What became of one version.
 
     Attributes:
@@ -48,7 +48,7 @@ class Report:
         seconds: how long the caller was held up, in `start` and in `settle` together.
         servers: seconds that each server took, by `host:port`.
         failures: why the others failed; they are evicted.
-        phases: of those seconds, the parts of each server's update (`Link.phases`).
+        phases: of those seconds, the parts of each server's update (`ServerSync.phases`).
     """
 
     version: int
@@ -64,10 +64,10 @@ class Report:
 
 
 @dataclass
-class _Seat:
+class _ServerSlot:
     """A server's link and the end of its last attempt."""
 
-    link: Link
+    link: ServerSync
     tried: int = -1
     attempts: int = 0
     seconds: float = 0.0
@@ -80,7 +80,7 @@ class _Seat:
     def live(self) -> bool:
         return self.link.state in ("current", "updating")
 
-    def wants(self, payload: Payload | None) -> bool:
+    def wants(self, payload: WeightSnapshot | None) -> bool:
         """Whether there is something to bring now."""
         return payload is not None and self.link.version != payload.version and self.retry.passed
 
@@ -93,10 +93,10 @@ class _Seat:
         self.retry = Deadline("a retry", pause)
 
 
-class _Round:
+class _SyncRound:
     """One version on its way: who had weights when it was started, and until when they may take."""
 
-    def __init__(self, version: int, seats: Sequence[_Seat], update_seconds: float) -> None:
+    def __init__(self, version: int, seats: Sequence[_ServerSlot], update_seconds: float) -> None:
         self.version, self.held_up = version, 0.0
         self._before = [(seat, seat.attempts) for seat in seats if seat.live]
         attempts = 2 if any(seat.link.state == "updating" for seat in seats) else 1
@@ -117,7 +117,7 @@ class _Round:
             if seat.link.version != self.version
         }
 
-    def _tried(self, seat: _Seat, before: int) -> bool:
+    def _tried(self, seat: _ServerSlot, before: int) -> bool:
         return seat.tried == self.version or (seat.attempts > before and bool(seat.failure))
 
 
@@ -149,13 +149,13 @@ class WeightSender:
             device: which sends: a GPU over nccl, or out of its memory to a server on the same GPU; a CPU over gloo.
             on_host: keep versions that wait in memory of the host, where a GPU sends them.
         """
-        self._device, self._host = device, HostMemory() if on_host and device.type == "cuda" else None
+        self._device, self._host = device, SnapshotMemory() if on_host and device.type == "cuda" else None
         self._config, self._patience, self._adapter = config, patience, adapter_settings(lora or LoraConfig())
-        self._store = host_store(meeting.address, meeting.port, meeting.password, config.update_seconds)
-        self._seats = [_Seat(Link(server, meeting, config, on_change)) for server in servers]
+        self._store = create_store(meeting.address, meeting.port, meeting.password, config.update_seconds)
+        self._seats = [_ServerSlot(ServerSync(server, meeting, config, on_change)) for server in servers]
         self._changed = Condition()
-        self._payload: Payload | None = None
-        self._round: _Round | None = None
+        self._payload: WeightSnapshot | None = None
+        self._round: _SyncRound | None = None
         self._broken: BaseException | None = None
         self._closing = False
         self._threads = [Thread(target=self._keep, args=(seat,), name=seat.link.server) for seat in self._seats]
@@ -163,7 +163,7 @@ class WeightSender:
             thread.daemon = True
             thread.start()
 
-    def publish(self, version: int, parameters: NamedTensors, pulse: Callable[[], None] = lambda: None) -> Report:
+    def publish(self, version: int, parameters: NamedTensors, pulse: Callable[[], None] = lambda: None) -> SyncReport:
         """`start` and `settle` in one call."""
         self.start(version, parameters)
         return self.settle(pulse)
@@ -186,17 +186,17 @@ class WeightSender:
         payload = self._packed(version, layout, parameters)
         with self._changed:
             self._payload = payload
-            self._round = _Round(version, self._seats, self._config.update_seconds)
+            self._round = _SyncRound(version, self._seats, self._config.update_seconds)
             self._round.held_up = time.monotonic() - started
             self._changed.notify_all()
 
-    def _packed(self, version: int, layout: WeightLayout, parameters: NamedTensors) -> Payload:
+    def _packed(self, version: int, layout: WeightLayout, parameters: NamedTensors) -> WeightSnapshot:
         if self._host is None:
             buffer = torch.empty(layout.bytes, dtype=torch.uint8, device=self._device)
         else:
             buffer = self._host.take(layout.bytes)
         layout.pack(parameters, buffer)
-        payload = Payload(version, layout, buffer, self._adapter, self._device, self._mark())
+        payload = WeightSnapshot(version, layout, buffer, self._adapter, self._device, self._mark())
         if self._host is not None:
             self._host.free_after(payload)
         return payload
@@ -209,7 +209,7 @@ class WeightSender:
         mark.record(torch.cuda.current_stream(self._device))
         return mark
 
-    def settle(self, pulse: Callable[[], None] = lambda: None) -> Report:
+    def settle(self, pulse: Callable[[], None] = lambda: None) -> SyncReport:
         """Wait until the servers that had weights at the last `start` have its version or are evicted.
 
         `pulse` is called while this waits and may raise to end the wait. Raises `WeightSyncError` when nothing was
@@ -251,7 +251,7 @@ class WeightSender:
     ) -> None:
         self.close()
 
-    def _wait(self, going: _Round, pulse: Callable[[], None]) -> None:
+    def _wait(self, going: _SyncRound, pulse: Callable[[], None]) -> None:
         """Until the round is over and at least one server has the weights."""
         first = Deadline(f"weights {going.version} on a server", self._patience)
         while True:
@@ -269,14 +269,14 @@ class WeightSender:
     def _missing(self) -> str:
         return "; ".join(seat.failure or f"{seat.link.server}: no attempt ended" for seat in self._seats)
 
-    def _report(self, ended: _Round) -> Report:
+    def _report(self, ended: _SyncRound) -> SyncReport:
         with self._changed:
             there = [seat for seat in self._seats if seat.link.version == ended.version]
             done = {seat.link.server: seat.seconds for seat in there}
             phases = {seat.link.server: dict(seat.phases) for seat in there}
-            return Report(ended.version, ended.held_up, done, ended.failures(), phases)
+            return SyncReport(ended.version, ended.held_up, done, ended.failures(), phases)
 
-    def _keep(self, seat: _Seat) -> None:
+    def _keep(self, seat: _ServerSlot) -> None:
         """A server's thread: bring it to the newest weights whenever it is not there."""
         try:
             while not self._closing:
@@ -292,14 +292,14 @@ class WeightSender:
                 self._changed.notify_all()
             raise
 
-    def _next(self, seat: _Seat) -> Payload | None:
+    def _next(self, seat: _ServerSlot) -> WeightSnapshot | None:
         """The weights to bring; None when it is time to look after the server, or to close."""
         with self._changed:
             pause = seat.retry.left or VERIFY_SECONDS
             wanted = self._changed.wait_for(lambda: self._closing or seat.wants(self._payload), pause)
             return self._payload if wanted and not self._closing else None
 
-    def _bring(self, seat: _Seat, payload: Payload) -> None:
+    def _bring(self, seat: _ServerSlot, payload: WeightSnapshot) -> None:
         started, failure, reported = time.monotonic(), "", seat.live
         try:
             seat.link.bring(payload)
@@ -311,7 +311,7 @@ class WeightSender:
             seat.note(payload.version, time.monotonic() - started, failure)
             self._changed.notify_all()
 
-    def _leave(self, seat: _Seat) -> None:
+    def _leave(self, seat: _ServerSlot) -> None:
         seat.failure = ""
         try:
             seat.link.close(CLOSE_SECONDS)

@@ -5,7 +5,7 @@ the host; and the chunks that are brought together for a process that needs a sh
 the model.
 
     payload = Payload(version, layout, layout.pack(parameters, buffer), adapter, device, ready)
-    gatherer = Gatherer(device)                                    # one for each server
+    gatherer = ShardGatherer(device)                                    # one for each server
     for chunk in shard.chunks(payload.at_once):
         group.send(version, gatherer.gather(payload, shard, chunk, deadline), deadline)
 """
@@ -22,12 +22,12 @@ from torch import Tensor
 from pipeline.inference.weight_sync.server_shards import Chunk, Shard, Slice
 from pipeline.inference.weight_sync.transports.gloo import ALIGNMENT, WeightLayout
 from pipeline.inference.weight_sync.transports.gpu_group import await_event
-from pipeline.utils.pinned_memory import pinned
+from pipeline.utils.pinned_memory import pinned_tensor
 from pipeline.utils.waiting import Deadline
 
 
 @dataclass(frozen=True, eq=False)
-class Payload:
+class WeightSnapshot:
     """One version of the weights as bytes; never changed, so that late servers may still get it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Payload:
         return self.buffer.device.type == self.device.type
 
 
-class HostMemory:
+class SnapshotMemory:
     """Pinned buffers, used again for later versions, since to pin one takes seconds. There are as many as versions are
     on their way at a time; none is ever waited for."""
 
@@ -60,9 +60,9 @@ class HostMemory:
     def take(self, size: int) -> Tensor:
         """uint8[size], a free one or a new one."""
         fitting = next((place for place, free in enumerate(self._free) if len(free) == size), None)
-        return pinned(size) if fitting is None else self._free.pop(fitting)
+        return pinned_tensor(size) if fitting is None else self._free.pop(fitting)
 
-    def free_after(self, payload: Payload) -> None:
+    def free_after(self, payload: WeightSnapshot) -> None:
         """The payload's buffer may be used again once nobody holds the payload any more."""
         weakref.finalize(payload, self._free.append, payload.buffer)
 
@@ -71,7 +71,7 @@ class HostMemory:
         self._free.clear()
 
 
-class Gatherer:
+class ShardGatherer:
     """Brings chunks together on the GPU that sends, on a stream of its own: it neither waits for the training there nor
     holds it up. It takes at most two chunks' memory."""
 
@@ -79,7 +79,7 @@ class Gatherer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._chunk = self._span = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def gather(self, payload: Payload, shard: Shard, chunk: Chunk, deadline: Deadline) -> Tensor:
+    def gather(self, payload: WeightSnapshot, shard: Shard, chunk: Chunk, deadline: Deadline) -> Tensor:
         """uint8[end - start] on the payload's device, as the chunk lies in the staging buffer of whoever holds the
         shard. It is there when this returns, until the next call; `WeightSyncError` at the deadline."""
         if payload.at_once and shard.is_whole:
@@ -87,7 +87,7 @@ class Gatherer:
         lead = chunk.start % ALIGNMENT  # so that every type is aligned here as it is there
         size = chunk.end - chunk.start
         with self._on_stream():
-            self._chunk = _room(self._chunk, lead + size)
+            self._chunk = _fits(self._chunk, lead + size)
             for at, each in chunk.slices:
                 tensor = payload.layout.view(each.tensor, payload.buffer)
                 begin = lead + at - chunk.start
@@ -100,7 +100,7 @@ class Gatherer:
         """A slice of a tensor of the host: all that it spans is copied to the device in one piece."""
         spanned = tensor.view(-1)[each.offset : each.offset + each.span]
         size = each.span * tensor.element_size()
-        self._span = _room(self._span, size)
+        self._span = _fits(self._span, size)
         here = self._span[:size].view(tensor.dtype)
         here.copy_(spanned, non_blocking=True)
         return here.as_strided(each.shape, each.strides)
@@ -115,6 +115,6 @@ class Gatherer:
             await_event(done, deadline)
 
 
-def _room(buffer: Tensor, size: int) -> Tensor:
+def _fits(buffer: Tensor, size: int) -> Tensor:
     """The buffer, or a larger one."""
     return buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8, device=buffer.device)

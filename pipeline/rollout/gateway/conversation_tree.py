@@ -9,7 +9,7 @@ tokens begin with all tokens of that call and its reply. Then only what is new i
 conversation of its own, rendered anew: the agent shortened its context, dropped a thought or edited a reply. It makes a
 new row, which shares the longest common beginning with an earlier one.
 
-    dialogue = Dialogue(chat)
+    dialogue = ConversationTree(chat)
     place = dialogue.after(messages, tools)         # what the policy is to see: place.tokens
     dialogue.add(place, turn, text, reply)          # what it said, and the message that the agent was given
     dialogue.episode()
@@ -26,14 +26,14 @@ from typing import Any
 
 from pipeline.data.chat_messages import Message
 from pipeline.environments import Episode, Turn
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.episode import EpisodeBranch
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class CallPlace:
+class PrefixMatch:
     """Where a call stands.
 
     Attributes:
@@ -64,7 +64,7 @@ class Node:
         order: how many calls were answered before.
     """
 
-    place: CallPlace
+    place: PrefixMatch
     turn: Turn
     text: str
     reply: Message | None
@@ -81,36 +81,36 @@ class Node:
         return [*before, self]
 
 
-class Dialogue:
+class ConversationTree:
     """All calls of one episode."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: ChatTokenizer) -> None:
         self._chat = chat
         self._nodes: list[Node] = []
         self._by_digest: dict[bytes, Node] = {}
 
-    def after(self, messages: Sequence[Message], tools: Tools = ()) -> CallPlace:
+    def after(self, messages: Sequence[Message], tools: Tools = ()) -> PrefixMatch:
         """The place of a call with these messages. Raises what the chat template does."""
         messages, digests = tuple(messages), tuple(_digests(messages, tools))
         parent, tokens = self._known(messages, digests, tools) or (None, None)
         if tokens is None:
             tokens = tuple(self._chat.prompt(messages, tools))
             parent = self._begun(tokens)
-        return CallPlace(tokens, parent, digests, messages)
+        return PrefixMatch(tokens, parent, digests, messages)
 
-    def after_text(self, text: str) -> CallPlace:
+    def after_text(self, text: str) -> PrefixMatch:
         """The place of a call with a plain text: what follows the text of an earlier call is read as it is."""
         for node in reversed(self._nodes):
             whole = node.place.text + node.text
             if node.place.text and text.startswith(whole) and text != whole and not self._ended(node):
-                return CallPlace((*node.tokens, *self._chat.encode(text[len(whole) :])), node, text=text)
+                return PrefixMatch((*node.tokens, *self._chat.encode(text[len(whole) :])), node, text=text)
         return self.after_tokens(self._chat.encode(text), text)
 
-    def after_tokens(self, tokens: Sequence[int], text: str = "") -> CallPlace:
+    def after_tokens(self, tokens: Sequence[int], text: str = "") -> PrefixMatch:
         """The place of a call with these tokens."""
-        return CallPlace(tuple(tokens), self._begun(tuple(tokens)), text=text)
+        return PrefixMatch(tuple(tokens), self._begun(tuple(tokens)), text=text)
 
-    def add(self, place: CallPlace, turn: Turn, text: str, reply: Message | None = None) -> Node:
+    def add(self, place: PrefixMatch, turn: Turn, text: str, reply: Message | None = None) -> Node:
         """Note what was sampled at a place."""
         node = Node(place, turn, text, reply, len(self._nodes))
         self._nodes.append(node)
@@ -134,7 +134,7 @@ class Dialogue:
             version_max=max(turn.version_max for turn in turns),
             turns=len(turns),
             server=last.turn.server,
-            said=_said(last),
+            said=_message_digest(last),
             versions=first.versions,
             metrics={"agent/calls": float(len(turns)), "agent/rows": float(1 + len(others))},
             branches=tuple(others),
@@ -185,12 +185,12 @@ class Dialogue:
         best = (0, 0)
         for number, other in enumerate(earlier):
             own = next(node for node in path if node not in other)
-            alike = _alike(path[-1].tokens, other[-1].tokens)
+            alike = _same_messages(path[-1].tokens, other[-1].tokens)
             best = max(best, (min(alike, len(own.place.tokens)), -number))
         return -best[1], best[0]
 
 
-def _said(last: Node) -> tuple[Message, ...]:
+def _message_digest(last: Node) -> tuple[Message, ...]:
     """The last conversation from the policy's first turn on."""
     messages = last.place.messages
     asked = sum(1 for _ in takewhile(lambda message: message["role"] != "assistant", messages))
@@ -201,7 +201,7 @@ def _starts(tokens: tuple[int, ...], start: tuple[int, ...]) -> bool:
     return tokens[: len(start)] == start
 
 
-def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def _same_messages(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """The length of their common beginning, in tokens."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:

@@ -24,18 +24,18 @@ from typing import Any, Literal, Protocol, Self
 from aiohttp import web
 
 from pipeline.environments import Episode, Turn
-from pipeline.environments.agent_report import Told, read_told
-from pipeline.environments.chat_tokenizer import Chat
-from pipeline.environments.guarded_call import reason
-from pipeline.environments.tool_call_syntax import Form
+from pipeline.environments.agent_report import AgentReport, parse_report
+from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.guarded_call import failure_reason
+from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import RolloutError
 from pipeline.rollout.gateway import openai_wire
-from pipeline.rollout.gateway.conversation_tree import CallPlace, Dialogue
-from pipeline.utils.limited_site import LimitedSite, limit, proved
+from pipeline.rollout.gateway.conversation_tree import ConversationTree, PrefixMatch
+from pipeline.utils.limited_site import LimitedSite, is_authenticated, limit_connections
 
 LOOPBACK = "127.0.0.1"
-MOST_BODY = 1 << 26
-MOST_STRANGERS = 32
+MAX_BODY = 1 << 26
+MAX_UNAUTHENTICATED = 32
 """Connections that have shown no key; there may be an endpoint for each of hundreds of episodes."""
 LONG = 2000
 """Characters of a conversation that take longer to tokenise than to hand to a thread."""
@@ -45,7 +45,7 @@ MODEL = "policy"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class AskPolicy(Protocol):
+class SampleFunction(Protocol):
     """How the policy is asked."""
 
     async def __call__(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
@@ -53,7 +53,7 @@ class AskPolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class Heard:
+class SampledTurn:
     """As much of a turn as the agent was given."""
 
     tokens: Sequence[int]
@@ -71,11 +71,16 @@ class Endpoint:
     model = MODEL
 
     def __init__(
-        self, chat: Chat, sample: AskPolicy, max_length: int, form: Form = "tagged", address: str = LOOPBACK
+        self,
+        chat: ChatTokenizer,
+        sample: SampleFunction,
+        max_length: int,
+        form: ToolCallSyntax = "tagged",
+        address: str = LOOPBACK,
     ) -> None:
         """`max_length`: most tokens of a row; `form`: how the policy writes calls of tools; `address`: of this node."""
         self._chat, self._sample, self._max_length, self._form = chat, sample, max_length, form
-        self._dialogue, self._told = Dialogue(chat), Told()
+        self._dialogue, self._told = ConversationTree(chat), AgentReport()
         self._address, self.key = address, secrets.token_urlsafe(16)
 
     @property
@@ -84,12 +89,12 @@ class Endpoint:
         return f"http://{self._address}:{self._port}/v1"
 
     async def __aenter__(self) -> Self:
-        application = web.Application(client_max_size=MOST_BODY, middlewares=[self._guard])
+        application = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
         application.router.add_post("/v1/chat/completions", self._chat_completion)
         application.router.add_post("/v1/completions", self._completion)
         application.router.add_get("/v1/models", self._models)
         application.router.add_post("/v1/reward", self._reward)
-        admission = limit(application, "an episode's endpoint", MOST_STRANGERS)
+        admission = limit_connections(application, "an episode's endpoint", MAX_UNAUTHENTICATED)
         # A client that hangs up ends its handler, and with it the sampling.
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()
@@ -117,13 +122,13 @@ class Endpoint:
         try:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
             if not secrets.compare_digest(given.encode(), self.key.encode()):
-                raise openai_wire.RefusedCall("the key is not this episode's", 401, "invalid_api_key")
-            proved(request)
+                raise openai_wire.RequestRefused("the key is not this episode's", 401, "invalid_api_key")
+            is_authenticated(request)
             return await handler(request)
-        except openai_wire.RefusedCall as refused:
+        except openai_wire.RequestRefused as refused:
             return web.json_response(refused.body(), status=refused.status)
         except RolloutError as error:
-            return web.json_response(openai_wire.RefusedCall(str(error)).body(), status=400)
+            return web.json_response(openai_wire.RequestRefused(str(error)).body(), status=400)
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
         asked = openai_wire.read_chat(await request.read())
@@ -149,51 +154,51 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        told = read_told(await request.read())
+        told = parse_report(await request.read())
         if isinstance(told, str):
-            raise openai_wire.RefusedCall(told)
+            raise openai_wire.RequestRefused(told)
         self._told = told
         return web.json_response({})
 
-    async def _placed(self, asked: openai_wire.CheckedRequest) -> CallPlace:
+    async def _placed(self, asked: openai_wire.CheckedRequest) -> PrefixMatch:
         """Where the call stands. A long conversation is tokenised in a thread, to keep the loop free."""
         try:
             if sum(len(message["content"]) for message in asked.messages) < LONG:
                 return self._dialogue.after(asked.messages, asked.tools)
             return await asyncio.to_thread(self._dialogue.after, asked.messages, asked.tools)
         except Exception as error:  # noqa: BLE001 a model's template meets an agent's messages: the agent is told
-            raise openai_wire.RefusedCall(reason("the messages cannot be rendered:", error)) from None
+            raise openai_wire.RequestRefused(failure_reason("the messages cannot be rendered:", error)) from None
 
-    async def _answers(self, asked: openai_wire.CheckedRequest, place: CallPlace) -> list[openai_wire.Said]:
+    async def _answers(self, asked: openai_wire.CheckedRequest, place: PrefixMatch) -> list[openai_wire.ChatReply]:
         """Sampled, and noted."""
         room = self._max_length - len(place.tokens)
         if room < 1:
             why = f"{len(place.tokens)} tokens leave no room below model.max_length={self._max_length}"
-            raise openai_wire.RefusedCall(why, code="context_length_exceeded")
+            raise openai_wire.RequestRefused(why, code="context_length_exceeded")
         turns = await self._sample(place.tokens, asked.n, asked.max_tokens)
         return [self._noted(asked, place, turn) for turn in turns]
 
-    def _noted(self, asked: openai_wire.CheckedRequest, place: CallPlace, turn: Turn) -> openai_wire.Said:
+    def _noted(self, asked: openai_wire.CheckedRequest, place: PrefixMatch, turn: Turn) -> openai_wire.ChatReply:
         heard, text = self._heard(turn, asked.stop)
         form = self._form if asked.parses else None
         reply = openai_wire.reply_of(text, form, asked.tools)
         if not heard.tokens:
-            raise openai_wire.RefusedCall("nothing was sampled", 500, "server_error")
+            raise openai_wire.RequestRefused("nothing was sampled", 500, "server_error")
         self._dialogue.add(place, heard, text, reply if asked.messages else None)
         pieces = [self._chat.piece(token) for token in heard.tokens] if asked.logprobs else []
         finish = "stop" if heard.finish == "stop" else "length"
-        return openai_wire.Said(text, reply, finish, heard.tokens, heard.logprobs, pieces)
+        return openai_wire.ChatReply(text, reply, finish, heard.tokens, heard.logprobs, pieces)
 
-    def _heard(self, turn: Turn, stops: Sequence[str]) -> tuple[Heard, str]:
+    def _heard(self, turn: Turn, stops: Sequence[str]) -> tuple[SampledTurn, str]:
         """A turn up to the token that brings the first of `stops`, and its text up to that."""
         tokens, finish, text = turn.tokens, turn.finish, self._chat.decode(turn.tokens)
         if any(stop in text for stop in stops):
             counts = range(len(tokens) + 1)
-            count = bisect_left(counts, True, key=lambda most: _brings(self._chat.decode(tokens[:most]), stops))
+            count = bisect_left(counts, True, key=lambda most: _ends_with_stop(self._chat.decode(tokens[:most]), stops))
             tokens, finish = tokens[:count], "stop"
-            text = openai_wire.before(self._chat.decode(tokens), stops)
+            text = openai_wire.text_before(self._chat.decode(tokens), stops)
         logprobs, versions = turn.logprobs[: len(tokens)], turn.versions[: len(tokens)]
-        return Heard(tokens, logprobs, finish, turn.version_min, turn.version_max, turn.server, versions), text
+        return SampledTurn(tokens, logprobs, finish, turn.version_min, turn.version_max, turn.server, versions), text
 
     async def _streamed(self, request: web.Request, events: Iterable[Mapping[str, Any]]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -205,5 +210,5 @@ class Endpoint:
         return response
 
 
-def _brings(text: str, stops: Sequence[str]) -> bool:
+def _ends_with_stop(text: str, stops: Sequence[str]) -> bool:
     return any(stop in text for stop in stops)

@@ -1,8 +1,8 @@
 """What OpenAI's clients send, and what they are sent.
 
 Owns the forms of `/v1/chat/completions` and `/v1/completions`: what of a request is read, and how an answer is written,
-whole or as a stream of events. Promises that whatever cannot be read is one `RefusedCall` with a status and a line that
-says why. Must not know tokens' history or servers.
+whole or as a stream of events. Promises that whatever cannot be read is one `RequestRefused` with a status and a line
+that says why. Must not know tokens' history or servers.
 
 Some of what a client may ask for is ignored, since the policy is trained as it samples: `temperature`, `top_p` and
 penalties, for which those of the run apply; `response_format`; and `tool_choice`, except `none`, which leaves calls in
@@ -19,12 +19,12 @@ from uuid import uuid4
 import msgspec
 
 from pipeline.data.chat_messages import Message, MessageError, read_messages, read_tools
-from pipeline.environments.tool_call_syntax import Form, takes_of, written_calls
+from pipeline.environments.tool_call_syntax import ToolCallSyntax, parameter_types, parse_calls
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 
 
-class RefusedCall(Exception):
+class RequestRefused(Exception):
     """A request that cannot be answered, as OpenAI tells it: a status, a code and why."""
 
     def __init__(self, why: str, status: int = 400, code: str = "invalid_request") -> None:
@@ -40,7 +40,7 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Asked(msgspec.Struct):
+class _RequestBody(msgspec.Struct):
     model: str = ""
     messages: Any = None
     prompt: Any = None
@@ -56,7 +56,7 @@ class _Asked(msgspec.Struct):
     echo: bool | None = None
 
 
-_asked = msgspec.json.Decoder(_Asked)
+_request_adapter = msgspec.json.Decoder(_RequestBody)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class CheckedRequest:
 
 
 @dataclass(frozen=True)
-class Said:
+class ChatReply:
     """One answer: its text, the reply that the client is given, and what was sampled, each token with its text."""
 
     text: str
@@ -104,7 +104,7 @@ def read_chat(body: bytes) -> CheckedRequest:
     try:
         messages, tools = read_messages(asked.messages), read_tools(asked.tools)
     except MessageError as error:
-        raise RefusedCall(str(error)) from None
+        raise RequestRefused(str(error)) from None
     return _checked(asked, messages=messages, tools=tools, parses=bool(tools) and asked.tool_choice != "none")
 
 
@@ -117,15 +117,15 @@ def read_completion(body: bytes) -> CheckedRequest:
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         prompt = tuple(prompt)
     if not prompt or not isinstance(prompt, str | tuple):
-        raise RefusedCall("prompt: expected one text, or one list of token ids")
+        raise RequestRefused("prompt: expected one text, or one list of token ids")
     if asked.echo:
-        raise RefusedCall("echo: only what was sampled is answered")
+        raise RequestRefused("echo: only what was sampled is answered")
     return _checked(asked, prompt=prompt)
 
 
-def reply_of(text: str, form: Form | None, tools: Sequence[Mapping[str, Any]]) -> Message:
+def reply_of(text: str, form: ToolCallSyntax | None, tools: Sequence[Mapping[str, Any]]) -> Message:
     """What was said as a message, with calls of tools taken out of the text; if one cannot be read, all stays text."""
-    calls = list(written_calls(text, form, takes_of(tools))) if form else []
+    calls = list(parse_calls(text, form, parameter_types(tools))) if form else []
     if not calls or any(call.wrong for call in calls):
         return {"role": "assistant", "content": text}
     made = [
@@ -139,12 +139,12 @@ def reply_of(text: str, form: Form | None, tools: Sequence[Mapping[str, Any]]) -
     return {"role": "assistant", "content": text[: calls[0].begin].strip(), "tool_calls": made}
 
 
-def chat_answer(asked: CheckedRequest, said: Sequence[Said], prompt_tokens: int) -> dict[str, Any]:
+def chat_answer(asked: CheckedRequest, said: Sequence[ChatReply], prompt_tokens: int) -> dict[str, Any]:
     """The body of a chat completion."""
     choices = [
         {
             "index": index,
-            "message": _sent(each.reply),
+            "message": _message_json(each.reply),
             "finish_reason": _finish(each),
             "logprobs": {"content": _logprobs(each), "refusal": None} if asked.logprobs else None,
         }
@@ -153,11 +153,11 @@ def chat_answer(asked: CheckedRequest, said: Sequence[Said], prompt_tokens: int)
     return _head("chat.completion", asked) | {"choices": choices, "usage": _usage(said, prompt_tokens)}
 
 
-def chat_events(asked: CheckedRequest, said: Sequence[Said], prompt_tokens: int) -> Iterator[dict[str, Any]]:
+def chat_events(asked: CheckedRequest, said: Sequence[ChatReply], prompt_tokens: int) -> Iterator[dict[str, Any]]:
     """The same as a stream: who speaks, what is said, how it ended; and the usage, where it is asked for."""
     head = _head("chat.completion.chunk", asked)
     for index, each in enumerate(said):
-        sent = _sent(each.reply)
+        sent = _message_json(each.reply)
         calls = [{"index": number, **call} for number, call in enumerate(sent.get("tool_calls", ()))]
         logprobs = {"content": _logprobs(each), "refusal": None} if asked.logprobs else None
         deltas = [{"role": "assistant", "content": ""}, {"content": sent["content"]}, {"tool_calls": calls}]
@@ -170,13 +170,13 @@ def chat_events(asked: CheckedRequest, said: Sequence[Said], prompt_tokens: int)
         yield head | {"choices": [], "usage": _usage(said, prompt_tokens)}
 
 
-def completion_answer(asked: CheckedRequest, said: Sequence[Said], prompt_tokens: int) -> dict[str, Any]:
+def completion_answer(asked: CheckedRequest, said: Sequence[ChatReply], prompt_tokens: int) -> dict[str, Any]:
     """The body of a completion."""
     choices = [_completion(index, asked, each) for index, each in enumerate(said)]
     return _head("text_completion", asked) | {"choices": choices, "usage": _usage(said, prompt_tokens)}
 
 
-def completion_events(asked: CheckedRequest, said: Sequence[Said], prompt_tokens: int) -> Iterator[dict[str, Any]]:
+def completion_events(asked: CheckedRequest, said: Sequence[ChatReply], prompt_tokens: int) -> Iterator[dict[str, Any]]:
     """The same as a stream, one event an answer."""
     head = _head("text_completion", asked)
     for index, each in enumerate(said):
@@ -185,26 +185,26 @@ def completion_events(asked: CheckedRequest, said: Sequence[Said], prompt_tokens
         yield head | {"choices": [], "usage": _usage(said, prompt_tokens)}
 
 
-def before(text: str, stops: Sequence[str]) -> str:
+def text_before(text: str, stops: Sequence[str]) -> str:
     """The text up to the first of `stops`."""
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
-def _read(body: bytes) -> _Asked:
+def _read(body: bytes) -> _RequestBody:
     try:
-        return _asked.decode(body)
+        return _request_adapter.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RefusedCall(f"the request cannot be read: {error}") from None
+        raise RequestRefused(f"the request cannot be read: {error}") from None
 
 
-def _checked(asked: _Asked, **what: Any) -> CheckedRequest:
+def _checked(asked: _RequestBody, **what: Any) -> CheckedRequest:
     count = asked.n or 1
     most = asked.max_completion_tokens or asked.max_tokens
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
-    if not 1 <= count <= MOST_CHOICES:
-        raise RefusedCall(f"n={count}: expected 1 to {MOST_CHOICES}")
+    if not 1 <= count <= MAX_CHOICES:
+        raise RequestRefused(f"n={count}: expected 1 to {MAX_CHOICES}")
     if most is not None and most < 1:
-        raise RefusedCall(f"max_tokens={most}: expected at least 1")
+        raise RequestRefused(f"max_tokens={most}: expected at least 1")
     return CheckedRequest(
         asked.model,
         n=count,
@@ -217,7 +217,7 @@ def _checked(asked: _Asked, **what: Any) -> CheckedRequest:
     )
 
 
-def _sent(reply: Message) -> dict[str, Any]:
+def _message_json(reply: Message) -> dict[str, Any]:
     """A reply as clients expect it: arguments are a string of JSON, and with nothing but calls the text is null."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
@@ -228,18 +228,18 @@ def _sent(reply: Message) -> dict[str, Any]:
     return {"role": "assistant", "content": reply["content"] or None, "tool_calls": calls}
 
 
-def _finish(said: Said) -> str:
+def _finish(said: ChatReply) -> str:
     return "tool_calls" if said.reply.get("tool_calls") else said.finish
 
 
-def _logprobs(said: Said) -> list[dict[str, Any]]:
+def _logprobs(said: ChatReply) -> list[dict[str, Any]]:
     return [
         {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": [], "token_id": token}
         for piece, logprob, token in zip(said.pieces, said.logprobs, said.tokens, strict=True)
     ]
 
 
-def _completion(index: int, asked: CheckedRequest, said: Said) -> dict[str, Any]:
+def _completion(index: int, asked: CheckedRequest, said: ChatReply) -> dict[str, Any]:
     logprobs = {
         "tokens": list(said.pieces),
         "token_logprobs": list(said.logprobs),
@@ -255,7 +255,7 @@ def _head(kind: str, asked: CheckedRequest) -> dict[str, Any]:
     return {"id": uuid4().hex, "object": kind, "created": int(time.time()), "model": asked.model}
 
 
-def _usage(said: Sequence[Said], prompt_tokens: int) -> dict[str, int]:
+def _usage(said: Sequence[ChatReply], prompt_tokens: int) -> dict[str, int]:
     sampled = sum(len(each.tokens) for each in said)
     return {
         "prompt_tokens": prompt_tokens,

@@ -14,10 +14,10 @@ from aiohttp import web
 
 from pipeline.errors import one_line
 from pipeline.tinker import tinker_wire
-from pipeline.tinker.api_errors import ApiError, Missing
+from pipeline.tinker.api_errors import ApiError, NotFoundError
 from pipeline.tinker.api_keys import Keys, Owner
-from pipeline.tinker.json_limits import MOST_JSON, json_object
-from pipeline.utils.limited_site import proved
+from pipeline.tinker.json_limits import MAX_JSON, json_object
+from pipeline.utils.limited_site import is_authenticated
 
 log = logging.getLogger(__name__)
 API = "/api/v1/"
@@ -51,7 +51,7 @@ class Router:
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 owner = self._keys.owner(_key_of(request))
-                proved(request)
+                is_authenticated(request)
                 return await handler(owner, request)
             except ApiError as error:
                 return self.refusal(error)
@@ -79,7 +79,7 @@ class Router:
 
         async def refuse(owner: Owner, request: web.Request) -> web.Response:
             route = request.path.removeprefix(self._prefix)
-            raise Missing(f"{request.method} {route} is not served here; docs/tinker.md lists what is")
+            raise NotFoundError(f"{request.method} {route} is not served here; docs/tinker.md lists what is")
 
         self.add("*", "{rest:.*}", refuse)
 
@@ -102,7 +102,7 @@ class Router:
 
     async def read_json(self, request: web.Request) -> Body:
         """The body as a JSON object; `ApiError` if it is none, or too large."""
-        return json_object(await self.read(request, MOST_JSON))
+        return json_object(await self.read(request, MAX_JSON))
 
 
 def _key_of(request: web.Request) -> str:

@@ -9,15 +9,15 @@ import contextlib
 from aiohttp import web
 
 from pipeline.tinker import tinker_wire
-from pipeline.tinker.api_errors import Missing
+from pipeline.tinker.api_errors import NotFoundError
 from pipeline.tinker.api_keys import Owner
-from pipeline.tinker.model_requests import Live
+from pipeline.tinker.model_requests import ModelEntry
 from pipeline.tinker.routes.body_fields import text
 from pipeline.tinker.routes.client_router import Body, Router
 from pipeline.tinker.sample_queue import SampleQueue
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_paths import session_of, unload_id
-from pipeline.tinker.tinker_records import Failed, Passed, Plain, Result, Saved, Stepped
+from pipeline.tinker.tinker_records import Acknowledged, Failed, PassResult, Result, SaveResult, StepResult
 
 HOLD_SECONDS = 25.0
 PROTOBUF = "application/x-protobuf"
@@ -26,7 +26,7 @@ PROTOBUF = "application/x-protobuf"
 class FutureRoutes:
     """Polling, and giving up samples."""
 
-    def __init__(self, registry: Registry, sampling: SampleQueue) -> None:
+    def __init__(self, registry: ModelRegistry, sampling: SampleQueue) -> None:
         self._registry, self._sampling = registry, sampling
         self.attached = False
         """Whether a trainer is there."""
@@ -47,7 +47,7 @@ class FutureRoutes:
         found = self._registry.requests.get(id)
         live = self._registry.models.get(found.model) if found else None
         if found is None or live is None or live.fact.owner != owner.name:
-            raise Missing(f"no request {id!r}, or its result was fetched long ago")
+            raise NotFoundError(f"no request {id!r}, or its result was fetched long ago")
         self._registry.heartbeats.beat(live.fact.session)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(found.done.wait(), 0 if live.lost else HOLD_SECONDS)
@@ -60,7 +60,7 @@ class FutureRoutes:
     async def _retrieve_unload(self, owner: Owner, model: str) -> web.Response:
         live = self._registry.model(owner, model)
         if not live.unloading and not live.fact.gone:
-            raise Missing(f"nobody asked to unload model {model!r}")
+            raise NotFoundError(f"nobody asked to unload model {model!r}")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(live.unloaded.wait(), HOLD_SECONDS)
             return web.json_response({"type": "unload_model", "model_id": model})
@@ -89,18 +89,18 @@ class FutureRoutes:
         return {}
 
 
-def _answer(live: Live, result: Result) -> web.Response:
+def _answer(live: ModelEntry, result: Result) -> web.Response:
     if isinstance(result, Failed):
         return _failure(result)
-    if isinstance(result, Passed):
-        return web.Response(body=tinker_wire.written_pass(result), content_type=PROTOBUF)
-    if isinstance(result, Stepped):
+    if isinstance(result, PassResult):
+        return web.Response(body=tinker_wire.pass_message(result), content_type=PROTOBUF)
+    if isinstance(result, StepResult):
         return web.json_response({"type": "optim_step", "metrics": result.metrics})
-    if isinstance(result, Saved):
+    if isinstance(result, SaveResult):
         return web.json_response(
             {"sampling_session_id": result.sampler, "path": None} if result.sampler else {"path": result.path}
         )
-    assert isinstance(result, Plain)
+    assert isinstance(result, Acknowledged)
     return web.json_response({"model_id": live.fact.id})
 
 

@@ -6,17 +6,17 @@ from aiohttp import web
 
 from pipeline.tinker.api_keys import Owner
 from pipeline.tinker.entities import SavedWeights
-from pipeline.tinker.model_requests import Live
+from pipeline.tinker.model_requests import ModelEntry
 from pipeline.tinker.routes.body_fields import listed, page, time_of, ttl
 from pipeline.tinker.routes.client_router import Router
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_paths import parse_path
 
 
 class ListRoutes:
     """What an owner has, and how long it is kept."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: ModelRegistry) -> None:
         self._registry = registry
 
     def add(self, router: Router) -> None:
@@ -37,7 +37,7 @@ class ListRoutes:
     async def _run_of(self, owner: Owner, request: web.Request) -> web.Response:
         return web.json_response(self._run(self._registry.model(owner, request.match_info["model"])))
 
-    def _run(self, live: Live) -> dict[str, Any]:
+    def _run(self, live: ModelEntry) -> dict[str, Any]:
         fact, newest = live.fact, dict[str, Any]()
         for each in sorted(self._registry.shelf.of_model(fact.id), key=lambda each: each.created):
             newest[parse_path(each.path).kind] = listed(each)

@@ -8,17 +8,17 @@ from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.routes.body_fields import flag, future, metadata, number, text
 from pipeline.tinker.routes.client_router import Body, Router
 from pipeline.tinker.sampling_limits import is_whole
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_paths import parse_path, unload_id
 from pipeline.tinker.tinker_records import Adapter, Create, Load
 
-MOST_SEED = 1 << 62
+MAX_SEED = 1 << 62
 
 
 class ModelRoutes:
     """Making models and letting them go."""
 
-    def __init__(self, settings: Settings, registry: Registry) -> None:
+    def __init__(self, settings: Settings, registry: ModelRegistry) -> None:
         self._settings, self._registry = settings, registry
 
     def add(self, router: Router) -> None:
@@ -48,7 +48,7 @@ class ModelRoutes:
         if not (attention or mlp):
             raise ApiError("lora_config: neither train_attn nor train_mlp, so nothing would be trained")
         seed = wanted.get("seed")
-        if seed is not None and not is_whole(seed, -MOST_SEED, MOST_SEED):
+        if seed is not None and not is_whole(seed, -MAX_SEED, MAX_SEED):
             raise ApiError(f"lora_config.seed={str(seed)[:80]!r}; expected a whole number, or null")
         return Adapter(rank, self._settings.seed + seq if seed is None else seed, attention, mlp)
 

@@ -13,14 +13,21 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pipeline.tinker.api_errors import ApiError, Missing
+from pipeline.tinker.api_errors import ApiError, NotFoundError
 from pipeline.tinker.api_keys import Owner
-from pipeline.tinker.completions import checked_body, error_body, read_part, wants_usage, written, written_event
-from pipeline.tinker.forwarding import CHAT, COMPLETION, Forwarder, Hopeless, Unavailable
+from pipeline.tinker.completions import (
+    checked_body,
+    completion_event,
+    completion_json,
+    error_body,
+    read_part,
+    wants_usage,
+)
+from pipeline.tinker.forwarding import CHAT, COMPLETION, Forwarder, ForwardingFailed, NoServerError
 from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.routes.client_router import Router
 from pipeline.tinker.sample_queue import SampleQueue
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_paths import parse_path
 from pipeline.tinker.usage import usage_of_answer
 
@@ -39,9 +46,9 @@ class OpenAiRouter(Router):
 
     def refusal(self, error: ApiError) -> web.Response:
         headers = {}
-        if isinstance(error, Unavailable):
+        if isinstance(error, NoServerError):
             headers["Retry-After"] = "2"
-        if isinstance(error, Hopeless):
+        if isinstance(error, ForwardingFailed):
             headers["X-Should-Retry"] = "false"
         return web.json_response(error_body(str(error), error.status), status=error.status, headers=headers)
 
@@ -49,7 +56,7 @@ class OpenAiRouter(Router):
 class OpenAiRoutes:
     """Chats, completions and the list of models."""
 
-    def __init__(self, settings: Settings, registry: Registry, sampling: SampleQueue) -> None:
+    def __init__(self, settings: Settings, registry: ModelRegistry, sampling: SampleQueue) -> None:
         self._settings, self._registry = settings, registry
         self._forwarder = Forwarder(sampling)
         self._open: dict[str, int] = {}
@@ -92,13 +99,15 @@ class OpenAiRoutes:
             return False
 
     def _folder(self, owner: Owner, model: Any) -> str:
-        """The folder of a model's adapter, empty for the base; `Missing` for a model that this owner has not."""
+        """The folder of a model's adapter, empty for the base; `NotFoundError` for a model that this owner has not."""
         if not self._settings.sampling:
-            raise Missing("nothing samples here: this server was started without serve.sampling=true")
+            raise NotFoundError("nothing samples here: this server was started without serve.sampling=true")
         if not isinstance(model, str) or not model.startswith("tinker://"):
             if model not in self._settings.base_names:
                 known = ", ".join(self._settings.base_names)
-                raise Missing(f"model {str(model)[:200]!r}; served: {known}, and tinker:// paths of sampler weights")
+                raise NotFoundError(
+                    f"model {str(model)[:200]!r}; served: {known}, and tinker:// paths of sampler weights"
+                )
             return ""
         checkpoint = self._registry.shelf.checkpoint(owner, model)
         if parse_path(checkpoint.path).kind != "sampler_weights":
@@ -117,7 +126,7 @@ class OpenAiRoutes:
                 if asked.get("stream"):
                     return await _streamed(request, parts, body["model"], usage=usage)
                 part = await _while_connected(request, anext(parts))
-                return web.json_response(written(part, body["model"]))
+                return web.json_response(completion_json(part, body["model"]))
         finally:
             self._open[owner.name] -= 1
             if not self._open[owner.name]:
@@ -160,10 +169,10 @@ async def _streamed(
     answer = web.StreamResponse(headers=_TEXT_STREAM)
     try:
         await answer.prepare(request)
-        await _write(answer, written_event(first, model, usage=usage))
+        await _write(answer, completion_event(first, model, usage=usage))
         try:
             async for part in parts:
-                await _write(answer, written_event(part, model, usage=usage))
+                await _write(answer, completion_event(part, model, usage=usage))
             await answer.write(b"data: [DONE]\n\n")
         except ApiError as error:
             await _write(answer, error_body(str(error), error.status))
@@ -188,7 +197,7 @@ async def _while_connected(request: web.Request, first: Any) -> dict[str, Any]:
         found: dict[str, Any] = task.result()
         return found
     except StopAsyncIteration:
-        raise Unavailable("the server gave no answer", 502) from None
+        raise NoServerError("the server gave no answer", 502) from None
     finally:
         if not task.done():
             task.cancel()

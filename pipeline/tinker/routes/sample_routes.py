@@ -10,13 +10,13 @@ from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.routes.body_fields import number, text
 from pipeline.tinker.routes.client_router import Body, Router
 from pipeline.tinker.sample_queue import SampleQueue
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 
 
 class SampleRoutes:
     """Samples of the base, and of checkpoints that were saved for it."""
 
-    def __init__(self, settings: Settings, registry: Registry, sampling: SampleQueue) -> None:
+    def __init__(self, settings: Settings, registry: ModelRegistry, sampling: SampleQueue) -> None:
         self._settings, self._registry, self._sampling = settings, registry, sampling
 
     def add(self, router: Router) -> None:

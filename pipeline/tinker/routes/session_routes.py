@@ -8,7 +8,7 @@ from pipeline.tinker.api_keys import Owner
 from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.routes.body_fields import metadata, page, text
 from pipeline.tinker.routes.client_router import Body, Router
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 
 CLIENT_FLAGS: dict[str, Any] = {
     "use_pyqwest_transport": False,
@@ -22,7 +22,7 @@ DYNAMIC_FLAGS: dict[str, Any] = {"refresh_interval_sec": 3600, "sample_cancel_en
 class SessionRoutes:
     """Opening, keeping and ending sessions."""
 
-    def __init__(self, settings: Settings, registry: Registry) -> None:
+    def __init__(self, settings: Settings, registry: ModelRegistry) -> None:
         self._settings, self._registry = settings, registry
 
     def add(self, router: Router) -> None:

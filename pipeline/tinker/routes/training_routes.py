@@ -10,13 +10,13 @@ from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.json_limits import SMALL_BYTES
 from pipeline.tinker.routes.body_fields import future, number, step, text
 from pipeline.tinker.routes.client_router import Body, Router
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 
 
 class TrainingRoutes:
     """What changes a model."""
 
-    def __init__(self, settings: Settings, registry: Registry) -> None:
+    def __init__(self, settings: Settings, registry: ModelRegistry) -> None:
         self._settings, self._registry = settings, registry
 
     def add(self, router: Router) -> None:

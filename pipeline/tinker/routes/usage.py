@@ -7,7 +7,7 @@ from aiohttp import web
 
 from pipeline.tinker.api_keys import Owner
 from pipeline.tinker.routes.client_router import Router
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 
 ALL = "/engine/usage"
 """All names, for the run's owner, who can read the front's secret."""
@@ -16,7 +16,7 @@ ALL = "/engine/usage"
 class UsageRoutes:
     """The counts of `pipeline.tinker.usage`."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: ModelRegistry) -> None:
         self._registry = registry
 
     def add(self, router: Router) -> None:
@@ -27,7 +27,7 @@ class UsageRoutes:
         return web.json_response({**described(self._registry, owner.name), "days": days})
 
 
-def described(registry: Registry, owner: str) -> dict[str, Any]:
+def described(registry: ModelRegistry, owner: str) -> dict[str, Any]:
     """The total of a name, and the bytes of checkpoints that it keeps now."""
     total = msgspec.to_builtins(registry.usage.total(owner))
     return {"name": owner, "total": total, "checkpoint_bytes": registry.shelf.stored_bytes(owner)}

@@ -18,17 +18,17 @@ from aiohttp import web
 
 from pipeline.errors import one_line
 from pipeline.tinker import tinker_paths
-from pipeline.tinker.api_errors import ApiError, Missing
+from pipeline.tinker.api_errors import ApiError, NotFoundError
 from pipeline.tinker.api_keys import Owner
 from pipeline.tinker.entities import SavedWeights
 from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.model_requests import SaveNote, save_body
 from pipeline.tinker.routes.body_fields import future, metadata, number, text, time_of, ttl
 from pipeline.tinker.routes.client_router import API, Body, Router
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_paths import WeightsPath
 from pipeline.tinker.tinker_records import Save
-from pipeline.utils.limited_site import proved
+from pipeline.utils.limited_site import is_authenticated
 
 URL_SECONDS = 3600.0
 ARCHIVE = "archive.tar"
@@ -38,7 +38,7 @@ _BLOCK = 1 << 20
 class WeightRoutes:
     """Checkpoints: made, described and downloaded."""
 
-    def __init__(self, settings: Settings, registry: Registry, secret: str) -> None:
+    def __init__(self, settings: Settings, registry: ModelRegistry, secret: str) -> None:
         self._settings, self._registry, self._secret = settings, registry, secret
 
     def add(self, router: Router) -> None:
@@ -100,11 +100,11 @@ class WeightRoutes:
         checkpoint = self._registry.shelf.checkpoints.get(str(path))
         expires = request.query.get("expires", "")
         if checkpoint is None or not expires.isdecimal() or int(expires) < time.time():
-            raise Missing("this address has expired, or what it names was removed; ask for another one")
+            raise NotFoundError("this address has expired, or what it names was removed; ask for another one")
         signed = self._sign(checkpoint, file, int(expires))
         if not hmac.compare_digest(signed.encode(), request.query.get("sign", "").encode(errors="replace")):
             raise ApiError("this address was not made by this server", 403)
-        proved(request)
+        is_authenticated(request)
         folder = self._settings.weights / checkpoint.folder
         return await _send_tar(request, folder) if file == ARCHIVE else web.FileResponse(folder / file)
 
@@ -112,7 +112,7 @@ class WeightRoutes:
 class _Saving:
     """The handler of one kind of save."""
 
-    def __init__(self, registry: Registry, kind: tinker_paths.Kind) -> None:
+    def __init__(self, registry: ModelRegistry, kind: tinker_paths.Kind) -> None:
         self._registry, self._kind = registry, kind
 
     async def __call__(self, owner: Owner, body: Body) -> Body:
@@ -162,11 +162,11 @@ async def _send_tar(request: web.Request, folder: Path) -> web.StreamResponse:
 
 
 def _files(folder: Path) -> list[Path]:
-    """`Missing` for a checkpoint whose folder somebody took away."""
+    """`NotFoundError` for a checkpoint whose folder somebody took away."""
     try:
         return sorted(each for each in folder.iterdir() if each.is_file())
     except OSError as error:
-        raise Missing(f"the files of this checkpoint are not there any more: {one_line(error)}") from None
+        raise NotFoundError(f"the files of this checkpoint are not there any more: {one_line(error)}") from None
 
 
 def _tar_blocks(files: Sequence[Path]) -> Iterator[bytes]:

@@ -25,37 +25,39 @@ from torch import Tensor
 
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms.importance_correction import corrected
+from pipeline.train.algorithms.importance_correction import apply_correction
 from pipeline.train.algorithms.kl_penalties import ESTIMATORS, k3
 from pipeline.train.algorithms.loss_specs import (
     SFT,
-    Level,
-    Objective,
-    PolicyObjective,
-    SupervisedObjective,
-    ValueObjective,
+    LossSpec,
+    MetricsLevel,
+    PolicyLossSpec,
+    SupervisedLoss,
+    ValueLoss,
 )
 from pipeline.train.algorithms.loss_tokens import LossTokens, ValueTokens
 from pipeline.train.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Terms
-from pipeline.train.algorithms.token_statistics import sums_of
+from pipeline.train.algorithms.token_statistics import statistic_sums
 from pipeline.train.algorithms.value_losses import clipped_value
 
 __all__ = [
     "POLICY_LOSSES",
     "SFT",
-    "Level",
+    "LossSpec",
     "LossTokens",
-    "Objective",
-    "PolicyObjective",
-    "SupervisedObjective",
-    "ValueObjective",
+    "MetricsLevel",
+    "PolicyLossSpec",
+    "SupervisedLoss",
+    "ValueLoss",
     "ValueTokens",
     "total",
     "total_value",
 ]
 
 
-def total(tokens: LossTokens, objective: PolicyObjective, level: Level = "basic") -> tuple[Tensor, dict[str, Tensor]]:
+def total(
+    tokens: LossTokens, objective: PolicyLossSpec, level: MetricsLevel = "basic"
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch and what to watch.
 
     loss = Σ_N weight · (correction · policy loss + kl · KL(policy ‖ reference) − entropy · H)
@@ -65,24 +67,22 @@ def total(tokens: LossTokens, objective: PolicyObjective, level: Level = "basic"
     extremes over the tokens, every other one is a plain sum over the counted tokens. At level `none` there is only
     `loss`; `with_entropy` needs `entropy_N`, which is watched wherever it is there.
     """
-    loss_N, watched = (
-        _supervised(tokens) if isinstance(objective, SupervisedObjective) else _reinforced(tokens, objective)
-    )
+    loss_N, watched = _supervised(tokens) if isinstance(objective, SupervisedLoss) else _reinforced(tokens, objective)
     if level == "with_entropy":
         _entropy(tokens)
     if tokens.entropy_N is not None:
         watched["entropy"] = tokens.entropy_N
     loss = (tokens.weights_N * loss_N).sum()
-    return loss, sums_of(loss, {} if level == "none" else watched)
+    return loss, statistic_sums(loss, {} if level == "none" else watched)
 
 
 def total_value(
-    tokens: ValueTokens, objective: ValueObjective, level: Level = "basic"
+    tokens: ValueTokens, objective: ValueLoss, level: MetricsLevel = "basic"
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a critic on one micro-batch, Σ_N weight · `clipped_value`, and sums as those of `total`."""
     loss_N, watched = clipped_value(tokens, objective)
     loss = (tokens.weights_N * loss_N).sum()
-    return loss, sums_of(loss, {} if level == "none" else watched)
+    return loss, statistic_sums(loss, {} if level == "none" else watched)
 
 
 def _supervised(tokens: LossTokens) -> Terms:
@@ -96,7 +96,7 @@ def _reinforced(tokens: LossTokens, config: LossConfig) -> Terms:
     if config.proximal == "recompute" and tokens.proximal_N is None:
         tokens = replace(tokens, proximal_N=tokens.logprobs_N.detach())
     loss_N, watched = _policy_loss(config.name)(tokens, config)
-    loss_N, mismatch = corrected(loss_N, tokens, config)
+    loss_N, mismatch = apply_correction(loss_N, tokens, config)
     watched |= mismatch | _basics(tokens)
     in_loss = config.kl > 0 and config.kl_in == "loss"
     if in_loss or tokens.reference_N is not None:

@@ -14,7 +14,7 @@ from pipeline.train.algorithms.loss_tokens import LossTokens
 from pipeline.train.algorithms.policy_losses import Terms, ratio
 
 
-def corrected(loss_N: Tensor, tokens: LossTokens, config: LossConfig) -> Terms:
+def apply_correction(loss_N: Tensor, tokens: LossTokens, config: LossConfig) -> Terms:
     """The loss of each token times the weight that `correction` gives it: [N], and what to watch.
 
     - `none`: 1.

@@ -9,11 +9,11 @@ from typing import Final, Literal
 
 from pipeline.config import LossConfig
 
-Level = Literal["none", "basic", "with_entropy"]
+MetricsLevel = Literal["none", "basic", "with_entropy"]
 """What is measured: only the loss; all that costs no further computation; the entropy of every distribution too."""
 
 
-class SupervisedObjective:
+class SupervisedLoss:
     """Asks for the cross-entropy of the counted tokens (SFT); it has no settings."""
 
     name: Final = "sft"
@@ -21,13 +21,13 @@ class SupervisedObjective:
 
 
 @dataclass(frozen=True)
-class ValueObjective:
+class ValueLoss:
     """Asks a critic for values near the returns; `clip` as in `critic.clip`."""
 
     clip: float
     name: Final = "value"
 
 
-PolicyObjective = LossConfig | SupervisedObjective
-Objective = PolicyObjective | ValueObjective
-SFT = SupervisedObjective()
+PolicyLossSpec = LossConfig | SupervisedLoss
+LossSpec = PolicyLossSpec | ValueLoss
+SFT = SupervisedLoss()

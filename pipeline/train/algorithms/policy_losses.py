@@ -32,7 +32,7 @@ def reinforce(tokens: LossTokens, config: LossConfig) -> Terms:
     return _weighted(tokens, ratio_N, ratio_N.clamp(max=config.ratio_cap))
 
 
-def whole_row(tokens: LossTokens, config: LossConfig) -> Terms:
+def sequence_mean(tokens: LossTokens, config: LossConfig) -> Terms:
     """−sg(min(∏ r over the row, ratio_cap)) · A · logprob, of each token: [N].
 
     REINFORCE with the whole row as one action, whose log-probability is the sum of its tokens'; with leave-one-out
@@ -88,7 +88,7 @@ POLICY_LOSSES: Final[Mapping[str, PolicyLoss]] = {
     "dr_grpo": clipped,
     "dapo": clipped,
     "cispo": clipped_weight,
-    "rloo": whole_row,
+    "rloo": sequence_mean,
     "reinforce_pp": clipped,
     "dro": direct,
 }
@@ -102,7 +102,7 @@ def ratio(log_ratio_N: Tensor) -> Tensor:
 def _weighted(tokens: LossTokens, ratio_N: Tensor, weight_N: Tensor) -> Terms:
     """−weight · A · logprob of a constant weight, which is the ratio within its bounds."""
     loss_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
-    return loss_N, _watched(ratio_N, low_N=ratio_N < weight_N, high_N=ratio_N > weight_N)
+    return loss_N, _clip_statistics(ratio_N, low_N=ratio_N < weight_N, high_N=ratio_N > weight_N)
 
 
 def _surrogate(log_ratio_N: Tensor, advantages_N: Tensor, config: LossConfig) -> Terms:
@@ -110,14 +110,14 @@ def _surrogate(log_ratio_N: Tensor, advantages_N: Tensor, config: LossConfig) ->
     free_N, held_N = ratio_N * advantages_N, _clip(ratio_N, config) * advantages_N
     clipped_N = held_N < free_N
     loss_N = -torch.minimum(free_N, held_N)
-    return loss_N, _watched(ratio_N.detach(), low_N=clipped_N & (ratio_N < 1), high_N=clipped_N & (ratio_N > 1))
+    return loss_N, _clip_statistics(ratio_N.detach(), low_N=clipped_N & (ratio_N < 1), high_N=clipped_N & (ratio_N > 1))
 
 
 def _clip(ratio_N: Tensor, config: LossConfig) -> Tensor:
     return ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
 
 
-def _watched(ratio_N: Tensor, low_N: Tensor, high_N: Tensor) -> dict[str, Tensor]:
+def _clip_statistics(ratio_N: Tensor, low_N: Tensor, high_N: Tensor) -> dict[str, Tensor]:
     return {
         "ratio": ratio_N,
         "clip_fraction": low_N | high_N,

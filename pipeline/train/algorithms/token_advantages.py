@@ -1,8 +1,9 @@
 """Which token of a sample deserves how much: the advantage of each token.
 
 Owns what is done with the number that a sample comes with: the advantage that its group gave it, or its bare reward
-(`pipeline.transport.group_advantages.BARE`). Promises that only counted tokens are actions: those of prompts and tools
-neither earn nor discount anything; and that all statistics are of the whole batch. Pure; must not know models or ranks.
+(`pipeline.transport.group_advantages.REWARDS_ONLY`). Promises that only counted tokens are actions: those of prompts
+and tools neither earn nor discount anything; and that all statistics are of the whole batch. Pure; must not know models
+or ranks.
 
 Notation: T tokens of a row, n of them counted, numbered k = 1 … n; γ is `loss.discount`, λ is `loss.trace`. With a the
 row's number, KL_k the estimate of KL(policy ‖ reference) from token k by `loss.kl_estimator`, and β = `loss.kl` if
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
 from pipeline.train.algorithms.kl_penalties import ESTIMATORS
-from pipeline.train.batching.sequences import Row, episodes_of
+from pipeline.train.batching.sequences import TrainSequence, episodes_of
 from pipeline.transport.group_advantages import EPSILON
 
 Numbers = NDArray[np.float64]
@@ -39,47 +40,53 @@ Tokens = Sequence[NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
-class Credit:
+class TokenAdvantages:
     """float32[T] for each row, 0 where no token is counted; `returns` are there for `gae` only."""
 
     advantages: list[NDArray[np.float32]]
     returns: list[NDArray[np.float32]] | None = None
 
 
-def is_taxed(loss: LossConfig) -> bool:
+def has_kl_in_reward(loss: LossConfig) -> bool:
     """Whether the KL is taken off the rewards of tokens."""
     return loss.kl > 0 and loss.kl_in == "reward"
 
 
-def is_due(loss: LossConfig) -> bool:
+def needs_token_advantages(loss: LossConfig) -> bool:
     """Whether the number that a sample comes with is not yet the advantage of each of its tokens."""
-    return loss.advantage in ("batch", "group_batch", "gae") or is_taxed(loss) or loss.discount < 1
+    return loss.advantage in ("batch", "group_batch", "gae") or has_kl_in_reward(loss) or loss.discount < 1
 
 
 def assign_advantages(
-    rows: Sequence[Row],
+    rows: Sequence[TrainSequence],
     loss: LossConfig,
     logprobs: Tokens | None = None,
     references: Tokens | None = None,
     values: Tokens | None = None,
-) -> Credit:
+) -> TokenAdvantages:
     """The advantages of a batch's rows, whose `advantages` are one number each.
 
-    `logprobs` and `references` are needed where `is_taxed`, `values` for `gae`. Rows without counted tokens get zeros;
-    when whole samples are whitened theirs count like all others.
+    `logprobs` and `references` are needed where `has_kl_in_reward`, `values` for `gae`. Rows without counted tokens get
+    zeros; when whole samples are whitened theirs count like all others.
     """
     numbers = _numbers(rows)
     batchwide = loss.advantage in ("batch", "group_batch")
-    if not is_taxed(loss) and loss.discount == 1 and loss.advantage != "gae":
+    if not has_kl_in_reward(loss) and loss.discount == 1 and loss.advantage != "gae":
         whole = _whitened_samples(rows, numbers) if batchwide else numbers
-        return Credit(_spread(rows, [np.full(row.counted, one) for row, one in zip(rows, whole, strict=True)]))
-    taxes = _taxes(rows, loss, logprobs, references) if is_taxed(loss) else [np.zeros(row.counted) for row in rows]
-    rewards = [_paid(tax, number) for tax, number in zip(taxes, numbers, strict=True)]
+        return TokenAdvantages(
+            _scatter_to_tokens(rows, [np.full(row.counted, one) for row, one in zip(rows, whole, strict=True)])
+        )
+    taxes = (
+        _kl_penalties(rows, loss, logprobs, references)
+        if has_kl_in_reward(loss)
+        else [np.zeros(row.counted) for row in rows]
+    )
+    rewards = [_token_rewards(tax, number) for tax, number in zip(taxes, numbers, strict=True)]
     if loss.advantage == "gae":
         advantages, returns = gae(rewards, _counted(rows, values, "values"), loss.discount, loss.trace)
-        return Credit(_spread(rows, whitened(advantages)), _spread(rows, returns))
+        return TokenAdvantages(_scatter_to_tokens(rows, whiten(advantages)), _scatter_to_tokens(rows, returns))
     follows = discounted_sums(rewards, loss.discount)
-    return Credit(_spread(rows, whitened(follows) if batchwide else follows))
+    return TokenAdvantages(_scatter_to_tokens(rows, whiten(follows) if batchwide else follows))
 
 
 def gae(
@@ -107,7 +114,7 @@ def discounted_sums(rows: Sequence[Numbers], decay: float) -> list[Numbers]:
     return [table_NR[longest - len(row) :, number] for number, row in enumerate(rows)]
 
 
-def whitened(rows: Sequence[Numbers]) -> list[Numbers]:
+def whiten(rows: Sequence[Numbers]) -> list[Numbers]:
     """(x − mean) / (deviation + ε) with the mean and the population deviation of all rows together."""
     every = np.concatenate([*rows, np.zeros(0)])
     if not every.size:
@@ -116,15 +123,15 @@ def whitened(rows: Sequence[Numbers]) -> list[Numbers]:
     return [(row - mean) / (deviation + EPSILON) for row in rows]
 
 
-def _whitened_samples(rows: Sequence[Row], numbers: Numbers) -> Numbers:
+def _whitened_samples(rows: Sequence[TrainSequence], numbers: Numbers) -> Numbers:
     """The number of each row, whitened over the samples."""
     samples = np.array(episodes_of(rows), np.intp)
     firsts, own = np.unique(samples, return_inverse=True)
-    whole: Numbers = whitened([numbers[firsts]])[0][own]
+    whole: Numbers = whiten([numbers[firsts]])[0][own]
     return whole
 
 
-def _numbers(rows: Sequence[Row]) -> Numbers:
+def _numbers(rows: Sequence[TrainSequence]) -> Numbers:
     for index, row in enumerate(rows):
         if np.ndim(row.advantages):
             raise TrainingError(
@@ -133,27 +140,29 @@ def _numbers(rows: Sequence[Row]) -> Numbers:
     return np.array([row.advantages for row in rows], np.float64)
 
 
-def _taxes(rows: Sequence[Row], loss: LossConfig, logprobs: Tokens | None, references: Tokens | None) -> list[Numbers]:
+def _kl_penalties(
+    rows: Sequence[TrainSequence], loss: LossConfig, logprobs: Tokens | None, references: Tokens | None
+) -> list[Numbers]:
     """−β · KL_k of each row's counted tokens."""
     pairs = zip(_counted(rows, logprobs, "logprobs"), _counted(rows, references, "references"), strict=True)
     estimate = ESTIMATORS[loss.kl_estimator]
     return [-loss.kl * estimate(torch.from_numpy(policy - reference)).numpy() for policy, reference in pairs]
 
 
-def _paid(tax: Numbers, number: float) -> Numbers:
+def _token_rewards(tax: Numbers, number: float) -> Numbers:
     """The rewards of a row's counted tokens: its taxes, and the sample's number with the last of them."""
     rewards = tax.copy()
     rewards[-1:] += number
     return rewards
 
 
-def _counted(rows: Sequence[Row], tokens: Tokens | None, name: str) -> list[Numbers]:
+def _counted(rows: Sequence[TrainSequence], tokens: Tokens | None, name: str) -> list[Numbers]:
     if tokens is None:
         raise TrainingError(f"these advantages cannot be made without {name}")
     return [each[np.asarray(row.mask, bool)].astype(np.float64) for row, each in zip(rows, tokens, strict=True)]
 
 
-def _spread(rows: Sequence[Row], numbers: Sequence[Numbers]) -> list[NDArray[np.float32]]:
+def _scatter_to_tokens(rows: Sequence[TrainSequence], numbers: Sequence[Numbers]) -> list[NDArray[np.float32]]:
     """From the counted tokens of each row to all of its tokens."""
     spread: list[NDArray[np.float32]] = []
     for row, each in zip(rows, numbers, strict=True):

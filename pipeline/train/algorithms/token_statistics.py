@@ -14,7 +14,7 @@ MAXIMISED = ("ratio", "log_ratio", "mismatch")
 MINIMISED = ("ratio",)
 
 
-def sums_of(loss: Tensor, watched: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def statistic_sums(loss: Tensor, watched: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`loss` and, for every quantity `[N]`, `NAME` (its sum) and `NAME_squared`, `NAME_max`, `NAME_min` where the
     tables above ask for them: detached scalars."""
     sums = {"loss": loss.detach().double()}

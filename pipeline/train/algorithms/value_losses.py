@@ -6,12 +6,12 @@ Owns the one formula. Pure; what returns are is decided in `pipeline.train.algor
 import torch
 from torch import Tensor
 
-from pipeline.train.algorithms.loss_specs import ValueObjective
+from pipeline.train.algorithms.loss_specs import ValueLoss
 from pipeline.train.algorithms.loss_tokens import ValueTokens
 from pipeline.train.algorithms.policy_losses import Terms
 
 
-def clipped_value(tokens: ValueTokens, objective: ValueObjective) -> Terms:
+def clipped_value(tokens: ValueTokens, objective: ValueLoss) -> Terms:
     """½ · max((V − R)², (clip(V, V_old − clip, V_old + clip) − R)²), of each token: [N]; with clip 0, ½ · (V − R)².
 
     V is the critic's value, V_old the same when the step began, R the return. The larger error counts, so a value that

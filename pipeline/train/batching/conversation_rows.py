@@ -25,19 +25,19 @@ from pipeline.config import DataConfig, RunConfig
 from pipeline.config.data_keys import refuse_overlap
 from pipeline.config.model_directory import model_directory
 from pipeline.data import Conversation, Examples
-from pipeline.data.dataset_digest import Content
+from pipeline.data.dataset_digest import DatasetDigest
 from pipeline.data.examples import RowError
-from pipeline.environments.assistant_masks import Masker, MaskError, Trained
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.assistant_masks import AssistantMasker, MaskedText, MaskError
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.train.batching.sequences import Row
-from pipeline.train.train_jobs import trained_rows
-from pipeline.transport.ledger import prompt_of
+from pipeline.train.batching.sequences import TrainSequence
+from pipeline.train.train_jobs import rows_to_train
+from pipeline.transport.ledger import prompt_at
 
 log = logging.getLogger(__name__)
 CHECKED_ROWS = 1000
 """Rows that a submission looks at; the others are looked at before the first step."""
-ALIVE_ROWS = 100
+ROWS_PER_BEAT = 100
 """Rows between two signs of life."""
 
 ENDLESS = (
@@ -47,7 +47,7 @@ ENDLESS = (
 
 
 @dataclass
-class FlatRows:
+class TokenizedDataset:
     """Rows end to end. `counts` are those of the dataset: `read`, and by reason those that were left out, of which
     `wrong` says what is wrong with the first."""
 
@@ -55,21 +55,21 @@ class FlatRows:
     mask: bytearray = field(default_factory=bytearray)
     starts: "array[int]" = field(default_factory=lambda: array("q", [0]))
     counts: Counter[str] = field(default_factory=Counter)
-    first: Trained | None = None
+    first: MaskedText | None = None
     wrong: RowError | None = None
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> TrainSequence:
         part = slice(self.starts[index], self.starts[index + 1])
         tokens, mask = np.array(self.tokens[part], np.int32), np.frombuffer(self.mask[part], np.uint8)
-        return Row(tokens=tokens, mask=mask, prompt=index)
+        return TrainSequence(tokens=tokens, mask=mask, prompt=index)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TrainSequence]:
         return (self[index] for index in range(len(self)))
 
-    def add(self, row: Trained) -> None:
+    def add(self, row: MaskedText) -> None:
         """Append a row."""
         self.first = self.first or row
         self.tokens.extend(row.tokens)
@@ -97,12 +97,12 @@ class Conversations:
     def __init__(self, config: RunConfig, alive: Callable[[], None] = lambda: None) -> None:
         """Nothing is read yet. `alive` is called now and then while it is."""
         self._config, self._alive = config, alive
-        self._content = Content()
+        self._content = DatasetDigest()
 
     @cached_property
-    def rows(self) -> FlatRows:
+    def rows(self) -> TokenizedDataset:
         """What is trained; `ConfigError` or `RowError` for a dataset that cannot be."""
-        (train, held_out), masker = parts_of(self._config.data), masker_of(self._config)
+        (train, held_out), masker = train_eval_split(self._config.data), build_masker(self._config)
         log.info("reading %s; what is trained is told by %s", self._config.data.path, masker.method)
         self._content.add({"template": masker.template})
         rows = _read(train, masker, self._config, self._content, self._alive)
@@ -115,13 +115,13 @@ class Conversations:
         log.info("training: %s", rows)
         log.info("held out: %s", self._held_out)
         assert rows.first, "there are rows"
-        log.info("the first row, trained tokens in green:\n%s", coloured(rows.first))
+        log.info("the first row, trained tokens in green:\n%s", ansi_highlight(rows.first))
         if not masker.teaches_end(rows.first):
             log.warning(ENDLESS)
         return rows
 
     @property
-    def held_out(self) -> list[Row]:
+    def held_out(self) -> list[TrainSequence]:
         """What is measured, and never trained."""
         return list(self._held_out) if len(self.rows) else []
 
@@ -140,14 +140,14 @@ class Conversations:
                 f"(digest {self.digest}, committed {digest or 'none'}); put them back, or start a new run"
             )
 
-    def __call__(self, step: int, count: int) -> Sequence[Row]:
+    def __call__(self, step: int, count: int) -> Sequence[TrainSequence]:
         """The rows of a step: those that are left of the epochs where these are counted, at most `count`."""
-        last = trained_rows(self._config, len(self.rows)) or (step + 1) * count
+        last = rows_to_train(self._config, len(self.rows)) or (step + 1) * count
         return [self.rows[self._at(position)] for position in range(step * count, min(last, (step + 1) * count))]
 
     def _at(self, position: int) -> int:
         size = len(self.rows)
-        return prompt_of(position, size, self._config.seed) if self._config.data.shuffle else position % size
+        return prompt_at(position, size, self._config.seed) if self._config.data.shuffle else position % size
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class DatasetPart:
     examples: Examples
     indices: range
 
-    def make(self, index: int, masker: Masker) -> tuple[Conversation, list[Trained]]:
+    def make(self, index: int, masker: AssistantMasker) -> tuple[Conversation, list[MaskedText]]:
         """A row's conversation and what is trained of it; `RowError` if that is nothing."""
         conversation = self.examples[index].conversation
         try:
@@ -165,29 +165,29 @@ class DatasetPart:
         except MaskError as error:
             raise self.examples.wrong(index, str(error)) from None
 
-    def too_long(self, index: int, row: Trained, config: RunConfig) -> RowError:
+    def too_long(self, index: int, row: MaskedText, config: RunConfig) -> RowError:
         """The error that says that a row does not fit."""
         mend = "set data.overlong=drop" if config.data.overlong == "refuse" else "raise it"
         reason = f"{len(row.tokens)} tokens, more than model.max_length={config.model.max_length}; {mend}"
         return self.examples.wrong(index, reason)
 
 
-def fits(row: Trained, config: RunConfig) -> bool:
+def fits(row: MaskedText, config: RunConfig) -> bool:
     """Whether a row is short enough to be trained."""
     return len(row.tokens) <= config.model.max_length
 
 
 def _read(
     part: DatasetPart,
-    masker: Masker,
+    masker: AssistantMasker,
     config: RunConfig,
-    content: Content | None = None,
+    content: DatasetDigest | None = None,
     alive: Callable[[], None] = lambda: None,
-) -> FlatRows:
+) -> TokenizedDataset:
     """The rows of a part that are trained; `RowError` for the first one that is refused."""
-    rows = FlatRows()
+    rows = TokenizedDataset()
     for index in part.indices:
-        if rows.counts["read"] % ALIVE_ROWS == 0:
+        if rows.counts["read"] % ROWS_PER_BEAT == 0:
             alive()
         rows.counts["read"] += 1
         try:
@@ -206,7 +206,7 @@ def _read(
     return rows
 
 
-def parts_of(data: DataConfig) -> tuple[DatasetPart, DatasetPart]:
+def train_eval_split(data: DataConfig) -> tuple[DatasetPart, DatasetPart]:
     """The rows to train and those that are held out.
 
     `ConfigError` when a dataset cannot be read, has no answers, or fewer rows than are to be held out, and when those
@@ -233,12 +233,12 @@ def check_data(config: RunConfig) -> None:
     data = config.data
     if not (data.path and config.has_sft):
         return
-    masker = masker_of(config)
-    for part in parts_of(data):
+    masker = build_masker(config)
+    for part in train_eval_split(data):
         _check_part(part, masker, config)
 
 
-def _check_part(part: DatasetPart, masker: Masker, config: RunConfig) -> None:
+def _check_part(part: DatasetPart, masker: AssistantMasker, config: RunConfig) -> None:
     """`ConfigError` for the first row that is refused; where such rows are dropped, if no other is found."""
     looked = replace(part, indices=part.indices[:CHECKED_ROWS])
     try:
@@ -249,11 +249,11 @@ def _check_part(part: DatasetPart, masker: Masker, config: RunConfig) -> None:
         raise ConfigError("data.path", config.data.path, "rows that can be trained", str(rows.wrong))
 
 
-def first_trainable_row(config: RunConfig) -> tuple[Trained, str] | None:
+def first_trainable_row(config: RunConfig) -> tuple[MaskedText, str] | None:
     """What the first row trains that can be trained, and what to warn of; None for a run without a dataset."""
     if not (config.data.path and config.has_sft):
         return None
-    (part, _), masker = parts_of(config.data), masker_of(config)
+    (part, _), masker = train_eval_split(config.data), build_masker(config)
     for index in part.indices[:CHECKED_ROWS]:
         with suppress(RowError):
             for row in part.make(index, masker)[1]:
@@ -262,7 +262,7 @@ def first_trainable_row(config: RunConfig) -> tuple[Trained, str] | None:
     return None
 
 
-def coloured(row: Trained) -> str:
+def ansi_highlight(row: MaskedText) -> str:
     """The text of a row for a terminal: what is trained in green, the rest as it is."""
     text, at = "", 0
     for begin, end in row.spans:
@@ -271,9 +271,9 @@ def coloured(row: Trained) -> str:
     return text + row.text[at:]
 
 
-def masker_of(config: RunConfig) -> Masker:
+def build_masker(config: RunConfig) -> AssistantMasker:
     """What masks conversations for the config's model."""
-    return Masker(Chat(model_directory(config.model)), config.data.train_on)
+    return AssistantMasker(ChatTokenizer(model_directory(config.model)), config.data.train_on)
 
 
 def _answered(data: DataConfig) -> Examples:

@@ -11,8 +11,8 @@ import numpy as np
 from pipeline.config import RunConfig
 from pipeline.config.model_directory import model_directory
 from pipeline.environments import load_task
-from pipeline.environments.chat_tokenizer import Chat
-from pipeline.train.batching.sequences import Row
+from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.train.batching.sequences import TrainSequence
 
 
 class TaskDemonstrations:
@@ -20,13 +20,13 @@ class TaskDemonstrations:
 
     def __init__(self, config: RunConfig) -> None:
         self._task = load_task(config.task, config.seed)
-        self._chat = Chat(model_directory(config.model))
+        self._chat = ChatTokenizer(model_directory(config.model))
 
-    def __call__(self, step: int, count: int) -> Sequence[Row]:
+    def __call__(self, step: int, count: int) -> Sequence[TrainSequence]:
         return [self._row(step * count + number) for number in range(count)]
 
-    def _row(self, index: int) -> Row:
+    def _row(self, index: int) -> TrainSequence:
         tokens, prompt = self._chat.demonstration(self._task.demonstration(index))
         mask = np.ones(len(tokens), np.uint8)
         mask[:prompt] = 0
-        return Row(tokens=np.array(tokens, np.int32), mask=mask, prompt=index)
+        return TrainSequence(tokens=np.array(tokens, np.int32), mask=mask, prompt=index)

@@ -1,7 +1,7 @@
 """How the rows of a batch are cut into micro-batches and laid out in memory.
 
-Owns three pure decisions: `kin_of`, which rows begin alike, so that what they share needs to be computed only once;
-`split_rows`, which rank trains which rows in which micro-batch; and the `Layout` of one micro-batch (padded to a
+Owns three pure decisions: `group_by_prefix`, which rows begin alike, so that what they share needs to be computed only
+once; `split_rows`, which rank trains which rows in which micro-batch; and the `Layout` of one micro-batch (padded to a
 rectangle, packed end to end, or packed with what rows share laid once). Promises that every row lands in exactly one
 micro-batch, that all ranks get the same number of micro-batches (short ranks get empty ones, because every micro-batch
 is a collective operation), that no micro-batch exceeds the budget, and that equal input gives equal output everywhere.
@@ -25,7 +25,7 @@ Bins = list[list[int]]
 Packing = Literal["padded", "packed", "shared"]
 """How the rows of a micro-batch lie: one a line; end to end; or end to end with what they share only once."""
 
-WORTH = 1 / 20
+MIN_SHARED_FRACTION = 1 / 20
 """A row is kin of another if they share at least this part of its tokens."""
 
 
@@ -49,7 +49,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Kin:
+class PrefixGroup:
     """Rows that begin alike, in the order of their tokens.
 
     Attributes:
@@ -69,12 +69,12 @@ class Kin:
         """Tokens that are computed then."""
         return sum(lengths[row] for row in self.rows) - self.spared
 
-    def part(self, first: int, end: int) -> "Kin":
+    def part(self, first: int, end: int) -> "PrefixGroup":
         """Those of them from place `first` up to `end`."""
-        return Kin(self.rows[first:end], (0, *self.shared[first + 1 : end]))
+        return PrefixGroup(self.rows[first:end], (0, *self.shared[first + 1 : end]))
 
 
-Units = list[Kin]
+PrefixGroups = list[PrefixGroup]
 """What one micro-batch, or one rank, holds."""
 
 
@@ -98,8 +98,9 @@ class Layout:
     packing: Packing
 
 
-def kin_of(rows: Sequence[NDArray[np.int32]], packing: Packing = "shared") -> list[Kin]:
-    """Rows that begin alike, each row once, given their tokens; see `WORTH`. None where `packing` shares nothing.
+def group_by_prefix(rows: Sequence[NDArray[np.int32]], packing: Packing = "shared") -> list[PrefixGroup]:
+    """Rows that begin alike, each row once, given their tokens; see `MIN_SHARED_FRACTION`. None where `packing` shares
+    nothing.
 
     In the order of tokens no row before a row has more in common with it than the one right before it.
     """
@@ -109,31 +110,31 @@ def kin_of(rows: Sequence[NDArray[np.int32]], packing: Packing = "shared") -> li
     found: list[tuple[list[int], list[int]]] = []
     for place, row in enumerate(order):
         shared = _common(rows[order[place - 1]], rows[row]) if place else 0
-        if shared < WORTH * len(rows[row]) or not shared:
+        if shared < MIN_SHARED_FRACTION * len(rows[row]) or not shared:
             found.append(([], []))
             shared = 0
         found[-1][0].append(row)
         found[-1][1].append(shared)
-    return [Kin(tuple(indices), tuple(shared)) for indices, shared in found]
+    return [PrefixGroup(tuple(indices), tuple(shared)) for indices, shared in found]
 
 
-def lay(lengths: Sequence[int], packing: Packing, kin: Sequence[Kin] = ()) -> Layout:
+def make_layout(lengths: Sequence[int], packing: Packing, kin: Sequence[PrefixGroup] = ()) -> Layout:
     """Rows as `packing` says; `shared` with those that are kin."""
     if packing == "padded":
-        return pad(lengths)
+        return pad_rows(lengths)
     if packing == "shared" and any(each.spared for each in kin):
-        return overlap(lengths, kin)
-    return pack(lengths)
+        return pack_shared_prefix(lengths, kin)
+    return pack_rows(lengths)
 
 
-def pack(lengths: Sequence[int]) -> Layout:
+def pack_rows(lengths: Sequence[int]) -> Layout:
     """Rows laid end to end on one line, without padding: shape (1, Σ lengths)."""
     positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
     where = np.arange(len(positions), dtype=np.int64)
     return Layout((1, len(positions)), np.array(lengths, np.int64), where, positions, "packed")
 
 
-def pad(lengths: Sequence[int]) -> Layout:
+def pad_rows(lengths: Sequence[int]) -> Layout:
     """One row a line, padded on the right to the longest: shape (R, max(lengths))."""
     rows, longest = len(lengths), max(lengths)
     positions = np.tile(np.arange(longest, dtype=np.int64), rows)
@@ -141,7 +142,7 @@ def pad(lengths: Sequence[int]) -> Layout:
     return Layout((rows, longest), np.array(lengths, np.int64), where, positions, "padded")
 
 
-def overlap(lengths: Sequence[int], kin: Sequence[Kin]) -> Layout:
+def pack_shared_prefix(lengths: Sequence[int], kin: Sequence[PrefixGroup]) -> Layout:
     """Rows laid end to end on one line, kin next to each other, each without what it shares with the one before."""
     where: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(lengths)
     before, positions, used = where[0], [], 0
@@ -168,7 +169,7 @@ def fill(layout: Layout, length: int) -> Layout:
     )
 
 
-def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence[Kin] = ()) -> list[Bins]:
+def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence[PrefixGroup] = ()) -> list[Bins]:
     """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. These are the shares of the rows.
 
     Ranks are balanced by tokens that are computed. `kin`, if given, have every row once; they stay together as far as
@@ -177,13 +178,13 @@ def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence
     `TrainingError` for a row that no micro-batch can hold.
     """
     _check(lengths, budget)
-    dealt = _deals(kin or [Kin((index,)) for index in range(len(lengths))], lengths, ranks, budget)
-    ways = [_cut_alike(shares, lengths, budget) for shares in dealt]
+    dealt = _rank_partitions(kin or [PrefixGroup((index,)) for index in range(len(lengths))], lengths, ranks, budget)
+    ways = [_equalize_micro_batches(shares, lengths, budget) for shares in dealt]
     best = min(ways, key=lambda ranks: (len(ranks[0]), max(_computed(bins, lengths) for bins in ranks)))
     return [[sorted(row for unit in one for row in unit.rows) for one in bins] for bins in best]
 
 
-def shares_of(rank: int, ranks: int, size: int, shares: int) -> range:
+def bins_of_rank(rank: int, ranks: int, size: int, shares: int) -> range:
     """The shares that fall to a rank when a model's data-parallel size is `size`, a divisor of both other counts.
 
     Neighbouring ranks, `ranks / size` of them, get the same: they compute it together (`training.mesh.cp`).
@@ -218,7 +219,9 @@ def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _deals(kin: Sequence[Kin], lengths: Sequence[int], ranks: int, budget: Budget) -> Iterator[list[Units]]:
+def _rank_partitions(
+    kin: Sequence[PrefixGroup], lengths: Sequence[int], ranks: int, budget: Budget
+) -> Iterator[list[PrefixGroups]]:
     """What each rank may get: kin whole; in 2, 4, 8 … parts; at last row by row. Balanced by what is computed."""
     parts, most = 1, max((len(each.rows) for each in kin), default=1)
     while parts == 1 or (ranks > 1 and parts < 2 * most):
@@ -227,23 +230,23 @@ def _deals(kin: Sequence[Kin], lengths: Sequence[int], ranks: int, budget: Budge
         parts *= 2
 
 
-def _parts(kin: Kin, count: int, lengths: Sequence[int], budget: Budget) -> Iterator[Kin]:
+def _parts(kin: PrefixGroup, count: int, lengths: Sequence[int], budget: Budget) -> Iterator[PrefixGroup]:
     """Kin in at least `count` parts, as far as there are rows, each of which a micro-batch holds."""
     most = -(-len(kin.rows) // count)
     first = used = 0
     for place, row in enumerate(kin.rows):
         rows = place + 1 - first
-        if rows > 1 and (rows > most or not _holds(budget, rows, used + lengths[row])):
+        if rows > 1 and (rows > most or not _fits(budget, rows, used + lengths[row])):
             yield kin.part(first, place)
             first, used = place, 0
         used += lengths[row]
     yield kin.part(first, len(kin.rows))
 
 
-def _balance(units: Sequence[Kin], bins: int, sizes: Sequence[int]) -> list[Units]:
+def _balance(units: Sequence[PrefixGroup], bins: int, sizes: Sequence[int]) -> list[PrefixGroups]:
     """Largest first, each to the bin that has least by then (then fewest rows, then lowest number)."""
     loads = [(0, 0, number) for number in range(bins)]
-    filled: list[Units] = [[] for _ in range(bins)]
+    filled: list[PrefixGroups] = [[] for _ in range(bins)]
     for place in sorted(range(len(units)), key=lambda place: (-sizes[place], units[place].rows[0])):
         size, rows, number = loads[0]
         filled[number].append(units[place])
@@ -251,24 +254,28 @@ def _balance(units: Sequence[Kin], bins: int, sizes: Sequence[int]) -> list[Unit
     return filled
 
 
-def _cut_alike(shares: Sequence[Sequence[Kin]], lengths: Sequence[int], budget: Budget) -> list[list[Units]]:
+def _equalize_micro_batches(
+    shares: Sequence[Sequence[PrefixGroup]], lengths: Sequence[int], budget: Budget
+) -> list[list[PrefixGroups]]:
     """The micro-batches of each rank, as many of each."""
     count = 1
     while True:
-        cut = [_cut(share, lengths, budget, count) for share in shares]
+        cut = [_micro_batches(share, lengths, budget, count) for share in shares]
         most = max(len(bins) for bins in cut)
         if most == count:
             return cut
         count = most
 
 
-def _cut(share: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> list[Units]:
+def _micro_batches(
+    share: Sequence[PrefixGroup], lengths: Sequence[int], budget: Budget, least: int
+) -> list[PrefixGroups]:
     """The micro-batches of a rank: at least `least`, some perhaps empty.
 
     Padded, rows of like length lie together, so that little is padded. Packed, kin stay whole, or are cut where a
     micro-batch is full, or nobody heeds them: what takes fewest micro-batches, then what computes least.
     """
-    alone = [Kin((row,)) for unit in share for row in unit.rows]
+    alone = [PrefixGroup((row,)) for unit in share for row in unit.rows]
     if not budget.packed:
         return _in_order(sorted(alone, key=lambda one: (lengths[one.rows[0]], one.rows)), lengths, budget, least)
     ways = [_balanced(share, lengths, budget, least)]
@@ -278,12 +285,12 @@ def _cut(share: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: in
     return min(ways, key=lambda bins: (len(bins), _computed(bins, lengths)))
 
 
-def _computed(bins: Sequence[Units], lengths: Sequence[int]) -> int:
+def _computed(bins: Sequence[PrefixGroups], lengths: Sequence[int]) -> int:
     """Tokens that a rank computes."""
     return sum(unit.size(lengths) for one in bins for unit in one)
 
 
-def _balanced(units: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> list[Units]:
+def _balanced(units: Sequence[PrefixGroup], lengths: Sequence[int], budget: Budget, least: int) -> list[PrefixGroups]:
     """At least `least` bins of whole units: balanced by what they compute, or if one does not hold its rows then, by
     these."""
     whole = [sum(lengths[row] for row in unit.rows) for unit in units]
@@ -293,23 +300,23 @@ def _balanced(units: Sequence[Kin], lengths: Sequence[int], budget: Budget, leas
         for sizes in (computed, whole) if computed != whole else (whole,):
             bins = _balance(units, count, sizes)
             rows = [[lengths[row] for unit in one for row in unit.rows] for one in bins]
-            too_full = sum(not _holds(budget, len(one), sum(one)) for one in rows)
+            too_full = sum(not _fits(budget, len(one), sum(one)) for one in rows)
             if not too_full:
                 return bins
         count += -(-too_full // 2)
 
 
-def _in_order(units: Sequence[Kin], lengths: Sequence[int], budget: Budget, least: int) -> list[Units]:
+def _in_order(units: Sequence[PrefixGroup], lengths: Sequence[int], budget: Budget, least: int) -> list[PrefixGroups]:
     """At least `least` bins, the last ones perhaps empty: one is filled after the other, and units are cut between
     them. Padded, rows have to come with ascending lengths."""
-    bins: list[Units] = [[]]
+    bins: list[PrefixGroups] = [[]]
     rows = tokens = 0
     for unit in units:
         first = 0
         for place, row in enumerate(unit.rows):
             rows += 1
             tokens = tokens + lengths[row] if budget.packed else rows * lengths[row]
-            if not _holds(budget, rows, tokens):
+            if not _fits(budget, rows, tokens):
                 if first < place:
                     bins[-1].append(unit.part(first, place))
                 bins.append([])
@@ -318,5 +325,5 @@ def _in_order(units: Sequence[Kin], lengths: Sequence[int], budget: Budget, leas
     return bins + [[] for _ in range(least - len(bins))]
 
 
-def _holds(budget: Budget, rows: int, tokens: int) -> bool:
+def _fits(budget: Budget, rows: int, tokens: int) -> bool:
     return tokens <= budget.tokens and (budget.rows is None or rows <= budget.rows)

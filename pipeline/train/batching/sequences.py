@@ -1,9 +1,9 @@
 """What is trained: rows, and batches of rows with their share in the loss.
 
-Owns `Row` (one token sequence with what the losses need beside it) and `Batch` (the rows of one optimizer step or of
-one call). Promises that every denominator is decided here, once, over the whole batch: each row carries the weight that
-its tokens have in the global loss, so that no rank and no micro-batch ever divides by a count of its own. Numpy only,
-cheap to pickle; must not know torch, ranks or models.
+Owns `TrainSequence` (one token sequence with what the losses need beside it) and `Batch` (the rows of one optimizer
+step or of one call). Promises that every denominator is decided here, once, over the whole batch: each row carries the
+weight that its tokens have in the global loss, so that no rank and no micro-batch ever divides by a count of its own.
+Numpy only, cheap to pickle; must not know torch, ranks or models.
 
     batch = Batch.of(rows, normalise="token")
     dispatch.forward_backward("policy", batch, config.loss)
@@ -20,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import TrainingError
-from pipeline.train.batching.packing import Kin, Packing, kin_of
+from pipeline.train.batching.packing import Packing, PrefixGroup, group_by_prefix
 
-Normalise = Literal["token", "sequence", "prompt", "fixed"]
+Normalization = Literal["token", "sequence", "prompt", "fixed"]
 Column = Literal["advantages", "behaviour", "proximal", "reference", "values", "returns"]
-"""A field of `Row` with a number for each token."""
+"""A field of `TrainSequence` with a number for each token."""
 COLUMNS: tuple[Column, ...] = ("advantages", "behaviour", "proximal", "reference", "values", "returns")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class TrainSequence:
     """One sequence.
 
     Attributes:
@@ -89,7 +89,7 @@ class Row:
             raise TrainingError(f"{name}: {field} holds a value that is not finite")
 
 
-def episodes_of(rows: Sequence[Row]) -> list[int]:
+def episodes_of(rows: Sequence[TrainSequence]) -> list[int]:
     """The episode of each row, as the place of its first row."""
     first: dict[tuple[int, int], int] = {}
     return [
@@ -98,7 +98,7 @@ def episodes_of(rows: Sequence[Row]) -> list[int]:
     ]
 
 
-def refuse_unsampled(rows: Sequence[Row], name: str = "row") -> None:
+def refuse_unsampled_rows(rows: Sequence[TrainSequence], name: str = "row") -> None:
     """Raise `TrainingError` unless every row says what the policy that sampled it gave its tokens.
 
     Every policy loss is held to it: without them each ratio would be 1, however old the samples are.
@@ -121,13 +121,18 @@ class Batch:
         temperature: the logits are divided by it before log-probabilities are taken.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[TrainSequence, ...]
     weights: tuple[float, ...]
     temperature: float = 1.0
 
     @classmethod
     def of(
-        cls, rows: Sequence[Row], normalise: Normalise = "token", *, temperature: float = 1.0, max_length: int = 0
+        cls,
+        rows: Sequence[TrainSequence],
+        normalise: Normalization = "token",
+        *,
+        temperature: float = 1.0,
+        max_length: int = 0,
     ) -> "Batch":
         """The batch whose loss is the mean over what `normalise` names; every row is checked.
 
@@ -152,9 +157,9 @@ class Batch:
     def lengths(self) -> list[int]:
         return [len(row) for row in self.rows]
 
-    def kin(self, packing: Packing) -> list[Kin]:
+    def kin(self, packing: Packing) -> list[PrefixGroup]:
         """Which rows begin alike, where `packing` shares that."""
-        return kin_of([row.tokens for row in self.rows], packing)
+        return group_by_prefix([row.tokens for row in self.rows], packing)
 
     @property
     def counted(self) -> int:
@@ -167,7 +172,9 @@ class Batch:
         return Batch(rows, tuple(self.weights[i] for i in indices), self.temperature)
 
 
-def _weights(rows: Sequence[Row], counts: list[int], normalise: Normalise, max_length: int) -> list[float]:
+def _weights(
+    rows: Sequence[TrainSequence], counts: list[int], normalise: Normalization, max_length: int
+) -> list[float]:
     if normalise == "fixed":
         if max_length <= 0:
             raise TrainingError(f"normalise='fixed' divides by rows × max_length; max_length is {max_length}")

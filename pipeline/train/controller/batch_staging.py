@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from pipeline.errors import TrainingError
 from pipeline.train.batching import packing
 from pipeline.train.batching.packing import Bins, Budget
-from pipeline.train.batching.sequences import Batch, Column, Row
-from pipeline.train.controller.rank_process import Shares, Site
+from pipeline.train.batching.sequences import Batch, Column, TrainSequence
+from pipeline.train.controller.rank_process import RankState, Shares
 
 Values = Sequence[Sequence[NDArray[np.float32]]]
 """float32[T] for each row of each batch."""
@@ -41,7 +41,7 @@ _Cut = list[Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Handle:
+class StagedBatchRef:
     """Rows that a rank has: some shares of a batch of a staging."""
 
     number: int
@@ -49,12 +49,12 @@ class Handle:
     shares: range
 
 
-Data = list[Batch] | Handle
+Data = list[Batch] | StagedBatchRef
 """What an operation on a rank gets: its micro-batches, or where they are."""
 
 
 @dataclass(frozen=True, eq=False)
-class CutBatch:
+class ShardedBatch:
     """A batch that is cut.
 
     Attributes:
@@ -73,7 +73,9 @@ class CutBatch:
     index: int = 0
 
     @classmethod
-    def cut(cls, batch: Batch, sizes: Iterable[int], budget: Budget, number: int = -1, index: int = 0) -> "CutBatch":
+    def cut(
+        cls, batch: Batch, sizes: Iterable[int], budget: Budget, number: int = -1, index: int = 0
+    ) -> "ShardedBatch":
         """Cut the rows; `TrainingError` for one that the budget cannot hold."""
         chosen = frozenset(sizes)
         shares = packing.split_rows(batch.lengths, lcm(*chosen), budget, batch.kin(budget.packing))
@@ -87,10 +89,10 @@ class CutBatch:
 
     def data(self, size: int, ranks: int) -> list[Data]:
         """What each of `ranks` gets for a model of this data-parallel size."""
-        given = [packing.shares_of(rank, ranks, size, len(self.shares)) for rank in range(ranks)]
+        given = [packing.bins_of_rank(rank, ranks, size, len(self.shares)) for rank in range(ranks)]
         if self.number < 0:
             return [[self.batch.take(bins) for share in shares for bins in self.shares[share]] for shares in given]
-        return [Handle(self.number, self.index, shares) for shares in given]
+        return [StagedBatchRef(self.number, self.index, shares) for shares in given]
 
     def in_order(self, answers: Sequence[Sequence[NDArray[np.float32]]]) -> list[NDArray[np.float32]]:
         """The answers about every row, from those of each data-parallel place."""
@@ -102,7 +104,7 @@ class CutBatch:
     def on_rank(self, rank: int, ranks: int, values: Sequence[Any] | None = None) -> dict[int, _Cut]:
         """The micro-batches of the shares that a rank needs for a model of any of the sizes, by share; or, of `values`,
         one for each row, those of their rows."""
-        needed = {share for size in self.sizes for share in packing.shares_of(rank, ranks, size, len(self.shares))}
+        needed = {share for size in self.sizes for share in packing.bins_of_rank(rank, ranks, size, len(self.shares))}
 
         def take(bins: list[int]) -> Any:
             return self.batch.take(bins) if values is None else [values[index] for index in bins]
@@ -112,12 +114,12 @@ class CutBatch:
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Rows that are on the ranks, from `Dispatch.stage` to `Dispatch.unstage`; `staged[i]` is the i-th batch."""
+    """Rows that are on the ranks, from `RankGroup.stage` to `RankGroup.unstage`; `staged[i]` is the i-th batch."""
 
     number: int
-    batches: tuple[CutBatch, ...]
+    batches: tuple[ShardedBatch, ...]
 
-    def __getitem__(self, index: int) -> CutBatch:
+    def __getitem__(self, index: int) -> ShardedBatch:
         return self.batches[index]
 
     def __len__(self) -> int:
@@ -136,7 +138,7 @@ def refuse_foreign_tokens(batch: Batch, vocabulary: int) -> None:
             raise TrainingError(f"row {index} has a token outside the model's vocabulary of {vocabulary}")
 
 
-def checked_values(batches: Sequence[CutBatch], column: Column, values: Values) -> list[list[NDArray[np.float32]]]:
+def checked_values(batches: Sequence[ShardedBatch], column: Column, values: Values) -> list[list[NDArray[np.float32]]]:
     """The values as float32; `TrainingError` unless each row gets as many as it has tokens, finite where it counts."""
     if len(values) != len(batches):
         raise TrainingError(f"{column} for {len(values)} batches; there are {len(batches)}")
@@ -156,37 +158,37 @@ def _checked(
     return arrays
 
 
-def put_rows(site: Site, number: int, batches: list[Shares]) -> None:
+def put_rows(site: RankState, number: int, batches: list[Shares]) -> None:
     """On every rank: keep rows."""
     site.staged[number] = batches
 
 
 def put_column(
-    site: Site, number: int, column: Column, values: list[dict[int, list[list[NDArray[np.float32]]]]]
+    site: RankState, number: int, column: Column, values: list[dict[int, list[list[NDArray[np.float32]]]]]
 ) -> None:
     """On every rank: give rows that are kept a further column."""
     for shares, given in zip(site.staged[number], values, strict=True):
         for share, micro in shares.items():
-            shares[share] = [_amended(batch, column, of) for batch, of in zip(micro, given[share], strict=True)]
+            shares[share] = [_with_column(batch, column, of) for batch, of in zip(micro, given[share], strict=True)]
 
 
-def drop_rows(site: Site, number: int) -> None:
+def drop_rows(site: RankState, number: int) -> None:
     """On every rank: forget rows."""
     del site.staged[number]
 
 
-def micro_batches(site: Site, data: Data) -> list[Batch]:
+def micro_batches(site: RankState, data: Data) -> list[Batch]:
     """On every rank: the rows of an operation."""
-    if not isinstance(data, Handle):
+    if not isinstance(data, StagedBatchRef):
         return data
     shares = site.staged[data.number][data.index]
     return [batch for share in data.shares for batch in shares[share]]
 
 
-def _amended(batch: Batch, column: Column, values: list[NDArray[np.float32]]) -> Batch:
+def _with_column(batch: Batch, column: Column, values: list[NDArray[np.float32]]) -> Batch:
     return replace(batch, rows=tuple(_with(row, column, value) for row, value in zip(batch.rows, values, strict=True)))
 
 
-def _with(row: Row, column: Column, values: NDArray[np.float32]) -> Row:
+def _with(row: TrainSequence, column: Column, values: NDArray[np.float32]) -> TrainSequence:
     changed: dict[str, Any] = {column: values}
     return replace(row, **changed)

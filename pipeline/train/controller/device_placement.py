@@ -34,16 +34,16 @@ Place = Literal["device", "offloaded"]
 State = Literal["device", "offloaded", "unknown"]
 """`unknown`: a move began, and not all ranks said that it ended. A plan moves such a part whichever way it has to go,
 which does nothing where it is there already."""
-Holding = tuple[str, Part]
+Residence = tuple[str, Part]
 """A part of a model, by the model's name."""
-States = Mapping[Holding, State]
-Needs = Mapping[str, Purpose]
+States = Mapping[Residence, State]
+Requirements = Mapping[str, Purpose]
 """Where an operation wants each model, by name."""
 
 _NOTHING: Final[frozenset[Part]] = frozenset()
 _MODEL: Final[frozenset[Part]] = frozenset({"model"})
 _BOTH: Final[frozenset[Part]] = frozenset({"model", "optimizer"})
-NEEDED: Final[Mapping[Purpose, frozenset[Part]]] = {
+REQUIREMENTS: Final[Mapping[Purpose, frozenset[Part]]] = {
     "init_model": _BOTH,
     "forward": _MODEL,
     "forward_backward": _MODEL,
@@ -69,13 +69,13 @@ class Move:
     to: Place
 
 
-def plan_moves(states: States, needs: Needs, colocated: bool) -> tuple[Move, ...]:
+def plan_moves(states: States, needs: Requirements, colocated: bool) -> tuple[Move, ...]:
     """The moves before an operation: first what leaves, then what comes, so that there is room.
 
     Only colocated models leave. What has no state, a model that is yet to be made or one that has no optimizer, does
     not move.
     """
-    needed = {(name, part) for name, purpose in needs.items() for part in NEEDED[purpose]}
+    needed = {(name, part) for name, purpose in needs.items() for part in REQUIREMENTS[purpose]}
     leaving = [held for held in states if held not in needed] if colocated and needed else []
     coming = [held for held in states if held in needed]
     return _moves(states, leaving, "offloaded") + _moves(states, coming, "device")
@@ -86,22 +86,22 @@ def empty_device(states: States) -> tuple[Move, ...]:
     return _moves(states, states, "offloaded")
 
 
-def states_after(states: States, moves: Iterable[Move], *, known: bool = True) -> dict[Holding, State]:
+def states_after(states: States, moves: Iterable[Move], *, known: bool = True) -> dict[Residence, State]:
     """The states when these moves are over; with `known=False`, while that is not certain."""
-    moved: dict[Holding, State] = {(move.name, move.part): move.to if known else "unknown" for move in moves}
+    moved: dict[Residence, State] = {(move.name, move.part): move.to if known else "unknown" for move in moves}
     return {**states, **moved}
 
 
-def states_of_new(name: str, trained: bool) -> dict[Holding, State]:
+def states_of_new(name: str, trained: bool) -> dict[Residence, State]:
     """The states of a new model."""
     parts: tuple[Part, ...] = ("model", "optimizer") if trained else ("model",)
     return {(name, part): "device" for part in parts}
 
 
-def without(states: States, name: str) -> dict[Holding, State]:
+def without(states: States, name: str) -> dict[Residence, State]:
     """The states without those of a model."""
     return {held: state for held, state in states.items() if held[0] != name}
 
 
-def _moves(states: States, held: Iterable[Holding], to: Place) -> tuple[Move, ...]:
+def _moves(states: States, held: Iterable[Residence], to: Place) -> tuple[Move, ...]:
     return tuple(Move(name, part, to) for name, part in held if states[name, part] != to)

@@ -8,15 +8,15 @@ and a node need not have room for them.
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.train.model.cpu_offload import allocated
 
 LIBRARIES_BYTES = 128 << 20
 """What libraries may keep of a CUDA device until their process ends: cuBLAS has workspaces of 64 MiB on an H200."""
 
 
-def release_device(dispatch: Dispatch) -> None:
+def release_device(dispatch: RankGroup) -> None:
     """Give the device memory of every model and optimizer back on every rank, drop the models, and see that it is so.
 
     Every rank has answered when this returns: that is the barrier. `TrainingError` names what is still held. Counted
@@ -38,13 +38,13 @@ def release_device(dispatch: Dispatch) -> None:
             )
 
 
-def discard_models(site: Site) -> None:
+def discard_models(site: RankState) -> None:
     """On every rank: empty all models, and forget the copies that saves were written from."""
     site.saver.forget()
     for worker in site.workers.values():
         worker.discard()
 
 
-def held_on_cuda(site: Site) -> int:
+def held_on_cuda(site: RankState) -> int:
     """On every rank: bytes that tensors have of its CUDA device; 0 on the CPU."""
     return allocated(torch.device("cuda")) if site.device == "cuda" else 0

@@ -1,6 +1,6 @@
 """The beginning and the end of a trainer's processes: one leads, the others serve it.
 
-Owns who makes the `Dispatch`, and what of a config it and its world are made from. Must not know what is trained.
+Owns who makes the `RankGroup`, and what of a config it and its world are made from. Must not know what is trained.
 """
 
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from functools import partial
 from pipeline.config import RunConfig
 from pipeline.topology.memory_fit import trainer_allowance
 from pipeline.train.batching.packing import Budget
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Allowance, Deadlines, Device, joined_world
 from pipeline.train.model.model_size import sizes_of
 
 
-def lead_or_serve(
-    algorithm: Callable[[Dispatch], None],
+def run_controller_or_worker(
+    algorithm: Callable[[RankGroup], None],
     budget: Budget,
     *,
     device: Device = "cpu",
@@ -32,21 +32,21 @@ def lead_or_serve(
         if site.rank != 0:
             site.serve()
             return
-        dispatch = Dispatch(site, budget, colocated)
+        dispatch = RankGroup(site, budget, colocated)
         try:
             algorithm(dispatch)
         finally:
             dispatch.close()
 
 
-def lead_or_serve_as(config: RunConfig, secret: str, algorithm: Callable[[Dispatch], None]) -> None:
-    """`lead_or_serve` with the micro-batches, the device and the offload that a config asks for. On GPUs that servers
-    share, each process keeps to what they leave: `ConfigError` if that is too little."""
+def run_role_of_rank(config: RunConfig, secret: str, algorithm: Callable[[RankGroup], None]) -> None:
+    """`run_controller_or_worker` with the micro-batches, the device and the offload that a config asks for. On GPUs
+    that servers share, each process keeps to what they leave: `ConfigError` if that is too little."""
     training, resources = config.training, config.resources
     most = training.micro_batch_budget, training.micro_batch_rows or None
     budget = Budget(*most, packed=training.packing, shared=config.shares_prefixes)
     shared = resources.share_gpus and config.has_servers
     allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None
-    lead_or_serve(
+    run_controller_or_worker(
         algorithm, budget, device=resources.device, colocated=training.offload, secret=secret, allowance=allowance
     )

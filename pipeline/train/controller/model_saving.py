@@ -20,21 +20,21 @@ from collections.abc import Iterable, Sequence
 
 from pipeline.checkpoints import Checkpoint, TrainerState
 from pipeline.checkpoints.sharded_state import Tensors, load_shards
-from pipeline.errors import DamagedError
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.errors import DamagedCheckpointError
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.utils import heartbeat
 from pipeline.utils.waiting import wait_for
 
 
-def expect_save(dispatch: Dispatch, names: Iterable[str]) -> None:
+def expect_save(dispatch: RankGroup, names: Iterable[str]) -> None:
     """Begin to make the memory that copies of these models with their optimizers take; see `Saver.expect`. Nothing is
     moved for it: shapes are there also where a model is not."""
     for name in names:
         dispatch.on_sites(_expect, name, name)
 
 
-def stage_models(dispatch: Dispatch, names: Iterable[str]) -> list[str]:
+def stage_models(dispatch: RankGroup, names: Iterable[str]) -> list[str]:
     """Copy models with their optimizers for the save that follows; the names of their parts."""
     parts: list[str] = []
     for name in names:
@@ -43,13 +43,13 @@ def stage_models(dispatch: Dispatch, names: Iterable[str]) -> list[str]:
 
 
 def start_save(
-    dispatch: Dispatch, root: str, attempt: str, state: TrainerState, parts: Sequence[str], keep: int
+    dispatch: RankGroup, root: str, attempt: str, state: TrainerState, parts: Sequence[str], keep: int
 ) -> None:
     """Begin to commit `state` with the parts that were staged, in the background; see `Saver.start`."""
     dispatch.on_sites(_start, root, attempt, state, parts, keep)
 
 
-def await_save(dispatch: Dispatch, what: str) -> None:
+def await_save(dispatch: RankGroup, what: str) -> None:
     """Wait until no save is under way; `DeadlineError` naming `what` after `Deadlines.commit` seconds."""
 
     def is_over() -> bool:
@@ -59,11 +59,11 @@ def await_save(dispatch: Dispatch, what: str) -> None:
     wait_for(what, is_over, dispatch.patience.commit)
 
 
-def load_models(dispatch: Dispatch, checkpoint: Checkpoint, names: Iterable[str], without: Sequence[str] = ()) -> None:
+def load_models(dispatch: RankGroup, checkpoint: Checkpoint, names: Iterable[str], without: Sequence[str] = ()) -> None:
     """Fill models and optimizers from a checkpoint, but for the parts `without`.
 
-    Raises `TrainingError` if the checkpoint holds other tensors, and `DamagedError` if a rank read something else than
-    was committed: then the models are worth nothing, and all ranks are ready to load another checkpoint.
+    Raises `TrainingError` if the checkpoint holds other tensors, and `DamagedCheckpointError` if a rank read something
+    else than was committed: then the models are worth nothing, and all ranks are ready to load another checkpoint.
     """
     for name in names:
         damage = dispatch.on_sites(load_model, name, checkpoint, name, without, needs={name: "load_checkpoint"})[0]
@@ -71,20 +71,20 @@ def load_models(dispatch: Dispatch, checkpoint: Checkpoint, names: Iterable[str]
             raise damage
 
 
-def forget_models(dispatch: Dispatch) -> None:
+def forget_models(dispatch: RankGroup) -> None:
     """Remove all models, so that others can be made; nothing happens once a rank is lost."""
     if not dispatch.broken:
         for name in list(dispatch.models):
             dispatch.remove_model(name)
 
 
-def _expect(site: Site, name: str, place: str) -> None:
+def _expect(site: RankState, name: str, place: str) -> None:
     """On every rank."""
     for part, tensors in _parts(site, name, place).items():
         site.saver.expect(part, tensors)
 
 
-def stage_model(site: Site, name: str, place: str) -> list[str]:
+def stage_model(site: RankState, name: str, place: str) -> list[str]:
     """On every rank: copy a model for the next save, below `place`; the names of its parts."""
     parts = _parts(site, name, place)
     for part, tensors in parts.items():
@@ -92,18 +92,18 @@ def stage_model(site: Site, name: str, place: str) -> list[str]:
     return list(parts)
 
 
-def _parts(site: Site, name: str, place: str) -> dict[str, Tensors]:
+def _parts(site: RankState, name: str, place: str) -> dict[str, Tensors]:
     return {f"{place}/{part}": tensors for part, tensors in site.worker(name).state().items()}
 
 
-def _start(site: Site, root: str, attempt: str, state: TrainerState, parts: Sequence[str], keep: int) -> None:
+def _start(site: RankState, root: str, attempt: str, state: TrainerState, parts: Sequence[str], keep: int) -> None:
     """On every rank."""
     site.saver.start(root, attempt, state, parts, keep, site.background)
 
 
 def load_model(
-    site: Site, name: str, checkpoint: Checkpoint, place: str, without: Sequence[str] = ()
-) -> DamagedError | None:
+    site: RankState, name: str, checkpoint: Checkpoint, place: str, without: Sequence[str] = ()
+) -> DamagedCheckpointError | None:
     """On every rank, which all find the same: fill a model from below `place` of a checkpoint, but for some parts."""
     worker = site.worker(name)
     state = worker.state()
@@ -114,11 +114,11 @@ def load_model(
     return damage
 
 
-def fill(site: Site, name: str, checkpoint: Checkpoint, wanted: Tensors) -> DamagedError | None:
+def fill(site: RankState, name: str, checkpoint: Checkpoint, wanted: Tensors) -> DamagedCheckpointError | None:
     """On every rank, which all find the same: read tensors of a model from a checkpoint, while heartbeats tell so."""
-    with heartbeat.during(f"loading {name}", site.patience.commit):
+    with heartbeat.busy_with(f"loading {name}", site.patience.commit):
         try:
             load_shards(checkpoint, wanted, group=site.background)
-        except DamagedError as damage:
+        except DamagedCheckpointError as damage:
             return damage
     return None

@@ -12,27 +12,29 @@ from typing import Any
 
 from pipeline.errors import TrainingError
 from pipeline.train.controller import device_placement, rank_operations
-from pipeline.train.controller.device_placement import Holding, Move, Needs, State
-from pipeline.train.controller.rank_process import STOP, Failure, Operation, Site, write_orders
+from pipeline.train.controller.device_placement import Move, Requirements, Residence, State
+from pipeline.train.controller.rank_process import STOP, Failure, Operation, RankState, write_orders
 from pipeline.utils import heartbeat
 from pipeline.utils.waiting import Clock
 
 
-class Control:
+class OperationRunner:
     """Runs operations on all ranks, on this one too."""
 
-    def __init__(self, site: Site, colocated: bool, clock: Clock) -> None:
+    def __init__(self, site: RankState, colocated: bool, clock: Clock) -> None:
         self.site, self.colocated, self._clock = site, colocated, clock
-        self.states: dict[Holding, State] = {}
+        self.states: dict[Residence, State] = {}
         self.broken = False
         self._running = ""
         self._heard = clock.now()
 
-    def run(self, name: str, operation: Operation, arguments: Sequence[tuple[Any, ...]], needs: Needs) -> list[Any]:
+    def run(
+        self, name: str, operation: Operation, arguments: Sequence[tuple[Any, ...]], needs: Requirements
+    ) -> list[Any]:
         """Run the operation, called `name` in reports, with each rank's arguments; its results in rank order."""
         return self._run(name, operation, arguments, device_placement.plan_moves(self.states, needs, self.colocated))
 
-    def everywhere(self, name: str, operation: Operation, *args: Any, needs: Needs | None = None) -> list[Any]:
+    def everywhere(self, name: str, operation: Operation, *args: Any, needs: Requirements | None = None) -> list[Any]:
         """`run` with the same arguments on every rank."""
         return self.run(name, operation, [args] * self.site.ranks, needs or {})
 

@@ -5,7 +5,7 @@ back in the order of the rows, sums become metrics, and what the operation needs
 Promises that the caller never sees how many ranks there are, how rows were cut, nor what had to move, and that no
 result depends on it. Must not know tasks, rewards, or when to step.
 
-    def algorithm(dispatch: Dispatch) -> None:
+    def algorithm(dispatch: RankGroup) -> None:
         dispatch.init_model("policy", ModelSpec("policy", config.model, config.optim, steps=100))
         batch = Batch.of(rows, normalise="token", temperature=1.0)
         metrics = dispatch.forward_backward("policy", batch, config.loss)
@@ -15,7 +15,7 @@ result depends on it. Must not know tasks, rewards, or when to step.
             ...
         dispatch.finish_weight_sync("policy")
 
-    lead_or_serve(algorithm, Budget(tokens=16384))      # in every process of torchrun; see `lead`
+    run_controller_or_worker(algorithm, Budget(tokens=16384))      # in every process of torchrun; see `lead`
 
 Rows that several operations take are staged; see `staging`. Where models are colocated, each leaves the device when
 another computes; see `residency`.
@@ -36,22 +36,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.checkpoints.async_save import Saver
+from pipeline.checkpoints.async_save import AsyncSaver
 from pipeline.config import LossConfig, OptimConfig
 from pipeline.config.mesh_checks import check_context_packing
 from pipeline.errors import TrainingError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
-from pipeline.train.algorithms import Level, Objective, loss_metrics
+from pipeline.train.algorithms import LossSpec, MetricsLevel, loss_metrics
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Column, refuse_unsampled
+from pipeline.train.batching.sequences import Batch, Column, refuse_unsampled_rows
 from pipeline.train.controller import batch_staging, device_placement, rank_operations
-from pipeline.train.controller.batch_staging import CutBatch, Staged, Values
-from pipeline.train.controller.device_placement import Needs
-from pipeline.train.controller.operation_runner import Control
-from pipeline.train.controller.rank_process import Deadlines, Site
+from pipeline.train.controller.batch_staging import ShardedBatch, Staged, Values
+from pipeline.train.controller.device_placement import Requirements
+from pipeline.train.controller.operation_runner import OperationRunner
+from pipeline.train.controller.rank_process import Deadlines, RankState
 from pipeline.train.model.cpu_offload import Memory
 from pipeline.train.model.model_worker import ModelInfo, ModelWorker
-from pipeline.train.model.packing_probe import packs
+from pipeline.train.model.packing_probe import supports_packing
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils.waiting import CLOCK, Clock
 
@@ -60,7 +60,7 @@ Ts = TypeVarTuple("Ts")
 Answers = list[NDArray[np.float32]]
 
 
-class Dispatch:
+class RankGroup:
     """Models by name, each spread over all ranks; one operation at a time.
 
     A `TrainingError` that a check of the input raises leaves everything as it was. One that names a rank does not:
@@ -68,10 +68,10 @@ class Dispatch:
     then.
     """
 
-    def __init__(self, site: Site, budget: Budget, colocated: bool = False, clock: Clock = CLOCK) -> None:
+    def __init__(self, site: RankState, budget: Budget, colocated: bool = False, clock: Clock = CLOCK) -> None:
         """With `colocated`, only what an operation needs is on the device while it runs and until the next."""
         self._site, self._budget = site, budget
-        self._control = Control(site, colocated, clock)
+        self._control = OperationRunner(site, colocated, clock)
         self._models: dict[str, ModelInfo] = {}
         self._sizes: dict[str, int] = {}
         self._replicas: dict[str, int] = {}
@@ -89,7 +89,7 @@ class Dispatch:
         return self._site.patience
 
     @property
-    def saver(self) -> Saver:
+    def saver(self) -> AsyncSaver:
         """What this rank writes its part of checkpoints with; see `pipeline.train.controller.model_saving`."""
         return self._site.saver
 
@@ -123,11 +123,11 @@ class Dispatch:
             if size < 1 or ranks // replicas % size:
                 expected = f"a divisor of {ranks // replicas}, the ranks of a replica"
                 raise TrainingError(f"{dimension}={size} of {name!r}; expected {expected}")
-        packed = packs(spec.model, self._budget.packed)
+        packed = supports_packing(spec.model, self._budget.packed)
         check_context_packing(spec.model, cp, packed)
         self._budget = replace(self._budget, packed=packed)
         self._forget(name)
-        needs: Needs = {name: "init_model"}
+        needs: Requirements = {name: "init_model"}
         info: ModelInfo = self._control.everywhere("init_model", rank_operations.init_model, name, spec, needs=needs)[0]
         self._models[name], self._sizes[name], self._replicas[name] = info, ranks // cp, replicas
         self._control.states |= device_placement.states_of_new(name, spec.optim is not None)
@@ -148,7 +148,7 @@ class Dispatch:
         self._check(source, target)
         if self._replicas[source] != self._replicas[target]:
             raise TrainingError(f"{source!r} has not as many replicas as {target!r}: parameters cannot be copied")
-        needs: Needs = {source: "copy_parameters", target: "copy_parameters"}
+        needs: Requirements = {source: "copy_parameters", target: "copy_parameters"}
         self._control.everywhere("copy_parameters", rank_operations.copy_parameters, source, target, needs=needs)
 
     def stage(self, batches: Sequence[Batch]) -> Staged:
@@ -190,14 +190,14 @@ class Dispatch:
         del self._staged[staged.number]
         self._control.everywhere("unstage", batch_staging.drop_rows, staged.number)
 
-    def forward(self, name: str, data: Batch | CutBatch) -> Answers:
+    def forward(self, name: str, data: Batch | ShardedBatch) -> Answers:
         """The answer about every row's counted tokens, 0 elsewhere: float32[T] for each row, in order.
 
         Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
         """
         return self._forward(name, self.cut((name,), data))
 
-    def forward_each(self, names: Sequence[str], data: Batch | CutBatch) -> dict[str, Answers]:
+    def forward_each(self, names: Sequence[str], data: Batch | ShardedBatch) -> dict[str, Answers]:
         """`forward` of several models on the same rows: all at once on the CPU; on CUDA, where layers are compiled, and
         where models evict each other, in turn."""
         cut = self.cut(names, data)
@@ -207,12 +207,17 @@ class Dispatch:
         arguments = [
             ({name: given[name][rank] for name in names}, self._budget.packing) for rank in range(self._site.ranks)
         ]
-        needs: Needs = dict.fromkeys(names, "forward")
+        needs: Requirements = dict.fromkeys(names, "forward")
         outcomes = self._control.run("forward_each", rank_operations.forward_each, arguments, needs)
         return {name: cut.in_order(self._of_places(name, [outcome[name] for outcome in outcomes])) for name in names}
 
     def forward_backward(
-        self, name: str, data: Batch | CutBatch, loss: Objective, loss_weight: float = 1.0, level: Level = "basic"
+        self,
+        name: str,
+        data: Batch | ShardedBatch,
+        loss: LossSpec,
+        loss_weight: float = 1.0,
+        level: MetricsLevel = "basic",
     ) -> dict[str, float]:
         """Add the gradient of `loss_weight` × loss over the whole batch; returns metrics (see
         `pipeline.train.algorithms.loss_metrics`).
@@ -221,7 +226,7 @@ class Dispatch:
         """
         cut = self.cut((name,), data)
         if isinstance(loss, LossConfig):
-            refuse_unsampled(cut.batch.rows)
+            refuse_unsampled_rows(cut.batch.rows)
         settings = (self._budget.packing, loss, loss_weight, level)
         arguments = [(name, given, *settings) for given in cut.data(self._sizes[name], self._site.ranks)]
         outcomes = self._control.run(
@@ -250,7 +255,7 @@ class Dispatch:
         self.prepare_weight_sync(name)
         parameters = self._site.worker(name).full_parameters()
         with self._control.beside(
-            "full_parameters", rank_operations.take_parameters, (name,), rank_operations.take_rest, (parameters,)
+            "full_parameters", rank_operations.gather_parameters, (name,), rank_operations.join_gathers, (parameters,)
         ):
             for each in parameters:  # noqa: UP028 (`yield from` would close it when the caller stops early)
                 yield each
@@ -270,7 +275,7 @@ class Dispatch:
         """Write the model as a Hugging Face directory (weights in compute type, config, tokenizer); of a model with
         adapters, them."""
         self._check(name)
-        needs: Needs = {name: "save_hf_model"}
+        needs: Requirements = {name: "save_hf_model"}
         self._control.everywhere("save_hf_model", rank_operations.save_hf_model, name, path, needs=needs)
 
     def pass_through(
@@ -287,7 +292,9 @@ class Dispatch:
         """
         return self._on_model(function.__name__, name, function, *args, needs=needs)
 
-    def on_sites(self, function: Callable[[Site, *Ts], T], *args: *Ts, needs: Needs | None = None) -> list[T]:
+    def on_sites(
+        self, function: Callable[[RankState, *Ts], T], *args: *Ts, needs: Requirements | None = None
+    ) -> list[T]:
         """Run `function(site, *args)` on every rank, for what minds several models, or none; as `pass_through`.
 
         `needs` says which operation each model of it counts as: `{"policy": "save_checkpoint"}`.
@@ -305,7 +312,7 @@ class Dispatch:
 
     def empty_cache(self) -> None:
         """Give memory that is free, but held by the ranks' allocators, back."""
-        self._control.everywhere("empty_cache", rank_operations.give_back_cache)
+        self._control.everywhere("empty_cache", rank_operations.empty_device_cache)
 
     def idle(self) -> None:
         """Show the ranks that the controller lives; cheap, to be called in every loop that waits."""
@@ -315,7 +322,7 @@ class Dispatch:
         """End `serve` on all ranks."""
         self._control.close()
 
-    def _forward(self, name: str, cut: CutBatch) -> Answers:
+    def _forward(self, name: str, cut: ShardedBatch) -> Answers:
         arguments = [(name, given, self._budget.packing) for given in cut.data(self._sizes[name], self._site.ranks)]
         outcomes = self._control.run("forward", rank_operations.forward, arguments, {name: "forward"})
         return cut.in_order(self._of_places(name, outcomes))
@@ -326,13 +333,13 @@ class Dispatch:
         self._check(name)
         return self._control.everywhere(operation, rank_operations.on_model, name, function, *args, needs={name: needs})
 
-    def cut(self, names: Sequence[str], data: Batch | CutBatch) -> CutBatch:
+    def cut(self, names: Sequence[str], data: Batch | ShardedBatch) -> ShardedBatch:
         """The rows as operations on these models cut and take them; `TrainingError` if one cannot take them."""
         self._check(*names)
         vocabulary = min(self._models[name].vocabulary for name in names)
         if isinstance(data, Batch):
             batch_staging.refuse_foreign_tokens(data, vocabulary)
-            return CutBatch.cut(data, self._sizes.values(), self._budget)
+            return ShardedBatch.cut(data, self._sizes.values(), self._budget)
         self._check_staged(data.number)
         if data.highest >= vocabulary:
             batch_staging.refuse_foreign_tokens(data.batch, vocabulary)
@@ -340,11 +347,11 @@ class Dispatch:
             raise TrainingError("these rows were staged before a model with another cp was made: stage them again")
         return data
 
-    def _stageable(self, batch: Batch, number: int, index: int) -> CutBatch:
+    def _stageable(self, batch: Batch, number: int, index: int) -> ShardedBatch:
         try:
             for info in self._models.values():
                 batch_staging.refuse_foreign_tokens(batch, info.vocabulary)
-            return CutBatch.cut(batch, self._sizes.values(), self._budget, number, index)
+            return ShardedBatch.cut(batch, self._sizes.values(), self._budget, number, index)
         except TrainingError as error:
             raise TrainingError(f"batch {index}: {error}") from None
 

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.train.algorithms import Level, Objective
+from pipeline.train.algorithms import LossSpec, MetricsLevel
 from pipeline.train.batching.packing import Packing
 from pipeline.train.controller.batch_staging import Data, micro_batches
 from pipeline.train.controller.device_placement import Move
-from pipeline.train.controller.rank_process import Operation, Site
+from pipeline.train.controller.rank_process import Operation, RankState
 from pipeline.train.model.cpu_offload import Memory, empty_cache
 from pipeline.train.model.model_worker import ModelInfo, ModelWorker
 from pipeline.train.worker_spec import ModelSpec
@@ -30,7 +30,7 @@ from pipeline.utils import heartbeat
 T = TypeVar("T")
 
 
-def run_after_moves(site: Site, moves: Sequence[Move], operation: Operation, *args: Any) -> Any:
+def run_after_moves(site: RankState, moves: Sequence[Move], operation: Operation, *args: Any) -> Any:
     """Move parts of models, then run the operation."""
     for move in moves:
         worker = site.worker(move.name)
@@ -43,9 +43,9 @@ def run_after_moves(site: Site, moves: Sequence[Move], operation: Operation, *ar
     return operation(site, *args)
 
 
-def init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
+def init_model(site: RankState, name: str, spec: ModelSpec) -> ModelInfo:
     remove_model(site, name)
-    with heartbeat.during(f"making {name}", site.patience.commit):
+    with heartbeat.busy_with(f"making {name}", site.patience.commit):
         site.workers[name] = ModelWorker(
             spec,
             site.mesh_of(name, spec.dp_replicate),
@@ -55,17 +55,17 @@ def init_model(site: Site, name: str, spec: ModelSpec) -> ModelInfo:
     return site.workers[name].info
 
 
-def remove_model(site: Site, name: str) -> None:
+def remove_model(site: RankState, name: str) -> None:
     if site.workers.pop(name, None) is not None:
         gc.collect()  # FSDP's hooks are cycles
         empty_cache(torch.device(site.device))
 
 
-def forward(site: Site, name: str, data: Data, how: Packing) -> list[NDArray[np.float32]]:
+def forward(site: RankState, name: str, data: Data, how: Packing) -> list[NDArray[np.float32]]:
     return site.worker(name).forward(micro_batches(site, data), how)
 
 
-def forward_each(site: Site, data: Mapping[str, Data], how: Packing) -> dict[str, list[NDArray[np.float32]]]:
+def forward_each(site: RankState, data: Mapping[str, Data], how: Packing) -> dict[str, list[NDArray[np.float32]]]:
     """`forward` of several models, on the CPU at once; all of them end, then the first failure is raised.
 
     On CUDA in turn: collectives of several nccl groups that ranks begin in different orders can block each other, and
@@ -80,47 +80,47 @@ def forward_each(site: Site, data: Mapping[str, Data], how: Packing) -> dict[str
 
 
 def forward_backward(
-    site: Site, name: str, data: Data, how: Packing, loss: Objective, loss_weight: float, level: Level
+    site: RankState, name: str, data: Data, how: Packing, loss: LossSpec, loss_weight: float, level: MetricsLevel
 ) -> dict[str, float]:
     return site.worker(name).forward_backward(micro_batches(site, data), how, loss, loss_weight, level)
 
 
-def copy_parameters(site: Site, source: str, target: str) -> None:
+def copy_parameters(site: RankState, source: str, target: str) -> None:
     site.worker(target).copy_from(site.worker(source))
 
 
-def on_model(site: Site, name: str, function: Callable[..., T], *args: Any) -> T:
+def on_model(site: RankState, name: str, function: Callable[..., T], *args: Any) -> T:
     return function(site.worker(name), *args)
 
 
-def save_hf_model(site: Site, name: str, path: Path) -> None:
-    with heartbeat.during(f"exporting {name}", site.patience.commit):
+def save_hf_model(site: RankState, name: str, path: Path) -> None:
+    with heartbeat.busy_with(f"exporting {name}", site.patience.commit):
         site.worker(name).save_hf_model(path)
 
 
-def take_parameters(site: Site, name: str) -> None:
+def gather_parameters(site: RankState, name: str) -> None:
     """Take part in gathering for rank 0. Only the ranks of the first replica have a part in it."""
     worker = site.worker(name)
     if worker.replica == 0:
-        take_rest(site, worker.full_parameters())
+        join_gathers(site, worker.full_parameters())
 
 
-def take_rest(site: Site, parameters: Iterator[tuple[str, Tensor]]) -> None:
+def join_gathers(site: RankState, parameters: Iterator[tuple[str, Tensor]]) -> None:
     for _ in parameters:
         pass
 
 
-def raise_on_rank(site: Site, error: Exception) -> None:
+def raise_on_rank(site: RankState, error: Exception) -> None:
     raise error
 
 
-def device_memory(site: Site) -> dict[str, Memory]:
+def device_memory(site: RankState) -> dict[str, Memory]:
     return {name: worker.memory() for name, worker in site.workers.items()}
 
 
-def give_back_cache(site: Site) -> None:
+def empty_device_cache(site: RankState) -> None:
     empty_cache(torch.device(site.device))
 
 
-def do_nothing(site: Site) -> None:
+def do_nothing(site: RankState) -> None:
     pass

@@ -1,11 +1,12 @@
 """The processes of one trainer, as a torchrun world.
 
 Owns how a process joins the world, receives operations from the controller (rank 0), runs them and reports; the process
-groups that it does so in, with their deadlines; and the place (`Site`) where what outlives an operation is kept, models
-and staged rows. Promises that every rank runs the same operations in the same order; that a failure anywhere reaches
-the controller with its rank and traceback, within `Deadlines.grace` even when the others are stuck in a collective;
-that a rank which native code ends says where its Python threads were; and that ranks other than 0 leave only when the
-controller tells them, is gone, or is silent for `Deadlines.control`. Must not know what an operation does.
+groups that it does so in, with their deadlines; and the place (`RankState`) where what outlives an operation is kept,
+models and staged rows. Promises that every rank runs the same operations in the same order; that a failure anywhere
+reaches the controller with its rank and traceback, within `Deadlines.grace` even when the others are stuck in a
+collective; that a rank which native code ends says where its Python threads were; and that ranks other than 0 leave
+only when the controller tells them, is gone, or is silent for `Deadlines.control`. Must not know what an operation
+does.
 
 How one operation goes:
 
@@ -18,9 +19,9 @@ connections break, and the controller, thrown out of the collective, finds the f
 | group | backend | carries | deadline |
 |---|---|---|---|
 | the world | gloo, with CUDA nccl too | what is not a model's | `Deadlines.operation` |
-| of models (`Site.mesh_of`, `context_of`) | gloo or nccl | parameters, gradients, attention | `Deadlines.operation` |
-| control | gloo | orders and outcomes | `Deadlines.control` |
-| background | gloo | commits, beside training | `Deadlines.commit` |
+| of models (`RankState.mesh_of`, `context_of`) | gloo or nccl | parameters, gradients, attention |
+`Deadlines.operation` | | control | gloo | orders and outcomes | `Deadlines.control` | | background | gloo | commits,
+beside training | `Deadlines.commit` |
 """
 
 import faulthandler
@@ -44,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipeline.checkpoints.async_save import Saver
+from pipeline.checkpoints.async_save import AsyncSaver
 from pipeline.errors import DeadlineError, TrainingError
 from pipeline.train.batching.sequences import Batch
 from pipeline.train.model.context_parallel import ContextParallel
@@ -54,22 +55,22 @@ from pipeline.utils.signed_store import SignedStore, signed_objects
 from pipeline.utils.waiting import wait_for
 
 Operation = Callable[..., Any]
-"""What every rank calls with its `Site` and its own arguments; importable by name, since it travels pickled."""
+"""What every rank calls with its `RankState` and its own arguments; importable by name, since it travels pickled."""
 Device = Literal["cpu", "cuda"]
 Allowance = Callable[[int], int]
 """Bytes that a process may allocate of a CUDA device of so many."""
 Shares = dict[int, list[Batch]]
 """Of a staged batch: the micro-batches of each share that some model of this rank takes, by the share's number."""
-Order = tuple[Operation, tuple[Any, ...]]
+Operations = tuple[Operation, tuple[Any, ...]]
 """An operation with the arguments of one rank."""
 STOP = pickle.dumps(None)
 """The order that ends `serve`."""
 
 
-_SHARE = 0.9
+_HANG_FRACTION = 0.9
 """Of the longest collective: an operation that stands still for so long hangs. Less than all, so that the rank which
 hangs is told before those that wait for it give up."""
-LAST_WORDS_SECONDS = 3.0
+FINAL_REPORT_SECONDS = 3.0
 """For a rank to tell what it saw when another was lost."""
 
 
@@ -83,7 +84,7 @@ def end_with_lost_ranks() -> None:
     def listen() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
             continue
-        time.sleep(LAST_WORDS_SECONDS)
+        time.sleep(FINAL_REPORT_SECONDS)
         os._exit(1)
 
     threading.Thread(target=listen, name="lost ranks", daemon=True).start()
@@ -95,7 +96,7 @@ class Deadlines:
 
     Attributes:
         operation: for one collective inside an operation.
-        control: longest silence of the controller; `Dispatch.idle` keeps it from running out.
+        control: longest silence of the controller; `RankGroup.idle` keeps it from running out.
         commit: for a commit from its beginning until it is durable, and so for each collective of its way there; as
             much for reading one.
         grace: how long a failed rank waits for the others to end the operation.
@@ -116,7 +117,7 @@ class Failure:
 
 
 @dataclass
-class Site:
+class RankState:
     """What operations act on in one process: its place in the world, its models and its rows.
 
     Attributes:
@@ -138,7 +139,7 @@ class Site:
     patience: Deadlines
     workers: dict[str, ModelWorker] = field(default_factory=dict)
     staged: dict[int, list[Shares]] = field(default_factory=dict)
-    saver: Saver = field(default_factory=Saver)
+    saver: AsyncSaver = field(default_factory=AsyncSaver)
     number: int = 0
     _groups: dict[tuple[str, str, str], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -208,7 +209,7 @@ class Site:
         """The operation's result, or its `Failure` once all ranks have ended it; `TrainingError` if some do not."""
         self.number += 1
         try:
-            with heartbeat.during(f"operation {self.number}", _SHARE * self.patience.operation):
+            with heartbeat.busy_with(f"operation {self.number}", _HANG_FRACTION * self.patience.operation):
                 outcome = operation(self, *arguments)
         except Exception:  # noqa: BLE001 - the boundary where a rank's failure becomes a report
             outcome = Failure(self.rank, traceback.format_exc())
@@ -221,7 +222,7 @@ class Site:
     def report(self, outcome: Any) -> list[Any] | None:
         """Gather the outcomes: all of them, in rank order, on the controller; None elsewhere."""
         outcomes: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
-        with heartbeat.during("gathering outcomes", self.patience.control):
+        with heartbeat.busy_with("gathering outcomes", self.patience.control):
             dist.gather_object(outcome, outcomes, dst=0, group=self.control)
         if self.rank == 0 and self.number > 1:
             self._forget(self.number - 1)
@@ -242,7 +243,7 @@ class Site:
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while True:
-            order: Order | None = pickle.loads(self._scatter(None))
+            order: Operations | None = pickle.loads(self._scatter(None))
             if order is None:
                 return
             self.report(self.run(*order))
@@ -250,7 +251,7 @@ class Site:
     def _scatter(self, orders: Sequence[bytes] | None) -> bytes:
         mine: list[Any] = [None]
         try:
-            with heartbeat.during("scattering orders", self.patience.control):
+            with heartbeat.busy_with("scattering orders", self.patience.control):
                 dist.scatter_object_list(mine, None if orders is None else list(orders), src=0, group=self.control)
         except RuntimeError as error:
             raise TrainingError(f"rank {self.rank} lost the other ranks between two operations: {error}") from error
@@ -281,7 +282,7 @@ def write_orders(operation: Operation, arguments: Sequence[tuple[Any, ...]]) -> 
 @contextmanager
 def joined_world(
     device: Device, patience: Deadlines, secret: str = "", allowance: Allowance | None = None
-) -> Iterator[Site]:
+) -> Iterator[RankState]:
     """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
 
     One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;
@@ -290,7 +291,7 @@ def joined_world(
     CUDA device that others share, `allowance` says what this process may allocate.
 
     What the processes say to each other, in torchrun's store and in collectives of objects, is signed with the world's
-    `secret`, since torch believes and unpickles what comes: `ForgedError` for anything else.
+    `secret`, since torch believes and unpickles what comes: `SignatureError` for anything else.
 
     From here on a signal of native code (SEGV, ABRT, BUS, …) ends the process with the stacks of its Python threads on
     standard error: a heap that glibc finds broken leaves one line otherwise, which names neither rank nor place.
@@ -315,7 +316,7 @@ def joined_world(
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.control))
         background = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.commit))
         with signed_objects(secret):
-            yield Site(rank, ranks, device, PrefixStore("control", store), control, background, patience)
+            yield RankState(rank, ranks, device, PrefixStore("control", store), control, background, patience)
     finally:
         dist.destroy_process_group()
 

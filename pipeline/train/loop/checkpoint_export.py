@@ -13,21 +13,21 @@ import secrets
 import sys
 from pathlib import Path
 
-from pipeline.checkpoints import Checkpoint, committed, kept_root
+from pipeline.checkpoints import Checkpoint, complete_checkpoints, recorded_root
 from pipeline.config import RunConfig
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import CheckpointError, RollcallError
 from pipeline.run.paths import RunPaths
 from pipeline.utils import atomic_dirs
 
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+_OFFLINE_KEYS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """What torchrun would set for a world of one process, which nobody else looks for."""
 
 
-def find_commit(run: RunPaths, name: str) -> Checkpoint:
+def find_checkpoint(run: RunPaths, name: str) -> Checkpoint:
     """The commit `<job>-<step>` of a run, or its newest for `latest`; `CheckpointError` names those there are."""
-    found = list(committed(kept_root(run)))
+    found = list(complete_checkpoints(recorded_root(run)))
     chosen = next((each for each in found if name in (each.name, "latest")), None)
     if chosen is None:
         there = ", ".join(each.name for each in found) or "none"
@@ -41,34 +41,34 @@ def export_command(run: RunPaths, name: str, target: Path) -> list[str]:
     return [sys.executable, "-P", "-m", "pipeline.train.loop.checkpoint_export", str(run.root), name, str(target)]
 
 
-def export_commit(config: RunConfig, checkpoint: Checkpoint, target: Path) -> None:
+def export_checkpoint(config: RunConfig, checkpoint: Checkpoint, target: Path) -> None:
     """Write the policy of a commit as `target`; of a run with adapters, its adapter."""
     from pipeline.train.batching.packing import Budget
-    from pipeline.train.controller.lead_or_serve import lead_or_serve
+    from pipeline.train.controller.lead_or_serve import run_controller_or_worker
     from pipeline.train.controller.model_saving import load_models
-    from pipeline.train.controller.rank_group import Dispatch
+    from pipeline.train.controller.rank_group import RankGroup
     from pipeline.train.worker_spec import ModelSpec
 
-    def lead(dispatch: Dispatch) -> None:
+    def lead(dispatch: RankGroup) -> None:
         dispatch.init_model("policy", ModelSpec("policy", config.model, seed=config.seed))
         load_models(dispatch, checkpoint, ["policy"])
         part = atomic_dirs.unfinished(target, str(os.getpid()))
         dispatch.save_hf_model("policy", part)
         atomic_dirs.replace(target, part)
 
-    os.environ.update(_ALONE)
+    os.environ.update(_OFFLINE_KEYS)
     target.parent.mkdir(parents=True, exist_ok=True)
-    lead_or_serve(lead, Budget(config.model.max_length), secret=secrets.token_hex(16))
+    run_controller_or_worker(lead, Budget(config.model.max_length), secret=secrets.token_hex(16))
 
 
 def main(arguments: list[str]) -> int:
     run, name, target = RunPaths(Path(arguments[0])), arguments[1], Path(arguments[2])
     try:
-        config = kept_config(run)
+        config = read_frozen_config(run)
         if config is None:
             raise CheckpointError(f"{run.config} cannot be read")
         located = config.model.model_copy(update={"path": str(model_directory(config.model))})
-        export_commit(config.model_copy(update={"model": located}), find_commit(run, name), target)
+        export_checkpoint(config.model_copy(update={"model": located}), find_checkpoint(run, name), target)
     except RollcallError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from pipeline.config import RunConfig
 from pipeline.topology.gpu_memory import micro_batch_tokens, trainer_ranks
-from pipeline.train.algorithms import Objective
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.algorithms import LossSpec
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Pulse
 from pipeline.train.model.model_worker import ModelWorker
 
@@ -37,7 +37,7 @@ Phase = Callable[[], AbstractContextManager[object]]
 class WarmUp:
     """The warm-up of a trainer's models."""
 
-    def __init__(self, config: RunConfig, dispatch: Dispatch, pulse: Pulse, phase: Phase = nullcontext) -> None:
+    def __init__(self, config: RunConfig, dispatch: RankGroup, pulse: Pulse, phase: Phase = nullcontext) -> None:
         self._config, self._dispatch, self._pulse, self._phase = config, dispatch, pulse, phase
 
     @property
@@ -45,7 +45,7 @@ class WarmUp:
         """Whether layers are compiled."""
         return self._config.training.compile
 
-    def run(self, trained: Mapping[str, Objective], asked: Sequence[str] = ()) -> None:
+    def run(self, trained: Mapping[str, LossSpec], asked: Sequence[str] = ()) -> None:
         """Train models, by name, on these losses, and ask models; all have no gradients, before and afterwards.
 
         Raises what a `Pulse` does, between two operations, and the `TrainingError` of a pass that fails.
@@ -63,7 +63,7 @@ class WarmUp:
                     self._dispatch.forward(name, batch)
         log.info("warm-up: everything is compiled after %.1f s", time.monotonic() - started)
 
-    def _train(self, name: str, batch: Batch, objective: Objective) -> None:
+    def _train(self, name: str, batch: Batch, objective: LossSpec) -> None:
         self._pulse()
         level = self._config.training.metrics
         self._dispatch.forward_backward(name, batch, objective, loss_weight=0.0, level=level)
@@ -77,7 +77,11 @@ class WarmUp:
         sizes = shapes(tokens, self._config.model.max_length, budget.rows)
         apart = [[empty_row(length, vocabulary, number) for number in range(count * places)] for count, length in sizes]
         alike = [
-            [row for place in range(places) for row in alike_rows(count, length, vocabulary, place * count)]
+            [
+                row
+                for place in range(places)
+                for row in rows_with_shared_prefix(count, length, vocabulary, place * count)
+            ]
             for count, length in sizes
             if budget.packing == "shared" and min(count, length) > 1
         ]
@@ -99,16 +103,18 @@ def shapes(tokens: int, longest: int, most: int | None = None) -> list[tuple[int
     return [(min(most, 2), max(1, 3 * length // 4)), (full, length), (1, max(1, length // 2))]
 
 
-def empty_row(length: int, vocabulary: int, number: int = 0, prefix: Sequence[int] | NDArray[np.int32] = ()) -> Row:
+def empty_row(
+    length: int, vocabulary: int, number: int = 0, prefix: Sequence[int] | NDArray[np.int32] = ()
+) -> TrainSequence:
     """A row that any loss takes; rows of several numbers share only their prefix, as far as words suffice."""
     zeros, mask = np.zeros(length, np.float32), np.ones(length, np.uint8)
     mask[0] = 0
     tokens = (np.arange(length, dtype=np.int32) * (1 + number // vocabulary) + number) % vocabulary
     tokens[: len(prefix)] = prefix
-    return Row(tokens, mask, behaviour=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros)
+    return TrainSequence(tokens, mask, behaviour=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros)
 
 
-def alike_rows(count: int, length: int, vocabulary: int, number: int) -> list[Row]:
+def rows_with_shared_prefix(count: int, length: int, vocabulary: int, number: int) -> list[TrainSequence]:
     """A row of half the length, and others that begin with it: what is laid of the longest is shorter than what
     attention reads of it, so a kernel sees two sizes."""
     first = empty_row(length // 2, vocabulary, number)

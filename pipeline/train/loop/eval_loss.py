@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Pulse
 
 log = logging.getLogger(__name__)
 Note = Callable[[int, Mapping[str, float]], None]
 
 
-class HeldOutLoss:
+class EvalLoss:
     """Measures the policy on held-out rows.
 
     measures.at(0)          # when the job begins
@@ -31,8 +31,8 @@ class HeldOutLoss:
 
     def __init__(
         self,
-        dispatch: Dispatch,
-        rows: Sequence[Row],
+        dispatch: RankGroup,
+        rows: Sequence[TrainSequence],
         batch: int,
         every: int,
         measured: Mapping[int, float],

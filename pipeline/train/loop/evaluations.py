@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError
-from pipeline.run.metrics_log import Row
+from pipeline.run.metrics_log import MetricRecord
 from pipeline.train.loop.group_batches import Pulse
 from pipeline.transport import Streams
 from pipeline.transport.sample_records import EvalRequest, EvalResult
@@ -51,7 +51,7 @@ def schedules_of(config: RunConfig) -> dict[str, Schedule]:
     }
 
 
-def measured_in(rows: Iterable[Row]) -> set[Measured]:
+def results_in(rows: Iterable[MetricRecord]) -> set[Measured]:
     """What the rows of a run's metrics tell of."""
     return {(row.get("set", ""), row["step"]) for row in rows if (row["kind"], row["job"]) == ("eval", "rl")}
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.config.cluster_keys import ClusterConfig
-from pipeline.run.metrics_log import Row
+from pipeline.run.metrics_log import MetricRecord
 
 _ENOUGH_STEPS = 2
 """One step alone may have compiled, or measured the model too."""
@@ -32,7 +32,7 @@ class GraceWarning:
         return f"{self.seen}; {self.change}"
 
 
-def grace_warning(cluster: ClusterConfig, rows: Sequence[Row]) -> GraceWarning | None:
+def grace_warning(cluster: ClusterConfig, rows: Sequence[MetricRecord]) -> GraceWarning | None:
     """None while a step and a checkpoint fit into `cluster.grace_seconds`.
 
     `rows` are the newest steps of one attempt, as they are logged. Time that a step waits for data does not count,

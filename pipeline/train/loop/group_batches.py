@@ -17,13 +17,13 @@ from pipeline.errors import DeadlineError, RecordError, RollcallError, StreamErr
 from pipeline.transport import Entry, Streams
 from pipeline.transport.ledger import TRAINED, Ledger
 from pipeline.transport.sample_records import MALFORMED, PreparedGroup, Reissue
-from pipeline.transport.shared_state import Board
+from pipeline.transport.shared_state import SharedState
 from pipeline.transport.staleness import is_refused
 
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 0.5
-MOST_MALFORMED = 3
+MAX_MALFORMED = 3
 """A position that came malformed so often is settled as failed: it would hold up all that come after it."""
 
 
@@ -45,7 +45,7 @@ class GroupBatches:
         batches.trained(step)               # now the ledger has them
         batches.tell_progress(step + 1)     # may fail, with the streams: so it comes when the step counts
         batches.covered                     # stream entries that the next commit covers
-        batches.begin_commit()              # the same, when it begins; early if batches.crowded
+        batches.begin_checkpoint()              # the same, when it begins; early if batches.crowded
         batches.acknowledge(covered)        # once that commit is durable, with what it covers
 
     The model knows token ids below `vocabulary`. `counts` says what was set aside since the last `next`: `duplicate`,
@@ -53,7 +53,7 @@ class GroupBatches:
     """
 
     streams: Streams
-    board: Board
+    board: SharedState
     ledger: Ledger
     config: RunConfig
     pulse: Pulse
@@ -165,8 +165,8 @@ class GroupBatches:
         position = entry.record.group.position
         self._malformed[position] += 1
         times = self._malformed[position]
-        log.warning("position %d came malformed (%d of %d): %s", position, times, MOST_MALFORMED, fault)
-        if times < MOST_MALFORMED:
+        log.warning("position %d came malformed (%d of %d): %s", position, times, MAX_MALFORMED, fault)
+        if times < MAX_MALFORMED:
             self.streams.publish("reissue", Reissue(position=position, reason=fault))
         else:
             self._settle(position, f"failed: {MALFORMED}", version)

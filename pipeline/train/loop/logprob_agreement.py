@@ -26,7 +26,7 @@ class Agreement:
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Compare, if `metrics` are of a batch that the weights of its own step sampled. Numbers that are not finite
-        are checked by `step_metrics.Skips`.
+        are checked by `step_metrics.NonFiniteGuard`.
 
         Raises `TrainingError` if log-probabilities differ by more than `MAX_MISMATCH` nats in the mean.
         """

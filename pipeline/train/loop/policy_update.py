@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config import OptimConfig, RunConfig
-from pipeline.train.algorithms import Objective, ValueObjective, token_advantages
-from pipeline.train.batching.sequences import Batch, Column, Row, refuse_unsampled
+from pipeline.train.algorithms import LossSpec, ValueLoss, token_advantages
+from pipeline.train.batching.sequences import Batch, Column, TrainSequence, refuse_unsampled_rows
 from pipeline.train.controller.batch_staging import Staged
 from pipeline.train.controller.model_saving import expect_save
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
-from pipeline.train.loop.step_metrics import Tally
+from pipeline.train.loop.step_metrics import StepMetrics
 from pipeline.train.worker_spec import models_of
 
 Tokens = list[NDArray[np.float32]]
@@ -54,7 +54,7 @@ class PolicyUpdate:
         measured: whether losses are measured even where `training.metrics` is `none`.
     """
 
-    def __init__(self, dispatch: Dispatch, config: RunConfig) -> None:
+    def __init__(self, dispatch: RankGroup, config: RunConfig) -> None:
         self._dispatch, self._config, self._loss = dispatch, config, config.loss
         self.intact, self.measured = True, False
 
@@ -78,7 +78,7 @@ class PolicyUpdate:
         """Have all that a step computes be compiled; after `begin`."""
         warm_up.run(self._objectives, self._asked)
 
-    def run(self, rows: Sequence[Row], step: int) -> dict[str, float]:
+    def run(self, rows: Sequence[TrainSequence], step: int) -> dict[str, float]:
         """Do step `step` with these rows, whose `advantages` are as the preprocessor or the packed file has them.
 
         Returns the metrics of docs/metrics.md; if no token counts, `optimizer_steps` is 0, and there are none of the
@@ -99,9 +99,9 @@ class PolicyUpdate:
             spared["tokens/left_out"] = float(sum(map(len, rows)) - computed)
             return self._optimise(staged, mini_batches, step) | spared
 
-    def _cut(self, rows: Sequence[Row], step: int) -> list[MiniBatch]:
+    def _cut(self, rows: Sequence[TrainSequence], step: int) -> list[MiniBatch]:
         """The mini-batches that have counted tokens. Weights are decided over each whole one."""
-        refuse_unsampled(rows)
+        refuse_unsampled_rows(rows)
         if self._loss.proximal == "recompute":  # the policy as this step begins, not one of when a file was written
             rows = [replace(row, proximal=None) for row in rows]
         found: list[MiniBatch] = []
@@ -126,7 +126,7 @@ class PolicyUpdate:
             if not self._dispatch.broken:
                 self._dispatch.unstage(staged)
 
-    def _complete(self, staged: Staged, rows: Sequence[Row], mini_batches: Sequence[MiniBatch]) -> None:
+    def _complete(self, staged: Staged, rows: Sequence[TrainSequence], mini_batches: Sequence[MiniBatch]) -> None:
         """Give the staged rows what the models say of them, and their advantages."""
         answers = self._ask(staged)
         columns: dict[str, Column] = {"reference": "reference", "critic": "values"}
@@ -135,11 +135,11 @@ class PolicyUpdate:
         for name, column in columns.items():
             if name in answers:
                 self._dispatch.amend(staged, column, answers[name])
-        if not token_advantages.is_due(self._loss):
+        if not token_advantages.needs_token_advantages(self._loss):
             return
         by_row = {name: _by_row(parts, rows, mini_batches) for name, parts in answers.items()}
         due = token_advantages.assign_advantages(
-            rows, self._loss, by_row.get("policy"), by_row.get("reference", _taught(rows)), by_row.get("critic")
+            rows, self._loss, by_row.get("policy"), by_row.get("reference", _has_advantage(rows)), by_row.get("critic")
         )
         self._dispatch.amend(staged, "advantages", _by_part(due.advantages, mini_batches))
         if due.returns is not None:
@@ -161,16 +161,16 @@ class PolicyUpdate:
         """The models that say something of the rows before any is trained."""
         several = self._config.training.update_epochs * self._config.training.mini_batches > 1
         asked = {
-            "policy": (self._loss.proximal == "recompute" and several) or token_advantages.is_taxed(self._loss),
+            "policy": (self._loss.proximal == "recompute" and several) or token_advantages.has_kl_in_reward(self._loss),
             "reference": self._config.has_reference,
             "critic": self._loss.advantage == "gae",
         }
         return [name for name, needed in asked.items() if needed]
 
     @property
-    def _objectives(self) -> dict[str, Objective]:
+    def _objectives(self) -> dict[str, LossSpec]:
         """The models that are trained, in order, and on what."""
-        critic: dict[str, Objective] = {"critic": ValueObjective(self._config.critic.clip)}
+        critic: dict[str, LossSpec] = {"critic": ValueLoss(self._config.critic.clip)}
         return (critic if self._loss.advantage == "gae" else {}) | {"policy": self._loss}
 
     def _optimise(self, staged: Staged, mini_batches: Sequence[MiniBatch], step: int) -> dict[str, float]:
@@ -184,9 +184,9 @@ class PolicyUpdate:
         return metrics | {"optimizer_steps": float(self._config.training.update_epochs * len(mini_batches))}
 
     def _train(
-        self, name: str, objective: Objective, staged: Staged, mini_batches: Sequence[MiniBatch], step: int
+        self, name: str, objective: LossSpec, staged: Staged, mini_batches: Sequence[MiniBatch], step: int
     ) -> dict[str, float]:
-        tally, training = Tally(), self._config.training
+        tally, training = StepMetrics(), self._config.training
         level = "basic" if self.measured and training.metrics == "none" else training.metrics
         for epoch in range(training.update_epochs):
             for number in in_order_of(epoch, len(mini_batches), [self._config.seed, step]):
@@ -196,7 +196,7 @@ class PolicyUpdate:
         return tally.metrics()
 
 
-def cut_by_prompt(rows: Sequence[Row], count: int, seed: Sequence[int]) -> list[list[int]]:
+def cut_by_prompt(rows: Sequence[TrainSequence], count: int, seed: Sequence[int]) -> list[list[int]]:
     """The places of the rows of at most `count` mini-batches: all samples of a prompt in one of them, prompts dealt out
     at random, as many to each (or one less). Places ascend; a single mini-batch has all rows in order."""
     prompts = np.array(list(dict.fromkeys(row.prompt for row in rows)))
@@ -211,7 +211,7 @@ def in_order_of(epoch: int, count: int, seed: Sequence[int]) -> list[int]:
     return order
 
 
-def _by_row(parts: Sequence[Tokens], rows: Sequence[Row], mini_batches: Sequence[MiniBatch]) -> Tokens:
+def _by_row(parts: Sequence[Tokens], rows: Sequence[TrainSequence], mini_batches: Sequence[MiniBatch]) -> Tokens:
     """For every row of the step, what was said of it: 0 for those that do not count."""
     found = [np.zeros(len(row), np.float32) for row in rows]
     for mini_batch, answers in zip(mini_batches, parts, strict=True):
@@ -220,7 +220,7 @@ def _by_row(parts: Sequence[Tokens], rows: Sequence[Row], mini_batches: Sequence
     return found
 
 
-def _taught(rows: Sequence[Row]) -> Tokens | None:
+def _has_advantage(rows: Sequence[TrainSequence]) -> Tokens | None:
     """What a teacher says of each row, which came with it; None without one."""
     found = [row.reference for row in rows if row.reference is not None]
     return found if len(found) == len(rows) else None

@@ -12,20 +12,20 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.config import RunConfig
-from pipeline.train.batching.sequences import Row
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.batching.sequences import TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.evaluations import Evaluations
 from pipeline.train.loop.group_batches import GroupBatches
 from pipeline.train.loop.logprob_agreement import Agreement
 from pipeline.train.loop.policy_update import PolicyUpdate
-from pipeline.train.loop.step_metrics import EqualRewards, Skips
-from pipeline.train.loop.weight_publisher import Publisher
+from pipeline.train.loop.step_metrics import EqualRewards, NonFiniteGuard
+from pipeline.train.loop.weight_publisher import WeightPublisher
 from pipeline.train.train_jobs import RlJob
-from pipeline.transport.group_advantages import FILTERED, all_alike
+from pipeline.transport.group_advantages import FILTERED, has_zero_variance
 from pipeline.transport.ledger import TRAINED
 from pipeline.transport.sample_records import PreparedGroup, Sample, mean_metrics
-from pipeline.transport.staleness import young
+from pipeline.transport.staleness import is_fresh
 
 FAILED, UNTRAINED = "failed: gradient not finite", "filtered: no token counts"
 """What becomes of the groups of a step that taught nothing."""
@@ -38,9 +38,9 @@ class ReinforcementLearning:
         self,
         job: RlJob,
         config: RunConfig,
-        dispatch: Dispatch,
+        dispatch: RankGroup,
         batches: GroupBatches,
-        publisher: Publisher,
+        publisher: WeightPublisher,
         evaluations: Evaluations,
         warm_up: WarmUp,
     ) -> None:
@@ -48,7 +48,7 @@ class ReinforcementLearning:
         self._config, self._batches = config, batches
         self._publisher, self._evaluations, self._warm_up = publisher, evaluations, warm_up
         self._update = PolicyUpdate(dispatch, config)
-        self._skips, self._agreement, self._equal = Skips(), Agreement(), EqualRewards(config.loss)
+        self._skips, self._agreement, self._equal = NonFiniteGuard(), Agreement(), EqualRewards(config.loss)
 
     def begin(self, step: int) -> None:
         """Bring the servers to the weights of `step`, and measure them if no earlier attempt did.
@@ -122,13 +122,13 @@ class ReinforcementLearning:
         return TRAINED if metrics["optimizer_steps"] else UNTRAINED
 
 
-def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None, oldest: int = 0) -> list[Row]:
+def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None, oldest: int = 0) -> list[TrainSequence]:
     """The rows of each sample, in order. No token counts of a sample that ended as `masked` says, nor any that was
     sampled by weights before version `oldest`."""
     rows = [
-        Row(
+        TrainSequence(
             tokens=row.tokens,
-            mask=np.zeros(len(row.tokens), np.bool_) if sample.finish == masked else young(row, oldest),
+            mask=np.zeros(len(row.tokens), np.bool_) if sample.finish == masked else is_fresh(row, oldest),
             advantages=advantage,
             behaviour=row.logprobs,
             prompt=prepared.group.position,
@@ -167,7 +167,7 @@ def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0
 def zero_variance(groups: Sequence[PreparedGroup], dropped: int) -> float:
     """The share of groups whose samples all have the same reward, among those of a batch and those that were `dropped`
     for it since the batch before."""
-    alike = sum(all_alike([sample.reward for sample in prepared.group.samples]) for prepared in groups)
+    alike = sum(has_zero_variance([sample.reward for sample in prepared.group.samples]) for prepared in groups)
     return (alike + dropped) / (len(groups) + dropped)
 
 
@@ -175,7 +175,7 @@ def _lag_metrics(samples: Sequence[Sample], version: int, oldest: int) -> dict[s
     """The lag of each sample's oldest token that is not masked, and how much is masked."""
     rows = [sample.rows() for sample in samples]
     sampled = sum(np.count_nonzero(row.sampled) for each in rows for row in each)
-    left = [np.concatenate([row.versions[young(row, oldest)] for row in each]) for each in rows]
+    left = [np.concatenate([row.versions[is_fresh(row, oldest)] for row in each]) for each in rows]
     lags = [version - versions.min() for versions in left if versions.size] or [0]
     return {
         "lag/mean": float(np.mean(lags)),

@@ -23,12 +23,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, remove_unfinished, root_of
-from pipeline.checkpoints.run_progress import keep_copies, mark_committed, next_aside, passed_over, refuse_restart
-from pipeline.checkpoints.trainer_state import JOBS
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, complete_checkpoints, remove_unfinished, root_of
+from pipeline.checkpoints.run_progress import (
+    copy_identity,
+    mark_checkpointed,
+    new_aside_folder,
+    refuse_restart,
+    skipped_rows,
+)
+from pipeline.checkpoints.trainer_state import PHASES
 from pipeline.config import RunConfig
 from pipeline.config.model_directory import describe_weights
-from pipeline.errors import CheckpointError, DamagedError, DeadlineError
+from pipeline.errors import CheckpointError, DamagedCheckpointError, DeadlineError
 from pipeline.run.metrics_log import roll_back
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import SubmittedJob
@@ -41,21 +47,21 @@ from pipeline.train.controller.model_saving import (
     stage_models,
     start_save,
 )
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.train_jobs import Job, jobs_of
 from pipeline.train.worker_spec import models_of
 from pipeline.transport.ledger import Ledger
 from pipeline.utils import atomic_dirs, shared_files
-from pipeline.utils.append_log import Journal, keep_lines
+from pipeline.utils.append_log import AppendLog, rewrite_lines
 from pipeline.utils.waiting import wait_for
 
-LAST_SECONDS = 10.0
+FINAL_SAVE_SECONDS = 10.0
 """The longest that a commit may be under way once a rank is lost; until then it is `Deadlines.commit`."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class JobPosition:
+class PhasePosition:
     """The job to go on with, how many of its steps are done, and the jobs after it."""
 
     job: Job
@@ -64,7 +70,7 @@ class JobPosition:
 
 
 @dataclass(frozen=True)
-class Flight:
+class PendingSave:
     """A commit under way: its name, and the stream entries that it covers."""
 
     name: str
@@ -72,7 +78,7 @@ class Flight:
     began: float
 
 
-class Commits:
+class RunRecorder:
     """The checkpoints of a run, as one attempt's trainer writes and reads them.
 
     Attributes:
@@ -83,7 +89,7 @@ class Commits:
     """
 
     def __init__(
-        self, paths: AttemptPaths, config: RunConfig, dispatch: Dispatch, conversations: Conversations | None = None
+        self, paths: AttemptPaths, config: RunConfig, dispatch: RankGroup, conversations: Conversations | None = None
     ) -> None:
         """`conversations` are the data of SFT; None where that trains demonstrations, or is not done."""
         self._conversations = conversations
@@ -91,15 +97,15 @@ class Commits:
         self._paths, self._marked = paths, False
         self._root = root_of(config, self._run, paths.run_id)
         self.fence = Fence(self._root, paths.attempt)
-        self._settled = Journal(self._run.ledger, self.fence.check)
+        self._settled = AppendLog(self._run.ledger, self.fence.check)
         self.ledger = Ledger()
         self.covered: tuple[str, ...] = ()
         self.on_durable: Callable[[tuple[str, ...]], None] = lambda covered: None
-        self._flight: Flight | None = None
+        self._flight: PendingSave | None = None
         self._durable = ""
         self.seconds = 0.0
 
-    def restore(self) -> JobPosition:
+    def restore(self) -> PhasePosition:
         """Make the models as the newest commit left them, or new; take the right to write from earlier attempts.
 
         A commit that is found damaged while it is loaded is given up for the one before it. From then on none counts
@@ -109,21 +115,21 @@ class Commits:
         """
         submitted = shared_files.read_document(self._run.job, SubmittedJob)
         self.fence.claim(submitted.job if submitted else "")
-        atomic_dirs.mend(self._run.model)
-        atomic_dirs.mend(self._run.best)
-        keep_copies(self._run, self._root)
+        atomic_dirs.repair(self._run.model)
+        atomic_dirs.repair(self._run.best)
+        copy_identity(self._run, self._root)
         position = self._newest() or self._afresh()
         remove_unfinished(self._root, self._attempt)
         expect_save(self._dispatch, self._dispatch.models)
         return position
 
-    def _newest(self) -> JobPosition | None:
+    def _newest(self) -> PhasePosition | None:
         """Go on from the newest commit that is whole, if there is one."""
-        found = committed(self._root)
+        found = complete_checkpoints(self._root)
         for checkpoint in found:
             try:
                 position = self._resume(checkpoint)
-            except DamagedError as damage:
+            except DamagedCheckpointError as damage:
                 log.warning("%s is refused, now and in later attempts: %s", checkpoint.name, damage)
                 forget_models(self._dispatch)
             else:
@@ -131,17 +137,17 @@ class Commits:
                 return position
         return None
 
-    def _afresh(self) -> JobPosition:
+    def _afresh(self) -> PhasePosition:
         refuse_restart(self._run, self._root)
         log.info("%s", describe_weights(self._config.model))
-        jobs = self._jobs(JOBS[0])
+        jobs = self._jobs(PHASES[0])
         self._make_models(jobs[0])
         self._roll_back(jobs[0], 0, 0)
         self.fence.keep([])
-        return JobPosition(jobs[0], 0, jobs[1:])
+        return PhasePosition(jobs[0], 0, jobs[1:])
 
-    def _resume(self, checkpoint: Checkpoint) -> JobPosition:
-        """Go on from a commit; `DamagedError` if it is not what was committed."""
+    def _resume(self, checkpoint: Checkpoint) -> PhasePosition:
+        """Go on from a commit; `DamagedCheckpointError` if it is not what was committed."""
         state = checkpoint.state()
         jobs = self._jobs(state.job)
         if self._conversations and state.job == "sft":
@@ -150,8 +156,8 @@ class Commits:
         load_models(self._dispatch, checkpoint, self._make_models(jobs[index]))
         log.info("resuming from %s", checkpoint.name)
         self.ledger, self.covered = Ledger.restore(state.ledger), state.covered
-        self._roll_back(jobs[index], state.step, state.ledger_bytes, passed_over(checkpoint))
-        return JobPosition(jobs[index], state.step, jobs[index + 1 :])
+        self._roll_back(jobs[index], state.step, state.ledger_bytes, skipped_rows(checkpoint))
+        return PhasePosition(jobs[index], state.step, jobs[index + 1 :])
 
     def _jobs(self, newest: str) -> tuple[Job, ...]:
         """The jobs of the run; who is beyond SFT reads no dataset again."""
@@ -189,7 +195,7 @@ class Commits:
         )
         keep = self._config.training.keep_checkpoints
         start_save(self._dispatch, self._root, self._attempt, state, parts, keep)
-        self._flight = Flight(f"{job.name}-{done}", covered, began)
+        self._flight = PendingSave(f"{job.name}-{done}", covered, began)
         log.info("committing %s; training stood still for %.2f s", self._flight.name, time.monotonic() - began)
         if wait or not self._config.training.async_checkpoints:
             self.finish()
@@ -208,7 +214,7 @@ class Commits:
         self.seconds = time.monotonic() - flight.began
         log.info("committed %s after %.2f s", checkpoint.name, self.seconds)
         self._durable = flight.name
-        self._marked = self._marked or mark_committed(self._paths)
+        self._marked = self._marked or mark_checkpointed(self._paths)
         self.on_durable(flight.covered)
 
     def finish(self) -> None:
@@ -230,7 +236,7 @@ class Commits:
 
     def _finish_alone(self, name: str) -> None:
         try:
-            wait_for(f"the commit of {name}", lambda: self._dispatch.saver.idle, LAST_SECONDS)
+            wait_for(f"the commit of {name}", lambda: self._dispatch.saver.idle, FINAL_SAVE_SECONDS)
             self.collect()
         except (CheckpointError, DeadlineError) as error:
             self._flight = None
@@ -258,13 +264,13 @@ class Commits:
         Newer commits that are `damaged` had covered some of it, so all of it is kept aside.
         """
         run, check = self._run, self.fence.check
-        aside = next_aside(run) if damaged else None
+        aside = new_aside_folder(run) if damaged else None
         rows = roll_back(run.metrics, job.name, done, check, aside and aside / run.metrics.name)
         ledger = aside and aside / run.ledger.name
-        lines = keep_lines(run.ledger, lambda line, end: end <= ledger_bytes, check, aside=ledger)
+        lines = rewrite_lines(run.ledger, lambda line, end: end <= ledger_bytes, check, aside=ledger)
         if aside:
             log.warning(
                 "going on from %s-%d, since %s is damaged: %d rows of %s and %d of %s are kept in %s",
                 *(job.name, done, ", ".join(damaged), rows, run.metrics.name, lines, run.ledger.name, aside),
             )
-        self._settled = Journal(run.ledger, check)
+        self._settled = AppendLog(run.ledger, check)

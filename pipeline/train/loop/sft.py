@@ -8,16 +8,16 @@ with an optimizer that knows nothing of the job before. Must not know ranks, che
 
 from collections.abc import Callable, Mapping, Sequence
 
-from pipeline.train.algorithms import SFT, Level
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.algorithms import SFT, MetricsLevel
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
-from pipeline.train.loop.eval_loss import HeldOutLoss
+from pipeline.train.loop.eval_loss import EvalLoss
 from pipeline.train.loop.group_batches import Pulse
-from pipeline.train.loop.step_metrics import Skips
+from pipeline.train.loop.step_metrics import NonFiniteGuard
 from pipeline.train.train_jobs import SftJob
 
-Demonstrate = Callable[[int, int], Sequence[Row]]
+Demonstrate = Callable[[int, int], Sequence[TrainSequence]]
 """(step, count) → the `count` rows of a step; always the same ones for the same step."""
 
 
@@ -32,18 +32,18 @@ class SupervisedFineTuning:
     def __init__(
         self,
         job: SftJob,
-        dispatch: Dispatch,
+        dispatch: RankGroup,
         demonstrate: Demonstrate,
         pulse: Pulse,
-        level: Level = "basic",
-        held_out: HeldOutLoss | None = None,
+        level: MetricsLevel = "basic",
+        held_out: EvalLoss | None = None,
         warm_up: WarmUp | None = None,
     ) -> None:
         """`held_out` measures the model on rows that are never trained; None: nothing does. Without `warm_up` the first
         step compiles."""
         self.job, self._held_out, self._warm_up = job, held_out, warm_up
         self._dispatch, self._demonstrate, self._pulse, self._level = dispatch, demonstrate, pulse, level
-        self._skips = Skips()
+        self._skips = NonFiniteGuard()
         self.intact = True
 
     def begin(self, step: int) -> None:

@@ -13,18 +13,18 @@ from pipeline.errors import TrainingError
 
 log = logging.getLogger(__name__)
 
-PLAIN = ("loss", "grad_norm")
+UNREDUCED = ("loss", "grad_norm")
 """Means in which every optimizer step counts alike: they are none over tokens."""
 
 
-MOST_EQUAL = 5
+MAX_EQUAL = 5
 """Steps in a row whose rewards may be all alike: one or two are chance in small batches."""
-LIKELY = (
+LIKELY_FRACTION = (
     "Likely reasons: the prompts are too hard or too easy for this model; answers are cut off before they are scored "
     "(samples/cut, rollout.max_tokens); or the reward looks for another form than the model writes. Read some: "
     "python launchers/rollouts.py"
 )
-MOST_SKIPPED = 5
+MAX_SKIPPED = 5
 """Steps in a row whose gradient may be not finite."""
 
 
@@ -33,7 +33,7 @@ def is_lost(metrics: Mapping[str, float]) -> bool:
     return 0 < metrics.get("optimizer_steps", 1.0) == metrics["skipped"]
 
 
-class Skips:
+class NonFiniteGuard:
     """Counts steps in a row that were lost.
 
     skips.note(metrics)      # after every step
@@ -49,8 +49,8 @@ class Skips:
         return self._row > 0
 
     def check(self) -> None:
-        """`TrainingError` when the last `MOST_SKIPPED` steps were lost: so is the model."""
-        if self._row >= MOST_SKIPPED:
+        """`TrainingError` when the last `MAX_SKIPPED` steps were lost: so is the model."""
+        if self._row >= MAX_SKIPPED:
             raise TrainingError(f"the gradient was not finite in {self._row} steps in a row; lower optim.lr")
 
 
@@ -69,18 +69,18 @@ class EqualRewards:
         everything = {reward for group in groups for reward in group}
         equal = all(len(set(group)) == 1 for group in groups) if self._by_group else len(everything) == 1
         self._row = self._row + 1 if equal else 0
-        if self._row < MOST_EQUAL or self._warned:
+        if self._row < MAX_EQUAL or self._warned:
             return
         self._warned = True
         found = f"every reward is {everything.pop():g}" if len(everything) == 1 else "a prompt's samples score alike"
-        log.warning("in %d steps in a row, %s: nothing is learned from them. %s", self._row, found, LIKELY)
+        log.warning("in %d steps in a row, %s: nothing is learned from them. %s", self._row, found, LIKELY_FRACTION)
 
 
-class Tally:
+class StepMetrics:
     """Collects the metrics of one model's optimizer steps.
 
     Names in `_max` and `_min` are extremes, `skipped` is a sum, `lr` the last one; all others are means over the
-    optimizer steps that have them, weighed by counted tokens but for those in `PLAIN`. With `grad_norm` comes
+    optimizer steps that have them, weighed by counted tokens but for those in `UNREDUCED`. With `grad_norm` comes
     `grad_norm_max`.
     """
 
@@ -108,7 +108,7 @@ def _whole(name: str, seen: Sequence[tuple[float, int]]) -> float:
         return fsum(values)
     if name == "lr":
         return values[-1]
-    weights = [1 if name in PLAIN else counted for _, counted in seen]
+    weights = [1 if name in UNREDUCED else counted for _, counted in seen]
     if len(values) == 1:
         return values[0]
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

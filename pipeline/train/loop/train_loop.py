@@ -14,11 +14,11 @@ from typing import Protocol
 
 from pipeline.config import RunConfig
 from pipeline.config.cluster_keys import ClusterConfig
-from pipeline.errors import CheckpointError, OvertakenError
-from pipeline.run.metrics_log import Row
+from pipeline.errors import CheckpointError, SupersededError
+from pipeline.run.metrics_log import MetricRecord
 from pipeline.train.loop.grace_period import grace_warning
 from pipeline.train.loop.group_batches import Interrupted
-from pipeline.train.throughput import Machine, rates
+from pipeline.train.throughput import DeviceSpeed, rates
 from pipeline.train.train_jobs import Job
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Algorithm(Protocol):
         ...
 
 
-class Book(Protocol):
+class ProgressRecorder(Protocol):
     """Where a runner writes what it did."""
 
     @property
@@ -89,7 +89,7 @@ class Book(Protocol):
 
 
 @dataclass(frozen=True)
-class Cadence:
+class CheckpointCadence:
     """When a job commits before its end.
 
     Attributes:
@@ -103,20 +103,24 @@ class Cadence:
     cluster: ClusterConfig | None = None
 
     @classmethod
-    def of(cls, config: RunConfig) -> "Cadence":
+    def of(cls, config: RunConfig) -> "CheckpointCadence":
         """As the config says."""
         return cls(config.training.checkpoint_every, config.training.checkpoint_seconds, config.cluster)
 
 
-class Runner:
+class TrainLoop:
     """Runs jobs, one at a time."""
 
     def __init__(
-        self, book: Book, cadence: Cadence, machine: Machine | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        book: ProgressRecorder,
+        cadence: CheckpointCadence,
+        machine: DeviceSpeed | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._book, self._cadence, self._machine, self._clock = book, cadence, machine or Machine(), clock
+        self._book, self._cadence, self._machine, self._clock = book, cadence, machine or DeviceSpeed(), clock
         self._began = clock()
-        self._recent: deque[Row] = deque(maxlen=2)
+        self._recent: deque[MetricRecord] = deque(maxlen=2)
         self._warned = False
 
     def run(self, algorithm: Algorithm, done: int) -> None:
@@ -124,7 +128,7 @@ class Runner:
 
         Whatever ends it early (`Interrupted`, a server's failure, a missed deadline, a full disk) is raised after a
         commit of the steps that were done, unless the models are not intact any more. If that commit fails too, the
-        first error is raised, since it says what happened; see `tells_more`.
+        first error is raised, since it says what happened; see `takes_precedence`.
         """
         job = algorithm.job
         log.info("%s: steps %d to %d", job.name, done, job.steps)
@@ -193,7 +197,7 @@ class Runner:
         try:
             self._commit_again(job, done)
         except Exception as second:
-            if tells_more(second, error):
+            if takes_precedence(second, error):
                 raise
             log.error("steps %d to %d are lost, their commit failed too: %s", self._durable + 1, done, second)
 
@@ -206,9 +210,9 @@ class Runner:
             self._book.commit(job, done, wait=True)
 
 
-def tells_more(second: Exception, first: BaseException | None) -> bool:
+def takes_precedence(second: Exception, first: BaseException | None) -> bool:
     """Whether what failed while a job was being ended is to be raised in place of what ended it.
 
     `Interrupted` would say that all is well. Whoever was replaced is to learn that, and nothing else.
     """
-    return first is None or isinstance(first, Interrupted) or isinstance(second, OvertakenError)
+    return first is None or isinstance(first, Interrupted) or isinstance(second, SupersededError)

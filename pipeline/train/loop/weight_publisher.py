@@ -9,13 +9,13 @@ import logging
 import time
 
 from pipeline.inference.weight_sync.weight_sender import WeightSender
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Pulse
 
 log = logging.getLogger(__name__)
 
 
-class Publisher:
+class WeightPublisher:
     """Publishes the policy of `dispatch`.
 
     publisher.start(version)      # after a step: the servers take the weights from now on
@@ -23,7 +23,7 @@ class Publisher:
     publisher.settle()            # before the next `start`, or when the version has to be everywhere
     """
 
-    def __init__(self, dispatch: Dispatch, sender: WeightSender, pulse: Pulse) -> None:
+    def __init__(self, dispatch: RankGroup, sender: WeightSender, pulse: Pulse) -> None:
         self._dispatch, self._sender, self._pulse = dispatch, sender, pulse
         self._under_way = False
 

@@ -38,7 +38,7 @@ VECTORS = ("parameters", *MOMENTS, "step", "progress")
 
 
 @dataclass
-class Guest:
+class AdapterState:
     """What an adapter is, by the names of its parameters: this rank's shards, and what AdamW has of them."""
 
     parameters: dict[str, Tensor]
@@ -47,11 +47,11 @@ class Guest:
     progress: dict[str, int]
 
 
-_parked: "WeakKeyDictionary[ModelWorker, dict[str, Guest]]" = WeakKeyDictionary()
+_swapped_out: "WeakKeyDictionary[ModelWorker, dict[str, AdapterState]]" = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def park(worker: ModelWorker, key: str) -> None:
+def swap_out(worker: ModelWorker, key: str) -> None:
     """Keep the adapter that is on the model under this key; another may take its place now."""
     guest = _present(worker)
     copies = [torch.empty_like(shard) for shard in guest.parameters.values()]
@@ -59,13 +59,13 @@ def park(worker: ModelWorker, key: str) -> None:
     guest.parameters = dict(zip(guest.parameters, copies, strict=True))
     for parameter in _trained(worker).values():
         parameter.grad = None
-    _guests(worker)[key] = guest
+    _states(worker)[key] = guest
 
 
 @torch.no_grad()
-def recall(worker: ModelWorker, key: str) -> None:
+def swap_in(worker: ModelWorker, key: str) -> None:
     """Put the adapter of this key on the model; it is parked no longer. `TrainingError` if there is none."""
-    guest = _guests(worker).pop(key, None)
+    guest = _states(worker).pop(key, None)
     if guest is None:
         raise TrainingError(f"no adapter {key!r} waits here")
     optimizer = _optimizer(worker)
@@ -79,7 +79,7 @@ def recall(worker: ModelWorker, key: str) -> None:
 
 
 @torch.no_grad()
-def admit(worker: ModelWorker, seed: int) -> None:
+def init_adapter(worker: ModelWorker, seed: int) -> None:
     """Put a fresh adapter on the model, drawn from the seed: no moments, no gradients, no steps."""
     named = dict(worker.model.network.named_parameters())
     for name, tensor in lora.first_tensors(worker.model.network, worker.adapters, seed):
@@ -87,9 +87,9 @@ def admit(worker: ModelWorker, seed: int) -> None:
     worker.restart_optimizer()
 
 
-def dismiss(worker: ModelWorker, key: str) -> None:
+def drop_adapter(worker: ModelWorker, key: str) -> None:
     """Forget the adapter of this key."""
-    _guests(worker).pop(key, None)
+    _states(worker).pop(key, None)
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def packed(worker: ModelWorker, key: str | None, vector: str) -> Tensor:
     `step`: AdamW's, of each parameter, float32; `progress`: int64[2]. One at a time, for as long as it is in use a
     large one takes of the device what a third of the adapter does.
     """
-    guest = _present(worker) if key is None else _guests(worker)[key]
+    guest = _present(worker) if key is None else _states(worker)[key]
     if vector == "progress":
         return torch.tensor([guest.progress[name] for name in PROGRESS])
     if vector == "parameters":
@@ -132,13 +132,13 @@ def unpack(worker: ModelWorker, parts: Sequence[Mapping[str, Tensor]]) -> None:
     for part, tensors in targets.items():
         places = [0] * len(parts)
         for tensor in tensors:
-            fill_shard(tensor, _whole(tensor, [each[part] for each in parts], places))
+            fill_shard(tensor, _unpacked(tensor, [each[part] for each in parts], places))
     for state, step in zip(moments, parts[0]["step"], strict=True):
         state["step"].copy_(step)
     optimizer.load_progress(dict(zip(PROGRESS, parts[0]["progress"].tolist(), strict=True)))
 
 
-def _whole(like: Tensor, flats: Sequence[Tensor], places: list[int]) -> Tensor:
+def _unpacked(like: Tensor, flats: Sequence[Tensor], places: list[int]) -> Tensor:
     """The tensor whose rows lie next in each of the vectors; `places` says where, and moves on."""
     rows = []
     for rank, flat in enumerate(flats):
@@ -149,10 +149,10 @@ def _whole(like: Tensor, flats: Sequence[Tensor], places: list[int]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _present(worker: ModelWorker) -> Guest:
+def _present(worker: ModelWorker) -> AdapterState:
     """The adapter that is on the model; the tensors are the live ones."""
     optimizer, named = _optimizer(worker), _trained(worker)
-    return Guest(
+    return AdapterState(
         {name: local(parameter.detach()) for name, parameter in named.items()},
         {name: parameter.grad for name, parameter in named.items()},
         {name: dict(optimizer.adamw.state[parameter]) for name, parameter in named.items()},
@@ -160,8 +160,8 @@ def _present(worker: ModelWorker) -> Guest:
     )
 
 
-def _guests(worker: ModelWorker) -> dict[str, Guest]:
-    return _parked.setdefault(worker, {})
+def _states(worker: ModelWorker) -> dict[str, AdapterState]:
+    return _swapped_out.setdefault(worker, {})
 
 
 def _trained(worker: ModelWorker) -> dict[str, Tensor]:

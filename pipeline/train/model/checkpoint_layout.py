@@ -38,7 +38,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Fused:
+class MergedTensor:
     """Tensors of the network that are made together: `names`, of those of the files with the keys of `patterns`."""
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Fused:
         return len(self.names) == 1 and isinstance(first, MergeModulelist) and first.dim == 0 and apart
 
 
-class Form:
+class CheckpointLayout:
     """The names and shapes of a model in memory and in its files.
 
     Attributes:
@@ -81,7 +81,7 @@ class Form:
         self._shapes: Tensors = self._twin.state_dict(keep_vars=True)
         self._conversions = get_model_conversion_mapping(self._twin)
         self.plain: dict[str, str] = {}
-        self.fused: list[Fused] = []
+        self.fused: list[MergedTensor] = []
         self.twice: dict[str, str] = {}
         unplaced = self._sort(keys)
         self.strangers = self._explained(strangers=unplaced).unexpected_keys
@@ -116,7 +116,7 @@ class Form:
         found: Tensors = revert_weight_conversion(self._twin, dict(tensors))
         return found
 
-    def convert(self, fused: Fused, read: Callable[[str], Tensor], rows: slice = slice(None)) -> Tensors:
+    def convert(self, fused: MergedTensor, read: Callable[[str], Tensor], rows: slice = slice(None)) -> Tensors:
         """The whole tensors of `fused`, by name; `read` gives one of the files. Of a stack, `rows` of it alone."""
         converter = deepcopy(fused.converter)
         for pattern, keys in fused.keys.items():
@@ -125,7 +125,7 @@ class Form:
         made = converter.convert(fused.names[0], model=self._twin, config=self._twin.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
-    def keys_of(self, fused: Fused) -> set[str]:
+    def keys_of(self, fused: MergedTensor) -> set[str]:
         """The keys of all tensors that `convert` needs."""
         return set(self.public({name: self.tensors[name] for name in fused.names if name in self.tensors}))
 
@@ -181,7 +181,7 @@ class Form:
             converter = by_pattern[next(iter(parts.values()))]
             first, *others = converter.target_patterns
             names = (name, *(name.replace(first, other) for other in others))
-            self.fused.append(Fused(names, parts, converter))
+            self.fused.append(MergedTensor(names, parts, converter))
         return strangers
 
     def _reversible(self, read: bool) -> list[Any]:
@@ -238,11 +238,11 @@ def _drawn(module: nn.Module, initialize: Callable[[nn.Module], None], seed: int
     }
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        initialize(_shell(module, drawn))
+        initialize(_meta_module(module, drawn))
     return drawn
 
 
-def _shell(module: nn.Module, tensors: Tensors) -> nn.Module:
+def _meta_module(module: nn.Module, tensors: Tensors) -> nn.Module:
     """The same module with these tensors, sharing all else."""
     shell = copy(module)
     own = {leaf: nn.Parameter(tensors[leaf], False) for leaf in module._parameters if leaf in tensors}

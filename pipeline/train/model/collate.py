@@ -19,12 +19,12 @@ from pipeline.errors import TrainingError
 from pipeline.train.algorithms.loss_tokens import LossTokens, ValueTokens
 from pipeline.train.batching import packing
 from pipeline.train.batching.packing import Layout, Packing
-from pipeline.train.batching.sequences import Batch, Column, Row
+from pipeline.train.batching.sequences import Batch, Column, TrainSequence
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.packed_attention import Segments
 from pipeline.train.model.to_device import to_device
 
-_NOTHING = Batch((Row(np.zeros(2, np.int32), np.zeros(2, np.uint8)),), (0.0,))
+_NOTHING = Batch((TrainSequence(np.zeros(2, np.int32), np.zeros(2, np.uint8)),), (0.0,))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def collate(batch: Batch, how: Packing, device: torch.device, context: ContextPa
     rows = laid.rows
     tokens_R = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     counted_N = np.flatnonzero(np.concatenate([row.mask for row in rows]))
-    layout = packing.lay(laid.lengths, how, laid.kin(how))
+    layout = packing.make_layout(laid.lengths, how, laid.kin(how))
     before_N, own_M, first = layout.where[counted_N - 1], None, 0
     if context is not None:
         layout = _filled(layout, context)
@@ -148,7 +148,7 @@ def _like(values: NDArray[np.float64], like: Tensor) -> Tensor:
     return to_device(values, like.device, like.dtype)
 
 
-def _flat(rows: tuple[Row, ...], field: Column) -> NDArray[np.float64]:
+def _flat(rows: tuple[TrainSequence, ...], field: Column) -> NDArray[np.float64]:
     """A field's number for each counted token of all rows, in order."""
     parts = [np.zeros(0)]
     for row in rows:

@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from pipeline.errors import TrainingError
-from pipeline.utils.pinned_memory import pinned
+from pipeline.utils.pinned_memory import pinned_tensor
 
 Part = Literal["model", "optimizer"]
 
@@ -41,13 +41,13 @@ class Memory:
     optimizer: int
 
 
-class Movable:
+class Offloadable:
     """The storages behind some tensors, on the device or away; `tensors` names them anew at each call."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
         self._away: list[tuple[UntypedStorage, int]] = []
-        self._kept: _Kept | None = None
+        self._kept: _HostCopy | None = None
         self._host = _HostMemory()
 
     @property
@@ -88,9 +88,9 @@ class Movable:
         for storage in self._storages():
             storage.resize_(0)
 
-    def _keep(self, storages: Sequence[UntypedStorage]) -> "_Kept":
+    def _keep(self, storages: Sequence[UntypedStorage]) -> "_HostCopy":
         """A copy of all bytes elsewhere."""
-        kept: _Kept = self._host if any(storage.device.type == "cuda" for storage in storages) else _File()
+        kept: _HostCopy = self._host if any(storage.device.type == "cuda" for storage in storages) else _File()
         try:
             for storage in storages:
                 kept.put(_bytes(storage))
@@ -131,7 +131,7 @@ def give_back_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class _Kept(Protocol):
+class _HostCopy(Protocol):
     """Bytes put in one after the other, and taken out in the same order, from the start again after `rewind`."""
 
     def put(self, data: Tensor) -> None: ...
@@ -150,7 +150,7 @@ class _HostMemory:
 
     def put(self, data: Tensor) -> None:
         if self._next == len(self._parts) or len(self._parts[self._next]) != len(data):
-            self._parts[self._next : self._next + 1] = [pinned(len(data))]
+            self._parts[self._next : self._next + 1] = [pinned_tensor(len(data))]
         self._parts[self._next].copy_(data, non_blocking=True)
         self._next += 1
 

@@ -26,7 +26,7 @@ from pipeline.train.model.safetensors_files import TensorFiles, write_tensors
 
 _GENERATION = "generation_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_OWN = ("config.json", "adapter_config.json")
+_OWN_CODE = ("config.json", "adapter_config.json")
 
 
 def adapter_parameter_name(name: str) -> str:
@@ -127,5 +127,5 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
-        if file.is_file() and not weights and file.name not in _OWN:
+        if file.is_file() and not weights and file.name not in _OWN_CODE:
             shutil.copy2(file, target / file.name)

@@ -39,7 +39,7 @@ class _Head(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        product = _Product(hidden_NE, weight_VE)
+        product = _ChunkedProduct(hidden_NE, weight_VE)
         found: tuple[list[Tensor], ...] = [], [], []
         for chunk in product.chunks():
             Z_NV = product.logits(chunk, temperature)
@@ -67,7 +67,7 @@ class _Head(torch.autograd.Function):
         ∂loss/∂Z = a · (onehot − p) − b · p · (log p + entropy)
         """
         hidden_NE, weight_VE, targets_N, logsums_N1, entropy_N = ctx.saved_tensors
-        product = _Product(hidden_NE, weight_VE)
+        product = _ChunkedProduct(hidden_NE, weight_VE)
         a_N1 = torch.zeros_like(logsums_N1) if of_logprob_N is None else of_logprob_N[:, None] / ctx.temperature
         b_N1 = None if of_entropy_N is None else of_entropy_N[:, None] / ctx.temperature
         gradients = _Gradients(product, *ctx.needs_input_grad[:2])
@@ -85,7 +85,7 @@ class _Head(torch.autograd.Function):
         return *gradients.of_inputs(), None, None, None
 
 
-class _Product:
+class _ChunkedProduct:
     """Chunks of hidden · weightᵀ in fp32. Sixteen-bit factors have exact products in fp32: on CUDA their own units add
     those up in fp32, many times faster than fp32 units would."""
 
@@ -115,7 +115,7 @@ class _Product:
 class _Gradients:
     """∂loss/∂hidden, chunk by chunk, and the sum over the chunks of ∂loss/∂weight."""
 
-    def __init__(self, product: _Product, hidden: bool, weight: bool) -> None:
+    def __init__(self, product: _ChunkedProduct, hidden: bool, weight: bool) -> None:
         self._product = product
         self._hidden_NE = torch.empty_like(product.hidden_NE) if hidden else None
         self._weight_VE = torch.zeros_like(product.weight_VE, dtype=product.exact) if weight else None

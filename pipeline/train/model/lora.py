@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipeline.config import LoraConfig, ModelConfig, nearest
+from pipeline.config import LoraConfig, ModelConfig, closest_match
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.inference.weight_sync.server_sync import adapter_settings
 from pipeline.train.model.checkpoint_layout import expert_layers
@@ -123,7 +123,7 @@ def _check_targets(network: Any, targets: tuple[str, ...]) -> None:
         expected = "linear layers outside of the experts, on which adapters are not supported"
         mend = f"set model.lora.targets=[{','.join(usable)}]" if usable else f"choose from: {', '.join(known)}"
         raise ConfigError("model.lora.targets", ",".join(wrong), expected, mend)
-    mend = nearest(wrong[0], known)
+    mend = closest_match(wrong[0], known)
     if len(wrong) > 1 and usable:
         mend = f"set model.lora.targets=[{','.join(usable)}]"
     raise ConfigError("model.lora.targets", ",".join(wrong), "a linear layer of the model", mend)
@@ -172,12 +172,12 @@ def _check_settings(found: dict[str, Any], directory: Path, lora: LoraConfig) ->
         have = found.get(key, value if key in _PLAIN else None)
         same = set(have) == set(value) if isinstance(have, list) and isinstance(value, list) else have == value
         if not same:
-            raise _unlike(directory, f"{key}={have!r}", f"{key}={value!r}")
+            raise _mismatch_error(directory, f"{key}={have!r}", f"{key}={value!r}")
     for key in _EMPTY:
         if found.get(key):
-            raise _unlike(directory, f"{key}={found[key]!r}", f"no {key}")
+            raise _mismatch_error(directory, f"{key}={found[key]!r}", f"no {key}")
 
 
-def _unlike(directory: Path, found: str, expected: str) -> ConfigError:
+def _mismatch_error(directory: Path, found: str, expected: str) -> ConfigError:
     mend = "make model.lora.rank, alpha and targets those that it was trained with, or choose another adapter"
     return ConfigError("model.lora.adapter", f"{directory} with {found}", f"an adapter with {expected}", mend)

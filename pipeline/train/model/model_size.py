@@ -34,7 +34,7 @@ def sizes_of(config: ModelConfig) -> Sizes:
     """The sizes of the policy; `ConfigError` for a directory that holds no model that can be told."""
     directory = model_directory(config)
     try:
-        return _count(_outline(directory, config))
+        return _count(_meta_model(directory, config))
     except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
         expected = "a model that transformers knows, with a list of layers"
         raise ConfigError("model.path", config.path, expected, one_line(error)[:200]) from None
@@ -64,7 +64,7 @@ def _count(network: Any) -> Sizes:
 
 def check_experts(config: ModelConfig, ep: int) -> None:
     """`ConfigError` unless the experts of the policy can be spread over `ep` ranks (`training.mesh.ep`)."""
-    refuse_unspreadable(_outline(model_directory(config), config), ep)
+    refuse_unspreadable(_meta_model(model_directory(config), config), ep)
 
 
 def _experts(network: Any) -> dict[str, int]:
@@ -81,7 +81,7 @@ def _experts(network: Any) -> dict[str, int]:
     }
 
 
-def _outline(directory: Path, config: ModelConfig) -> Any:
+def _meta_model(directory: Path, config: ModelConfig) -> Any:
     """The network in compute type on the meta device, with the adapters that are asked for."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(
@@ -162,7 +162,7 @@ def _heads(settings: Any) -> int:
     return int(getattr(settings, "num_attention_heads", 0) or 0)
 
 
-class _Kept(torch.autograd.Function):
+class _CountingAttention(torch.autograd.Function):
     """What the attention kernel keeps: its three inputs, its output, and one number a head and token."""
 
     @staticmethod
@@ -184,7 +184,7 @@ def _attend(
     """As transformers calls it. Grouped heads are repeated, as where the kernel does not take them."""
     heads = query_BHTD.shape[1]
     key_BHTD, value_BHTD = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key_BHTD, value_BHTD))
-    attended_BHTD: Tensor = _Kept.apply(query_BHTD, key_BHTD, value_BHTD)  # type: ignore[no-untyped-call]
+    attended_BHTD: Tensor = _CountingAttention.apply(query_BHTD, key_BHTD, value_BHTD)  # type: ignore[no-untyped-call]
     return attended_BHTD.transpose(1, 2).contiguous(), None
 
 

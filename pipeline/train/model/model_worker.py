@@ -25,27 +25,27 @@ from torch.distributed.fsdp import FSDPModule
 from pipeline.config import LoraConfig, OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
-from pipeline.train.algorithms import Level, Objective, ValueObjective, loss_metrics, total, total_value
+from pipeline.train.algorithms import LossSpec, MetricsLevel, ValueLoss, loss_metrics, total, total_value
 from pipeline.train.batching.packing import Packing
 from pipeline.train.batching.sequences import Batch
 from pipeline.train.model.collate import MicroBatch, collate
 from pipeline.train.model.context_parallel import ContextParallel
-from pipeline.train.model.cpu_offload import Memory, Movable, Part, allocated, empty_cache
+from pipeline.train.model.cpu_offload import Memory, Offloadable, Part, allocated, empty_cache
 from pipeline.train.model.experts import load_metrics
 from pipeline.train.model.fsdp import shard_model
 from pipeline.train.model.hf_export import adapter_parameter_name, refuse_unwritable, write_model
 from pipeline.train.model.models import (
     PolicyModel,
+    build_on_meta,
+    checkpoint_tensors,
     compile_layers,
     copy_parameters,
-    fill_model,
-    outline,
+    materialize,
     recompute_activations,
-    stored,
 )
 from pipeline.train.model.optimizer import AdamSettings, Optimizer, OptimizerStep
-from pipeline.train.model.row_shards import gathered
-from pipeline.train.model.weight_loading import Weights
+from pipeline.train.model.row_shards import gather
+from pipeline.train.model.weight_loading import WeightLoader
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils import heartbeat
 
@@ -85,12 +85,12 @@ class ModelWorker:
         first if it has two, and fill the shards on the device. `expert_mesh`: see `shard_model`. The ranks of `context`
         share each micro-batch.
 
-        Raises what `outline`, `Weights` and `fill_model` raise.
+        Raises what `build_on_meta`, `WeightLoader` and `materialize` raise.
         """
         self.device = torch.device(mesh.device_type)
         self._config, self.context = spec.model, context
         self.compute = torch.bfloat16 if spec.model.dtype == "bfloat16" else torch.float32
-        self.model = outline(spec.model, spec.kind)
+        self.model = build_on_meta(spec.model, spec.kind)
         if spec.optim is not None and spec.kind == "policy":
             refuse_unwritable(self.model.network, spec.model)
         if spec.activation_checkpointing:
@@ -100,15 +100,15 @@ class ModelWorker:
             compile_layers(self.model)
         self._reshard, self._broken = spec.reshard, False
         shard_model(self.model, mesh, self.compute, spec.reshard, expert_mesh)
-        weights = Weights(spec.model)
-        fill_model(self.model, weights, spec.model, spec.seed, self.device)
+        weights = WeightLoader(spec.model)
+        materialize(self.model, weights, spec.model, spec.seed, self.device)
         self._form = weights.form
         self.group, self.ranks = mesh.get_group(mesh.ndim - 1), mesh.size()
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
-        self._parts: dict[Part, Movable] = {
-            "model": Movable(self._model_tensors),
-            "optimizer": Movable(self._moments),
+        self._parts: dict[Part, Offloadable] = {
+            "model": Offloadable(self._model_tensors),
+            "optimizer": Offloadable(self._moments),
         }
 
     @property
@@ -134,9 +134,9 @@ class ModelWorker:
         self,
         micro_batches: Sequence[Batch],
         how: Packing,
-        objective: Objective,
+        objective: LossSpec,
         loss_weight: float = 1.0,
-        level: Level = "basic",
+        level: MetricsLevel = "basic",
     ) -> dict[str, float]:
         """Add the gradient of `loss_weight` × loss; returns this rank's sums (see
         `pipeline.train.algorithms.total`)."""
@@ -166,7 +166,7 @@ class ModelWorker:
         self._trainer()
         self.model.zero_grad(set_to_none=True)
         self.optimizer = self._fresh_optimizer(optim, steps)
-        self._parts["optimizer"] = Movable(self._moments)
+        self._parts["optimizer"] = Offloadable(self._moments)
 
     def restart_optimizer(self) -> None:
         """`reset_optimizer` with the settings that it has."""
@@ -240,7 +240,7 @@ class ModelWorker:
         dist.barrier()
 
     def offload(self, part: Part) -> None:
-        """Give the device memory of a part back; see `Movable`. Gradients go with the model."""
+        """Give the device memory of a part back; see `Offloadable`. Gradients go with the model."""
         self._parts[part].offload()
 
     def load(self, part: Part) -> None:
@@ -268,7 +268,7 @@ class ModelWorker:
         return WeightLayout.of(self._public(dtype, shape))
 
     def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for each in self._public(dtype, partial(gathered, group=self.group)):
+        for each in self._public(dtype, partial(gather, group=self.group)):
             heartbeat.beat()
             yield each
 
@@ -283,7 +283,7 @@ class ModelWorker:
                 if parameter.requires_grad:
                     yield adapter_parameter_name(own_name) if adapted else own_name, whole(parameter, dtype)
             return
-        own = stored(self.model, self._form)
+        own = checkpoint_tensors(self.model, self._form)
         for names in self._form.groups:
             made = {
                 name: whole(own[name], dtype if isinstance(own[name], nn.Parameter) else own[name].dtype)
@@ -323,16 +323,16 @@ class ModelWorker:
         return self._values(micro)
 
     def _loss(
-        self, micro: MicroBatch, temperature: float, objective: Objective, level: Level
+        self, micro: MicroBatch, temperature: float, objective: LossSpec, level: MetricsLevel
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if isinstance(objective, ValueObjective):
+        if isinstance(objective, ValueLoss):
             return total_value(micro.value_tokens(self._values(micro)), objective, level)
         entropy = objective.entropy > 0 or level == "with_entropy"
         logprobs_N, entropy_N = self._logprobs(micro, temperature, entropy)
         return total(micro.loss_tokens(logprobs_N, entropy_N), objective, level)
 
-    def _refuse_loss(self, objective: Objective) -> None:
-        if isinstance(objective, ValueObjective) == isinstance(self.model, PolicyModel):
+    def _refuse_loss(self, objective: LossSpec) -> None:
+        if isinstance(objective, ValueLoss) == isinstance(self.model, PolicyModel):
             kind = "policy" if isinstance(self.model, PolicyModel) else "critic"
             raise TrainingError(f"the loss {objective.name!r} is not one of a {kind}")
 

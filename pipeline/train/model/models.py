@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.train.model.checkpoint_layout import Form, Tensors
+from pipeline.train.model.checkpoint_layout import CheckpointLayout, Tensors
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.experts import experts_per_token, use_grouped_experts
 from pipeline.train.model.lm_head import head_logprobs
@@ -31,8 +31,8 @@ from pipeline.train.model.packed_attention import ATTENTION, Segments
 from pipeline.train.model.rope import fix_frequencies
 from pipeline.train.model.row_shards import fill_shard
 from pipeline.train.model.supported_architectures import refuse_unloadable, refuse_unsupported
-from pipeline.train.model.weight_loading import Weights
-from pipeline.train.worker_spec import Kind
+from pipeline.train.model.weight_loading import WeightLoader
+from pipeline.train.worker_spec import ModelKind
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the experts of a layer."""
@@ -150,7 +150,7 @@ class Critic(DecoderModel):
         return hidden_NE.to(exact) @ self.head.weight[0].to(exact) + self.head.bias.to(exact)
 
 
-def outline(config: ModelConfig, kind: Kind = "policy") -> DecoderModel:
+def build_on_meta(config: ModelConfig, kind: ModelKind = "policy") -> DecoderModel:
     """The model of a directory, float32, whose parameters are on the meta device; buffers have their values.
 
     Nothing in it is random: dropout is off. With `config.lora.rank` the policy has adapters, and only they have
@@ -195,8 +195,10 @@ def _without_dropout(module: nn.Module) -> None:
             setattr(module, name, 0.0)
 
 
-def fill_model(model: DecoderModel, weights: Weights, config: ModelConfig, seed: int, device: torch.device) -> None:
-    """Bring an outline, sharded or not, to the device, and give it its first weights; see `Weights.fill`.
+def materialize(
+    model: DecoderModel, weights: WeightLoader, config: ModelConfig, seed: int, device: torch.device
+) -> None:
+    """Bring an outline, sharded or not, to the device, and give it its first weights; see `WeightLoader.fill`.
 
     A value head starts at 0. Raises what `lora.first_tensors` raises, and `ConfigError` if a parameter got no numbers.
     """
@@ -205,7 +207,7 @@ def fill_model(model: DecoderModel, weights: Weights, config: ModelConfig, seed:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         buffer.copy_(buffers[name])
     model.network.tie_weights()
-    targets = stored(model, weights.form)
+    targets = checkpoint_tensors(model, weights.form)
     filled = {id(targets[name]) for name in weights.fill(targets, seed)}
     if isinstance(model, Critic):
         for parameter in model.head.parameters():
@@ -219,14 +221,14 @@ def fill_model(model: DecoderModel, weights: Weights, config: ModelConfig, seed:
     weights.refuse_unfilled({name for name, p in model.network.named_parameters() if id(p) not in filled})
 
 
-def build_model(config: ModelConfig, seed: int, kind: Kind = "policy") -> DecoderModel:
-    """`outline` and `fill_model` at once: the whole model, on the CPU."""
-    model = outline(config, kind)
-    fill_model(model, Weights(config), config, seed, torch.device("cpu"))
+def build_model(config: ModelConfig, seed: int, kind: ModelKind = "policy") -> DecoderModel:
+    """`build_on_meta` and `materialize` at once: the whole model, on the CPU."""
+    model = build_on_meta(config, kind)
+    materialize(model, WeightLoader(config), config, seed, torch.device("cpu"))
     return model
 
 
-def stored(model: DecoderModel, form: Form) -> Tensors:
+def checkpoint_tensors(model: DecoderModel, form: CheckpointLayout) -> Tensors:
     """What a model directory holds of a model, by its names in the network of a directory: without adapters, and
     without a value head, but with the buffers that last."""
     prefix = form.decoder if isinstance(model, Critic) else ""

@@ -29,14 +29,14 @@ from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.to_device import to_device
 
 ATTENTION = "rollcall"
-_NO_MATTER = {"dropout", "position_ids", "use_cache", "cache_position", "output_router_logits"}
+_IGNORED = {"dropout", "position_ids", "use_cache", "cache_position", "output_router_logits"}
 SHORT = 32
 """Tokens of rows that are not told apart by their size."""
 _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether the kernel takes fewer key heads than query heads; before torch 2.12 it does not."""
 
 
-class Ragged(NamedTuple):
+class RaggedRows(NamedTuple):
     """Rows of several lengths laid end to end.
 
     Attributes:
@@ -48,7 +48,7 @@ class Ragged(NamedTuple):
     longest: int
 
     @classmethod
-    def of(cls, lengths_S: Tensor, device: torch.device) -> "Ragged":
+    def of(cls, lengths_S: Tensor, device: torch.device) -> "RaggedRows":
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_S.cumsum(0)]).to(torch.int32)
         return cls(to_device(bounds, device), int(lengths_S.max()))
 
@@ -74,8 +74,8 @@ class Segments:
 
     rectangles: tuple[Tensor, ...]
     rectangle_P: Tensor
-    own: Ragged
-    whole: Ragged
+    own: RaggedRows
+    whole: RaggedRows
     line_R: Tensor | None = None
     context: ContextParallel | None = None
 
@@ -88,8 +88,9 @@ class Segments:
         context: ContextParallel | None = None,
     ) -> "Segments":
         """The tables of rows with these lengths, laid end to end; or, if they share tokens, `where` (int64[R]) says
-        which place of the line each of their tokens has. As `packing.overlap` lays them: what is a row's own is the end
-        of it, lies in one piece, and every place of the line is some row's own. The kernel writes no other places.
+        which place of the line each of their tokens has. As `packing.pack_shared_prefix` lays them: what is a row's own
+        is the end of it, lies in one piece, and every place of the line is some row's own. The kernel writes no other
+        places.
 
         The host makes what is as long as the line, or as the rows; the rectangles, which are larger, are filled in on
         the device, where 16 bits never read them.
@@ -101,8 +102,8 @@ class Segments:
             lasts, order = np.unique([row[-1] for row in rows], return_index=True)
             line_R = to_device(np.concatenate([rows[index] for index in order]), device)
             lengths_S, own_S = lengths_S[order], torch.from_numpy(np.diff(lasts, prepend=-1))
-        whole = Ragged.of(lengths_S, device)
-        own = whole if line_R is None else Ragged.of(own_S, device)
+        whole = RaggedRows.of(lengths_S, device)
+        own = whole if line_R is None else RaggedRows.of(own_S, device)
         rectangles, first_S = _rectangles(lengths_S, whole.bounds)
         before_S = first_S + lengths_S - own_S.cumsum(0)
         rectangle_P = torch.arange(int(own_S.sum())) + before_S.repeat_interleave(own_S)
@@ -150,7 +151,7 @@ def attend(
     `softcap`, `s_aux` or a mask of its own: to ignore it would be to train another model than the one that samples.
     """
     given = others | {"attention_mask": attention_mask}
-    unknown = sorted(name for name, value in given.items() if value is not None and name not in _NO_MATTER)
+    unknown = sorted(name for name, value in given.items() if value is not None and name not in _IGNORED)
     if unknown:
         found = f"{type(module).__name__} with {', '.join(unknown)}"
         raise ConfigError("model.path", found, "a model with plain causal attention", "choose another model")

@@ -24,10 +24,10 @@ from transformers import AutoConfig
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError, one_line
 from pipeline.train.batching.packing import Packing
-from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.model.collate import collate
 from pipeline.train.model.models import PolicyModel, build_model
-from pipeline.train.model.tiny_config import BOUND, SIZES, VOCABULARY, smaller
+from pipeline.train.model.tiny_config import BOUND, TINY_SIZES, VOCABULARY, shrink_config
 
 log = logging.getLogger(__name__)
 
@@ -44,21 +44,21 @@ _SHARED = 6
 
 
 @dataclass(frozen=True)
-class Likeness:
+class PackingProbe:
     """How far log-probabilities are from those of each row alone: the largest difference in nats."""
 
     packed: float
     padded: float
 
 
-def packs(model: ModelConfig, wanted: bool) -> bool:
+def supports_packing(model: ModelConfig, wanted: bool) -> bool:
     """Whether rows of this model are packed: as `wanted`, but where that is not known to be right a warning says why
     they are padded.
 
     `ConfigError` for a model that cannot be trained, as its rows come out wrong padded, too.
     """
     config = Path(model.path) / "config.json"
-    found = likeness(config.read_text()) if config.is_file() else "it has no config.json"
+    found = probe_packing(config.read_text()) if config.is_file() else "it has no config.json"
     if isinstance(found, str):
         why = f"it could not be shown that {model.path} may be packed: {found}"
     elif found.packed <= TOLERANCE:
@@ -74,7 +74,7 @@ def packs(model: ModelConfig, wanted: bool) -> bool:
 
 
 @cache
-def likeness(config: str) -> Likeness | str:
+def probe_packing(config: str) -> PackingProbe | str:
     """The likeness of the architecture of a config.json, given its text, or why it cannot be seen.
 
     Raises `ConfigError` for an architecture that is refused however it is laid out.
@@ -82,9 +82,9 @@ def likeness(config: str) -> Likeness | str:
     why = ""
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(config)
-        for size in SIZES:
+        for size in TINY_SIZES:
             try:
-                return measure_likeness(smaller(AutoConfig.from_pretrained(folder), size))
+                return measure_packing(shrink_config(AutoConfig.from_pretrained(folder), size))
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001 (any family may refuse any size, in its own way)
@@ -92,7 +92,7 @@ def likeness(config: str) -> Likeness | str:
     return why
 
 
-def measure_likeness(config: Any) -> Likeness:
+def measure_packing(config: Any) -> PackingProbe:
     """The likeness of a config's architecture; its model is built whole, so the config is a small one."""
     with TemporaryDirectory() as folder:
         config.to_json_file(Path(folder) / "config.json")
@@ -103,7 +103,7 @@ def measure_likeness(config: Any) -> Likeness:
     with torch.no_grad():
         packed, padded = (_answers(policy, rows, each) for each in ("shared", "padded"))
         alone = torch.cat([_alone(policy.network, row) for row in rows])
-    return Likeness(*((each - alone).abs().max().item() for each in (packed, padded)))
+    return PackingProbe(*((each - alone).abs().max().item() for each in (packed, padded)))
 
 
 def _redraw(policy: PolicyModel) -> None:
@@ -118,15 +118,15 @@ def _redraw(policy: PolicyModel) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=vectors), alpha=_NOISE)
 
 
-def _rows() -> list[Row]:
+def _rows() -> list[TrainSequence]:
     """The last begins as the first does."""
     draw = np.random.default_rng(0)
     tokens = [draw.integers(0, VOCABULARY, length).astype(np.int32) for length in _LENGTHS]
     tokens[-1][:_SHARED] = tokens[0][:_SHARED]
-    return [Row(each, (np.arange(len(each)) > 0).astype(np.uint8)) for each in tokens]
+    return [TrainSequence(each, (np.arange(len(each)) > 0).astype(np.uint8)) for each in tokens]
 
 
-def _answers(policy: PolicyModel, rows: list[Row], how: Packing) -> Tensor:
+def _answers(policy: PolicyModel, rows: list[TrainSequence], how: Packing) -> Tensor:
     """Ours [times, N], with another seed each time: once, or `_DRAWS` times of a model that draws random numbers, as
     some routers of experts do while they are trained."""
     answers: list[Tensor] = []
@@ -140,14 +140,14 @@ def _answers(policy: PolicyModel, rows: list[Row], how: Packing) -> Tensor:
     return torch.stack(answers)
 
 
-def _ours(policy: PolicyModel, rows: list[Row], how: Packing) -> Tensor:
+def _ours(policy: PolicyModel, rows: list[TrainSequence], how: Packing) -> Tensor:
     micro = collate(Batch.of(rows), how, torch.device("cpu"))
     where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_M
     logprobs_N: Tensor = policy(*where, micro.targets_M, 1.0, False)[0]
     return logprobs_N
 
 
-def _alone(network: Any, row: Row) -> Tensor:
+def _alone(network: Any, row: TrainSequence) -> Tensor:
     """As transformers answers about one row when nothing is asked of it but tokens."""
     network.eval().set_attn_implementation("eager")
     tokens_T = torch.from_numpy(row.tokens).long()

@@ -51,7 +51,7 @@ def _fix(module: Any, rope_type: str, rope: dict[str, Any], max_length: int, lay
     if rope_type == "dynamic":
         # vLLM, like transformers, scales the base only beyond `max_position_embeddings`, unless this key is there.
         if rope.get("max_trained_positions", positions) != positions:
-            raise _unlike(f"rope_parameters.max_trained_positions={rope['max_trained_positions']}")
+            raise _rope_mismatch(f"rope_parameters.max_trained_positions={rope['max_trained_positions']}")
         return
     prefix = f"{layer_type}_" if layer_type else ""
     original = rope["original_max_position_embeddings"]
@@ -72,9 +72,9 @@ def _refuse_other_scaling(scaling: float, rope: dict[str, Any], factor: float, i
     computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     served = rope.get("long_mscale" if is_long else "short_mscale") or computed
     if not math.isclose(scaling, served, rel_tol=1e-5):
-        raise _unlike(f"a longrope attention scaling of {scaling:.6g} in transformers and {served:.6g} in vLLM")
+        raise _rope_mismatch(f"a longrope attention scaling of {scaling:.6g} in transformers and {served:.6g} in vLLM")
 
 
-def _unlike(found: str) -> ConfigError:
+def _rope_mismatch(found: str) -> ConfigError:
     expected = "rotary embeddings that transformers and vLLM compute alike"
     return ConfigError("model.path", found, expected, "choose another model")

@@ -54,14 +54,14 @@ def fill_shard(target: Tensor, source: Any) -> None:
 
 
 @torch.no_grad()
-def holds(target: Tensor, source: Any) -> bool:
+def is_source_of(target: Tensor, source: Any) -> bool:
     """Whether `source` has, in this rank's rows, the numbers that are in `target`."""
     mine, first = local(target.detach()), rows_here(target).start
     pairs = ((mine[rows], source[first + rows.start : first + rows.stop]) for rows in _blocks(mine))
     return all(torch.equal(own, other.to(own)) for own, other in pairs)
 
 
-def gathered(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+def gather(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """All rows on every rank, on the device, in another type; a tensor of its own. Collective over `group`, the ranks
     that have one whole tensor among them.
 

@@ -115,7 +115,7 @@ def write_tensors(directory: Path, layout: WeightLayout, tensors: Iterable[tuple
 
     Each tensor may change, or go, as soon as the next one is asked for. `CheckpointError` if the disk does not take it.
     """
-    files = list(_cut(layout.parameters, FILE_BYTES))
+    files = list(_split_into_files(layout.parameters, FILE_BYTES))
     names = [_WHOLE] if len(files) == 1 else [f"model-{n:05}-of-{len(files):05}.safetensors" for n in _count(files)]
     coming = iter(tensors)
     for name, parameters in zip(names, files, strict=True):
@@ -141,7 +141,7 @@ def _names(directory: Path) -> list[str]:
         return sorted(set(index["weight_map"].values()))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{directory} has no {_WHOLE}, and its {_INDEX} cannot be read: {_said(error)}; {_PROVIDE}"
+            f"{directory} has no {_WHOLE}, and its {_INDEX} cannot be read: {_first_line(error)}; {_PROVIDE}"
         ) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory / _INDEX} has no weight_map from tensors to files; {_COPY}") from error
@@ -153,15 +153,15 @@ def _named(path: Path, done: str, mend: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be {done}: {_said(error)}; {mend}") from error
+        raise CheckpointError(f"{path} cannot be {done}: {_first_line(error)}; {mend}") from error
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """On one line; without the path, which the message has."""
     return " ".join((getattr(error, "strerror", None) or str(error)).split())
 
 
-def _cut(parameters: Iterable[Parameter], most: int) -> Iterator[list[Parameter]]:
+def _split_into_files(parameters: Iterable[Parameter], most: int) -> Iterator[list[Parameter]]:
     """In order, by files of at most `most` bytes."""
     part: list[Parameter] = []
     for parameter in parameters:

@@ -5,9 +5,9 @@ order and the classes of its first layers, that windows are shorter than a few t
 changes for those of more than `BOUND` tokens, and that nothing of the whole model is allocated on the way. Must not
 know weights, or what the copy is for.
 
-Numbers of a config constrain each other, differently in each family. So there are three attempts, `SIZES`, from a copy
-of a few hundred thousand parameters to one that is only cut after its kinds of layers; whoever takes the copy tries
-them in turn.
+Numbers of a config constrain each other, differently in each family. So there are three attempts, `TINY_SIZES`, from a
+copy of a few hundred thousand parameters to one that is only cut after its kinds of layers; whoever takes the copy
+tries them in turn.
 """
 
 import copy
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.errors import ConfigError
 
-SIZES = ("narrow", "wide", "cut")
+TINY_SIZES = ("narrow", "wide", "cut")
 """Narrow: few heads too; wide: all heads, but small feed-forward layers and few experts; cut: layers as they are."""
 
 VOCABULARY = 64
@@ -41,12 +41,12 @@ _PARTS = {
 }
 
 
-def smaller(config: Any, size: str) -> Any:
-    """A copy of a transformers config, whose model is small; `size` is one of `SIZES`. `ConfigError` if its decoder has
-    no list of layers."""
+def shrink_config(config: Any, size: str) -> Any:
+    """A copy of a transformers config, whose model is small; `size` is one of `TINY_SIZES`. `ConfigError` if its
+    decoder has no list of layers."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    _cut(text, _layers_that_show_all(config))
+    _cut(text, _layers_of_each_kind(config))
     text.vocab_size = VOCABULARY
     _shrink(text, "vocab_size_per_layer_input", VOCABULARY)
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -63,7 +63,7 @@ def smaller(config: Any, size: str) -> Any:
     return small
 
 
-def _layers_that_show_all(config: Any) -> int:
+def _layers_of_each_kind(config: Any) -> int:
     """How many of the first layers have among them every kind that there is, as `num_hidden_layers` counts them: some
     families count the halves of a layer."""
     with torch.device("meta"):

@@ -51,7 +51,7 @@ def answer_queries(
 ) -> Answers:
     """The log-probabilities that the rows ask for and the loss over them; with `backward`, add its gradient to those
     that the model has. Collective: every rank has all rows."""
-    kin = packing.kin_of([row.tokens for row in rows], budget.packing)
+    kin = packing.group_by_prefix([row.tokens for row in rows], budget.packing)
     shares = packing.split_rows([len(row) for row in rows], worker.ranks, budget, kin)
     bins = shares[dist.get_rank()]
     answers, loss = Answers([index for one in bins for index in one], [], 0.0), 0.0
@@ -75,7 +75,7 @@ def answer_queries(
 def _logprobs(worker: ModelWorker, rows: Sequence[QueryRow], how: Packing) -> Tensor:
     lengths = [len(row) for row in rows]
     starts = np.cumsum([0, *lengths[:-1]])
-    layout = packing.lay(lengths, how, packing.kin_of([row.tokens for row in rows], how))
+    layout = packing.make_layout(lengths, how, packing.group_by_prefix([row.tokens for row in rows], how))
     tokens_R = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     asked = np.concatenate([start + row.at for row, start in zip(rows, starts, strict=True)])
     targets = np.concatenate([row.targets for row in rows]).astype(np.int64)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.train.model.checkpoint_layout import Form, Fused, Tensors
+from pipeline.train.model.checkpoint_layout import CheckpointLayout, MergedTensor, Tensors
 from pipeline.train.model.cpu_offload import give_back_heap
-from pipeline.train.model.row_shards import SomeRows, fill_shard, holds, rows_here
+from pipeline.train.model.row_shards import SomeRows, fill_shard, is_source_of, rows_here
 from pipeline.train.model.safetensors_files import TensorFiles
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _LARGE = 1 << 20
 _COPY = "copy the whole model there again, with the config.json that belongs to it"
 
 
-class Weights:
+class WeightLoader:
     """Where a model's first weights come from.
 
     Attributes:
@@ -43,7 +43,7 @@ class Weights:
         files cannot be read."""
         self._path = config.path
         self._files = TensorFiles(Path(config.path)) if config.init != "random" else None
-        self.form = Form(Path(config.path), self._files.keys if self._files else ())
+        self.form = CheckpointLayout(Path(config.path), self._files.keys if self._files else ())
         self._refuse("no tensors but those of the model in its config.json", "also", self.form.strangers)
         if self.form.untrained:
             count, example = len(self.form.untrained), self.form.untrained[0]
@@ -67,7 +67,7 @@ class Weights:
                 give_back_heap()  # glibc keeps what is below 32 MiB, in holes that the next may not fit into
         self._refuse("every tensor of the model", "not", set(self.form.missing(filled)) & targets.keys())
         for name, key in self.form.twice.items():
-            if self._files and name in targets and not holds(targets[name], self._files.slice(key)):
+            if self._files and name in targets and not is_source_of(targets[name], self._files.slice(key)):
                 mend = "set tie_word_embeddings to false in its config.json if they are meant to differ"
                 raise ConfigError("model.path", self._path, f"{self.form.plain[name]} and {key} to be equal", mend)
         return filled & targets.keys()
@@ -86,7 +86,7 @@ class Weights:
             if not set(fused.names).isdisjoint(targets):
                 yield from self._convert(files, fused, targets).items()
 
-    def _convert(self, files: TensorFiles, fused: Fused, targets: Tensors) -> dict[str, Tensor | SomeRows]:
+    def _convert(self, files: TensorFiles, fused: MergedTensor, targets: Tensors) -> dict[str, Tensor | SomeRows]:
         """What `fused` makes; of stacked experts only those of this rank are read."""
         self._refuse("every tensor of the model", "not", self.form.keys_of(fused) - fused.patterns.keys())
         try:

@@ -10,7 +10,7 @@ on from its last commit; and that by the time a job is announced as finished
 4. its data folder is removed, and its file has left the queue.
 
 Of two executions of a job, the later owns all that the job names, its log and its file: the earlier one looks
-before each of its writes, and ends with `OvertakenError`.
+before each of its writes, and ends with `SupersededError`.
 
 A job that fails keeps its data; so does one that is told to end early, after a commit of the steps that are done. Rank
 0 alone looks at folders and files; the others learn of a job by what they are told to do.
@@ -25,22 +25,29 @@ from typing import Any
 
 from pipeline.config import LoraConfig, ModelConfig, RunConfig
 from pipeline.config.model_directory import describe_weights, model_directory
-from pipeline.errors import CheckpointError, DamagedError, OvertakenError, RollcallError, TrainingError, first_line
+from pipeline.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    RollcallError,
+    SupersededError,
+    TrainingError,
+    first_line,
+)
 from pipeline.train.controller.device_release import release_device
 from pipeline.train.controller.model_saving import expect_save, forget_models
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Interrupted, Pulse
-from pipeline.train.loop.train_loop import Cadence, Runner
+from pipeline.train.loop.train_loop import CheckpointCadence, TrainLoop
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.offline.job_log import JobLog
 from pipeline.train.offline.job_observer import Observer
 from pipeline.train.offline.job_queue import JobQueue
 from pipeline.train.offline.job_resume import JobState
-from pipeline.train.offline.offline_algorithms import algorithm_of
+from pipeline.train.offline.offline_algorithms import build_algorithm
 from pipeline.train.offline.packed_dataset import PackedRows, remove_packed
-from pipeline.train.offline.shared_visibility import await_everywhere
+from pipeline.train.offline.shared_visibility import wait_until_visible
 from pipeline.train.throughput import machine_of
-from pipeline.train.train_jobs import Job, PackedInput, RlJob, check_alone, read_job
+from pipeline.train.train_jobs import Job, PackedInput, RlJob, check_offline, read_job
 from pipeline.train.worker_spec import models_of
 from pipeline.utils import atomic_dirs, heartbeat
 
@@ -48,33 +55,33 @@ log = logging.getLogger(__name__)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-UNOBSERVED = Observer()
+NO_OBSERVER = Observer()
 
 
-def execute_jobs(
+def run_job_files(
     path: Path,
-    dispatch: Dispatch,
+    dispatch: RankGroup,
     config: RunConfig,
     pulse: Pulse | None = None,
-    observer: Observer = UNOBSERVED,
+    observer: Observer = NO_OBSERVER,
 ) -> None:
     """Execute the job of a file, or those of a folder until none is left that can be executed.
 
     Raises what a single job raised. A job of a folder that fails is set aside and the next one goes on, as far as it
     needs nothing of the failed one; then `TrainingError` at the end says what failed, here or in an execution before,
     and what waits. A `pulse` that raises `Interrupted` ends everything: the job stays where it is. So does an
-    `OvertakenError`: the folder is another execution's by now.
+    `SupersededError`: the folder is another execution's by now.
     """
     if not path.is_dir():
         observer.before_claim()
-        execute(path, dispatch, config, pulse=pulse, observer=observer)
+        run_job_file(path, dispatch, config, pulse=pulse, observer=observer)
         return
     queue = JobQueue(path)
     while (file := queue.next()) is not None:
         observer.before_claim()
         try:
-            execute(file, dispatch, config, put_away=queue.done, pulse=pulse, observer=observer)
-        except (Interrupted, OvertakenError):
+            run_job_file(file, dispatch, config, put_away=queue.done, pulse=pulse, observer=observer)
+        except (Interrupted, SupersededError):
             raise
         except RollcallError as error:
             queue.failed(file, first_line(error))
@@ -88,32 +95,32 @@ def execute_jobs(
         raise TrainingError("; ".join(waits))
 
 
-def execute(
+def run_job_file(
     file: Path,
-    dispatch: Dispatch,
+    dispatch: RankGroup,
     config: RunConfig,
     put_away: Callable[[Path], None] = lambda file: None,
     pulse: Pulse | None = None,
-    observer: Observer = UNOBSERVED,
+    observer: Observer = NO_OBSERVER,
 ) -> None:
     """Do the job of a file and announce it; raises what it failed with, which its log then says too.
 
-    `OvertakenError`, of which the log says nothing, when another execution of the job began meanwhile and owns all.
+    `SupersededError`, of which the log says nothing, when another execution of the job began meanwhile and owns all.
     `put_away` is called with the file right before the announcement, `pulse` (by default `dispatch.idle`) before each
     step: if it raises `Interrupted`, the steps that are done are committed and the log says so.
     """
     job = read_job(file)
     identity = f"{job.digest}-{file.stat().st_mtime_ns}"  # a file that is written anew is another job
-    check_alone(file, job, config)
+    check_offline(file, job, config)
     told = JobLog(Path(job.log))
     told.clear()
     told.write("started", job=str(file), kind=job.kind, steps=job.steps)
     log.info("%s: %s", file, job.kind)
-    with _failures_told(dispatch, told):
+    with _log_failures(dispatch, told):
         state = JobState(job, identity, dispatch)
         state.claim()
         with state.unless_overtaken():
-            Execution(file, job, state, dispatch, config, told, pulse or dispatch.idle, observer).run()
+            JobExecution(file, job, state, dispatch, config, told, pulse or dispatch.idle, observer).run()
             state.check()
             put_away(file)
     told.write("finished", job=str(file), output=job.output)
@@ -121,13 +128,13 @@ def execute(
 
 
 @contextmanager
-def _failures_told(dispatch: Dispatch, told: JobLog) -> Iterator[None]:
+def _log_failures(dispatch: RankGroup, told: JobLog) -> Iterator[None]:
     """Have the log say what ends the block early, and no model be left; `OSError` becomes `TrainingError`."""
     try:
         yield
     except Interrupted:
         raise
-    except OvertakenError:
+    except SupersededError:
         forget_models(dispatch)
         raise
     except Exception as error:
@@ -141,7 +148,7 @@ def _failures_told(dispatch: Dispatch, told: JobLog) -> Iterator[None]:
         raise
 
 
-class Execution:
+class JobExecution:
     """One execution of one job, and its `runner.Book`.
 
     Attributes:
@@ -154,7 +161,7 @@ class Execution:
         file: Path,
         job: Job,
         state: JobState,
-        dispatch: Dispatch,
+        dispatch: RankGroup,
         config: RunConfig,
         told: JobLog,
         pulse: Pulse,
@@ -165,8 +172,8 @@ class Execution:
         self._output, self.done = Path(job.output), 0
         self.commit_seconds = 0.0
         for folder in filter(None, (job.output, job.checkpoint)):
-            atomic_dirs.mend(Path(folder))
-        self._config = starting_from(job, config)
+            atomic_dirs.repair(Path(folder))
+        self._config = resolve_start(job, config)
         log.info("%s", describe_weights(self._config.model))
 
     def run(self) -> None:
@@ -182,7 +189,7 @@ class Execution:
             try:
                 self._train_rest(job)
                 break
-            except DamagedError:  # what was to be gone on from; it is refused by now
+            except DamagedCheckpointError:  # what was to be gone on from; it is refused by now
                 forget_models(self._dispatch)
         if not self._dispatch.pass_through("policy", steps_taken)[0]:
             mend = "look for what is not finite in the model and its rows, or lower schedule.optim.lr"
@@ -194,10 +201,11 @@ class Execution:
             remove_packed(Path(job.inputs.folder))
 
     def _train_rest(self, job: Job) -> None:
-        """Go on from the newest commit and train what is left; `DamagedError` if it is not what was committed."""
+        """Go on from the newest commit and train what is left; `DamagedCheckpointError` if it is not what was
+        committed."""
         done = self.done = self._state.find()
         if job.checkpoint:
-            await_everywhere(self._dispatch, Path(job.checkpoint), self._config.cluster.lateness)
+            wait_until_visible(self._dispatch, Path(job.checkpoint), self._config.cluster.lateness)
         models = models_of(self._config, job.kind, job.optim, job.steps)
         for name in models if done else ("policy",):  # the algorithm of a fresh job makes the others itself
             self._dispatch.init_model(name, models[name])
@@ -212,20 +220,20 @@ class Execution:
         """The steps that are left. When this returns, nothing maps the packed files."""
         job, training = self._job, self._config.training
         machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
-        runner = Runner(self, Cadence.of(self._config), machine)
+        runner = TrainLoop(self, CheckpointCadence.of(self._config), machine)
         patience = self._dispatch.patience.commit
         if not isinstance(job.inputs, PackedInput):
-            with heartbeat.during("making the task", patience):
-                algorithm = algorithm_of(job, self._config, self._dispatch, self._state, None, self._pulse)
+            with heartbeat.busy_with("making the task", patience):
+                algorithm = build_algorithm(job, self._config, self._dispatch, self._state, None, self._pulse)
             runner.run(algorithm, done)
             return
         folder = Path(job.inputs.folder)
         with ExitStack() as opened:
-            with heartbeat.during(f"checking {folder.name}", patience):
+            with heartbeat.busy_with(f"checking {folder.name}", patience):
                 packed = opened.enter_context(PackedRows(folder))
                 longest = min(self._config.model.max_length, training.micro_batch_budget)
                 packed.check(self._dispatch.models["policy"].vocabulary, longest, sampled=isinstance(job, RlJob))
-            runner.run(algorithm_of(job, self._config, self._dispatch, self._state, packed, self._pulse), done)
+            runner.run(build_algorithm(job, self._config, self._dispatch, self._state, packed, self._pulse), done)
 
     def _export(self) -> None:
         self._state.check()
@@ -270,7 +278,7 @@ class Execution:
         log.info("%s step %d of %d: loss %.4g", job.kind, step, job.steps, metrics.get("loss", float("nan")))
 
 
-def starting_from(job: Job, config: RunConfig) -> RunConfig:
+def resolve_start(job: Job, config: RunConfig) -> RunConfig:
     """The config whose model is what the job starts from; `CheckpointError` if the job's checkpoint is not there."""
     model = config.model
     if job.checkpoint:

@@ -14,7 +14,7 @@ class Observer:
 
     def before_claim(self) -> None:
         """A job is about to take the right to write. What this raises is no failure of the job, which stays: such as
-        `OvertakenError` if whoever executes it may not."""
+        `SupersededError` if whoever executes it may not."""
 
     def began(self, file: Path, job: Job, done: int) -> None:
         """A job goes on from its step `done`, 0 for a new one; called again when that turns out to be damaged."""

@@ -20,15 +20,22 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.checkpoints import Alone, Checkpoint, Fence, TrainerState, committed, remove_unfinished
+from pipeline.checkpoints import (
+    Checkpoint,
+    Fence,
+    OfflineProgress,
+    TrainerState,
+    complete_checkpoints,
+    remove_unfinished,
+)
 from pipeline.checkpoints.run_progress import refuse_damaged_state
-from pipeline.errors import CheckpointError, DamagedError, OvertakenError
+from pipeline.errors import CheckpointError, DamagedCheckpointError, SupersededError
 from pipeline.train.controller.model_saving import await_save, load_models, stage_models, start_save
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.train_jobs import Job
 
 log = logging.getLogger(__name__)
-KEPT = 2
+KEPT_STATES = 2
 """Commits of a state."""
 
 
@@ -38,7 +45,7 @@ class JobState:
     `attempt` is a name of this execution that no other has.
     """
 
-    def __init__(self, job: Job, identity: str, dispatch: Dispatch) -> None:
+    def __init__(self, job: Job, identity: str, dispatch: RankGroup) -> None:
         self._job, self._identity, self._dispatch = job, identity, dispatch
         self.attempt = f"{secrets.token_hex(4)}-0"
         self._fence = Fence(job.optimizer_state, self.attempt)
@@ -51,21 +58,21 @@ class JobState:
         self._fence.claim()
 
     def check(self) -> None:
-        """Raise `OvertakenError` if another execution has claimed the state since."""
+        """Raise `SupersededError` if another execution has claimed the state since."""
         self._fence.check()
 
     @contextmanager
     def unless_overtaken(self) -> Iterator[None]:
-        """A block whose errors are all `OvertakenError` once another execution has claimed the state: files that are
+        """A block whose errors are all `SupersededError` once another execution has claimed the state: files that are
         gone, for instance, are then that one's doing."""
         try:
             yield
-        except OvertakenError:
+        except SupersededError:
             raise
         except Exception as error:
             try:
                 self.check()
-            except OvertakenError:
+            except SupersededError:
                 raise
             except CheckpointError as unreadable:
                 log.warning("whether another execution has taken over is not known: %s", unreadable)
@@ -96,7 +103,8 @@ class JobState:
     def restore(self) -> None:
         """Fill all models and optimizers with what this job committed last.
 
-        `DamagedError` if a rank reads something else than that: then begin again, with new models. `find` goes past it.
+        `DamagedCheckpointError` if a rank reads something else than that: then begin again, with new models. `find`
+        goes past it.
         """
         self._load(())
 
@@ -111,19 +119,19 @@ class JobState:
         """Commit all models after `done` steps of this job; durable on return."""
         names = tuple(self._dispatch.models)
         parts = stage_models(self._dispatch, names)
-        alone = Alone(identity=self._identity, before=self._base)
+        alone = OfflineProgress(identity=self._identity, before=self._base)
         state = TrainerState(job=self._job.kind, step=self._base + done, models=names, alone=alone)
-        start_save(self._dispatch, self._job.optimizer_state, self.attempt, state, parts, KEPT)
+        start_save(self._dispatch, self._job.optimizer_state, self.attempt, state, parts, KEPT_STATES)
         await_save(self._dispatch, f"the commit of {state.job}-{state.step}")
         log.info("committed %s", self._dispatch.saver.result())
 
     def _newest(self) -> TrainerState | None:
         if self._commits is None:
-            self._commits = list(committed(self._job.optimizer_state))
+            self._commits = list(complete_checkpoints(self._job.optimizer_state))
         while self._commits:
             try:
                 return self._commits[0].state()
-            except DamagedError as damage:
+            except DamagedCheckpointError as damage:
                 self._refuse(damage)
         return None
 
@@ -135,12 +143,12 @@ class JobState:
             names = [name for name in self._dispatch.models if name in self._found.models]
             try:
                 load_models(self._dispatch, commits[0], names, without)
-            except DamagedError as damage:
+            except DamagedCheckpointError as damage:
                 self._refuse(damage)
                 raise
         self._fence.keep(commit.place for commit in commits)
         remove_unfinished(self._job.optimizer_state, self.attempt)
 
-    def _refuse(self, damage: DamagedError) -> None:
+    def _refuse(self, damage: DamagedCheckpointError) -> None:
         assert self._commits
         log.warning("%s is refused, now and in later executions: %s", self._commits.pop(0).name, damage)

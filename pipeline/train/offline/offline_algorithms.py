@@ -10,42 +10,42 @@ from functools import partial
 
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms import Level
+from pipeline.train.algorithms import MetricsLevel
 from pipeline.train.batching.demonstrations import TaskDemonstrations
-from pipeline.train.batching.sequences import Row
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.batching.sequences import TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Pulse
 from pipeline.train.loop.policy_update import PolicyUpdate
 from pipeline.train.loop.sft import Demonstrate, SupervisedFineTuning
-from pipeline.train.loop.step_metrics import Skips
+from pipeline.train.loop.step_metrics import NonFiniteGuard
 from pipeline.train.loop.train_loop import Algorithm
 from pipeline.train.offline.job_resume import JobState
 from pipeline.train.offline.packed_dataset import PackedRows
 from pipeline.train.train_jobs import Job, RlJob, SftJob
 
 
-def algorithm_of(
-    job: Job, config: RunConfig, dispatch: Dispatch, state: JobState, packed: PackedRows | None, pulse: Pulse
+def build_algorithm(
+    job: Job, config: RunConfig, dispatch: RankGroup, state: JobState, packed: PackedRows | None, pulse: Pulse
 ) -> Algorithm:
     """What trains the job: on the packed rows, or without them on the task's demonstrations. Each step begins with a
     `pulse`, which may raise `Interrupted`."""
     if isinstance(job, SftJob):
-        rows = partial(_in_turn, packed) if packed else TaskDemonstrations(config)
-        return FineTuningAlone(job, dispatch, rows, config.training.metrics, state, pulse)
+        rows = partial(_cycle_rows, packed) if packed else TaskDemonstrations(config)
+        return OfflineFineTuning(job, dispatch, rows, config.training.metrics, state, pulse)
     if packed is None:
         raise TrainingError("a job of RL that stands alone trains packed rows")
-    return LearningAlone(job, config, dispatch, state, packed, pulse)
+    return OfflineLearning(job, config, dispatch, state, packed, pulse)
 
 
-def _in_turn(packed: PackedRows, step: int, count: int) -> list[Row]:
+def _cycle_rows(packed: PackedRows, step: int, count: int) -> list[TrainSequence]:
     return packed.rows(packed.cycle(step, count))
 
 
-class FineTuningAlone(SupervisedFineTuning):
+class OfflineFineTuning(SupervisedFineTuning):
     """The `Algorithm` of an `SftJob` that stands alone: a fresh one goes on with the moments of the one before."""
 
     def __init__(
-        self, job: SftJob, dispatch: Dispatch, rows: Demonstrate, level: Level, state: JobState, pulse: Pulse
+        self, job: SftJob, dispatch: RankGroup, rows: Demonstrate, level: MetricsLevel, state: JobState, pulse: Pulse
     ) -> None:
         super().__init__(job, dispatch, rows, pulse, level)
         self._state = state
@@ -56,16 +56,16 @@ class FineTuningAlone(SupervisedFineTuning):
             self._state.inherit()
 
 
-class LearningAlone:
+class OfflineLearning:
     """The `Algorithm` of an `RlJob` on packed rows, whose advantages (or rewards) they bring."""
 
     def __init__(
-        self, job: RlJob, config: RunConfig, dispatch: Dispatch, state: JobState, packed: PackedRows, pulse: Pulse
+        self, job: RlJob, config: RunConfig, dispatch: RankGroup, state: JobState, packed: PackedRows, pulse: Pulse
     ) -> None:
         self.job, self._pulse = job, pulse
         self._state, self._packed = state, packed
         self._update = PolicyUpdate(dispatch, config)
-        self._skips = Skips()
+        self._skips = NonFiniteGuard()
 
     @property
     def intact(self) -> bool:

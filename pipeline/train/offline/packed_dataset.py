@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import TrainingError
-from pipeline.train.batching.sequences import COLUMNS, Row, refuse_unsampled
+from pipeline.train.batching.sequences import COLUMNS, TrainSequence, refuse_unsampled_rows
 from pipeline.utils import shared_files
 
 PACKED_VERSION = 1
@@ -64,7 +64,7 @@ class PackedManifest(msgspec.Struct, frozen=True, kw_only=True):
     arrays: dict[str, Array]
 
 
-def write_packed(folder: Path, rows: Sequence[Row], vocabulary: int) -> PackedManifest:
+def write_packed(folder: Path, rows: Sequence[TrainSequence], vocabulary: int) -> PackedManifest:
     """Write the rows, whose tokens are below `vocabulary`, to a folder that is not there yet, or has no manifest.
 
     Raises `TrainingError` for a row that could not be trained; then nothing was written.
@@ -88,7 +88,7 @@ def write_packed(folder: Path, rows: Sequence[Row], vocabulary: int) -> PackedMa
     return manifest
 
 
-def _arrays(rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
+def _arrays(rows: Sequence[TrainSequence]) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {
         "lengths": np.array([len(row) for row in rows]),
         "prompts": np.array([row.prompt for row in rows]),
@@ -172,7 +172,7 @@ class PackedRows:
         chosen = [number % self.prompts for number in range(step * count, (step + 1) * count)]
         return [row for number in chosen for row in self._prompts[number]]
 
-    def rows(self, indices: Sequence[int]) -> list[Row]:
+    def rows(self, indices: Sequence[int]) -> list[TrainSequence]:
         """These rows; views that must be gone before `close`."""
         return [self._row(index) for index in indices]
 
@@ -184,7 +184,7 @@ class PackedRows:
         than `longest`.
         """
         if sampled:
-            refuse_unsampled([self._row(0)], f"{self.folder}: row")
+            refuse_unsampled_rows([self._row(0)], f"{self.folder}: row")
         if self.manifest.vocabulary != vocabulary:
             raise TrainingError(
                 f"{self.folder} was packed for a vocabulary of {self.manifest.vocabulary}; the model has {vocabulary}"
@@ -221,14 +221,14 @@ class PackedRows:
         except BufferError:
             raise TrainingError(f"rows of {self.folder} are still in use ({name}); drop them before closing") from None
 
-    def _row(self, index: int) -> Row:
+    def _row(self, index: int) -> TrainSequence:
         part = slice(int(self._starts[index]), int(self._starts[index + 1]))
         views = self._views
         columns: Mapping[str, Any] = {name: views[name][part] for name in COLUMNS[1:] if name in views}
         of_rows = len(views["advantages"]) == len(self)
         advantages = float(views["advantages"][index]) if of_rows else views["advantages"][part]
         prompt = int(views["prompts"][index])
-        return Row(views["tokens"][part], views["mask"][part], advantages, prompt=prompt, **columns)
+        return TrainSequence(views["tokens"][part], views["mask"][part], advantages, prompt=prompt, **columns)
 
     def _check_counts(self) -> None:
         """Sizes agree with the manifest already; here the numbers in it agree with each other."""

@@ -8,8 +8,8 @@ that the ranks read the same files as rank 0 sees, or that the job says which ra
 from pathlib import Path
 
 from pipeline.errors import CheckpointError, DeadlineError
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.utils import heartbeat
 from pipeline.utils.waiting import wait_for
 
@@ -17,7 +17,7 @@ Files = dict[str, tuple[int, int]]
 """By name: size in bytes, and when it was changed (ns, by the server's clock)."""
 
 
-def await_everywhere(dispatch: Dispatch, folder: Path, seconds: float) -> None:
+def wait_until_visible(dispatch: RankGroup, folder: Path, seconds: float) -> None:
     """Wait until every rank sees the files of the folder as rank 0 does; `CheckpointError` after `seconds`."""
     seen = dispatch.on_sites(sees_files, folder, files_in(folder), seconds)
     missing = [rank for rank, sees in enumerate(seen) if not sees]
@@ -27,10 +27,10 @@ def await_everywhere(dispatch: Dispatch, folder: Path, seconds: float) -> None:
         raise CheckpointError(f"rank {ranks} does not see {folder} as rank 0 does, after {seconds:g} s; {mend}")
 
 
-def sees_files(_site: Site, folder: Path, expected: Files, seconds: float) -> bool:
+def sees_files(_site: RankState, folder: Path, expected: Files, seconds: float) -> bool:
     """On every rank: whether the folder has these files by then."""
     try:
-        with heartbeat.during(f"looking for {folder.name}", seconds + 60):
+        with heartbeat.busy_with(f"looking for {folder.name}", seconds + 60):
             wait_for(str(folder), lambda: files_in(folder) == expected, seconds, longest_pause=5.0)
     except DeadlineError:
         return False

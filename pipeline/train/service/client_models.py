@@ -17,23 +17,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.checkpoints import TrainerState, committed
+from pipeline.checkpoints import TrainerState, complete_checkpoints
 from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from pipeline.config.tinker_keys import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.config.tinker_losses import TokenSum
-from pipeline.errors import CheckpointError, DamagedError, RollcallError
-from pipeline.tinker.tinker_records import Adapter, Datum, Pass, Passed, Saved, Step, Stepped
+from pipeline.errors import CheckpointError, DamagedCheckpointError, RollcallError
+from pipeline.tinker.tinker_records import Adapter, Datum, Pass, PassResult, SaveResult, Step, StepResult
 from pipeline.train.algorithms import SFT
 from pipeline.train.batching.logprob_queries import QueryRow
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.model import adapter_swap as guests
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.optimizer import AdamSettings
 from pipeline.train.model.token_queries import answer_queries
-from pipeline.train.service.memory_check import Room
+from pipeline.train.service.memory_check import MemoryCheck
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils import atomic_dirs, heartbeat
 
@@ -57,7 +57,7 @@ class _Slot:
 
 
 @dataclass(eq=False)
-class _Client:
+class _ClientModel:
     """A client's model."""
 
     adapter: Adapter
@@ -69,10 +69,10 @@ class _Client:
 class ServedModels:
     """All models of all clients, by their ids."""
 
-    def __init__(self, dispatch: Dispatch, config: RunConfig, weights: Path, attempt: str) -> None:
+    def __init__(self, dispatch: RankGroup, config: RunConfig, weights: Path, attempt: str) -> None:
         self._dispatch, self._config, self._weights, self._attempt = dispatch, config, weights, attempt
-        self._room = Room(dispatch)
-        self._clients: dict[str, _Client] = {}
+        self._room = MemoryCheck(dispatch)
+        self._clients: dict[str, _ClientModel] = {}
         self._slots: dict[str, _Slot] = {}
 
     def __contains__(self, id: str) -> bool:
@@ -89,11 +89,11 @@ class ServedModels:
 
     def create(self, id: str, adapter: Adapter) -> None:
         """Make a model, fresh; `RefusedRequest` for one that the base cannot have, or that there is no room for."""
-        shares = bool(adapter.rank) and _form(adapter) in self._slots
+        shares = bool(adapter.rank) and _slot_key(adapter) in self._slots
         if reason := self._room.why_not(served_model(self._config, adapter), shares=shares):
             raise RefusedRequest(reason)
         slot = self._slot(adapter)
-        self._clients[id] = _Client(adapter, slot)
+        self._clients[id] = _ClientModel(adapter, slot)
         if adapter.rank:
             self._enter(slot, id, adapter.seed)
         slot.current = id
@@ -116,12 +116,12 @@ class ServedModels:
         if slot.current == id:
             slot.current = ""
         elif slot.guests:
-            self._dispatch.pass_through(slot.name, guests.dismiss, id, needs="pass_through")
+            self._dispatch.pass_through(slot.name, guests.drop_adapter, id, needs="pass_through")
         if not slot.guests:
             self._dispatch.remove_model(slot.name)
             del self._slots[slot.name]
 
-    def run_pass(self, id: str, given: Pass) -> Passed:
+    def run_pass(self, id: str, given: Pass) -> PassResult:
         """The answers about all data and the sum of the loss; with `backward`, its gradient is added."""
         client = self._find(id)
         slot = self._bring(id)
@@ -138,9 +138,9 @@ class ServedModels:
             for index, logprobs in zip(outcome.rows, outcome.logprobs, strict=True):
                 answers[index] = given.data[index].answer(logprobs)
         metrics = {"loss:sum": float(sum(outcome.loss for outcome in outcomes))}
-        return Passed([each.tobytes() for each in answers], [datum.width for datum in given.data], metrics)
+        return PassResult([each.tobytes() for each in answers], [datum.width for datum in given.data], metrics)
 
-    def step(self, id: str, given: Step) -> Stepped:
+    def step(self, id: str, given: Step) -> StepResult:
         """One optimizer step on the gradients that were added up; one that is not finite changes nothing but them."""
         client = self._find(id)
         if not client.pending:
@@ -150,9 +150,9 @@ class ServedModels:
         step = self._dispatch.pass_through(slot.name, ModelWorker.optim_step, settings, needs="optim_step")[0]
         client.pending = False
         norm = {"grad_norm:mean": step.grad_norm, "lr:mean": step.lr, "skipped:sum": float(step.skipped)}
-        return Stepped({name: value for name, value in norm.items() if np.isfinite(value)})
+        return StepResult({name: value for name, value in norm.items() if np.isfinite(value)})
 
-    def save(self, id: str, folder: str, *, sampler: bool) -> Saved:
+    def save(self, id: str, folder: str, *, sampler: bool) -> SaveResult:
         """Write a model below the folder of weights; raises `CheckpointError` where the disk does not take it."""
         slot, place = self._bring_known(id), self._weights / folder
         if sampler:
@@ -160,11 +160,11 @@ class ServedModels:
             part.parent.mkdir(parents=True, exist_ok=True)
             self._dispatch.save_hf_model(slot.name, part)
             atomic_dirs.replace(place, part)
-            return Saved(sum(file.stat().st_size for file in place.rglob("*") if file.is_file()))
+            return SaveResult(sum(file.stat().st_size for file in place.rglob("*") if file.is_file()))
         place.mkdir(parents=True, exist_ok=True)
         needs: Any = {slot.name: "save_checkpoint"}
         size = self._dispatch.on_sites(_save, slot.name, str(place), self._attempt, needs=needs)[0]
-        return Saved(size)
+        return SaveResult(size)
 
     def look_for(self, folder: str) -> None:
         """`CheckpointError` unless there is what `save` wrote, every byte of it; no model is touched."""
@@ -193,7 +193,7 @@ class ServedModels:
         slot = self._find(id).slot
         return slot.name, None if slot.current == id else id
 
-    def _find(self, id: str) -> _Client:
+    def _find(self, id: str) -> _ClientModel:
         if id not in self._clients:
             raise RefusedRequest(f"there is no model {id}: making it failed, or it was unloaded")
         return self._clients[id]
@@ -206,16 +206,16 @@ class ServedModels:
         """Have the model be in its place."""
         slot = self._clients[id].slot
         if slot.current != id:
-            self._dispatch.pass_through(slot.name, exchange, slot.current, id, None)
+            self._dispatch.pass_through(slot.name, swap_adapters, slot.current, id, None)
             slot.current = id
         return slot
 
     def _enter(self, slot: _Slot, id: str, seed: int) -> None:
-        self._dispatch.pass_through(slot.name, exchange, slot.current, id, seed)
+        self._dispatch.pass_through(slot.name, swap_adapters, slot.current, id, seed)
 
     def _slot(self, adapter: Adapter) -> _Slot:
         """The place of a new model; made if there is none."""
-        name = _form(adapter) if adapter.rank else self._free_name()
+        name = _slot_key(adapter) if adapter.rank else self._free_name()
         if name not in self._slots:
             spec = self._spec(adapter)
             self._dispatch.init_model(name, spec)
@@ -250,17 +250,17 @@ def served_model(config: RunConfig, adapter: Adapter) -> ModelConfig:
     return config.model.model_copy(update={"lora": lora})
 
 
-def exchange(worker: ModelWorker, leaving: str, coming: str, seed: int | None) -> None:
+def swap_adapters(worker: ModelWorker, leaving: str, coming: str, seed: int | None) -> None:
     """On every rank: one adapter for another; with a seed, a fresh one comes."""
     if leaving:
-        guests.park(worker, leaving)
+        guests.swap_out(worker, leaving)
     if seed is None:
-        guests.recall(worker, coming)
+        guests.swap_in(worker, coming)
     else:
-        guests.admit(worker, seed)
+        guests.init_adapter(worker, seed)
 
 
-def _form(adapter: Adapter) -> str:
+def _slot_key(adapter: Adapter) -> str:
     return f"rank-{adapter.rank}" + ("-attention" if adapter.attention else "") + ("-mlp" if adapter.mlp else "")
 
 
@@ -278,7 +278,7 @@ def _refuse_foreign_tokens(rows: Sequence[QueryRow], vocabulary: int) -> None:
                 raise RefusedRequest(f"datum {index}: {name} holds {found}; the model knows 0 … {vocabulary - 1}")
 
 
-def _save(site: Site, name: str, place: str, attempt: str) -> int:
+def _save(site: RankState, name: str, place: str, attempt: str) -> int:
     """On every rank."""
     checkpoint = save(
         place, attempt, TrainerState(job="serve", step=0), site.worker(name).state(), group=site.background
@@ -286,14 +286,14 @@ def _save(site: Site, name: str, place: str, attempt: str) -> int:
     return sum(record.size for record in checkpoint.manifest.files.values())
 
 
-def _verify(site: Site, place: str) -> CheckpointError | None:
+def _verify(site: RankState, place: str) -> CheckpointError | None:
     """On every rank, of which the first looks."""
     if site.rank:
         return None
-    checkpoint = next(iter(committed(place)), None)
+    checkpoint = next(iter(complete_checkpoints(place)), None)
     if checkpoint is None:
         return CheckpointError(f"{place} holds no whole checkpoint")
-    with heartbeat.during(f"reading {place}", site.patience.commit):
+    with heartbeat.busy_with(f"reading {place}", site.patience.commit):
         try:
             checkpoint.verify()
         except CheckpointError as error:
@@ -301,15 +301,15 @@ def _verify(site: Site, place: str) -> CheckpointError | None:
     return None
 
 
-def _load(site: Site, name: str, place: str, optimizer: bool) -> DamagedError | None:
+def _load(site: RankState, name: str, place: str, optimizer: bool) -> DamagedCheckpointError | None:
     """On every rank, which all find the same. Damage is returned: an error raised on a rank ends the trainer."""
     worker = site.worker(name)
-    checkpoint = next(iter(committed(place)))
+    checkpoint = next(iter(complete_checkpoints(place)))
     worker.restart_optimizer()
     state = worker.state()
     try:
         load_shards(checkpoint, state if optimizer else {"model": state["model"]}, group=site.background)
-    except DamagedError as damage:
+    except DamagedCheckpointError as damage:
         return damage
     worker.load_state(state)
     return None

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pipeline.errors import ImpostorError, OvertakenError
+from pipeline.errors import ImpostorError, SupersededError
 from pipeline.tinker.gateway_settings import Address, address_file
-from pipeline.tinker.tinker_records import Attach, Done, Facts, TrainerTurn, Work, encode
+from pipeline.tinker.tinker_records import Attach, ServerFacts, TrainerTurn, Work, WorkResult, encode
 from pipeline.tinker.trainer_routes import ATTACH, SECRET, TURN
 from pipeline.utils import shared_files
 from pipeline.utils.authenticated_http import connect
@@ -26,14 +26,14 @@ TIMEOUT_SECONDS, PAUSE_SECONDS = 30.0, 0.5
 _work = msgspec.msgpack.Decoder(Work)
 
 
-class _Again(Exception):
+class _Reattach(Exception):
     """The front is not there, or does not know this trainer: attach, then make the turn again."""
 
 
-class FrontLink:
+class GatewayClient:
     """One trainer's connection to the front whose folder is `root`."""
 
-    def __init__(self, root: Path, attempt: str, facts: Facts, pulse: Callable[[], None]) -> None:
+    def __init__(self, root: Path, attempt: str, facts: ServerFacts, pulse: Callable[[], None]) -> None:
         self._root, self._attempt, self._facts, self._pulse = root, attempt, facts, pulse
         self._link: http.client.HTTPConnection | None = None
         self._secret = ""
@@ -43,14 +43,14 @@ class FrontLink:
     def turn(
         self,
         cursors: Callable[[], dict[str, int]],
-        done: Sequence[Done],
+        done: Sequence[WorkResult],
         committed: dict[str, int] | None,
         seconds: float,
         *,
         ending: bool = False,
     ) -> Work | None:
         """Bring results and take work, if there is any within `seconds` and the trainer is not `ending`. A front that
-        does not know this trainer is told `cursors` first: what each model has behind it. `OvertakenError` when
+        does not know this trainer is told `cursors` first: what each model has behind it. `SupersededError` when
         another trainer has come since.
         """
         while True:
@@ -64,8 +64,8 @@ class FrontLink:
                     return None
                 if status == 200:
                     return _work.decode(body)
-                raise _Again(f"it answered {status}: {body[:200]!r}")
-            except (_Again, ImpostorError, OSError, http.client.HTTPException) as reason:
+                raise _Reattach(f"it answered {status}: {body[:200]!r}")
+            except (_Reattach, ImpostorError, OSError, http.client.HTTPException) as reason:
                 self._lose(reason)
                 self._pulse()
                 time.sleep(PAUSE_SECONDS)
@@ -77,14 +77,14 @@ class FrontLink:
     def _attach(self, cursors: dict[str, int]) -> None:
         address = shared_files.read_document(address_file(self._root), Address)
         if address is None:
-            raise _Again(f"no address in {address_file(self._root)} yet")
+            raise _Reattach(f"no address in {address_file(self._root)} yet")
         parts = urlsplit(address.url)
         self._link = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_SECONDS)
         self._secret = address.secret
         connect(self._link, self._secret)
         status, body = self._post(ATTACH, encode(Attach(self._attempt, cursors, self._facts)))
         if status != 204:
-            raise _Again(f"it does not let the trainer in ({status}): {body[:200]!r}")
+            raise _Reattach(f"it does not let the trainer in ({status}): {body[:200]!r}")
         if self._silent:
             log.info("the front is there again")
         self._attached, self._silent = True, False
@@ -95,7 +95,7 @@ class FrontLink:
         answer = self._link.getresponse()
         read = answer.read()
         if answer.status == 409:
-            raise OvertakenError("another trainer serves by now: this one changes nothing more")
+            raise SupersededError("another trainer serves by now: this one changes nothing more")
         return answer.status, read
 
     def _lose(self, reason: Exception) -> None:

@@ -9,16 +9,16 @@ import torch
 
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.topology.gpu_memory import GIB, Sizes, guest_need, least_need
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.topology.gpu_memory import GIB, Sizes, adapter_state_memory, least_trainer_memory
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.train.model.model_size import sizes_of
 
 
-class Room:
+class MemoryCheck:
     """The memory of a dispatch's ranks, and what models would take of it."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: RankGroup) -> None:
         self._dispatch = dispatch
         self._sizes: dict[str, Sizes] = {}
 
@@ -30,7 +30,7 @@ class Room:
         except ConfigError as error:
             return str(error)
         free = self._dispatch.on_sites(_free)
-        need = guest_need(sizes, len(free)) if shares else least_need(sizes, len(free))
+        need = adapter_state_memory(sizes, len(free)) if shares else least_trainer_memory(sizes, len(free))
         if need <= min(free):
             return ""
         return (
@@ -45,7 +45,7 @@ class Room:
         return self._sizes[key]
 
 
-def _free(site: Site) -> int:
+def _free(site: RankState) -> int:
     """On every rank: bytes that it may yet take where it computes. Ranks on one node of CPUs share them."""
     if site.device == "cuda":
         unused: int = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

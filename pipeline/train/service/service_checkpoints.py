@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, committed, remove_unfinished
-from pipeline.checkpoints.run_progress import keep_copies, mark_committed, refuse_restart
-from pipeline.errors import DamagedError
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, complete_checkpoints, remove_unfinished
+from pipeline.checkpoints.run_progress import copy_identity, mark_checkpointed, refuse_restart
+from pipeline.errors import DamagedCheckpointError
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.tinker.tinker_records import Adapter
 from pipeline.train.controller.model_saving import await_save, fill, forget_models, load_model, stage_model, start_save
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.train.model import adapter_swap
 from pipeline.train.service.client_models import ServedModels
 
@@ -34,11 +34,11 @@ class _Model(msgspec.Struct, frozen=True):
     ranks: int
 
 
-class ServiceCommits:
+class ServiceCheckpoints:
     """The commits of one attempt below `root`."""
 
     def __init__(
-        self, root: str, attempt: str, dispatch: Dispatch, keep: int, paths: AttemptPaths | None = None
+        self, root: str, attempt: str, dispatch: RankGroup, keep: int, paths: AttemptPaths | None = None
     ) -> None:
         """`paths` are those of the attempt, where it belongs to a run."""
         self._root, self._attempt, self._dispatch, self._keep = root, attempt, dispatch, keep
@@ -55,17 +55,17 @@ class ServiceCommits:
         """
         self.fence.claim(job)
         if self._paths is not None:
-            keep_copies(RunPaths(self._paths.run), self._root)
+            copy_identity(RunPaths(self._paths.run), self._root)
         cursors = self._newest(models)
         remove_unfinished(self._root, self._attempt)
         return cursors
 
     def _newest(self, models: ServedModels) -> dict[str, int]:
-        found = committed(self._root)
+        found = complete_checkpoints(self._root)
         for checkpoint in found:
             try:
                 cursors = self._load(checkpoint, models)
-            except DamagedError as damage:
+            except DamagedCheckpointError as damage:
                 log.warning("%s is refused, now and in later attempts: %s", checkpoint.name, damage)
                 for id in models.adapters:
                     models.remove(id)
@@ -139,7 +139,7 @@ class ServiceCommits:
         checkpoint = self._dispatch.saver.result()
         log.info("committed %s", checkpoint.name)
         if self._paths is not None:
-            self._marked = self._marked or mark_committed(self._paths)
+            self._marked = self._marked or mark_checkpointed(self._paths)
         return flight
 
     def finish(self) -> dict[str, int] | None:
@@ -153,11 +153,11 @@ def _place(id: str) -> str:
     return id.replace(":", "-")
 
 
-def _rank(site: Site) -> int:
+def _rank(site: RankState) -> int:
     return site.rank
 
 
-def _stage_adapters(site: Site, name: str, packing: Sequence[tuple[str | None, str]]) -> list[str]:
+def _stage_adapters(site: RankState, name: str, packing: Sequence[tuple[str | None, str]]) -> list[str]:
     """On every rank: adapters on one model, by key and place; the names of the parts."""
     worker, parts = site.worker(name), []
     for key, place in packing:
@@ -167,7 +167,9 @@ def _stage_adapters(site: Site, name: str, packing: Sequence[tuple[str | None, s
     return parts
 
 
-def _load_adapter(site: Site, name: str, checkpoint: Checkpoint, place: str, ranks: int) -> DamagedError | None:
+def _load_adapter(
+    site: RankState, name: str, checkpoint: Checkpoint, place: str, ranks: int
+) -> DamagedCheckpointError | None:
     """On every rank, which all find the same: what each of `ranks` staged of an adapter."""
     worker = site.worker(name)
     packs = adapter_swap.empty_packs(worker, ranks)

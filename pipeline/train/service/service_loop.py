@@ -17,48 +17,48 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.config.tinker_keys import ServeConfig
-from pipeline.errors import CheckpointError, OvertakenError, first_line
+from pipeline.errors import CheckpointError, SupersededError, first_line
 from pipeline.run.paths import AttemptPaths
 from pipeline.tinker.tinker_records import (
+    Acknowledged,
     Create,
-    Done,
-    Facts,
     Failed,
     Load,
     Pass,
-    Plain,
     Result,
     Save,
+    ServerFacts,
     Step,
     Unload,
     Work,
+    WorkResult,
 )
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import Phase, WarmUp
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.train.service.client_models import RefusedRequest, ServedModels
-from pipeline.train.service.gateway_client import FrontLink
-from pipeline.train.service.service_checkpoints import ServiceCommits
+from pipeline.train.service.gateway_client import GatewayClient
+from pipeline.train.service.service_checkpoints import ServiceCheckpoints
 
 log = logging.getLogger(__name__)
 WAIT_SECONDS = 0.5
 """How long one turn waits for work; between two the controller shows that it lives."""
-MOST_COMMITTING = 0.02
+MAX_SAVES = 0.02
 """The share of the time in which commits are under way, unless `serve.commit_seconds` wants more. A commit holds all
 models, so it costs the more the more there are, and their steps together come no faster than those of one."""
 
 
-class Engine:
+class ServiceLoop:
     """One attempt of a trainer that serves; `root` is the front's folder, `checkpoints` the URL of the commits."""
 
     def __init__(
         self,
-        dispatch: Dispatch,
+        dispatch: RankGroup,
         config: RunConfig,
         root: Path,
         checkpoints: str,
         attempt: str,
-        facts: Facts,
+        facts: ServerFacts,
         pulse: Callable[[], None],
         phase: Phase = nullcontext,
         paths: AttemptPaths | None = None,
@@ -66,13 +66,13 @@ class Engine:
         """`paths` are those of the attempt, where it belongs to a run."""
         self._config, self._pulse = config, pulse
         self._models = ServedModels(dispatch, config, root / "weights", attempt)
-        self._commits = ServiceCommits(checkpoints, attempt, dispatch, config.training.keep_checkpoints, paths)
-        self._link = FrontLink(root, attempt, facts, pulse)
+        self._commits = ServiceCheckpoints(checkpoints, attempt, dispatch, config.training.keep_checkpoints, paths)
+        self._link = GatewayClient(root, attempt, facts, pulse)
         self._warm_up = WarmUp(config, dispatch, pulse, phase)
         self._cursors: dict[str, int] = {}
         """Of each model, the last request after which it had no gradients: what a commit may say of it."""
         self._done: dict[str, int] = {}
-        self._results: list[Done] = []
+        self._results: list[WorkResult] = []
         """What the front has not been told yet."""
         self._steps = 0
         self._dirty_since: float | None = None
@@ -112,7 +112,7 @@ class Engine:
         self._results, self._durable = [], None
         return work
 
-    def _do(self, work: Work) -> list[Done]:
+    def _do(self, work: Work) -> list[WorkResult]:
         """Do one request; its result, unless its client has one from an earlier trainer."""
         if work.seq <= self._done.get(work.model, -1):
             return []
@@ -120,13 +120,13 @@ class Engine:
             result = self._execute(work)
         except RefusedRequest as refusal:
             result = Failed(str(refusal), "user")
-        except OvertakenError:
+        except SupersededError:
             raise
         except CheckpointError as error:
             log.warning("%s: %s", work.request, error)
             result = Failed(first_line(error), "server")
         self._note(work)
-        return [] if work.answered else [Done(work.request, result)]
+        return [] if work.answered else [WorkResult(work.request, result)]
 
     def _execute(self, work: Work) -> Result:
         models, id, body = self._models, work.model, work.body
@@ -148,7 +148,7 @@ class Engine:
                 models.load(id, body.folder, optimizer=body.optimizer)
             case Unload():
                 models.remove(id)
-        return Plain()
+        return Acknowledged()
 
     def _stepped(self, id: str, body: Step) -> Result:
         result = self._models.step(id, body)
@@ -177,7 +177,7 @@ class Engine:
         if self._dirty_since is None or not self._commits.idle:
             return
         waited = time.monotonic() - self._dirty_since
-        if commit_is_due(serve, self._steps - self._steps_told, waited, self._commits.rest):
+        if save_is_due(serve, self._steps - self._steps_told, waited, self._commits.rest):
             self._start_commit()
 
     def _finish_commit(self) -> None:
@@ -189,7 +189,7 @@ class Engine:
         models: another is made in a while."""
         try:
             self._durable = collect() or self._durable
-        except OvertakenError:
+        except SupersededError:
             raise
         except CheckpointError as error:
             log.warning("a commit failed, and is tried again: %s", error)
@@ -214,7 +214,7 @@ class Engine:
             self._finish_commit()
 
 
-def commit_is_due(serve: ServeConfig, steps: int, waited: float, rest: float) -> bool:
+def save_is_due(serve: ServeConfig, steps: int, waited: float, rest: float) -> bool:
     """Whether to commit `steps` steps after the last commit, the first change since being `waited` seconds old; `rest`
     is how many times as long as it took the last commit is over."""
-    return waited >= serve.commit_seconds or (steps >= serve.commit_steps and rest >= 1 / MOST_COMMITTING)
+    return waited >= serve.commit_seconds or (steps >= serve.commit_steps and rest >= 1 / MAX_SAVES)

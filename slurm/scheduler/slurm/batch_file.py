@@ -18,11 +18,11 @@ from pathlib import Path
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.run.paths import RunPaths
-from pipeline.topology.plan import Plan, Seat, Slot
+from pipeline.topology.plan import NodeBundle, Plan, RoleProcess
 
 Value = str | int | bool
 
-OURS: Mapping[str, str] = {
+RESERVED_OPTIONS: Mapping[str, str] = {
     "account": "set cluster.account",
     "array": "a run is one job; sweep with -m",
     "comment": "it carries the run_id",
@@ -96,7 +96,7 @@ class Component:
     """
 
     nodes: int
-    seats: tuple[Seat, ...]
+    seats: tuple[NodeBundle, ...]
     partition: str
     constraint: str
     memory: str
@@ -151,7 +151,7 @@ def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
         partition=cluster.partition,
         constraint=cluster.constraint,
         memory=cluster.memory,
-        cpus=cluster.cpus or _most_cpus(others, config),
+        cpus=cluster.cpus or _max_cpus(others, config),
         nodelist=cluster.nodelist,
         gpu_type=cluster.gpu_type,
     )
@@ -164,27 +164,27 @@ def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
         partition=own.partition or cluster.partition,
         constraint=own.constraint,
         memory=own.memory,
-        cpus=own.cpus or _most_cpus(services, config),
+        cpus=own.cpus or _max_cpus(services, config),
     )
     return first, last
 
 
-def split_components(plan: Plan) -> tuple[tuple[Seat, ...], tuple[Seat, ...]]:
+def split_components(plan: Plan) -> tuple[tuple[NodeBundle, ...], tuple[NodeBundle, ...]]:
     """The seats of the first and of the second component of a heterogeneous job: services, and the others."""
-    services = tuple(seat for seat in plan.seats if not any(_computes(slot) for slot in seat.slots))
+    services = tuple(seat for seat in plan.seats if not any(_is_compute(slot) for slot in seat.slots))
     return services, tuple(seat for seat in plan.seats if seat not in services)
 
 
-def cpus_needed(seat: Seat, config: RunConfig) -> int:
+def cpus_needed(seat: NodeBundle, config: RunConfig) -> int:
     """CPUs that the roles of a seat keep busy, and one for its agent."""
     return _AGENT_CPUS + sum(_cpus(slot, config) for slot in seat.slots)
 
 
-def _computes(slot: Slot) -> bool:
+def _is_compute(slot: RoleProcess) -> bool:
     return slot.role in ("trainer", "inference")
 
 
-def _cpus(slot: Slot, config: RunConfig) -> int:
+def _cpus(slot: RoleProcess, config: RunConfig) -> int:
     resources = config.resources
     if slot.role == "trainer":
         return resources.trainer.processes * resources.trainer.threads
@@ -193,7 +193,7 @@ def _cpus(slot: Slot, config: RunConfig) -> int:
     return resources.inference.threads if slot.role == "inference" else 1
 
 
-def _most_cpus(seats: Sequence[Seat], config: RunConfig) -> int:
+def _max_cpus(seats: Sequence[NodeBundle], config: RunConfig) -> int:
     return max(cpus_needed(seat, config) for seat in seats)
 
 
@@ -237,9 +237,11 @@ def _extras(given: Mapping[str, Value]) -> dict[str, Value]:
         option = key.replace("_", "-")
         if len(option) < 2 or not option.replace("-", "").isalnum():
             raise ConfigError(f"cluster.sbatch.{key}", value, "the long name of an option of sbatch", "see man sbatch")
-        mine = next((name for name in sorted(OURS) if name.startswith(option)), None)
+        mine = next((name for name in sorted(RESERVED_OPTIONS) if name.startswith(option)), None)
         if mine:
-            raise ConfigError(f"cluster.sbatch.{key}", value, "an option that is not Rollcall's own", OURS[mine])
+            raise ConfigError(
+                f"cluster.sbatch.{key}", value, "an option that is not Rollcall's own", RESERVED_OPTIONS[mine]
+            )
         extras[option] = value
     return extras
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from pipeline.config import nearest
+from pipeline.config import closest_match
 from pipeline.errors import ConfigError
 from pipeline.utils.optional_extras import pip_install
 from slurm.submission.compose_config import split_axes
-from slurm.submission.sweeps.sweep_metric import Job, Objective
+from slurm.submission.sweeps.sweep_metric import Job, SweepMetric
 
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 OURS = ("objective", "window", "job")
@@ -24,7 +24,7 @@ EXTRAS = {"optuna": "optuna"}
 """The extra that installs a sweeper."""
 _PLACES = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.output_subdir")
 _AXES = ("hydra.sweeper.params", "hydra.sweeper.search_space")
-_UNSAID = ("_target_", "name", "submitit_folder")
+_UNSET = ("_target_", "name", "submitit_folder")
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ def refuse_missing(settings: SweeperCommand, installed: Sequence[str]) -> None:
         value = text.partition("=")[2]
         if _key(text) == SWEEPER and value not in installed:
             expected = f"an installed sweeper ({', '.join(sorted(installed))})"
-            mend = nearest(value, list(installed))
+            mend = closest_match(value, list(installed))
             if value in EXTRAS:
                 mend = pip_install(EXTRAS[value])
             raise ConfigError(SWEEPER, value, expected, mend)
 
 
-def read_objective(launcher: dict[str, Any], unset: dict[str, Any]) -> Objective:
+def read_objective(launcher: dict[str, Any], unset: dict[str, Any]) -> SweepMetric:
     """What the launcher's part of Hydra's config names; `unset` is that part without any key set."""
     for key, value in launcher.items():
-        if key not in (*OURS, *_UNSAID) and value != unset.get(key):
+        if key not in (*OURS, *_UNSET) and value != unset.get(key):
             mend = "resources.* and cluster.* say what a run is given"
             raise ConfigError(f"hydra.launcher.{key}", value, f"one of {', '.join(OURS)}", mend)
     named, window, job = (launcher[key] for key in OURS)
@@ -98,7 +98,7 @@ def read_objective(launcher: dict[str, Any], unset: dict[str, Any]) -> Objective
         raise ConfigError("hydra.launcher.window", window, "how many of the last values count: 1 or more")
     if job not in get_args(Job):
         raise ConfigError("hydra.launcher.job", job, f"one of {', '.join(get_args(Job))}")
-    return Objective(names, window, job)
+    return SweepMetric(names, window, job)
 
 
 def _key(text: str) -> str:

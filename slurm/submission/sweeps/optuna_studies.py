@@ -60,7 +60,7 @@ def refuse_grid(sweeper: Mapping[str, Any]) -> None:
         raise ConfigError("hydra/sweeper/sampler", "grid", "a sampler that chooses", mend)
 
 
-def kept_study(sweeper: Mapping[str, Any], given: Callable[[str], bool], directory: Path) -> StudyPlace:
+def existing_study(sweeper: Mapping[str, Any], given: Callable[[str], bool], directory: Path) -> StudyPlace:
     """Where the study is, with what the command leaves open filled in."""
     storage = sweeper["storage"]
     if storage is None and not given("hydra.sweeper.storage"):
@@ -68,7 +68,7 @@ def kept_study(sweeper: Mapping[str, Any], given: Callable[[str], bool], directo
     return StudyPlace(storage, sweeper["study_name"] or directory.name)
 
 
-def take_up(kept: StudyPlace, sweeper: Mapping[str, Any], directions: list[str]) -> dict[str, Any]:
+def resume_study(kept: StudyPlace, sweeper: Mapping[str, Any], directions: list[str]) -> dict[str, Any]:
     """Have unfinished trials asked for again; what the sweeper has to be told differently: below `hydra.sweeper`.
 
     `ConfigError` for a storage that cannot be opened, or a study of other directions.

@@ -25,10 +25,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.progress import track
 
 from pipeline.config import RunConfig
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.run_identity import differences
 from pipeline.errors import ConfigError, RunStateError, SweepError, one_line
-from pipeline.observability.number_format import count
+from pipeline.observability.number_format import plural
 from pipeline.run.completion import is_finished
 from pipeline.run.paths import SweepPaths
 from pipeline.topology.plan import Plan
@@ -36,24 +36,24 @@ from pipeline.utils.terminal import console
 from pipeline.utils.waiting import CLOCK, Clock
 from slurm.registry import sweep_manifest
 from slurm.registry.run_contents import located_config
-from slurm.submission.compose_config import CONF, compose_config, ends_of, prepare_fixed, split_axes
-from slurm.submission.launcher_signals import noted_signals
+from slurm.submission.compose_config import CONF, axis_ends, compose_config, prepare_fixed, split_axes
+from slurm.submission.launcher_signals import recorded_signals
 from slurm.submission.submit_sweep import PointLauncher
-from slurm.submission.sweep_trials import claimed_directory, directory_of, named_point, refuse_run
+from slurm.submission.sweep_trials import claimed_directory, directory_of, named_point, refuse_run_directory
 from slurm.submission.sweeps import hydra_launcher, optuna_studies
 from slurm.submission.sweeps.hydra_settings import SweeperCommand, read_objective, read_sweeper_command, refuse_missing
-from slurm.submission.sweeps.sweep_metric import Objective
-from slurm.submission.sweeps.trial_batches import Study, StudyInterrupted
-from slurm.submission.tail_job import called
+from slurm.submission.sweeps.sweep_metric import SweepMetric
+from slurm.submission.sweeps.trial_batches import StudyInterrupted, TrialBatches
+from slurm.submission.tail_job import run_title
 
-_MOST_TRIED = 50
+_MAX_TRIED = 50
 """Values of one axis that are tried before the sweeper chooses any."""
 _MANY = 20
 _PARTS = ("sweeper", "launcher")
 
 
 @dataclass(frozen=True)
-class Search:
+class SweepPlan:
     """A sweeper's command that was found right; nothing is written yet.
 
     Attributes:
@@ -65,13 +65,13 @@ class Search:
     settings: SweeperCommand
     paths: SweepPaths
     sweeper: Mapping[str, Any]
-    objective: Objective
+    objective: SweepMetric
     directions: tuple[str, ...]
     first: RunConfig
     plan: Plan
 
 
-def search(
+def run_sweeper(
     overrides: Sequence[str],
     launch: PointLauncher,
     *,
@@ -91,14 +91,14 @@ def search(
     launch.show(found.first, found.plan, dry_run)
     if dry_run:
         return 0
-    with claimed_directory(found.paths, found.first.cluster), noted_signals() as told:
-        study = Study(found.paths, settings.fixed, launch, found.objective, told, clock)
+    with claimed_directory(found.paths, found.first.cluster), recorded_signals() as told:
+        study = TrialBatches(found.paths, settings.fixed, launch, found.objective, told, clock)
         try:
             _drive(hydra, found, study)
         except StudyInterrupted as end:
-            print(f"interrupted; the same command {_going_on(found)}", file=sys.stderr)
+            print(f"interrupted; the same command {_running_trials(found)}", file=sys.stderr)
             return end.exit_code
-    _tell_end(found)
+    _print_end(found)
     return 0
 
 
@@ -110,7 +110,7 @@ def _hydra() -> Hydra:
     return hydra
 
 
-def _prepare(hydra: Hydra, settings: SweeperCommand, launch: PointLauncher) -> Search:
+def _prepare(hydra: Hydra, settings: SweeperCommand, launch: PointLauncher) -> SweepPlan:
     """The command, looked at from all sides; `ConfigError` for the first thing that is wrong."""
     refuse_missing(settings, hydra.config_loader.get_group_options("hydra/sweeper"))
     tree = _composed(hydra, [*prepare_fixed(settings.fixed), *settings.axes, *settings.hydra])
@@ -123,18 +123,18 @@ def _prepare(hydra: Hydra, settings: SweeperCommand, launch: PointLauncher) -> S
         optuna_studies.refuse_grid(sweeper)
         directions = tuple(optuna_studies.directions_of(sweeper, settings.given))
         if len(directions) != len(objective.names):
-            expected = f"{count(len(objective.names), 'direction')}, one for each of {objective}"
+            expected = f"{plural(len(objective.names), 'direction')}, one for each of {objective}"
             raise ConfigError("hydra.sweeper.direction", ", ".join(directions), expected)
     configs = _tried(settings, sweeper)
     _refuse_absent_job(objective, configs)
     paths = SweepPaths(directory_of(configs))
-    refuse_run(paths)
+    refuse_run_directory(paths)
     _refuse_changed(paths, settings)
     first, *others = [config.model_copy(update={"name": "point", "output": paths.root}) for config in configs]
     plan = launch.check(first)
     for config in track(others, "checking", console=console(), transient=True, disable=len(others) < _MANY):
         launch.check(config)
-    return Search(settings, paths, sweeper, objective, directions, first, plan)
+    return SweepPlan(settings, paths, sweeper, objective, directions, first, plan)
 
 
 def _composed(hydra: Hydra, overrides: Sequence[str]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _axes(settings: SweeperCommand, sweeper: Mapping[str, Any]) -> tuple[str, ..
 
 def _tried(settings: SweeperCommand, sweeper: Mapping[str, Any]) -> list[RunConfig]:
     """Configs with each listed value, and both ends of each interval; the others at their first meanwhile."""
-    ends = [ends_of(axis, _MOST_TRIED) for axis in _axes(settings, sweeper)]
+    ends = [axis_ends(axis, _MAX_TRIED) for axis in _axes(settings, sweeper)]
     first = [values[0] for values in ends]
     points = [first]
     for place, values in enumerate(ends):
@@ -168,7 +168,7 @@ def _tried(settings: SweeperCommand, sweeper: Mapping[str, Any]) -> list[RunConf
     return configs
 
 
-def _refuse_absent_job(objective: Objective, configs: Sequence[RunConfig]) -> None:
+def _refuse_absent_job(objective: SweepMetric, configs: Sequence[RunConfig]) -> None:
     """Raise `ConfigError` when a run does not do the training job whose rows the objective is read from."""
     for config in configs:
         done = [job for job, does in (("sft", config.has_sft), ("rl", config.has_rollouts)) if does]
@@ -181,7 +181,7 @@ def _refuse_changed(paths: SweepPaths, settings: SweeperCommand) -> None:
     """Raise `RunStateError` when points that are there were made with other fixed values: they would not compare."""
     kept = sweep_manifest.load_manifest(paths)
     for point in kept.points if kept else ():
-        old = kept_config(paths.point(point.name))
+        old = read_frozen_config(paths.point(point.name))
         if old is None:
             continue
         new = compose_config([*settings.fixed, *point.overrides])
@@ -193,15 +193,15 @@ def _refuse_changed(paths: SweepPaths, settings: SweeperCommand) -> None:
         return
 
 
-def _drive(hydra: Hydra, found: Search, study: Study) -> None:
+def _drive(hydra: Hydra, found: SweepPlan, study: TrialBatches) -> None:
     """Run the sweeper to its end; what it cannot bear becomes a `SweepError`."""
     told: dict[str, Any] = {}
     if optuna_studies.is_optuna(found.sweeper):
-        kept = optuna_studies.kept_study(found.sweeper, found.settings.given, found.paths.root)
-        told = optuna_studies.take_up(kept, found.sweeper, list(found.directions))
+        kept = optuna_studies.existing_study(found.sweeper, found.settings.given, found.paths.root)
+        told = optuna_studies.resume_study(kept, found.sweeper, list(found.directions))
     own = {f"hydra.sweeper.{key}": value for key, value in told.items()}
     own |= {"hydra.sweep.dir": str(found.paths.root), "hydra.sweep.subdir": ".", "hydra.output_subdir": None}
-    written = [f"{key}={_spelt(value)}" for key, value in own.items()]
+    written = [f"{key}={_override_text(value)}" for key, value in own.items()]
     overrides = [*prepare_fixed(found.settings.fixed), *found.settings.axes, *found.settings.hydra, *written]
     try:
         hydra.multirun("config", study, overrides, with_log_configuration=False)
@@ -209,14 +209,14 @@ def _drive(hydra: Hydra, found: Search, study: Study) -> None:
         raise SweepError(f"the sweeper gave up: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
-def _spelt(value: object) -> str:
+def _override_text(value: object) -> str:
     """A value in the grammar of overrides."""
     if value is None:
         return "null"
     return QuotedString(value, Quote.single).with_quotes() if isinstance(value, str) else str(value)
 
 
-def _tell_end(found: Search) -> None:
+def _print_end(found: SweepPlan) -> None:
     """Every point with its number, the best first where it is known which way is better."""
     kept = sweep_manifest.load_manifest(found.paths)
     numbers = {}
@@ -231,14 +231,14 @@ def _tell_end(found: Search) -> None:
         return
     minimize = found.directions == ("minimize",)
     ranked = sorted(numbers, key=lambda number: numbers[number], reverse=not minimize)
-    print(f"{count(len(ranked), 'point')} by {found.objective}")
+    print(f"{plural(len(ranked), 'point')} by {found.objective}")
     for place, number in enumerate(ranked):
         best = "  best" if place == 0 and len(found.directions) == 1 else ""
         values = " ".join(f"{value:<10.4g}" for value in numbers[number])
         print(f"  {values}  {kept.points[number]}{best}")
-    name = shlex.quote(called(found.paths.root))
+    name = shlex.quote(run_title(found.paths.root))
     print(f"  table       python launchers/runs.py sweep={name}", flush=True)
 
 
-def _going_on(found: Search) -> str:
-    return f"goes on with {called(found.paths.root)}: points that finished are kept, the others resumed"
+def _running_trials(found: SweepPlan) -> str:
+    return f"goes on with {run_title(found.paths.root)}: points that finished are kept, the others resumed"

@@ -14,11 +14,11 @@ from pipeline.topology.plan import Plan
 from slurm.batch.executors import RunJob
 from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import Scheduler
-from slurm.submission.local_job import JobHere, refuse_lacking_gpus
+from slurm.submission.local_job import LocalJob, refuse_lacking_gpus
 from slurm.submission.tail_job import conclude_job, conclude_run, last_attempt
 
 
-class PointJob(Protocol):
+class TrialJob(Protocol):
     """A job that was started for a point, or found live.
 
     Attributes:
@@ -36,7 +36,7 @@ class PointJob(Protocol):
         """After its end: say how it ended; the exit code, as of a single run."""
 
 
-class HereJob:
+class LocalTrialJob:
     """Virtual nodes that this process started. It holds the run's claim until they are over."""
 
     found = False
@@ -44,8 +44,8 @@ class HereJob:
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         refuse_lacking_gpus(plan)
         with ExitStack() as claim:
-            self.run = claim.enter_context(run_registry.claimed(config))
-            self._job = JobHere(self.run, config, plan)
+            self.run = claim.enter_context(run_registry.claimed_run(config))
+            self._job = LocalJob(self.run, config, plan)
             self._claim = claim.pop_all()
 
     def reap(self) -> None:
@@ -68,7 +68,7 @@ class HereJob:
         return conclude_run(self.run, self._job.attempt, [])
 
 
-class ElsewhereJob:
+class RemoteTrialJob:
     """Virtual nodes of another launcher on this machine, which are waited for and left alone."""
 
     found = True
@@ -85,7 +85,7 @@ class ElsewhereJob:
         return conclude_run(self.run, attempt, []) if attempt is not None else 1
 
 
-class SlurmJob:
+class SlurmTrialJob:
     """A job in Slurm's queue, or running there. `slurm.submission.cancel_runs` ends it."""
 
     def __init__(self, run: RunPaths, job: str, scheduler: Scheduler, *, found: bool) -> None:

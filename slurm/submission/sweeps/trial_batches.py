@@ -18,17 +18,17 @@ from pipeline.run.paths import SweepPaths
 from pipeline.topology.plan import Plan
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock
-from slurm.monitor.runs_overview import Line, Overview
+from slurm.monitor.runs_overview import Overview, RunSummary
 from slurm.monitor.runs_table import follow_table
 from slurm.registry import run_registry, sweep_manifest
-from slurm.registry.sweep_manifest import Point
+from slurm.registry.sweep_manifest import Trial
 from slurm.submission.cancel_runs import cancel
 from slurm.submission.compose_config import Expansion, spell_point
 from slurm.submission.launcher_signals import INTERRUPTED, describe, exit_code
 from slurm.submission.submit_sweep import PointLauncher, note_submission
-from slurm.submission.sweep_trials import PlannedPoint, prepare_sweep
-from slurm.submission.sweeps.sweep_jobs import ElsewhereJob, HereJob, PointJob, SlurmJob
-from slurm.submission.sweeps.sweep_metric import Objective
+from slurm.submission.sweep_trials import PlannedTrial, prepare_sweep
+from slurm.submission.sweeps.sweep_jobs import LocalTrialJob, RemoteTrialJob, SlurmTrialJob, TrialJob
+from slurm.submission.sweeps.sweep_metric import SweepMetric
 
 Result = float | list[float] | RollcallError
 """What a sweeper is told of a point: its number, a number for each objective, or why it has none."""
@@ -42,7 +42,7 @@ class StudyInterrupted(KeyboardInterrupt):
         super().__init__()
 
 
-class Study:
+class TrialBatches:
     """A sweep whose points come in batches. The caller holds its directory, and collects signals in `told`."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Study:
         paths: SweepPaths,
         fixed: Sequence[str],
         launch: PointLauncher,
-        objective: Objective,
+        objective: SweepMetric,
         told: Sequence[signal.Signals],
         clock: Clock = CLOCK,
     ) -> None:
@@ -62,10 +62,10 @@ class Study:
         """A result for each point, in their order, once all are over; `StudyInterrupted` after a signal."""
         self._leave_if_told({})
         looked = [self._look(overrides) for overrides in asked]
-        failures = self._carry_out({one.point.name: one for one in looked if isinstance(one, PlannedPoint)})
+        failures = self._carry_out({one.point.name: one for one in looked if isinstance(one, PlannedTrial)})
         return [self._result(one, failures) for one in looked]
 
-    def _look(self, overrides: Sequence[str]) -> PlannedPoint | RollcallError:
+    def _look(self, overrides: Sequence[str]) -> PlannedTrial | RollcallError:
         """The point as it stands, on record from now on; or what is wrong with it."""
         try:
             point = spell_point(overrides, self._fixed)
@@ -76,9 +76,9 @@ class Study:
         shared_files.write_document(self._paths.manifest, prepared.manifest)
         return prepared.entries[0]
 
-    def _carry_out(self, entries: dict[str, PlannedPoint]) -> dict[str, RollcallError]:
+    def _carry_out(self, entries: dict[str, PlannedTrial]) -> dict[str, RollcallError]:
         """Have each of them over; why those that did not finish did not."""
-        jobs, failures = dict[str, PointJob](), dict[str, RollcallError]()
+        jobs, failures = dict[str, TrialJob](), dict[str, RollcallError]()
         for name, entry in entries.items():
             self._leave_if_told(jobs)
             if entry.standing == "live":
@@ -93,7 +93,7 @@ class Study:
         return failures
 
     def _start(
-        self, entry: PlannedPoint, plan: Plan, jobs: dict[str, PointJob], failures: dict[str, RollcallError]
+        self, entry: PlannedTrial, plan: Plan, jobs: dict[str, TrialJob], failures: dict[str, RollcallError]
     ) -> None:
         """Start the point's job. What a scheduler refused for one, it is not asked for the next."""
         name, kept = entry.point.name, sweep_manifest.load_manifest(self._paths)
@@ -104,11 +104,11 @@ class Study:
                 raise refusal
             print(f"{entry.point}: {name}", flush=True)
             if entry.config.cluster.kind == "local":
-                jobs[name], job = HereJob(entry.config, plan), "local"
+                jobs[name], job = LocalTrialJob(entry.config, plan), "local"
             else:
                 job = self._launch.submit(entry.config, plan)
                 print(f"  job {job}", flush=True)
-                jobs[name] = SlurmJob(self._paths.point(name), job, self._launch.scheduler(), found=False)
+                jobs[name] = SlurmTrialJob(self._paths.point(name), job, self._launch.scheduler(), found=False)
         except RollcallError as error:
             failures[name] = error
             note_submission(self._paths, kept, entry.point, refused=str(error))
@@ -116,39 +116,39 @@ class Study:
         else:
             note_submission(self._paths, kept, entry.point, job=job)
 
-    def _found(self, entry: PlannedPoint) -> PointJob:
+    def _found(self, entry: PlannedTrial) -> TrialJob:
         """The job of a point that is live already."""
         run = self._paths.point(entry.point.name)
         job = run_registry.submitted_job(run)
         if job is None or job.kind == "local":
-            return ElsewhereJob(run)
-        return SlurmJob(run, job.job, self._launch.scheduler(), found=True)
+            return RemoteTrialJob(run)
+        return SlurmTrialJob(run, job.job, self._launch.scheduler(), found=True)
 
-    def _await(self, jobs: dict[str, PointJob]) -> dict[str, Line]:
+    def _await(self, jobs: dict[str, TrialJob]) -> dict[str, RunSummary]:
         """Show the table until all these jobs are over, or one that was found live is; those that are over.
 
         A signal ends them all, then raises.
         """
 
-        def over(lines: Iterable[Line]) -> dict[str, Line]:
+        def over(lines: Iterable[RunSummary]) -> dict[str, RunSummary]:
             return {line.name: line for line in lines if line.name in jobs and line.live is False}
 
-        def enough(lines: Sequence[Line]) -> bool:
+        def enough(lines: Sequence[RunSummary]) -> bool:
             ended = over(lines)
             return bool(self._told) or len(ended) == len(jobs) or any(jobs[name].found for name in ended)
 
-        lines = follow_table(_Reaping(self._overview, jobs), clock=self._clock, until=enough)
+        lines = follow_table(_JobTable(self._overview, jobs), clock=self._clock, until=enough)
         self._leave_if_told(jobs)
         return over(lines)
 
-    def _conclude(self, point: Point, line: Line, jobs: dict[str, PointJob]) -> RollcallError | None:
+    def _conclude(self, point: Trial, line: RunSummary, jobs: dict[str, TrialJob]) -> RollcallError | None:
         """Say how the job of a point ended, and drop it; why the point did not finish, unless it is started again."""
         job = jobs.pop(point.name)
         print(f"{point}:", flush=True)
         code = job.conclude()
         if code == 0:
             return None
-        if isinstance(job, HereJob) and code in INTERRUPTED:
+        if isinstance(job, LocalTrialJob) and code in INTERRUPTED:
             self._stop(jobs)
             raise StudyInterrupted(code)
         failures: dict[str, RollcallError] = {}
@@ -161,7 +161,7 @@ class Study:
             return failures.get(point.name)
         return SweepError(f"{point}: {line.state}" + (f": {line.failure}" if line.failure else ""))
 
-    def _leave_if_told(self, jobs: dict[str, PointJob]) -> None:
+    def _leave_if_told(self, jobs: dict[str, TrialJob]) -> None:
         """After a signal, end these jobs and raise `StudyInterrupted`."""
         if self._told:
             if jobs:
@@ -170,18 +170,18 @@ class Study:
             self._stop(jobs)
             raise StudyInterrupted(exit_code(self._told[0]))
 
-    def _stop(self, jobs: dict[str, PointJob]) -> None:
+    def _stop(self, jobs: dict[str, TrialJob]) -> None:
         """End what this command has started and what Slurm has of it; a second signal kills what runs here."""
-        here = [job for job in jobs.values() if isinstance(job, HereJob)]
+        here = [job for job in jobs.values() if isinstance(job, LocalTrialJob)]
         why = describe(self._told[0]) if self._told else "another point of the sweep was interrupted"
         for job in here:
             job.cancel(why)
         for job in here:
             job.end(at_once=lambda: len(self._told) > 1)
-        if queued := [job.run for job in jobs.values() if isinstance(job, SlurmJob)]:
+        if queued := [job.run for job in jobs.values() if isinstance(job, SlurmTrialJob)]:
             cancel(queued, self._launch.scheduler, self._clock)
 
-    def _result(self, looked: PlannedPoint | RollcallError, failures: dict[str, RollcallError]) -> Result:
+    def _result(self, looked: PlannedTrial | RollcallError, failures: dict[str, RollcallError]) -> Result:
         if isinstance(looked, RollcallError):
             return looked
         point = looked.point
@@ -196,17 +196,17 @@ class Study:
         return values[0] if len(values) == 1 else list(values)
 
 
-class _Reaping:
+class _JobTable:
     """The overview of a sweep some of whose jobs are this process's: those that are over are let go of first."""
 
-    def __init__(self, overview: Overview, jobs: dict[str, PointJob]) -> None:
+    def __init__(self, overview: Overview, jobs: dict[str, TrialJob]) -> None:
         self._overview, self._jobs = overview, jobs
 
     @property
     def source(self) -> str:
         return self._overview.source
 
-    def look(self) -> list[Line]:
+    def look(self) -> list[RunSummary]:
         for job in self._jobs.values():
             job.reap()
         return self._overview.look()

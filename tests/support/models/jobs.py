@@ -14,9 +14,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from pipeline.config import RunConfig
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Row
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, Device, Site, joined_world
+from pipeline.train.batching.sequences import TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import Deadlines, Device, RankState, joined_world
 from pipeline.train.offline.packed_dataset import write_packed
 from tests.fakes.configs import make_config
 from tests.support.models.tiny import VOCABULARY, write_tiny
@@ -25,14 +25,14 @@ ROWS, PROMPTS, STEPS = 12, 4, 4
 
 
 @contextmanager
-def world_of_one(tokens: int = 64, device: Device = "cpu") -> Iterator[Dispatch]:
+def world_of_one(tokens: int = 64, device: Device = "cpu") -> Iterator[RankGroup]:
     """The dispatch of a world whose one process is this, with so many tokens for a micro-batch."""
     with site_of_one(device) as site:
-        yield Dispatch(site, Budget(tokens))
+        yield RankGroup(site, Budget(tokens))
 
 
 @contextmanager
-def site_of_one(device: Device = "cpu") -> Iterator[Site]:
+def site_of_one(device: Device = "cpu") -> Iterator[RankState]:
     """A world whose one process is this."""
     with pytest.MonkeyPatch.context() as patch:
         world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
@@ -58,7 +58,7 @@ def config_of(model: Path, lora: int = 0, **training: Any) -> RunConfig:
     )
 
 
-def make_rows(seed: int = 3) -> list[Row]:
+def make_rows(seed: int = 3) -> list[TrainSequence]:
     """Ragged rows, three for each prompt, with advantages and the log-probabilities of another policy."""
     draw, rows = np.random.default_rng(seed), []
     for index in range(ROWS):
@@ -67,11 +67,13 @@ def make_rows(seed: int = 3) -> list[Row]:
         mask[:2] = 0
         behaviour = (draw.normal(size=length) * 0.1 - 2.8).astype(np.float32)
         tokens = draw.integers(0, VOCABULARY, length).astype(np.int32)
-        rows.append(Row(tokens, mask, float(draw.normal()), behaviour, prompt=index % PROMPTS))
+        rows.append(TrainSequence(tokens, mask, float(draw.normal()), behaviour, prompt=index % PROMPTS))
     return rows
 
 
-def write_job(folder: Path, kind: str, name: str = "", rows: list[Row] | None = None, /, **changed: Any) -> Path:
+def write_job(
+    folder: Path, kind: str, name: str = "", rows: list[TrainSequence] | None = None, /, **changed: Any
+) -> Path:
     """`<folder>/<name>.json` (the name of its kind by default) with everything it names beside it, its rows packed."""
     name = name or kind
     data = folder / f"{name}-data"

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
-from pipeline.train.algorithms import SFT, Objective, ValueObjective
-from pipeline.train.batching.sequences import Batch, Normalise, Row
+from pipeline.train.algorithms import SFT, LossSpec, ValueLoss
+from pipeline.train.batching.sequences import Batch, Normalization, TrainSequence
 from pipeline.train.worker_spec import ModelSpec
 from tests.support.models.tiny import VOCABULARY, write_tiny
 
@@ -35,15 +35,15 @@ class Recipe:
         lora: rank of the adapters that alone are trained; 0: all parameters are.
     """
 
-    objective: Objective
-    normalise: Normalise
+    objective: LossSpec
+    normalise: Normalization
     temperature: float = 1.0
     proximal: bool = False
     lora: int = 0
 
     @property
     def model(self) -> Literal["policy", "critic"]:
-        return "critic" if isinstance(self.objective, ValueObjective) else "policy"
+        return "critic" if isinstance(self.objective, ValueLoss) else "policy"
 
 
 def _loss(name: str, **settings: object) -> LossConfig:
@@ -62,8 +62,8 @@ RECIPES: dict[str, Recipe] = {
     "reinforce_pp": Recipe(_loss("reinforce_pp", kl=0.3, kl_in="reward", kl_estimator="k1"), "token"),
     "dro": Recipe(_loss("dro", beta=0.2, kl=0.1, kl_estimator="k1"), "prompt", proximal=True),
     "sft": Recipe(SFT, "token"),
-    "value": Recipe(ValueObjective(clip=0.4), "token"),
-    "value_free": Recipe(ValueObjective(clip=0.0), "sequence"),
+    "value": Recipe(ValueLoss(clip=0.4), "token"),
+    "value_free": Recipe(ValueLoss(clip=0.0), "sequence"),
     "lora": Recipe(_loss("grpo", entropy=0.05), "token", 0.8, lora=2),
     "lora_sft": Recipe(SFT, "prompt", lora=3),
 }
@@ -91,11 +91,11 @@ def policy_spec(path: Path, **changed: Any) -> ModelSpec:
     return ModelSpec(**{"kind": "policy", "model": model_config(path), "optim": OPTIM, "steps": STEPS, **changed})
 
 
-def make_rows(name: str = "grpo") -> list[Row]:
+def make_rows(name: str = "grpo") -> list[TrainSequence]:
     """Ten ragged rows of three prompts, each of two or three tokens: one row is no more than that, one counts nothing,
     one has several turns, one an advantage for each token, and the last has the tokens of another."""
     recipe, draw = RECIPES[name], np.random.default_rng(3)
-    rows: list[Row] = []
+    rows: list[TrainSequence] = []
     for index, length in enumerate((3, 11, 2, 7, 5, 9, 4, 6, 8, 6)):
         mask = np.ones(length, np.uint8)
         mask[: 1 + index % 2] = 0
@@ -111,7 +111,7 @@ def make_rows(name: str = "grpo") -> list[Row]:
             tokens[:alike] = rows[-1].tokens[:alike]
         of_tokens = draw.normal(size=(5, length)).astype(np.float32)
         behaviour = of_tokens[0] * 0.7 - 3
-        row = Row(
+        row = TrainSequence(
             tokens=tokens,
             mask=mask,
             advantages=of_tokens[1] if index == 8 else float(of_tokens[1, 0]),

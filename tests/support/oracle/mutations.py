@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import pipeline.train.algorithms
 from pipeline.train.batching import packing, sequences
-from pipeline.train.batching.packing import Bins, Kin, Layout, Packing
+from pipeline.train.batching.packing import Bins, Layout, Packing, PrefixGroup
 from pipeline.train.batching.sequences import Batch
 from pipeline.train.model import collate, context_parallel, expert_dispatch, experts, model_worker, models
 from pipeline.train.model.cpu_offload import Part, local
@@ -149,7 +149,7 @@ def leaking_attention(rank: ModelWorker) -> None:
 
 def wrong_positions(rank: ModelWorker) -> None:
     """Positions restart one token late. (Never restarting is invisible: rotary embeddings see differences only.)"""
-    lay = packing.lay
+    lay = packing.make_layout
 
     def late(*given: Any) -> Layout:
         layout = lay(*given)
@@ -157,14 +157,14 @@ def wrong_positions(rank: ModelWorker) -> None:
         seen["mutated"] += not np.array_equal(moved, layout.positions)
         return replace(layout, positions=moved)
 
-    patch(packing, "lay", late)
+    patch(packing, "make_layout", late)
 
 
 def strange_kin(rank: ModelWorker) -> None:
     """Rows share one token more than they begin with."""
-    kin_of = sequences.kin_of
+    kin_of = sequences.group_by_prefix
 
-    def longer(tokens: Sequence[NDArray[np.int32]], packing: Packing) -> list[Kin]:
+    def longer(tokens: Sequence[NDArray[np.int32]], packing: Packing) -> list[PrefixGroup]:
         found = []
         for kin in kin_of(tokens, packing):
             lengths = [len(tokens[row]) for row in kin.rows]
@@ -174,7 +174,7 @@ def strange_kin(rank: ModelWorker) -> None:
             found.append(replace(kin, shared=shared))
         return found
 
-    patch(sequences, "kin_of", longer)
+    patch(sequences, "group_by_prefix", longer)
 
 
 def shifted_targets(rank: ModelWorker) -> None:
@@ -217,7 +217,7 @@ def forgotten_correction(rank: ModelWorker) -> None:
         seen["mutated"] += 1
         return loss_N, {}
 
-    patch(pipeline.train.algorithms, "corrected", uncorrected)
+    patch(pipeline.train.algorithms, "apply_correction", uncorrected)
 
 
 def wrong_expert(rank: ModelWorker) -> None:

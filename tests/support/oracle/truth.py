@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.train.algorithms import SupervisedObjective, ValueObjective
-from pipeline.train.batching.sequences import Row
+from pipeline.train.algorithms import SupervisedLoss, ValueLoss
+from pipeline.train.batching.sequences import TrainSequence
 from tests.support.oracle import arithmetic as oracle
 from tests.support.oracle.cases import (
     ALPHA,
@@ -113,9 +113,9 @@ def excess(found: Errors, bounds: Errors) -> Errors:
 
 def goal_of(recipe: Recipe) -> Goal:
     objective = recipe.objective
-    if isinstance(objective, SupervisedObjective):
+    if isinstance(objective, SupervisedLoss):
         return Goal("sft", recipe.normalise, recipe.temperature, max_length=MAX_LENGTH)
-    if isinstance(objective, ValueObjective):
+    if isinstance(objective, ValueLoss):
         return Goal("value", recipe.normalise, value_clip=objective.clip, max_length=MAX_LENGTH)
     return Goal(
         name=objective.name,
@@ -140,7 +140,7 @@ def shape_of(recipe: Recipe) -> oracle.Shape:
     return oracle.Shape(layers=LAYERS, heads=HEADS, groups=GROUPS, size=SIZE, scale=scale, taken=taken)
 
 
-def plain(row: Row) -> Sequence64:
+def plain(row: TrainSequence) -> Sequence64:
     """The row in plain numbers; without a proximal policy the ratio is over the one that sampled."""
 
     def numbers(values: object) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.train.algorithms import Level
+from pipeline.train.algorithms import MetricsLevel
 from pipeline.train.batching.packing import Budget
 from tests.support.oracle.cases import RECIPES, Arrays
 
@@ -47,7 +47,7 @@ class Case:
     staged: bool = False
     replicas: int = 1
     cp: int = 1
-    level: Level = "basic"
+    level: MetricsLevel = "basic"
     dtype: Dtype = "float32"
     tied: bool = True
     ep: int = 0
@@ -100,7 +100,7 @@ def _plain(turn: int) -> Iterator[Case]:
     for number, recipe in enumerate(RECIPES):
         for place in ((0,), (2, 5), (1,))[turn]:
             tokens, rows, packed = BUDGETS[(number + place) % len(BUDGETS)]
-            level: Level = ("basic", "with_entropy", "none")[(number + place) % 3]
+            level: MetricsLevel = ("basic", "with_entropy", "none")[(number + place) % 3]
             yield Case(recipe, tokens, rows, packed, number % 3 > 0, staged=place > 2, level=level)
 
 

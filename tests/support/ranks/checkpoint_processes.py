@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pipeline.checkpoints import TrainerState, newest_committed
+from pipeline.checkpoints import TrainerState, newest_checkpoint
 from pipeline.checkpoints.sharded_state import load_shards, save
-from pipeline.errors import CheckpointError, DamagedError
+from pipeline.errors import CheckpointError, DamagedCheckpointError
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def save_model(rank: int, root: str, folder: Path, step: int) -> None:
 @joined()
 def load_model(rank: int, root: str, folder: Path) -> None:
     """Load into a model of other values and compare every tensor with the truth, bit for bit."""
-    found = newest_committed(root, hashes=True)
+    found = newest_checkpoint(root, hashes=True)
     assert found is not None
     model, optimizer = make_model(seed=2)
     tensors = tree(model, optimizer)
@@ -90,11 +90,11 @@ def load_model(rank: int, root: str, folder: Path) -> None:
 @joined()
 def load_damaged(rank: int, root: str, folder: Path) -> None:
     """The shards of rank 1 are damaged, which only it reads; both ranks must learn it, from the same words."""
-    found = newest_committed(root)
+    found = newest_checkpoint(root)
     assert found is not None
     try:
         load_shards(found, {"model": tree(*make_model(seed=2))["model"]})
-    except DamagedError as error:
+    except DamagedCheckpointError as error:
         (folder / f"error-{rank}").write_text(str(error))
 
 

@@ -17,20 +17,20 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from pipeline.checkpoints import TrainerState, newest_committed
-from pipeline.checkpoints.async_save import Saver
-from pipeline.checkpoints.sharded_state import commit as real_commit
+from pipeline.checkpoints import TrainerState, newest_checkpoint
+from pipeline.checkpoints.async_save import AsyncSaver
+from pipeline.checkpoints.sharded_state import complete_checkpoint as real_commit
 from pipeline.config import ModelConfig, OptimConfig, RunConfig
 from pipeline.errors import CheckpointError, TrainingError
 from pipeline.run.paths import RunPaths
-from pipeline.train.algorithms import SFT, ValueObjective
+from pipeline.train.algorithms import SFT, ValueLoss
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
 from pipeline.train.controller.model_saving import await_save, start_save
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, Site
-from pipeline.train.loop.run_recorder import LAST_SECONDS, Commits
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import Deadlines, RankState
+from pipeline.train.loop.run_recorder import FINAL_SAVE_SECONDS, RunRecorder
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.train_jobs import Job, jobs_of
 from pipeline.train.worker_spec import ModelSpec
@@ -46,7 +46,7 @@ NAMES = ("policy", "reference", "critic")
 PATIENCE = Deadlines(operation=30, control=30, grace=2)
 SLOW = Deadlines(operation=6, control=30, grace=2)
 """A collective of training has less time than the commit of `commit_slowly` takes."""
-Algorithm = Callable[[Dispatch, Commits, Path], None]
+Algorithm = Callable[[RankGroup, RunRecorder, Path], None]
 
 
 def config_of(model: Path) -> RunConfig:
@@ -70,16 +70,16 @@ def world(
     """One attempt of the run in this world; the controller runs `algorithm`, its models perhaps taking turns."""
     config, paths = config_of(run / "model"), RunPaths(run).attempt("resume-1", attempt)
 
-    def lead(dispatch: Dispatch) -> None:
-        algorithm(dispatch, Commits(paths, config, dispatch), out)
+    def lead(dispatch: RankGroup) -> None:
+        algorithm(dispatch, RunRecorder(paths, config, dispatch), out)
 
-    lead_or_serve(lead, Budget(tokens=64), device=device, patience=PATIENCE, colocated=colocated)
+    run_controller_or_worker(lead, Budget(tokens=64), device=device, patience=PATIENCE, colocated=colocated)
 
 
 def train_and_export(rank: int, model: Path) -> None:
     """Make the demo's tiny model, take some large steps, and save it as `model`."""
 
-    def lead(dispatch: Dispatch) -> None:
+    def lead(dispatch: RankGroup) -> None:
         tiny = ModelConfig(path=str(TINY), init="random")
         dispatch.init_model("policy", ModelSpec("policy", tiny, OptimConfig(lr=3e-2), steps=3))
         for step in range(3):
@@ -87,22 +87,24 @@ def train_and_export(rank: int, model: Path) -> None:
             dispatch.optim_step("policy")
         dispatch.save_hf_model("policy", model)
 
-    lead_or_serve(lead, Budget(tokens=64), patience=PATIENCE)
+    run_controller_or_worker(lead, Budget(tokens=64), patience=PATIENCE)
 
 
 def logprobs_of(rank: int, model: Path, tokens: list[list[int]], out: Path) -> None:
     """Write the log-probabilities of all tokens but the first, by the model in that directory."""
     masks = [np.arange(len(row)) > 0 for row in tokens]
-    batch = Batch.of([Row(np.array(row, np.int32), mask) for row, mask in zip(tokens, masks, strict=True)], "token")
+    batch = Batch.of(
+        [TrainSequence(np.array(row, np.int32), mask) for row, mask in zip(tokens, masks, strict=True)], "token"
+    )
 
-    def lead(dispatch: Dispatch) -> None:
+    def lead(dispatch: RankGroup) -> None:
         dispatch.init_model("policy", ModelSpec("policy", ModelConfig(path=str(model)), None))
         out.write_text(json.dumps([row.tolist() for row in dispatch.forward("policy", batch)]))
 
-    lead_or_serve(lead, Budget(tokens=64), patience=PATIENCE)
+    run_controller_or_worker(lead, Budget(tokens=64), patience=PATIENCE)
 
 
-def first(dispatch: Dispatch, commits: Commits, out: Path) -> None:
+def first(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     """Train all steps; the commit after some of them is held up until the steps after it are done."""
     job, release, durable = start(commits, 0), hold_commits(), []
     commits.on_durable = durable.append
@@ -111,7 +113,7 @@ def first(dispatch: Dispatch, commits: Commits, out: Path) -> None:
     commits.commit(job, SAVED, ("entry",))
     steps = train(dispatch, SAVED, STEPS)
     commits.collect()
-    assert newest_committed(commits._root) is None
+    assert newest_checkpoint(commits._root) is None
     assert (dispatch.saver.idle, durable) == (False, []), "steps were done while it was under way"
     release.set()
     commits.finish()
@@ -124,7 +126,7 @@ def first(dispatch: Dispatch, commits: Commits, out: Path) -> None:
         train(dispatch, step, step + 1)  # until it is killed
 
 
-def resume(dispatch: Dispatch, commits: Commits, out: Path) -> None:
+def resume(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     """Go on from the commit, to the same step as `first`, and commit that."""
     job = start(commits, SAVED)
     assert commits.covered == ("entry",)
@@ -135,24 +137,24 @@ def resume(dispatch: Dispatch, commits: Commits, out: Path) -> None:
     leave(dispatch, steps, out)
 
 
-def fall_back(dispatch: Dispatch, commits: Commits, out: Path) -> None:
+def fall_back(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     """Step 6 was damaged since, in what only rank 1 reads: go on from step 3, and from that alone."""
     start(commits, SAVED)
     assert settled(commits) == list(range(SAVED))
-    newest = newest_committed(commits._root)
+    newest = newest_checkpoint(commits._root)
     assert newest is not None
     assert newest.name == f"rl-{SAVED}", "the other counts no more, although its sizes are right"
     leave(dispatch, [], out)
 
 
-def copy(dispatch: Dispatch, commits: Commits, out: Path) -> None:
+def copy(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     """Restore, say what is there, and commit it again as a step of this world."""
     job = start(commits, STEPS)
     leave(dispatch, [], out)
     commits.commit(job, STEPS, (), wait=True)
 
 
-def fail(dispatch: Dispatch, commits: Commits, out: Path) -> None:
+def fail(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     """A commit whose shard one rank cannot write is reported by the next look, and the one after it is made."""
     job = start(commits, STEPS)
     leave(dispatch, [], out)
@@ -162,7 +164,7 @@ def fail(dispatch: Dispatch, commits: Commits, out: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot save .* rank 1: OSError.*No space left"):
         commits.collect()
     commits.collect()
-    newest = newest_committed(commits._root)
+    newest = newest_checkpoint(commits._root)
     assert newest is not None
     assert newest.manifest.step == STEPS
     train(dispatch, STEPS, STEPS + 1)
@@ -176,26 +178,26 @@ def commit_slowly(rank: int, root: str) -> None:
         time.sleep(SLOW.operation + 0.5)
         return real_commit(*arguments)
 
-    def lead(dispatch: Dispatch) -> None:
-        _patch.setattr("pipeline.checkpoints.sharded_state.commit", commit)
+    def lead(dispatch: RankGroup) -> None:
+        _patch.setattr("pipeline.checkpoints.sharded_state.complete_checkpoint", commit)
         dispatch.on_sites(stage_numbers)
         start_save(dispatch, root, "1-0", TrainerState(job="rl", step=1), ["numbers"], 2)
         await_save(dispatch, "the slow commit")
         assert set(dispatch.on_sites(saved)) == {"rl-1"}
 
-    lead_or_serve(lead, Budget(tokens=64), patience=SLOW)
+    run_controller_or_worker(lead, Budget(tokens=64), patience=SLOW)
 
 
-def stage_numbers(site: Site) -> None:
+def stage_numbers(site: RankState) -> None:
     site.saver.stage("numbers", {"w": torch.ones(3)})
 
 
-def saved(site: Site) -> str:
+def saved(site: RankState) -> str:
     wait_for("this rank's part of the save", lambda: site.saver.idle, WAIT_SECONDS)
     return site.saver.result().name
 
 
-def lose_a_rank(dispatch: Dispatch, commits: Commits, out: Path) -> None:
+def lose_a_rank(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     """Rank 1 is lost while it has its part of a commit to write: what is told is that, soon, and nothing is durable."""
     job, durable = start(commits, SAVED), []
     commits.on_durable = durable.append
@@ -206,32 +208,32 @@ def lose_a_rank(dispatch: Dispatch, commits: Commits, out: Path) -> None:
     assert dispatch.broken
     began = time.monotonic()
     commits.finish()
-    assert time.monotonic() - began < LAST_SECONDS + 2
+    assert time.monotonic() - began < FINAL_SAVE_SECONDS + 2
     assert durable == []
-    newest = newest_committed(commits._root)
+    newest = newest_checkpoint(commits._root)
     assert newest is not None
     assert newest.manifest.step == SAVED
     out.write_text("told")
 
 
-def start(commits: Commits, done: int) -> Job:
+def start(commits: RunRecorder, done: int) -> Job:
     """Restore, which must find `done` steps."""
     position = commits.restore()
     assert position.done == done
     return jobs_of(commits._config)[0]
 
 
-def train(dispatch: Dispatch, begin: int, end: int) -> list[dict[str, float]]:
+def train(dispatch: RankGroup, begin: int, end: int) -> list[dict[str, float]]:
     """The steps `begin` … `end` − 1, each of rows that its number names; their metrics."""
     return [one_step(dispatch, step) for step in range(begin, end)]
 
 
-def one_step(dispatch: Dispatch, step: int) -> dict[str, float]:
+def one_step(dispatch: RankGroup, step: int) -> dict[str, float]:
     loss = config_of(Path("model")).loss
     batch = Batch.of(rows(step), "token")
     reference = dispatch.forward("reference", batch)
     metrics = dispatch.forward_backward("policy", batch, loss) | dispatch.optim_step("policy")
-    critic = dispatch.forward_backward("critic", batch, ValueObjective(0.2)) | dispatch.optim_step("critic")
+    critic = dispatch.forward_backward("critic", batch, ValueLoss(0.2)) | dispatch.optim_step("critic")
     dispatch.pass_through("reference", follow)
     metrics |= {f"critic/{name}": value for name, value in critic.items()}
     return metrics | {"reference": float(sum(float(row.sum()) for row in reference))}
@@ -244,16 +246,16 @@ def follow(worker: ModelWorker) -> None:
             parameter.mul_(1.01)
 
 
-def rows(step: int) -> list[Row]:
+def rows(step: int) -> list[TrainSequence]:
     draw = np.random.default_rng(step)
     return [row(draw, length, index // 2) for index, length in enumerate((5, 9, 16, 7, 3, 12))]
 
 
-def row(draw: np.random.Generator, length: int, prompt: int) -> Row:
+def row(draw: np.random.Generator, length: int, prompt: int) -> TrainSequence:
     mask = np.ones(length, np.uint8)
     mask[0] = 0
     numbers = draw.normal(size=(5, length)).astype(np.float32)
-    return Row(
+    return TrainSequence(
         tokens=draw.integers(0, VOCABULARY, length).astype(np.int32),
         mask=mask,
         advantages=numbers[0],
@@ -265,19 +267,19 @@ def row(draw: np.random.Generator, length: int, prompt: int) -> Row:
     )
 
 
-def settle(commits: Commits, done: int) -> None:
+def settle(commits: RunRecorder, done: int) -> None:
     """As if each step had trained one prompt."""
     for position in range(done):
         if not commits.ledger.is_settled(position):
             commits.ledger.settle(position, "trained", position)
 
 
-def settled(commits: Commits) -> list[int]:
+def settled(commits: RunRecorder) -> list[int]:
     """The positions in `ledger.jsonl`."""
     return [json.loads(line)["position"] for line in commits._run.ledger.read_text().splitlines()]
 
 
-def leave(dispatch: Dispatch, steps: list[dict[str, float]], out: Path) -> None:
+def leave(dispatch: RankGroup, steps: list[dict[str, float]], out: Path) -> None:
     """Write what this world computed."""
     state = {name: dispatch.pass_through(name, whole_state)[0] for name in NAMES}
     out.mkdir(parents=True, exist_ok=True)
@@ -305,7 +307,7 @@ def hold_commits() -> Event:
         assert release.wait(60)
         return real_commit(*arguments)
 
-    _patch.setattr("pipeline.checkpoints.sharded_state.commit", held)
+    _patch.setattr("pipeline.checkpoints.sharded_state.complete_checkpoint", held)
     return release
 
 
@@ -333,11 +335,11 @@ def unsaveable_on_rank_1(worker: ModelWorker) -> None:
 
 def _replace_staging(more: Callable[[], dict[str, Any]]) -> None:
     """The next model that is staged in this process has `more` in its tree."""
-    stage = Saver.stage
+    stage = AsyncSaver.stage
 
-    def staged(self: Saver, name: str, tensors: dict[str, Any]) -> None:
-        _patch.setattr(Saver, "stage", stage)
+    def staged(self: AsyncSaver, name: str, tensors: dict[str, Any]) -> None:
+        _patch.setattr(AsyncSaver, "stage", stage)
         stage(self, name, tensors)
         self._staged[name] |= more()
 
-    _patch.setattr(Saver, "stage", staged)
+    _patch.setattr(AsyncSaver, "stage", staged)

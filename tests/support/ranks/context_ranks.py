@@ -53,7 +53,7 @@ def layout_of(how: packing.Packing, context: ContextParallel) -> packing.Layout:
     draw = np.random.default_rng(0)
     rows = [draw.integers(0, 9, length).astype(np.int32) for length in LENGTHS]
     rows[1][:5], rows[4][:8] = rows[0][:5], rows[0][:8]
-    layout = packing.lay(LENGTHS, how, packing.kin_of(rows, how))
+    layout = packing.make_layout(LENGTHS, how, packing.group_by_prefix(rows, how))
     assert layout.packing == how
     filled = packing.fill(layout, context.whole_length(len(layout.positions)))
     assert not len(filled.positions) % context.size

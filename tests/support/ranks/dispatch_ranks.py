@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import OptimConfig
 from pipeline.train.algorithms import SFT
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.models import build_model
 from pipeline.train.worker_spec import ModelSpec
@@ -42,7 +42,7 @@ from tests.support.ranks.training_ranks import gradients
 _saved: dict[str, Any] = {}
 
 
-def calls_accumulate_until_the_step(dispatch: Dispatch, path: Path) -> None:
+def calls_accumulate_until_the_step(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     dispatch.forward_backward("policy", batch, GRPO)
     (whole, _) = dispatch.pass_through("policy", gradients)
@@ -54,7 +54,7 @@ def calls_accumulate_until_the_step(dispatch: Dispatch, path: Path) -> None:
         np.testing.assert_allclose(added[name], slope, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def a_loss_weight_multiplies_the_gradient_but_not_the_metric(dispatch: Dispatch, path: Path) -> None:
+def a_loss_weight_multiplies_the_gradient_but_not_the_metric(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     plain = dispatch.forward_backward("policy", batch, GRPO)
     (whole, _) = dispatch.pass_through("policy", gradients)
@@ -66,10 +66,10 @@ def a_loss_weight_multiplies_the_gradient_but_not_the_metric(dispatch: Dispatch,
         np.testing.assert_allclose(quarter[name], slope / 4, rtol=1e-5, atol=1e-8, err_msg=name)
 
 
-def a_gradient_that_is_not_finite_skips_the_step(dispatch: Dispatch, path: Path) -> None:
+def a_gradient_that_is_not_finite_skips_the_step(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     before = parameters(dispatch)
-    rows = [Row(row.tokens, row.mask, 3e38, row.behaviour, row.reference) for row in make_rows()]
+    rows = [TrainSequence(row.tokens, row.mask, 3e38, row.behaviour, row.reference) for row in make_rows()]
     dispatch.forward_backward("policy", Batch.of(rows, "token"), GRPO, loss_weight=100.0)
     assert dispatch.optim_step("policy")["skipped"] == 1
     after = parameters(dispatch)
@@ -83,12 +83,12 @@ def progress(worker: ModelWorker) -> dict[str, int]:
     return worker.optimizer.progress()
 
 
-def a_step_without_gradients_is_refused(dispatch: Dispatch, path: Path) -> None:
+def a_step_without_gradients_is_refused(dispatch: RankGroup, path: Path) -> None:
     fresh(dispatch, path)
     assert "call forward_backward first" in refusal(lambda: dispatch.optim_step("policy"))
 
 
-def random_weights_depend_on_the_seed_alone(dispatch: Dispatch, path: Path) -> None:
+def random_weights_depend_on_the_seed_alone(dispatch: RankGroup, path: Path) -> None:
     random = model_config(path).model_copy(update={"init": "random"})
     dispatch.init_model("policy", ModelSpec("policy", random, OPTIM, steps=10, seed=7))
     found = parameters(dispatch)
@@ -101,7 +101,7 @@ def random_weights_depend_on_the_seed_alone(dispatch: Dispatch, path: Path) -> N
     )
 
 
-def a_tied_head_is_sent_once_as_the_embedding(dispatch: Dispatch, path: Path) -> None:
+def a_tied_head_is_sent_once_as_the_embedding(dispatch: RankGroup, path: Path) -> None:
     fresh(dispatch, path)
     found, stored = parameters(dispatch), load_file(path / "model.safetensors")
     assert found.keys() == stored.keys()
@@ -109,14 +109,14 @@ def a_tied_head_is_sent_once_as_the_embedding(dispatch: Dispatch, path: Path) ->
     assert all(torch.equal(found[name], stored[name]) for name in stored)
 
 
-def an_abandoned_transfer_leaves_the_ranks_together(dispatch: Dispatch, path: Path) -> None:
+def an_abandoned_transfer_leaves_the_ranks_together(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     for _ in dispatch.full_parameters("policy"):
         break
     assert len(dispatch.forward("policy", batch)) == len(batch.rows)
 
 
-def nothing_runs_in_the_middle_of_a_transfer(dispatch: Dispatch, path: Path) -> None:
+def nothing_runs_in_the_middle_of_a_transfer(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     transfer = dispatch.full_parameters("policy")
     next(transfer)
@@ -125,7 +125,7 @@ def nothing_runs_in_the_middle_of_a_transfer(dispatch: Dispatch, path: Path) -> 
     dispatch.forward("policy", batch)
 
 
-def an_export_is_a_model_that_transformers_loads(dispatch: Dispatch, path: Path) -> None:
+def an_export_is_a_model_that_transformers_loads(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     dispatch.forward_backward("policy", batch, GRPO)
     dispatch.optim_step("policy")
@@ -139,7 +139,7 @@ def an_export_is_a_model_that_transformers_loads(dispatch: Dispatch, path: Path)
         np.testing.assert_allclose(found[1:], truth * torch.tensor(row.mask[1:]), rtol=0, atol=1e-5)
 
 
-def a_loaded_state_continues_bit_by_bit(dispatch: Dispatch, path: Path) -> None:
+def a_loaded_state_continues_bit_by_bit(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     step(dispatch, batch)
     dispatch.pass_through("policy", remember)
@@ -160,7 +160,7 @@ def recall(worker: ModelWorker) -> None:
     worker.load_state(_saved)
 
 
-def a_new_job_starts_with_a_fresh_optimizer(dispatch: Dispatch, path: Path) -> None:
+def a_new_job_starts_with_a_fresh_optimizer(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     assert [step(dispatch, batch)["lr"] for _ in range(2)] == [OPTIM.lr / 2, OPTIM.lr]
     dispatch.forward_backward("policy", batch, GRPO)
@@ -172,7 +172,7 @@ def a_new_job_starts_with_a_fresh_optimizer(dispatch: Dispatch, path: Path) -> N
     assert step(dispatch, batch)["lr"] == 1e-3
 
 
-def a_failure_on_every_rank_names_one_and_spares_the_world(dispatch: Dispatch, path: Path) -> None:
+def a_failure_on_every_rank_names_one_and_spares_the_world(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     text = refusal(lambda: dispatch.pass_through("policy", fail_on, (0, 1)))
     assert text.startswith("fail_on failed on rank ")
@@ -181,7 +181,7 @@ def a_failure_on_every_rank_names_one_and_spares_the_world(dispatch: Dispatch, p
     dispatch.forward("policy", batch)
 
 
-def a_failure_on_one_rank_that_hinders_nobody_spares_the_world(dispatch: Dispatch, path: Path) -> None:
+def a_failure_on_one_rank_that_hinders_nobody_spares_the_world(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     text = refusal(lambda: dispatch.pass_through("policy", fail_on, (1,)))
     assert text.startswith("fail_on failed on rank 1: OSError: disk full")
@@ -193,11 +193,11 @@ def fail_on(worker: ModelWorker, ranks: tuple[int, ...]) -> None:
         raise OSError("disk full")
 
 
-def bad_input_is_refused_before_anything_is_sent(dispatch: Dispatch, path: Path) -> None:
+def bad_input_is_refused_before_anything_is_sent(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
-    short = Row(np.zeros(2, np.int32), np.array([0, 1], np.uint8))
-    foreign = Row(np.array([1, VOCABULARY], np.int32), np.array([0, 1], np.uint8))
-    long = Row(np.zeros(97, np.int32), np.zeros(97, np.uint8))
+    short = TrainSequence(np.zeros(2, np.int32), np.array([0, 1], np.uint8))
+    foreign = TrainSequence(np.array([1, VOCABULARY], np.int32), np.array([0, 1], np.uint8))
+    long = TrainSequence(np.zeros(97, np.int32), np.zeros(97, np.uint8))
     assert "no model 'critic'; there are: policy" in refusal(lambda: dispatch.forward("critic", batch))
     assert "row 1 has a token outside the model's vocabulary of 17" in refusal(
         lambda: dispatch.forward("policy", Batch.of([short, foreign]))
@@ -206,14 +206,14 @@ def bad_input_is_refused_before_anything_is_sent(dispatch: Dispatch, path: Path)
     dispatch.forward("policy", batch)
 
 
-def what_cannot_travel_harms_nobody(dispatch: Dispatch, path: Path) -> None:
+def what_cannot_travel_harms_nobody(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
         dispatch.pass_through("policy", lambda worker: None)
     dispatch.forward("policy", batch)
 
 
-def a_batch_smaller_than_the_world_trains(dispatch: Dispatch, path: Path) -> None:
+def a_batch_smaller_than_the_world_trains(dispatch: RankGroup, path: Path) -> None:
     fresh(dispatch, path)
     metrics = dispatch.forward_backward("policy", Batch.of(make_rows()[:1]), SFT)
     assert metrics["loss"] > 0
@@ -246,13 +246,13 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def one_rank_fails_while_the_other_waits_for_it(dispatch: Dispatch, path: Path) -> None:
+def one_rank_fails_while_the_other_waits_for_it(dispatch: RankGroup, path: Path) -> None:
     text = refusal(lambda: dispatch.pass_through("policy", fail_before_barrier, 1))
     assert text.startswith("fail_before_barrier failed on rank 1: OSError: disk full"), text
     assert "the world is broken" in refusal(lambda: dispatch.forward("policy", make_batch("grpo")))
 
 
-def the_controller_fails_while_the_other_waits_for_it(dispatch: Dispatch, path: Path) -> None:
+def the_controller_fails_while_the_other_waits_for_it(dispatch: RankGroup, path: Path) -> None:
     text = refusal(lambda: dispatch.pass_through("policy", fail_before_barrier, 0))
     assert text.startswith("fail_before_barrier failed on rank 0: OSError: disk full"), text
     assert dispatch.broken
@@ -264,7 +264,7 @@ def fail_before_barrier(worker: ModelWorker, rank: int) -> None:
     dist.barrier()
 
 
-def a_rank_dies_in_an_operation(dispatch: Dispatch, path: Path) -> None:
+def a_rank_dies_in_an_operation(dispatch: RankGroup, path: Path) -> None:
     assert refusal(lambda: dispatch.pass_through("policy", die, 1)).startswith("die failed")
     assert dispatch.broken
 
@@ -275,7 +275,7 @@ def die(worker: ModelWorker, rank: int) -> None:
     dist.barrier()
 
 
-def a_controller_that_shows_it_lives_is_waited_for(dispatch: Dispatch, path: Path) -> None:
+def a_controller_that_shows_it_lives_is_waited_for(dispatch: RankGroup, path: Path) -> None:
     """Waits for longer than the ranks would bear silence."""
     end = time.monotonic() + 1.5 * PATIENCE.control
 
@@ -298,7 +298,7 @@ BREAKAGES: dict[str, Scenario] = {
 }
 
 
-def outcome_of(scenario: Scenario, dispatch: Dispatch, path: Path) -> str | None:
+def outcome_of(scenario: Scenario, dispatch: RankGroup, path: Path) -> str | None:
     try:
         scenario(dispatch, path)
     except Exception:  # noqa: BLE001 - reported to the test
@@ -312,14 +312,14 @@ def work(rank: int, path: Path, results: Path, *names: str) -> None:
     chosen = {name: known[name] for name in names or SCENARIOS}
     torch.set_num_threads(1)
 
-    def algorithm(dispatch: Dispatch) -> None:
+    def algorithm(dispatch: RankGroup) -> None:
         # torchrun ends the controller when another rank dies; it has to tell first what it saw.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         fresh(dispatch, path)
         outcomes = {name: outcome_of(scenario, dispatch, path) for name, scenario in chosen.items()}
         results.write_text(json.dumps(outcomes))
 
-    lead_or_serve(algorithm, BUDGET, patience=PATIENCE)
+    run_controller_or_worker(algorithm, BUDGET, patience=PATIENCE)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from pipeline.config import OptimConfig
 from pipeline.train.controller.batch_staging import Staged
-from pipeline.train.controller.device_placement import NEEDED, Needs, Purpose
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.train.controller.device_placement import REQUIREMENTS, Purpose, Requirements
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.train.model.cpu_offload import Part, local
 from pipeline.train.model.model_worker import ModelWorker
 from tests.support.oracle.cases import RECIPES, make_batch, policy_spec
@@ -32,7 +32,7 @@ MINDLESS |= {"memory", "offload_all", "empty_cache", "idle"}
 COMBINED = {"forward_each", "on_sites", "full_parameters"}
 """What needs models for purposes of other names."""
 VALUE = RECIPES["value"].objective
-Call = Callable[[Dispatch], object]
+Call = Callable[[RankGroup], object]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Step:
     """A call of one public operation, and what it counts as for each model that it leaves on the device."""
 
     operation: str
-    needs: Needs
+    needs: Requirements
     call: Call
 
 
@@ -88,7 +88,7 @@ class Script:
         ]
 
     def _sending(self) -> list[Step]:
-        both: Needs = {"policy": "save_checkpoint", "critic": "load_checkpoint"}
+        both: Requirements = {"policy": "save_checkpoint", "critic": "load_checkpoint"}
         return [
             on("policy", "prepare_weight_sync", lambda d: d.prepare_weight_sync("policy")),
             Step("full_parameters", {"policy": "prepare_weight_sync"}, self._gather),
@@ -124,15 +124,15 @@ class Script:
     def _halves(self) -> list[Any]:
         return [np.full(len(row), 0.5, np.float32) for row in self._rows.batch.rows]
 
-    def _answer_and_amend(self, dispatch: Dispatch) -> object:
+    def _answer_and_amend(self, dispatch: RankGroup) -> object:
         answers = dispatch.forward_each(("policy", "reference", "critic"), self._rows)
         dispatch.amend(self._staged[-1], "proximal", [answers["policy"]])
         return answers, dispatch.forward_each(("policy", "critic"), make_batch("grpo"))
 
-    def _gather(self, dispatch: Dispatch) -> object:
+    def _gather(self, dispatch: RankGroup) -> object:
         return [(name, tensor.clone()) for name, tensor in dispatch.full_parameters("policy")]
 
-    def _save(self, dispatch: Dispatch) -> object:
+    def _save(self, dispatch: RankGroup) -> object:
         dispatch.save_hf_model("policy", self._export)
         return load_file(self._export / "model.safetensors")
 
@@ -142,7 +142,7 @@ def on(name: str, purpose: Purpose, call: Call) -> Step:
 
 
 def copy_step(target: str) -> Step:
-    needs: Needs = {"policy": "copy_parameters", target: "copy_parameters"}
+    needs: Requirements = {"policy": "copy_parameters", target: "copy_parameters"}
     return Step("copy_parameters", needs, lambda d: d.copy_parameters("policy", target))
 
 
@@ -156,11 +156,11 @@ def parameters(worker: ModelWorker) -> dict[str, Any]:
     return {name: local(p.detach()).clone().numpy() for name, p in worker.model.named_parameters()}
 
 
-def all_numbers(site: Site) -> dict[str, Any]:
+def all_numbers(site: RankState) -> dict[str, Any]:
     return {name: numbers(site.worker(name)) for name in ("policy", "critic")}
 
 
-def play(dispatch: Dispatch, steps: Sequence[Step]) -> list[object]:
+def play(dispatch: RankGroup, steps: Sequence[Step]) -> list[object]:
     """What each step returns; with colocated models each begins on an empty device, which is then measured."""
     results = []
     for each in steps:
@@ -172,9 +172,9 @@ def play(dispatch: Dispatch, steps: Sequence[Step]) -> list[object]:
     return results
 
 
-def measure(dispatch: Dispatch, done: Step) -> None:
+def measure(dispatch: RankGroup, done: Step) -> None:
     """What has bytes on the device, on any rank, is what the table says."""
-    needed = {(name, part) for name, purpose in done.needs.items() for part in NEEDED[purpose]}
+    needed = {(name, part) for name, purpose in done.needs.items() for part in REQUIREMENTS[purpose]}
     needed &= {(name, part) for name in dispatch.models for part in ("model", "optimizer")}
     needed -= {("reference", "optimizer")}
     for rank, of_rank in enumerate(dispatch.memory()):
@@ -186,8 +186,8 @@ def bytes_of(memory: Any) -> list[tuple[Part, int]]:
     return [("model", memory.model), ("optimizer", memory.optimizer)]
 
 
-def colocated(dispatch: Dispatch) -> Dispatch:
-    return Dispatch(dispatch._site, BUDGET, colocated=True)
+def colocated(dispatch: RankGroup) -> RankGroup:
+    return RankGroup(dispatch._site, BUDGET, colocated=True)
 
 
 def alike(one: object, other: object) -> bool:
@@ -203,15 +203,15 @@ def alike(one: object, other: object) -> bool:
     return one == other
 
 
-def every_public_operation_is_in_the_table_and_is_played(dispatch: Dispatch, path: Path) -> None:
-    public = {name for name, _ in inspect.getmembers(Dispatch, inspect.isfunction) if not name.startswith("_")}
+def every_public_operation_is_in_the_table_and_is_played(dispatch: RankGroup, path: Path) -> None:
+    public = {name for name, _ in inspect.getmembers(RankGroup, inspect.isfunction) if not name.startswith("_")}
     steps = Script(path, path).steps()
     assert {each.operation for each in steps} == public - APART
-    assert public - APART - MINDLESS - COMBINED | {"save_checkpoint", "load_checkpoint"} == set(NEEDED)
-    assert {operation for each in steps for operation in each.needs.values()} == set(NEEDED)
+    assert public - APART - MINDLESS - COMBINED | {"save_checkpoint", "load_checkpoint"} == set(REQUIREMENTS)
+    assert {operation for each in steps for operation in each.needs.values()} == set(REQUIREMENTS)
 
 
-def every_operation_does_the_same_when_models_have_to_move(dispatch: Dispatch, path: Path) -> None:
+def every_operation_does_the_same_when_models_have_to_move(dispatch: RankGroup, path: Path) -> None:
     steps = Script(path, path.parent / "stayed").steps()
     stayed = play(dispatch, steps)
     moved = play(colocated(dispatch), Script(path, path.parent / "moved").steps())
@@ -219,14 +219,14 @@ def every_operation_does_the_same_when_models_have_to_move(dispatch: Dispatch, p
         assert alike(one, other), each.operation
 
 
-def models_that_are_not_colocated_stay(dispatch: Dispatch, path: Path) -> None:
+def models_that_are_not_colocated_stay(dispatch: RankGroup, path: Path) -> None:
     play(dispatch, Script(path, path.parent / "kept").steps()[:-4])
     for of_rank in dispatch.memory():
         assert all(memory.model > 0 for memory in of_rank.values())
         assert all(of_rank[name].optimizer > 0 for name in ("policy", "critic"))
 
 
-def a_missing_offload_is_noticed(dispatch: Dispatch, path: Path) -> None:
+def a_missing_offload_is_noticed(dispatch: RankGroup, path: Path) -> None:
     """On one rank of two, a part stays where it is although it was told to leave."""
     for part in ("model", "optimizer"):
         dispatch.on_sites(remove_models)
@@ -239,7 +239,7 @@ def a_missing_offload_is_noticed(dispatch: Dispatch, path: Path) -> None:
         assert forgotten[0] == 0 < forgotten[1]
 
 
-def a_move_that_failed_is_made_up_for(dispatch: Dispatch, path: Path) -> None:
+def a_move_that_failed_is_made_up_for(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     expected = [step(dispatch, batch) for _ in range(3)]
     others = colocated(dispatch)
@@ -256,7 +256,7 @@ _patches = ExitStack()
 _seen: Counter[str] = Counter()
 
 
-def forget_offload(site: Site, forgotten: Part) -> None:
+def forget_offload(site: RankState, forgotten: Part) -> None:
     offload = ModelWorker.offload
 
     def forget(worker: ModelWorker, part: Part) -> None:
@@ -269,18 +269,18 @@ def forget_offload(site: Site, forgotten: Part) -> None:
         _patches.enter_context(mock.patch.object(ModelWorker, "offload", forget))
 
 
-def fail_load(site: Site) -> None:
+def fail_load(site: RankState) -> None:
     if site.rank == 1:
         _patches.enter_context(mock.patch.object(ModelWorker, "load", side_effect=OSError("disk full")))
 
 
-def restore(site: Site) -> int:
+def restore(site: RankState) -> int:
     """Undo what was patched; how often an offload was forgotten."""
     _patches.close()
     return _seen.pop("forgotten", 0)
 
 
-def remove_models(site: Site) -> None:
+def remove_models(site: RankState) -> None:
     """Those of a script that was not played to its end."""
     site.workers.clear()
     site.staged.clear()

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.train.model.model_worker import ModelWorker
 from tests.support.oracle.cases import VOCABULARY, make_rows, policy_spec
 from tests.support.ranks.dispatch_cases import GRPO, OPTIM, PATIENCE, Scenario, fresh, parameters, refusal, step
@@ -24,7 +24,7 @@ from tests.support.ranks.training_ranks import gradients
 PARTS = ([0, 3, 8], [1, 2, 4, 5, 6, 7])
 
 
-def staged_rows_train_as_those_that_travel(dispatch: Dispatch, path: Path) -> None:
+def staged_rows_train_as_those_that_travel(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     parts = [batch.take(part) for part in PARTS]
     told = [dispatch.forward_backward("policy", part, GRPO) for part in parts]
@@ -37,7 +37,7 @@ def staged_rows_train_as_those_that_travel(dispatch: Dispatch, path: Path) -> No
     dispatch.unstage(staged)
 
 
-def the_first_ratio_of_amended_rows_is_exactly_one(dispatch: Dispatch, path: Path) -> None:
+def the_first_ratio_of_amended_rows_is_exactly_one(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     staged = dispatch.stage([batch.take(part) for part in PARTS])
     old = [dispatch.forward("policy", each) for each in staged.batches]
@@ -51,21 +51,21 @@ def the_first_ratio_of_amended_rows_is_exactly_one(dispatch: Dispatch, path: Pat
     dispatch.unstage(staged)
 
 
-def amended_rows_are_those_with_the_column_from_the_start(dispatch: Dispatch, path: Path) -> None:
+def amended_rows_are_those_with_the_column_from_the_start(dispatch: RankGroup, path: Path) -> None:
     rows = make_rows("grpo")
     draw = np.random.default_rng(8)
     columns = [draw.normal(size=len(row)).astype(np.float32) for row in rows]
     fresh(dispatch, path)
-    whole = Batch.of([Row(r.tokens, r.mask, a, r.behaviour) for r, a in zip(rows, columns, strict=True)])
+    whole = Batch.of([TrainSequence(r.tokens, r.mask, a, r.behaviour) for r, a in zip(rows, columns, strict=True)])
     expected = dispatch.forward_backward("policy", whole, GRPO)
-    staged = dispatch.stage([Batch.of([Row(row.tokens, row.mask, 1.0, row.behaviour) for row in rows])])
+    staged = dispatch.stage([Batch.of([TrainSequence(row.tokens, row.mask, 1.0, row.behaviour) for row in rows])])
     assert dispatch.forward_backward("policy", staged[0], GRPO) != expected
     dispatch.amend(staged, "advantages", [columns])
     assert dispatch.forward_backward("policy", staged[0], GRPO) == expected
     dispatch.unstage(staged)
 
 
-def stagings_do_not_mind_each_other_and_leave_nothing(dispatch: Dispatch, path: Path) -> None:
+def stagings_do_not_mind_each_other_and_leave_nothing(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     expected = dispatch.forward("policy", batch)
     first, second = (dispatch.stage([batch.take(part)]) for part in PARTS)
@@ -80,16 +80,16 @@ def stagings_do_not_mind_each_other_and_leave_nothing(dispatch: Dispatch, path: 
     assert dispatch.on_sites(count_staged) == [0, 0]
 
 
-def count_staged(site: Site) -> int:
+def count_staged(site: RankState) -> int:
     return len(site.staged)
 
 
-def bad_rows_are_not_staged_and_bad_columns_change_nothing(dispatch: Dispatch, path: Path) -> None:
+def bad_rows_are_not_staged_and_bad_columns_change_nothing(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
-    long = Row(np.zeros(97, np.int32), np.zeros(97, np.uint8))
-    foreign = Row(np.array([1, VOCABULARY], np.int32), np.array([0, 1], np.uint8))
+    long = TrainSequence(np.zeros(97, np.int32), np.zeros(97, np.uint8))
+    foreign = TrainSequence(np.array([1, VOCABULARY], np.int32), np.array([0, 1], np.uint8))
     for row, said in ((long, "batch 1: row 1 has 97 tokens"), (foreign, "batch 1: row 1 has a token outside")):
-        bad = Batch.of([Row(np.zeros(2, np.int32), np.zeros(2, np.uint8)), row])
+        bad = Batch.of([TrainSequence(np.zeros(2, np.int32), np.zeros(2, np.uint8)), row])
         assert said in refusal(lambda bad=bad: dispatch.stage([batch, bad]))
     assert dispatch.on_sites(count_staged) == [0, 0]
     staged = dispatch.stage([batch])
@@ -103,20 +103,20 @@ def bad_rows_are_not_staged_and_bad_columns_change_nothing(dispatch: Dispatch, p
     dispatch.unstage(staged)
 
 
-def rows_are_not_staged_before_there_is_a_model(dispatch: Dispatch, path: Path) -> None:
+def rows_are_not_staged_before_there_is_a_model(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     dispatch.remove_model("policy")
     assert "there is none yet: init_model first" in refusal(lambda: dispatch.stage([batch]))
     assert dispatch.on_sites(count_staged) == [0, 0]
 
 
-def nothing_to_train_is_no_error(dispatch: Dispatch, path: Path) -> None:
+def nothing_to_train_is_no_error(dispatch: RankGroup, path: Path) -> None:
     fresh(dispatch, path)
     assert dispatch.forward("policy", Batch.of([])) == []
     assert dispatch.forward_backward("policy", Batch.of([]), GRPO)["loss"] == 0
 
 
-def replicas_train_as_one_model_and_stay_equal_to_the_last_bit(dispatch: Dispatch, path: Path) -> None:
+def replicas_train_as_one_model_and_stay_equal_to_the_last_bit(dispatch: RankGroup, path: Path) -> None:
     """Two replicas of a model in one shard against one model in two shards."""
     batch = fresh(dispatch, path)
     expected = dispatch.forward("policy", batch)
@@ -135,7 +135,7 @@ def replicas_train_as_one_model_and_stay_equal_to_the_last_bit(dispatch: Dispatc
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
-def own_parameters(site: Site) -> dict[str, NDArray[np.float32]]:
+def own_parameters(site: RankState) -> dict[str, NDArray[np.float32]]:
     return {name: tensor.numpy() for name, tensor in site.worker("policy").full_parameters()}
 
 
@@ -144,7 +144,7 @@ def shards(worker: ModelWorker) -> int:
     return next(p.device_mesh["dp_shard"].size() for p in worker.model.parameters() if isinstance(p, DTensor))
 
 
-def models_of_other_meshes_take_the_same_staged_rows(dispatch: Dispatch, path: Path) -> None:
+def models_of_other_meshes_take_the_same_staged_rows(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     staged = dispatch.stage([batch])
     dispatch.init_model("reference", policy_spec(path, optim=None, dp_replicate=2))
@@ -159,7 +159,7 @@ def models_of_other_meshes_take_the_same_staged_rows(dispatch: Dispatch, path: P
     )
 
 
-def models_that_answer_together_answer_as_alone(dispatch: Dispatch, path: Path) -> None:
+def models_that_answer_together_answer_as_alone(dispatch: RankGroup, path: Path) -> None:
     batch = three_models(dispatch, path)
     staged = dispatch.stage([batch])
     for data in (batch, staged[0]):
@@ -175,7 +175,7 @@ def models_that_answer_together_answer_as_alone(dispatch: Dispatch, path: Path) 
     leave_policy(dispatch)
 
 
-def models_that_answer_together_compute_at_the_same_time(dispatch: Dispatch, path: Path) -> None:
+def models_that_answer_together_compute_at_the_same_time(dispatch: RankGroup, path: Path) -> None:
     """None of them ends before all have begun."""
     batch = three_models(dispatch, path)
     dispatch.on_sites(meet_in_forward)
@@ -186,7 +186,7 @@ def models_that_answer_together_compute_at_the_same_time(dispatch: Dispatch, pat
     leave_policy(dispatch)
 
 
-def a_model_that_fails_beside_others_is_reported(dispatch: Dispatch, path: Path) -> None:
+def a_model_that_fails_beside_others_is_reported(dispatch: RankGroup, path: Path) -> None:
     batch = three_models(dispatch, path)
     dispatch.on_sites(fail_in_forward)
     try:
@@ -202,7 +202,7 @@ def a_model_that_fails_beside_others_is_reported(dispatch: Dispatch, path: Path)
 THREE = ("policy", "reference", "critic")
 
 
-def three_models(dispatch: Dispatch, path: Path) -> Batch:
+def three_models(dispatch: RankGroup, path: Path) -> Batch:
     batch = fresh(dispatch, path)
     dispatch.init_model("reference", policy_spec(path, optim=None))
     dispatch.init_model("critic", policy_spec(path, kind="critic", optim=OPTIM))
@@ -218,7 +218,7 @@ def give_values(critic: ModelWorker) -> None:
                 parameter.fill_(0.1)
 
 
-def leave_policy(dispatch: Dispatch) -> None:
+def leave_policy(dispatch: RankGroup) -> None:
     for name in THREE[1:]:
         dispatch.remove_model(name)
     assert set(dispatch.models) == {"policy"}
@@ -231,11 +231,11 @@ def patch_forward(substitute: Callable[..., object]) -> None:
     _patches.enter_context(mock.patch.object(ModelWorker, "forward", substitute))
 
 
-def restore(site: Site) -> None:
+def restore(site: RankState) -> None:
     _patches.close()
 
 
-def meet_in_forward(site: Site) -> None:
+def meet_in_forward(site: RankState) -> None:
     together, forward = threading.Barrier(len(THREE)), ModelWorker.forward
 
     def meeting(worker: ModelWorker, *args: Any) -> object:
@@ -245,7 +245,7 @@ def meet_in_forward(site: Site) -> None:
     patch_forward(meeting)
 
 
-def fail_in_forward(site: Site) -> None:
+def fail_in_forward(site: RankState) -> None:
     forward = ModelWorker.forward
 
     def failing(worker: ModelWorker, *args: Any) -> object:

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from pipeline.config import InferenceConfig
-from pipeline.inference.weight_sync.server_admin_client import ServerControl
-from pipeline.inference.weight_sync.server_sync import Link, MeetingPoint
-from pipeline.inference.weight_sync.transports.gloo import WeightLayout, host_store
-from pipeline.inference.weight_sync.weight_snapshot import Payload
+from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
+from pipeline.inference.weight_sync.server_sync import MeetingPoint, ServerSync
+from pipeline.inference.weight_sync.transports.gloo import WeightLayout, create_store
+from pipeline.inference.weight_sync.weight_snapshot import WeightSnapshot
 from pipeline.utils.subprocesses import hold_port
 from pipeline.utils.waiting import Deadline
 from tests.support.servers.vllm import SECRET, TRAINER, a_model, parameters, port_of
@@ -25,11 +25,11 @@ def main(point: str, server: str, model: str) -> None:
     tensors = parameters(a_model(Path(model), seed=0))
     layout = WeightLayout.of(tensors)
     deadline = Deadline("half an update", 60)
-    with hold_port() as holder, ServerControl(server, SECRET) as control:
+    with hold_port() as holder, ServerAdminClient(server, SECRET) as control:
         meeting = MeetingPoint(TRAINER, port_of(holder), SECRET)
-        store = host_store(TRAINER, meeting.port, SECRET, 60)
-        link = Link(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None)
-        link._meet(control, Payload(1, layout, layout.pack(tensors), {}, torch.device("cpu")), deadline)
+        store = create_store(TRAINER, meeting.port, SECRET, 60)
+        link = ServerSync(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None)
+        link._meet(control, WeightSnapshot(1, layout, layout.pack(tensors), {}, torch.device("cpu")), deadline)
         (group,) = link._groups
         control.post("/start_weight_update", deadline)
         if point == "sending":

@@ -7,15 +7,15 @@ import os
 import time
 
 from pipeline.train.batching.packing import Budget
-from pipeline.train.controller.lead_or_serve import lead_or_serve
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import end_with_lost_ranks
 from pipeline.utils import heartbeat, subprocesses
 
 READY = "all ranks have met"
 
 
-def lead(dispatch: Dispatch) -> None:
+def lead(dispatch: RankGroup) -> None:
     print(READY, flush=True)
     while True:
         dispatch.idle()
@@ -23,7 +23,7 @@ def lead(dispatch: Dispatch) -> None:
 
 
 if __name__ == "__main__":
-    subprocesses.die_with_parent()
+    subprocesses.exit_with_parent()
     heartbeat.start(int(os.environ["LOCAL_RANK"]))
     end_with_lost_ranks()
-    lead_or_serve(lead, Budget(64))
+    run_controller_or_worker(lead, Budget(64))

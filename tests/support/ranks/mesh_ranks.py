@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline.checkpoints import Fence, TrainerState, newest_committed
+from pipeline.checkpoints import Fence, TrainerState, newest_checkpoint
 from pipeline.tinker.tinker_records import Adapter
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.controller.lead_or_serve import lead_or_serve
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
 from pipeline.train.controller.model_saving import await_save, forget_models, load_models, stage_models, start_save
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, Site
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import Deadlines, RankState
 from pipeline.train.model import fsdp
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.experts import is_fused
@@ -32,10 +32,12 @@ Shards = dict[str, NDArray[np.float32]]
 
 
 def work(rank: int, model: Path, folder: Path) -> None:
-    lead_or_serve(lambda dispatch: compare_meshes(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE)
+    run_controller_or_worker(
+        lambda dispatch: compare_meshes(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE
+    )
 
 
-def compare_meshes(dispatch: Dispatch, model: Path, folder: Path) -> None:
+def compare_meshes(dispatch: RankGroup, model: Path, folder: Path) -> None:
     """Four ranks: sharded over all of them, and in two replicas of two shards; then from each mesh to the other."""
     batch = make_batch("grpo")
     make(dispatch, model)
@@ -50,10 +52,12 @@ def compare_meshes(dispatch: Dispatch, model: Path, folder: Path) -> None:
 
 
 def work_of_context(rank: int, model: Path, folder: Path) -> None:
-    lead_or_serve(lambda dispatch: share_lines(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE)
+    run_controller_or_worker(
+        lambda dispatch: share_lines(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE
+    )
 
 
-def share_lines(dispatch: Dispatch, model: Path, folder: Path) -> None:
+def share_lines(dispatch: RankGroup, model: Path, folder: Path) -> None:
     """Four ranks: each with rows of its own, and in pairs that share them; then from mesh to mesh."""
     batch = make_batch("grpo")
     make(dispatch, model)
@@ -75,10 +79,12 @@ def share_lines(dispatch: Dispatch, model: Path, folder: Path) -> None:
 
 
 def work_of_mixture(rank: int, model: Path, folder: Path) -> None:
-    lead_or_serve(lambda dispatch: spread_experts(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE)
+    run_controller_or_worker(
+        lambda dispatch: spread_experts(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE
+    )
 
 
-def spread_experts(dispatch: Dispatch, model: Path, folder: Path) -> None:
+def spread_experts(dispatch: RankGroup, model: Path, folder: Path) -> None:
     """Four ranks: the experts of a mixture whole on each, spread over all of them, over pairs, and in two replicas;
     then from mesh to mesh, and to a directory that any mesh reads."""
     batch = make_batch("grpo")
@@ -107,7 +113,7 @@ def spread_experts(dispatch: Dispatch, model: Path, folder: Path) -> None:
     compare_clients(dispatch, folder / "exported", folder)
 
 
-def refuse_what_cannot_be_spread_or_copied(dispatch: Dispatch, model: Path) -> None:
+def refuse_what_cannot_be_spread_or_copied(dispatch: RankGroup, model: Path) -> None:
     over_three = policy_spec(model, ep=3)
     assert "ep=3 of 'policy'; expected a divisor of 4" in refusal(lambda: dispatch.init_model("policy", over_three))
     make(dispatch, model, ep=2)
@@ -125,7 +131,7 @@ def refuse_what_cannot_be_spread_or_copied(dispatch: Dispatch, model: Path) -> N
     dispatch.remove_model("reference")
 
 
-def compare_clients(dispatch: Dispatch, model: Path, folder: Path) -> None:
+def compare_clients(dispatch: RankGroup, model: Path, folder: Path) -> None:
     """Adapters that take turns on a mixture, and a whole one, say the same with spread experts as with whole ones."""
     said = []
     for ep in (1, 2):
@@ -150,13 +156,13 @@ def gather_each_layer(worker: ModelWorker) -> None:
     fsdp.LAYER_UNIT = 1
 
 
-def place_in_context(site: Site) -> tuple[int, int]:
+def place_in_context(site: RankState) -> tuple[int, int]:
     context = site.worker("policy").context
     assert context is not None
     return context.rank, context.size
 
 
-def experts_at_once(site: Site) -> int:
+def experts_at_once(site: RankState) -> int:
     """How many experts of a layer this rank computes."""
     modules = [each for each in site.worker("policy").model.modules() if is_fused(each)]
     with torch.no_grad():
@@ -169,12 +175,12 @@ def experts_at_once(site: Site) -> int:
     return count
 
 
-def make(dispatch: Dispatch, model: Path, **mesh: Any) -> None:
+def make(dispatch: RankGroup, model: Path, **mesh: Any) -> None:
     dispatch.init_model("policy", policy_spec(model, optim=OPTIM, steps=10, **mesh))
 
 
 def assert_same_steps(
-    dispatch: Dispatch, batch: Batch, plain: list[dict[str, float]], wanted: dict[str, torch.Tensor]
+    dispatch: RankGroup, batch: Batch, plain: list[dict[str, float]], wanted: dict[str, torch.Tensor]
 ) -> None:
     for metrics in plain:
         found = step(dispatch, batch)
@@ -190,12 +196,12 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert torch.equal(tensor, wanted[name]), name
 
 
-def resume_on_another_mesh(dispatch: Dispatch, model: Path, batch: Batch, folder: Path, **mesh: Any) -> None:
+def resume_on_another_mesh(dispatch: RankGroup, model: Path, batch: Batch, folder: Path, **mesh: Any) -> None:
     """Save, make the model on the other mesh, load: the same bits, and the next step is the same within rounding."""
     save(dispatch, str(folder))
     saved, after = parameters(dispatch), step(dispatch, batch)
     make(dispatch, model, **mesh)
-    checkpoint = newest_committed(str(folder))
+    checkpoint = newest_checkpoint(str(folder))
     assert checkpoint is not None
     load_models(dispatch, checkpoint, ["policy"])
     assert_equal(parameters(dispatch), saved)
@@ -205,7 +211,7 @@ def resume_on_another_mesh(dispatch: Dispatch, model: Path, batch: Batch, folder
         assert_replicas_are_equal(dispatch)
 
 
-def save(dispatch: Dispatch, root: str) -> None:
+def save(dispatch: RankGroup, root: str) -> None:
     Fence(root, "1-0").claim()
     parts = stage_models(dispatch, ["policy"])
     start_save(dispatch, root, "1-0", TrainerState(job="rl", step=1, models=("policy",)), parts, 2)
@@ -213,7 +219,7 @@ def save(dispatch: Dispatch, root: str) -> None:
     dispatch.saver.result()
 
 
-def assert_replicas_are_equal(dispatch: Dispatch) -> None:
+def assert_replicas_are_equal(dispatch: RankGroup) -> None:
     """To the last bit: parameters and moments of ranks 0 and 2, and of 1 and 3."""
     shards: list[Shards] = dispatch.on_sites(own_shards, needs={"policy": "save_checkpoint"})
     for first, second in ((shards[0], shards[2]), (shards[1], shards[3])):
@@ -221,7 +227,7 @@ def assert_replicas_are_equal(dispatch: Dispatch) -> None:
         assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
-def own_shards(site: Site) -> Shards:
+def own_shards(site: RankState) -> Shards:
     worker = site.worker("policy")
     assert worker.optimizer is not None
     tensors = {name: parameter.detach() for name, parameter in worker.model.named_parameters()}
@@ -229,5 +235,5 @@ def own_shards(site: Site) -> Shards:
     return {name: local(tensor).cpu().numpy().copy() for name, tensor in tensors.items()}
 
 
-def place(site: Site) -> dict[str, Any]:
+def place(site: RankState) -> dict[str, Any]:
     return {"replica": site.worker("policy").replica}

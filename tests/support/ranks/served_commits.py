@@ -13,14 +13,14 @@ import torch
 from pipeline.checkpoints import TrainerState
 from pipeline.tinker.tinker_records import Adapter, Datum, Pass, Step
 from pipeline.train.controller.model_saving import await_save, forget_models, start_save
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Site
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import RankState
 from pipeline.train.model import adapter_swap
 from pipeline.train.model.model_worker import ModelWorker
-from pipeline.train.model.row_shards import gathered
+from pipeline.train.model.row_shards import gather
 from pipeline.train.service import service_checkpoints as service
 from pipeline.train.service.client_models import ServedModels
-from pipeline.train.service.service_checkpoints import ServiceCommits
+from pipeline.train.service.service_checkpoints import ServiceCheckpoints
 from tests.support.models.jobs import config_of
 from tests.support.ranks.dispatch_cases import Scenario
 
@@ -28,7 +28,7 @@ STEP = Step(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
 MODELS = {"a": Adapter(4, seed=1), "b": Adapter(4, seed=2), "c": Adapter(3, mlp=False, seed=3), "whole": Adapter(0)}
 
 
-def clients_models_go_on_from_a_commit_bit_by_bit(dispatch: Dispatch, path: Path) -> None:
+def clients_models_go_on_from_a_commit_bit_by_bit(dispatch: RankGroup, path: Path) -> None:
     forget_models(dispatch)
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(path)
@@ -38,7 +38,7 @@ def clients_models_go_on_from_a_commit_bit_by_bit(dispatch: Dispatch, path: Path
         for at, id in enumerate("abac"):
             train(models, id, at)
         train(models, "whole", 0)
-        commits = ServiceCommits(f"{folder}/commits", "1-0", dispatch, 2)
+        commits = ServiceCheckpoints(f"{folder}/commits", "1-0", dispatch, 2)
         commits.restore(models, "")
         together = needed_at_once(dispatch, lambda: commits.start(models, dict.fromkeys(MODELS, 7)))
         assert together == 1, "there may be room for one base only"
@@ -47,14 +47,16 @@ def clients_models_go_on_from_a_commit_bit_by_bit(dispatch: Dispatch, path: Path
         forget_models(dispatch)
 
         restored = ServedModels(dispatch, config, Path(folder), "1-1")
-        assert ServiceCommits(f"{folder}/commits", "1-1", dispatch, 2).restore(restored, "") == dict.fromkeys(MODELS, 7)
+        assert ServiceCheckpoints(f"{folder}/commits", "1-1", dispatch, 2).restore(restored, "") == dict.fromkeys(
+            MODELS, 7
+        )
         assert restored.adapters == MODELS
         # What the model says before the second step comes from the moments that were restored.
         assert [[train(restored, id, seed) for seed in (9, 10)] for id in MODELS] == after
         forget_models(dispatch)
 
 
-def needed_at_once(dispatch: Dispatch, act: Callable[[], None]) -> int:
+def needed_at_once(dispatch: RankGroup, act: Callable[[], None]) -> int:
     """The most models that an operation needed on the device while something was done."""
     counts, stock = [0], dispatch.on_sites
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +70,7 @@ def needed_at_once(dispatch: Dispatch, act: Callable[[], None]) -> int:
     return max(counts)
 
 
-def an_adapter_comes_back_from_what_any_number_of_ranks_committed(dispatch: Dispatch, path: Path) -> None:
+def an_adapter_comes_back_from_what_any_number_of_ranks_committed(dispatch: RankGroup, path: Path) -> None:
     for ranks in (1, 5):  # as many as there are now: the scenario before
         forget_models(dispatch)
         with tempfile.TemporaryDirectory() as folder:
@@ -84,13 +86,13 @@ def an_adapter_comes_back_from_what_any_number_of_ranks_committed(dispatch: Disp
             forget_models(dispatch)
 
             restored = ServedModels(dispatch, config_of(path), Path(folder), "1-1")
-            commits = ServiceCommits(f"{folder}/commits", "1-1", dispatch, 2)
+            commits = ServiceCheckpoints(f"{folder}/commits", "1-1", dispatch, 2)
             assert commits.restore(restored, "") == {"a": 7}
             assert all(dispatch.on_sites(is_as, restored.place("a")[0], before, needs={})), ranks
     forget_models(dispatch)
 
 
-def stage_as(site: Site, name: str, ranks: int) -> tuple[list[str], dict[str, torch.Tensor]]:
+def stage_as(site: RankState, name: str, ranks: int) -> tuple[list[str], dict[str, torch.Tensor]]:
     """Stage the adapter on the model as so many ranks would have packed it; the parts, and what this rank packs."""
     worker = site.worker(name)
     packs = dealt(worker, ranks)
@@ -110,7 +112,7 @@ def dealt(worker: ModelWorker, ranks: int) -> list[dict[str, torch.Tensor]]:
     alike = {part: adapter_swap.packed(worker, None, part) for part in ("step", "progress")}
     packs: list[dict[str, torch.Tensor]] = [dict(alike) for _ in range(ranks)]
     for part, each in tensors.items():
-        blocks = [deal(gathered(tensor, torch.float32, worker.group), ranks) for tensor in each]
+        blocks = [deal(gather(tensor, torch.float32, worker.group), ranks) for tensor in each]
         for rank, pack in enumerate(packs):
             pack[part] = torch.cat([rows[rank].reshape(-1) for rows in blocks])
     return packs
@@ -120,7 +122,7 @@ def here(worker: ModelWorker) -> dict[str, torch.Tensor]:
     return {vector: adapter_swap.packed(worker, None, vector) for vector in adapter_swap.VECTORS}
 
 
-def is_as(site: Site, name: str, before: list[dict[str, torch.Tensor]]) -> bool:
+def is_as(site: RankState, name: str, before: list[dict[str, torch.Tensor]]) -> bool:
     """Whether this rank has of the adapter what it had."""
     now = here(site.worker(name))
     return all(torch.equal(now[vector], before[site.rank][vector]) for vector in adapter_swap.VECTORS)

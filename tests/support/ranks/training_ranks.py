@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pipeline.train.batching import packing
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.controller.rank_process import Deadlines, Device, Site, joined_world
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_process import Deadlines, Device, RankState, joined_world
 from pipeline.train.model import fsdp, packed_attention
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.worker_spec import ModelSpec
@@ -68,7 +68,7 @@ def matrices_of(name: str, array: NDArray[np.float32]) -> Iterator[tuple[str, ND
             yield f"{layer}.{expert}.{part}.weight", matrix
 
 
-def parameters(dispatch: Dispatch, name: str) -> Arrays:
+def parameters(dispatch: RankGroup, name: str) -> Arrays:
     """The trained parameters, whole."""
     dispatch.prepare_weight_sync(name)
     whole = {plain_name(key): tensor.float().cpu().numpy().copy() for key, tensor in dispatch.full_parameters(name)}
@@ -99,7 +99,7 @@ def begin(rank: ModelWorker) -> None:
 def watch(rank: ModelWorker) -> None:
     """Count attention that is computed inside of a backward pass, and by the kernel for packed rows; and micro-batches
     whose rows share tokens."""
-    seen, kernel, share = training_mutations.seen, packed_attention.varlen_attn, packing.overlap
+    seen, kernel, share = training_mutations.seen, packed_attention.varlen_attn, packing.pack_shared_prefix
 
     def before(*_: object) -> None:
         seen["recomputed"] += torch._C._current_graph_task_id() != -1
@@ -113,7 +113,7 @@ def watch(rank: ModelWorker) -> None:
         return share(*given)
 
     training_mutations.patch(packed_attention, "varlen_attn", counted)
-    training_mutations.patch(packing, "overlap", shared)
+    training_mutations.patch(packing, "pack_shared_prefix", shared)
     for module in rank.model.modules():
         if type(module).__name__ in ("Qwen3Attention", "Qwen3MoeAttention"):
             module.register_forward_pre_hook(before)
@@ -126,10 +126,10 @@ def end(rank: ModelWorker) -> Counter[str]:
     return training_mutations.seen.copy()
 
 
-def run_case(site: Site, models: Path, case: Case, mutation: Mutation | None = None) -> Result:
+def run_case(site: RankState, models: Path, case: Case, mutation: Mutation | None = None) -> Result:
     """Controller: the case from the first parameters to the last."""
     recipe, name, result = RECIPES[case.recipe], RECIPES[case.recipe].model, Result()
-    dispatch, batch = Dispatch(site, case.budget, colocated=case.offload), make_batch(case.recipe)
+    dispatch, batch = RankGroup(site, case.budget, colocated=case.offload), make_batch(case.recipe)
     init_models(dispatch, case.model(models), case)
     dispatch.pass_through(name, begin)
     if not case.compile:
@@ -171,7 +171,7 @@ def spec_of(case: Case, path: Path) -> ModelSpec:
     )
 
 
-def init_models(dispatch: Dispatch, path: Path, case: Case) -> None:
+def init_models(dispatch: RankGroup, path: Path, case: Case) -> None:
     """The model of the case; when it is to be offloaded, two others that want the device as well."""
     name, spec = RECIPES[case.recipe].model, spec_of(case, path)
     for other in ("reference", "rival") if case.offload else ():
@@ -183,7 +183,7 @@ def init_models(dispatch: Dispatch, path: Path, case: Case) -> None:
         dispatch.pass_through(name, set_layer_unit, 1 << 20)
 
 
-def compete(dispatch: Dispatch, case: Case, result: Result) -> None:
+def compete(dispatch: RankGroup, case: Case, result: Result) -> None:
     """Let the other models compute and step, and see that the case's model made room for them."""
     name, sft = RECIPES[case.recipe].model, RECIPES["sft"]
     dispatch.forward("reference", make_batch("sft"))
@@ -194,7 +194,7 @@ def compete(dispatch: Dispatch, case: Case, result: Result) -> None:
     result.seen["evicted"] = result.seen.get("evicted", 0) + away
 
 
-def finish(dispatch: Dispatch, name: str, result: Result) -> None:
+def finish(dispatch: RankGroup, name: str, result: Result) -> None:
     """Collect what was seen, and remove all models."""
     for counted in dispatch.pass_through(name, end):
         for key, count in counted.items():
@@ -203,7 +203,9 @@ def finish(dispatch: Dispatch, name: str, result: Result) -> None:
         dispatch.remove_model(model)
 
 
-def lead(site: Site, models: Path, chosen: Sequence[Case], mutations: Mapping[Mutation, Case], results: Path) -> None:
+def lead(
+    site: RankState, models: Path, chosen: Sequence[Case], mutations: Mapping[Mutation, Case], results: Path
+) -> None:
     """Controller: every mutation, then every case, each written to `results` as soon as it is there."""
     with results.open("wb") as file:
         for mutation, case in mutations.items():
@@ -262,7 +264,7 @@ def compute(models: Path, results: Path, choice: str, device: Device, dtype: Dty
         chosen = [replace(case, dtype=dtype) for case in every if adapters or not RECIPES[case.recipe].lora]
         mutated = mutations(dtype) if choice == "some" and site.ranks == 2 else {}
         lead(site, models, chosen, mutated, results)
-        Dispatch(site, Case("sft").budget).close()
+        RankGroup(site, Case("sft").budget).close()
 
 
 if __name__ == "__main__":

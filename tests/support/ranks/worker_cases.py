@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
-from pipeline.train.algorithms import SFT, Objective
-from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.algorithms import SFT, LossSpec
+from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.model.model_worker import ModelWorker
-from pipeline.train.worker_spec import Kind, ModelSpec
+from pipeline.train.worker_spec import ModelKind, ModelSpec
 from tests.support.models.tiny import write_tiny
 
 OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5, weight_decay=0.1)
@@ -41,7 +41,9 @@ def world(shards: int | None = None) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def spec_of(path: Path, kind: Kind = "policy", *, lora: int = 0, dtype: str = "float32", **changed: Any) -> ModelSpec:
+def spec_of(
+    path: Path, kind: ModelKind = "policy", *, lora: int = 0, dtype: str = "float32", **changed: Any
+) -> ModelSpec:
     config = ModelConfig(path=str(path), init="random", dtype=dtype, lora=LoraConfig(rank=lora))  # type: ignore[arg-type]
     return ModelSpec(kind, config, **{"optim": OPTIM, "steps": 4, **changed})
 
@@ -54,7 +56,7 @@ def batch_of(*lengths: int, seed: int = 0) -> Batch:
         mask[0] = 0
         tokens = draw.integers(0, WORDS, length).astype(np.int32)
         values, returns = draw.normal(size=(2, length)).astype(np.float32)
-        rows.append(Row(tokens, mask, 1.0, values=values, returns=returns))
+        rows.append(TrainSequence(tokens, mask, 1.0, values=values, returns=returns))
     return Batch.of(rows, "token")
 
 
@@ -72,7 +74,7 @@ class Counted:
         return self._function(*args, **kwargs)
 
 
-def train(rank: ModelWorker, steps: int = 2, objective: Objective = SFT) -> list[float]:
+def train(rank: ModelWorker, steps: int = 2, objective: LossSpec = SFT) -> list[float]:
     """The losses and gradient norms of some steps."""
     seen = []
     for _ in range(steps):

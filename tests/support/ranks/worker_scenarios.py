@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config import OptimConfig
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.train.algorithms import SFT, ValueObjective
+from pipeline.train.algorithms import SFT, ValueLoss
 from pipeline.train.model import fsdp, models, packed_attention
 from pipeline.train.model.model_worker import ModelWorker
 from tests.support.ranks.worker_cases import (
@@ -128,7 +128,7 @@ def a_value_is_that_of_the_tokens_before(rank: int, path: Path) -> None:
     with world() as mesh:
         critic = ModelWorker(spec_of(path, "critic"), mesh)
         assert all((values == 0).all() for values in critic.forward(MICRO_BATCHES, True))
-        train(critic, objective=ValueObjective(clip=10.0))
+        train(critic, objective=ValueLoss(clip=10.0))
         packed, padded = (critic.forward(MICRO_BATCHES[:1], each) for each in (True, False))
         for one, other in zip(packed, padded, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
@@ -145,7 +145,7 @@ def a_value_is_that_of_the_tokens_before(rank: int, path: Path) -> None:
 def a_critic_learns_the_returns(rank: int, path: Path) -> None:
     with world() as mesh:
         critic = ModelWorker(spec_of(path, "critic", optim=OptimConfig(lr=2e-2)), mesh)
-        seen = train(critic, 20, ValueObjective(clip=0.0))
+        seen = train(critic, 20, ValueLoss(clip=0.0))
         assert seen[-2] < 0.3 * seen[0]
 
 
@@ -199,7 +199,7 @@ def a_loss_of_another_kind_of_model_is_refused(rank: int, path: Path) -> None:
         with pytest.raises(TrainingError, match="'sft' is not one of a critic"):
             ModelWorker(spec_of(path, "critic"), mesh).forward_backward(MICRO_BATCHES, True, SFT)
         with pytest.raises(TrainingError, match="'value' is not one of a policy"):
-            ModelWorker(spec_of(path), mesh).forward_backward(MICRO_BATCHES, True, ValueObjective(0.2))
+            ModelWorker(spec_of(path), mesh).forward_backward(MICRO_BATCHES, True, ValueLoss(0.2))
         with pytest.raises(TrainingError, match="no Hugging Face form"):
             ModelWorker(spec_of(path, "critic"), mesh).save_hf_model(path.parent / "critic")
 

@@ -15,7 +15,7 @@ from pipeline.transport import Streams, connect
 from pipeline.utils import shared_files
 from pipeline.utils.subprocesses import Child, hold_port, tail
 from pipeline.utils.waiting import wait_for
-from slurm.agent.supervisor import launch_of
+from slurm.agent.supervisor import role_command
 from tests.support.servers.redis_attempts import ADDRESS, running_redis
 
 READY_SECONDS = 240
@@ -46,7 +46,7 @@ class Attempt:
         """The process of a role, ready; `variables` are further ones of its environment."""
         context = self.context(role)
         self.paths.status(context.placement.name).unlink(missing_ok=True)
-        asked = launch_of(context)
+        asked = role_command(context)
         child = Child(asked.argv, self.paths.log(role, 0), {**os.environ, **asked.env, **(variables or {})})
         self.children.append(child)
         wait_for(f"{role} to be ready or to fail", lambda: asked.ready() or child.poll() is not None, READY_SECONDS)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints import Checkpoint, TrainerState, newest_committed
+from pipeline.checkpoints import Checkpoint, TrainerState, newest_checkpoint
 from pipeline.checkpoints.sharded_state import save
 
 Tree = dict[str, Any]
@@ -20,7 +20,7 @@ def commit(root: str, step: int, attempt: str = "1-0", job: Any = "rl") -> Check
 
 
 def newest_step(root: str, **options: bool) -> int | None:
-    found = newest_committed(root, **options)
+    found = newest_checkpoint(root, **options)
     return found.manifest.step if found else None
 
 

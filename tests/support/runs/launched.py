@@ -17,7 +17,7 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import RunIdentity
-from pipeline.topology.plan import Card, RoleName
+from pipeline.topology.plan import NodeInfo, RoleName
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
@@ -130,7 +130,7 @@ class Launched:
 
     def kill_agent(self, rank: int) -> None:
         """SIGKILL to the agent of a rank."""
-        card = shared_files.read_document(self.attempts[-1].rendezvous / "cards" / f"{rank}.json", Card)
+        card = shared_files.read_document(self.attempts[-1].rendezvous / "cards" / f"{rank}.json", NodeInfo)
         assert card is not None
         os.kill(card.pid, signal.SIGKILL)
 
@@ -175,7 +175,7 @@ class Launched:
         found = []
         for attempt in self.attempts:
             for path in (attempt.rendezvous / "cards").glob("*.json"):
-                card = shared_files.read_document(path, Card)
+                card = shared_files.read_document(path, NodeInfo)
                 assert card is not None
                 found += [(card.addresses[0], port) for port in (card.beacon, *card.ports)]
         return found

@@ -12,12 +12,12 @@ from aiohttp import web
 
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.environments.arithmetic import evaluate
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.rollout.server_client import ROUTE
 from tests.fakes.async_server import serving
 from tests.support.runs.attempts import PASSWORD
 
-CHAT = Chat(BUILT_IN / "tiny_qwen3")
+CHAT = ChatTokenizer(BUILT_IN / "tiny_qwen3")
 
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

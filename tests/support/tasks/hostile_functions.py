@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import Any
 
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from tests.support.tasks.hostile_task import DOES, REASONS, Hostile, HostileOptions
 from tests.unit.environments.test_tasks import Said
 
@@ -42,7 +42,7 @@ def reason_of(text: str, seconds: float) -> str:
 class Provoking:
     """Servers whose answers are the hundred in turn, well mixed."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: ChatTokenizer) -> None:
         hundred = list(chain.from_iterable(repeat(text, count) for text, count in HUNDRED.items()))
         self._turns = [Said((*chat.encode(text), chat.stop_token_ids[0])) for text in hundred]
         self.said = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.environments import Prompt, Task, TaskOptions, ask
+from pipeline.environments import Prompt, Task, TaskOptions, user_prompt
 
 HANGING_PROMPT, LOCAL_PROMPT = 7, 8
 
@@ -32,10 +32,10 @@ class Hostile(Task):
     def prompt(self, index: int) -> Prompt:
         if index == HANGING_PROMPT:
             self._hang()
-        return ask(f"{index}+1", answer=(lambda: 0) if index == LOCAL_PROMPT else index + 1)
+        return user_prompt(f"{index}+1", answer=(lambda: 0) if index == LOCAL_PROMPT else index + 1)
 
     def held_out(self) -> list[Prompt]:
-        return [ask("2+2")]
+        return [user_prompt("2+2")]
 
     def reward(self, prompt: Prompt, text: str) -> Any:
         return DOES[text](self)

@@ -20,13 +20,13 @@ from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished, SubmittedJob
 from pipeline.topology.plan import Plan, make_plan
 from pipeline.utils import shared_files, subprocesses
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.waiting import wait_for
 from slurm.agent import agent
 from slurm.agent.agent import END_SIGNALS, Agent, note_signals, run_agent
-from slurm.agent.agent_heartbeat import Neighbour, SignsOfLife, lost_ranks, mark_down
+from slurm.agent.agent_heartbeat import HeartbeatFile, NeighborCheck, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible, missing_gpus
-from slurm.agent.supervisor import End, Notice
+from slurm.agent.supervisor import End, StopRequest
 from slurm.scheduler.slurm.slurm_environment import Environment
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
@@ -68,15 +68,15 @@ def paths_of(run: FakeRun, restart: int) -> AttemptPaths:
 
 def test_a_requeued_job_of_a_finished_run_starts_nothing_and_ends_well(run: FakeRun) -> None:
     shared_files.write_document(run.paths.finished, Finished(time=0.0, steps=1, attempt="7-0"))
-    assert run_agent(run.paths, environment(restart=1), Notice()) == "finished"
+    assert run_agent(run.paths, environment(restart=1), StopRequest()) == "finished"
     assert not run.paths.attempts.exists()
 
 
 def test_a_job_refuses_a_run_that_was_submitted_as_another(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "OWNER_SECONDS", 0.05)
+    monkeypatch.setattr(agent, "OWNERSHIP_SECONDS", 0.05)
     shared_files.write_document(run.paths.job, SubmittedJob(kind="slurm", job="8", user="u", host="h", time=0.0))
     with pytest.raises(RollcallError, match="names another job than 7"):
-        run_agent(run.paths, environment(), Notice())
+        run_agent(run.paths, environment(), StopRequest())
     assert not run.paths.attempts.exists()
 
 
@@ -88,13 +88,13 @@ def test_a_job_that_starts_before_it_is_recorded_waits_for_the_record(run: FakeR
     )
     launcher.start()
     with pytest.raises(RollcallError, match="1 ranks and the plan 3"):
-        run_agent(run.paths, environment(), Notice())
+        run_agent(run.paths, environment(), StopRequest())
     launcher.join()
 
 
 def test_a_job_that_is_told_to_end_does_not_wait_for_its_record(run: FakeRun) -> None:
     shared_files.write_document(run.paths.job, SubmittedJob(kind="slurm", job="6", user="u", host="h", time=0.0))
-    notice = Notice()
+    notice = StopRequest()
     told = threading.Timer(0.3, setattr, (notice, "reason", "SIGTERM"))
     told.start()
     began = time.monotonic()
@@ -107,7 +107,7 @@ def test_a_job_that_is_told_to_end_does_not_wait_for_its_record(run: FakeRun) ->
 
 def test_a_restart_beyond_the_limit_fails_with_the_key_to_raise(run: FakeRun) -> None:
     with pytest.raises(RollcallError, match="restart 2"):
-        run_agent(run.paths, environment(restart=2), Notice())
+        run_agent(run.paths, environment(restart=2), StopRequest())
     failure = shared_files.read_document(paths_of(run, 2).first_failure, FirstFailure)
     assert failure is not None
     assert "cluster.max_restarts=1" in failure.one_line()
@@ -115,24 +115,24 @@ def test_a_restart_beyond_the_limit_fails_with_the_key_to_raise(run: FakeRun) ->
 
 def test_an_agent_that_fails_says_why_and_that_it_is_down(run: FakeRun) -> None:
     with pytest.raises(RollcallError):
-        run_agent(run.paths, environment(), Notice())
+        run_agent(run.paths, environment(), StopRequest())
     paths = paths_of(run, 0)
     failed = Events(paths).seen("failed")
     assert failed is not None
     assert failed.by == "agent.0"
-    assert lost_ranks(FileDirectory(paths.root), 1) == ()
+    assert unexited_ranks(FileSharedDir(paths.root), 1) == ()
     assert (paths.alive / "0").exists()
 
 
 def test_an_agent_that_fails_waits_until_the_others_are_down(run: FakeRun) -> None:
     paths = paths_of(run, 0)
-    other = threading.Timer(1.0, mark_down, (FileDirectory(paths.root), 1))
+    other = threading.Timer(1.0, mark_down, (FileSharedDir(paths.root), 1))
     other.start()
     began = time.monotonic()
     with pytest.raises(RollcallError):
-        run_agent(run.paths, environment(ranks=2), Notice())
+        run_agent(run.paths, environment(ranks=2), StopRequest())
     assert time.monotonic() - began >= 1.0
-    assert lost_ranks(FileDirectory(paths.root), 2) == ()
+    assert unexited_ranks(FileSharedDir(paths.root), 2) == ()
     other.join()
 
 
@@ -142,9 +142,9 @@ def test_an_agent_that_fails_does_not_wait_for_ever_for_a_lost_one(
     monkeypatch.setattr(agent, "_SLACK_SECONDS", 0.0)
     began = time.monotonic()
     with pytest.raises(RollcallError):
-        run_agent(run.paths, environment(ranks=2), Notice())
+        run_agent(run.paths, environment(ranks=2), StopRequest())
     assert 1.0 <= time.monotonic() - began < WAIT_SECONDS
-    assert lost_ranks(FileDirectory(paths_of(run, 0).root), 2) == (1,)
+    assert unexited_ranks(FileSharedDir(paths_of(run, 0).root), 2) == (1,)
 
 
 def test_the_first_signal_decides_and_the_others_do_nothing() -> None:
@@ -171,13 +171,13 @@ def test_an_agent_hears_signals_before_it_looks_for_its_place(run: FakeRun, monk
         os.kill(os.getpid(), signal.SIGUSR2)
         return environment()
 
-    def stand_in(_run: RunPaths, _environment: Environment, notice: Notice) -> End:
+    def stand_in(_run: RunPaths, _environment: Environment, notice: StopRequest) -> End:
         heard.append(notice.reason)
         return "preempted"
 
     monkeypatch.setattr(Environment, "detect", detect)
     monkeypatch.setattr(agent, "run_agent", stand_in)
-    monkeypatch.setattr(subprocesses, "die_with_parent", lambda: None)
+    monkeypatch.setattr(subprocesses, "exit_with_parent", lambda: None)
     monkeypatch.setattr(subprocesses, "adopt_orphans", lambda: None)
     assert Agent(run.root)() == "preempted"
     assert heard == ["SIGUSR2"]
@@ -186,7 +186,7 @@ def test_an_agent_hears_signals_before_it_looks_for_its_place(run: FakeRun, monk
 def test_an_agent_that_lives_shows_it_again_and_again(run: FakeRun) -> None:
     paths = paths_of(run, 0)
     file = paths.alive / "3"
-    with SignsOfLife(paths, 3, seconds=0.02):
+    with HeartbeatFile(paths, 3, seconds=0.02):
         wait_for("a sign", file.exists, 5)
         file.unlink()
         wait_for("another sign", file.exists, 5)
@@ -197,7 +197,7 @@ def test_an_agent_that_lives_shows_it_again_and_again(run: FakeRun) -> None:
 
 def test_a_neighbour_that_shows_no_sign_of_life_any_more_is_lost(run: FakeRun) -> None:
     clock, paths = FakeClock(), paths_of(run, 0)
-    neighbour, file = Neighbour(paths, 3, 180.0, clock), paths.alive / "3"
+    neighbour, file = NeighborCheck(paths, 3, 180.0, clock), paths.alive / "3"
 
     def looks(seconds: int, touch: bool = False) -> str:
         """What is said at the end, looking every five seconds."""
@@ -228,7 +228,7 @@ def test_a_filesystem_that_fails_does_not_end_the_signs(run: FakeRun) -> None:
     paths = paths_of(run, 0)
     paths.root.mkdir(parents=True)
     paths.alive.write_text("in the way")
-    with SignsOfLife(paths, 0, seconds=0.02):
+    with HeartbeatFile(paths, 0, seconds=0.02):
         time.sleep(0.1)
         paths.alive.unlink()
         wait_for("a sign", (paths.alive / "0").exists, 5)
@@ -333,7 +333,7 @@ def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 
 
 def test_an_agent_holds_its_gpus_until_its_roles_are_down(gpu_run: FakeRun) -> None:
-    assert run_agent(gpu_run.paths, local(0, 1), Notice()) == "preempted"
+    assert run_agent(gpu_run.paths, local(0, 1), StopRequest()) == "preempted"
     ((given, lacking),) = Watched.seen
     assert given == (0, 1)
     assert lacking.startswith(f"1 GPU needed, 0 of 2 free (GPU 0 is claimed by run {gpu_run.identity.run_id} (pid ")
@@ -344,6 +344,6 @@ def test_an_agent_whose_gpus_another_run_has_fails_and_says_whose_they_are(gpu_r
     with ExitStack() as held:
         claim_visible(None, [1], Claimant(run_id="other-1f3a", attempt="local-0", pid=4711, user="ann"), held)
         with pytest.raises(RollcallError, match=r"2 GPUs needed, 1 of 2 free \(GPU 0 is claimed by run other-1f3a"):
-            run_agent(gpu_run.paths, local(0, 1), Notice())
+            run_agent(gpu_run.paths, local(0, 1), StopRequest())
     assert Watched.seen == []
     assert missing_gpus(None, 2) == ""

@@ -23,7 +23,7 @@ def held() -> Iterator[ExitStack]:
         yield stack
 
 
-def indices(claimed: gpu_locks.Claimed) -> list[int]:
+def indices(claimed: gpu_locks.ClaimResult) -> list[int]:
     return [gpu.index for gpu in claimed.gpus]
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.roles import Launch
+from pipeline.roles import RoleCommand
 from pipeline.utils import heartbeat
-from pipeline.utils.fs_retry import OUTAGE_SECONDS
+from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT
 from pipeline.utils.heartbeat import Heartbeat, HeartbeatBoard
 from pipeline.utils.waiting import wait_for
-from slurm.agent.liveness import Vitals
+from slurm.agent.liveness import LivenessMonitor
 from tests.fakes.clock import FakeClock
 
 pytestmark = pytest.mark.integration
@@ -27,7 +27,7 @@ class Watched:
 
     def __init__(self, processes: int) -> None:
         self.clock, self.answers, self.leader = FakeClock(), True, LEADER
-        self.vitals = Vitals("role.0", Launch(("none",), lambda: True, processes), SECONDS, self.clock)
+        self.vitals = LivenessMonitor("role.0", RoleCommand(("none",), lambda: True, processes), SECONDS, self.clock)
         self.records = [Heartbeat(LEADER + slot, 0, 0, 0.0, "") for slot in range(processes)]
 
     def pass_time(self, seconds: int, tell: Callable[[], None]) -> str:
@@ -170,7 +170,7 @@ def test_a_role_that_waits_for_a_disk_has_the_two_minutes_of_an_outage(
     role = watched(processes)
     role.leader = waiting_process.pid
     told = "makes no progress for 120 s" if processes else "has not answered for 120 s, it waits for a disk"
-    assert role.pass_time(int(OUTAGE_SECONDS), lambda: role.tick(*range(processes))) == ""
+    assert role.pass_time(int(FS_OUTAGE_TIMEOUT), lambda: role.tick(*range(processes))) == ""
     assert told in role.pass_time(1, lambda: role.tick(*range(processes)))
 
 
@@ -194,8 +194,8 @@ TELLS = """
 import os, sys, time
 from pipeline.utils import heartbeat
 heartbeat.start(1)
-with heartbeat.during("outer", 7):
-    with heartbeat.during("inner", 3):
+with heartbeat.busy_with("outer", 7):
+    with heartbeat.busy_with("inner", 3):
         heartbeat.beat()
     if os.fork() == 0:
         heartbeat.beat()
@@ -228,7 +228,7 @@ def test_what_a_process_tells_and_where_it_is_reach_its_agent_and_a_fork_tells_n
 def test_without_an_agent_nothing_is_told_and_a_lost_one_is_an_error() -> None:
     heartbeat.start(variables={})
     heartbeat.beat()
-    with heartbeat.during("anything", 1.0):
+    with heartbeat.busy_with("anything", 1.0):
         heartbeat.beat()
     with pytest.raises(heartbeat.RollcallError, match="expected my agent's memory"):
         heartbeat.start(variables={heartbeat.VARIABLE: "/proc/0/fd/1 /proc/0/fd/2"})

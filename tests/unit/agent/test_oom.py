@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slurm.agent import oom
-from slurm.agent.oom import Shortage
+from slurm.agent.oom import OomWatch
 from tests.fakes.clock import FakeClock
 
 TOLD = ("  traceback : Signal 9 (SIGKILL) received by PID 4711", "=====")
@@ -34,7 +34,7 @@ def test_this_kernel_counts() -> None:
 
 def test_a_process_that_is_killed_while_the_kernel_ends_some_is_explained(count: Callable[[int], None]) -> None:
     clock = FakeClock()
-    watched = Shortage(clock)
+    watched = OomWatch(clock)
     assert watched.explains(-9, ()) == ""
     count(4)
     told = ", as the kernel ended 1 of the processes of this node for lack of memory"
@@ -46,14 +46,14 @@ def test_a_process_that_is_killed_while_the_kernel_ends_some_is_explained(count:
 def test_an_end_that_was_no_kill_is_not_explained_by_processes_of_others(
     code: int, count: Callable[[int], None]
 ) -> None:
-    watched = Shortage(FakeClock())
+    watched = OomWatch(FakeClock())
     count(9)
     assert watched.explains(code, ("OSError: [Errno 98] Address already in use",)) == ""
 
 
 def test_what_the_kernel_ended_long_before_explains_no_kill(count: Callable[[int], None]) -> None:
     clock = FakeClock()
-    watched = Shortage(clock)
+    watched = OomWatch(clock)
     clock.sleep(10)
     count(5)
     for _ in range(100):
@@ -77,7 +77,7 @@ def test_a_count_of_the_control_group_comes_before_that_of_the_node(
     counter.write_text("low 0\noom_kill 0\n")
     monkeypatch.setattr(oom, "GROUPS", groups)
     monkeypatch.setattr(oom, "MOUNT", tmp_path / "mount")
-    watched = Shortage(FakeClock())
+    watched = OomWatch(FakeClock())
     count(9)
     assert watched.explains(-9, ()) == ""
     counter.write_text("low 0\noom_kill 2\n")
@@ -92,4 +92,4 @@ def test_a_kernel_that_does_not_count_explains_nothing(
         (tmp_path / "vmstat").unlink()
     else:
         (tmp_path / "vmstat").write_text(text)
-    assert Shortage(FakeClock()).explains(-9, ()) == ""
+    assert OomWatch(FakeClock()).explains(-9, ()) == ""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.utils.network_interfaces import candidate_addresses
-from slurm.agent.preflight import GIB, Gpu, Needs, find_gpus, free_memory, node_id, preflight
+from slurm.agent.preflight import GIB, Gpu, NodeRequirements, find_gpus, free_memory, node_id, preflight
 
 
 @pytest.fixture
@@ -40,17 +40,19 @@ def test_without_a_working_tool_the_scheduler_is_believed(script, visible, indic
 @pytest.mark.usefixtures("two_gpus")
 def test_a_gpu_that_others_hold_is_a_problem_of_runs_that_use_gpus(tmp_path):
     gpus = find_gpus(None)
-    assert preflight(tmp_path, gpus, Needs(disk=0)) == ()
-    assert preflight(tmp_path, gpus, Needs(disk=0, free_gpus=True)) == ("another process holds 0.5 GiB of GPU 1",)
+    assert preflight(tmp_path, gpus, NodeRequirements(disk=0)) == ()
+    assert preflight(tmp_path, gpus, NodeRequirements(disk=0, free_gpus=True)) == (
+        "another process holds 0.5 GiB of GPU 1",
+    )
 
 
 def test_a_fit_node_has_no_problems_and_keeps_no_probe(tmp_path):
-    assert preflight(tmp_path, [Gpu(index=0)], Needs(disk=1, memory=1, free_gpus=True)) == ()
+    assert preflight(tmp_path, [Gpu(index=0)], NodeRequirements(disk=1, memory=1, free_gpus=True)) == ()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_too_little_disk_and_memory_are_named_with_both_numbers(tmp_path):
-    disk, memory = preflight(tmp_path, (), Needs(disk=1 << 60, memory=1 << 50))
+    disk, memory = preflight(tmp_path, (), NodeRequirements(disk=1 << 60, memory=1 << 50))
     assert disk.startswith(f"{tmp_path} has ")
     assert disk.endswith(f"GiB left, {(1 << 60) / GIB:.1f} are needed")
     assert memory.endswith("GiB of memory free, 1048576.0 are needed")
@@ -58,7 +60,9 @@ def test_too_little_disk_and_memory_are_named_with_both_numbers(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_a_problem_not_an_exception(tmp_path):
     (tmp_path / "file").touch()
-    assert preflight(tmp_path / "file", (), Needs()) == (f"cannot write in {tmp_path / 'file'}: File exists",)
+    assert preflight(tmp_path / "file", (), NodeRequirements()) == (
+        f"cannot write in {tmp_path / 'file'}: File exists",
+    )
 
 
 def test_a_machine_knows_its_memory_its_boot_and_its_addresses():

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from pipeline.errors import TransitionError
+from pipeline.errors import InvalidTransitionError
 from pipeline.run.events import Events
 from pipeline.topology.plan import Placement, RoleName, World
 from slurm.agent import role_lifecycle
@@ -21,18 +21,18 @@ def test_a_role_lives_from_waiting_to_stopped() -> None:
 
 
 def test_what_the_table_does_not_have_is_refused_by_name() -> None:
-    with pytest.raises(TransitionError, match=r"actor\.0: event 'start' is not allowed in state 'ready'"):
+    with pytest.raises(InvalidTransitionError, match=r"actor\.0: event 'start' is not allowed in state 'ready'"):
         role_lifecycle.advance("actor.0", "ready", "start")
 
 
 def test_nothing_leaves_an_end_state() -> None:
-    for state, happening in itertools.product(("stopped", "failed"), get_args(role_lifecycle.Happening)):
-        with pytest.raises(TransitionError):
+    for state, happening in itertools.product(("stopped", "failed"), get_args(role_lifecycle.RoleEvent)):
+        with pytest.raises(InvalidTransitionError):
             role_lifecycle.advance("redis.0", state, happening)  # type: ignore[arg-type]
 
 
 def test_every_role_has_one_place_in_the_descent() -> None:
-    assert sorted(itertools.chain(*role_lifecycle.DESCENT)) == sorted(get_args(RoleName))
+    assert sorted(itertools.chain(*role_lifecycle.SHUTDOWN_ORDER)) == sorted(get_args(RoleName))
 
 
 def test_redis_waits_for_all_who_talk_to_it() -> None:

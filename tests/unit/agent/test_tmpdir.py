@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.utils.private_files import is_private
-from slurm.agent.tmpdir import COMPILED, FOLDER, HOME_CACHES, LONGEST, SOCKETS, scratch_folder
+from slurm.agent.tmpdir import COMPILED, FOLDER, HOME_CACHES, MAX_PATH, SOCKETS, scratch_folder
 from tests.support.strangers import as_stranger, needs_another_user, shared_directory
 
 
@@ -26,7 +26,7 @@ def test_what_a_user_chose_stays() -> None:
 
 
 def test_sockets_are_where_their_names_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / ("d" * LONGEST)
+    deep = tmp_path / ("d" * MAX_PATH)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with scratch_folder({}) as variables:

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from pipeline.config.cluster_keys import ClusterConfig
 from pipeline.run.run_documents import Outcome
-from slurm.batch.attempt_summary import AttemptFacts
+from slurm.batch.attempt_summary import AttemptSummary
 from slurm.batch.requeue import decide
 from slurm.scheduler.scheduler_protocol import RUNNING, QueuedJob
 
 CLUSTER = ClusterConfig(kind="slurm", max_restarts=9, max_failures=3)
-TOLD = AttemptFacts(restart=2, told="told to end (SIGUSR2, agent.1)", trained=True)
-FAILED = AttemptFacts(restart=2, failure="trainer.0 on rank 1: exited with code 1", trained=True)
-LOST = AttemptFacts(restart=2, lost=(1, 2), code=137)
+TOLD = AttemptSummary(restart=2, told="told to end (SIGUSR2, agent.1)", trained=True)
+FAILED = AttemptSummary(restart=2, failure="trainer.0 on rank 1: exited with code 1", trained=True)
+LOST = AttemptSummary(restart=2, lost=(1, 2), code=137)
 LATE = replace(TOLD, notice=True)
 
 
@@ -61,11 +61,11 @@ def job(state: str = RUNNING, *, restarts: int = 2, reason: str = "") -> QueuedJ
         (replace(FAILED, trained=False, told="told to end"), job(), "requeued", "exited with code 1"),
         (LOST, job(), "requeued", "ranks 1-2 ended without a word"),
         (replace(LOST, told="told to end", failures=2), job(), "stopped", "ranks 1-2"),
-        (AttemptFacts(restart=2, code=3), job(), "stopped", "exit code 3"),
+        (AttemptSummary(restart=2, code=3), job(), "stopped", "exit code 3"),
     ],
 )
 def test_each_end_of_an_attempt_has_its_decision(
-    facts: AttemptFacts, queued: QueuedJob | None, decision: str, says: str
+    facts: AttemptSummary, queued: QueuedJob | None, decision: str, says: str
 ) -> None:
     outcome = decide(facts, queued, CLUSTER, 5.0)
     assert (outcome.decision, outcome.time) == (decision, 5.0)
@@ -90,7 +90,7 @@ def test_each_end_of_an_attempt_has_its_decision(
     ],
 )
 def test_only_failures_and_time_limits_without_a_commit_are_counted(
-    facts: AttemptFacts, queued: QueuedJob, count: int
+    facts: AttemptSummary, queued: QueuedJob, count: int
 ) -> None:
     assert decide(facts, queued, CLUSTER, 0.0).failures == count
 
@@ -120,7 +120,7 @@ def live(ends: list[dict[str, object]], cluster: ClusterConfig) -> list[Outcome]
         queued = replace(job(restarts=restarts, reason=str(left.pop("reason"))), making_room=left.pop("making_room"))  # type: ignore[arg-type]
         left["notice"] = bool(left["notice"] and left["told"])
         trained = trained or bool(left["advanced"])
-        facts = AttemptFacts(restart=restart, trained=trained, failures=failures, **left)  # type: ignore[arg-type]
+        facts = AttemptSummary(restart=restart, trained=trained, failures=failures, **left)  # type: ignore[arg-type]
         outcome = decide(facts, queued, cluster, 0.0)
         outcomes.append(outcome)
         failures = outcome.failures

@@ -8,7 +8,7 @@ from pipeline.errors import SchedulerError
 from pipeline.run.paths import RunPaths
 from pipeline.topology.plan import make_plan
 from slurm.batch import executors
-from slurm.batch.executors import NoAnswer, RunJob, SlurmNodes
+from slurm.batch.executors import RunJob, SchedulerSilent, SlurmHetExecutor
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.scheduler import FakeScheduler
@@ -43,7 +43,9 @@ def write(sbatch: Path, script: str) -> None:
 
 def submit(run: RunPaths, slurm: FakeScheduler, clock: FakeClock | None = None) -> RunJob:
     config = make_config(cluster={"kind": "slurm"})
-    nodes = SlurmNodes(run, config, make_plan(config), run_id="demo-1", scheduler=slurm, clock=clock or FakeClock())
+    nodes = SlurmHetExecutor(
+        run, config, make_plan(config), run_id="demo-1", scheduler=slurm, clock=clock or FakeClock()
+    )
     job = nodes.submit(print)
     assert isinstance(job, RunJob)
     return job
@@ -91,7 +93,7 @@ def test_a_submission_that_nobody_knows_of_says_so_and_leaves_nothing(
     write(sbatch, "exec sleep 60")
     slurm.fail("jobs_with", times=failures)
     clock = FakeClock()
-    with pytest.raises(NoAnswer, match=said):
+    with pytest.raises(SchedulerSilent, match=said):
         submit(run, slurm, clock)
     assert 60 <= clock.time < 80
     assert files_of(run) == []
@@ -102,7 +104,7 @@ def test_a_refusal_is_believed_at_once_and_leaves_nothing(run: RunPaths, slurm: 
     slurm.fail("jobs_with")
     with pytest.raises(SchedulerError, match=r"^sbatch refused the job: .*Invalid account$") as caught:
         submit(run, slurm)
-    assert not isinstance(caught.value, NoAnswer)
+    assert not isinstance(caught.value, SchedulerSilent)
     assert files_of(run) == []
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.checkpoint_store import commit
+from pipeline.checkpoints.checkpoint_store import complete_checkpoint
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.trainer_state import TrainerState
 from pipeline.run.events import EventName
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import FIRST_FAILURE
 from pipeline.topology.plan import make_plan
-from slurm.agent.agent_heartbeat import lost_ranks
-from slurm.agent.supervisor import End, end_of
+from slurm.agent.agent_heartbeat import unexited_ranks
+from slurm.agent.supervisor import End, shutdown_reason
 from slurm.batch import attempt_summary
 from slurm.batch.requeue import conclude_attempt
 from slurm.scheduler.scheduler_protocol import RUNNING
@@ -75,7 +75,7 @@ def test_the_first_failure_is_named_and_nobody_is_taken_for_lost(
     failure = first_failure(cluster)
     assert failure is not None
     assert failure.role == "inference.0"
-    assert lost_ranks(View(cluster.disk, 99), RANKS) == ()
+    assert unexited_ranks(View(cluster.disk, 99), RANKS) == ()
     assert cluster.cut_off == set()
 
 
@@ -123,9 +123,9 @@ def test_what_becomes_of_the_job_does_not_hang_on_when_its_batch_script_sees_thi
 ) -> None:
     cluster = make_cluster(tmp_path, {9: late}, dies=(dies, 30.0))
     if trained:
-        commit(Storage(str(cluster.run.paths.checkpoints)), TrainerState(job="rl", step=1), "7-9", {}, 1)
+        complete_checkpoint(Storage(str(cluster.run.paths.checkpoints)), TrainerState(job="rl", step=1), "7-9", {}, 1)
     cluster.start(monkeypatch)
-    monkeypatch.setattr(attempt_summary, "FileDirectory", lambda root: View(cluster.disk, 9))
+    monkeypatch.setattr(attempt_summary, "FileSharedDir", lambda root: View(cluster.disk, 9))
     scheduler = FakeScheduler()
     job = scheduler.submit(state=RUNNING)
     (outcome,) = cluster.lockstep.run([lambda clock: conclude_attempt(cluster.run.paths, scheduler, job, 0, 1, clock)])
@@ -146,7 +146,7 @@ def test_what_becomes_of_the_job_does_not_hang_on_when_its_batch_script_sees_thi
     ],
 )
 def test_nothing_that_is_told_after_the_end_of_training_changes_it(told: list[EventName], end: End | None) -> None:
-    assert end_of(told) == end
+    assert shutdown_reason(told) == end
 
 
 @every_lag

@@ -17,7 +17,7 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import RunPaths
 from pipeline.utils import shared_files
 from slurm.batch import local_controller
-from slurm.batch.local_controller import VirtualController
+from slurm.batch.local_controller import LocalController
 from slurm.scheduler.slurm.slurm_environment import local_job_environment
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -59,13 +59,13 @@ def run(tmp_path: Path) -> RunPaths:
 
 
 @pytest.fixture
-def controlled(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VirtualController:
+def controlled(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalController:
     """Of an agent that was killed, and one whose trainer commits."""
     for name, value in local_job_environment("local1", "true", 2, run.code).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(local_controller, "_PAUSE", 0.0)
-    monkeypatch.setattr(local_controller, "_LAST_SECONDS", 0.05)
-    made = VirtualController(tmp_path, run, "local1-0", psutil.Process())
+    monkeypatch.setattr(local_controller, "_FINAL_SECONDS", 0.05)
+    made = LocalController(tmp_path, run, "local1-0", psutil.Process())
     made.tasks = [FakeTask(-9), FakeTask()]  # type: ignore[list-item]
     return made
 
@@ -89,7 +89,7 @@ def fail_writes(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("times", [0, 3, TO_COMMIT + 2])
 def test_what_a_killed_agent_could_not_say_is_said_once_the_disk_takes_it(
-    times: int, controlled: VirtualController, monkeypatch: pytest.MonkeyPatch
+    times: int, controlled: LocalController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_writes(times, monkeypatch)
     assert list(controlled.wait()) == [-9, 0]
@@ -102,7 +102,7 @@ def test_what_a_killed_agent_could_not_say_is_said_once_the_disk_takes_it(
 
 
 def test_an_agent_that_is_stopped_is_ended_and_named(
-    controlled: VirtualController, monkeypatch: pytest.MonkeyPatch
+    controlled: LocalController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_controller, "STOPPED_SECONDS", 0.3)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as stopped:
@@ -116,7 +116,7 @@ def test_an_agent_that_is_stopped_is_ended_and_named(
 
 
 def test_a_launcher_that_is_gone_is_named_as_the_reason(
-    controlled: VirtualController, monkeypatch: pytest.MonkeyPatch
+    controlled: LocalController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controlled.tasks = [FakeTask(), FakeTask()]  # type: ignore[list-item]
     monkeypatch.setattr(controlled, "_launcher", None)
@@ -127,7 +127,7 @@ def test_a_launcher_that_is_gone_is_named_as_the_reason(
 
 
 def test_a_disk_that_takes_nothing_any_more_leaves_the_others_their_time(
-    controlled: VirtualController, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    controlled: LocalController, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fail_writes(1_000_000, monkeypatch)
     assert list(controlled.wait()) == [-9, 0]

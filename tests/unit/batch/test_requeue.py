@@ -9,8 +9,8 @@ from pipeline.errors import SchedulerError
 from pipeline.run.events import Events
 from pipeline.run.run_documents import Finished, Outcome, SubmittedJob
 from pipeline.utils import shared_files
-from pipeline.utils.shared_dir import FileDirectory
-from slurm.agent.agent_heartbeat import lost_ranks
+from pipeline.utils.shared_dir import FileSharedDir
+from slurm.agent.agent_heartbeat import unexited_ranks
 from slurm.batch import requeue
 from tests.fakes.requeued_job import Cluster, fail
 
@@ -36,7 +36,7 @@ def test_a_finished_run_is_never_requeued(cluster: Cluster) -> None:
 def test_a_rank_without_its_mark_is_lost(cluster: Cluster) -> None:
     paths = cluster.attempt()
     cluster.leave(paths, 0, 2)
-    assert lost_ranks(FileDirectory(paths.root), 4) == (1, 3)
+    assert unexited_ranks(FileSharedDir(paths.root), 4) == (1, 3)
 
 
 def test_no_rank_is_lost_where_every_agent_returned_by_itself(cluster: Cluster) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pipeline.checkpoints import Fence, TrainerState, kept_root, newest_committed, root_of, tell_newest
-from pipeline.checkpoints.checkpoint_store import commit
+from pipeline.checkpoints import Fence, TrainerState, log_newest, newest_checkpoint, recorded_root, root_of
+from pipeline.checkpoints.checkpoint_store import complete_checkpoint
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.config import RunConfig
 from pipeline.config.cross_checks import check_config
@@ -17,7 +17,7 @@ from pipeline.observability.report_page import page
 from pipeline.observability.run_history import read_history
 from pipeline.topology.plan import World
 from slurm.agent.agent import _finish
-from slurm.batch.attempt_summary import gather_facts
+from slurm.batch.attempt_summary import summarize_attempt
 from slurm.submission.cancel_runs import _over
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -40,33 +40,33 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
 
 
 def save(root: str, step: int, attempt: str) -> None:
-    commit(Storage(root), TrainerState(job="rl", step=step), attempt, {}, 1)
+    complete_checkpoint(Storage(root), TrainerState(job="rl", step=step), attempt, {}, 1)
 
 
 def test_without_a_url_they_are_in_the_run_directory(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
-    assert kept_root(run.paths) == root_of(run.config, run.paths, "run-1") == f"{tmp_path}/run/checkpoints"
+    assert recorded_root(run.paths) == root_of(run.config, run.paths, "run-1") == f"{tmp_path}/run/checkpoints"
 
 
 def test_below_a_url_each_run_has_a_folder_of_its_own(run: FakeRun, tmp_path: Path) -> None:
-    assert kept_root(run.paths) == f"memory://bucket/ours/{run.identity.run_id}"
-    assert kept_root(run.paths) == root_of(run.config, run.paths, run.identity.run_id)
+    assert recorded_root(run.paths) == f"memory://bucket/ours/{run.identity.run_id}"
+    assert recorded_root(run.paths) == root_of(run.config, run.paths, run.identity.run_id)
     other = FakeRun(tmp_path / "other", run.config)
-    assert kept_root(other.paths) != kept_root(run.paths)
+    assert recorded_root(other.paths) != recorded_root(run.paths)
 
 
 def test_a_run_that_does_not_say_who_it_is_has_no_folder_there(run: FakeRun) -> None:
     run.paths.run.unlink()
     with pytest.raises(CheckpointError, match=r"run.json cannot be read"):
-        kept_root(run.paths)
+        recorded_root(run.paths)
 
 
 def test_the_requeue_and_people_and_the_fence_look_at_the_url(run: FakeRun) -> None:
-    root, paths = kept_root(run.paths), run.attempt("12-0").paths
+    root, paths = recorded_root(run.paths), run.attempt("12-0").paths
     assert _over(run.paths) == "run: over; it had no checkpoint yet"
     Fence(root, "12-0").claim()
     save(root, 3, "12-0")
-    facts = gather_facts(run.paths, paths, restart=0, ranks=1, code=1, late=0.0)
+    facts = summarize_attempt(run.paths, paths, restart=0, ranks=1, code=1, late=0.0)
     assert (facts.advanced, facts.trained) == (True, True)
     assert _over(run.paths) == f"run: over; it can be resumed from {Storage(root).url('rl-3/12-0')}"
     assert f"checkpoints in {root}" in page(read_history(run.paths.root, alive=False))
@@ -79,7 +79,7 @@ def test_the_requeue_and_people_and_the_fence_look_at_the_url(run: FakeRun) -> N
 
 def test_a_place_that_cannot_be_reached_is_told_and_is_no_error(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", config_with("nowhere://x"))
-    assert tell_newest(run.paths, "resumes from {}", "starts over").startswith(
+    assert log_newest(run.paths, "resumes from {}", "starts over").startswith(
         "its checkpoints cannot be seen from here"
     )
 
@@ -110,7 +110,7 @@ def test_addresses_that_can_work_are_taken(url: str) -> None:
 
 
 def test_nothing_is_found_in_the_folder_of_another_run(run: FakeRun, tmp_path: Path) -> None:
-    save(kept_root(run.paths), 3, "12-0")
+    save(recorded_root(run.paths), 3, "12-0")
     other = FakeRun(tmp_path / "other", run.config)
-    assert newest_committed(kept_root(run.paths)) is not None
-    assert newest_committed(kept_root(other.paths)) is None
+    assert newest_checkpoint(recorded_root(run.paths)) is not None
+    assert newest_checkpoint(recorded_root(other.paths)) is None

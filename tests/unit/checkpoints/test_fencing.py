@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline.checkpoints import Fence, newest_committed
-from pipeline.checkpoints.fencing import lineage
+from pipeline.checkpoints import Fence, newest_checkpoint
+from pipeline.checkpoints.fencing import read_ownership
 from pipeline.checkpoints.fsspec_storage import Storage
-from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.errors import CheckpointError, SupersededError
 from pipeline.run.metrics_log import MetricSinks
 from pipeline.topology.plan import World
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.loop.run_recorder import Commits
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loop.run_recorder import RunRecorder
 from pipeline.train.train_jobs import jobs_of
 from pipeline.utils import atomic_dirs, shared_files
 from slurm.agent.agent import _finish
@@ -49,7 +49,7 @@ class Trainer:
 
     def __init__(self, run: FakeRun) -> None:
         self.run, self.ranks, self.paths = run, Ranks(), run.attempt("12-0").paths
-        self.commits = Commits(self.paths, run.config, cast(Dispatch, self.ranks))
+        self.commits = RunRecorder(self.paths, run.config, cast(RankGroup, self.ranks))
         self.commits.fence.claim()
         self.metrics = MetricSinks(run.paths.metrics, "12-0", check=self.commits.fence.check)
 
@@ -68,8 +68,8 @@ class Trainer:
         _finish(self.run.paths, self.paths, self.run.config, world)
 
 
-def commits_of(run: FakeRun, attempt: str) -> Commits:
-    return Commits(run.attempt(attempt).paths, run.config, cast(Dispatch, Ranks()))
+def commits_of(run: FakeRun, attempt: str) -> RunRecorder:
+    return RunRecorder(run.attempt(attempt).paths, run.config, cast(RankGroup, Ranks()))
 
 
 WRITES = [Trainer.log, Trainer.commit, Trainer.export, Trainer.finish]
@@ -126,7 +126,7 @@ def test_a_disk_that_fails_for_a_moment_keeps_nobody_from_claiming(root: str, mo
     fence = Fence(root, "12-0")
     fence.claim()
     assert not errors
-    assert lineage(Storage(root)).owner == "12-0"
+    assert read_ownership(Storage(root)).owner == "12-0"
 
 
 def test_the_attempt_of_another_job_takes_over(root: str) -> None:
@@ -244,7 +244,7 @@ def test_an_owner_that_cannot_be_read_keeps_everybody_out(root: str, damage: Cal
     owner = Path(root) / "OWNER"
     owner.write_bytes(damage(owner.read_bytes()))
     for attempt in ("12-0", "12-1", "12-2"):
-        for act in (Fence(root, attempt).check, Fence(root, attempt).claim, lambda: newest_committed(root)):
+        for act in (Fence(root, attempt).check, Fence(root, attempt).claim, lambda: newest_checkpoint(root)):
             with pytest.raises(
                 CheckpointError, match=r"OWNER is damaged, so who may write is not known: make sure that"
             ):
@@ -258,16 +258,16 @@ def test_a_line_that_cannot_be_read_counts_nothing(root: str) -> None:
     line.write_bytes(line.read_bytes().replace(b"11-0", b"11-1"))
     told = r"lines/12-0 is (damaged|missing), so which commits count is not known: .*write the word anybody to .*/OWNER"
     with pytest.raises(CheckpointError, match=told):
-        newest_committed(root)
+        newest_checkpoint(root)
     line.unlink()
     with pytest.raises(CheckpointError, match=told):
-        newest_committed(root)
+        newest_checkpoint(root)
     (Path(root) / "OWNER").write_text("anybody\n")
-    assert lineage(Storage(root)).counts("rl-1", "11-1"), "it does what the error says"
+    assert read_ownership(Storage(root)).counts("rl-1", "11-1"), "it does what the error says"
     Fence(root, "12-1").claim()
-    assert lineage(Storage(root)).counts("rl-1", "11-1")
+    assert read_ownership(Storage(root)).counts("rl-1", "11-1")
     Fence(root, "12-1").keep(["rl-1/11-1"])
-    assert not lineage(Storage(root)).counts("rl-2", "11-1")
+    assert not read_ownership(Storage(root)).counts("rl-2", "11-1")
 
 
 def test_an_owner_that_got_lost_with_saves_there_keeps_everybody_out(root: str) -> None:
@@ -275,28 +275,28 @@ def test_an_owner_that_got_lost_with_saves_there_keeps_everybody_out(root: str) 
     fence.claim()
     (Path(root) / "OWNER").unlink()
     fence.check()
-    assert lineage(Storage(root)).owner == "", "nobody has saved: nothing could be lost"
+    assert read_ownership(Storage(root)).owner == "", "nobody has saved: nothing could be lost"
     (Path(root) / "rl-50" / "12-0").mkdir(parents=True)
-    for act in (fence.check, Fence(root, "12-1").claim, lambda: newest_committed(root)):
+    for act in (fence.check, Fence(root, "12-1").claim, lambda: newest_checkpoint(root)):
         with pytest.raises(CheckpointError, match=r"OWNER is missing, so who may write is not known: make sure that"):
             act()
 
 
 def test_what_counted_before_a_claim_counts_until_the_owner_has_chosen(root: str) -> None:
     storage, (first, second, third) = Storage(root), (Fence(root, f"12-{restart}") for restart in range(3))
-    assert lineage(storage).counts("rl-1", "anybody"), "nobody has claimed"
+    assert read_ownership(storage).counts("rl-1", "anybody"), "nobody has claimed"
     first.claim()
     first.keep(["rl-1/11-0"])
     second.claim()
     third.claim()
-    now = lineage(storage)
+    now = read_ownership(storage)
     assert all(now.counts(*each) for each in (("rl-1", "11-0"), ("rl-9", "12-0"), ("rl-9", "12-1"), ("rl-9", "12-2")))
     assert not now.counts("rl-2", "11-0")
     third.keep(["rl-9/12-0"])
     assert list(storage.sizes("lines")) == ["12-2"], "the lines before it are needed no more"
-    with pytest.raises(OvertakenError):
+    with pytest.raises(SupersededError):
         second.keep(["rl-5/11-0"])
-    now = lineage(storage)
+    now = read_ownership(storage)
     assert now.counts("rl-9", "12-0")
     assert now.counts("rl-10", "12-2")
     assert not any(

@@ -10,9 +10,9 @@ import pytest
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.config.model_directory import (
     BUILT_IN,
-    attention_heads,
     describe_weights,
-    experts,
+    expert_count,
+    head_count,
     located_model,
     model_directory,
 )
@@ -98,7 +98,7 @@ def test_the_heads_are_those_of_the_language_model_if_its_config_says(
     settings: dict[str, object], heads: int | None, base: Path
 ) -> None:
     (base / "config.json").write_text(json.dumps({"model_type": "any"} | settings))
-    assert attention_heads(ModelConfig(path=str(base))) == heads
+    assert head_count(ModelConfig(path=str(base))) == heads
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_experts_are_those_of_the_language_model_if_its_config_says(
     settings: dict[str, object], count: int, base: Path
 ) -> None:
     (base / "config.json").write_text(json.dumps({"model_type": "any"} | settings))
-    assert experts(ModelConfig(path=str(base))) == count
+    assert expert_count(ModelConfig(path=str(base))) == count
 
 
 def test_the_built_in_models_are_what_their_maker_writes(tmp_path: Path) -> None:

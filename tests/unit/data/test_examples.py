@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.data_keys import ColumnsConfig, SourceConfig
 from pipeline.data import Examples
-from pipeline.data.dataset_digest import Content
+from pipeline.data.dataset_digest import DatasetDigest
 from pipeline.data.examples import RowError
 from pipeline.errors import ConfigError
 
@@ -268,7 +268,7 @@ def test_a_row_that_is_no_conversation_is_named(tmp_path: Path, messages: Any, r
 
 def test_the_digest_depends_on_values_and_order_alone() -> None:
     def digest(*rows: Mapping[str, Any]) -> str:
-        content = Content()
+        content = DatasetDigest()
         for row in rows:
             content.add(row)
         return content.digest

@@ -11,6 +11,6 @@ from pipeline.environments import sandbox
 def _code_runs_everywhere() -> Iterator[None]:
     """Where the kernel gives no namespaces, code runs without them; tests of what they do are skipped there."""
     if sandbox.missing_namespaces():
-        sandbox.choose("none")
+        sandbox.choose_mode("none")
     yield
-    sandbox.choose("namespaces")
+    sandbox.choose_mode("namespaces")

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 
 from pipeline.data import Conversation
 from pipeline.data.chat_messages import read_messages
-from pipeline.environments.assistant_masks import Choice, Masker, MaskError, Trained
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.assistant_masks import AssistantMasker, Choice, MaskedText, MaskError
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from tests.fakes.chat_models import CHATML, MARKED, TEMPLATES, make_chat_model
 
 ODD = (
@@ -89,8 +89,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {name: make_chat_model(root / name, template) for name, template in TEMPLATES.items()}
 
 
-def masked(folder: Path, conversation: Conversation, choice: Choice = "all") -> list[Trained]:
-    return list(Masker(Chat(folder), choice).rows(conversation))
+def masked(folder: Path, conversation: Conversation, choice: Choice = "all") -> list[MaskedText]:
+    return list(AssistantMasker(ChatTokenizer(folder), choice).rows(conversation))
 
 
 def segments(conversation: Conversation, chosen: Sequence[int]) -> Iterator[tuple[str, bool]]:
@@ -163,7 +163,7 @@ def test_marked_spans_are_those_of_transformers(folders: Mapping[str, Path], nam
 
 
 def test_each_turn_can_be_a_row_as_inference_would_see_it(folders: Mapping[str, Path]) -> None:
-    chat = Chat(folders["thinking"])
+    chat = ChatTokenizer(folders["thinking"])
     talk = Conversation(
         (user("a"), said("b", reasoning_content="hm"), user("c"), said("d", reasoning_content="so"), user("e"))
     )
@@ -229,13 +229,13 @@ def test_a_template_that_cannot_be_masked_is_refused(tmp_path: Path, template: s
 def test_a_template_that_writes_no_end_of_a_turn_teaches_none(folders: Mapping[str, Path], tmp_path: Path) -> None:
     talk = Conversation((user("a"), said("b")))
     for name in ("chatml", "marked"):
-        masker = Masker(Chat(folders[name]), "all")
+        masker = AssistantMasker(ChatTokenizer(folders[name]), "all")
         assert all(masker.teaches_end(row) for row in masker.rows(talk))
     endless = make_chat_model(
         tmp_path,
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<assistant>' if add_generation_prompt }}",
     )
-    masker = Masker(Chat(endless), "all")
+    masker = AssistantMasker(ChatTokenizer(endless), "all")
     assert [masker.teaches_end(row) for row in masker.rows(talk)] == [False]
 
 
@@ -252,6 +252,6 @@ def test_sharegpt_and_openai_give_the_same_row(folders: Mapping[str, Path]) -> N
 
 
 def test_a_mask_costs_no_second_template(folders: Mapping[str, Path]) -> None:
-    assert Masker(Chat(folders["marked"]), "all").method == "the template's {% generation %} blocks"
-    assert Masker(Chat(folders["chatml"]), "all").method == "the template with and without each turn"
+    assert AssistantMasker(ChatTokenizer(folders["marked"]), "all").method == "the template's {% generation %} blocks"
+    assert AssistantMasker(ChatTokenizer(folders["chatml"]), "all").method == "the template with and without each turn"
     assert CHATML != MARKED

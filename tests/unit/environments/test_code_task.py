@@ -8,12 +8,12 @@ import pytest
 
 from pipeline.config import TaskConfig
 from pipeline.environments import code_task, load_task
-from pipeline.environments.chat_template import Template
-from pipeline.environments.code_task import Code, checks_of, program_in
-from pipeline.environments.reward_functions import ScorePart
-from pipeline.environments.sandbox import Ran, run_python
-from pipeline.environments.task_calls import LocalCalls
-from pipeline.environments.task_protocol import Answer
+from pipeline.environments.chat_template import ChatTemplate
+from pipeline.environments.code_task import Code, extract_program, read_checks
+from pipeline.environments.reward_functions import PartialScore
+from pipeline.environments.sandbox import SandboxResult, run_python
+from pipeline.environments.task_calls import InProcessCalls
+from pipeline.environments.task_protocol import Completion
 from tests.unit.environments.test_tasks import TINY
 
 ADD = {"prompt": "Write add.", "tests": ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 5) == 4"]}
@@ -27,8 +27,10 @@ def reward(folder: Path, row: dict[str, Any], program: str, **options: Any) -> f
     settings = {"path": str(path), "eval_rows": 1, "test_seconds": 20, **options}
     task = load_task(TaskConfig(name="code", options=settings), 0)
     assert isinstance(task, Code)
-    part = LocalCalls(task, Template(TINY)).score(0, task.prompt(0), Answer(f"Here:\n```python\n{program}\n```\nDone."))
-    return part.score if isinstance(part, ScorePart) else part  # type: ignore[return-value]
+    part = InProcessCalls(task, ChatTemplate(TINY)).score(
+        0, task.prompt(0), Completion(f"Here:\n```python\n{program}\n```\nDone.")
+    )
+    return part.score if isinstance(part, PartialScore) else part  # type: ignore[return-value]
 
 
 RIGHT = "def add(a, b):\n    return a + b"
@@ -63,9 +65,9 @@ def test_what_asserts_print_is_no_sign_of_success(tmp_path: Path) -> None:
 
 
 def test_after_a_test_that_runs_out_of_time_no_other_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Ran] = []
+    ran: list[SandboxResult] = []
 
-    def counted(*given: Any, **files: Any) -> Ran:
+    def counted(*given: Any, **files: Any) -> SandboxResult:
         ran.append(run_python(*given, **files))
         return ran[-1]
 
@@ -83,13 +85,13 @@ def test_a_row_without_tests_is_the_sample_s_failure(tmp_path: Path) -> None:
 
 
 def test_the_program_is_the_last_block() -> None:
-    assert program_in("```python\na\n```\nno:\n```py\nb\n```") == "b\n"
-    assert program_in("print(1)") == "print(1)"
+    assert extract_program("```python\na\n```\nno:\n```py\nb\n```") == "b\n"
+    assert extract_program("print(1)") == "print(1)"
 
 
 def test_checks_of_input_and_output_need_one_output_each() -> None:
     with pytest.raises(ValueError, match="as many outputs as inputs"):
-        checks_of({"inputs": ["1"], "outputs": []})
+        read_checks({"inputs": ["1"], "outputs": []})
 
 
 def test_most_tests_bounds_what_is_run(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import pipeline
-from pipeline.environments.frozen_code import changed, modules_of, names_in
+from pipeline.environments.frozen_code import changed_modules, modules_named_in, modules_of
 from pipeline.run.paths import RunPaths
 from slurm.registry import run_registry
 from slurm.submission.compose_config import compose_config
-from slurm.submission.submission_warnings import advice
+from slurm.submission.submission_warnings import warnings_of
 from tests.fakes.configs import make_config
 from tests.support.python import run_python
 
@@ -23,8 +23,8 @@ def f(completions, **columns):
     return [f"{late.SAYS} {words_of_mine.deep.HERE.read_text()} {FAR} {__file__}"]
 """
 ASK = (
-    "from pipeline.environments.user_imports import find; import pipeline; "
-    "print(find('reward.functions', 'rewards_of_mine:f', '', '')(completions=[]), pipeline.__file__)"
+    "from pipeline.environments.user_imports import import_object; import pipeline; "
+    "print(import_object('reward.functions', 'rewards_of_mine:f', '', '')(completions=[]), pipeline.__file__)"
 )
 
 
@@ -67,25 +67,25 @@ def test_all_that_a_config_names_is_looked_at() -> None:
         reward={"functions": ["task", "b:f"]},
         evaluation={"sets": {"other": other}},
     )
-    assert sorted(names_in(config)) == ["a", "b", "c", "d.e"]
-    assert names_in(make_config()) == []
+    assert sorted(modules_named_in(config)) == ["a", "b", "c", "d.e"]
+    assert modules_named_in(make_config()) == []
 
 
 def test_an_attempt_imports_what_the_run_was_made_with_whatever_was_edited_or_lost(mine: Path, tmp_path: Path) -> None:
     (mine / "words_of_mine" / "__init__.py").write_text("")
     config = compose_config(["experiment=demo", f"output={tmp_path / 'runs'}", "reward.functions=rewards_of_mine:f"])
-    with run_registry.claimed(config) as run:
+    with run_registry.claimed_run(config) as run:
         pass
     first = f"['first data first {mine / 'rewards_of_mine.py'}'] {run.code / 'pipeline' / '__init__.py'}"
     assert attempt(run, mine) == first  # which also leaves bytecode of nothing beside the files
-    assert changed(run.code) == []
+    assert changed_modules(run.code) == []
     (mine / "words_of_mine" / "late.py").write_text("SAYS = 'second'\n")
     (mine / "rewards_of_mine.py").unlink()
-    with run_registry.claimed(config):  # a resumed run keeps its first copy
+    with run_registry.claimed_run(config):  # a resumed run keeps its first copy
         pass
     assert attempt(run, mine) == first
-    assert sorted(changed(run.code)) == [mine / "rewards_of_mine.py", mine / "words_of_mine" / "late.py"]
-    said = [line for line in advice(config) if "goes on with its own copy" in line]
+    assert sorted(changed_modules(run.code)) == [mine / "rewards_of_mine.py", mine / "words_of_mine" / "late.py"]
+    said = [line for line in warnings_of(config) if "goes on with its own copy" in line]
     assert len(said) == 1
     assert "late.py" in said[0]
 

@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import RewardConfig
 from pipeline.environments.math_verifier import correct
 from pipeline.environments.rewards import check_rewards
-from pipeline.environments.user_imports import find
+from pipeline.environments.user_imports import import_object
 from pipeline.errors import ConfigError
 from tests.unit.environments.test_tasks import arithmetic
 
@@ -54,6 +54,6 @@ def test_without_the_library_the_error_names_the_command_that_installs_it(monkey
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.delitem(sys.modules, "pipeline.environments.math_verifier")
     with pytest.raises(ConfigError, match=r"-m pip install 'math-verify"):
-        find("reward.functions", NAME, "a function", "")
+        import_object("reward.functions", NAME, "a function", "")
     monkeypatch.undo()
     importlib.import_module("pipeline.environments.math_verifier")

@@ -9,17 +9,17 @@ import pytest
 
 from pipeline.config import RewardConfig, TaskConfig
 from pipeline.config.model_directory import BUILT_IN
-from pipeline.environments import Answer, Prompt, Task, ask, load_task
-from pipeline.environments.chat_template import Template
-from pipeline.environments.reward_functions import ScorePart
+from pipeline.environments import Completion, Prompt, Task, load_task, user_prompt
+from pipeline.environments.chat_template import ChatTemplate
+from pipeline.environments.reward_functions import PartialScore
 from pipeline.environments.rewards import Mixture, Score, check_rewards, load_rewards, names_of
-from pipeline.environments.task_calls import LocalCalls
+from pipeline.environments.task_calls import InProcessCalls
 from pipeline.errors import ConfigError
 from tests.unit.environments.user_tasks import Unscored
 
 HERE = "tests.unit.environments.user_rewards"
-TINY = Template(BUILT_IN / "tiny_qwen3")
-PROMPT = ask("2+2", answer="4")
+TINY = ChatTemplate(BUILT_IN / "tiny_qwen3")
+PROMPT = user_prompt("2+2", answer="4")
 
 
 def arithmetic() -> Task:
@@ -30,15 +30,17 @@ def reward(*names: str, **keys: Any) -> RewardConfig:
     return RewardConfig(functions=tuple(name if name == "task" else f"{HERE}:{name}" for name in names), **keys)
 
 
-def said(text: str, *tokens: int) -> Answer:
-    return Answer(text, ({"role": "assistant", "content": text},), tokens)
+def said(text: str, *tokens: int) -> Completion:
+    return Completion(text, ({"role": "assistant", "content": text},), tokens)
 
 
-def scores(config: RewardConfig, prompt: Prompt, answers: Sequence[Answer], seconds: float = 60) -> list[Score | str]:
+def scores(
+    config: RewardConfig, prompt: Prompt, answers: Sequence[Completion], seconds: float = 60
+) -> list[Score | str]:
     """What a worker would say, put together as the pool does."""
     task, mixture = arithmetic(), Mixture(config)
-    calls = LocalCalls(task, TINY, load_rewards(config, task), seconds)
-    told: list[list[ScorePart | str]] = []
+    calls = InProcessCalls(task, TINY, load_rewards(config, task), seconds)
+    told: list[list[PartialScore | str]] = []
     with closing(calls):
         for which in range(len(mixture.names)):
             if mixture.whole_groups:
@@ -64,7 +66,7 @@ def test_a_function_of_trl_gets_lists_of_messages_and_the_columns_of_the_prompt(
 def test_a_plain_prompt_and_its_answers_are_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(f"{HERE}.gives", lambda **given: seen.update(given) or [0.0])
-    scores(reward("gives"), Prompt(ask("2+2=").messages, columns={"level": 3}, plain=True), [said("4", 9)])
+    scores(reward("gives"), Prompt(user_prompt("2+2=").messages, columns={"level": 3}, plain=True), [said("4", 9)])
     assert seen == {"prompts": ["2+2="], "completions": ["4"], "completion_ids": [[9]], "level": [3]}
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pipeline.environments import sandbox_jail
-from pipeline.environments.sandbox import MOST_DISK, MOST_PROCESSES, _in_jail, missing_namespaces, run_python
+from pipeline.environments.sandbox import MAX_DISK, MAX_PROCESSES, _in_jail, missing_namespaces, run_python
 from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 
@@ -66,7 +66,7 @@ except OSError as error:
 def test_a_program_cannot_start_processes_without_end() -> None:
     kind, started = run_python(BOMB, 60, 1 << 28).output.split()
     assert kind == "BlockingIOError"
-    assert int(started) < (MOST_PROCESSES if os.geteuid() else sandbox_jail._LEAST_PID_MAX)
+    assert int(started) < (MAX_PROCESSES if os.geteuid() else sandbox_jail._MIN_PID_MAX)
 
 
 @needs_namespaces
@@ -90,7 +90,7 @@ print(sum(os.path.getsize(name) for name in os.listdir(".")))
     *said, written = run_python(flood, 60, 1 << 28).output.splitlines()
     assert said[:3] == ["No space left on device"] * 3
     assert said[3] in ("OSError", "FileNotFoundError")
-    assert int(written) <= MOST_DISK
+    assert int(written) <= MAX_DISK
     assert not list(tmp_path.iterdir())
     assert not list(Path("/dev/shm").glob("flood-*"))
 
@@ -148,7 +148,7 @@ for tried in (
         print(tried())
     except ConfigError as error:
         print(error)
-sandbox.choose("none")
+sandbox.choose_mode("none")
 check_sandbox(task, TaskConfig(name="tools", sandbox="none"))
 print(sandbox.run_python("print(1)", 60, 1 << 28).output)
 """

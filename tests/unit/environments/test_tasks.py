@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pipeline.config import TaskConfig
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.environments import Episode, Prompt, Task, load_task
-from pipeline.environments.arithmetic import Arithmetic, careless, evaluate
-from pipeline.environments.chat_template import Template
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.arithmetic import Arithmetic, careless_answer, evaluate
+from pipeline.environments.chat_template import ChatTemplate
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.errors import ConfigError
 
 TINY = BUILT_IN / "tiny_qwen3"
@@ -49,13 +49,13 @@ def test_an_expression_has_the_value_that_python_gives_it(text: str) -> None:
     [("17+25", 32), ("52-37", 25), ("37-52", -25), ("99+1", 90), ("12+34", 46), ("5-5", 0), ("7*8+5", 51)],
 )
 def test_a_careless_teacher_forgets_to_carry_and_to_borrow(text: str, value: int) -> None:
-    assert careless(text) == value
+    assert careless_answer(text) == value
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6))
 def test_where_nothing_is_carried_the_careless_are_right(digits: list[tuple[int, int]]) -> None:
     one, other = (int("".join(str(pair[i]) for pair in digits)) for i in (0, 1))
-    assert careless(f"{one}+{other}") == one + other
+    assert careless_answer(f"{one}+{other}") == one + other
 
 
 def test_a_fraction_of_the_demonstrations_slips_and_no_reward_does() -> None:
@@ -64,7 +64,7 @@ def test_a_fraction_of_the_demonstrations_slips_and_no_reward_does() -> None:
     wrong = [each for each in shown if each.answer != each.prompt.answer]
     assert 0.2 < len(wrong) / len(shown) < 0.5, "a slip without a carry does not show"
     assert all(int(each.prompt.answer) == evaluate(expression(each.prompt)) for each in shown)
-    assert all(int(each.answer) == careless(expression(each.prompt)) for each in wrong)
+    assert all(int(each.answer) == careless_answer(expression(each.prompt)) for each in wrong)
 
 
 def test_answers_may_be_written_from_the_last_digit() -> None:
@@ -170,21 +170,21 @@ def test_loading_a_task_imports_neither_torch_nor_transformers() -> None:
 def test_the_chat_gives_the_tokens_that_hugging_face_gives() -> None:
     from transformers import AutoTokenizer
 
-    theirs, chat = AutoTokenizer.from_pretrained(TINY), Chat(TINY)
+    theirs, chat = AutoTokenizer.from_pretrained(TINY), ChatTokenizer(TINY)
     for prompt in arithmetic(terms=3, operators=["+", "-", "*"]).held_out()[:20]:
         expected = theirs.apply_chat_template(list(prompt.messages), add_generation_prompt=True, return_dict=False)
         assert chat.prompt(prompt.messages) == expected
 
 
 def test_a_token_of_the_tiny_model_is_one_character() -> None:
-    chat = Chat(TINY)
+    chat = ChatTokenizer(TINY)
     text = "0123456789+-*=^$_"
     assert len(chat.encode(text)) == len(set(chat.encode(text))) == len(text)
     assert chat.decode(chat.encode(text)) == text
 
 
 def test_a_demonstration_ends_with_the_token_that_ends_a_turn() -> None:
-    chat, shown = Chat(TINY), arithmetic().demonstration(0)
+    chat, shown = ChatTokenizer(TINY), arithmetic().demonstration(0)
     tokens, prompt = chat.demonstration(shown)
     assert tokens[:prompt] == chat.prompt(shown.prompt.messages)
     assert tokens[-1] in chat.stop_token_ids
@@ -192,7 +192,7 @@ def test_a_demonstration_ends_with_the_token_that_ends_a_turn() -> None:
 
 
 def test_what_the_policy_said_is_decoded_whole_except_the_end_of_its_turn() -> None:
-    chat = Chat(TINY)
+    chat = ChatTokenizer(TINY)
     assert chat.decode(chat.encode("4^6$")) == "4^6"
     assert chat.decode(chat.encode("46")) == "46"
     assert chat.decode([]) == ""
@@ -272,10 +272,10 @@ def test_a_template_is_rendered_as_transformers_renders_it(tmp_path: Path) -> No
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
     messages = [{"role": role, "content": f"{role} says 2+2, é"} for role in ("system", "user", "assistant") * 2]
     theirs, _ = render_jinja_template([messages], chat_template=EVERY_RULE, add_generation_prompt=True, bos_token="<s>")
-    assert Template(tmp_path).render(messages) == theirs[0]  # type: ignore[arg-type]
+    assert ChatTemplate(tmp_path).render(messages) == theirs[0]  # type: ignore[arg-type]
 
 
 def test_what_a_template_refuses_is_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system role here') }}")
     with pytest.raises(Exception, match="no system role here"):
-        Template(tmp_path).render([])
+        ChatTemplate(tmp_path).render([])

@@ -13,13 +13,13 @@ from tokenizers.models import BPE
 from pipeline.config import TaskConfig
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.environments import Prompt, load_task
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.rewards import Score
 from pipeline.environments.sandbox import missing_namespaces
-from pipeline.environments.task_calls import Asked, Used
+from pipeline.environments.task_calls import RenderedPrompt, ToolResult
 from pipeline.environments.tool_task import ToolCall, Tools
 from pipeline.errors import ConfigError
-from pipeline.rollout.sample_rollout import Sampling, answer_of, roll_out, sample_of
+from pipeline.rollout.sample_rollout import Sampling, completion_of, roll_out, to_sample
 from tests.fakes.inline_calls import InlineCalls
 from tests.unit.environments.test_tasks import Said
 
@@ -78,8 +78,10 @@ class Talking:
         return [Said(self.said[-1], finish=self._finish if not self._turns else "stop")] * n
 
 
-def played(task: Tools, chat: Chat, model: Path, servers: Talking, prompt: Prompt, max_length: int = 4096) -> Any:
-    asked = Asked(prompt, chat.render(prompt.messages, prompt.tools))
+def played(
+    task: Tools, chat: ChatTokenizer, model: Path, servers: Talking, prompt: Prompt, max_length: int = 4096
+) -> Any:
+    asked = RenderedPrompt(prompt, chat.render(prompt.messages, prompt.tools))
     sampling = Sampling(1.0, 64, max_length, 60)
     (ended,) = asyncio.run(roll_out(task, InlineCalls(task, model), chat, servers, sampling, asked, 1))
     assert ended.reason == ""
@@ -98,13 +100,13 @@ def is_what_servers_saw(episode: Any, servers: Talking) -> None:
         for place in range(len(seen), len(seen) + len(said))
     ]
     assert [place for place, mark in enumerate(episode.sampled) if mark] == sampled
-    sample = sample_of(episode, Score(1.0), 0.0)
+    sample = to_sample(episode, Score(1.0), 0.0)
     sample.check()
     assert sample.token_array().tolist() == row
 
 
 def test_a_row_has_the_tokens_that_the_servers_saw_and_reads_as_the_template_writes_it() -> None:
-    task, chat = tools(calls="short", system="", tools=["calculator"]), Chat(TINY_TEXT)
+    task, chat = tools(calls="short", system="", tools=["calculator"]), ChatTokenizer(TINY_TEXT)
     turns = ["[calculator:37*52]", "[calculator:1924+1][calculator:2/0]", "1925"]
     servers = Talking(*([*chat.encode(turn), 2] for turn in turns))
     prompt = Prompt(({"role": "user", "content": "37*52+1"},), "1925", tools=task.schemas)
@@ -116,7 +118,7 @@ def test_a_row_has_the_tokens_that_the_servers_saw_and_reads_as_the_template_wri
     assert list(servers.seen[-1]) == chat.prompt([*prompt.messages, *episode.said[:-1]], prompt.tools)
     assert episode.metrics == {"tools/calculator": 3.0}
     assert task.reward(prompt, episode.text) == 1.0
-    answer = answer_of(episode)
+    answer = completion_of(episode)
     assert answer.tokens == tuple(token for said in servers.said for token in said)
     assert answer.conversation == episode.said
 
@@ -125,7 +127,7 @@ def test_a_row_has_the_tokens_that_the_servers_saw_and_reads_as_the_template_wri
 def test_what_was_sampled_is_never_tokenised_again(tmp_path: Path, thought: str) -> None:
     """The policy says `ab` in two tokens where the tokenizer has one, and thinks what the template would drop."""
     model = bytes_model(tmp_path)
-    task, chat = tools(), Chat(model)
+    task, chat = tools(), ChatTokenizer(model)
     (end,) = chat.stop_token_ids
     a, b = (chat.encode(letter)[0] for letter in "ab")
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37*52"}}\n</tool_call>'
@@ -188,7 +190,7 @@ def test_of_very_many_calls_in_a_turn_some_are_made() -> None:
 
 
 def test_an_episode_ends_where_turns_or_tokens_do() -> None:
-    chat = Chat(TINY_TEXT)
+    chat = ChatTokenizer(TINY_TEXT)
     call = [*chat.encode("[calculator:1+1]"), 2]
     prompt = Prompt(({"role": "user", "content": "1+1"},), "2")
     for task, finish, length, turns in [
@@ -204,13 +206,13 @@ def test_an_episode_ends_where_turns_or_tokens_do() -> None:
 
 def test_a_tool_whose_process_ends_is_told_to_the_policy_and_the_episode_goes_on() -> None:
     class Dying(InlineCalls):
-        async def use(self, prompt: Prompt, name: str, arguments: Any) -> Used | str:
+        async def use(self, prompt: Prompt, name: str, arguments: Any) -> ToolResult | str:
             return "tool calculator took too long: more than task.seconds=60"
 
-    task, chat = tools(calls="short"), Chat(TINY_TEXT)
+    task, chat = tools(calls="short"), ChatTokenizer(TINY_TEXT)
     servers = Talking([*chat.encode("[calculator:1+1]"), 2], [*chat.encode("2"), 2])
     prompt = Prompt(({"role": "user", "content": "1+1"},), "2")
-    asked = Asked(prompt, chat.render(prompt.messages))
+    asked = RenderedPrompt(prompt, chat.render(prompt.messages))
     calls = Dying(task, TINY_TEXT)
     (ended,) = asyncio.run(roll_out(task, calls, chat, servers, Sampling(1.0, 64, 512, 60), asked, 1))
     assert ended.episode is not None

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.environments import Prompt, Task, ask
+from pipeline.environments import Prompt, Task, user_prompt
 
 
 class Endless(Task):
@@ -14,10 +14,10 @@ class Endless(Task):
         return 10
 
     def prompt(self, index: int) -> Prompt:
-        return ask(str(index))
+        return user_prompt(str(index))
 
     def held_out(self) -> list[Prompt]:
-        return [ask("10")]
+        return [user_prompt("10")]
 
     def reward(self, prompt: Prompt, text: str) -> float:
         return 0.0

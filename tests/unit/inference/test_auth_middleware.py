@@ -38,14 +38,14 @@ def ask(path: str, body: bytes = b"", key: str = KEY, query: bytes = b"") -> tup
 
     headers = [(b"authorization", f"Bearer {key}".encode())]
     scope = {"type": "http", "path": path, "headers": headers, "server": ("127.0.0.3", 8000), "query_string": query}
-    asyncio.run(auth_middleware.Guard(server)(scope, receive, send))
+    asyncio.run(auth_middleware.AuthMiddleware(server)(scope, receive, send))
     return sent[0]["status"], sent[1]["body"], passed_on
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        *sorted(auth_middleware.USED - {auth_middleware.RPC}),
+        *sorted(auth_middleware.API_PATHS - {auth_middleware.RPC}),
         *auth_middleware.OPEN,
         "/v1/models",
         "/v1/chat/completions",

@@ -19,10 +19,10 @@ from pipeline.inference.weight_sync.transports.gloo import (
     TRAINER,
     TransferGroup,
     WeightLayout,
-    announce,
-    host_store,
-    is_announced,
-    visit_store,
+    connect_store,
+    create_store,
+    is_published,
+    publish_key,
 )
 from pipeline.utils.subprocesses import hold_port
 from pipeline.utils.waiting import Deadline, wait_for
@@ -78,8 +78,8 @@ def two_members() -> Iterator[tuple[TransferGroup, TransferGroup]]:
     """A trainer's and a server's end of a group, in two threads of this process."""
     with hold_port() as holder:
         port = holder.getsockname()[1]
-        store = host_store("127.0.0.2", port, "password", 10)
-        visitor = visit_store("127.0.0.2", port, "password", 10)
+        store = create_store("127.0.0.2", port, "password", 10)
+        visitor = connect_store("127.0.0.2", port, "password", 10)
         ends: dict[int, TransferGroup] = {}
 
         def join() -> None:
@@ -133,27 +133,27 @@ def test_a_member_that_leaves_ends_the_others_wait_at_once() -> None:
 def test_an_announcement_is_seen_and_only_under_its_name() -> None:
     with hold_port() as holder:
         port = holder.getsockname()[1]
-        store = host_store("127.0.0.2", port, "password", 5)
-        visitor = visit_store("127.0.0.2", port, "password", 5)
-        assert not is_announced(visitor, "g")
-        announce(store, "g")
-        wait_for("the announcement to arrive", lambda: is_announced(visitor, "g"), 5)
-        assert not is_announced(visitor, "h")
+        store = create_store("127.0.0.2", port, "password", 5)
+        visitor = connect_store("127.0.0.2", port, "password", 5)
+        assert not is_published(visitor, "g")
+        publish_key(store, "g")
+        wait_for("the announcement to arrive", lambda: is_published(visitor, "g"), 5)
+        assert not is_published(visitor, "h")
 
 
 def test_the_store_listens_on_its_own_address_only() -> None:
     with hold_port() as holder:
         port = holder.getsockname()[1]
-        store = host_store("127.0.0.2", port, "password", 5)
+        store = create_store("127.0.0.2", port, "password", 5)
         with pytest.raises(WeightSyncError, match=r"no trainer at 127\.0\.0\.9"):
-            visit_store("127.0.0.9", port, "password", 0.5)
+            connect_store("127.0.0.9", port, "password", 0.5)
         del store
 
 
 def test_a_group_is_not_met_where_a_stranger_says() -> None:
     with hold_port() as holder:
         port = holder.getsockname()[1]
-        store = host_store("127.0.0.2", port, "password", 5)
+        store = create_store("127.0.0.2", port, "password", 5)
         stranger = TCPStore("127.0.0.2", port, is_master=False)
         for key in ("0/0", "0"):
             stranger.set(f"g/{key}", "the address of the stranger")
@@ -163,4 +163,4 @@ def test_a_group_is_not_met_where_a_stranger_says() -> None:
 
 def test_without_a_trainer_there_is_a_clear_error() -> None:
     with hold_port() as holder, pytest.raises(WeightSyncError, match="no trainer at"):
-        visit_store("127.0.0.2", holder.getsockname()[1], "password", 0.5)
+        connect_store("127.0.0.2", holder.getsockname()[1], "password", 0.5)

@@ -13,15 +13,15 @@ from torch._C._distributed_c10d import HashStore
 
 from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync.transports import gpu_group, ipc
-from pipeline.inference.weight_sync.transports.gloo import SERVER, TRAINER, announce, announced
-from pipeline.inference.weight_sync.transports.ipc import IpcGroup, Mapping
+from pipeline.inference.weight_sync.transports.gloo import SERVER, TRAINER, publish_key, wait_for_key
+from pipeline.inference.weight_sync.transports.ipc import CudaIpcHandle, IpcGroup
 from pipeline.inference.weight_sync.transports.nccl import NcclGroup
 from pipeline.utils.signed_store import SignedStore
 from pipeline.utils.waiting import Deadline
 from tests.patience import WAIT_SECONDS
 
 CPU = torch.device("cpu")
-MAPPING = Mapping(
+MAPPING = CudaIpcHandle(
     version=7, handle=b"h", size=8, offset=0, counter=b"c", slot=0, event=b"e", sync=True, start=2, length=4
 )
 
@@ -43,8 +43,10 @@ class Cuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory, self.collected = torch.arange(4, dtype=torch.uint8), 0
         self.waited = list[object]()
-        monkeypatch.setattr(ipc, "_share", lambda version, buffer: msgspec.structs.replace(MAPPING, version=version))
-        monkeypatch.setattr(ipc, "_map", lambda mapping, device: self.memory)
+        monkeypatch.setattr(
+            ipc, "_export_handle", lambda version, buffer: msgspec.structs.replace(MAPPING, version=version)
+        )
+        monkeypatch.setattr(ipc, "_open_handle", lambda mapping, device: self.memory)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_event=self.waited.append))
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -125,10 +127,10 @@ def test_a_copy_that_does_not_end_is_given_up_and_the_sender_told_why(
 def test_memory_that_cannot_be_mapped_is_told_to_the_sender_at_once(
     members: tuple[IpcGroup, IpcGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(mapping: Mapping, device: torch.device) -> Tensor:
+    def refuse(mapping: CudaIpcHandle, device: torch.device) -> Tensor:
         raise RuntimeError("CUDA error: invalid resource handle\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr(ipc, "_map", refuse)
+    monkeypatch.setattr(ipc, "_open_handle", refuse)
     trainer, server = members
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(trainer.send, 7, buffer(), Deadline("the server's word", WAIT_SECONDS))
@@ -151,10 +153,10 @@ def test_a_mapping_that_a_stranger_wrote_is_not_followed(members: tuple[IpcGroup
 def test_memory_that_cannot_be_shared_is_named_with_what_forbids_it(
     members: tuple[IpcGroup, IpcGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(version: int, buffer: Tensor) -> Mapping:
+    def refuse(version: int, buffer: Tensor) -> CudaIpcHandle:
         raise RuntimeError("does not support expandable segments")
 
-    monkeypatch.setattr(ipc, "_share", refuse)
+    monkeypatch.setattr(ipc, "_export_handle", refuse)
     with pytest.raises(WeightSyncError, match="PYTORCH_CUDA_ALLOC_CONF"):
         members[0].send(7, buffer(), soon())
 
@@ -165,9 +167,9 @@ def test_members_on_one_gpu_share_its_memory_and_others_use_nccl(
 ) -> None:
     monkeypatch.setattr(NcclGroup, "__init__", lambda self, *arguments: None)
     store = HashStore()
-    announce(store, "g", gpus[1])
+    publish_key(store, "g", gpus[1])
     monkeypatch.setattr(gpu_group, "gpu_of", lambda device: gpus[0])
-    trainer = gpu_group.join_gpu_group(store, "g", TRAINER, CPU, announced(store, "g"), soon())
+    trainer = gpu_group.join_gpu_group(store, "g", TRAINER, CPU, wait_for_key(store, "g"), soon())
     monkeypatch.setattr(gpu_group, "gpu_of", lambda device: gpus[1])
     server = gpu_group.join_gpu_group(store, "g", SERVER, CPU, gpus[0], soon())
     assert type(trainer) is type(server) is kind

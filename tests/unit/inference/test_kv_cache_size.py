@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.inference.vllm.kv_cache_size import SHARED, keep_to_the_share, room
+from pipeline.inference.vllm.kv_cache_size import SHARED, cache_bytes_left, limit_to_share
 from pipeline.topology.gpu_memory import ENGINE, GIB
 
 FREE = 7 * GIB
@@ -34,23 +34,23 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_cache_is_what_the_share_leaves_beside_the_weights(worker: Any) -> None:
-    keep_to_the_share({SHARED: "1"})
-    keep_to_the_share({SHARED: "1"})
+    limit_to_share({SHARED: "1"})
+    limit_to_share({SHARED: "1"})
     assert worker().determine_available_memory() == 24 * GIB - ENGINE
 
 
 def test_a_size_that_the_user_gave_stays(worker: Any) -> None:
-    keep_to_the_share({SHARED: "1"})
+    limit_to_share({SHARED: "1"})
     assert worker(told=GIB).determine_available_memory() == GIB
 
 
 @pytest.mark.parametrize("variables", [{}, {SHARED: "0"}])
 def test_a_server_alone_on_its_gpus_measures(worker: Any, variables: dict[str, str]) -> None:
-    keep_to_the_share(variables)
+    limit_to_share(variables)
     assert worker().determine_available_memory() == FREE
 
 
 def test_a_share_that_the_weights_fill_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"more than weights of 16.0 GiB and 3.0 GiB for vLLM, found 19.0 GiB"):
-        room(19 * GIB, 16 * GIB)
-    assert room(19 * GIB + 1, 16 * GIB) == 1
+        cache_bytes_left(19 * GIB, 16 * GIB)
+    assert cache_bytes_left(19 * GIB + 1, 16 * GIB) == 1

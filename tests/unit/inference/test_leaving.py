@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.inference.weight_sync.transports.gloo import TRAINER, Preparing, TransferGroup, host_store
+from pipeline.inference.weight_sync.transports.gloo import TRAINER, PreparedSignal, TransferGroup, create_store
 from pipeline.utils.subprocesses import hold_port
 from pipeline.utils.waiting import Deadline
 from tests.patience import WAIT_SECONDS
@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[3]
 SERVER = """
 import sys, torch
 from pipeline.utils.waiting import Deadline
-from pipeline.inference.weight_sync.transports.gloo import SERVER, TransferGroup, visit_store
+from pipeline.inference.weight_sync.transports.gloo import SERVER, TransferGroup, connect_store
 port, patience, seconds = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-group = TransferGroup(visit_store("127.0.0.2", port, "s3cret", seconds), "g", SERVER, "127.0.0.3", seconds)
+group = TransferGroup(connect_store("127.0.0.2", port, "s3cret", seconds), "g", SERVER, "127.0.0.3", seconds)
 print(group.receive(torch.empty(8, dtype=torch.uint8), Deadline("weights", seconds)), flush=True)
 print(group.hear_leaving(patience), flush=True)
 """
@@ -34,7 +34,7 @@ def a_group(patience: float) -> Iterator[tuple[TransferGroup, subprocess.Popen[s
     """The trainer's side of a group over which weights 7 came to a server, and the server, which now leaves."""
     with hold_port() as holder:
         port = holder.getsockname()[1]
-        store = host_store("127.0.0.2", port, "s3cret", WAIT_SECONDS)
+        store = create_store("127.0.0.2", port, "s3cret", WAIT_SECONDS)
         command = [sys.executable, "-c", SERVER, str(port), str(patience), str(WAIT_SECONDS)]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
             try:
@@ -65,8 +65,8 @@ def test_a_server_whose_trainer_says_nothing_leaves_alone() -> None:
 
 def test_a_trainer_hears_that_a_version_is_prepared_and_waits_no_longer_than_it_says() -> None:
     with hold_port() as holder:
-        store = host_store("127.0.0.2", holder.getsockname()[1], "s3cret", WAIT_SECONDS)
-        server, trainer = Preparing(), Preparing()
+        store = create_store("127.0.0.2", holder.getsockname()[1], "s3cret", WAIT_SECONDS)
+        server, trainer = PreparedSignal(), PreparedSignal()
         for member in (server, trainer):
             member._store, member._name = store, "g"
         server.report_prepared(7)

@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.errors import TrainingError
 from pipeline.train.controller import rank_operations
-from pipeline.train.controller.operation_runner import Control
-from pipeline.train.controller.rank_process import Failure, Site
+from pipeline.train.controller.operation_runner import OperationRunner
+from pipeline.train.controller.rank_process import Failure, RankState
 from pipeline.utils.waiting import CLOCK
 
 
@@ -37,9 +37,9 @@ class World:
         return self.ended[-1] if isinstance(self.ended[-1], Failure) else None
 
 
-def a_control() -> tuple[Control, World]:
+def a_control() -> tuple[OperationRunner, World]:
     world = World()
-    return Control(cast(Site, world), False, CLOCK), world
+    return OperationRunner(cast(RankState, world), False, CLOCK), world
 
 
 def test_what_the_controllers_own_part_raises_is_told_as_its_failure() -> None:

@@ -14,7 +14,7 @@ from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync import server_shards
 from pipeline.inference.weight_sync.server_shards import Shard, Slice
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
-from pipeline.inference.weight_sync.weight_snapshot import Gatherer, Payload
+from pipeline.inference.weight_sync.weight_snapshot import ShardGatherer, WeightSnapshot
 from pipeline.utils.waiting import Deadline
 
 CPU = torch.device("cpu")
@@ -32,14 +32,14 @@ TRANSPOSED = Slice(2, 0, (12, 8), (1, 12))
 SCALAR = Slice(3, 0, (), ())
 
 
-def payload() -> Payload:
-    return Payload(1, LAYOUT, LAYOUT.pack(TENSORS), {}, CPU)
+def payload() -> WeightSnapshot:
+    return WeightSnapshot(1, LAYOUT, LAYOUT.pack(TENSORS), {}, CPU)
 
 
 def received(shard: Shard, at_once: bool = False) -> list[Tensor]:
     """The shard's tensors on the other side, chunk by chunk."""
     staging = torch.full((shard.staged.bytes,), 255, dtype=torch.uint8)
-    gatherer = Gatherer(CPU)
+    gatherer = ShardGatherer(CPU)
     for chunk in shard.chunks(at_once):
         staging[chunk.start : chunk.end] = gatherer.gather(payload(), shard, chunk, SOON)
     return [view for _, view in shard.staged.views(staging)]
@@ -88,14 +88,16 @@ def test_rows_of_a_large_slice_go_in_several_chunks_and_those_of_a_transposed_on
 def test_the_whole_layout_goes_in_one_chunk_from_where_it_lies() -> None:
     whole, sent = Shard.whole(LAYOUT), payload()
     (chunk,) = whole.chunks(at_once=True)
-    assert Gatherer(CPU).gather(sent, whole, chunk, SOON) is sent.buffer
+    assert ShardGatherer(CPU).gather(sent, whole, chunk, SOON) is sent.buffer
     assert (chunk.start, chunk.end) == (0, LAYOUT.bytes)
 
 
 def test_the_whole_layout_in_chunks_is_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_shards, "WEIGHT_CHUNK", 100)
-    on_host = Payload(1, LAYOUT, LAYOUT.pack(TENSORS), {}, torch.device("meta"))  # which is not where the buffer is
-    whole, gatherer = Shard.whole(LAYOUT), Gatherer(CPU)
+    on_host = WeightSnapshot(
+        1, LAYOUT, LAYOUT.pack(TENSORS), {}, torch.device("meta")
+    )  # which is not where the buffer is
+    whole, gatherer = Shard.whole(LAYOUT), ShardGatherer(CPU)
     arrived = torch.zeros(LAYOUT.bytes, dtype=torch.uint8)
     for chunk in whole.chunks(on_host.at_once):
         arrived[chunk.start : chunk.end] = gatherer.gather(on_host, whole, chunk, SOON)

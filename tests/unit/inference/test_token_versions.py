@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.inference.vllm.token_versions import Versioned, noted, say_versions
+from pipeline.inference.vllm.token_versions import VersionedTokens, attach_versions, with_version
 
 
 def collected(*versions: int | None) -> list[Any]:
@@ -13,14 +13,14 @@ def collected(*versions: int | None) -> list[Any]:
     entries: list[Any] = []
     for version in versions:
         if version is not None:
-            entries = noted(entries, version)
+            entries = with_version(entries, version)
         entries.append("entry")
     return entries
 
 
 def spans(*versions: int | None) -> Any:
     entries = collected(*versions)
-    assert isinstance(entries, Versioned)
+    assert isinstance(entries, VersionedTokens)
     return entries.spans()
 
 
@@ -40,6 +40,6 @@ def test_where_a_tokens_version_is_not_known_nothing_is_said(versions: tuple[int
 @pytest.mark.parametrize("extra", ["allow", "ignore", None])
 def test_it_is_said_where_an_answer_has_room_for_it(extra: str | None) -> None:
     made: Any = SimpleNamespace(model_config={"extra": extra} if extra else {})
-    assert say_versions(made, collected(7)) is made
+    assert attach_versions(made, collected(7)) is made
     assert hasattr(made, "weight_versions") == (extra == "allow")
-    assert not hasattr(say_versions(SimpleNamespace(model_config={"extra": "allow"}), ["entry"]), "weight_versions")
+    assert not hasattr(attach_versions(SimpleNamespace(model_config={"extra": "allow"}), ["entry"]), "weight_versions")

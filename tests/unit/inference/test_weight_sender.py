@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from pipeline.config import InferenceConfig, LoraConfig
-from pipeline.errors import StreamError, TransitionError, WeightSyncError
+from pipeline.errors import InvalidTransitionError, StreamError, WeightSyncError
 from pipeline.inference.weight_sync.server_sync import (
     RESUME_SECONDS,
     TRANSITIONS,
-    LinkEvent,
-    LinkState,
     MeetingPoint,
-    next_link_state,
+    SyncEvent,
+    SyncState,
+    next_sync_state,
 )
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.utils.subprocesses import hold_port
@@ -34,17 +34,17 @@ WEIGHTS = [("w", torch.ones(2))]
 
 
 def test_every_event_that_a_state_does_not_allow_raises() -> None:
-    for state in get_args(LinkState):
-        for event in get_args(LinkEvent):
+    for state in get_args(SyncState):
+        for event in get_args(SyncEvent):
             if (state, event) in TRANSITIONS:
-                assert next_link_state(state, event) == TRANSITIONS[state, event]
+                assert next_sync_state(state, event) == TRANSITIONS[state, event]
             else:
-                with pytest.raises(TransitionError):
-                    next_link_state(state, event)
+                with pytest.raises(InvalidTransitionError):
+                    next_sync_state(state, event)
 
 
 def test_no_state_but_closed_is_a_dead_end_and_a_failure_always_leads_to_absent() -> None:
-    for state in get_args(LinkState):
+    for state in get_args(SyncState):
         assert (state == "closed") == (not any(source == state for source, _ in TRANSITIONS))
     assert {target for (_, event), target in TRANSITIONS.items() if event == "fail"} == {"absent"}
 

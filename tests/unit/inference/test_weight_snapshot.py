@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
-from pipeline.inference.weight_sync.weight_snapshot import HostMemory, Payload
+from pipeline.inference.weight_sync.weight_snapshot import SnapshotMemory, WeightSnapshot
 from pipeline.utils import pinned_memory
 from tests.fakes.cuda_runtime import CudaRuntime
 
@@ -20,8 +20,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
     return made
 
 
-def waiting(memory: HostMemory, version: int) -> Payload:
-    sent = Payload(version, LAYOUT, memory.take(LAYOUT.bytes), {}, torch.device("cuda"))
+def waiting(memory: SnapshotMemory, version: int) -> WeightSnapshot:
+    sent = WeightSnapshot(version, LAYOUT, memory.take(LAYOUT.bytes), {}, torch.device("cuda"))
     memory.free_after(sent)
     return sent
 
@@ -29,7 +29,7 @@ def waiting(memory: HostMemory, version: int) -> Payload:
 def test_a_version_that_is_still_sent_is_not_overwritten_by_the_next_and_later_ones_are_pinned_no_more(
     runtime: CudaRuntime,
 ) -> None:
-    memory = HostMemory()
+    memory = SnapshotMemory()
     first, second = waiting(memory, 1), waiting(memory, 2)
     before = {first.buffer.data_ptr(), second.buffer.data_ptr()}
     assert len(before) == 2
@@ -42,7 +42,7 @@ def test_a_version_that_is_still_sent_is_not_overwritten_by_the_next_and_later_o
 
 
 def test_memory_that_is_free_is_given_back_at_the_end_and_what_is_still_sent_is_not(runtime: CudaRuntime) -> None:
-    memory = HostMemory()
+    memory = SnapshotMemory()
     sent, done = waiting(memory, 1), waiting(memory, 2)
     del done
     gc.collect()

@@ -3,7 +3,7 @@
 from pipeline.roles.role_context import Status
 from pipeline.transport.sample_records import ASKED, EVALUATED
 from pipeline.utils import shared_files
-from slurm.monitor.log_lines import LINE_SECONDS, Ticker
+from slurm.monitor.log_lines import LINE_SECONDS, LogLines
 from slurm.monitor.run_watcher import read_snapshot
 from tests.fakes.run_directory import FakeAttempt, FakeRun
 from tests.fakes.terminal import shown
@@ -21,7 +21,7 @@ def test_the_first_evaluation_is_named_with_its_progress_while_training_waits_fo
 ) -> None:
     attempt.meet()
     attempt.all_roles("starting", "ready")
-    ticker = Ticker()
+    ticker = LogLines()
     ticker.lines(read_snapshot(run.root), 0.0)
     evaluates(attempt, 3)
     now = read_snapshot(run.root)
@@ -47,5 +47,5 @@ def test_the_first_evaluation_after_a_warm_start_is_named_too(run: FakeRun, atte
     attempt.all_roles("starting", "ready")
     attempt.train("sft", range(1, 21))
     evaluates(attempt, 3)
-    lines = Ticker().lines(read_snapshot(run.root), 0.0)
+    lines = LogLines().lines(read_snapshot(run.root), 0.0)
     assert "  first evaluation: evaluating held_out, 3 / 32 prompts" in lines

@@ -10,18 +10,18 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from pipeline.observability.run_status import Before, Ended, Running
+from pipeline.observability.run_status import BeforeStart, Ended, Running
 from pipeline.run.metrics_log import FileStep, MetricSinks
 from slurm.monitor.live_view import ANSWER_SECONDS, follow_run, main, watch_run
-from slurm.monitor.log_lines import LINE_SECONDS, Ticker
+from slurm.monitor.log_lines import LINE_SECONDS, LogLines
 from slurm.monitor.run_snapshot import Progress, RoleLine, Snapshot
 from slurm.monitor.run_watcher import Watcher, read_snapshot
 from slurm.monitor.status_panel import (
-    COLOURS,
-    MOST_ROLES,
+    COLORS,
+    MAX_ROLES,
     figures_of,
     job_text,
-    most_telling,
+    most_relevant,
     nothing_runs,
     sparkline,
     step_text,
@@ -199,7 +199,7 @@ def test_the_columns_of_figures_stand_where_the_roles_end_and_do_not_drift(run: 
 
 
 def test_every_state_has_a_colour() -> None:
-    assert {*get_args(Before), *get_args(Running), *get_args(Ended)} <= set(COLOURS)
+    assert {*get_args(BeforeStart), *get_args(Running), *get_args(Ended)} <= set(COLORS)
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -213,8 +213,8 @@ def test_the_picture_fits_its_terminal(run: FakeRun, attempt: FakeAttempt, width
 def test_many_roles_are_cut_to_those_that_are_not_ready() -> None:
     roles = [role(number) for number in range(200)]
     roles[150] = role(150, "starting")
-    told = most_telling(roles, MOST_ROLES)
-    assert len(told) == MOST_ROLES
+    told = most_relevant(roles, MAX_ROLES)
+    assert len(told) == MAX_ROLES
     assert roles[150] in told
     assert told == sorted(told, key=lambda line: line.rank)
 
@@ -223,7 +223,7 @@ def test_lines_have_no_control_codes_and_tell_each_thing_once(run: FakeRun, atte
     attempt.meet()
     attempt.all_roles("starting", "ready")
     attempt.train("rl", range(1, 6))
-    ticker, told = Ticker(), []
+    ticker, told = LogLines(), []
     for second in range(4):
         told += ticker.lines(read_snapshot(run.root), float(second))
     assert told[0] == "demo: training"
@@ -236,7 +236,7 @@ def test_lines_have_no_control_codes_and_tell_each_thing_once(run: FakeRun, atte
 def test_progress_is_told_every_few_seconds_but_an_evaluation_and_the_end_at_once(
     run: FakeRun, attempt: FakeAttempt
 ) -> None:
-    ticker = Ticker()
+    ticker = LogLines()
     attempt.train("rl", range(1, 3))
     assert len(ticker.lines(read_snapshot(run.root), 0.0)) == 2
     attempt.train("rl", range(3, 5))

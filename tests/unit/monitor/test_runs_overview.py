@@ -5,7 +5,7 @@ from pathlib import Path
 from pipeline.errors import ConfigError
 from pipeline.run.paths import SweepPaths
 from pipeline.utils import shared_files
-from slurm.monitor.runs_overview import Line, Overview
+from slurm.monitor.runs_overview import Overview, RunSummary
 from slurm.monitor.runs_table import (
     cells_of,
     failure_lines,
@@ -17,7 +17,7 @@ from tests.fakes.scheduler import FakeScheduler
 from tests.fakes.table_of_runs import make_run, make_sweep, queued
 
 
-def look(output: Path, scheduler: FakeScheduler, sweep: str = "") -> dict[str, Line]:
+def look(output: Path, scheduler: FakeScheduler, sweep: str = "") -> dict[str, RunSummary]:
     return {line.path: line for line in Overview(output, sweep, lambda: scheduler).look()}
 
 
@@ -66,7 +66,7 @@ def test_a_job_that_ended_without_a_word_is_interrupted(tmp_path: Path, schedule
 
 def test_a_point_that_was_never_submitted_says_why(tmp_path: Path, scheduler: FakeScheduler) -> None:
     sweep = make_sweep(tmp_path / "seeds", "seed=1", "seed=2")
-    refused = sweep_manifest.Point(number=1, overrides=("seed=2",), name="1-seed_2", refused="sbatch: limit reached")
+    refused = sweep_manifest.Trial(number=1, overrides=("seed=2",), name="1-seed_2", refused="sbatch: limit reached")
     shared_files.write_document(SweepPaths(tmp_path / "seeds").manifest, sweep.noted(refused))
     lines = look(tmp_path, scheduler)
     assert [(line.state, line.live, line.failure) for line in lines.values()] == [

@@ -11,13 +11,13 @@ from rich.console import Console
 from pipeline.errors import SchedulerError
 from pipeline.run.paths import SweepPaths
 from slurm.monitor import live_view, runs_table
-from slurm.monitor.runs_overview import Line, Overview
+from slurm.monitor.runs_overview import Overview, RunSummary
 from slurm.monitor.runs_table import (
     COLUMNS,
     age,
     aligned_lines,
-    fitting_lines,
     follow_table,
+    lines_that_fit,
     main,
     print_table,
     render_table,
@@ -29,14 +29,17 @@ from tests.fakes.scheduler import FakeScheduler
 from tests.fakes.table_of_runs import make_run, make_sweep, queued
 
 
-def shown(lines: list[Line], width: int = 140) -> str:
+def shown(lines: list[RunSummary], width: int = 140) -> str:
     console = Console(file=io.StringIO(), width=width)
     print_table(lines, "files", console)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def test_plain_columns_are_aligned_and_carry_no_control_codes() -> None:
-    lines = [Line("", "demo", "12", "RUNNING", "training", True, "rl", 3, 60, 0.5), Line("seeds", "0-seed_1")]
+    lines = [
+        RunSummary("", "demo", "12", "RUNNING", "training", True, "rl", 3, 60, 0.5),
+        RunSummary("seeds", "0-seed_1"),
+    ]
     header, one, other = aligned_lines(lines)
     assert header.split() == list(COLUMNS)
     assert [text.index(word) for text, word in ((header, "state"), (one, "training"), (other, "not"))] == [
@@ -48,7 +51,9 @@ def test_plain_columns_are_aligned_and_carry_no_control_codes() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_a_narrow_terminal_keeps_the_numbers(width: int) -> None:
-    line = Line("seeds", "0-a_rather_long_name_of_a_point", "12", "PENDING (Resources)", "training", True, "rl", 3, 60)
+    line = RunSummary(
+        "seeds", "0-a_rather_long_name_of_a_point", "12", "PENDING (Resources)", "training", True, "rl", 3, 60
+    )
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(render_table([line], "files", width))
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -59,17 +64,17 @@ def test_a_narrow_terminal_keeps_the_numbers(width: int) -> None:
 def test_a_low_terminal_shows_first_what_is_not_over_and_then_what_failed() -> None:
     states = {3: "training", 5: "failed", 8: "queued"}
     lines = [
-        Line("seeds", f"{number}-seed", state=states.get(number, "finished"), live=number in (3, 8))
+        RunSummary("seeds", f"{number}-seed", state=states.get(number, "finished"), live=number in (3, 8))
         for number in range(10)
     ]
-    assert [line.name for line in fitting_lines(lines, 5)] == ["3-seed", "8-seed", "5-seed", "0-seed"]
-    assert fitting_lines(lines, 11) == lines
+    assert [line.name for line in lines_that_fit(lines, 5)] == ["3-seed", "8-seed", "5-seed", "0-seed"]
+    assert lines_that_fit(lines, 11) == lines
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (60, 12)])
 def test_a_followed_table_fits_its_terminal(width: int, height: int) -> None:
     lines = [
-        Line(
+        RunSummary(
             sweep="a_sweep_with_a_long_name",
             name=f"{number}-optim.lr_0.0001-loss_grpo-temperature_0.7-model_an_instruct",
             job=str(123456 + number),

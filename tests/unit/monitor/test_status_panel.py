@@ -1,6 +1,6 @@
 """The panel of a run, as a terminal shows it: one whole text. What its parts say is held where they are made."""
 
-from slurm.monitor.run_snapshot import Job, Past, Progress, RoleLine, Snapshot
+from slurm.monitor.run_snapshot import JobLine, PastAttempt, Progress, RoleLine, Snapshot
 from tests.fakes.terminal import shown
 
 RUN = Snapshot(
@@ -8,14 +8,18 @@ RUN = Snapshot(
     time=1000.0,
     attempt="7-1",
     state="training",
-    job=Job("7", restart=1, most_restarts=100, live=True, word="RUNNING"),
+    job=JobLine("7", restart=1, most_restarts=100, live=True, word="RUNNING"),
     began=400.0,
     roles=(
         RoleLine("trainer.0", 0, "10.0.0.1", "ready", since=460.0, detail=""),
         RoleLine("inference.0", 1, "10.0.0.2", "ready", since=490.0, detail="", silent=905.0),
     ),
     silent={1: 905.0},
-    past=(Past("7-0", 100.0, 250.0, "requeued", "told to end (SIGTERM, agent.0): it goes on from its newest commit"),),
+    past=(
+        PastAttempt(
+            "7-0", 100.0, 250.0, "requeued", "told to end (SIGTERM, agent.0): it goes on from its newest commit"
+        ),
+    ),
     progress=Progress("rl", 30, 60, 60.0),
     ahead=None,
     numbers={"lag/mean": 0.5, "lag/max": 2.0, "tokens_per_second": 1234.0, "idle/trainer": 0.25},

@@ -11,10 +11,10 @@ from rich.console import Console
 from pipeline.errors import ConfigError
 from pipeline.observability.run_status import SILENT_SECONDS
 from slurm.monitor.live_view import watch_run
-from slurm.monitor.log_lines import Ticker
-from slurm.monitor.run_snapshot import Past, Snapshot
+from slurm.monitor.log_lines import LogLines
+from slurm.monitor.run_snapshot import PastAttempt, Snapshot
 from slurm.monitor.run_watcher import ASK_SECONDS, Watcher, read_snapshot
-from slurm.monitor.status_panel import MOST_PAST, attempt_text, nothing_runs, render_run, silence_text, state_text
+from slurm.monitor.status_panel import MAX_PAST, attempt_text, nothing_runs, render_run, silence_text, state_text
 from slurm.scheduler.scheduler_protocol import Scheduler
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
@@ -139,7 +139,7 @@ def test_the_attempt_is_shown_with_its_restart_and_those_before_it_with_their_en
 
 
 def test_only_the_last_attempts_are_shown_and_the_others_counted(run: FakeRun) -> None:
-    for restart in range(MOST_PAST + 3):
+    for restart in range(MAX_PAST + 3):
         preempted(run, f"1-{restart}", range(restart + 1, restart + 2))
     text = shown(read_snapshot(run.root))
     assert "3 earlier" in text
@@ -208,7 +208,7 @@ def test_the_schedulers_word_for_the_end_is_told(run: FakeRun, scheduler: FakeSc
     scheduler.set("1", word)
     now = Watcher(run.root, scheduler=lambda: scheduler).look()
     assert state_text(now) == f"interrupted ({word})"
-    assert f"demo: interrupted ({word})" in Ticker().lines(now, 0.0)
+    assert f"demo: interrupted ({word})" in LogLines().lines(now, 0.0)
 
 
 def test_a_job_that_ended_in_the_queue_is_not_waited_for_in_words(run: FakeRun, scheduler: FakeScheduler) -> None:
@@ -221,7 +221,7 @@ def test_a_job_that_ended_in_the_queue_is_not_waited_for_in_words(run: FakeRun, 
 def test_a_scheduler_without_an_answer_is_told_of_once_in_lines_and_as_long_as_it_lasts_in_the_panel(
     run: FakeRun, scheduler: FakeScheduler
 ) -> None:
-    clock, ticker = FakeClock(), Ticker()
+    clock, ticker = FakeClock(), LogLines()
     watcher = Watcher(run.root, scheduler=lambda: scheduler, clock=clock)
     scheduler.fail("job", 2)
     told: list[str] = []
@@ -254,7 +254,7 @@ def test_a_job_that_stopped_without_a_failure_says_why(run: FakeRun) -> None:
     attempt = an_attempt(run, "1-0", range(1, 5))
     attempt.tell("draining", "agent.0", "SIGTERM")
     attempt.conclude("stopped", "rank 1 was lost")
-    assert "demo: failed: rank 1 was lost" in Ticker().lines(read_snapshot(run.root), 0.0)
+    assert "demo: failed: rank 1 was lost" in LogLines().lines(read_snapshot(run.root), 0.0)
 
 
 def test_green_is_only_what_shows_that_it_lives(run: FakeRun) -> None:
@@ -335,7 +335,7 @@ def test_watching_ends_with_a_job_that_stopped(run: FakeRun) -> None:
 
 
 def test_lines_tell_of_silence_once_and_of_its_end(run: FakeRun) -> None:
-    attempt, ticker = an_attempt(run, "1-0", range(1, 5)), Ticker()
+    attempt, ticker = an_attempt(run, "1-0", range(1, 5)), LogLines()
     attempt.live(2, time.time())
     before = ticker.lines(read_snapshot(run.root), 0.0)
     assert not any("sign" in line for line in before)
@@ -348,7 +348,7 @@ def test_lines_tell_of_silence_once_and_of_its_end(run: FakeRun) -> None:
 
 
 def test_each_attempt_tells_its_roles_anew(run: FakeRun) -> None:
-    ticker = Ticker()
+    ticker = LogLines()
     preempted(run, "1-0", range(1, 5))
     ticker.lines(read_snapshot(run.root), 0.0)
     an_attempt(run, "1-1", range(5, 9))
@@ -363,4 +363,8 @@ def test_an_attempt_that_is_over_is_read_once(run: FakeRun) -> None:
     before = watcher.look().past
     run.attempt("9-9").paths.root.rmdir()
     run.paths.attempt(run.identity.run_id, "1-0").outcome.unlink()
-    assert watcher.look().past == before == (Past("1-0", before[0].began, before[0].seconds, "requeued", PREEMPTED),)
+    assert (
+        watcher.look().past
+        == before
+        == (PastAttempt("1-0", before[0].began, before[0].seconds, "requeued", PREEMPTED),)
+    )

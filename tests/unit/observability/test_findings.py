@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.config.run_identity import flatten
-from pipeline.observability.findings import ENOUGH, SETTLED, SEVERAL, find
-from pipeline.run.metrics_log import Row
+from pipeline.observability.findings import ENOUGH, MIN_STEPS, SETTLED, findings_of
+from pipeline.run.metrics_log import MetricRecord
 from tests.fakes.configs import make_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,7 +71,7 @@ MEASURED: dict[str, list[str]] = {
 """Runs on GPUs, and what limited each, as docs/performance.md found."""
 
 
-def steps(count: int, **numbers: float) -> list[Row]:
+def steps(count: int, **numbers: float) -> list[MetricRecord]:
     return [{"kind": "train", "job": "rl", "step": step, "time": 0.0} | CALM | numbers for step in range(1, count + 1)]
 
 
@@ -84,7 +84,7 @@ def test_a_number_that_stands_out_is_told_with_keys_that_exist(
     given: dict[str, Any], numbers: dict[str, float], seen: str
 ) -> None:
     config = of(given)
-    (found,) = find(config, steps(SETTLED + ENOUGH, **numbers))
+    (found,) = findings_of(config, steps(SETTLED + ENOUGH, **numbers))
     assert seen in found.seen
     keys = flatten(config.model_dump(mode="json"))
     named = re.findall(r"[a-z]+(?:\.[a-z_]+)+", found.change)
@@ -94,7 +94,7 @@ def test_a_number_that_stands_out_is_told_with_keys_that_exist(
 
 def test_a_half_that_is_too_small_is_told_the_split_that_would_be_fastest() -> None:
     resources = {"device": "cuda", "trainer": {"processes": 2, "gpus": 1}, "inference": {"servers": 6, "gpus": 1}}
-    (found,) = find(
+    (found,) = findings_of(
         of(ASYNCHRONOUS | {"resources": resources}),
         steps(SETTLED + ENOUGH, **{"idle/trainer": 0.0, "idle/servers": 2 / 3}),
     )
@@ -108,51 +108,51 @@ def test_runs_that_were_measured_are_told_what_limited_them(run: str, limits: li
     measured = json.loads((ROOT / "docs" / "performance" / f"{run}.json").read_text())
     training = TRAINING | {"max_lag": measured["command"]["lag"], "prompts_per_step": 16}
     rows = measured["rows"] * 2  # some were short
-    found = [each.seen for each in find(of(GPUS | {"training": training}), rows) if "cut off" not in each.seen]
+    found = [each.seen for each in findings_of(of(GPUS | {"training": training}), rows) if "cut off" not in each.seen]
     assert all(limit in seen for limit, seen in zip(limits, found, strict=True)), found
 
 
 @pytest.mark.parametrize(("given", "numbers"), SILENT.values(), ids=SILENT)
 def test_nothing_is_told_without_need(given: dict[str, Any], numbers: dict[str, float]) -> None:
-    assert find(of(given), steps(SETTLED + ENOUGH, **numbers)) == []
+    assert findings_of(of(given), steps(SETTLED + ENOUGH, **numbers)) == []
 
 
 def test_a_few_steps_say_nothing() -> None:
     config, strange = of(ASYNCHRONOUS), {"clip_fraction": 0.5}
-    assert find(config, steps(SETTLED + ENOUGH - 1, **strange)) == []
+    assert findings_of(config, steps(SETTLED + ENOUGH - 1, **strange)) == []
     beginning, rest = steps(SETTLED, **strange), steps(ENOUGH)
-    assert find(config, [*beginning, *rest]) == []
-    assert find(config, [*steps(SETTLED), *steps(ENOUGH // 2 - 1, **strange), *rest]) == [], "most steps decide"
+    assert findings_of(config, [*beginning, *rest]) == []
+    assert findings_of(config, [*steps(SETTLED), *steps(ENOUGH // 2 - 1, **strange), *rest]) == [], "most steps decide"
 
 
 @pytest.mark.parametrize(("given", "numbers"), [case[:2] for case in CASES.values()], ids=CASES)
 def test_a_single_step_says_nothing(given: dict[str, Any], numbers: dict[str, float]) -> None:
     many = {name: 999.0 for name in ("groups/stale", "skipped", "critic/skipped") if name in numbers}
-    assert find(of(given), [*steps(SETTLED + ENOUGH), *steps(1, **numbers | many)]) == []
+    assert findings_of(of(given), [*steps(SETTLED + ENOUGH), *steps(1, **numbers | many)]) == []
 
 
 def test_a_server_that_was_lost_for_a_few_steps_says_nothing() -> None:
-    lost = steps(SEVERAL - 1, **{"groups/stale": 999.0})
-    assert find(of(ASYNCHRONOUS), [*steps(SETTLED + ENOUGH), *lost]) == []
-    assert find(of(ASYNCHRONOUS), [*steps(SETTLED + ENOUGH), *lost, *lost[:1]]) != []
+    lost = steps(MIN_STEPS - 1, **{"groups/stale": 999.0})
+    assert findings_of(of(ASYNCHRONOUS), [*steps(SETTLED + ENOUGH), *lost]) == []
+    assert findings_of(of(ASYNCHRONOUS), [*steps(SETTLED + ENOUGH), *lost, *lost[:1]]) != []
 
 
 @pytest.mark.parametrize("name", ["idle/servers", "idle/actor"])
 def test_nothing_is_told_of_a_half_whose_idle_time_is_not_known(name: str) -> None:
     rows = [row | {name: None} for row in steps(SETTLED + ENOUGH, **{"idle/trainer": 0.6, "idle/servers": 0.0})]
-    assert find(of(GPUS), rows) == []
+    assert findings_of(of(GPUS), rows) == []
 
 
 def test_a_run_whose_config_is_lost_or_that_has_no_rl_says_nothing() -> None:
     rows = steps(SETTLED + ENOUGH, clip_fraction=0.5)
-    assert find(None, rows) == []
-    assert find(of(SFT_ALONE), rows) == []
-    assert find(of(ASYNCHRONOUS), [row | {"job": "sft"} for row in rows]) == []
+    assert findings_of(None, rows) == []
+    assert findings_of(of(SFT_ALONE), rows) == []
+    assert findings_of(of(ASYNCHRONOUS), [row | {"job": "sft"} for row in rows]) == []
 
 
 @pytest.mark.parametrize(("given", "numbers"), [case[:2] for case in CASES.values()], ids=CASES)
 def test_the_page_that_is_named_has_that_part(given: dict[str, Any], numbers: dict[str, float]) -> None:
-    (found,) = find(of(given), steps(SETTLED + ENOUGH, **numbers))
+    (found,) = findings_of(of(given), steps(SETTLED + ENOUGH, **numbers))
     name, _, part = found.page.partition("#")
     titles = re.findall(r"^#+ (.*)$", (ROOT / name).read_text(), re.MULTILINE)
     assert not part or part in {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -165,8 +165,8 @@ def test_a_step_that_takes_longer_than_the_grace_is_told_in_every_run_with_a_tra
         for step in (1, 2, 3, 4)
     ]
     config = make_config(training={"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}})
-    (found,) = find(config, rows)
+    (found,) = findings_of(config, rows)
     assert found.seen.startswith("A step takes 60 s and its checkpoint 12 s, longer than cluster.grace_seconds=25: ")
     assert found.change == "Set cluster.grace_seconds=110."
-    assert find(config, [*rows[:3], rows[3] | {"seconds/step": 4.0}]) == []
-    assert find(config, rows[:3]) == [], "one step of an attempt is not enough"
+    assert findings_of(config, [*rows[:3], rows[3] | {"seconds/step": 4.0}]) == []
+    assert findings_of(config, rows[:3]) == [], "one step of an attempt is not enough"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.train.algorithms import SFT, ValueObjective, total_value
+from pipeline.train.algorithms import SFT, ValueLoss, total_value
 from pipeline.train.algorithms.loss_metrics import means
 from tests.unit.train.losses_by_hand import NAMES, N, everything, measured, numbers, tokens, value_tokens
 
@@ -55,7 +55,7 @@ def test_every_number_on_the_page_is_logged() -> None:
 @pytest.mark.parametrize("name", [*NAMES, "sft", "value"])
 def test_every_metric_of_a_loss_is_on_the_page_of_metrics(name: str) -> None:
     if name == "value":
-        found = means(numbers(total_value(value_tokens(), ValueObjective(0.2))[1]), N)
+        found = means(numbers(total_value(value_tokens(), ValueLoss(0.2))[1]), N)
         assert {f"critic/{metric}" for metric in found} <= documented()
     else:
         found = measured([tokens()], SFT if name == "sft" else everything(name))

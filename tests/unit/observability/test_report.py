@@ -17,7 +17,7 @@ from pipeline.observability.chart_subjects import all_charts, measures_accuracy,
 from pipeline.observability.metric_charts import Chart, resume_steps, smoothed
 from pipeline.observability.report_page import page, state, tiles, wall_seconds, write_report
 from pipeline.observability.run_history import find_run, read_history
-from pipeline.observability.timeline import MOST_ROLES, bars, shown_roles, timeline, warm_ups
+from pipeline.observability.timeline import MAX_ROLES, bars, shown_roles, timeline, warm_ups
 from pipeline.roles.role_context import Status
 from pipeline.run.metrics_log import FileStep, MetricSinks
 from pipeline.utils import shared_files
@@ -303,15 +303,15 @@ def test_a_warm_up_is_shown_where_a_role_told_of_one(run: FakeRun) -> None:
 
 def test_a_timeline_of_many_roles_keeps_those_that_failed(run: FakeRun) -> None:
     attempt = run.attempt("local1-0")
-    for number in range(3 * MOST_ROLES):
+    for number in range(3 * MAX_ROLES):
         run.now += 1
         attempt.role(f"inference.{number}", number, "starting")
-    attempt.role(f"inference.{3 * MOST_ROLES - 1}", 3 * MOST_ROLES - 1, "failed")
+    attempt.role(f"inference.{3 * MAX_ROLES - 1}", 3 * MAX_ROLES - 1, "failed")
     read = histories.read_attempt(attempt.paths)
     shown = shown_roles(read)
-    assert len(shown) == MOST_ROLES
-    assert f"inference.{3 * MOST_ROLES - 1}" in shown
-    assert f"{2 * MOST_ROLES} more roles are not shown" in timeline(read).note
+    assert len(shown) == MAX_ROLES
+    assert f"inference.{3 * MAX_ROLES - 1}" in shown
+    assert f"{2 * MAX_ROLES} more roles are not shown" in timeline(read).note
 
 
 def test_smoothing_keeps_length_steps_and_a_constant() -> None:

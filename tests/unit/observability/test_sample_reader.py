@@ -15,9 +15,9 @@ from pipeline.observability.conversation_view import Passage, SampleReader
 from pipeline.observability.report_page import page, state, tiles
 from pipeline.observability.run_history import read_history
 from pipeline.observability.sample_gallery import gallery, phases
-from pipeline.observability.sample_reader import Filter, KeptTable, read_kept
-from pipeline.observability.samples_command import main, visible
-from pipeline.rollout.sample_store import KeptSamples, rows_of_evaluation, rows_of_group, segments
+from pipeline.observability.sample_reader import Filter, SampleTable, read_samples
+from pipeline.observability.samples_command import escape_controls, main
+from pipeline.rollout.sample_store import SampleStore, records_of_evaluation, records_of_group, segments
 from pipeline.run.metrics_log import MetricSinks
 from pipeline.transport.ledger import Settlement
 from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample
@@ -55,29 +55,29 @@ def run(tmp_path: Path) -> FakeRun:
     """Positions 0 … 12 with rewards of position / 10 and 0, the last sample cut off; each third has a failure."""
     model = {"path": str(BUILT_IN / "tiny_qwen3"), "init": "random"}
     made = FakeRun(tmp_path / "demo", make_config(name="demo", model=model))
-    with KeptSamples(made.paths.rollouts / "train", "a-0", 1 << 20) as kept:
+    with SampleStore(made.paths.rollouts / "train", "a-0", 1 << 20) as kept:
         for position in range(TRAINED + 1):
             samples = a_sample(position, position / 10), a_sample(position, 0.0, cut=True)
             failures = ("reward raised ZeroDivisionError: <b>no</b>",) if position % 3 == 0 else ()
             group = Group(position=position, prompt=position, samples=samples, failures=failures)
-            kept.add(rows_of_group(PreparedGroup(group=group, advantages=(1.0, -1.0)), "sums", "group"))
-    with KeptSamples(made.paths.rollouts / "eval", "a-0", 1 << 20) as kept:
-        kept.add(rows_of_evaluation([[a_sample(3, 5.0)], ["not done by the deadline"]], "other", "hard"))
+            kept.add(records_of_group(PreparedGroup(group=group, advantages=(1.0, -1.0)), "sums", "group"))
+    with SampleStore(made.paths.rollouts / "eval", "a-0", 1 << 20) as kept:
+        kept.add(records_of_evaluation([[a_sample(3, 5.0)], ["not done by the deadline"]], "other", "hard"))
     lines = [Settlement(position=place, outcome="trained", step=place // 2 + 1) for place in range(TRAINED)]
     made.paths.ledger.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines) + b'{"position":')
     return made
 
 
 @pytest.fixture
-def kept(run: FakeRun) -> KeptTable:
-    return read_kept(run.paths)
+def kept(run: FakeRun) -> SampleTable:
+    return read_samples(run.paths)
 
 
-def places(found: KeptTable) -> list[tuple[int, int]]:
+def places(found: SampleTable) -> list[tuple[int, int]]:
     return [(sample["position"], sample["sample"]) for sample in found.load()]
 
 
-def test_every_sample_is_found_whole(kept: KeptTable) -> None:
+def test_every_sample_is_found_whole(kept: SampleTable) -> None:
     assert len(kept) == 13 * 2 + 5 + 2
     (sample,) = kept.where(Filter(position=4, kind="train", least_reward=0.1)).load()
     assert CHAT.decode(sample["tokens"]) == "^4+1=7"
@@ -88,7 +88,7 @@ def test_every_sample_is_found_whole(kept: KeptTable) -> None:
     )
 
 
-def test_the_ledger_says_which_step_trained_a_sample_and_with_which_lag(kept: KeptTable) -> None:
+def test_the_ledger_says_which_step_trained_a_sample_and_with_which_lag(kept: SampleTable) -> None:
     (trained,) = kept.where(Filter(position=5, least_reward=0.1)).load()
     assert (trained.step, trained.lag, trained.settled) == (3, 1, "trained")
     (waiting,) = kept.where(Filter(position=TRAINED, least_reward=0.1)).load()
@@ -113,11 +113,11 @@ def test_the_ledger_says_which_step_trained_a_sample_and_with_which_lag(kept: Ke
         (Filter(position=99), 0),
     ],
 )
-def test_filters_choose_what_they_say_and_all_of_them_hold(kept: KeptTable, wanted: Filter, count: int) -> None:
+def test_filters_choose_what_they_say_and_all_of_them_hold(kept: SampleTable, wanted: Filter, count: int) -> None:
     assert len(kept.where(wanted)) == count
 
 
-def test_the_best_and_the_worst_are_by_reward_and_a_failure_is_neither(kept: KeptTable) -> None:
+def test_the_best_and_the_worst_are_by_reward_and_a_failure_is_neither(kept: SampleTable) -> None:
     train = kept.where(Filter(kind="train"))
     assert places(train.best(2)) == [(12, 0), (11, 0)]
     assert {sample["reward"] for sample in train.worst(3).load()} == {0.0}
@@ -127,7 +127,7 @@ def test_the_best_and_the_worst_are_by_reward_and_a_failure_is_neither(kept: Kep
 def test_a_segment_that_is_torn_or_goes_meanwhile_is_passed_over(run: FakeRun) -> None:
     torn = segments(run.paths.rollouts / "eval")[0]
     torn.write_bytes(torn.read_bytes()[:100])
-    left = read_kept(run.paths)
+    left = read_samples(run.paths)
     assert len(left) == 31
     segments(run.paths.rollouts / "train")[0].unlink()
     assert list(left.load()) == []
@@ -166,8 +166,8 @@ def test_every_row_of_an_episode_is_shown(run: FakeRun, capsys: pytest.CaptureFi
         sampled=np.array([0, 1], "u1").tobytes(),
         logprobs=np.array([0.0, -0.25], "<f4").tobytes(),
     )
-    with KeptSamples(run.paths.rollouts / "eval", "a-0", 1 << 20) as kept:
-        kept.add(rows_of_evaluation([[structs.replace(a_sample(9, 2.0), branches=(branch,))]], "sums", "branched"))
+    with SampleStore(run.paths.rollouts / "eval", "a-0", 1 << 20) as kept:
+        kept.add(records_of_evaluation([[structs.replace(a_sample(9, 2.0), branches=(branch,))]], "sums", "branched"))
     assert main([f"run={run.root}", "--set", "branched"]) == 0
     shown = capsys.readouterr().out
     assert shown.index("row 1 of 2") < shown.index("7$") < shown.index("row 2 of 2") < shown.index("^98")
@@ -184,7 +184,7 @@ def test_every_row_of_an_episode_is_shown(run: FakeRun, capsys: pytest.CaptureFi
 def test_samples_that_were_kept_before_rows_were_counted_are_read(run: FakeRun) -> None:
     (segment,) = segments(run.paths.rollouts / "eval")
     parquet.write_table(parquet.read_table(segment).drop_columns(["row_lengths"]), segment)
-    (sample,) = read_kept(run.paths).where(Filter(eval_set="hard", least_reward=0)).load()
+    (sample,) = read_samples(run.paths).where(Filter(eval_set="hard", least_reward=0)).load()
     assert [CHAT.decode(row.tokens) for row in sample.rows()] == ["^3+1=7"]
 
 
@@ -237,7 +237,7 @@ def test_a_run_that_kept_nothing_says_why(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_page_has_samples_of_each_phase_and_runs_none_of_their_text(run: FakeRun) -> None:
-    shown = dict(phases(read_kept(run.paths).where(Filter(kind="train"))))
+    shown = dict(phases(read_samples(run.paths).where(Filter(kind="train"))))
     assert [title.partition(":")[0] for title in shown] == ["Begin", "Middle", "End"]
     assert [sample["position"] for sample in shown[list(shown)[-1]]["best"]] == [12, 11]
     assert all(chosen["cut off"] and chosen["worst"] for chosen in shown.values())
@@ -292,9 +292,9 @@ def test_a_built_in_models_turns_are_told_apart_by_mask_and_template() -> None:
 
 
 def test_a_terminal_shows_what_was_sampled_and_does_not_obey_it() -> None:
-    assert visible("naïve\t数\n") == "naïve\t数\n"
-    assert visible("\x1b]0;title\x07") == "␛]0;title␇"
-    assert visible("\x9b2J\x7f\u202e") == "\\u009b2J\\u007f\\u202e"
+    assert escape_controls("naïve\t数\n") == "naïve\t数\n"
+    assert escape_controls("\x1b]0;title\x07") == "␛]0;title␇"
+    assert escape_controls("\x9b2J\x7f\u202e") == "\\u009b2J\\u007f\\u202e"
 
 
 def test_the_page_of_a_run_that_only_evaluates_has_its_sets_and_no_training(tmp_path: Path) -> None:
@@ -303,8 +303,8 @@ def test_the_page_of_a_run_that_only_evaluates_has_its_sets_and_no_training(tmp_
     model = {"path": str(BUILT_IN / "tiny_qwen3"), "init": "random"}
     training = {"steps": 0, "prompts_per_step": 1}
     made = FakeRun(tmp_path / "e", make_config(name="e", model=model, training=training, evaluation=alone))
-    with KeptSamples(made.paths.rollouts / "eval", "a-0", 1 << 20) as kept:
-        kept.add(rows_of_evaluation([[a_sample(3, 1.0), a_sample(3, 0.0)]], "sums", "hard"))
+    with SampleStore(made.paths.rollouts / "eval", "a-0", 1 << 20) as kept:
+        kept.add(records_of_evaluation([[a_sample(3, 1.0), a_sample(3, 0.0)]], "sums", "hard"))
     attempt = made.attempt("a-0")
     attempt.meet()
     attempt.all_roles("starting")

@@ -22,7 +22,7 @@ def demo(output: Path, *overrides: str) -> RunConfig:
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
     """A run that has had an attempt."""
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         (run.attempts / "a-0").mkdir(parents=True)
     return run
 
@@ -41,10 +41,10 @@ def test_a_damaged_copy_is_refused_and_made_again_once_it_is_removed(
     said = rf"code is damaged \({name}\); restore these files, or remove the folder, .*resume=scratch"
     with pytest.raises(RunStateError, match=said):
         run_registry.examine(demo(tmp_path))
-    with pytest.raises(RunStateError, match=said), run_registry.claimed(demo(tmp_path)):
+    with pytest.raises(RunStateError, match=said), run_registry.claimed_run(demo(tmp_path)):
         pass
     shutil.rmtree(run.code)
-    with run_registry.claimed(demo(tmp_path)):
+    with run_registry.claimed_run(demo(tmp_path)):
         assert code_snapshot.digest(run) == whole
     assert f"warning: {run.code} was lost, and is made again" in capsys.readouterr().err
 
@@ -68,10 +68,10 @@ def test_a_lost_copy_is_not_replaced_by_other_code(
     monkeypatch.setattr(code_snapshot, "PACKAGES", ("pipeline", "slurm"))
     said = r"the code that .*demo was made with; submit the run from the checkout .*, or start over with resume=scratch"
     for _ in range(2):
-        with pytest.raises(RunStateError, match=said), run_registry.claimed(demo(tmp_path)):
+        with pytest.raises(RunStateError, match=said), run_registry.claimed_run(demo(tmp_path)):
             pass
         assert not [path for path in run.root.iterdir() if path.name.startswith("code")]
-    with run_registry.claimed(demo(tmp_path, "resume=scratch")):
+    with run_registry.claimed_run(demo(tmp_path, "resume=scratch")):
         assert run.code.exists()
 
 
@@ -87,5 +87,5 @@ def test_the_hashes_of_a_submission_that_was_killed_before_it_wrote_the_identity
 ) -> None:
     shutil.rmtree(run.attempts)
     run.run.unlink()
-    with run_registry.claimed(demo(tmp_path)):
+    with run_registry.claimed_run(demo(tmp_path)):
         assert run_registry.identity(run).code == code_snapshot.digest(run) != ""

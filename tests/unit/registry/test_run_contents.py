@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints import Fence, TrainerState, newest_committed
-from pipeline.checkpoints.checkpoint_store import commit
-from pipeline.checkpoints.fencing import lineage
+from pipeline.checkpoints import Fence, TrainerState, newest_checkpoint
+from pipeline.checkpoints.checkpoint_store import complete_checkpoint
+from pipeline.checkpoints.fencing import read_ownership
 from pipeline.checkpoints.fsspec_storage import Storage
-from pipeline.checkpoints.run_progress import keep_copies, mark_committed
+from pipeline.checkpoints.run_progress import copy_identity, mark_checkpointed
 from pipeline.config import RunConfig
-from pipeline.errors import OvertakenError, RunStateError
+from pipeline.errors import RunStateError, SupersededError
 from pipeline.roles.role_context import read_config
 from pipeline.run.completion import finish, is_finished
 from pipeline.run.metrics_log import MetricSinks
@@ -31,7 +31,7 @@ def demo(output: Path, *overrides: str) -> RunConfig:
 
 def begun(output: Path, *overrides: str, attempt: str = "a-0") -> RunPaths:
     """A run with an attempt that trained three steps and did not commit."""
-    with run_registry.claimed(demo(output, *overrides)) as run:
+    with run_registry.claimed_run(demo(output, *overrides)) as run:
         paths = run.attempt(run_registry.identity(run).run_id, attempt)
     for folder in paths.shared:
         folder.mkdir(parents=True)
@@ -46,9 +46,9 @@ def trained(output: Path, *overrides: str, store: str = "") -> RunPaths:
     run = begun(output, *overrides)
     root = f"{store}/{run_registry.identity(run).run_id}" if store else str(run.checkpoints)
     Fence(root, "a-0").claim()
-    keep_copies(run, root)
-    commit(Storage(root), TrainerState(job="rl", step=3), "a-0", {}, 1)
-    assert mark_committed(run.attempt(run_registry.identity(run).run_id, "a-0"))
+    copy_identity(run, root)
+    complete_checkpoint(Storage(root), TrainerState(job="rl", step=3), "a-0", {}, 1)
+    assert mark_checkpointed(run.attempt(run_registry.identity(run).run_id, "a-0"))
     run.ledger.write_text("{}\n{}\n")
     return run
 
@@ -62,7 +62,7 @@ def refused(run: RunPaths, why: str) -> None:
     before = contents(run)
     with pytest.raises(RunStateError, match=why):
         run_registry.examine(demo(run.root.parent))
-    with pytest.raises(RunStateError, match=why), run_registry.claimed(demo(run.root.parent)):
+    with pytest.raises(RunStateError, match=why), run_registry.claimed_run(demo(run.root.parent)):
         pass
     assert contents(run) == before
 
@@ -71,7 +71,7 @@ def test_a_run_with_a_commit_goes_on(tmp_path: Path) -> None:
     run = trained(tmp_path)
     before = run_registry.identity(run)
     assert run_registry.examine(demo(tmp_path)) == run
-    with run_registry.claimed(demo(tmp_path)):
+    with run_registry.claimed_run(demo(tmp_path)):
         assert run_registry.identity(run) == before
 
 
@@ -82,7 +82,7 @@ def test_the_copies_beside_the_checkpoints_are_not_taken_for_a_run(tmp_path: Pat
 
 def test_a_run_that_has_not_committed_begins_again_without_a_word(tmp_path: Path) -> None:
     begun(tmp_path)
-    with run_registry.claimed(demo(tmp_path)):
+    with run_registry.claimed_run(demo(tmp_path)):
         pass
 
 
@@ -106,7 +106,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
 def test_rows_without_any_attempt_are_progress_that_was_lost(tmp_path: Path) -> None:
     run = trained(tmp_path)
     shutil.rmtree(run.attempts)
-    with run_registry.claimed(demo(tmp_path)):
+    with run_registry.claimed_run(demo(tmp_path)):
         pass  # the checkpoint is there
     shutil.rmtree(run.checkpoints)
     refused(run, rf"demo/attempts is missing, but the run had progress \(3 lines of metrics.jsonl, .*\){WAYS_ON}")
@@ -122,7 +122,7 @@ def test_a_lost_identity_is_made_again(
     run = trained(tmp_path, *overrides, store=store)
     before = run_registry.identity(run).run_id
     damage(run.run)
-    with run_registry.claimed(demo(tmp_path, *overrides)):
+    with run_registry.claimed_run(demo(tmp_path, *overrides)):
         assert run_registry.identity(run).run_id == before
     assert "run.json was lost, and is made again" in capsys.readouterr().err
 
@@ -142,9 +142,9 @@ def test_a_lost_config_is_made_again_and_still_keeps_another_one_out(
     run = trained(tmp_path)
     before = read_config(run)
     damage(run.config)
-    with pytest.raises(RunStateError, match="seed: 0 → 5"), run_registry.claimed(demo(tmp_path, "seed=5")):
+    with pytest.raises(RunStateError, match="seed: 0 → 5"), run_registry.claimed_run(demo(tmp_path, "seed=5")):
         pass
-    with run_registry.claimed(demo(tmp_path)):
+    with run_registry.claimed_run(demo(tmp_path)):
         assert read_config(run) == before
     assert "config.json was lost, and is made again" in capsys.readouterr().err
 
@@ -160,7 +160,7 @@ def test_a_run_is_started_over_on_demand_and_loses_nothing(tmp_path: Path) -> No
     run = trained(tmp_path)
     first, zombie = run_registry.identity(run), Fence(str(run.checkpoints), "a-0")
     before = {path.relative_to(run.root): data for path, data in contents(run).items()}
-    with run_registry.claimed(demo(tmp_path, "resume=scratch", "seed=5")):
+    with run_registry.claimed_run(demo(tmp_path, "resume=scratch", "seed=5")):
         assert run_registry.identity(run).run_id != first.run_id
         assert run_registry.is_new(run)
         assert (read_config(run).seed, read_config(run).resume) == (5, "auto")
@@ -170,14 +170,14 @@ def test_a_run_is_started_over_on_demand_and_loses_nothing(tmp_path: Path) -> No
     assert {path: moved[path] for path in moved if path not in owners} == {
         path: before[path] for path in before if path not in owners
     }
-    found = newest_committed(str(run.aside / "1" / "checkpoints"))
+    found = newest_checkpoint(str(run.aside / "1" / "checkpoints"))
     assert found is not None
     assert found.place == "rl-3/a-0", "it counts where it was moved to"
-    with pytest.raises(OvertakenError):
+    with pytest.raises(SupersededError):
         zombie.check()
-    assert not lineage(Storage(str(run.checkpoints))).counts("rl-9", "a-0")
+    assert not read_ownership(Storage(str(run.checkpoints))).counts("rl-9", "a-0")
     begun(tmp_path, "seed=5", attempt="b-0")
-    with run_registry.claimed(demo(tmp_path, "resume=scratch")):
+    with run_registry.claimed_run(demo(tmp_path, "resume=scratch")):
         assert (run.aside / "2" / "attempts" / "b-0").exists()
 
 
@@ -185,12 +185,12 @@ def test_a_damaged_run_is_started_over_on_demand(tmp_path: Path) -> None:
     run = trained(tmp_path)
     for path in (run.run, run.config, run.checkpoints / "OWNER", run.checkpoints / "RUN"):
         path.write_bytes(b"{")
-    with run_registry.claimed(demo(tmp_path, "resume=scratch")):
+    with run_registry.claimed_run(demo(tmp_path, "resume=scratch")):
         assert run_registry.is_new(run)
 
 
 def test_a_new_run_may_be_started_from_scratch_too(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path, "resume=scratch")) as run:
+    with run_registry.claimed_run(demo(tmp_path, "resume=scratch")) as run:
         assert not run.aside.exists()
 
 
@@ -198,7 +198,7 @@ def test_a_sweep_is_not_moved_aside(tmp_path: Path) -> None:
     manifest = SweepPaths(tmp_path / "demo").manifest
     manifest.parent.mkdir()
     manifest.touch()
-    with pytest.raises(RunStateError, match="no sweep's"), run_registry.claimed(demo(tmp_path, "resume=scratch")):
+    with pytest.raises(RunStateError, match="no sweep's"), run_registry.claimed_run(demo(tmp_path, "resume=scratch")):
         pass
     assert manifest.exists()
 

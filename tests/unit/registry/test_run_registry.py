@@ -27,7 +27,7 @@ def demo(output: Path, *overrides: str) -> RunConfig:
 
 def test_the_first_submission_freezes_config_identity_and_code(tmp_path: Path) -> None:
     config = demo(tmp_path)
-    with run_registry.claimed(config) as run:
+    with run_registry.claimed_run(config) as run:
         assert run_registry.is_new(run)
         assert read_config(run).training == config.training
         assert run_registry.identity(run).run_id.startswith("demo-")
@@ -36,35 +36,38 @@ def test_the_first_submission_freezes_config_identity_and_code(tmp_path: Path) -
 
 
 def test_a_second_submission_keeps_the_identity(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         first = run_registry.identity(run)
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         assert run_registry.identity(run) == first
 
 
 def test_another_config_is_refused_with_what_differs(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)):
+    with run_registry.claimed_run(demo(tmp_path)):
         pass
     with (
         pytest.raises(RunStateError, match=r"seed: 0 → 5.*name=demo-2"),
-        run_registry.claimed(demo(tmp_path, "seed=5")),
+        run_registry.claimed_run(demo(tmp_path, "seed=5")),
     ):
         pass
 
 
 def test_a_live_run_is_refused_with_its_holder(tmp_path: Path) -> None:
     with (
-        run_registry.claimed(demo(tmp_path)),
+        run_registry.claimed_run(demo(tmp_path)),
         pytest.raises(RunStateError, match=r"not live \(launcher: pid \d+ on "),
-        run_registry.claimed(demo(tmp_path)),
+        run_registry.claimed_run(demo(tmp_path)),
     ):
         pass
 
 
 def test_a_finished_run_says_how_to_start_a_new_one(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         shared_files.write_document(run.finished, Finished(time=0.0, steps=3, attempt="a-0"))
-    with pytest.raises(RunStateError, match="start a new run with name=demo-2"), run_registry.claimed(demo(tmp_path)):
+    with (
+        pytest.raises(RunStateError, match="start a new run with name=demo-2"),
+        run_registry.claimed_run(demo(tmp_path)),
+    ):
         pass
 
 
@@ -72,16 +75,16 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match=r"output=.*a directory this user can write"),
-        run_registry.claimed(demo(tmp_path / "file")),
+        run_registry.claimed_run(demo(tmp_path / "file")),
     ):
         pass
 
 
 def test_deadlines_and_sizes_may_change_and_the_new_ones_are_kept(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         first = run_registry.identity(run)
     changed = demo(tmp_path, "cluster.startup_seconds=900", "training.micro_batch_tokens=4096")
-    with run_registry.claimed(changed) as run:
+    with run_registry.claimed_run(changed) as run:
         assert run_registry.identity(run) == first
         assert read_config(run).cluster.startup_seconds == 900
         assert read_config(run).training.micro_batch_tokens == 4096
@@ -90,35 +93,35 @@ def test_deadlines_and_sizes_may_change_and_the_new_ones_are_kept(tmp_path: Path
 @pytest.mark.parametrize("name", ["config.json", "run.json"])
 @pytest.mark.parametrize("content", ["", "{}", "half of a docu"])
 def test_a_torn_document_is_never_replaced(name: str, content: str, tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         pass
     torn = run.root / name
     torn.write_text(content)
     with (
         pytest.raises(RunStateError, match=rf"{name} is damaged, .*resume=scratch"),
-        run_registry.claimed(demo(tmp_path)),
+        run_registry.claimed_run(demo(tmp_path)),
     ):
         pass
     assert torn.read_text() == content
 
 
 def test_a_config_that_got_lost_after_an_attempt_is_not_made_up(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         (run.attempts / "a-0").mkdir(parents=True)
     run.config.unlink()
-    with pytest.raises(RunStateError, match=r"config\.json is missing"), run_registry.claimed(demo(tmp_path)):
+    with pytest.raises(RunStateError, match=r"config\.json is missing"), run_registry.claimed_run(demo(tmp_path)):
         pass
 
 
 def test_a_submission_killed_before_it_wrote_the_identity_is_completed(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         run.run.unlink()
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         assert run_registry.identity(run).run_id.startswith("demo-")
 
 
 def test_a_run_whose_code_is_of_another_version_is_refused(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         (run.code / "slurm" / "batch" / "requeue.py").rename(run.code / "slurm" / "requeue.py")
         (run.code / ".hashes.json").unlink()
         shared_files.write_document(run.run, structs.replace(run_registry.identity(run), code=""))
@@ -127,7 +130,7 @@ def test_a_run_whose_code_is_of_another_version_is_refused(tmp_path: Path) -> No
 
 
 def test_a_run_whose_keys_have_other_names_by_now_is_refused_but_sound(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         tree = shared_files.read_document(run.config, dict)
         assert tree is not None
         shared_files.write_document(run.config, {**tree, "an_earlier_name": tree.pop("seed")})
@@ -140,14 +143,14 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(ConfigError) as caught, run_registry.claimed(demo(tmp_path)):
+        with pytest.raises(ConfigError) as caught, run_registry.claimed_run(demo(tmp_path)):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.key == "output"
     assert "File too large" in str(caught.value)
     assert "\n" not in str(caught.value)
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         assert (run.code / "pipeline" / "errors.py").exists()
 
 
@@ -155,7 +158,7 @@ def test_examining_makes_nothing_and_refuses_what_claiming_refuses(tmp_path: Pat
     run_registry.examine(demo(tmp_path / "new"))
     assert list(tmp_path.iterdir()) == []
     with (
-        run_registry.claimed(demo(tmp_path)) as run,
+        run_registry.claimed_run(demo(tmp_path)) as run,
         pytest.raises(RunStateError, match=r"not live \(launcher: pid \d+ on "),
     ):
         run_registry.examine(demo(tmp_path))
@@ -178,16 +181,16 @@ def test_the_model_is_found_from_whatever_directory_the_run_is_resumed(
 ) -> None:
     shutil.copytree(BUILT_IN / "tiny_qwen3", tmp_path / "models" / "mine")
     monkeypatch.chdir(tmp_path)
-    with run_registry.claimed(demo(tmp_path, "model.path=models/mine", "model.init=random")) as run:
+    with run_registry.claimed_run(demo(tmp_path, "model.path=models/mine", "model.init=random")) as run:
         pass
     monkeypatch.chdir(tmp_path / "models")
     assert Path(read_config(run).model.path) == tmp_path / "models" / "mine"
-    with run_registry.claimed(demo(tmp_path, "model.path=mine", "model.init=random")):
+    with run_registry.claimed_run(demo(tmp_path, "model.path=mine", "model.init=random")):
         pass
 
 
 def test_a_run_has_a_job_while_its_lock_is_held_and_none_afterwards(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         assert run_registry.has_job(run), "a job that has not begun yet may still come"
         with run_registry.held_by_job(run):
             assert run_registry.has_job(run)
@@ -195,19 +198,19 @@ def test_a_run_has_a_job_while_its_lock_is_held_and_none_afterwards(tmp_path: Pa
 
 
 def test_a_run_whose_job_outlives_its_launcher_is_refused(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         pass
     with (
         run_registry.held_by_job(run),
         pytest.raises(RunStateError, match="not live"),
-        run_registry.claimed(demo(tmp_path)),
+        run_registry.claimed_run(demo(tmp_path)),
     ):
         pass
 
 
 def submitted(output: Path, scheduler: FakeScheduler, state: str = RUNNING, **fields: str) -> RunPaths:
     """A run whose job is in the queue."""
-    with run_registry.claimed(demo(output)) as run:
+    with run_registry.claimed_run(demo(output)) as run:
         comment = f"rollcall {run_registry.identity(run).run_id}"
         run_registry.record_job(
             run, "slurm", scheduler.submit(**{"name": "demo", "comment": comment, "state": state} | fields)
@@ -225,7 +228,7 @@ def test_a_run_with_a_live_job_is_refused_with_its_user_id_and_state(state: str,
         run_registry.examine(demo(tmp_path, f"cluster={cluster}"), lambda: scheduler)
     with (
         pytest.raises(RunStateError, match=said),
-        run_registry.claimed(demo(tmp_path, f"cluster={cluster}"), lambda: scheduler),
+        run_registry.claimed_run(demo(tmp_path, f"cluster={cluster}"), lambda: scheduler),
     ):
         pass
     assert not run_registry.owns(run, "2"), "a refused submission leaves the job its run"
@@ -249,7 +252,7 @@ def test_a_run_whose_job_is_over_can_be_resumed_by_either_kind(state: str, tmp_p
         scheduler.set("1", state)
     assert run_registry.examine(demo(tmp_path), lambda: scheduler) == run
     assert not run_registry.owns(run, "2"), "looking changes nothing"
-    with run_registry.claimed(demo(tmp_path, "cluster=slurm"), lambda: scheduler), run_registry.job_replaced(run):
+    with run_registry.claimed_run(demo(tmp_path, "cluster=slurm"), lambda: scheduler), run_registry.job_replaced(run):
         assert run_registry.owns(run, "2"), "the next job may start before it is recorded"
         run_registry.record_job(run, "slurm", "2")
     assert run_registry.owns(run, "2")
@@ -262,7 +265,7 @@ def test_a_submission_that_fails_leaves_the_record_of_who_ran_last(tmp_path: Pat
     before = run_registry.submitted_job(run)
 
     def refused() -> None:
-        with run_registry.claimed(demo(tmp_path), lambda: scheduler), run_registry.job_replaced(run):
+        with run_registry.claimed_run(demo(tmp_path), lambda: scheduler), run_registry.job_replaced(run):
             assert run_registry.submitted_job(run) is None
             raise SchedulerError("sbatch refused the job")
 
@@ -273,7 +276,7 @@ def test_a_submission_that_fails_leaves_the_record_of_who_ran_last(tmp_path: Pat
 
 def test_a_job_that_is_not_on_record_is_found_by_its_run_id_before_another_is_submitted(tmp_path: Path) -> None:
     scheduler = FakeScheduler()
-    with run_registry.claimed(demo(tmp_path), lambda: scheduler) as run:
+    with run_registry.claimed_run(demo(tmp_path), lambda: scheduler) as run:
         job = scheduler.submit("demo", comment=f"rollcall {run_registry.identity(run).run_id}")
         scheduler.submit("demo", comment="rollcall demo-12345678")
     with pytest.raises(RunStateError, match=rf"not live \(Slurm job {job} of alice is PENDING\)"):
@@ -345,7 +348,7 @@ def test_a_record_of_a_job_that_cannot_be_read_is_never_passed_over(tmp_path: Pa
 
 
 def test_a_local_job_is_no_matter_of_the_scheduler(tmp_path: Path) -> None:
-    with run_registry.claimed(demo(tmp_path)) as run:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
         run_registry.record_job(run, "local", "local20250101")
         assert run_registry.owns(run, "local20250101")
     scheduler = FakeScheduler()
@@ -358,7 +361,7 @@ def test_a_local_job_is_no_matter_of_the_scheduler(tmp_path: Path) -> None:
 def test_strangers_do_not_get_into_a_run_directory(who: str, mode: int, tmp_path: Path) -> None:
     config = demo(tmp_path, f"cluster.readable_by={who}")
     config.directory.mkdir(mode=0o755)  # as an earlier version left it
-    with run_registry.claimed(config) as run, run_registry.held_by_job(run):
+    with run_registry.claimed_run(config) as run, run_registry.held_by_job(run):
         modes = {path.name: path.stat().st_mode & 0o777 for path in (run.root, run.lock, run.job_lock)}
     assert modes == {"demo": mode, "live.lock": 0o600, "job.lock": 0o600}
 
@@ -366,11 +369,11 @@ def test_strangers_do_not_get_into_a_run_directory(who: str, mode: int, tmp_path
 @needs_another_user
 def test_a_stranger_cannot_lock_a_run_even_if_its_directory_is_open() -> None:
     with shared_directory() as output:
-        with run_registry.claimed(demo(output)) as run:
+        with run_registry.claimed_run(demo(output)) as run:
             pass
         run.root.chmod(0o755)
         run.lock.chmod(0o644)  # as an earlier version left it
-        with run_registry.claimed(demo(output)):
+        with run_registry.claimed_run(demo(output)):
             run.root.chmod(0o755)
             held = as_stranger("import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH)", run.lock)
         assert "PermissionError" in held.stderr

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import TransitionError
+from pipeline.errors import InvalidTransitionError
 from slurm.rendezvous.election import (
     ACTIONS,
     TRANSITIONS,
@@ -122,14 +122,14 @@ def test_a_rank_whose_card_cannot_be_read_yet_joins_again():
 
 @pytest.mark.parametrize("event", ["won", "renewed", "published", "joined"])
 def test_an_impossible_event_is_refused_by_name(event):
-    with pytest.raises(TransitionError, match=f"'{event}' is not allowed in state") as caught:
+    with pytest.raises(InvalidTransitionError, match=f"'{event}' is not allowed in state") as caught:
         step(watching(), ElectionEvent(event), 100.0)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_nothing_follows_the_end():
     for signal in ACTIONS:
-        with pytest.raises(TransitionError):
+        with pytest.raises(InvalidTransitionError):
             transition(Phase.SETTLED, signal)
 
 

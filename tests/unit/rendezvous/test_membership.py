@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.topology.plan import Card
-from pipeline.utils.shared_dir import FileDirectory
-from slurm.rendezvous.membership import Roster, publish_card
+from pipeline.topology.plan import NodeInfo
+from pipeline.utils.shared_dir import FileSharedDir
+from slurm.rendezvous.membership import Membership, publish_node_info
 from tests.fakes.ranks import ATTEMPT, make_cards
 
 DOCKER = "172.17.0.1"
@@ -19,29 +19,29 @@ class Wires:
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], list[int]]] = []
 
-    def find(self, cards: Sequence[Card], witnesses: Sequence[Card]) -> Mapping[int, str]:
+    def find(self, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
         self.calls.append(([card.rank for card in cards], [card.rank for card in witnesses]))
         return {card.rank: self._address(card, witnesses) for card in cards if card.boot != "cut off"}
 
     @staticmethod
-    def _address(card: Card, witnesses: Sequence[Card]) -> str:
+    def _address(card: NodeInfo, witnesses: Sequence[NodeInfo]) -> str:
         elsewhere = bool(witnesses) or card.boot != "node of the leader"
         return next(address for address in card.addresses if not (elsewhere and address == DOCKER))
 
 
-def a_card(rank: int, boot: str = "") -> Card:
+def a_card(rank: int, boot: str = "") -> NodeInfo:
     boot = boot or ("node of the leader" if rank == 0 else f"node {rank}")
     return msgspec.structs.replace(make_cards(rank + 1)[rank], boot=boot, addresses=(DOCKER, f"10.0.0.{rank}"))
 
 
-def roster_of(folder: Path, ranks: int, wires: Wires, *cards: Card) -> tuple[Roster, FileDirectory]:
-    view = FileDirectory(folder)
+def roster_of(folder: Path, ranks: int, wires: Wires, *cards: NodeInfo) -> tuple[Membership, FileSharedDir]:
+    view = FileSharedDir(folder)
     for card in cards:
-        assert publish_card(view, card)
-    return Roster(view, ranks, ATTEMPT, "node of the leader", wires.find), view
+        assert publish_node_info(view, card)
+    return Membership(view, ranks, ATTEMPT, "node of the leader", wires.find), view
 
 
-def gathered(roster: Roster) -> list[str]:
+def gathered(roster: Membership) -> list[str]:
     while roster.gather():
         pass
     return [card.addresses[0] if card.addresses else card.problems[0] for card in roster.cards()]
@@ -61,7 +61,7 @@ def test_a_leader_that_is_alone_so_far_waits_for_somebody_to_call_it(tmp_path: P
     assert not roster.gather()
     assert not roster.complete
     assert wires.calls == []
-    assert publish_card(view, a_card(1))
+    assert publish_node_info(view, a_card(1))
     assert gathered(roster) == ["10.0.0.0", "10.0.0.1"]
 
 
@@ -80,7 +80,7 @@ def test_a_leader_whose_other_nodes_never_come_still_has_its_own(tmp_path: Path)
 
 def test_a_leader_that_no_other_node_reaches_says_so(tmp_path: Path) -> None:
     class Deaf(Wires):
-        def find(self, cards: Sequence[Card], witnesses: Sequence[Card]) -> Mapping[int, str]:
+        def find(self, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
             return {} if witnesses else super().find(cards, witnesses)
 
     roster, _ = roster_of(tmp_path, 2, Deaf(), a_card(0), a_card(1))

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from pipeline.errors import DeadlineError, RendezvousError
 from pipeline.topology.assignment import assign, check_world
-from pipeline.topology.plan import Card, Plan, Seat, Slot, World, make_plan
-from slurm.rendezvous.membership import Roster, name_ranks
-from slurm.rendezvous.rank_meeting import Claim, Lease, meet
+from pipeline.topology.plan import NodeBundle, NodeInfo, Plan, RoleProcess, World, make_plan
+from slurm.rendezvous.membership import Membership, name_ranks
+from slurm.rendezvous.rank_meeting import LeaderClaim, Lease, rendezvous
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Disk, Faults, Version, View
@@ -36,7 +36,7 @@ class Cluster:
     """What hypothesis draws: a plan, the ranks that come, and what goes wrong."""
 
     plan: Plan
-    cards: list[Card]
+    cards: list[NodeInfo]
     starts: list[float]
     faults: Faults
     silent: frozenset[int]
@@ -52,9 +52,9 @@ class Cluster:
 
 
 JUNK = {
-    "claim-1.json": Claim(epoch=1, rank=0, hostname="ghost", pid=1),
+    "claim-1.json": LeaderClaim(epoch=1, rank=0, hostname="ghost", pid=1),
     "lease-1.json": Lease(epoch=1, beat=40),
-    "claim-x.json": Claim(epoch=9, rank=0, hostname="ghost", pid=1),
+    "claim-x.json": LeaderClaim(epoch=9, rank=0, hostname="ghost", pid=1),
     ".world.json.7.ab": Lease(epoch=0, beat=0),
     "cards/notes.json": Lease(epoch=0, beat=0),
     "cards/99999.json": make_cards(1)[0],
@@ -67,7 +67,7 @@ def plans(draw: st.DrawFn) -> Plan:
     kinds = draw(st.lists(st.tuples(st.sampled_from([0, 1, 4]), st.integers(0, 3)), min_size=1, max_size=4))
     repeats = draw(st.sampled_from([1, 1, 2, 10]))
     seats = [
-        Seat(slots=(Slot(role="inference", index=index, gpus=gpus, ports=ports),))
+        NodeBundle(slots=(RoleProcess(role="inference", index=index, gpus=gpus, ports=ports),))
         for index, (gpus, ports) in enumerate(kinds * repeats)
     ]
     return Plan(ranks=len(seats) + draw(st.integers(0, 3)), seats=tuple(seats))
@@ -212,7 +212,9 @@ def test_a_leader_that_sleeps_and_wakes_changes_nothing():
 
 @pytest.mark.parametrize("ranks", [1, 2, 65, 300, 1000])
 def test_clusters_of_any_size_survive_their_leader(ranks):
-    seats = tuple(Seat(slots=(Slot(role="trainer", index=index, gpus=1, ports=2),)) for index in range(ranks))
+    seats = tuple(
+        NodeBundle(slots=(RoleProcess(role="trainer", index=index, gpus=1, ports=2),)) for index in range(ranks)
+    )
     plan = Plan(ranks=ranks + 1, seats=seats)
     cards = make_cards(plan.ranks, gpus=1)
     simulation = Simulation(plan, cards, Faults(deaths={0: 3 + ranks // 2})).run()
@@ -344,19 +346,21 @@ def test_meeting_ends_at_its_deadline_and_names_who_is_missing():
     clock = FakeClock()
     view = View(Disk(clock, Faults()), 1)
     with pytest.raises(DeadlineError) as caught:
-        meet(view, plan_of(), make_cards(3)[1], run_id=RUN, seconds=20, lease=60, find_addresses=_all, clock=clock)
+        rendezvous(
+            view, plan_of(), make_cards(3)[1], run_id=RUN, seconds=20, lease=60, find_addresses=_all, clock=clock
+        )
     assert str(caught.value) == "waited 20.0 s for the world of attempt 12-1; missing: ranks 0, 2"
     assert clock.time == pytest.approx(20.0)
 
 
 def test_a_rank_alone_in_its_plan_leads_and_serves():
-    clock, plan = FakeClock(), Plan(ranks=1, seats=(Seat(slots=(Slot(role="trainer"),)),))
+    clock, plan = FakeClock(), Plan(ranks=1, seats=(NodeBundle(slots=(RoleProcess(role="trainer"),)),))
     view = View(Disk(clock, Faults()), 0)
-    world = meet(view, plan, make_cards(1)[0], run_id=RUN, seconds=20, find_addresses=_all, clock=clock)
+    world = rendezvous(view, plan, make_cards(1)[0], run_id=RUN, seconds=20, find_addresses=_all, clock=clock)
     assert (world.leader, [place.name for place in world.placements]) == (0, ["trainer.0"])
 
 
-def _all(cards: Sequence[Card], witnesses: Sequence[Card]) -> Mapping[int, str]:
+def _all(cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
     return {card.rank: card.addresses[0] for card in cards}
 
 
@@ -364,7 +368,7 @@ def test_a_roster_reads_each_card_once():
     plan = plan_of(inference=198)
     simulation = Simulation(plan, make_cards(plan.ranks)).run()
     view = View(simulation.disk, 0)
-    roster = Roster(view, plan.ranks, ATTEMPT, "boot of node0", _all)
+    roster = Membership(view, plan.ranks, ATTEMPT, "boot of node0", _all)
     while roster.gather():
         pass
     assert roster.complete

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from pipeline.roles.role_context import RoleContext
 from pipeline.topology.plan import Placement, World
-from pipeline.train.controller.operation_runner import Control
-from pipeline.train.controller.rank_process import STOP, Deadlines, Site
+from pipeline.train.controller.operation_runner import OperationRunner
+from pipeline.train.controller.rank_process import STOP, Deadlines, RankState
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.utils import heartbeat
-from pipeline.utils.fs_retry import OUTAGE_SECONDS, retry_transient
-from slurm.agent.supervisor import launch_of
+from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT, retry_transient
+from slurm.agent.supervisor import role_command
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -43,20 +43,20 @@ def heart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heart]:
 
 
 @pytest.fixture
-def site() -> Site:
+def site() -> RankState:
     group = cast(dist.ProcessGroup, None)
-    return Site(0, 1, "cpu", dist.HashStore(), group, group, Deadlines(operation=100.0, control=1000.0))
+    return RankState(0, 1, "cpu", dist.HashStore(), group, group, Deadlines(operation=100.0, control=1000.0))
 
 
-def test_an_operation_that_stands_still_is_told_before_its_peers_give_up(heart: Heart, site: Site) -> None:
-    def operation(site: Site) -> tuple[float, bytes]:
+def test_an_operation_that_stands_still_is_told_before_its_peers_give_up(heart: Heart, site: RankState) -> None:
+    def operation(site: RankState) -> tuple[float, bytes]:
         return heart.allowed
 
     assert site.run(operation, ()) == (90.0, b"operation 1")
 
 
-def test_an_operation_that_fails_declares_nothing_any_more(heart: Heart, site: Site) -> None:
-    def operation(site: Site) -> None:
+def test_an_operation_that_fails_declares_nothing_any_more(heart: Heart, site: RankState) -> None:
+    def operation(site: RankState) -> None:
         raise OSError("disk full")
 
     site.run(operation, ())
@@ -64,7 +64,7 @@ def test_an_operation_that_fails_declares_nothing_any_more(heart: Heart, site: S
 
 
 def test_a_rank_may_wait_for_its_order_as_long_as_the_controller_may_be_silent(
-    heart: Heart, site: Site, monkeypatch: pytest.MonkeyPatch
+    heart: Heart, site: RankState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     declared: list[Any] = []
 
@@ -77,8 +77,8 @@ def test_a_rank_may_wait_for_its_order_as_long_as_the_controller_may_be_silent(
     assert declared == [(1000.0, b"scattering orders")]
 
 
-def test_a_controller_that_waits_tells_that_it_does(heart: Heart, site: Site) -> None:
-    Control(site, False, FakeClock()).idle()
+def test_a_controller_that_waits_tells_that_it_does(heart: Heart, site: RankState) -> None:
+    OperationRunner(site, False, FakeClock()).idle()
     assert heart.beats == 1
 
 
@@ -92,8 +92,8 @@ def test_who_retries_on_a_disk_that_fails_is_never_silent_for_long(
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        retry_transient("it", fail, OUTAGE_SECONDS, clock)
-    assert clock.time == pytest.approx(OUTAGE_SECONDS)
+        retry_transient("it", fail, FS_OUTAGE_TIMEOUT, clock)
+    assert clock.time == pytest.approx(FS_OUTAGE_TIMEOUT)
     assert max(after - before for before, after in pairwise([*beats, clock.time])) < 3.0
 
 
@@ -111,5 +111,5 @@ def test_each_role_of_ours_tells_heartbeats_and_the_others_are_asked(tmp_path: P
     names = ("redis", "trainer", "inference", "actor", "preprocessor")
     places = tuple(Placement(role=name, index=0, rank=0, address="127.0.0.2", ports=(1, 2)) for name in names)
     world = World(run_id="r", attempt="a", epoch=1, leader=0, secret="s", placements=places)
-    beats = {place.role: launch_of(RoleContext(paths, config, world, place)).beats for place in places}
+    beats = {place.role: role_command(RoleContext(paths, config, world, place)).beats for place in places}
     assert beats == {"redis": 0, "inference": 0, "trainer": 3, "actor": 1, "preprocessor": 1}

@@ -52,7 +52,7 @@ def test_a_server_gets_the_path_of_its_secret_and_asks_for_no_key_of_the_users()
     environment = inference.server_environment(config(), place(), WORLD)
     assert environment["ROLLCALL_WORLD"] == str(WORLD)
     assert environment["VLLM_API_KEY"] == ""
-    assert "pipeline.inference.vllm.auth_middleware.Guard" in inference.server_command(config(), place())
+    assert "pipeline.inference.vllm.auth_middleware.AuthMiddleware" in inference.server_command(config(), place())
 
 
 @pytest.mark.parametrize("fast", [True, False])

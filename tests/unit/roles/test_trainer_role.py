@@ -5,7 +5,7 @@ import msgspec
 from pipeline.roles import trainer
 from pipeline.roles.role_context import RoleContext
 from pipeline.utils.network_interfaces import interface_of
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.utils.shared_dir import FileSharedDir
 from tests.fakes.run_directory import FakeRun
 
 
@@ -42,13 +42,13 @@ def test_the_report_of_another_node_is_looked_for_by_listing_its_folder(tmp_path
     attempt = run.attempt("12-0")
     world = attempt.meet()
     context = RoleContext(attempt.paths, run.config, world, world.of_role("trainer")[0])
-    names = FileDirectory.names
+    names = FileSharedDir.names
 
     def listed(directory, folder=""):
         if directory._root / folder == attempt.paths.statuses:
             context.report("ready")
         return names(directory, folder)
 
-    monkeypatch.setattr(FileDirectory, "names", listed)
+    monkeypatch.setattr(FileSharedDir, "names", listed)
     assert not context.is_ready()
     assert trainer.is_ready(context)

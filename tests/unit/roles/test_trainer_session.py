@@ -9,15 +9,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipeline.checkpoints import Fence, TrainerState, newest_committed, sharded_state
-from pipeline.checkpoints.async_save import Saver
-from pipeline.checkpoints.checkpoint_store import commit
+from pipeline.checkpoints import Fence, TrainerState, newest_checkpoint, sharded_state
+from pipeline.checkpoints.async_save import AsyncSaver
+from pipeline.checkpoints.checkpoint_store import complete_checkpoint
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.errors import CheckpointError, StreamError, TrainingError
-from pipeline.roles.rl_services import Peers
+from pipeline.roles.rl_services import RlServices
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.trainer_session import RunSession
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.train.train_jobs import jobs_of
@@ -34,7 +34,7 @@ class OneRank:
     patience, broken = Deadlines(), False
 
     def __init__(self) -> None:
-        self.saver = Saver()
+        self.saver = AsyncSaver()
 
     def on_sites(self, function: Callable[..., Any], *args: Any, needs: object = None) -> list[Any]:
         worker = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}})
@@ -53,7 +53,7 @@ class Waiting:
         world = attempt.meet()
         self.context = RoleContext(attempt.paths, run.config, world, world.of_role("trainer")[0])
         self.dispatch = OneRank()
-        session = RunSession(self.context, cast(Dispatch, self.dispatch))
+        session = RunSession(self.context, cast(RankGroup, self.dispatch))
         self.root, self.commits, self.pulse = str(run.paths.checkpoints), session._commits, session._pulse
         self.give_up = session._give_up
         self.finish, self.warming_up = session._finish_commits, session._warming_up
@@ -75,15 +75,15 @@ def waiting(tmp_path: Path) -> Waiting:
 def overtaken_while_it_is_written(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*arguments: Any) -> Any:
         Fence(waiting.root, "12-1").claim()
-        return commit(*arguments)
+        return complete_checkpoint(*arguments)
 
-    monkeypatch.setattr(sharded_state, "commit", late)
+    monkeypatch.setattr(sharded_state, "complete_checkpoint", late)
     waiting.commit()
 
 
 def test_a_checkpoint_of_another_version_ends_the_attempt_and_is_not_skipped(waiting: Waiting) -> None:
     older = TrainerState(job="rl", step=7, version=1)
-    commit(Storage(waiting.root), older, "12-0", {}, 1)
+    complete_checkpoint(Storage(waiting.root), older, "12-0", {}, 1)
     with pytest.raises(
         CheckpointError, match=r"rl-7.* has version 1; this code reads version 2; go on with the Rollcall"
     ):
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_another_version_ends_the_attempt_and_is_not_skipped(wai
 
 def test_what_a_commit_covers_is_given_up_while_the_trainer_waits(waiting: Waiting) -> None:
     waiting.commit()
-    assert newest_committed(waiting.root) is not None
+    assert newest_checkpoint(waiting.root) is not None
     waiting.pulse()
     waiting.pulse()
     assert waiting.durable == [COVERED]
@@ -122,7 +122,7 @@ def test_an_attempt_that_is_ending_leaves_what_a_commit_covers_to_the_next_one_w
     def away(_: object) -> None:
         raise StreamError("redis does not answer")
 
-    peers = cast(Peers, SimpleNamespace(give_up=away))
+    peers = cast(RlServices, SimpleNamespace(give_up=away))
     waiting.commits.on_durable = partial(waiting.give_up, peers)
     waiting.commit()
     with pytest.raises(StreamError):
@@ -138,7 +138,7 @@ def test_a_commit_under_way_that_fails_does_not_hide_the_error_that_came_before(
     def fail(*_: Any) -> Any:
         raise CheckpointError("the disk is gone")
 
-    monkeypatch.setattr(sharded_state, "commit", fail)
+    monkeypatch.setattr(sharded_state, "complete_checkpoint", fail)
     waiting.commit()
     waiting.finish(None, TrainingError("a rank is lost"), None)
     assert "the commit that was under way failed too: the disk is gone" in caplog.text

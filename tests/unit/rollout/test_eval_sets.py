@@ -12,7 +12,7 @@ from pipeline.config import RunConfig
 from pipeline.environments import Task
 from pipeline.environments.eval_set_checks import check_eval_tasks
 from pipeline.errors import ConfigError
-from pipeline.rollout.eval_rollouts import LATE, Evaluation
+from pipeline.rollout.eval_rollouts import TIMED_OUT, Evaluation
 from pipeline.transport.sample_records import ASKED, EVALUATED, EvalRequest, EvalResult
 from tests.fakes.configs import make_config
 from tests.fakes.inline_calls import InlineCalls
@@ -86,7 +86,7 @@ def test_what_is_not_done_by_the_deadline_counts_as_wrong_and_is_told(caplog: py
     result = evaluate(Scripted(FOUR, pause=60), seconds=0.2)
     assert (result.prompts, result.failed, result.late, result.accuracy) == (2, 2, 2, 0.0)
     assert (result.version_min, result.version_max) == (-1, -1)
-    assert LATE in caplog.text
+    assert TIMED_OUT in caplog.text
 
 
 def test_what_was_done_before_the_deadline_counts() -> None:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from pipeline.environments import Episode
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.rewards import Score
 from pipeline.errors import RolloutError
-from pipeline.rollout.gateway.conversation_tree import Dialogue
+from pipeline.rollout.gateway.conversation_tree import ConversationTree
 from pipeline.rollout.gateway.episode_endpoint import Endpoint
-from pipeline.rollout.sample_rollout import sample_of
+from pipeline.rollout.sample_rollout import to_sample
 from pipeline.transport.sample_records import Sample, TokenRow, decode_record, encode_record
 from tests.unit.environments.test_tool_task import TINY_TEXT, bytes_model
 
@@ -48,7 +48,7 @@ class Sampled:
 class Policy:
     """Says what it is given to say, with log-probabilities that tell each token of each call; remembers what it saw."""
 
-    chat: Chat
+    chat: ChatTokenizer
     texts: list[str]
     ends: bool = True
     seen: list[tuple[int, ...]] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Policy:
 
 def rows_of(episode: Episode) -> list[TokenRow]:
     """The rows as the trainer has them."""
-    sample = sample_of(episode, Score(1.0), 0.0)
+    sample = to_sample(episode, Score(1.0), 0.0)
     sample.check()
     return decode_record(encode_record(sample), Sample).rows()
 
@@ -110,11 +110,11 @@ def user(text: str) -> Any:
 
 
 @pytest.fixture
-def qwen(tmp_path: Path) -> Chat:
-    return Chat(bytes_model(tmp_path))
+def qwen(tmp_path: Path) -> ChatTokenizer:
+    return ChatTokenizer(bytes_model(tmp_path))
 
 
-def test_a_conversation_is_one_row_of_what_was_sampled(qwen: Chat) -> None:
+def test_a_conversation_is_one_row_of_what_was_sampled(qwen: ChatTokenizer) -> None:
     """`ab` is one token when a text is encoded, two when it was sampled so: nothing is encoded again."""
     policy = Policy(qwen, ["x", "y"])
     a, b, end = (qwen.encode(text)[0] for text in ("a", "b", "<|im_end|>"))
@@ -145,7 +145,7 @@ def test_a_conversation_is_one_row_of_what_was_sampled(qwen: Chat) -> None:
     assert (episode.turns, episode.text, episode.version_min, episode.version_max) == (2, "b", 3, 4)
 
 
-def test_calls_of_tools_come_as_openai_has_them_and_their_answers_are_read(qwen: Chat) -> None:
+def test_calls_of_tools_come_as_openai_has_them_and_their_answers_are_read(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, [f"<think>hm</think>Let me see. {CALL}", "It rains."])
 
     async def agent(client: AsyncOpenAI) -> str | None:
@@ -169,7 +169,7 @@ def test_calls_of_tools_come_as_openai_has_them_and_their_answers_are_read(qwen:
     assert [message["role"] for message in episode.said] == ["assistant", "tool", "assistant"]
 
 
-def test_a_stream_says_the_same_as_a_whole_answer(qwen: Chat) -> None:
+def test_a_stream_says_the_same_as_a_whole_answer(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, [f"Hm {CALL}"] * 2)
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -196,7 +196,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(qwen: Chat) -> None:
     assert len(episode.branches) == 1
 
 
-def test_what_is_sampled_in_parallel_are_rows_that_share_the_prompt(qwen: Chat) -> None:
+def test_what_is_sampled_in_parallel_are_rows_that_share_the_prompt(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, ["one", "one", "three"])
 
     async def agent(client: AsyncOpenAI) -> list[str | None]:
@@ -211,7 +211,7 @@ def test_what_is_sampled_in_parallel_are_rows_that_share_the_prompt(qwen: Chat) 
     is_what_the_policy_saw_and_said(episode, policy)
 
 
-def test_a_context_that_is_shortened_makes_a_row_that_shares_its_beginning(qwen: Chat) -> None:
+def test_a_context_that_is_shortened_makes_a_row_that_shares_its_beginning(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, ["one", "two", "three"])
     system = {"role": "system", "content": "Be brief."}
 
@@ -230,7 +230,7 @@ def test_a_context_that_is_shortened_makes_a_row_that_shares_its_beginning(qwen:
     is_what_the_policy_saw_and_said(episode, policy)
 
 
-def test_a_stop_text_ends_an_answer_and_what_came_after_it_is_no_part_of_the_row(qwen: Chat) -> None:
+def test_a_stop_text_ends_an_answer_and_what_came_after_it_is_no_part_of_the_row(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, ["Thought: x\nObservation: made up", "end"])
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -249,7 +249,7 @@ def test_a_stop_text_ends_an_answer_and_what_came_after_it_is_no_part_of_the_row
     assert episode.logprobs[len(policy.seen[0])] == policy.said[0].logprobs[0]
 
 
-def test_a_cut_turn_is_ended_before_the_conversation_goes_on(qwen: Chat) -> None:
+def test_a_cut_turn_is_ended_before_the_conversation_goes_on(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, ["cut of", "end"], ends=False)
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -267,7 +267,7 @@ def test_a_cut_turn_is_ended_before_the_conversation_goes_on(qwen: Chat) -> None
 
 
 def test_plain_completions_go_on_from_text_and_from_tokens() -> None:
-    policy = Policy(Chat(TINY_TEXT), ["b", "d", "f"], ends=False)
+    policy = Policy(ChatTokenizer(TINY_TEXT), ["b", "d", "f"], ends=False)
     prompt = [*policy.chat.encode("zz")]
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -283,7 +283,7 @@ def test_plain_completions_go_on_from_text_and_from_tokens() -> None:
     is_what_the_policy_saw_and_said(episode, policy)
 
 
-def test_whoever_has_no_key_and_whatever_cannot_be_answered_is_told_so(qwen: Chat) -> None:
+def test_whoever_has_no_key_and_whatever_cannot_be_answered_is_told_so(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, [])
 
     async def refused(client: AsyncOpenAI, **asked: Any) -> openai.APIStatusError:
@@ -305,7 +305,7 @@ def test_whoever_has_no_key_and_whatever_cannot_be_answered_is_told_so(qwen: Cha
     assert episode.turns == 0
 
 
-def test_what_can_never_be_sampled_is_an_error_of_the_agent(qwen: Chat) -> None:
+def test_what_can_never_be_sampled_is_an_error_of_the_agent(qwen: ChatTokenizer) -> None:
     class Refusing(Policy):
         async def __call__(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> list[Any]:
             raise RolloutError("token id 9 is outside of the vocabulary")
@@ -317,7 +317,7 @@ def test_what_can_never_be_sampled_is_an_error_of_the_agent(qwen: Chat) -> None:
     talk(Refusing(qwen, []), agent)
 
 
-def test_an_answer_that_nobody_waits_for_is_no_part_of_the_episode(qwen: Chat) -> None:
+def test_an_answer_that_nobody_waits_for_is_no_part_of_the_episode(qwen: ChatTokenizer) -> None:
     asked, cancelled = asyncio.Event(), []
 
     class Slow(Policy):
@@ -341,7 +341,7 @@ def test_an_answer_that_nobody_waits_for_is_no_part_of_the_episode(qwen: Chat) -
     assert episode.turns == 0
 
 
-def test_an_agent_tells_its_reward_by_a_call(qwen: Chat) -> None:
+def test_an_agent_tells_its_reward_by_a_call(qwen: ChatTokenizer) -> None:
     async def agent(client: AsyncOpenAI) -> None:
         await client.chat.completions.create(model="policy", messages=[user("?")])
         with pytest.raises(openai.BadRequestError, match="expected a number, or"):
@@ -359,7 +359,7 @@ choices = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), min_size=1,
 def test_however_an_agent_branches_every_sampled_token_counts_once(steps: list[tuple[int, int]]) -> None:
     """It goes on, goes back and asks anew, drops its beginning, or edits what was said, in any order."""
     policy = Policy(CHAT, [])
-    dialogue, histories = Dialogue(CHAT), [[user("start")]]
+    dialogue, histories = ConversationTree(CHAT), [[user("start")]]
     for step, (move, pick) in enumerate(steps):
         history = list(histories[pick % len(histories)])
         if move == 1 and len(history) > 2:
@@ -378,4 +378,4 @@ def test_however_an_agent_branches_every_sampled_token_counts_once(steps: list[t
     is_what_the_policy_saw_and_said(dialogue.episode(), policy)
 
 
-CHAT = Chat(TINY_TEXT)
+CHAT = ChatTokenizer(TINY_TEXT)

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.environments import Episode, Policy, Prompt, Task, ask
-from pipeline.environments.chat_tokenizer import Chat
+from pipeline.environments import Episode, Policy, Prompt, Task, user_prompt
+from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.errors import RolloutError, TaskError
 from pipeline.rollout.eval_rollouts import Evaluation
 from pipeline.rollout.group_rollout import FailureStreak, GroupBuilder
-from pipeline.rollout.issue_queue import PositionQueue
-from pipeline.rollout.sample_rollout import Servers
-from pipeline.rollout.time_fractions import Share
+from pipeline.rollout.issue_queue import IssueQueue
+from pipeline.rollout.sample_rollout import GenerateFunction
+from pipeline.rollout.time_fractions import TimeFraction
 from pipeline.transport.sample_records import EvalRequest, Group
 from tests.fakes.configs import make_config
 from tests.fakes.inline_calls import InlineCalls
 from tests.unit.environments.test_tasks import TINY, Said
 
-CHAT = Chat(TINY)
+CHAT = ChatTokenizer(TINY)
 VOCABULARY = CHAT.vocabulary or 0
 FOUR = tuple(CHAT.encode("4$"))
 
@@ -35,10 +35,10 @@ class Sums(Task):
         return 8
 
     def prompt(self, index: int) -> Prompt:
-        return ask("2+2", answer="4")
+        return user_prompt("2+2", answer="4")
 
     def held_out(self) -> list[Prompt]:
-        return [ask("2+2", "4"), ask("2+3", "5")]
+        return [user_prompt("2+2", "4"), user_prompt("2+3", "5")]
 
     def reward(self, prompt: Prompt, text: str) -> Any:
         return float(text == prompt.answer)
@@ -69,7 +69,7 @@ def config(**rollout: Any) -> RunConfig:
     )
 
 
-def a_builder(task: Task, servers: Servers, **rollout: Any) -> GroupBuilder:
+def a_builder(task: Task, servers: GenerateFunction, **rollout: Any) -> GroupBuilder:
     return GroupBuilder(task, InlineCalls(task), CHAT, servers, config(**rollout))
 
 
@@ -179,7 +179,7 @@ async def hanging(self: Task, prompt: Prompt, policy: Policy) -> Episode:
         ({"reward": lambda *_: "1.0"}, "reward is no number: str '1.0'"),
         ({"reward": lambda *_: None}, "reward is no number: NoneType None"),
         ({"prompt": raising}, "prompt raised ValueError: the verifier is broken"),
-        ({"prompt": lambda *_: ask("a letter")}, "prompt could not be tokenised"),
+        ({"prompt": lambda *_: user_prompt("a letter")}, "prompt could not be tokenised"),
         ({"prompt": lambda *_: "2+2"}, "prompt raised TypeError: expected a Prompt, found str"),
         ({"prompt": lambda *_: Prompt(None)}, "prompt could not be rendered TemplateError: TypeError"),
         ({"reward": leaving}, "reward raised SystemExit: 3"),
@@ -307,9 +307,9 @@ def test_one_success_starts_the_count_of_failures_again() -> None:
 
 
 def test_the_order_of_prompts_is_the_ledgers() -> None:
-    from pipeline.transport.ledger import prompt_of
+    from pipeline.transport.ledger import prompt_at
 
-    assert build(a_task()).prompt == prompt_of(3, 8, seed=0)
+    assert build(a_task()).prompt == prompt_at(3, 8, seed=0)
 
 
 def evaluate(task: Task, servers: Answering) -> Any:
@@ -338,12 +338,12 @@ def test_an_evaluation_without_failures_tells_none(caplog: pytest.LogCaptureFixt
 
 
 def test_missing_positions_are_issued_before_new_ones() -> None:
-    issue = PositionQueue([5, 2], first_new=7)
+    issue = IssueQueue([5, 2], first_new=7)
     assert [issue.take() for _ in range(4)] == [2, 5, 7, 8]
 
 
 def test_a_refused_position_is_issued_again_once() -> None:
-    issue = PositionQueue([], first_new=3)
+    issue = IssueQueue([], first_new=3)
     assert issue.again(1)
     assert not issue.again(1)
     assert not issue.again(3), "it was never issued"
@@ -351,7 +351,7 @@ def test_a_refused_position_is_issued_again_once() -> None:
 
 
 def test_what_was_lost_is_issued_again_but_not_what_waits_or_is_held() -> None:
-    issue = PositionQueue([2], first_new=5)
+    issue = IssueQueue([2], first_new=5)
     assert [issue.take() for _ in range(4)] == [2, 5, 6, 7]
     issue.again(6)
     assert issue.lost([2, 4], 6, held={7}) == 2
@@ -359,7 +359,7 @@ def test_what_was_lost_is_issued_again_but_not_what_waits_or_is_held() -> None:
 
 
 def test_outstanding_counts_what_is_issued_and_not_settled() -> None:
-    issue = PositionQueue([4], first_new=10)
+    issue = IssueQueue([4], first_new=10)
     assert issue.outstanding(settled=6) == 3
     issue.take()
     assert issue.outstanding(settled=6) == 4
@@ -370,7 +370,7 @@ def test_outstanding_counts_what_is_issued_and_not_settled() -> None:
 
 def test_a_share_is_the_fraction_of_time_in_which_any_block_ran() -> None:
     times = iter([0.0, 1.0, 2.0, 4.0, 5.0, 10.0, 20.0])
-    share = Share(now=lambda: next(times))
+    share = TimeFraction(now=lambda: next(times))
     with share, share:
         pass
     assert share.take() == pytest.approx(0.4)

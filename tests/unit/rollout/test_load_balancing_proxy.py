@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pipeline.rollout.load_balancing_proxy import Relay
+from pipeline.rollout.load_balancing_proxy import LoadBalancingProxy
 from pipeline.utils.authenticated_http import ROUTE
 from pipeline.utils.subprocesses import hold_port
 from tests.fakes.async_server import prove
@@ -34,7 +34,7 @@ def with_relay(play: Play, *others: str, answers: bool = True) -> None:
         async with (
             TestServer(app) as server,
             aiohttp.ClientSession() as client,
-            Relay([*others, f"127.0.0.1:{server.port}"], PASSWORD) as relay,
+            LoadBalancingProxy([*others, f"127.0.0.1:{server.port}"], PASSWORD) as relay,
         ):
             await play(client, relay.url)
 
@@ -70,7 +70,7 @@ def test_where_no_server_can_be_reached_the_answer_says_so() -> None:
     async def story() -> None:
         with closing(hold_port()) as held:
             endpoint = f"127.0.0.1:{held.getsockname()[1]}"
-            async with Relay([endpoint], PASSWORD) as relay, aiohttp.ClientSession() as client:
+            async with LoadBalancingProxy([endpoint], PASSWORD) as relay, aiohttp.ClientSession() as client:
                 status, answer = await ask(client, relay.url)
         assert status == 502
         assert "cannot be reached" in str(answer)

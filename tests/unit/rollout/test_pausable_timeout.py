@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.environments import Episode, Policy, Prompt, Task
 from pipeline.errors import DeadlineError
-from pipeline.rollout.pausable_timeout import OwnTime
+from pipeline.rollout.pausable_timeout import PausableTimeout
 from pipeline.transport.sample_records import Group
 from tests.fakes.jumping_loop import pass_time, run_jumping
 from tests.fakes.scripted_server import Script, client_and, works
@@ -65,12 +65,12 @@ def test_the_task_has_its_seconds_in_all_for_itself_and_no_bound_with_0(seconds:
     assert all(failure.startswith("rollout took too long") for failure in group.failures)
 
 
-def limited(work: Awaitable[Any], own_time: OwnTime) -> Any:
+def limited(work: Awaitable[Any], own_time: PausableTimeout) -> Any:
     return run_jumping(own_time.limit(work))  # type: ignore[arg-type]
 
 
 def test_of_two_requests_at_once_the_longer_one_counts() -> None:
-    own_time = OwnTime(10)
+    own_time = PausableTimeout(10)
 
     async def asked(seconds: float, order: asyncio.Event | None, then: asyncio.Event | None) -> None:
         with own_time.paused():
@@ -90,7 +90,7 @@ def test_of_two_requests_at_once_the_longer_one_counts() -> None:
 
 
 def test_what_is_left_after_a_request_is_what_was_left_before_it() -> None:
-    own_time = OwnTime(10)
+    own_time = PausableTimeout(10)
 
     async def work() -> None:
         await pass_time(6)
@@ -103,7 +103,7 @@ def test_what_is_left_after_a_request_is_what_was_left_before_it() -> None:
 
 
 def test_a_request_that_the_task_left_behind_ends_in_peace() -> None:
-    own_time = OwnTime(10)
+    own_time = PausableTimeout(10)
 
     async def left_behind() -> None:
         with own_time.paused():
@@ -125,4 +125,4 @@ def test_the_tasks_own_timeout_is_its_own() -> None:
         raise TimeoutError("the tool")
 
     with pytest.raises(TimeoutError, match="the tool"):
-        limited(work(), OwnTime(10))
+        limited(work(), PausableTimeout(10))

@@ -14,13 +14,13 @@ from pipeline.checkpoints import Fence
 from pipeline.rollout import sample_store as module
 from pipeline.rollout.sample_store import (
     COLUMNS,
-    KeptSamples,
-    Row,
-    beyond,
-    rows_of_evaluation,
-    rows_of_group,
+    SampleRecord,
+    SampleStore,
+    delete_oldest,
+    records_of_evaluation,
+    records_of_group,
     segments,
-    thin_out,
+    segments_over,
 )
 from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample
 
@@ -49,7 +49,7 @@ def a_group(position: int = 7, *, outcome: str = "train", failures: tuple[str, .
     return PreparedGroup(group=group, advantages=(0.5, -0.5), outcome=outcome)
 
 
-def written(folder: Path) -> list[Row]:
+def written(folder: Path) -> list[SampleRecord]:
     return [row for file in segments(folder) for row in parquet.read_table(file).to_pylist()]
 
 
@@ -60,14 +60,14 @@ def test_an_attempt_that_was_replaced_adds_and_removes_no_sample(
     folder, root = tmp_path / "rollouts", str(tmp_path / "checkpoints")
     old, new = Fence(root, "7-0"), Fence(root, "7-1")
     old.claim("7")
-    with KeptSamples(folder, "7-0", 1 << 20, old.check) as kept:
-        kept.add(rows_of_group(a_group(), "countdown", "group_std"))
+    with SampleStore(folder, "7-0", 1 << 20, old.check) as kept:
+        kept.add(records_of_group(a_group(), "countdown", "group_std"))
     assert len(segments(folder)) == 1
     new.claim("7")
     part = folder / ".00000000000000000009-7-1.parquet.part"
     part.write_bytes(bytes(100))
-    with caplog.at_level(logging.WARNING), KeptSamples(folder, "7-0", 1, old.check) as kept:
-        kept.add(rows_of_group(a_group(), "countdown", "group_std"))
+    with caplog.at_level(logging.WARNING), SampleStore(folder, "7-0", 1, old.check) as kept:
+        kept.add(records_of_group(a_group(), "countdown", "group_std"))
     assert part.exists()
     assert {row["attempt"] for row in written(folder)} == {"7-0"}
     assert len(segments(folder)) == 1
@@ -85,8 +85,8 @@ def test_an_attempt_that_is_replaced_while_it_writes_leaves_no_segment(tmp_path:
             Fence(root, "7-1").claim("7")
         old.check()
 
-    with KeptSamples(tmp_path, "7-0", 1 << 20, check) as kept:
-        kept.add(rows_of_group(a_group(), "countdown", "group_std"))
+    with SampleStore(tmp_path, "7-0", 1 << 20, check) as kept:
+        kept.add(records_of_group(a_group(), "countdown", "group_std"))
     assert not segments(tmp_path)
     assert not list(tmp_path.glob(".*.part"))
 
@@ -94,15 +94,15 @@ def test_an_attempt_that_is_replaced_while_it_writes_leaves_no_segment(tmp_path:
 def test_what_a_killed_attempt_left_half_written_is_removed(tmp_path: Path) -> None:
     part = tmp_path / ".00000000000000000001-a-0.parquet.part"
     part.write_bytes(bytes(100))
-    with KeptSamples(tmp_path, "a-1", 1 << 20) as kept:
-        kept.add(rows_of_group(a_group(), "countdown", "group_std"))
+    with SampleStore(tmp_path, "a-1", 1 << 20) as kept:
+        kept.add(records_of_group(a_group(), "countdown", "group_std"))
     assert not part.exists()
     assert len(written(tmp_path)) == 3
 
 
 def test_a_group_is_kept_with_its_tokens_advantages_and_failures(tmp_path: Path) -> None:
-    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
-        kept.add(rows_of_group(a_group(), "countdown", "group_std"))
+    with SampleStore(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(records_of_group(a_group(), "countdown", "group_std"))
     best, worst, failed = written(tmp_path)
     assert (best["tokens"], best["mask"], best["logprobs"]) == ([1, 2, 3], [0, 1, 1], [0.0, -0.5, -0.25])
     assert (best["reward"], best["advantage"], worst["reward"], worst["advantage"]) == (1.0, 0.5, 0.0, -0.5)
@@ -122,8 +122,8 @@ def test_all_rows_of_an_episode_are_kept_and_each_sampled_token_counts_once(tmp_
         "logprobs": np.array([0, -0.75], "<f4").tobytes(),
     }
     branched = a_sample(branches=(Branch(of=0, shared=2, **other),))
-    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
-        kept.add(rows_of_evaluation([[branched]], "sums", "hard"))
+    with SampleStore(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(records_of_evaluation([[branched]], "sums", "hard"))
     (row,) = written(tmp_path)
     assert (row["row_lengths"], row["length"], row["sampled"]) == ([3, 4], 7, 3)
     assert row["tokens"] == [1, 2, 3, 1, 2, 7, 8]
@@ -132,18 +132,18 @@ def test_all_rows_of_an_episode_are_kept_and_each_sampled_token_counts_once(tmp_
 
 
 def test_advantages_that_the_trainer_makes_are_not_kept_as_if_they_were_known(tmp_path: Path) -> None:
-    rows = rows_of_group(a_group(), "countdown", "gae")
+    rows = records_of_group(a_group(), "countdown", "gae")
     assert [row.get("advantage") for row in rows] == [None, None, None]
 
 
 def test_a_group_that_is_not_trained_is_kept_with_its_outcome() -> None:
     group = PreparedGroup(group=a_group().group, outcome="filtered: zero advantage")
-    assert {row["outcome"] for row in rows_of_group(group, "countdown", "group")} == {"filtered: zero advantage"}
+    assert {row["outcome"] for row in records_of_group(group, "countdown", "group")} == {"filtered: zero advantage"}
 
 
 def test_an_evaluation_is_kept_by_prompt_and_sample(tmp_path: Path) -> None:
-    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
-        kept.add(rows_of_evaluation([[a_sample(), "too late"], [a_sample(0.0), a_sample()]], "sums", "hard"))
+    with SampleStore(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(records_of_evaluation([[a_sample(), "too late"], [a_sample(0.0), a_sample()]], "sums", "hard"))
     rows = written(tmp_path)
     assert [(row["position"], row["sample"], row["reward"]) for row in rows] == [
         (0, 0, 1.0),
@@ -155,18 +155,18 @@ def test_an_evaluation_is_kept_by_prompt_and_sample(tmp_path: Path) -> None:
 
 
 def test_a_bound_of_0_keeps_nothing(tmp_path: Path) -> None:
-    with KeptSamples(tmp_path / "none", "a-0", 0) as kept:
-        kept.add(rows_of_group(a_group(), "countdown", "group"))
+    with SampleStore(tmp_path / "none", "a-0", 0) as kept:
+        kept.add(records_of_group(a_group(), "countdown", "group"))
     assert not (tmp_path / "none").exists()
 
 
 def test_samples_that_come_faster_than_the_disk_takes_them_are_left_out_and_nobody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = KeptSamples(tmp_path, "a-0", 1 << 20)  # its thread has not begun, as if the disk hung
-    monkeypatch.setattr(module, "MOST_WAITING", 4)
-    full = KeptSamples(tmp_path, "a-0", 1 << 20)
-    rows = rows_of_group(a_group(), "countdown", "group")
+    kept = SampleStore(tmp_path, "a-0", 1 << 20)  # its thread has not begun, as if the disk hung
+    monkeypatch.setattr(module, "MAX_WAITING", 4)
+    full = SampleStore(tmp_path, "a-0", 1 << 20)
+    rows = records_of_group(a_group(), "countdown", "group")
     for _ in range(6):
         full.add(list(rows))
         kept.add(list(rows))
@@ -175,16 +175,16 @@ def test_samples_that_come_faster_than_the_disk_takes_them_are_left_out_and_nobo
 
 def test_a_disk_that_fails_costs_samples_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
-    with caplog.at_level(logging.WARNING), KeptSamples(tmp_path / "file", "a-0", 1 << 20) as kept:
-        kept.add(rows_of_group(a_group(), "countdown", "group"))
+    with caplog.at_level(logging.WARNING), SampleStore(tmp_path / "file", "a-0", 1 << 20) as kept:
+        kept.add(records_of_group(a_group(), "countdown", "group"))
     assert kept.left_out == 3
     assert len([record for record in caplog.records if "samples are not kept" in record.message]) == 1
 
 
 def test_what_was_handed_over_is_on_disk_before_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT_SECONDS", 0.1)
-    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
-        kept.add(rows_of_group(a_group(), "countdown", "group"))
+    with SampleStore(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(records_of_group(a_group(), "countdown", "group"))
         deadline = time.monotonic() + 30
         while not segments(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -194,8 +194,8 @@ def test_what_was_handed_over_is_on_disk_before_the_run_ends(tmp_path: Path, mon
 def test_what_is_handed_over_at_once_is_cut_into_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", 1000)
     outcomes = [[a_sample(float(place))] for place in range(20)]
-    with KeptSamples(tmp_path, "a-0", 1 << 20) as kept:
-        kept.add(rows_of_evaluation(outcomes, "sums", "hard"))
+    with SampleStore(tmp_path, "a-0", 1 << 20) as kept:
+        kept.add(records_of_evaluation(outcomes, "sums", "hard"))
     assert len(segments(tmp_path)) == 4
     assert [row["reward"] for row in written(tmp_path)] == list(range(20))
 
@@ -203,8 +203,8 @@ def test_what_is_handed_over_at_once_is_cut_into_segments(tmp_path: Path, monkey
 def test_all_segments_together_stay_below_the_bound(tmp_path: Path) -> None:
     bound = 60_000
     for position in range(30):
-        with KeptSamples(tmp_path, "a-0", bound) as kept:
-            kept.add(rows_of_group(a_group(position), "countdown", "group"))
+        with SampleStore(tmp_path, "a-0", bound) as kept:
+            kept.add(records_of_group(a_group(position), "countdown", "group"))
     sizes = [file.stat().st_size for file in segments(tmp_path)]
     assert sum(sizes) <= bound
     assert len(sizes) > 3
@@ -219,14 +219,14 @@ def test_a_segment_that_another_attempt_removes_meanwhile_is_no_error(
         (tmp_path / name).write_bytes(bytes(10))
     listed = [*segments(tmp_path), tmp_path / "2.parquet"]
     monkeypatch.setattr(module, "segments", lambda folder: listed)
-    thin_out(tmp_path, 10)
+    delete_oldest(tmp_path, 10)
     assert [file.name for file in tmp_path.iterdir()] == ["1.parquet"]
 
 
 def test_beyond_the_bound_the_newer_half_stays_and_of_the_older_one_evenly_fewer() -> None:
     left = [Path(f"{place:03}") for place in range(200)]
     for _ in range(3):  # as it goes on, one after the other
-        gone = set(beyond(dict.fromkeys(left, 10), 400))
+        gone = set(segments_over(dict.fromkeys(left, 10), 400))
         left = [file for file in left if file not in gone]
     assert len(left) == 40
     places = [int(file.name) for file in left]
@@ -237,4 +237,4 @@ def test_beyond_the_bound_the_newer_half_stays_and_of_the_older_one_evenly_fewer
 
 
 def test_one_segment_stays_however_large_it_is() -> None:
-    assert beyond({Path("0"): 10, Path("1"): 10}, 1) == [Path("0")]
+    assert segments_over({Path("0"): 10, Path("1"): 10}, 1) == [Path("0")]

@@ -12,7 +12,7 @@ from pipeline.errors import DeadlineError, RolloutError
 from pipeline.rollout.server_client import FINAL_ONLY, Completion, Server
 from pipeline.rollout.server_pool import InferenceClient, _joined
 from pipeline.utils import backoff
-from pipeline.utils.poison_request import MOST_DEATHS
+from pipeline.utils.poison_request import MAX_SERVER_CRASHES
 from tests.fakes.mortal_server import POISON, a_mortal_server
 from tests.fakes.scripted_server import (
     Answer,
@@ -317,8 +317,8 @@ def test_a_request_that_servers_die_of_is_given_up_and_takes_no_other_with_it() 
             *sound, last = await asyncio.gather(*(asked[at] for at in (0, 1, 3, 2)), return_exceptions=True)
             assert [isinstance(each, list) for each in sound] == [True] * 3, sound
             assert isinstance(last, RolloutError)
-            assert f"{MOST_DEATHS} servers died" in str(last)
-            assert server.deaths == MOST_DEATHS
+            assert f"{MAX_SERVER_CRASHES} servers died" in str(last)
+            assert server.deaths == MAX_SERVER_CRASHES
 
     run(story())
 
@@ -328,7 +328,7 @@ def test_a_request_whose_connection_is_cut_again_and_again_is_never_given_up() -
         async with client_and(script) as client:
             return await ask(client)
 
-    assert run(story(Script([*[hangs_up] * (2 * MOST_DEATHS), works])))[0].complete
+    assert run(story(Script([*[hangs_up] * (2 * MAX_SERVER_CRASHES), works])))[0].complete
 
 
 completions = st.builds(

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.rollout.issue_queue import PositionQueue
-from pipeline.transport.staleness import Gate
+from pipeline.rollout.issue_queue import IssueQueue
+from pipeline.transport.staleness import StalenessGate
 
 
 class World:
     """Groups overtake each other: each takes its own ticks. The trainer steps on whatever comes, once a tick."""
 
-    def __init__(self, gate: Gate, slow: dict[int, int], *, slots: int = 64, seed: int | None = None) -> None:
+    def __init__(self, gate: StalenessGate, slow: dict[int, int], *, slots: int = 64, seed: int | None = None) -> None:
         """`slow`: the ticks of some positions; others take 1, or 1 to 3 when there is a `seed`."""
         self.gate, self.slow, self.slots = gate, slow, slots
         self.draw = Random(seed) if seed is not None else None
-        self.issue = PositionQueue([], 0)
+        self.issue = IssueQueue([], 0)
         self.now = self.version = self.server = 0
         self.flying: dict[int, tuple[int, int]] = {}
         self.published: list[tuple[int, int]] = []
@@ -69,22 +69,24 @@ class World:
 def test_a_group_is_trained_after_at_most_two_refusals_however_slow_it_is(
     prompts: int, max_lag: int, slow: dict[int, int], seed: int
 ) -> None:
-    world = World(Gate(prompts, max_lag), slow, seed=seed)
+    world = World(StalenessGate(prompts, max_lag), slow, seed=seed)
     world.run(500 + 3 * sum(slow.values()))
     assert slow.keys() <= world.lags.keys(), "a slow group was not trained"
     assert max(world.refusals.values(), default=0) <= 2
     assert max(world.lags.values()) <= max_lag
 
 
-class ForgetfulGate(Gate):
+class ForgetfulGate(StalenessGate):
     """The gate as it was: it lets refused groups be overtaken again."""
 
     def wait_for(self, position: int) -> None:
         pass
 
 
-@pytest.mark.parametrize(("gate", "trained"), [(Gate, True), (ForgetfulGate, False)])
-def test_without_waiting_for_it_a_slow_group_would_be_refused_for_ever(gate: type[Gate], trained: bool) -> None:
+@pytest.mark.parametrize(("gate", "trained"), [(StalenessGate, True), (ForgetfulGate, False)])
+def test_without_waiting_for_it_a_slow_group_would_be_refused_for_ever(
+    gate: type[StalenessGate], trained: bool
+) -> None:
     world = World(gate(4, 1), slow={3: 10})
     world.run(400)
     assert (3 in world.lags) == trained
@@ -92,7 +94,7 @@ def test_without_waiting_for_it_a_slow_group_would_be_refused_for_ever(gate: typ
 
 
 def test_once_a_slow_group_came_the_others_are_as_fast_as_before() -> None:
-    world, undisturbed = World(Gate(4, 1), slow={3: 10}), World(Gate(4, 1), slow={})
+    world, undisturbed = World(StalenessGate(4, 1), slow={3: 10}), World(StalenessGate(4, 1), slow={})
     world.run(100)
     undisturbed.run(100)
     assert world.refusals == {3: 2}
@@ -103,7 +105,7 @@ def test_once_a_slow_group_came_the_others_are_as_fast_as_before() -> None:
 
 
 def test_a_group_that_was_refused_once_is_overtaken_and_holds_up_nobody() -> None:
-    world, forgetful = World(Gate(4, 1), slow={3: 10}), World(ForgetfulGate(4, 1), slow={3: 10})
+    world, forgetful = World(StalenessGate(4, 1), slow={3: 10}), World(ForgetfulGate(4, 1), slow={3: 10})
     world.run(19)
     forgetful.run(19)
     assert (3 in world.flying, world.refusals[3]) == (True, 1)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import OvertakenError
-from pipeline.utils.append_log import Journal, keep_lines
-from pipeline.utils.fs_retry import LAST_SECONDS
+from pipeline.errors import SupersededError
+from pipeline.utils.append_log import AppendLog, rewrite_lines
+from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT
 from tests.fakes.clock import FakeClock
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "ledger.jsonl"
-    journal = Journal(path)
+    journal = AppendLog(path)
     journal.add(b"1", b"2", b"3")
     return path
 
@@ -44,7 +44,7 @@ def test_a_file_goes_back_on_a_disk_that_fails_for_a_while(
     path: Path, monkeypatch: pytest.MonkeyPatch, module: object, name: str, number: int
 ) -> None:
     disk_that_fails(monkeypatch, module, name, number, times=3)
-    keep_lines(path, before_the_second, clock=FakeClock())
+    rewrite_lines(path, before_the_second, clock=FakeClock())
     monkeypatch.undo()
     assert path.read_bytes() == b"1\n"
     assert list(path.parent.iterdir()) == [path]
@@ -56,10 +56,10 @@ def test_lines_that_go_are_kept_aside_on_a_disk_that_fails_for_a_while(
 ) -> None:
     aside = path.parent / "aside" / "1" / path.name
     disk_that_fails(monkeypatch, module, name, errno.EIO, times=3)
-    assert keep_lines(path, before_the_second, clock=FakeClock(), aside=aside) == 2
+    assert rewrite_lines(path, before_the_second, clock=FakeClock(), aside=aside) == 2
     monkeypatch.undo()
     assert (path.read_bytes(), aside.read_bytes()) == (b"1\n", b"2\n3\n")
-    assert keep_lines(path, before_the_second, clock=FakeClock(), aside=aside) == 0
+    assert rewrite_lines(path, before_the_second, clock=FakeClock(), aside=aside) == 0
     assert aside.read_bytes() == b"2\n3\n"
 
 
@@ -70,24 +70,24 @@ def test_a_disk_that_goes_on_failing_costs_a_warning(
     clock = FakeClock()
     disk_that_fails(monkeypatch, os, "fsync", errno.EIO, times=10_000)
     disk_that_fails(monkeypatch, Path, name, errno.EIO, times=10_000)
-    keep_lines(path, before_the_second, clock=clock)
+    rewrite_lines(path, before_the_second, clock=clock)
     monkeypatch.undo()
-    assert clock.time == pytest.approx(LAST_SECONDS)
+    assert clock.time == pytest.approx(FINAL_WRITE_TIMEOUT)
     assert path.read_bytes() == b"1\n2\n3\n"
     assert "keeps lines of steps that are trained again" in caplog.text
 
 
 def test_who_was_replaced_while_the_disk_failed_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
-        raise OvertakenError("another attempt")
+        raise SupersededError("another attempt")
 
     disk_that_fails(monkeypatch, os, "fsync", errno.EIO, times=3)
-    with pytest.raises(OvertakenError):
-        keep_lines(path, before_the_second, refuse, FakeClock())
+    with pytest.raises(SupersededError):
+        rewrite_lines(path, before_the_second, refuse, FakeClock())
     assert path.read_bytes() == b"1\n2\n3\n"
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_journal_begins_on_a_disk_that_fails_for_a_moment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk_that_fails(monkeypatch, Path, "stat", errno.ESTALE, times=1)
-    assert Journal(path).flush() == len(b"1\n2\n3\n")
+    assert AppendLog(path).flush() == len(b"1\n2\n3\n")

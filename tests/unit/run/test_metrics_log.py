@@ -10,8 +10,8 @@ import pytest
 from pipeline.run.metrics_log import (
     Console,
     FileStep,
+    MetricRecord,
     MetricSinks,
-    Row,
     RowReader,
     read_rows,
     roll_back,
@@ -26,10 +26,10 @@ class Kept:
     """A sink that remembers."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[MetricRecord] = []
         self.closed = False
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRecord) -> None:
         self.rows.append(row)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from pipeline.run.events import LAUNCHER, Events
 from pipeline.run.paths import SweepPaths
 from pipeline.utils import shared_files
 from slurm.registry import run_registry, sweep_manifest
-from slurm.registry.file_locks import holder
+from slurm.registry.file_locks import lock_holder
 from slurm.scheduler.scheduler_protocol import RUNNING, Scheduler
 from slurm.submission.cancel_runs import cancel, cancel_sweep, main
 from tests.fakes.clock import FakeClock
@@ -187,7 +187,7 @@ def test_a_launcher_that_is_submitting_ends_first_and_then_its_job_is_cancelled(
 def test_a_process_that_got_the_number_of_a_launcher_is_left_alone(run: FakeRun) -> None:
     lock = run.paths.lock
     lock.write_text(f"pid {os.getpid()} on {os.uname().nodename}\n")
-    assert holder(lock) is None
+    assert lock_holder(lock) is None
 
 
 def test_a_held_lock_whose_text_names_another_process_is_an_error(

@@ -190,7 +190,7 @@ def test_what_cannot_be_swept_is_named_with_its_mend(override: str, said: str) -
     ],
 )
 def test_the_ends_of_an_axis_are_what_is_tried_beforehand(axis: str, tried: list[str]) -> None:
-    assert compose_config.ends_of(axis, 3) == tried
+    assert compose_config.axis_ends(axis, 3) == tried
 
 
 def test_of_a_key_that_is_given_twice_the_last_says_whether_it_is_swept() -> None:

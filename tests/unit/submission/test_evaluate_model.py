@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pipeline.checkpoints import TrainerState
 from pipeline.checkpoints.block_hashes import FileRecord
-from pipeline.checkpoints.checkpoint_store import commit
+from pipeline.checkpoints.checkpoint_store import complete_checkpoint
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.config import RunConfig
 from pipeline.config.model_directory import BUILT_IN
@@ -29,7 +29,7 @@ from pipeline.train.loop.evaluations import schedules_of
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import wait_for
 from slurm.submission import evaluate_model
-from slurm.submission.compose_config import compose_config, compose_upon
+from slurm.submission.compose_config import compose_config, compose_over
 from slurm.submission.evaluate_model import compose_evaluation, main, table_of
 from tests.fakes.inline_calls import InlineCalls
 from tests.fakes.run_directory import FakeRun
@@ -59,7 +59,7 @@ def a_commit(run: FakeRun, step: int) -> None:
     state, shard = TrainerState(job="rl", step=step), {"policy": FileRecord.of(b"x")}
     storage = Storage(str(run.paths.checkpoints))
     storage.put(f"rl-{step}/a/policy", b"x")
-    commit(storage, state, "a", shard, world_size=1)
+    complete_checkpoint(storage, state, "a", shard, world_size=1)
 
 
 def a_model(folder: Path) -> Path:
@@ -242,7 +242,7 @@ def test_a_command_is_refused_in_a_run_that_trains(tmp_path: Path) -> None:
 
 def test_overrides_upon_a_tree_keep_what_they_do_not_name() -> None:
     tree = compose_config(["experiment=demo", "task.options.held_out=7"]).model_dump(mode="json")
-    laid = compose_upon(tree, ["loss=gspo", "optim.lr=0.5", "resources=one_gpu", "task.options.more={a: [1, 'x y']}"])
+    laid = compose_over(tree, ["loss=gspo", "optim.lr=0.5", "resources=one_gpu", "task.options.more={a: [1, 'x y']}"])
     assert (laid["loss"]["name"], laid["optim"]["lr"]) == ("gspo", 0.5)
     assert (laid["resources"]["device"], laid["inference"]["gpu_memory"]) == ("cuda", 0.4)
     assert laid["task"]["options"] == tree["task"]["options"] | {"more": {"a": [1, "x y"]}}

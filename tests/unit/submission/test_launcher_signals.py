@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from slurm.submission.launcher_signals import INTERRUPTED, SIGNALS, exit_code, noted_signals
+from slurm.submission.launcher_signals import INTERRUPTED, SIGNALS, exit_code, recorded_signals
 from tests.patience import WAIT_SECONDS
 
 CLOSED = """
 import os, sys, time
-from slurm.submission.launcher_signals import exit_code, noted_signals
+from slurm.submission.launcher_signals import exit_code, recorded_signals
 os.open(sys.argv[1], os.O_RDWR)  # the terminal of this session from now on, which sends HUP when it is closed
-with noted_signals() as received:
+with recorded_signals() as received:
     print("here", flush=True)
     while not received:
         time.sleep(0.01)
@@ -38,7 +38,7 @@ def plain_handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_every_signal_that_means_the_end_is_noted_and_has_its_code(number: signal.Signals) -> None:
-    with noted_signals() as received:
+    with recorded_signals() as received:
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)
     assert received == [number, signal.SIGTERM]
@@ -49,7 +49,7 @@ def test_every_signal_that_means_the_end_is_noted_and_has_its_code(number: signa
 
 def test_a_hang_up_that_was_ignored_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with noted_signals() as received:
+    with recorded_signals() as received:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTERM)
     assert received == [signal.SIGTERM]
@@ -71,8 +71,8 @@ def test_a_launcher_whose_terminal_is_closed_comes_down_in_order() -> None:
 
 def test_a_hang_up_takes_nothing_from_a_file(tmp_path: Path) -> None:
     program = (
-        "import os, signal\nfrom slurm.submission.launcher_signals import noted_signals\n"
-        "with noted_signals():\n    os.kill(os.getpid(), signal.SIGHUP)\n    print('still told', flush=True)"
+        "import os, signal\nfrom slurm.submission.launcher_signals import recorded_signals\n"
+        "with recorded_signals():\n    os.kill(os.getpid(), signal.SIGHUP)\n    print('still told', flush=True)"
     )
     with (tmp_path / "said").open("wb") as file:
         subprocess.run([sys.executable, "-c", program], stdout=file, stderr=file, timeout=WAIT_SECONDS, check=False)

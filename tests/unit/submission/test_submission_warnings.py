@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import ConfigError
 from slurm.submission import submit_run
 from slurm.submission.compose_config import compose_config
-from slurm.submission.submission_warnings import _tiny_settings, advice, check_agents
+from slurm.submission.submission_warnings import _tiny_settings, check_agents, warnings_of
 from tests.fakes.chat_models import CHATML, make_chat_model
 from tests.fakes.configs import make_config
 from tests.fakes.http_server import HttpServer, Request
@@ -41,15 +41,15 @@ def rows_with_tools(tmp_path: Path, template: str) -> dict[str, Any]:
 
 
 def test_a_template_that_ignores_the_tools_of_a_dataset_is_warned_of(tmp_path: Path) -> None:
-    (said,) = advice(make_config(**rows_with_tools(tmp_path, DEAF)))
+    (said,) = warnings_of(make_config(**rows_with_tools(tmp_path, DEAF)))
     assert "ignores `tools`, which row 0 of data.path has" in said
-    assert advice(make_config(**rows_with_tools(tmp_path, CHATML))) == []
+    assert warnings_of(make_config(**rows_with_tools(tmp_path, CHATML))) == []
 
 
 def test_a_template_that_ignores_the_tools_of_a_task_is_warned_of(tmp_path: Path) -> None:
     for template, warned in ((DEAF, True), (CHATML, False)):
         model = {"path": str(make_chat_model(tmp_path / "model", template)), "init": "random"}
-        said = advice(make_config(model=model, task={"name": "tools", "options": {"tools": ["calculator"]}}))
+        said = warnings_of(make_config(model=model, task={"name": "tools", "options": {"tools": ["calculator"]}}))
         assert ["ignores `tools`, which task.name=tools has" in line for line in said] == [True] * warned
 
 
@@ -101,7 +101,7 @@ def test_an_agent_that_is_not_there_is_refused_here_and_warned_of_elsewhere(comm
     assert fault in str(caught.value)
     elsewhere = make_config(model={"path": "tiny_text", "init": "random"}, cluster={"kind": "slurm"}, task=task)
     check_agents(elsewhere)
-    (said,) = advice(elsewhere)
+    (said,) = warnings_of(elsewhere)
     assert said == f"task.options.command: {fault}: each sample fails if the nodes of the job lack it too"
 
 
@@ -128,7 +128,7 @@ def test_a_judge_that_is_not_there_is_warned_of(options: dict[str, str], said: s
     with Models() as server:
         judge = {"url": f"http://{server.endpoint}/v1", "key_file": str(key_file), **options}
         reward = JUDGED | {"options": {"judge": judge}}
-        found = advice(make_config(model={"path": "tiny_qwen3", "init": "random"}, reward=reward))
+        found = warnings_of(make_config(model={"path": "tiny_qwen3", "init": "random"}, reward=reward))
     assert [said in line and line.startswith("reward.options.judge: ") for line in found] == [True] * bool(said)
 
 
@@ -136,10 +136,10 @@ def test_more_processes_than_cores_are_warned_of(tmp_path: Path, capsys: pytest.
     cores = len(os.sched_getaffinity(0))
     model = {"path": "tiny_qwen3", "init": "random"}
     crowded = make_config(model=model, resources={"trainer": {"processes": 4 * cores}}, task={"name": "arithmetic"})
-    (said,) = advice(crowded)
+    (said,) = warnings_of(crowded)
     assert said.startswith(f"this machine has {cores} cores for {4 * cores + 1} threads of trainers and servers")
     workers = make_config(model=model, task={"name": "arithmetic", "processes": 9 * cores})
-    (said,) = advice(workers)
+    (said,) = warnings_of(workers)
     assert said.startswith(f"this machine has {cores} cores for {9 * cores} processes of the task")
     asked = ["experiment=demo", f"output={tmp_path}", f"task.processes={9 * cores}", "--dry-run"]
     assert submit_run.main(asked) == 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import RunConfig
 from pipeline.config.cross_checks import check_config
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError, RunStateError, SchedulerError
 from pipeline.run.paths import RunPaths, SweepPaths
 from pipeline.topology.plan import Plan
@@ -18,7 +18,7 @@ from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK
 from slurm.monitor.runs_overview import Overview
 from slurm.registry import run_registry, sweep_manifest
-from slurm.registry.sweep_manifest import LONGEST_NAME, Point, extended, run_name
+from slurm.registry.sweep_manifest import MAX_NAME, Trial, extended, run_name
 from slurm.submission import submit_run
 from slurm.submission.compose_config import compose_config
 from slurm.submission.submit_sweep import PointLauncher, sweep
@@ -39,7 +39,7 @@ def command(output: Path, *overrides: str, cluster: str = "slurm") -> list[str]:
     return ["experiment=demo", "name=lr", f"output={output}", f"cluster={cluster}", *(overrides or AXES)]
 
 
-def kept(output: Path) -> list[Point]:
+def kept(output: Path) -> list[Trial]:
     found = sweep_manifest.load_manifest(SweepPaths(output / "lr"))
     assert found
     return list(found.points)
@@ -93,7 +93,7 @@ def test_the_same_command_again_submits_only_what_is_unfinished(
 
 def dependencies(fake: FakeLaunch, output: Path) -> list[str]:
     """What the job of each point waits for, as its run keeps it."""
-    configs = [kept_config(RunPaths(output / "lr" / name)) for name in NAMES]
+    configs = [read_frozen_config(RunPaths(output / "lr" / name)) for name in NAMES]
     return [str(config.cluster.sbatch.get("dependency", "")) for config in configs if config]
 
 
@@ -229,7 +229,7 @@ def test_points_that_are_one_run_are_refused(tmp_path: Path, fake: FakeLaunch) -
 
 def test_a_run_that_is_starting_is_live(tmp_path: Path, fake: FakeLaunch, capsys: pytest.CaptureFixture[str]) -> None:
     config = compose_config([*command(tmp_path / "lr", "optim.lr=0.0001", cluster="local"), "name=0-lr_0.0001"])
-    with run_registry.claimed(config, fake.find):
+    with run_registry.claimed_run(config, fake.find):
         assert sweep(command(tmp_path, "optim.lr=1e-4,3e-4", cluster="local"), fake.launch) == 0
     assert "2 points, 1 live, 1 to run" in capsys.readouterr().out
     assert fake.submitted == ["1-lr_0.0003"]
@@ -338,7 +338,7 @@ def test_a_sweeps_names_tell_its_overrides() -> None:
 def test_a_points_name_is_one_that_a_run_may_have(number: int, overrides: list[str]) -> None:
     name = run_name(number, overrides)
     assert NAME.match(name)
-    assert len(name) <= LONGEST_NAME
+    assert len(name) <= MAX_NAME
     assert name.startswith(str(number))
 
 

@@ -8,7 +8,7 @@ import pytest
 from pipeline.errors import SweepError
 from pipeline.run.metrics_log import MetricSinks
 from pipeline.run.paths import RunPaths
-from slurm.submission.sweeps.sweep_metric import Objective
+from slurm.submission.sweeps.sweep_metric import SweepMetric
 
 
 @pytest.fixture
@@ -27,23 +27,23 @@ def run(tmp_path: Path) -> RunPaths:
 @pytest.mark.parametrize(
     ("objective", "values"),
     [
-        (Objective(("eval/accuracy",)), (0.5,)),
-        (Objective(("eval/accuracy",), window=2), (0.375,)),
-        (Objective(("eval/accuracy",), window=9), (0.375,)),
-        (Objective(("reward/mean",), window=2), (pytest.approx(0.3),)),
-        (Objective(("loss",), job="sft"), (3.0,)),
-        (Objective(("eval/accuracy", "reward/mean")), (0.5, 0.4)),
+        (SweepMetric(("eval/accuracy",)), (0.5,)),
+        (SweepMetric(("eval/accuracy",), window=2), (0.375,)),
+        (SweepMetric(("eval/accuracy",), window=9), (0.375,)),
+        (SweepMetric(("reward/mean",), window=2), (pytest.approx(0.3),)),
+        (SweepMetric(("loss",), job="sft"), (3.0,)),
+        (SweepMetric(("eval/accuracy", "reward/mean")), (0.5, 0.4)),
     ],
 )
-def test_the_last_values_are_averaged(run: RunPaths, objective: Objective, values: tuple[Any, ...]) -> None:
+def test_the_last_values_are_averaged(run: RunPaths, objective: SweepMetric, values: tuple[Any, ...]) -> None:
     assert objective.of(run) == values
 
 
 def test_a_metric_that_the_run_does_not_have_is_named_with_the_nearest(run: RunPaths) -> None:
     with pytest.raises(SweepError, match=r"its rl rows have no value of eval/acuracy; did you mean eval/accuracy\?"):
-        Objective(("eval/acuracy",)).of(run)
+        SweepMetric(("eval/acuracy",)).of(run)
 
 
 def test_a_run_without_rows_has_no_number(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match="its rl rows have no value of loss"):
-        Objective(("loss",)).of(RunPaths(tmp_path))
+        SweepMetric(("loss",)).of(RunPaths(tmp_path))

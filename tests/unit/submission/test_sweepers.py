@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pipeline.config import RunConfig
-from pipeline.config.frozen_config import kept_config
+from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError, RunStateError, SweepError
 from pipeline.run.metrics_log import MetricSinks
 from pipeline.run.paths import RunPaths, SweepPaths
@@ -20,7 +20,7 @@ from pipeline.utils.waiting import Clock
 from slurm.registry import file_locks, sweep_manifest
 from slurm.submission import submit_run
 from slurm.submission.sweeps.hydra_settings import read_sweeper_command, refuse_missing
-from slurm.submission.sweeps.run_sweeper import search
+from slurm.submission.sweeps.run_sweeper import run_sweeper
 from tests.fakes.launch import FakeLaunch
 
 AXIS = "optim.lr=tag(log,interval(1e-5,1e-1))"
@@ -63,7 +63,7 @@ class Cluster(Clock):
         run = RunPaths(self.output / "lr" / name)
         end = self.ends.pop(name, "COMPLETED")
         if end == "COMPLETED":
-            config = kept_config(run)
+            config = read_frozen_config(run)
             assert config is not None
             with MetricSinks(run.metrics, "1-0") as sinks:
                 sinks.log("eval", "rl", 1, {"eval/accuracy": 1 - abs(math.log10(config.optim.lr) + 3) / 4})
@@ -91,15 +91,15 @@ def command(cluster: Cluster, *overrides: str) -> list[str]:
 
 
 def drive(cluster: Cluster, *overrides: str) -> int:
-    return search(command(cluster, *overrides), cluster.launch.launch, clock=cluster)
+    return run_sweeper(command(cluster, *overrides), cluster.launch.launch, clock=cluster)
 
 
-def points(cluster: Cluster) -> list[sweep_manifest.Point]:
+def points(cluster: Cluster) -> list[sweep_manifest.Trial]:
     found = sweep_manifest.load_manifest(SweepPaths(cluster.output / "lr"))
     return list(found.points) if found else []
 
 
-def accuracy(point: sweep_manifest.Point) -> float:
+def accuracy(point: sweep_manifest.Trial) -> float:
     return 1 - abs(math.log10(float(point.overrides[0].partition("=")[2])) + 3) / 4
 
 
@@ -187,7 +187,7 @@ def test_a_signal_between_two_submissions_starts_no_more_and_cancels_what_there_
         signal.raise_signal(signal.SIGINT)
         return cluster.launch.submit(config, plan)
 
-    assert search(command(cluster), replace(launch, submit=submit_and_signal), clock=cluster) == 130
+    assert run_sweeper(command(cluster), replace(launch, submit=submit_and_signal), clock=cluster) == 130
     assert (len(cluster.launch.submitted), cluster.launch.scheduler.cancelled) == (1, ["1"])
 
 
@@ -250,7 +250,7 @@ def test_hydras_own_sweeper_drives_runs_too(cluster: Cluster, capsys: pytest.Cap
 def test_two_commands_do_not_drive_one_sweep(cluster: Cluster) -> None:
     def again() -> None:
         with pytest.raises(RunStateError, match="expected a sweep that nobody else is submitting"):
-            search(command(cluster), cluster.launch.launch)
+            run_sweeper(command(cluster), cluster.launch.launch)
 
     cluster.during = again
     assert drive(cluster) == 0
@@ -340,6 +340,6 @@ def test_the_launcher_refuses_what_no_sweeper_can(
 
 
 def test_a_dry_run_shows_a_plan_and_leaves_nothing(cluster: Cluster) -> None:
-    assert search(command(cluster), cluster.launch.launch, dry_run=True) == 0
+    assert run_sweeper(command(cluster), cluster.launch.launch, dry_run=True) == 0
     assert cluster.launch.shown == [("point", True)]
     assert list(cluster.output.iterdir()) == []

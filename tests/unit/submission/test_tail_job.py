@@ -14,11 +14,11 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished, Outcome, RunIdentity
 from pipeline.utils import shared_files
-from pipeline.utils.shared_dir import FileDirectory
+from pipeline.utils.shared_dir import FileSharedDir
 from slurm.batch.executors import RunJob
 from slurm.scheduler.scheduler_protocol import PENDING, RUNNING
 from slurm.submission.launcher_signals import describe
-from slurm.submission.tail_job import called, conclude_job, conclude_run, follow_job, last_attempt
+from slurm.submission.tail_job import conclude_job, conclude_run, follow_job, last_attempt, run_title
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -256,9 +256,9 @@ def test_cancelling_the_handle_cancels_the_job(run: RunPaths, slurm: FakeSchedul
 
 def test_a_run_is_called_as_the_other_launchers_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert called(tmp_path / "runs" / "demo") == "demo"
-    assert called(tmp_path / "runs" / "sweep" / "0") == "sweep/0"
-    assert called(tmp_path / "elsewhere" / "demo") == str(tmp_path / "elsewhere" / "demo")
+    assert run_title(tmp_path / "runs" / "demo") == "demo"
+    assert run_title(tmp_path / "runs" / "sweep" / "0") == "sweep/0"
+    assert run_title(tmp_path / "elsewhere" / "demo") == str(tmp_path / "elsewhere" / "demo")
 
 
 LATE = 40.0
@@ -268,14 +268,14 @@ LATE = 40.0
 def late_names(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeClock, dict[Path, Struct]]:
     """A clock, and documents of which each is there once its folder is listed after `LATE` seconds."""
     clock, late = FakeClock(), dict[Path, Struct]()
-    names = FileDirectory.names
+    names = FileSharedDir.names
 
-    def listed(directory: FileDirectory, folder: str = "") -> tuple[str, ...]:
+    def listed(directory: FileSharedDir, folder: str = "") -> tuple[str, ...]:
         for path in [path for path in late if clock.now() >= LATE and path.parent == directory._root / folder]:
             shared_files.write_document(path, late.pop(path))
         return names(directory, folder)
 
-    monkeypatch.setattr(FileDirectory, "names", listed)
+    monkeypatch.setattr(FileSharedDir, "names", listed)
     return clock, late
 
 

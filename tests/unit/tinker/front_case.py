@@ -11,12 +11,21 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from pipeline.tinker.api_keys import Keys, digest
 from pipeline.tinker.durable_store import Store
-from pipeline.tinker.gateway import Front
+from pipeline.tinker.gateway import Gateway
 from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.sample_queue import SampleQueue
-from pipeline.tinker.service_state import Registry
-from pipeline.tinker.tinker_records import Attach, Done, Facts, Plain, Saved, TrainerTurn, Work, encode
-from pipeline.tinker.trainer_routes import ATTACH, SECRET, TURN, Door
+from pipeline.tinker.service_state import ModelRegistry
+from pipeline.tinker.tinker_records import (
+    Acknowledged,
+    Attach,
+    SaveResult,
+    ServerFacts,
+    TrainerTurn,
+    Work,
+    WorkResult,
+    encode,
+)
+from pipeline.tinker.trainer_routes import ATTACH, SECRET, TURN, TrainerRoutes
 
 ADA, BOB = {"X-API-Key": "tml-ada"}, {"X-API-Key": "tml-bob"}
 DOOR = {SECRET: "secret"}
@@ -28,7 +37,7 @@ class Client:
     """A front of its own, as clients and as a trainer see it."""
 
     def __init__(
-        self, http: TestClient[Any, Any], registry: Registry, kept: Store, sampling: SampleQueue, root: Path
+        self, http: TestClient[Any, Any], registry: ModelRegistry, kept: Store, sampling: SampleQueue, root: Path
     ) -> None:
         self.http, self.registry, self.kept, self.sampling, self.root = http, registry, kept, sampling, root
 
@@ -47,10 +56,10 @@ class Client:
         """The path of sampler weights of Ada's, with their files."""
         model = (await self.model(await self.session()))[1]["model_id"]
         await self.attach("one")
-        await self.turn("one", Done(f"{model}:0", Plain()))
+        await self.turn("one", WorkResult(f"{model}:0", Acknowledged()))
         await self.post("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": name})
         await self.turn("one")
-        await self.turn("one", Done(f"{model}:1", Saved(10)))
+        await self.turn("one", WorkResult(f"{model}:1", SaveResult(10)))
         path = f"tinker://{model}/sampler_weights/{name}"
         folder = self.root / "weights" / self.registry.shelf.checkpoints[path].folder
         folder.mkdir(parents=True)
@@ -58,11 +67,11 @@ class Client:
         return path
 
     async def attach(self, attempt: str, **cursors: int) -> int:
-        body = encode(Attach(attempt, {name.replace("__", ":"): at for name, at in cursors.items()}, Facts()))
+        body = encode(Attach(attempt, {name.replace("__", ":"): at for name, at in cursors.items()}, ServerFacts()))
         async with self.http.post(ATTACH, data=body, headers=DOOR) as answer:
             return answer.status
 
-    async def turn(self, attempt: str, *done: Done) -> tuple[int, Work | None]:
+    async def turn(self, attempt: str, *done: WorkResult) -> tuple[int, Work | None]:
         async with self.http.post(TURN, data=encode(TrainerTurn(attempt, done)), headers=DOOR) as answer:
             body = await answer.read()
             return answer.status, _works.decode(body) if answer.status == 200 else None
@@ -96,12 +105,12 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]], reques
             seed=0,
         )
         kept = Store(settings.store)
-        registry = Registry(kept)
+        registry = ModelRegistry(kept)
         sampling = SampleQueue(kept, settings.weights, settings.limits, 2, registry.usage)
-        front = Front(settings, registry, sampling, Keys(tmp_path / "keys"), "secret")
+        front = Gateway(settings, registry, sampling, Keys(tmp_path / "keys"), "secret")
         app = web.Application(client_max_size=0)
         front.add_routes(app)
-        Door(registry, "secret", lambda facts: None).add_routes(app)
+        TrainerRoutes(registry, "secret", lambda facts: None).add_routes(app)
         await sampling.start()
         server = _Server(app)
         await server.start_server(auto_decompress=False)

@@ -12,7 +12,7 @@ from pipeline.tinker.durable_store import Store
 from pipeline.tinker.entities import SamplingSession
 from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.sampling_limits import Limits
-from pipeline.tinker.tinker_records import Facts, Failed
+from pipeline.tinker.tinker_records import Failed, ServerFacts
 from pipeline.tinker.usage import UsageMeter
 from pipeline.utils.authenticated_http import ROUTE
 from tests.fakes.async_server import prove
@@ -96,7 +96,7 @@ def with_servers(
         limits = Limits(LONGEST, sequences)
         sampling = SampleQueue(kept, tmp_path / "weights", limits, MOST_ADAPTERS, UsageMeter(kept))
         await sampling.start()
-        sampling.use(Facts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
+        sampling.use(ServerFacts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
         try:
             await play(sampling, scripts)
         finally:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.tinker.service_state import Registry
-from pipeline.tinker.tinker_records import Done, Plain, Saved
+from pipeline.tinker.service_state import ModelRegistry
+from pipeline.tinker.tinker_records import Acknowledged, SaveResult, WorkResult
 from tests.unit.tinker.front_case import ADA, Client, with_front
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -20,7 +20,7 @@ async def made(client: Client, **body: Any) -> str:
     model = str((await client.post("create_model", fields))[1]["model_id"])
     await client.attach("one")
     await client.turn("one")
-    await client.turn("one", Done(f"{model}:0", Plain()))
+    await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
     return model
 
 
@@ -114,9 +114,9 @@ def test_the_future_of_an_unload_is_answered_once_the_trainer_has_forgotten_the_
         _, work = await client.turn("one")
         assert work is not None
         assert not asked.done()
-        await client.turn("one", Done(work.request, Plain()))
+        await client.turn("one", WorkResult(work.request, Acknowledged()))
         assert await asked == (200, {"type": "unload_model", "model_id": model})
-        assert Registry(client.kept).models[model].unloaded.is_set(), "nor does it wait after a start"
+        assert ModelRegistry(client.kept).models[model].unloaded.is_set(), "nor does it wait after a start"
 
     with_front(tmp_path, play)
 
@@ -126,7 +126,7 @@ def test_addresses_of_downloads_have_a_scheme_of_http_whatever_a_proxy_says(tmp_
         model = await made(client)
         await client.post("save_weights_external", {"model_id": model, "seq_id": 1, "path": "mine"})
         await client.turn("one")
-        await client.turn("one", Done(f"{model}:1", Saved(10)))
+        await client.turn("one", WorkResult(f"{model}:1", SaveResult(10)))
         (saved,) = client.registry.shelf.checkpoints.values()
         (tmp_path / "weights" / saved.folder).mkdir(parents=True)
         (tmp_path / "weights" / saved.folder / "file").touch()
@@ -145,7 +145,7 @@ def test_a_resume_takes_the_options_that_there_are_and_refuses_the_others_by_nam
         model = await made(client)
         await client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "mine"})
         await client.turn("one")
-        await client.turn("one", Done(f"{model}:1", Saved(10)))
+        await client.turn("one", WorkResult(f"{model}:1", SaveResult(10)))
         path = f"tinker://{model}/weights/mine"
         body = {"session_id": await client.session(), "model_seq_id": 0, "path": path, "optimizer": True}
         wrong: dict[str, Any] = {
@@ -181,7 +181,7 @@ def test_metadata_of_sessions_and_models_are_told_again_also_after_a_start(tmp_p
         assert (await get(client, f"sessions/{opened['session_id']}"))["user_metadata"] == {"who": "ada"}
         model = await made(client, user_metadata={"run": "r1"})
         assert (await get(client, f"training_runs/{model}"))["user_metadata"] == {"run": "r1"}
-        again = Registry(client.kept)
+        again = ModelRegistry(client.kept)
         assert again.models[model].fact.metadata == {"run": "r1"}
         assert again.sessions[opened["session_id"]].metadata == {"who": "ada"}
         status, refusal = await client.post("create_session", {"user_metadata": {"who": 5}})

@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.tinker.byte_lru import Recent
+from pipeline.tinker.byte_lru import ByteLru
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 12), st.booleans()), max_size=30))
 def test_it_holds_the_newest_that_fit_and_never_more(acts: list[tuple[str, int, bool]]) -> None:
-    recent, order = Recent(10), dict[str, bytes]()
+    recent, order = ByteLru(10), dict[str, bytes]()
     for name, size, put in acts:
         order.pop(name, None)
         if put:

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import RunStateError
 from pipeline.tinker import durable_store
-from pipeline.tinker.api_errors import Full
+from pipeline.tinker.api_errors import OverLimitError
 from pipeline.tinker.durable_store import Store
 
 
@@ -21,7 +21,7 @@ def test_what_was_kept_is_there_for_the_next_process(tmp_path: Path) -> None:
         await first.keep(durable_store.fact("session", "s", b"2"), durable_store.result("m:1", b"result"))
         await first.keep(durable_store.result("m:1", b"another"))
         await asyncio.gather(*(first.keep(durable_store.request(f"m:{n}", "m", n, b"b")) for n in range(2, 50)))
-        await first.keep(durable_store.settled("m", 40))
+        await first.keep(durable_store.cursor_passed("m", 40))
 
     asyncio.run(keep())
     first.close()
@@ -55,7 +55,7 @@ def test_changes_that_fail_are_not_made_and_harm_no_others(tmp_path: Path) -> No
 
     good, bad = asyncio.run(keep())
     assert good is None
-    assert isinstance(bad, Full)
+    assert isinstance(bad, OverLimitError)
     assert [key for key, _ in opened.facts("session")] == ["good"]
     opened.close()
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.tinker.fair_queue import FairQueue
-from pipeline.tinker.turns import Turns
+from pipeline.tinker.turns import RoundRobin
 
 
 def queue_of(capacity: int, **samples: int) -> FairQueue:
@@ -105,7 +105,7 @@ def test_every_sample_is_started_once_and_none_of_a_session_that_is_held(
 
 
 def test_sessions_take_turns_however_many_models_each_has() -> None:
-    turns, took = Turns(), []
+    turns, took = RoundRobin(), []
     for model in ("a:0", "a:1", "a:2", "b:0"):
         turns.add(model[0], model)
     for _ in range(6):

@@ -13,8 +13,8 @@ from yarl import URL
 
 from pipeline.tinker import forwarding, tinker_wire
 from pipeline.tinker.routes import future_routes
-from pipeline.tinker.service_state import Registry
-from pipeline.tinker.tinker_records import Done, Passed, Plain, Saved
+from pipeline.tinker.service_state import ModelRegistry
+from pipeline.tinker.tinker_records import Acknowledged, PassResult, SaveResult, WorkResult
 from tests.unit.tinker.front_case import BOB, LORA, Client, with_front
 
 EVE = {"X-API-Key": "tml-eve"}
@@ -122,7 +122,7 @@ def picture(client: Client, session: str) -> list[Any]:
     return facts + [(each, client.kept.body(each.id), client.kept.result(each.id)) for each in own]
 
 
-def known_to(registry: Registry) -> tuple[set[str], ...]:
+def known_to(registry: ModelRegistry) -> tuple[set[str], ...]:
     """The names of all that a registry knows."""
     shelf = registry.shelf
     parts = (registry.sessions, registry.models, registry.requests, shelf.checkpoints, shelf.samplers)
@@ -137,10 +137,10 @@ async def furnish(client: Client, headers: dict[str, str]) -> dict[str, list[str
     for seq, route in enumerate(routes, 1):
         body = {"model_id": model, "seq_id": seq, "path": "mine", "adam_params": {}}
         assert (await client.post(route, body, headers))[0] == 200
-    results = (Plain(), Passed([], [], {}), Saved(10), Saved(10))
+    results = (Acknowledged(), PassResult([], [], {}), SaveResult(10), SaveResult(10))
     for seq, result in enumerate(results):
         await client.turn("one")
-        await client.turn("one", Done(f"{model}:{seq}", result))
+        await client.turn("one", WorkResult(f"{model}:{seq}", result))
     path = f"tinker://{model}/sampler_weights/mine"
     body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
     sampler = (await client.post("create_sampling_session", body, headers))[1]["sampling_session_id"]
@@ -183,7 +183,7 @@ async def fuzz(client: Client, count: int, seed: int) -> None:
             await asyncio.gather(*(ask(fuzzer) for _ in range(AT_ONCE)))
     assert {200, 302, 400, 401, 404, 408, 410, 415, 503} <= seen, seen
     assert picture(client, theirs["session_id"][0]) == kept
-    assert known_to(client.registry) == known_to(Registry(client.kept)), "what is in memory is in the store"
+    assert known_to(client.registry) == known_to(ModelRegistry(client.kept)), "what is in memory is in the store"
     step = {"model_id": theirs["model_id"][0], "seq_id": 5, "adam_params": {}}
     assert (await client.post("optim_step", step, BOB))[0] == 200
 

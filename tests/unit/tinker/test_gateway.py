@@ -11,10 +11,19 @@ import pytest
 import zstandard
 
 from pipeline.tinker import durable_store, json_limits
-from pipeline.tinker.api_errors import Full
+from pipeline.tinker.api_errors import OverLimitError
 from pipeline.tinker.durable_store import Store
-from pipeline.tinker.service_state import Registry
-from pipeline.tinker.tinker_records import Done, Failed, Plain, Saved, Stepped, TrainerTurn, Unload, encode
+from pipeline.tinker.service_state import ModelRegistry
+from pipeline.tinker.tinker_records import (
+    Acknowledged,
+    Failed,
+    SaveResult,
+    StepResult,
+    TrainerTurn,
+    Unload,
+    WorkResult,
+    encode,
+)
 from pipeline.tinker.trainer_routes import SECRET, TURN
 from tests.unit.tinker.front_case import ADA, BOB, DOOR, LORA, Client, with_front
 
@@ -42,13 +51,13 @@ def test_a_result_never_changes_and_what_a_trainer_lost_is_handed_out_again(tmp_
         await client.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
         await client.attach("one")
         await client.turn("one")
-        await client.turn("one", Done(f"{model}:0", Plain()))
-        await client.turn("one", Done(f"{model}:1", Stepped({"lr:mean": 1.0})))
+        await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
+        await client.turn("one", WorkResult(f"{model}:1", StepResult({"lr:mean": 1.0})))
         await client.attach("two")
         status, again = await client.turn("two")
         assert (status, again and again.seq, again and again.answered) == (200, 0, True)
         await client.turn("two")
-        await client.turn("two", Done(f"{model}:1", Stepped({"lr:mean": 2.0})))
+        await client.turn("two", WorkResult(f"{model}:1", StepResult({"lr:mean": 2.0})))
         status, result = await client.post("retrieve_future", {"request_id": f"{model}:1"})
         assert (status, result["metrics"]) == (200, {"lr:mean": 1.0})
 
@@ -101,7 +110,7 @@ def test_a_model_that_is_unloaded_takes_nothing_and_leaves_a_trainer_that_brings
         model = (await client.model(await client.session()))[1]["model_id"]
         await client.attach("one")
         await client.turn("one")
-        await client.turn("one", Done(f"{model}:0", Plain()))
+        await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
         step = {"model_id": model, "adam_params": {}}
         kept = await client.post("optim_step", step | {"seq_id": 1})
         await client.post("unload_model", {"model_id": model})
@@ -111,13 +120,13 @@ def test_a_model_that_is_unloaded_takes_nothing_and_leaves_a_trainer_that_brings
         _, work = await client.turn("one")
         assert work is not None
         assert isinstance(work.body, Unload)
-        assert await client.turn("one", Done(work.request, Plain())) == (204, None)
+        assert await client.turn("one", WorkResult(work.request, Acknowledged())) == (204, None)
         assert (await client.post("optim_step", step | {"seq_id": 2}))[0] == 410
         await client.attach("two", **{model: 0})
         _, work = await client.turn("two")
         assert work is not None
         assert isinstance(work.body, Unload)
-        assert await client.turn("two", Done(work.request, Plain())) == (204, None)
+        assert await client.turn("two", WorkResult(work.request, Acknowledged())) == (204, None)
 
     with_front(tmp_path, play)
 
@@ -130,13 +139,13 @@ def test_a_checkpoint_that_an_open_load_reads_stays_until_none_does(tmp_path: Pa
         await client.attach("one")
         await client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
         await client.turn("one")
-        await client.turn("one", Done(f"{model}:0", Plain()))
-        await client.turn("one", Done(f"{model}:1", Saved(10)))
+        await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
+        await client.turn("one", WorkResult(f"{model}:1", SaveResult(10)))
         [saved] = client.registry.shelf.checkpoints.values()
         load = {"model_id": model, "seq_id": 2, "path": saved.path, "optimizer": True}
         assert (await client.post("load_weights", load))[0] == 200
         await client.registry.shelf.remove(saved)
-        await client.turn("one", Done(f"{model}:2", Plain()))
+        await client.turn("one", WorkResult(f"{model}:2", Acknowledged()))
         assert removed == [], "a trainer that comes now loads it again"
         await client.registry.committed({model: 2})
         await client.registry.committed({model: 3})
@@ -153,7 +162,7 @@ def test_a_retry_of_what_the_store_did_not_take_is_told_so(tmp_path: Path, monke
 
         async def keep(self: Store, *changes: object) -> None:
             await full.wait()
-            raise Full("full")
+            raise OverLimitError("full")
 
         monkeypatch.setattr(Store, "keep", keep)
         step = {"model_id": model, "seq_id": 1, "adam_params": {}}
@@ -171,7 +180,7 @@ def test_open_requests_of_a_model_that_is_gone_fail_when_the_front_comes_back(tm
         live = client.registry.models[model]
         gone = msgspec.structs.replace(live.fact, gone=True)
         await client.kept.keep(durable_store.fact("model", model, encode(gone)))
-        again = Registry(client.kept)
+        again = ModelRegistry(client.kept)
         assert isinstance(again.result(again.requests[f"{model}:0"]), Failed)
 
     with_front(tmp_path, play)
@@ -185,8 +194,8 @@ def test_nobody_sees_what_another_key_made(tmp_path: Path) -> None:
         await client.post("save_weights", save)
         await client.attach("one")
         await client.turn("one")
-        await client.turn("one", Done(f"{model}:0", Plain()))
-        await client.turn("one", Done(f"{model}:1", Saved(10)))
+        await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
+        await client.turn("one", WorkResult(f"{model}:1", SaveResult(10)))
         path = f"tinker://{model}/weights/mine"
         assert (await client.post("weights_info", {"tinker_path": path}))[0] == 200
         asked = [
@@ -271,9 +280,9 @@ def test_a_request_that_is_too_large_is_refused_whatever_it_says_of_its_length(t
         (b'{"a":' * 9_000 + b"1" + b"}" * 9_000, 400, "nested too deeply"),
         (b"[]", 400, "no JSON object"),
         (b'{"a": [NaN]}', 400, "malformed"),
-        (b'{"a": [' + b"[]," * json_limits.MOST_PARTS + b"[]]}", 413, "lists, objects and keys"),
-        (b"{" + b'"a":0,' * json_limits.MOST_PARTS + b'"b":0}', 413, "lists, objects and keys"),
-        (b'"' + b"x" * json_limits.MOST_JSON + b'"', 413, "larger than what JSON may have"),
+        (b'{"a": [' + b"[]," * json_limits.MAX_PARTS + b"[]]}", 413, "lists, objects and keys"),
+        (b"{" + b'"a":0,' * json_limits.MAX_PARTS + b'"b":0}', 413, "lists, objects and keys"),
+        (b'"' + b"x" * json_limits.MAX_JSON + b'"', 413, "larger than what JSON may have"),
     ],
     ids=["deep lists", "deep objects", "a list", "no number", "many lists", "many keys", "large"],
 )

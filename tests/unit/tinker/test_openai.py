@@ -14,9 +14,9 @@ from pipeline.tinker import forwarding
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.completions import checked_body, wants_usage
 from pipeline.tinker.forwarding import CHAT, COMPLETION
-from pipeline.tinker.tinker_records import Facts
+from pipeline.tinker.tinker_records import ServerFacts
 from pipeline.utils.authenticated_http import ROUTE
-from pipeline.utils.poison_request import GIVEN_UP, MOST_DEATHS
+from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES
 from tests.fakes.async_server import prove
 from tests.fakes.http_server import PASSWORD
 from tests.unit.tinker.front_case import ADA, BOB, Client, with_front
@@ -110,7 +110,7 @@ async def _stream(request: web.Request, body: dict[str, Any], texts: tuple[str, 
 def with_script(tmp_path: Path, play: Callable[[Client, Script], Awaitable[None]]) -> None:
     async def run(client: Client) -> None:
         script = Script()
-        client.sampling.use(Facts((await script.start(),), PASSWORD))
+        client.sampling.use(ServerFacts((await script.start(),), PASSWORD))
         try:
             await play(client, script)
         finally:
@@ -192,11 +192,11 @@ def test_a_request_that_kills_servers_is_given_up_and_the_client_does_not_retry(
             asyncio.get_running_loop().call_later(0.2, setattr, script, "health", 200)
             return await dead(request, body)
 
-        script.answers = [kill] * (MOST_DEATHS + 1)
+        script.answers = [kill] * (MAX_SERVER_CRASHES + 1)
         body = {"model": "tiny", "messages": MESSAGES}
         async with client.http.post(CHAT, json=body, headers=ADA) as answer:
             assert (answer.status, answer.headers["X-Should-Retry"]) == (500, "false")
-            assert (await answer.json())["error"]["message"] == GIVEN_UP
+            assert (await answer.json())["error"]["message"] == ABANDONED
         assert len(script.answers) == 1
 
     with_script(tmp_path, play)
@@ -218,7 +218,7 @@ def test_errors_of_servers_are_told_and_their_trouble_is_not_tried_for_ever(
         status, refused = await ask(client, {"model": path, "messages": MESSAGES, "tools": [{}], "stream": True})
         assert (status, refused["error"]["type"]) == (400, "invalid_request_error")
         assert refused["error"]["message"] == f"the server refuses: {path} wants a --tool-call-parser"
-        script.answers = [fail] * (forwarding.MAX_UNWELL + 1)
+        script.answers = [fail] * (forwarding.MAX_UNHEALTHY + 1)
         assert (await ask(client, {"model": path, "messages": MESSAGES}))[0] == 502
         assert len(script.answers) == 1
         monkeypatch.setattr(forwarding, "HOLD_SECONDS", 0.1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.tinker.routes import weight_routes
-from pipeline.tinker.tinker_records import Done, Plain, Saved
+from pipeline.tinker.tinker_records import Acknowledged, SaveResult, WorkResult
 from tests.unit.tinker.front_case import ADA, BOB, Client, with_front
 
 
@@ -48,12 +48,12 @@ def test_an_address_of_a_download_is_good_for_its_file_alone_and_until_it_is_rep
     async def play(client: Client) -> None:
         model = (await client.model(await client.session()))[1]["model_id"]
         await client.attach("one")
-        await client.turn("one", Done(f"{model}:0", Plain()))
+        await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
         for seq in (1, 2):
             save = {"model_id": model, "seq_id": seq, "path": "mine", "overwrite": True}
             await client.post("save_weights_external", save)
             await client.turn("one")
-            await client.turn("one", Done(f"{model}:{seq}", Saved(10)))
+            await client.turn("one", WorkResult(f"{model}:{seq}", SaveResult(10)))
             (saved,) = client.registry.shelf.checkpoints.values()
             (tmp_path / "weights" / saved.folder).mkdir(parents=True)
             (tmp_path / "weights" / saved.folder / "adapter_config.json").write_text(f"save {seq}")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from pipeline.tinker import tinker_wire
-from pipeline.tinker.api_errors import Full
+from pipeline.tinker.api_errors import OverLimitError
 from pipeline.tinker.durable_store import Store
 from pipeline.tinker.sample_queue import FETCHED_SECONDS, UNFETCHED_SECONDS, SampleQueue
-from pipeline.tinker.sampler import MOST_WRONG
-from pipeline.tinker.tinker_records import Facts, Failed
-from pipeline.utils.poison_request import GIVEN_UP, MOST_DEATHS
+from pipeline.tinker.sampler import MAX_WRONG
+from pipeline.tinker.tinker_records import Failed, ServerFacts
+from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES
 from pipeline.utils.subprocesses import hold_port
 from tests.fakes.http_server import PASSWORD
 from tests.fakes.mortal_server import POISON, a_mortal_server
@@ -111,7 +111,7 @@ def test_a_server_that_is_lost_does_not_draw_the_requests_of_those_that_are_busy
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         free = hold_port()
         lost, sound = f"127.0.0.1:{free.getsockname()[1]}", sampling._servers[0]
-        sampling.use(Facts((lost, sound.endpoint), PASSWORD))
+        sampling.use(ServerFacts((lost, sound.endpoint), PASSWORD))
         sampling._servers[1].running = 1  # the lost one, which fails at once, is always the least loaded
         asked = 0
 
@@ -138,7 +138,7 @@ def test_a_retry_is_not_accepted_before_the_store_has_the_request(tmp_path: Path
 
         async def keep(*changes: Any) -> None:
             await full.wait()
-            raise Full("no space")
+            raise OverLimitError("no space")
 
         sampling._store.keep = keep  # type: ignore[method-assign]
         given = ("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
@@ -173,7 +173,7 @@ def test_no_more_samples_wait_than_there_is_room_for(tmp_path: Path, monkeypatch
         (script,) = scripts
         script.gate.clear()
         first, _ = await ask(0), await ask(1)
-        with pytest.raises(Full) as refused:
+        with pytest.raises(OverLimitError) as refused:
             await ask(2)
         assert refused.value.status == 429
         assert await ask(0) == first, "a retry"
@@ -259,13 +259,13 @@ def test_greedy_samples_are_drawn_once_and_told_as_often_as_asked(tmp_path: Path
 def test_a_sample_that_servers_die_of_fails_and_takes_no_other_with_it(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         async with a_mortal_server() as server:
-            sampling.use(Facts((server.endpoint,), PASSWORD))
+            sampling.use(ServerFacts((server.endpoint,), PASSWORD))
             prompts = [{"chunks": [{"type": "encoded_text", "tokens": [1, token]}]} for token in (4, 5, 6, POISON)]
             asked = (sample(sampling, number, prompt=prompt) for number, prompt in enumerate(prompts))
             *sound, last = await asyncio.wait_for(asyncio.gather(*asked), 30)
             assert all(isinstance(each, bytes) for each in sound)
-            assert last == Failed(GIVEN_UP, "server")
-            assert server.deaths == MOST_DEATHS
+            assert last == Failed(ABANDONED, "server")
+            assert server.deaths == MAX_SERVER_CRASHES
 
     with_servers(tmp_path, play)
 
@@ -278,15 +278,17 @@ def test_servers_that_end_with_their_attempt_one_after_another_fail_no_sample(
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         sound = sampling._servers[0].endpoint
         async with AsyncExitStack() as stack:
-            ending = [await stack.enter_async_context(a_mortal_server(60.0, "earlier")) for _ in range(MOST_DEATHS)]
-            sampling.use(Facts(tuple(each.endpoint for each in ending), "earlier"))
+            ending = [
+                await stack.enter_async_context(a_mortal_server(60.0, "earlier")) for _ in range(MAX_SERVER_CRASHES)
+            ]
+            sampling.use(ServerFacts(tuple(each.endpoint for each in ending), "earlier"))
             asked = asyncio.create_task(sample(sampling))
             assert POISON in PROMPT["chunks"][0]["tokens"]  # type: ignore[operator]
-            while sum(each.deaths for each in ending) < MOST_DEATHS:
+            while sum(each.deaths for each in ending) < MAX_SERVER_CRASHES:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
             assert not asked.done()
-            sampling.use(Facts((sound,), PASSWORD))
+            sampling.use(ServerFacts((sound,), PASSWORD))
             assert isinstance(await asyncio.wait_for(asked, 20), bytes)
 
     with_servers(tmp_path, play)
@@ -298,6 +300,6 @@ def test_an_answer_that_makes_no_sense_fails_its_sample_after_a_few_tries(tmp_pa
         outcome = await sample(sampling)
         assert isinstance(outcome, Failed)
         assert "makes no sense" in outcome.error
-        assert (outcome.category, len(scripts[0].asked)) == ("server", MOST_WRONG)
+        assert (outcome.category, len(scripts[0].asked)) == ("server", MAX_WRONG)
 
     with_servers(tmp_path, play)

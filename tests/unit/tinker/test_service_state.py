@@ -7,29 +7,29 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.tinker.api_errors import ApiError, Missing
+from pipeline.tinker.api_errors import ApiError, NotFoundError
 from pipeline.tinker.api_keys import Owner
-from pipeline.tinker.checkpoint_catalog import PASSING_KEPT, SNAPSHOT_SECONDS
+from pipeline.tinker.checkpoint_catalog import MAX_EPHEMERAL, SNAPSHOT_SECONDS
 from pipeline.tinker.durable_store import FAILURE_BYTES, Store
 from pipeline.tinker.entities import SamplingSession
 from pipeline.tinker.heartbeats import SILENT_SECONDS
-from pipeline.tinker.model_requests import Live, SaveNote, save_body
+from pipeline.tinker.model_requests import ModelEntry, SaveNote, save_body
 from pipeline.tinker.retention import ENDED_SECONDS, SERVED_SECONDS, UNFETCHED_SECONDS
-from pipeline.tinker.service_state import Registry
+from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_paths import WeightsPath
 from pipeline.tinker.tinker_records import (
+    Acknowledged,
     Adapter,
     Create,
-    Done,
     Failed,
     Pass,
-    Passed,
-    Plain,
-    Saved,
+    PassResult,
+    SaveResult,
     Step,
-    Stepped,
+    StepResult,
     Unload,
     Work,
+    WorkResult,
 )
 
 ADA = Owner("ada", models=1)
@@ -52,14 +52,14 @@ class Play:
 
     def begin(self) -> None:
         self.kept = Store(self._path)
-        self.registry = Registry(self.kept, lambda: self.now)
+        self.registry = ModelRegistry(self.kept, lambda: self.now)
 
     def restart(self) -> None:
         self.kept.close()
         self.begin()
 
     @property
-    def live(self) -> Live:
+    def live(self) -> ModelEntry:
         (live,) = self.registry.models.values()
         return live
 
@@ -75,8 +75,8 @@ class Play:
     async def step(self, seq: int) -> None:
         await self.registry.accept(self.live, seq, lambda: STEP)
 
-    async def done(self, seq: int, result: object = Plain()) -> None:
-        await self.registry.finish(Done(f"{self.live.fact.id}:{seq}", result))  # type: ignore[arg-type]
+    async def done(self, seq: int, result: object = Acknowledged()) -> None:
+        await self.registry.finish(WorkResult(f"{self.live.fact.id}:{seq}", result))  # type: ignore[arg-type]
 
 
 def play(tmp_path: Path, story: Callable[[Play], Awaitable[None]]) -> None:
@@ -125,7 +125,7 @@ def test_what_changes_no_model_is_kept_only_until_it_is_answered(tmp_path: Path)
         long = bytes(FAILURE_BYTES + 4)
         for seq in range(1, 4):
             await stage.registry.accept(stage.live, seq, lambda: LOOK)
-            await stage.done(seq, Passed([long], [0], {}))
+            await stage.done(seq, PassResult([long], [0], {}))
             assert stage.kept.body(f"{model}:{seq}") is None
         stage.restart()
         await stage.registry.attach({})
@@ -134,7 +134,7 @@ def test_what_changes_no_model_is_kept_only_until_it_is_answered(tmp_path: Path)
         assert (again.seq, again.answered) == (0, True)
         assert stage.work() is None
         found = stage.registry.result(stage.registry.requests[f"{model}:3"])
-        assert isinstance(found, Passed)
+        assert isinstance(found, PassResult)
         assert found.logprobs == [long]
 
     play(tmp_path, story)
@@ -185,7 +185,7 @@ def test_a_model_whose_unload_the_front_did_not_hear_of_is_unloaded_after_a_rest
         again = stage.work()
         assert again is not None
         assert isinstance(again.body, Unload)
-        await stage.registry.finish(Done(again.request, Plain()))
+        await stage.registry.finish(WorkResult(again.request, Acknowledged()))
         assert stage.live.fact.gone
         assert await stage.registry.open_session(ADA)
 
@@ -222,9 +222,9 @@ def test_a_step_is_answered_once(tmp_path: Path) -> None:
         await stage.done(0)
         await stage.step(1)
         for rate in (1.0, 2.0):
-            await stage.done(1, Stepped({"lr:mean": rate}))
+            await stage.done(1, StepResult({"lr:mean": rate}))
         stage.restart()
-        assert stage.registry.result(stage.registry.requests[f"{model}:1"]) == Stepped({"lr:mean": 1.0})
+        assert stage.registry.result(stage.registry.requests[f"{model}:1"]) == StepResult({"lr:mean": 1.0})
 
     play(tmp_path, story)
 
@@ -236,11 +236,11 @@ def test_an_ended_session_is_forgotten_with_its_models_unless_they_have_checkpoi
         await stage.registry.shelf.add_sampler(SamplingSession(f"{session.id}:sample:0", "ada", "tiny"))
         await stage.registry.accept(stage.live, 4, lambda: save_body(path_of(model), 4, SaveNote(str(path_of(model)))))
         assert stage.work() is not None
-        await stage.done(4, Saved(1))
+        await stage.done(4, SaveResult(1))
         await stage.registry.end_session(session, "it is over")
         unload = stage.work()
         assert unload is not None
-        await stage.registry.finish(Done(unload.request, Plain()))
+        await stage.registry.finish(WorkResult(unload.request, Acknowledged()))
         stage.now += ENDED_SECONDS + 1
         await stage.registry.sweep(1e9)
         assert (stage.registry.sessions, stage.registry.shelf.samplers, stage.registry.requests) == ({}, {}, {})
@@ -274,7 +274,7 @@ def test_a_session_that_ended_is_known_for_a_while_and_while_a_trainer_has_its_m
         assert set(stage.registry.sessions) == {session.id}
         unload = stage.work()
         assert unload is not None
-        await stage.registry.finish(Done(unload.request, Plain()))
+        await stage.registry.finish(WorkResult(unload.request, Acknowledged()))
         await stage.registry.sweep(1e9)
         assert not stage.registry.sessions
 
@@ -312,7 +312,7 @@ async def two_sessions(stage: Play, models: int) -> tuple[str, str]:
         await stage.registry.make_model(Owner("ada"), session, number, "tiny", Create(Adapter(4)))
     await stage.registry.attach({})
     while (work := stage.work()) is not None:
-        await stage.registry.finish(Done(work.request, Plain()))
+        await stage.registry.finish(WorkResult(work.request, Acknowledged()))
     for live in stage.registry.models.values():
         await stage.registry.accept(live, 1, lambda: LOOK)
     return sessions[0], sessions[1]
@@ -379,7 +379,7 @@ def test_what_a_session_asked_for_that_was_not_heard_of_for_long_is_never_done(t
         works = []
         while (work := stage.work()) is not None:
             works.append((work.model.partition(":")[0], type(work.body)))
-            await stage.registry.finish(Done(work.request, Plain()))
+            await stage.registry.finish(WorkResult(work.request, Acknowledged()))
         assert [body for session, body in works if session == gone] == [Unload]
         result = stage.registry.result(stage.registry.requests[f"{gone}:train:0:1999"])
         assert isinstance(result, Failed)
@@ -431,9 +431,9 @@ async def eleven_snapshots(stage: Play) -> list[str]:
         samplers.append(sampler)
         stage.now += 1
         assert stage.work() is not None
-        await stage.done(seq - 1, Saved(10) if seq > 1 else Plain())
+        await stage.done(seq - 1, SaveResult(10) if seq > 1 else Acknowledged())
     assert stage.work() is not None
-    await stage.done(11, Saved(10))
+    await stage.done(11, SaveResult(10))
     return samplers
 
 
@@ -451,12 +451,12 @@ def test_snapshots_stay_while_their_sampling_clients_use_them(tmp_path: Path) ->
             stage.now += SNAPSHOT_SECONDS - 60
             assert shelf.sampler(ADA, samplers[1])
             await stage.registry.sweep(1e9)
-        assert known_samplers(stage, samplers) == [1, *range(11 - PASSING_KEPT, 11)]
-        with pytest.raises(Missing, match="snapshot was not used"):
+        assert known_samplers(stage, samplers) == [1, *range(11 - MAX_EPHEMERAL, 11)]
+        with pytest.raises(NotFoundError, match="snapshot was not used"):
             shelf.sampler(ADA, samplers[0])
         stage.restart()
         await stage.registry.sweep(1e9)
-        assert known_samplers(stage, samplers) == [1, *range(11 - PASSING_KEPT, 11)], "a restart counts as a use"
+        assert known_samplers(stage, samplers) == [1, *range(11 - MAX_EPHEMERAL, 11)], "a restart counts as a use"
 
     play(tmp_path, story)
 
@@ -502,7 +502,7 @@ def test_snapshots_of_a_session_that_is_forgotten_leave_no_files(tmp_path: Path)
         await stage.registry.end_session(stage.registry.sessions[stage.live.fact.session], "it is over")
         unload = stage.work()
         assert unload is not None
-        await stage.registry.finish(Done(unload.request, Plain()))
+        await stage.registry.finish(WorkResult(unload.request, Acknowledged()))
         stage.now += ENDED_SECONDS + 1
         for _ in range(2):
             await stage.registry.sweep(1e9)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.tinker import json_limits, tinker_wire
 from pipeline.tinker.api_errors import ApiError
-from pipeline.tinker.tinker_records import Pass, Passed
+from pipeline.tinker.tinker_records import Pass, PassResult
 
 FLOAT32, INT64 = 1, 2
 LONGEST = 16
@@ -121,7 +121,7 @@ def test_what_a_loss_cannot_take_is_refused_in_one_line_that_says_where(message:
 
 
 def test_the_cells_of_a_request_are_bounded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tinker_wire, "MOST_CELLS", 100)
+    monkeypatch.setattr(tinker_wire, "MAX_CELLS", 100)
     one = request([5, 6], target_tokens=tensor([6], sparse=([0, 1, 1], [9]), shape=[2, 20]))
     assert len(read(one).data) == 1
     two = request([5, 6], target_tokens=tensor([6], sparse=([0, 1, 1], [9]), shape=[2, 20]))
@@ -156,8 +156,8 @@ def test_answers_are_read_by_the_sdk_itself_as_they_were_given() -> None:
     from tinker.proto.response_conv import deserialize_forward_backward_output
 
     rows = [np.array([-1.0, -2.0], np.float32), np.array([[-1.0, -2.0], [-3.0, -4.0]], np.float32)]
-    passed = Passed([row.tobytes() for row in rows] * 2, [0, 2, 0, 2], {"loss:sum": 3.0})
-    output = deserialize_forward_backward_output(tinker_wire.written_pass(passed))
+    passed = PassResult([row.tobytes() for row in rows] * 2, [0, 2, 0, 2], {"loss:sum": 3.0})
+    output = deserialize_forward_backward_output(tinker_wire.pass_message(passed))
     assert output.metrics == {"loss:sum": 3.0}
     for row, found in zip(rows * 2, output.loss_fn_outputs, strict=True):
         np.testing.assert_array_equal(found["logprobs"].to_numpy(), row)

@@ -11,7 +11,7 @@ from pipeline.tinker import tinker_wire
 from pipeline.tinker.durable_store import Store
 from pipeline.tinker.gateway_settings import Address
 from pipeline.tinker.routes.usage import ALL
-from pipeline.tinker.tinker_records import Done, Failed, Passed, Stepped
+from pipeline.tinker.tinker_records import Failed, PassResult, StepResult, WorkResult
 from pipeline.tinker.trainer_routes import SECRET
 from pipeline.tinker.usage import KEPT_DAYS, Usage, UsageMeter
 from slurm.submission.usage import ask_usage, usage_lines
@@ -60,17 +60,19 @@ def test_passes_and_steps_count_once_and_failures_never(tmp_path: Path) -> None:
             assert await submit_pass(client, model, seq, forward_only=forward_only) == 200
         await client.post("optim_step", {"model_id": model, "seq_id": 5, "adam_params": {}})
         work = (await client.turn("one"))[1]
-        for seq, result in enumerate((Passed([], [], {}), Passed([], [], {}), Failed("no", "user"), Stepped({})), 2):
+        for seq, result in enumerate(
+            (PassResult([], [], {}), PassResult([], [], {}), Failed("no", "user"), StepResult({})), 2
+        ):
             assert work
             assert work.seq == seq
-            done = Done(work.request, result)
+            done = WorkResult(work.request, result)
             work = (await client.turn("one", done, done))[1]
         after = await used(client)
         assert (after["requests"], after["trained_tokens"], after["scored_tokens"]) == (5, 5, 5)
         assert after["trainer_seconds"] > before["trainer_seconds"] > 0
         await client.attach("two")
         while (work := (await client.turn("two"))[1]) is not None:
-            await client.turn("two", Done(work.request, Passed([], [], {})))
+            await client.turn("two", WorkResult(work.request, PassResult([], [], {})))
         assert await used(client) == after, "what is done again counts nothing"
         assert (await used(client, BOB))["requests"] == 0
 

@@ -15,14 +15,14 @@ from pipeline.topology.gpu_memory import (
     Sizes,
     describe_memory,
     describe_mesh,
-    host_need,
+    host_memory,
     micro_batch_tokens,
     sequence_bytes,
     sequences,
-    server_need,
-    trainer_need,
+    server_memory,
+    trainer_memory,
 )
-from pipeline.topology.memory_fit import check_memory, most_share, trainer_allowance
+from pipeline.topology.memory_fit import check_memory, max_gpu_memory_utilization, trainer_allowance
 from tests.fakes.configs import make_config
 
 SAVING = {"reshard": True, "activation_checkpointing": True}
@@ -85,11 +85,11 @@ def test_memory_is_counted_as_slurm_counts_it(text: str, size: int) -> None:
 
 
 def test_what_is_kept_is_divided_by_the_processes_and_what_crosses_them_is_not() -> None:
-    few, many = (trainer_need(config_of(processes=count), B8).parts for count in (2, 8))
+    few, many = (trainer_memory(config_of(processes=count), B8).parts for count in (2, 8))
     assert few["parameters and moments"] == 4 * many["parameters and moments"] == 12 * B8.parameters // 2
     assert few["gradients"] == many["gradients"] == 4 * B8.parameters
     assert few["weights for the servers"] == many["weights for the servers"] == 2 * B8.weights
-    assert trainer_need(config_of(processes=8, reshard=True), B8).parts["gradients"] == 4 * B8.parameters // 8
+    assert trainer_memory(config_of(processes=8, reshard=True), B8).parts["gradients"] == 4 * B8.parameters // 8
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_is_kept_is_divided_by_the_processes_and_what_crosses_them_is_not()
     ids=str,
 )
 def test_each_way_to_save_memory_saves(saving: dict[str, Any]) -> None:
-    assert trainer_need(config_of(**saving), B8).total < trainer_need(config_of(), B8).total
+    assert trainer_memory(config_of(**saving), B8).total < trainer_memory(config_of(), B8).total
 
 
 @pytest.mark.parametrize(("place", "gpus", "parts"), [("gpu", 1, 0), ("gpu", 4, 1), ("host", 1, 1), ("host", 4, 1)])
@@ -108,8 +108,8 @@ def test_weights_wait_on_the_gpu_or_its_host_and_chunks_of_them_for_who_takes_no
     config = config_of(gpus=gpus, publish_from=place)
     waiting, chunks = 2 * B8.weights, parts * 2 * WEIGHT_CHUNK
     on_gpu = place == "gpu"
-    assert trainer_need(config, B8).parts["weights for the servers"] == on_gpu * waiting + chunks
-    assert host_need(config, B8).parts["weights for the servers"] == (not on_gpu) * waiting
+    assert trainer_memory(config, B8).parts["weights for the servers"] == on_gpu * waiting + chunks
+    assert host_memory(config, B8).parts["weights for the servers"] == (not on_gpu) * waiting
 
 
 @pytest.mark.parametrize(("model", "processes", "gpus"), [("8B", 8, 1), ("32B", 16, 4), ("32B", 24, 8)])
@@ -119,28 +119,28 @@ def test_half_of_two_nodes_of_eight_trains_8b_and_half_of_four_32b_on_80_gb(
     ways = ("compile", *page.SAVED)
     sizes = page.sizes_from(page.settings_of(model))
     config = page.config_of(*ways, processes=processes, gpus=gpus, memory="80G", publish_from="host")
-    fitting = with_share(config, most_share(config, sizes, 80 * GIB))
+    fitting = with_share(config, max_gpu_memory_utilization(config, sizes, 80 * GIB))
     check_memory(fitting, sizes)
     assert sequences(fitting, sizes, 80 * GIB) > 64
 
 
 def test_smaller_micro_batches_need_less_and_small_batches_never_fill_them() -> None:
-    assert trainer_need(config_of(micro_batch_tokens=4096), B8).total < trainer_need(config_of(), B8).total
+    assert trainer_memory(config_of(micro_batch_tokens=4096), B8).total < trainer_memory(config_of(), B8).total
     assert micro_batch_tokens(config_of(prompts_per_step=1, micro_batch_tokens=1 << 20), ranks=4) == 2 * 4096
 
 
 def test_other_models_take_their_part_unless_they_wait_elsewhere() -> None:
     losses = [{"kl": 0.1}, {"advantage": "gae"}, {"kl": 0.1, "advantage": "gae"}]
-    parts = [trainer_need(config_of(loss=loss), B8).parts["other models"] for loss in losses]
+    parts = [trainer_memory(config_of(loss=loss), B8).parts["other models"] for loss in losses]
     assert parts == [2 * B8.parameters, 8 * B8.parameters, 10 * B8.parameters]
     waiting = config_of(loss=losses[2], offload=True)
-    assert trainer_need(waiting, B8).parts["other models"] == 0
-    assert host_need(waiting, B8).total > host_need(config_of(loss=losses[2]), B8).total
+    assert trainer_memory(waiting, B8).parts["other models"] == 0
+    assert host_memory(waiting, B8).total > host_memory(config_of(loss=losses[2]), B8).total
 
 
 def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
     adapters = replace(B8, trained=10**7, head_trained=False)
-    whole, small = trainer_need(config_of(), B8), trainer_need(config_of(), adapters)
+    whole, small = trainer_memory(config_of(), B8), trainer_memory(config_of(), adapters)
     assert small.parts["gradients"] == 4 * 10**7
     assert small.parts["parameters and moments"] == 2 * B8.parameters + 4 * 10**7
     assert small.total < whole.total
@@ -160,7 +160,7 @@ def test_the_cache_of_a_server_is_spread_over_its_gpus_as_far_as_it_has_heads() 
 def test_a_run_without_rl_has_no_servers() -> None:
     config = config_of(processes=4, memory="80G", steps=0, warm_start={"steps": 1, "batch": 4}, **SAVING)
     assert micro_batch_tokens(config, ranks=4) == 4096
-    assert trainer_need(config, B8).parts["weights for the servers"] == 0
+    assert trainer_memory(config, B8).parts["weights for the servers"] == 0
     assert not any("server" in line for line in describe_memory(config, B8))
     check_memory(config, B8)
 
@@ -224,7 +224,7 @@ def test_a_server_that_does_not_fit_is_refused_with_how_many_gpus_do() -> None:
 def test_a_part_of_the_gpu_that_is_too_large_or_too_small_is_refused(share: float, words: str) -> None:
     config = config_of(processes=8, memory="80G", **SAVING)
     assert words in said(with_share(config, share))
-    for fine in (0.24, most_share(config, B8, 80 * GIB)):
+    for fine in (0.24, max_gpu_memory_utilization(config, B8, 80 * GIB)):
         check_memory(with_share(config, fine), B8)
 
 
@@ -238,7 +238,7 @@ def shared(config: RunConfig, servers: int = 1) -> RunConfig:
 
 def test_a_gpu_that_is_shared_holds_trainer_and_servers() -> None:
     config = shared(config_of(processes=8, memory="141G", **SAVING))
-    trainer, server = trainer_need(config, B8).total, server_need(config, B8).total
+    trainer, server = trainer_memory(config, B8).total, server_memory(config, B8).total
     assert f"GPU that they share, at least: {(trainer + server) / GIB:.1f} GiB" in describe_memory(config, B8)
     assert "expected at most 0.46: the trainer, weights that arrive and CUDA take 75.4 GiB" in said(config)
     check_memory(with_share(config, 0.46), B8)
@@ -252,10 +252,10 @@ def test_a_gpu_that_is_shared_holds_trainer_and_servers() -> None:
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_trainer_on_a_shared_gpu_may_have_what_it_needs_and_leaves_the_servers_theirs(servers: int) -> None:
     config, memory = shared(config_of(processes=8, **SAVING), servers), 200 * GIB
-    config = with_share(config, most_share(config, B8, memory))
-    need, allowed = trainer_need(config, B8), trainer_allowance(config, B8, memory)
+    config = with_share(config, max_gpu_memory_utilization(config, B8, memory))
+    need, allowed = trainer_memory(config, B8), trainer_allowance(config, B8, memory)
     assert need.total - need.parts["CUDA"] <= allowed <= 1.02 * need.total
-    beside = server_need(config, B8).parts["weights that arrive"]
+    beside = server_memory(config, B8).parts["weights that arrive"]
     assert allowed + config.inference.gpu_memory * memory + servers * beside < memory
     for too_small in (GIB, 100 * GIB):
         with pytest.raises(ConfigError, match="gpu_memory"):
@@ -274,7 +274,7 @@ def test_a_trainer_for_clients_gets_what_servers_leave_if_that_is_anything() -> 
 def test_each_of_the_servers_of_one_gpu_takes_its_part() -> None:
     one, two = (shared(config_of(), servers) for servers in (1, 2))
     assert sequences(two, B8, 200 * GIB) < sequences(one, B8, 200 * GIB) / 2
-    assert most_share(two, B8, 400 * GIB) < most_share(one, B8, 400 * GIB)
+    assert max_gpu_memory_utilization(two, B8, 400 * GIB) < max_gpu_memory_utilization(one, B8, 400 * GIB)
 
 
 def test_without_a_known_memory_or_a_gpu_nothing_is_refused() -> None:
@@ -293,7 +293,7 @@ def test_the_lines_say_what_is_not_known() -> None:
 
 
 def test_a_server_holds_the_weights_that_arrive_beside_those_that_it_serves() -> None:
-    parts = server_need(config_of(gpus=4), B8).parts
+    parts = server_memory(config_of(gpus=4), B8).parts
     assert (parts["weights"], parts["weights that arrive"]) == (B8.weights // 4, B8.weights // 4)
 
 
@@ -302,7 +302,7 @@ def test_spread_experts_are_gathered_by_none_and_tokens_travel_instead() -> None
     mixture = replace(B8, outside_layers=10_000_000, vocabulary=1000, logits=1 << 20, **experts)
     alone, spread = config_of(processes=8, **SAVING), config_of(processes=8, mesh={"ep": 4}, **SAVING)
     assert describe_mesh(spread) == "dp_replicate 1 × dp_shard 8; experts: efsdp 2 × ep 4"
-    before, after = trainer_need(alone, mixture).parts, trainer_need(spread, mixture).parts
+    before, after = trainer_memory(alone, mixture).parts, trainer_memory(spread, mixture).parts
     elsewhere = 170_000_000 * 3 // 4  # parameters of a layer, of two gathered and one reduced at a time
     assert before["copies in compute type"] - after["copies in compute type"] == 2 * 2 * elsewhere
     assert before["gradients of a layer"] - after["gradients of a layer"] == 6 * elsewhere
@@ -312,7 +312,7 @@ def test_spread_experts_are_gathered_by_none_and_tokens_travel_instead() -> None
         "gradients of a layer",
         "tokens on their way to experts",
     }
-    whole = trainer_need(config_of(processes=8, mesh={"ep": 4}), mixture).parts
+    whole = trainer_memory(config_of(processes=8, mesh={"ep": 4}), mixture).parts
     assert whole["gradients"] == 4 * (8_000_000_000 - 4_500_000_000)
     assert whole["copies in compute type"] == 2 * (8_000_000_000 - 4_500_000_000)
 
@@ -328,7 +328,7 @@ def test_spread_experts_are_proposed_before_more_processes() -> None:
 def test_processes_that_share_a_line_have_a_part_of_its_tokens_each_and_shard_the_model_over_all() -> None:
     shared, alone = config_of(processes=8, mesh={"cp": 4}, **SAVING), config_of(processes=8, **SAVING)
     assert describe_mesh(shared) == "dp_replicate 1 × dp_shard 2 × cp 4"
-    before, after = trainer_need(alone, B8).parts, trainer_need(shared, B8).parts
+    before, after = trainer_memory(alone, B8).parts, trainer_memory(shared, B8).parts
     assert {name for name in before if before[name] != after[name]} == {"tables of shared lines"}
     assert after["tables of shared lines"] == 4 * 8 * 4 * 16_384
     few = config_of(processes=8, mesh={"cp": 4}, prompts_per_step=1, micro_batch_tokens=1 << 20)
@@ -339,6 +339,6 @@ def test_a_replica_takes_the_memory_of_a_trainer_of_its_ranks() -> None:
     replicated = config_of(processes=8, mesh={"dp_replicate": 2}, **SAVING)
     assert describe_mesh(replicated) == "dp_replicate 2 × dp_shard 4"
     four, eight = (config_of(processes=count, **SAVING) for count in (4, 8))
-    parts = trainer_need(replicated, B8).parts
+    parts = trainer_memory(replicated, B8).parts
     for part in ("parameters and moments", "gradients"):
-        assert parts[part] == trainer_need(four, B8).parts[part] > trainer_need(eight, B8).parts[part]
+        assert parts[part] == trainer_memory(four, B8).parts[part] > trainer_memory(eight, B8).parts[part]

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pipeline.config import RunConfig
 from pipeline.errors import PlanError, RendezvousError
 from pipeline.topology.assignment import assign, check_world
-from pipeline.topology.plan import Card, Plan, World, make_plan
+from pipeline.topology.plan import NodeInfo, Plan, World, make_plan
 from slurm.submission.compose_config import compose_config, config_groups
 from tests.fakes.configs import make_config
 from tests.fakes.ranks import ATTEMPT, RUN, make_cards
@@ -33,13 +33,13 @@ def config_of(
     return make_config(resources=resources | more, cluster={"kind": "slurm"})
 
 
-def cards_for(plan: Plan, gpus: int) -> list[Card]:
+def cards_for(plan: Plan, gpus: int) -> list[NodeInfo]:
     """A card for each rank, with the ports that the plan may need of it."""
     ports = tuple(range(5000, 5000 + plan.ports_per_rank))
     return [replace(card, ports=ports) for card in make_cards(plan.ranks, gpus=gpus)]
 
 
-def assigned(plan: Plan, cards: list[Card]) -> World:
+def assigned(plan: Plan, cards: list[NodeInfo]) -> World:
     world = assign(plan, cards, run_id=RUN, attempt=ATTEMPT, epoch=1, leader=0, secret="s")
     for card in cards:
         check_world(world, plan, card)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pipeline.errors import PlanError, RendezvousError
 from pipeline.topology.assignment import assign, check_world, describe_plan
-from pipeline.topology.plan import Card, Plan, Seat, Slot, World, make_plan
+from pipeline.topology.plan import NodeBundle, NodeInfo, Plan, RoleProcess, World, make_plan
 from tests.fakes.configs import make_config
 from tests.fakes.ranks import ATTEMPT, RUN, make_cards
 
@@ -20,7 +20,7 @@ def plan_of(streams: str = "redis", **resources) -> Plan:
     return make_plan(make_config(resources=resources, streams={"backend": streams}))
 
 
-def assigned(plan: Plan, cards: list[Card]) -> World:
+def assigned(plan: Plan, cards: list[NodeInfo]) -> World:
     return assign(plan, cards, run_id=RUN, attempt=ATTEMPT, epoch=1, leader=0, secret="s")
 
 
@@ -147,7 +147,8 @@ def test_the_order_of_the_cards_does_not_matter(cards):
 def test_whenever_some_assignment_exists_one_is_found(needs, haves):
     ranks = max(len(needs), len(haves))
     plan = Plan(
-        ranks=ranks, seats=tuple(Seat(slots=(Slot(role="trainer", index=i, gpus=g),)) for i, g in enumerate(needs))
+        ranks=ranks,
+        seats=tuple(NodeBundle(slots=(RoleProcess(role="trainer", index=i, gpus=g),)) for i, g in enumerate(needs)),
     )
     cards = [replace(card, gpus=tuple(range(gpus))) for card, gpus in zip(make_cards(len(haves)), haves, strict=True)]
     exists = any(

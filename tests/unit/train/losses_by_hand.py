@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from pipeline.config import LossConfig
-from pipeline.train.algorithms import LossTokens, PolicyObjective, ValueTokens, total
+from pipeline.train.algorithms import LossTokens, PolicyLossSpec, ValueTokens, total
 from pipeline.train.algorithms.loss_metrics import combine, means
 
 Correction = Literal["none", "truncate", "mask"]
@@ -182,6 +182,6 @@ def numbers(sums: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: value.item() for name, value in sums.items()}
 
 
-def measured(parts: list[LossTokens], objective: PolicyObjective) -> dict[str, float]:
+def measured(parts: list[LossTokens], objective: PolicyLossSpec) -> dict[str, float]:
     """The metrics of micro-batches that are all of the `N` tokens together."""
     return means(combine(numbers(total(part, objective)[1]) for part in parts), N)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pipeline.config import RunConfig
 from pipeline.tinker.tinker_records import Adapter
 from pipeline.train.algorithms import SFT
-from pipeline.train.batching.packing import Budget, kin_of, split_rows
+from pipeline.train.batching.packing import Budget, group_by_prefix, split_rows
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp, shapes
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.train.model.model_worker import ModelInfo
@@ -63,7 +63,7 @@ def a_config(mesh: dict[str, int] | None = None, **resources: Any) -> RunConfig:
 
 
 def warm_up(ranks: Ranks, config: RunConfig, pulse: Callable[[], None] = lambda: None) -> WarmUp:
-    return WarmUp(config, cast(Dispatch, ranks), pulse)
+    return WarmUp(config, cast(RankGroup, ranks), pulse)
 
 
 @given(tokens=sizes, longest=sizes, most=st.one_of(st.none(), st.integers(1, 40)))
@@ -110,7 +110,7 @@ def test_where_rows_may_share_two_more_micro_batches_have_rows_that_begin_alike(
     config, ranks = a_config(trainer={"processes": 2}), Ranks()
     ranks.budget = Budget(BUDGET)
     warm_up(ranks, config).run({"policy": SFT})
-    kin = [kin_of([row.tokens for row in batch.rows]) for batch in ranks.batches]
+    kin = [group_by_prefix([row.tokens for row in batch.rows]) for batch in ranks.batches]
     assert [[len(each.rows) for each in one] for one in kin[3:]] == [[2, 2], [8, 8]]
     assert all(len(each.rows) == 1 for one in kin[:3] for each in one)
     for batch, one in zip(ranks.batches, kin, strict=True):
@@ -129,7 +129,7 @@ def test_nothing_is_run_where_nothing_is_compiled() -> None:
     def phase() -> Any:
         yield shown.append("warming up")
 
-    WarmUp(make_config(), cast(Dispatch, ranks := Ranks()), lambda: None, phase).run({"policy": SFT}, ["policy"])
+    WarmUp(make_config(), cast(RankGroup, ranks := Ranks()), lambda: None, phase).run({"policy": SFT}, ["policy"])
     assert ranks.asked == shown == []
 
 
@@ -148,7 +148,7 @@ def test_an_attempt_that_is_ending_waits_for_one_pass_at_most() -> None:
 def test_a_place_for_models_of_clients_is_warmed_up_once_with_the_whole_budget(tmp_path: Path) -> None:
     plain, ranks = a_config(), Ranks()
     config = plain.model_copy(update={"serve": plain.serve.model_copy(update={"enabled": True})})
-    served = ServedModels(cast(Dispatch, ranks), config, tmp_path, "one")
+    served = ServedModels(cast(RankGroup, ranks), config, tmp_path, "one")
     for rank in (4, 4, 8):
         name = cast(Any, served)._slot(Adapter(rank)).name
         served.warm_up(warm_up(ranks, config))

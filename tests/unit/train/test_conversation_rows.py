@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.train.batching.conversation_rows import Conversations, check_data, coloured, first_trainable_row
-from pipeline.train.batching.sequences import Row
+from pipeline.train.batching.conversation_rows import Conversations, ansi_highlight, check_data, first_trainable_row
+from pipeline.train.batching.sequences import TrainSequence
 from tests.fakes.chat_models import CHATML, MARKED, THINKING, make_chat_model
 from tests.fakes.configs import make_config
 
@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> str:
     return write(tmp_path / "rows.jsonl", [talk(number) for number in range(10)])
 
 
-def texts(rows: Sequence[Row]) -> list[str]:
+def texts(rows: Sequence[TrainSequence]) -> list[str]:
     """What is trained of each, as the tiny model's characters."""
     letters = "_^$0123456789+-*="
     return ["".join(letters[token] for token in row.tokens[np.asarray(row.mask, bool)]) for row in rows]
@@ -243,7 +243,7 @@ def test_the_first_row_is_shown_with_what_is_trained_in_green(tmp_path: Path) ->
     found = first_trainable_row(config(path, model=str(model), invalid="drop"))
     assert found is not None
     assert found[1] == ""
-    assert coloured(found[0]) == (
+    assert ansi_highlight(found[0]) == (
         "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n\x1b[32mtwo<|im_end|>\x1b[0m\n"
     )
     assert first_trainable_row(make_config()) is None

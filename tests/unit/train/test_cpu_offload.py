@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.train.model.cpu_offload import Movable, _HostMemory
+from pipeline.train.model.cpu_offload import Offloadable, _HostMemory
 from pipeline.utils import pinned_memory
 from tests.fakes.cuda_runtime import CudaRuntime
 
@@ -21,7 +21,7 @@ def test_the_bytes_that_come_back_are_those_that_left() -> None:
     tensors = [draw(100, 3), draw(7, seed=1).bfloat16(), torch.arange(5), torch.zeros(())]
     before = [tensor.clone() for tensor in tensors]
     addressed = [tensor.untyped_storage() for tensor in tensors]
-    part = Movable(lambda: tensors)
+    part = Offloadable(lambda: tensors)
     for _ in range(2):
         part.offload()
         assert [storage.nbytes() for storage in addressed] == [0] * 4
@@ -32,7 +32,7 @@ def test_the_bytes_that_come_back_are_those_that_left() -> None:
 def test_views_of_one_storage_leave_together_and_count_once() -> None:
     whole = draw(10, 10)
     views = [whole[:3], whole[3:], whole.T]
-    part = Movable(lambda: views)
+    part = Offloadable(lambda: views)
     assert part.resident == 400
     part.offload()
     assert part.resident == whole.untyped_storage().nbytes() == 0
@@ -42,7 +42,7 @@ def test_views_of_one_storage_leave_together_and_count_once() -> None:
 
 
 def test_an_empty_tensor_has_nothing_to_move() -> None:
-    part = Movable(lambda: [torch.empty(0)])
+    part = Offloadable(lambda: [torch.empty(0)])
     part.offload()
     part.load()
     assert part.resident == 0
@@ -50,7 +50,7 @@ def test_an_empty_tensor_has_nothing_to_move() -> None:
 
 def test_to_offload_or_to_load_twice_changes_nothing() -> None:
     tensor = draw(10)
-    part = Movable(lambda: [tensor])
+    part = Offloadable(lambda: [tensor])
     part.load()
     part.offload()
     part.offload()
@@ -61,7 +61,7 @@ def test_to_offload_or_to_load_twice_changes_nothing() -> None:
 
 def test_what_numpy_holds_is_refused_and_left_alone() -> None:
     tensors = [draw(10), draw(3)]
-    part = Movable(lambda: tensors)
+    part = Offloadable(lambda: tensors)
     held = tensors[1].numpy()
     with pytest.raises(TrainingError, match="copy it before"):
         part.offload()
@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_everything_where_it_is(monkeypatch: pytest.MonkeyPat
         return Path("/dev/full").open("wb", buffering=0)
 
     tensor = draw(10)
-    part = Movable(lambda: [tensor])
+    part = Offloadable(lambda: [tensor])
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "TemporaryFile", full)
         with pytest.raises(OSError, match="No space left"):

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.train.controller.device_placement import (
-    NEEDED,
-    Holding,
+    REQUIREMENTS,
     Move,
-    Needs,
     Purpose,
+    Requirements,
+    Residence,
     State,
     empty_device,
     plan_moves,
@@ -21,41 +21,43 @@ from pipeline.train.controller.device_placement import (
 )
 
 NAMES = ("policy", "critic", "reference")
-HOLDINGS: list[Holding] = [("policy", "model"), ("policy", "optimizer"), ("critic", "model"), ("critic", "optimizer")]
+HOLDINGS: list[Residence] = [("policy", "model"), ("policy", "optimizer"), ("critic", "model"), ("critic", "optimizer")]
 HOLDINGS += [("reference", "model")]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 all_states = st.fixed_dictionaries({held: st.sampled_from(get_args(State)) for held in HOLDINGS})
 all_needs = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(PURPOSES), max_size=3)
 
 
-def needed(needs: Needs) -> set[Holding]:
-    return {(name, part) for name, purpose in needs.items() for part in NEEDED[purpose]} & set(HOLDINGS)
+def needed(needs: Requirements) -> set[Residence]:
+    return {(name, part) for name, purpose in needs.items() for part in REQUIREMENTS[purpose]} & set(HOLDINGS)
 
 
 def test_every_purpose_is_in_the_table() -> None:
-    assert set(NEEDED) == set(PURPOSES)
+    assert set(REQUIREMENTS) == set(PURPOSES)
 
 
 @given(all_states, all_needs, st.booleans())
-def test_what_an_operation_needs_is_on_the_device(states: dict[Holding, State], needs: Needs, colocated: bool) -> None:
+def test_what_an_operation_needs_is_on_the_device(
+    states: dict[Residence, State], needs: Requirements, colocated: bool
+) -> None:
     found = states_after(states, plan_moves(states, needs, colocated))
     assert all(found[held] == "device" for held in needed(needs))
 
 
 @given(all_states, all_needs.filter(needed))
-def test_colocated_models_have_nothing_else_on_the_device(states: dict[Holding, State], needs: Needs) -> None:
+def test_colocated_models_have_nothing_else_on_the_device(states: dict[Residence, State], needs: Requirements) -> None:
     found = states_after(states, plan_moves(states, needs, colocated=True))
     assert {held for held, state in found.items() if state != "offloaded"} == needed(needs)
 
 
 @given(all_states, all_needs)
-def test_models_that_are_not_colocated_never_leave(states: dict[Holding, State], needs: Needs) -> None:
+def test_models_that_are_not_colocated_never_leave(states: dict[Residence, State], needs: Requirements) -> None:
     assert all(move.to == "device" for move in plan_moves(states, needs, colocated=False))
 
 
 @given(all_states, all_needs, st.booleans())
 def test_a_plan_moves_only_what_is_not_where_it_belongs(
-    states: dict[Holding, State], needs: Needs, colocated: bool
+    states: dict[Residence, State], needs: Requirements, colocated: bool
 ) -> None:
     moves = plan_moves(states, needs, colocated)
     assert all(states[move.name, move.part] != move.to for move in moves)
@@ -63,23 +65,25 @@ def test_a_plan_moves_only_what_is_not_where_it_belongs(
 
 
 @given(all_states, all_needs, st.booleans())
-def test_room_is_made_before_anything_comes(states: dict[Holding, State], needs: Needs, colocated: bool) -> None:
+def test_room_is_made_before_anything_comes(
+    states: dict[Residence, State], needs: Requirements, colocated: bool
+) -> None:
     going = [move.to == "device" for move in plan_moves(states, needs, colocated)]
     assert going == sorted(going)
 
 
-@pytest.mark.parametrize("purpose", [name for name, parts in NEEDED.items() if not parts])
+@pytest.mark.parametrize("purpose", [name for name, parts in REQUIREMENTS.items() if not parts])
 def test_an_operation_that_needs_nothing_moves_nothing(purpose: Purpose) -> None:
     assert plan_moves(dict.fromkeys(HOLDINGS, "device"), {"policy": purpose}, colocated=True) == ()
 
 
 @given(all_states)
-def test_an_emptied_device_holds_nothing(states: dict[Holding, State]) -> None:
+def test_an_emptied_device_holds_nothing(states: dict[Residence, State]) -> None:
     assert set(states_after(states, empty_device(states)).values()) == {"offloaded"}
 
 
 def test_a_step_has_the_optimizer_on_the_device_too() -> None:
-    states: dict[Holding, State] = dict.fromkeys(HOLDINGS, "offloaded")
+    states: dict[Residence, State] = dict.fromkeys(HOLDINGS, "offloaded")
     states = states_after(states, plan_moves(states, {"policy": "forward_backward"}, colocated=True))
     assert plan_moves(states, {"policy": "optim_step"}, colocated=True) == (Move("policy", "optimizer", "device"),)
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipeline.checkpoints.async_save import Saver
+from pipeline.checkpoints.async_save import AsyncSaver
 from pipeline.errors import TrainingError
 from pipeline.train.controller.device_release import LIBRARIES_BYTES, release_device
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 
 
 class Ranks:
@@ -18,7 +18,7 @@ class Ranks:
 
     def __init__(self, device: str = "cuda") -> None:
         self.models = {"policy": object()}
-        self._sites = [SimpleNamespace(rank=rank, device=device, workers={}, saver=Saver()) for rank in range(2)]
+        self._sites = [SimpleNamespace(rank=rank, device=device, workers={}, saver=AsyncSaver()) for rank in range(2)]
 
     def on_sites(self, function: Callable[..., Any]) -> list[Any]:
         return [function(site) for site in self._sites]
@@ -31,7 +31,7 @@ class Ranks:
 
 
 def released(ranks: Ranks) -> None:
-    release_device(cast(Dispatch, ranks))
+    release_device(cast(RankGroup, ranks))
 
 
 def test_a_tensor_that_no_model_knows_of_keeps_the_job_from_being_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from pipeline.errors import TrainingError
 from pipeline.topology.gpu_memory import GIB
 from pipeline.topology.memory_fit import trainer_allowance
-from pipeline.train.controller.lead_or_serve import lead_or_serve_as
+from pipeline.train.controller.lead_or_serve import run_role_of_rank
 from pipeline.train.controller.rank_process import Deadlines, joined_world
 from pipeline.train.model.model_size import sizes_of
 from tests.fakes.configs import make_config
@@ -55,6 +55,6 @@ def test_a_trainer_keeps_to_what_servers_on_its_gpu_leave(monkeypatch: pytest.Mo
         inference={"gpu_memory": 0.25},
     )
     with pytest.raises(ValueError, match="RANK expected"):
-        lead_or_serve_as(config, "secret", lambda dispatch: None)
+        run_role_of_rank(config, "secret", lambda dispatch: None)
     allowed = trainer_allowance(config, sizes_of(config.model), 80 * GIB)
     assert limits == ([(allowed / (80 * GIB), 1)] if share else [])

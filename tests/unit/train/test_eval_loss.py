@@ -6,12 +6,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.loop.eval_loss import HeldOutLoss
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loop.eval_loss import EvalLoss
 from pipeline.train.loop.group_batches import Interrupted
 
-ROWS = [Row(np.arange(n, dtype=np.int32), np.array([0] + [1] * (n - 1), np.uint8)) for n in (2, 5, 3)]
+ROWS = [TrainSequence(np.arange(n, dtype=np.int32), np.array([0] + [1] * (n - 1), np.uint8)) for n in (2, 5, 3)]
 
 
 class Model:
@@ -26,12 +26,12 @@ class Model:
 
 
 class Measured:
-    """A `HeldOutLoss`, what it told and which models it kept."""
+    """A `EvalLoss`, what it told and which models it kept."""
 
     def __init__(self, batch: int = 2, every: int = 2, so_far: Mapping[int, float] | None = None) -> None:
         self.model, self.told, self.kept = Model(), dict[int, Mapping[str, float]](), list[float]()
-        dispatch, note, keep = cast(Dispatch, self.model), self.told.__setitem__, self._keep
-        self.loss = HeldOutLoss(dispatch, ROWS, batch, every, so_far or {}, note, keep, self._pulse)
+        dispatch, note, keep = cast(RankGroup, self.model), self.told.__setitem__, self._keep
+        self.loss = EvalLoss(dispatch, ROWS, batch, every, so_far or {}, note, keep, self._pulse)
         self.ending = False
 
     def _keep(self) -> None:

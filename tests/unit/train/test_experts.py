@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import ModelConfig
 from pipeline.train.model import experts
 from pipeline.train.model.experts import EXPERTS, grouped_product, use_grouped_experts
-from pipeline.train.model.models import outline
+from pipeline.train.model.models import build_on_meta
 from tests.support.models.tiny import tiny_config, write_tiny
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -62,8 +62,8 @@ def test_a_grouped_product_is_that_of_each_group_even_where_groups_are_empty(
 
 def test_a_policy_of_a_mixture_uses_the_grouped_experts_and_a_dense_one_has_none(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "mixture", model_type="qwen3_moe", **FAMILIES["qwen3_moe"])
-    mixture = outline(ModelConfig(path=str(path), init="random"))
-    dense = outline(ModelConfig(path=str(write_tiny(tmp_path / "dense")), init="random"))
+    mixture = build_on_meta(ModelConfig(path=str(path), init="random"))
+    dense = build_on_meta(ModelConfig(path=str(write_tiny(tmp_path / "dense")), init="random"))
 
     assert mixture.network.config._experts_implementation == EXPERTS
     assert sum(map(experts.is_fused, mixture.network.modules())) == 2

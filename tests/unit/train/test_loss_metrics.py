@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms import SFT, PolicyObjective, ValueObjective, ValueTokens, total, total_value
+from pipeline.train.algorithms import SFT, PolicyLossSpec, ValueLoss, ValueTokens, total, total_value
 from pipeline.train.algorithms.loss_metrics import combine, means
 from tests.unit.train.losses_by_hand import NAMES, N, everything, measured, numbers, rows_of, tokens, value_tokens
 
@@ -27,8 +27,8 @@ def test_a_critics_metrics_do_not_depend_on_where_rows_are_cut() -> None:
     t = value_tokens()
     columns = (t.values_N, t.old_values_N, t.returns_N, t.weights_N)
     parts = [ValueTokens(*(c[start:stop] for c in columns)) for start, stop in ((0, 3), (3, 3), (3, N))]
-    cut = combine(numbers(total_value(part, ValueObjective(0.2))[1]) for part in parts)
-    whole = numbers(total_value(t, ValueObjective(0.2))[1])
+    cut = combine(numbers(total_value(part, ValueLoss(0.2))[1]) for part in parts)
+    whole = numbers(total_value(t, ValueLoss(0.2))[1])
     assert means(cut, N) == pytest.approx(means(whole, N))
 
 
@@ -47,11 +47,11 @@ def test_the_levels_measure_nothing_the_cheap_and_the_entropy() -> None:
     basic = set(total(without, bare, "basic")[1])
     assert {"ratio", "clip_fraction", "logprob"} < basic
     assert set(total(tokens(), bare, "with_entropy")[1]) == basic | {"entropy"}
-    assert set(total_value(value_tokens(), ValueObjective(0.2), "none")[1]) == {"loss"}
+    assert set(total_value(value_tokens(), ValueLoss(0.2), "none")[1]) == {"loss"}
 
 
 @pytest.mark.parametrize(("objective", "level"), [(SFT, "with_entropy"), (LossConfig(name="grpo", entropy=1), "basic")])
-def test_an_entropy_that_was_not_computed_is_missed(objective: PolicyObjective, level: str) -> None:
+def test_an_entropy_that_was_not_computed_is_missed(objective: PolicyLossSpec, level: str) -> None:
     with pytest.raises(TrainingError, match="did not compute it"):
         total(tokens(entropy_N=None), objective, level)  # type: ignore[arg-type]
 
@@ -117,7 +117,7 @@ def test_effective_samples_are_all_when_every_ratio_is_alike_and_fewer_otherwise
 @given(st.integers(0, 1000))
 def test_explained_variance_is_one_less_the_unexplained_part(seed: int) -> None:
     t = value_tokens(seed)
-    found = means(numbers(total_value(t, ValueObjective(0.2))[1]), N)
+    found = means(numbers(total_value(t, ValueLoss(0.2))[1]), N)
     values, returns = t.values_N.detach().numpy(), t.returns_N.numpy()
     assert found["explained_variance"] == pytest.approx(1 - np.var(returns - values) / np.var(returns))
     assert found["value"] == pytest.approx(values.mean())

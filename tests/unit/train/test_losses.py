@@ -12,7 +12,7 @@ import conf
 from pipeline.config import LossConfig
 from pipeline.config.key_relevance import READ_WITH
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms import POLICY_LOSSES, SFT, LossTokens, ValueObjective, ValueTokens, total, total_value
+from pipeline.train.algorithms import POLICY_LOSSES, SFT, LossTokens, ValueLoss, ValueTokens, total, total_value
 from pipeline.train.algorithms.kl_penalties import ESTIMATORS
 from tests.fakes.configs import make_config
 from tests.support.oracle.losses import divergence
@@ -218,7 +218,7 @@ def value_by_hand(value: float, old: float, target: float, clip: float) -> float
 def test_the_critics_loss_and_its_gradient_are_those_of_the_formula(seed: int, clip: float) -> None:
     t = value_tokens(seed)
     numbers = list(zip(*(c.tolist() for c in (t.values_N, t.old_values_N, t.returns_N, t.weights_N)), strict=True))
-    loss, _ = total_value(t, ValueObjective(clip))
+    loss, _ = total_value(t, ValueLoss(clip))
     assert loss.item() == pytest.approx(sum(w * value_by_hand(v, o, r, clip) for v, o, r, w in numbers))
     (slopes,) = torch.autograd.grad(loss, t.values_N)
     step = 1e-6
@@ -232,7 +232,7 @@ def test_the_critics_loss_and_its_gradient_are_those_of_the_formula(seed: int, c
 def test_a_value_that_moved_its_bound_towards_the_return_is_pulled_no_more() -> None:
     t = replace(value_tokens(), values_N=all_at(0.5).requires_grad_(), old_values_N=all_at(0))
     for target, pulled in ((1.0, False), (-1.0, True)):
-        loss, sums = total_value(replace(t, returns_N=all_at(target)), ValueObjective(clip=0.2))
+        loss, sums = total_value(replace(t, returns_N=all_at(target)), ValueLoss(clip=0.2))
         (slopes,) = torch.autograd.grad(loss, t.values_N)
         assert slopes.bool().any() == pulled
         assert sums["clip_fraction"] == (0 if pulled else N)
@@ -242,6 +242,6 @@ def test_the_rounding_of_a_value_within_its_bound_does_not_look_like_clipping() 
     draw = torch.Generator().manual_seed(0)
     old_N, moved_N, returns_N = torch.randn(3, 1000, generator=draw)
     t = ValueTokens(old_N + 0.1 * moved_N.clamp(-1, 1), old_N, returns_N, torch.ones(1000))
-    loss, sums = total_value(t, ValueObjective(clip=0.2))
+    loss, sums = total_value(t, ValueLoss(clip=0.2))
     assert sums["clip_fraction"] == 0
-    assert loss == total_value(t, ValueObjective(clip=0))[0]
+    assert loss == total_value(t, ValueLoss(clip=0))[0]

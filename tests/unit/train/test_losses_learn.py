@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config import LossConfig
-from pipeline.train.algorithms import SFT, LossTokens, PolicyObjective, total
-from pipeline.train.batching.sequences import Batch, Row
+from pipeline.train.algorithms import SFT, LossTokens, PolicyLossSpec, total
+from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.transport.group_advantages import advantages
 from slurm.submission import compose_config
 from tests.unit.train.losses_by_hand import NAMES
@@ -37,7 +37,7 @@ def advantages_of(rewards_R: Tensor, loss: LossConfig) -> Tensor:
 
 def weights_of(loss: LossConfig) -> float:
     """That of each token: all rows are alike, so all tokens weigh the same."""
-    row = Row(np.zeros(LENGTH + 1, np.int32), np.array([0] + [1] * LENGTH, np.uint8))
+    row = TrainSequence(np.zeros(LENGTH + 1, np.int32), np.array([0] + [1] * LENGTH, np.uint8))
     return Batch.of([row] * (PROMPTS * SAMPLES), loss.normalise, max_length=2 * LENGTH).weights[0]
 
 
@@ -65,7 +65,7 @@ def learned(loss: LossConfig) -> float:
     return logits_TV.detach().softmax(-1)[torch.arange(LENGTH), TARGET].mean().item()
 
 
-def train(adam: torch.optim.Adam, tokens: LossTokens, objective: PolicyObjective) -> None:
+def train(adam: torch.optim.Adam, tokens: LossTokens, objective: PolicyLossSpec) -> None:
     adam.zero_grad()
     total(tokens, objective, "none")[0].backward()
     adam.step()

@@ -12,7 +12,7 @@ from transformers import JetMoeConfig, LlamaConfig, Qwen2MoeConfig, Qwen3Config,
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.train.model.model_size import _cache, check_experts, sizes_of
-from pipeline.train.model.models import build_model, outline
+from pipeline.train.model.models import build_model, build_on_meta
 
 SHAPE = {
     "vocab_size": 64,
@@ -58,7 +58,7 @@ def test_what_autograd_keeps_is_counted_without_numbers(kind: type, heads: int, 
 
 def test_parameters_are_those_of_the_trainer_s_own_model(tmp_path: Path) -> None:
     model = saved(tmp_path, Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True))
-    policy, sizes = outline(model), sizes_of(model)
+    policy, sizes = build_on_meta(model), sizes_of(model)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in policy.layers]
     assert sizes.parameters == sizes.trained == sum(p.numel() for p in policy.parameters())
     assert (sizes.layers, sizes.layer, sizes.outside_layers) == (3, layers[0], sizes.parameters - sum(layers))
@@ -77,7 +77,7 @@ def test_below_adapters_only_they_are_trained(tmp_path: Path) -> None:
     model = saved(tmp_path, Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8), lora=LoraConfig(rank=4))
     torch.save({}, tmp_path / "model.safetensors")  # adapters stand on weights from disk, which nobody reads here
     model = model.model_copy(update={"init": "pretrained"})
-    policy, sizes = outline(model), sizes_of(model)
+    policy, sizes = build_on_meta(model), sizes_of(model)
     assert sizes.trained == sum(p.numel() for p in policy.parameters() if p.requires_grad) < sizes.parameters
     assert not sizes.head_trained
 
@@ -86,7 +86,7 @@ def test_a_router_that_looks_at_numbers_leaves_the_rest_known(tmp_path: Path) ->
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
     model = saved(tmp_path, Qwen2MoeConfig(**SHAPE, **experts, num_key_value_heads=2))
     sizes = sizes_of(model)
-    assert sizes.parameters == sum(p.numel() for p in outline(model).parameters())
+    assert sizes.parameters == sum(p.numel() for p in build_on_meta(model).parameters())
     assert sizes.activations >= 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.errors import ConfigError
-from pipeline.train.batching.packing import kin_of, lay
+from pipeline.train.batching.packing import group_by_prefix, make_layout
 from pipeline.train.model import packed_attention
 from pipeline.train.model.packed_attention import Segments, attend
 from tests.unit.train.test_packing import alike
@@ -88,7 +88,7 @@ def test_gradients_of_what_many_rows_share_add_up_in_float32() -> None:
 @given(alike().filter(bool))
 def test_what_is_each_row_s_own_makes_the_line(rows: list[NDArray[np.int32]]) -> None:
     """The kernel writes nothing else, and puts a row's last query at its last key."""
-    layout = lay([len(row) for row in rows], "shared", kin_of(rows))
+    layout = make_layout([len(row) for row in rows], "shared", group_by_prefix(rows))
     where = layout.where if layout.packing == "shared" else None
     segments = Segments.of(layout.lengths.tolist(), torch.device("cpu"), where)
     own, whole = (list(pairwise(ragged.bounds.tolist())) for ragged in (segments.own, segments.whole))

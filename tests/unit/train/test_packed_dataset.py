@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from pipeline.errors import TrainingError
-from pipeline.train.batching.sequences import COLUMNS, Row
+from pipeline.train.batching.sequences import COLUMNS, TrainSequence
 from pipeline.train.offline.packed_dataset import MANIFEST, PackedRows, remove_packed, write_packed
 from pipeline.utils import shared_files
 
 VOCABULARY = 17
 
 
-def make_rows(of_tokens: bool = False, **changed: Any) -> list[Row]:
+def make_rows(of_tokens: bool = False, **changed: Any) -> list[TrainSequence]:
     """Five ragged rows of three prompts."""
     draw, rows = np.random.default_rng(3), []
     for length, prompt in ((3, 7), (5, 2), (2, 7), (6, 2), (4, 9)):
@@ -29,7 +29,7 @@ def make_rows(of_tokens: bool = False, **changed: Any) -> list[Row]:
             "behaviour": numbers[1],
             "prompt": prompt,
         }
-        rows.append(Row(**(values | changed)))
+        rows.append(TrainSequence(**(values | changed)))
     return rows
 
 
@@ -71,7 +71,7 @@ def test_rows_come_back_as_they_were_written(of_tokens: bool, tmp_path: Path) ->
 def test_every_column_is_kept(tmp_path: Path) -> None:
     row = make_rows()[0]
     numbers = {column: np.full(3, place, np.float32) for place, column in enumerate(COLUMNS)}
-    write_packed(tmp_path / "data", [Row(row.tokens, row.mask, **numbers)], VOCABULARY)
+    write_packed(tmp_path / "data", [TrainSequence(row.tokens, row.mask, **numbers)], VOCABULARY)
     with PackedRows(tmp_path / "data") as packed:
         (read,) = packed.rows([0])
         for column, expected in numbers.items():
@@ -128,7 +128,7 @@ def mapped(folder: Path) -> bool:
 
 
 def test_an_error_in_the_block_is_the_one_that_is_raised(folder: Path) -> None:
-    def fail(rows: list[Row]) -> None:
+    def fail(rows: list[TrainSequence]) -> None:
         raise ValueError(f"mine, with {len(rows)} rows in use")
 
     with pytest.raises(ValueError, match="mine, with 1 rows in use"), PackedRows(folder) as packed:
@@ -151,7 +151,7 @@ def test_rows_that_cannot_be_trained_are_not_written(column: str, value: Any, sa
 
 def test_a_column_of_some_rows_only_is_not_written(tmp_path: Path) -> None:
     rows = make_rows()
-    rows[3] = Row(rows[3].tokens, rows[3].mask)
+    rows[3] = TrainSequence(rows[3].tokens, rows[3].mask)
     with pytest.raises(TrainingError, match="row 3 has no behaviour, others do"):
         write_packed(tmp_path / "data", rows, VOCABULARY)
 

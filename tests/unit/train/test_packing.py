@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from pipeline.errors import TrainingError
 from pipeline.train.batching import packing
 from pipeline.train.batching.packing import (
-    WORTH,
+    MIN_SHARED_FRACTION,
     Budget,
-    Kin,
-    kin_of,
-    overlap,
-    pack,
-    pad,
+    PrefixGroup,
+    bins_of_rank,
+    group_by_prefix,
+    pack_rows,
+    pack_shared_prefix,
+    pad_rows,
     restore,
-    shares_of,
     split_rows,
 )
 
@@ -77,43 +77,43 @@ def test_results_come_back_in_the_order_of_the_rows(lengths: list[int], ranks: i
 
 @given(alike())
 def test_each_row_is_kin_once_and_begins_as_the_one_before_it_does(rows: list[NDArray[np.int32]]) -> None:
-    kin = kin_of(rows)
+    kin = group_by_prefix(rows)
     assert sorted(row for each in kin for row in each.rows) == list(range(len(rows)))
     for each in kin:
         assert each.shared[0] == 0
         for (one, other), shared in zip(pairwise(each.rows), each.shared[1:], strict=True):
             assert np.array_equal(rows[one][:shared], rows[other][:shared])
-            assert shared >= max(1, WORTH * len(rows[other]))
+            assert shared >= max(1, MIN_SHARED_FRACTION * len(rows[other]))
 
 
 @given(alike())
 def test_as_little_is_computed_as_there_are_different_beginnings(rows: list[NDArray[np.int32]]) -> None:
     """Of kin whose first words differ; what those share that are none is next to nothing."""
-    for each in kin_of(rows):
+    for each in group_by_prefix(rows):
         beginnings = {tuple(rows[row][:length]) for row in each.rows for length in range(1, len(rows[row]) + 1)}
         assert each.size([len(row) for row in rows]) == len(beginnings)
 
 
 def test_rows_share_with_those_before_them_what_they_have_in_common() -> None:
     rows = [np.array(row, np.int32) for row in ([1, 2, 5, 6, 7], [1, 2, 3, 4], [9], [1, 2, 3], [1, 2, 3, 4])]
-    assert kin_of(rows) == [Kin((3, 1, 4, 0), (0, 3, 4, 2)), Kin((2,))]
+    assert group_by_prefix(rows) == [PrefixGroup((3, 1, 4, 0), (0, 3, 4, 2)), PrefixGroup((2,))]
 
 
 @given(alike())
 def test_rows_that_begin_alike_are_never_missed(rows: list[NDArray[np.int32]]) -> None:
     """With the longest beginning that any earlier row has in common with a row, each row is laid without it."""
-    kin = kin_of(rows)
+    kin = group_by_prefix(rows)
     order = [row for each in kin for row in each.rows]
     shared = dict(zip(order, (count for each in kin for count in each.shared), strict=True))
     for place, row in enumerate(order):
         most = max((packing._common(rows[row], rows[other]) for other in order[:place]), default=0)
-        assert shared[row] == (most if most >= max(1, WORTH * len(rows[row])) else 0)
+        assert shared[row] == (most if most >= max(1, MIN_SHARED_FRACTION * len(rows[row])) else 0)
 
 
 def test_rows_that_share_next_to_nothing_are_no_kin() -> None:
     rows = [np.array([7, *range(number, number + 24)], np.int32) for number in (0, 50)]
-    assert kin_of(rows) == [Kin((0,)), Kin((1,))]
-    assert kin_of([row[:20] for row in rows]) == [Kin((0, 1), (0, 1))]
+    assert group_by_prefix(rows) == [PrefixGroup((0,)), PrefixGroup((1,))]
+    assert group_by_prefix([row[:20] for row in rows]) == [PrefixGroup((0, 1), (0, 1))]
 
 
 @given(alike(), rank_counts, budgets)
@@ -121,7 +121,7 @@ def test_kin_land_once_within_the_budget_and_as_often_on_every_rank(
     rows: list[NDArray[np.int32]], ranks: int, budget: Budget
 ) -> None:
     lengths = [len(row) for row in rows]
-    shares = split_rows(lengths, ranks, budget, kin_of(rows))
+    shares = split_rows(lengths, ranks, budget, group_by_prefix(rows))
     assert sorted(index for bins in shares for one in bins for index in one) == list(range(len(rows)))
     assert len({len(bins) for bins in shares}) == 1
     for one in (one for bins in shares for one in bins):
@@ -134,10 +134,10 @@ def test_sharing_takes_no_more_micro_batches_and_then_computes_no_more(
     rows: list[NDArray[np.int32]], ranks: int, budget: Budget
 ) -> None:
     lengths = [len(row) for row in rows]
-    shared, alone = (split_rows(lengths, ranks, budget, kin) for kin in (kin_of(rows), []))
+    shared, alone = (split_rows(lengths, ranks, budget, kin) for kin in (group_by_prefix(rows), []))
 
     def computed(one: list[int]) -> int:
-        return sum(each.size([lengths[i] for i in one]) for each in kin_of([rows[i] for i in one]))
+        return sum(each.size([lengths[i] for i in one]) for each in group_by_prefix([rows[i] for i in one]))
 
     fullest = max(sum(computed(one) for one in bins) for bins in shared)
     assert (len(shared[0]), fullest) <= (
@@ -147,14 +147,14 @@ def test_sharing_takes_no_more_micro_batches_and_then_computes_no_more(
 
 
 def test_kin_stay_together_where_there_is_room() -> None:
-    lengths, kin = [9, 5, 9, 5, 9, 5], [Kin((0, 2, 4), (0, 8, 8)), Kin((1, 3, 5), (0, 4, 4))]
+    lengths, kin = [9, 5, 9, 5, 9, 5], [PrefixGroup((0, 2, 4), (0, 8, 8)), PrefixGroup((1, 3, 5), (0, 4, 4))]
     assert split_rows(lengths, 2, Budget(100), kin) == [[[0, 2, 4]], [[1, 3, 5]]]
     assert split_rows(lengths, 1, Budget(30), kin) == [[[0, 2, 4], [1, 3, 5]]]
 
 
 def test_kin_are_cut_where_a_micro_batch_is_full() -> None:
     """A group is more than half of a micro-batch: left whole, nearly half of each would be empty."""
-    kin = [Kin(tuple(range(first, first + 8)), (0, *[60] * 7)) for first in range(0, 128, 8)]
+    kin = [PrefixGroup(tuple(range(first, first + 8)), (0, *[60] * 7)) for first in range(0, 128, 8)]
     (bins,) = split_rows([1060] * 128, 1, Budget(16_384), kin)
     assert [len(one) for one in bins] == [15] * 8 + [8]
     groups = [{row // 8 for row in one} for one in bins]
@@ -163,15 +163,15 @@ def test_kin_are_cut_where_a_micro_batch_is_full() -> None:
 
 def test_a_prompt_that_is_nearly_all_of_its_samples_scatters_no_others() -> None:
     """Balanced by what is computed alone, its micro-batch would be filled up beyond the budget again and again."""
-    lengths, kin = [1000] * 400 + [2040] * 8, [Kin((row,)) for row in range(400)]
-    asked = Kin(tuple(range(400, 408)), (0, *[2000] * 7))
+    lengths, kin = [1000] * 400 + [2040] * 8, [PrefixGroup((row,)) for row in range(400)]
+    asked = PrefixGroup(tuple(range(400, 408)), (0, *[2000] * 7))
     shared, alone = (split_rows(lengths, 1, Budget(16384), each)[0] for each in ([*kin, asked], []))
     assert len(shared) <= len(alone) + 1
 
 
 def test_kin_part_for_the_sake_of_the_fullest_rank_and_of_the_budget() -> None:
-    def four(shared: int) -> list[Kin]:
-        return [Kin((0, 1, 2, 3), (0, shared, shared, shared))]
+    def four(shared: int) -> list[PrefixGroup]:
+        return [PrefixGroup((0, 1, 2, 3), (0, shared, shared, shared))]
 
     assert split_rows([9] * 4, 2, Budget(100), four(2)) == [[[0, 1]], [[2, 3]]]
     assert split_rows([9] * 4, 2, Budget(100), four(9)) == [[[0, 1, 2, 3]], [[]]]
@@ -180,8 +180,8 @@ def test_kin_part_for_the_sake_of_the_fullest_rank_and_of_the_budget() -> None:
 
 @given(alike().filter(bool))
 def test_a_shared_line_has_every_token_of_every_row_at_its_position_and_no_other(rows: list[NDArray[np.int32]]) -> None:
-    lengths, kin = [len(row) for row in rows], kin_of(rows)
-    layout = overlap(lengths, kin)
+    lengths, kin = [len(row) for row in rows], group_by_prefix(rows)
+    layout = pack_shared_prefix(lengths, kin)
     line = np.full(layout.shape, -1, np.int64)[0]
     line[layout.where] = np.concatenate(rows)
     np.testing.assert_array_equal(line[layout.where], np.concatenate(rows))
@@ -191,20 +191,20 @@ def test_a_shared_line_has_every_token_of_every_row_at_its_position_and_no_other
 
 
 def test_a_row_is_laid_without_what_it_shares_with_the_one_before() -> None:
-    layout = overlap([4, 2, 3, 4], [Kin((0, 2, 3), (0, 2, 3)), Kin((1,))])
+    layout = pack_shared_prefix([4, 2, 3, 4], [PrefixGroup((0, 2, 3), (0, 2, 3)), PrefixGroup((1,))])
     np.testing.assert_array_equal(layout.where, [0, 1, 2, 3, 6, 7, 0, 1, 4, 0, 1, 4, 5])
     np.testing.assert_array_equal(layout.positions, [0, 1, 2, 3, 2, 3, 0, 1])
 
 
 def test_a_line_without_kin_is_packed() -> None:
-    assert packing.lay([3, 1], "shared", [Kin((0,)), Kin((1,))]).packing == "packed"
-    assert packing.lay([3, 1], "packed", [Kin((0, 1), (0, 1))]).packing == "packed"
+    assert packing.make_layout([3, 1], "shared", [PrefixGroup((0,)), PrefixGroup((1,))]).packing == "packed"
+    assert packing.make_layout([3, 1], "packed", [PrefixGroup((0, 1), (0, 1))]).packing == "packed"
 
 
 def test_shares_fall_to_places_in_order_and_to_all_replicas_of_a_place() -> None:
-    assert [list(shares_of(rank, 4, size=4, shares=4)) for rank in range(4)] == [[0], [1], [2], [3]]
-    assert [list(shares_of(rank, 4, size=2, shares=4)) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [list(shares_of(rank, 2, size=1, shares=2)) for rank in range(2)] == [[0, 1], [0, 1]]
+    assert [list(bins_of_rank(rank, 4, size=4, shares=4)) for rank in range(4)] == [[0], [1], [2], [3]]
+    assert [list(bins_of_rank(rank, 4, size=2, shares=4)) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [list(bins_of_rank(rank, 2, size=1, shares=2)) for rank in range(2)] == [[0, 1], [0, 1]]
 
 
 def test_a_short_rank_gets_an_empty_micro_batch() -> None:
@@ -232,14 +232,14 @@ def test_a_row_that_no_micro_batch_can_hold_is_named(length: int) -> None:
 
 
 def test_packed_positions_restart_with_every_row() -> None:
-    layout = pack([3, 1, 2])
+    layout = pack_rows([3, 1, 2])
     assert layout.shape == (1, 6)
     np.testing.assert_array_equal(layout.positions, [0, 1, 2, 0, 0, 1])
     np.testing.assert_array_equal(layout.where, range(6))
 
 
 def test_padded_rows_start_on_lines_of_their_own() -> None:
-    layout = pad([3, 1, 2])
+    layout = pad_rows([3, 1, 2])
     assert layout.shape == (3, 3)
     np.testing.assert_array_equal(layout.positions.reshape(layout.shape)[:, 0], [0, 0, 0])
     np.testing.assert_array_equal(layout.where, [0, 1, 2, 3, 6, 7])
@@ -252,7 +252,7 @@ def test_each_row_goes_to_the_bin_that_has_least_by_then(lengths: list[int], bin
     filled: list[list[int]] = [[] for _ in range(bins)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         min(filled, key=lambda one: (sum(lengths[i] for i in one), len(one))).append(index)
-    units = [Kin((index,)) for index in range(len(lengths))]
+    units = [PrefixGroup((index,)) for index in range(len(lengths))]
     assert [[unit.rows[0] for unit in one] for one in packing._balance(units, bins, lengths)] == filled
 
 

@@ -14,8 +14,8 @@ from docs import families
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.train.model import models, packed_attention, packing_probe
-from pipeline.train.model.packing_probe import TOLERANCE, measure_likeness, packs
-from pipeline.train.model.tiny_config import smaller
+from pipeline.train.model.packing_probe import TOLERANCE, measure_packing, supports_packing
+from pipeline.train.model.tiny_config import shrink_config
 
 SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -49,9 +49,9 @@ RECURRENT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    packing_probe.likeness.cache_clear()
+    packing_probe.probe_packing.cache_clear()
     yield
-    packing_probe.likeness.cache_clear()
+    packing_probe.probe_packing.cache_clear()
 
 
 def settings(family: str) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("family", ATTENTIVE)
 def test_attention_is_kept_inside_packed_rows(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert packs(a_model(tmp_path, family), wanted=True)
-    assert not packs(a_model(tmp_path, family), wanted=False)
+    assert supports_packing(a_model(tmp_path, family), wanted=True)
+    assert not supports_packing(a_model(tmp_path, family), wanted=False)
     assert told(caplog) == []
 
 
@@ -79,11 +79,11 @@ def test_a_state_that_goes_on_along_the_line_is_noticed_and_rows_are_padded(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = a_model(tmp_path, family)
-    assert not packs(model, wanted=True)
+    assert not supports_packing(model, wanted=True)
     (warning,) = told(caplog)
     assert "rows are padded, not packed" in warning
     assert "see the row before them" in warning
-    assert not packs(model, wanted=False)
+    assert not supports_packing(model, wanted=False)
     assert len(told(caplog)) == 1, "who asked for padding is not warned"
 
 
@@ -92,19 +92,19 @@ def test_a_model_that_is_wrong_padded_too_is_refused(tmp_path: Path, monkeypatch
     plain = packed_attention._attend
     monkeypatch.setattr(packed_attention, "_attend", lambda *given: plain(*given[:4], None))
     with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
-        packs(a_model(tmp_path, "mistral"), wanted=False)
+        supports_packing(a_model(tmp_path, "mistral"), wanted=False)
 
 
 def test_a_mask_that_a_model_passes_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path.*DogeAttention with attention_mask"):
-        packs(a_model(tmp_path, "doge"), wanted=False)
+        supports_packing(a_model(tmp_path, "doge"), wanted=False)
 
 
 def test_a_vector_that_starts_at_zero_has_a_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of Doge, ignored: it is learned, and of a new model it is zero."""
-    monkeypatch.setattr(packed_attention, "_NO_MATTER", packed_attention._NO_MATTER | {"attention_mask"})
+    monkeypatch.setattr(packed_attention, "_IGNORED", packed_attention._IGNORED | {"attention_mask"})
     with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
-        packs(a_model(tmp_path, "doge", keep_window_size=4096), wanted=False)
+        supports_packing(a_model(tmp_path, "doge", keep_window_size=4096), wanted=False)
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
@@ -116,16 +116,16 @@ def test_what_changes_with_the_longest_row_of_a_batch_is_seen(
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]} if rope_type == "longrope" else {}
     model = a_model(tmp_path, "llama", max_position_embeddings=16384, rope_parameters=rope)
-    assert packs(model, wanted=True)
-    packing_probe.likeness.cache_clear()
+    assert supports_packing(model, wanted=True)
+    packing_probe.probe_packing.cache_clear()
     monkeypatch.setattr(models, "fix_frequencies", lambda network, max_length: None)
     with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
-        packs(model, wanted=True)
+        supports_packing(model, wanted=True)
 
 
 def test_a_model_that_draws_its_experts_while_it_is_trained_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
-        packs(a_model(tmp_path, "phimoe"), wanted=False)
+        supports_packing(a_model(tmp_path, "phimoe"), wanted=False)
 
 
 def test_a_model_that_answers_at_random_is_refused_though_its_first_answers_are_right(
@@ -135,7 +135,7 @@ def test_a_model_that_answers_at_random_is_refused_though_its_first_answers_are_
     plain = packing_probe._ours
     monkeypatch.setattr(packing_probe, "_ours", lambda *given: plain(*given) + (torch.rand(()) < 0.1))
     with pytest.raises(ConfigError, match=r"wrong by 1 nats"):
-        packs(a_model(tmp_path, "llama"), wanted=False)
+        supports_packing(a_model(tmp_path, "llama"), wanted=False)
 
 
 def test_what_cannot_be_seen_is_not_packed(
@@ -144,8 +144,8 @@ def test_what_cannot_be_seen_is_not_packed(
     def broken(config: Any, size: str) -> Any:
         raise ValueError(f"{size} heads do not fit")
 
-    monkeypatch.setattr(packing_probe, "smaller", broken)
-    assert not packs(a_model(tmp_path, "llama"), wanted=True)
+    monkeypatch.setattr(packing_probe, "shrink_config", broken)
+    assert not supports_packing(a_model(tmp_path, "llama"), wanted=True)
     (warning,) = told(caplog)
     assert "could not be shown" in warning
     assert "cut heads do not fit" in warning
@@ -153,9 +153,9 @@ def test_what_cannot_be_seen_is_not_packed(
 
 def test_each_architecture_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model(tmp_path, "llama")
-    packs(model, wanted=True)
-    monkeypatch.setattr(packing_probe, "measure_likeness", None)
-    assert packs(model, wanted=True)
+    supports_packing(model, wanted=True)
+    monkeypatch.setattr(packing_probe, "measure_packing", None)
+    assert supports_packing(model, wanted=True)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_small_copy_has_every_kind_of_layer(family: str, kinds: int, layers: i
     """Three linear layers and one of attention; three dense ones and one of experts; five with a window and one
     without."""
     config = CONFIG_MAPPING[family]()
-    copy = smaller(config, "narrow")
+    copy = shrink_config(config, "narrow")
     assert copy.num_hidden_layers == layers < config.num_hidden_layers
     types = getattr(copy, "layer_types", None) or []
     sparse = [layer >= config.first_k_dense_replace for layer in range(layers)] if family == "deepseek_v3" else types
@@ -177,11 +177,11 @@ def test_a_small_copy_has_every_kind_of_layer(family: str, kinds: int, layers: i
 
 
 def test_a_small_copy_has_a_layer_where_a_config_counts_halves_of_layers() -> None:
-    assert smaller(CONFIG_MAPPING["longcat_flash"](), "narrow").num_layers == 1
+    assert shrink_config(CONFIG_MAPPING["longcat_flash"](), "narrow").num_layers == 1
 
 
 def test_a_small_copy_has_a_small_vocabulary_for_each_layer_too() -> None:
-    copy = smaller(CONFIG_MAPPING["gemma4_text"](), "wide")
+    copy = shrink_config(CONFIG_MAPPING["gemma4_text"](), "wide")
     assert copy.vocab_size_per_layer_input == copy.vocab_size == 64
 
 
@@ -191,7 +191,7 @@ def test_every_way_of_a_measure_can_fail(monkeypatch: pytest.MonkeyPatch) -> Non
         packed_attention, "_attend_packed", lambda *given: packed_attention._attend(*given[:3], *given[4:])
     )
     config = CONFIG_MAPPING["qwen3"](**SIZE, **HEADS)
-    found = measure_likeness(config)
+    found = measure_packing(config)
     assert found.packed > 10 * TOLERANCE
     assert found.padded < TOLERANCE / 100
 

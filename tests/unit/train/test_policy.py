@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError, TrainingError
 from pipeline.train.model import lm_head, models, supported_architectures
 from pipeline.train.model.lm_head import head_logprobs
 from pipeline.train.model.optimizer import learning_rate
-from pipeline.train.worker_spec import Kind
+from pipeline.train.worker_spec import ModelKind
 from tests.support.models.tiny import write_tiny
 
 
@@ -47,7 +47,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def build_one(folder: Path, model_type: str, kind: Kind = "policy", **keys: Any) -> models.DecoderModel:
+def build_one(folder: Path, model_type: str, kind: ModelKind = "policy", **keys: Any) -> models.DecoderModel:
     tree = {"model_type": model_type, **SIZE, **HEADS, **TOKENS, **keys}
     (folder / "config.json").write_text(json.dumps(tree))
     return models.build_model(ModelConfig(path=str(folder), init="random"), 0, kind)
@@ -75,7 +75,7 @@ def test_a_model_whose_logits_would_be_wrong_is_refused(
 def test_a_family_whose_text_model_transformers_does_not_load_is_refused_by_name(tmp_path: Path, family: str) -> None:
     CONFIG_MAPPING[family]().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"model\.path='{family}': expected a family that transformers'"):
-        models.outline(ModelConfig(path=str(tmp_path), init="random", max_length=8))
+        models.build_on_meta(ModelConfig(path=str(tmp_path), init="random", max_length=8))
 
 
 def test_a_head_that_no_key_tells_of_is_noticed_by_its_logits(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_embedding_is_looked_up_and_a_head_is_multiplied(tmp_path: Path, tied
 def test_a_token_costs_the_experts_that_it_is_sent_to(tmp_path: Path) -> None:
     mixture = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
     path = write_tiny(tmp_path / "mixture", model_type="qwen3_moe", **mixture)
-    built = models.outline(ModelConfig(path=str(path), init="random"), "policy")
+    built = models.build_on_meta(ModelConfig(path=str(path), init="random"), "policy")
     attention = 32 * 2 * 16 + 2 * 32 * 16 + 2 * 16 * 32  # two heads of 16, one of keys and one of values
     dense, expert, router = 3 * 32 * 48, 3 * 32 * 24, 32 * 16
     assert built.flops_per_token == 6 * (2 * attention + dense + 2 * expert + router + 17 * 32)

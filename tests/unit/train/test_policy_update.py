@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.train.batching.sequences import Row
+from pipeline.train.batching.sequences import TrainSequence
 from pipeline.train.loop.policy_update import cut_by_prompt, in_order_of
-from pipeline.train.loop.step_metrics import EqualRewards, Skips, Tally, is_lost
+from pipeline.train.loop.step_metrics import EqualRewards, NonFiniteGuard, StepMetrics, is_lost
 from tests.fakes.configs import make_config
 
 prompts_of_rows = st.lists(st.integers(0, 6), min_size=1, max_size=30)
 
 
-def rows_of(prompts: list[int]) -> list[Row]:
-    return [Row(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=prompt) for prompt in prompts]
+def rows_of(prompts: list[int]) -> list[TrainSequence]:
+    return [TrainSequence(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=prompt) for prompt in prompts]
 
 
 @given(prompts=prompts_of_rows, count=st.integers(1, 9), seed=st.integers(0, 5))
@@ -50,13 +50,13 @@ def test_the_cut_and_the_order_depend_on_seed_step_and_epoch_alone() -> None:
 
 def test_metrics_of_a_single_optimizer_step_stay_what_they_are() -> None:
     metrics = {"loss": 0.1, "ratio": 0.3, "ratio_max": 3.0, "grad_norm": 0.7, "lr": 1e-4, "skipped": 1.0}
-    tally = Tally()
+    tally = StepMetrics()
     tally.add(metrics, counted=7)
     assert tally.metrics() == metrics | {"grad_norm_max": 0.7}
 
 
 def test_means_weigh_tokens_extremes_stay_extreme_and_skips_are_counted() -> None:
-    tally = Tally()
+    tally = StepMetrics()
     first = {"loss": 1.0, "ratio": 1.0, "ratio_max": 1.5, "ratio_min": 0.5, "grad_norm": 2.0, "lr": 0.1, "skipped": 1.0}
     second = {"loss": 2.0, "ratio": 2.0, "ratio_max": 1.2, "ratio_min": 0.4, "grad_norm": 4.0, "lr": 0.2, "skipped": 1}
     tally.add(first, counted=30)
@@ -105,7 +105,7 @@ def test_rewards_that_teach_nothing_for_several_steps_are_warned_of_once(
 
 
 def test_a_model_is_given_up_after_five_lost_steps_in_a_row() -> None:
-    skips = Skips()
+    skips = NonFiniteGuard()
     for skipped in (1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0):
         skips.note({"skipped": skipped})
         skips.check()

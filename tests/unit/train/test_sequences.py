@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from pipeline.errors import TrainingError
-from pipeline.train.batching.sequences import COLUMNS, Batch, Normalise, Row
+from pipeline.train.batching.sequences import COLUMNS, Batch, Normalization, TrainSequence
 
 
-def row(counted: int, masked: int = 1, prompt: int = 0, **fields: object) -> Row:
+def row(counted: int, masked: int = 1, prompt: int = 0, **fields: object) -> TrainSequence:
     mask = np.array([0] * masked + [1] * counted, np.uint8)
-    return Row(np.zeros(len(mask), np.int32), mask, prompt=prompt, **fields)  # type: ignore[arg-type]
+    return TrainSequence(np.zeros(len(mask), np.int32), mask, prompt=prompt, **fields)  # type: ignore[arg-type]
 
 
 ROWS = [row(1, prompt=7), row(3, prompt=7), row(4, prompt=8), row(0, masked=3, prompt=9)]
@@ -24,12 +24,12 @@ ROWS = [row(1, prompt=7), row(3, prompt=7), row(4, prompt=8), row(0, masked=3, p
         ("fixed", [1 / 40, 1 / 40, 1 / 40, 1 / 40]),
     ],
 )
-def test_a_token_weighs_what_its_normalisation_says(normalise: Normalise, weights: list[float]) -> None:
+def test_a_token_weighs_what_its_normalisation_says(normalise: Normalization, weights: list[float]) -> None:
     assert Batch.of(ROWS, normalise, max_length=10).weights == pytest.approx(weights)
 
 
 @pytest.mark.parametrize("normalise", ["token", "sequence", "prompt"])
-def test_the_weights_of_all_counted_tokens_sum_to_one(normalise: Normalise) -> None:
+def test_the_weights_of_all_counted_tokens_sum_to_one(normalise: Normalization) -> None:
     batch = Batch.of([*ROWS, row(9, prompt=9)], normalise)
     assert sum(w * r.counted for w, r in zip(batch.weights, batch.rows, strict=True)) == pytest.approx(1)
 
@@ -56,16 +56,16 @@ NAN_AT_END = np.array([np.nan, 0.0, np.nan], np.float32)
 @pytest.mark.parametrize(
     ("bad", "complaint"),
     [
-        (Row(np.zeros(0, np.int32), np.zeros(0, np.uint8)), "no tokens"),
-        (Row(np.zeros(3, np.int32), np.array([0, 1], np.uint8)), "mask needs 3 entries"),
-        (Row(np.zeros(2, np.int32), np.array([1, 1], np.uint8)), "the first of them 0"),
+        (TrainSequence(np.zeros(0, np.int32), np.zeros(0, np.uint8)), "no tokens"),
+        (TrainSequence(np.zeros(3, np.int32), np.array([0, 1], np.uint8)), "mask needs 3 entries"),
+        (TrainSequence(np.zeros(2, np.int32), np.array([1, 1], np.uint8)), "the first of them 0"),
         (row(2, advantages=float("nan")), "advantages holds a value that is not finite"),
         (row(2, behaviour=NAN_AT_END), "behaviour holds a value that is not finite"),
         (row(2, behaviour=np.zeros(2, np.float32)), r"behaviour has shape \(2,\), expected \(3,\)"),
         (row(2, reference=np.float32(1)), "reference has shape"),
     ],
 )
-def test_a_row_that_cannot_be_trained_is_named(bad: Row, complaint: str) -> None:
+def test_a_row_that_cannot_be_trained_is_named(bad: TrainSequence, complaint: str) -> None:
     with pytest.raises(TrainingError, match=f"row 1.*{complaint}"):
         Batch.of([row(2), bad])
 

@@ -10,17 +10,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipeline.checkpoints import newest_committed
-from pipeline.checkpoints.async_save import Saver
-from pipeline.errors import CheckpointError, OvertakenError
+from pipeline.checkpoints import newest_checkpoint
+from pipeline.checkpoints.async_save import AsyncSaver
+from pipeline.errors import CheckpointError, SupersededError
 from pipeline.run.metrics_log import MetricSinks, read_rows
 from pipeline.train.controller import model_saving
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines
-from pipeline.train.loop.run_recorder import Commits
+from pipeline.train.loop.run_recorder import RunRecorder
 from pipeline.train.train_jobs import jobs_of
 from pipeline.utils import pinned_memory
-from slurm.batch.attempt_summary import gather_facts
+from slurm.batch.attempt_summary import summarize_attempt
 from tests.fakes.configs import make_config
 from tests.fakes.cuda_runtime import CudaRuntime
 from tests.fakes.full_disk import room_for
@@ -35,7 +35,7 @@ class OneRank:
 
     def __init__(self) -> None:
         self.models: dict[str, torch.Tensor] = {}
-        self.saver, self.moved = Saver(), list[str]()
+        self.saver, self.moved = AsyncSaver(), list[str]()
 
     def init_model(self, name: str, spec: object) -> None:
         self.models[name] = torch.zeros(1)
@@ -60,7 +60,7 @@ class Trainer:
 
     def __init__(self, run: FakeRun, attempt: str) -> None:
         self.run, self.ranks, self.paths = run, OneRank(), run.attempt(attempt).paths
-        self.commits = Commits(self.paths, run.config, cast(Dispatch, self.ranks))
+        self.commits = RunRecorder(self.paths, run.config, cast(RankGroup, self.ranks))
         self.done = self.commits.restore().done
 
     @property
@@ -117,7 +117,7 @@ def rot(run: FakeRun, *steps: int, file: str = "__0_0.distcp") -> None:
 
 
 def newest(run: FakeRun) -> str:
-    found = newest_committed(str(run.paths.checkpoints))
+    found = newest_checkpoint(str(run.paths.checkpoints))
     return found.place if found else ""
 
 
@@ -211,7 +211,7 @@ def test_a_requeue_sees_the_progress_that_came_after_a_damaged_commit(run: FakeR
     rot(run, 150)
     second = Trainer(run, "12-1")
     second.commit(110)
-    facts = gather_facts(run.paths, second.paths, 1, 4, 1, late=0.0)
+    facts = summarize_attempt(run.paths, second.paths, 1, 4, 1, late=0.0)
     assert facts.advanced
     assert facts.trained
 
@@ -278,7 +278,7 @@ def test_what_a_trainer_settles_late_after_it_was_replaced_is_not_in_the_ledger(
             owners[0].commit(12)
 
     monkeypatch.setattr(zombie.commits._settled, "_check", hang)
-    with pytest.raises(OvertakenError):
+    with pytest.raises(SupersededError):
         zombie.commit(20)
     assert settled(run) == list(range(12))
     assert newest(run) == "rl-12/12-1"
@@ -299,7 +299,7 @@ def test_an_attempt_that_is_replaced_while_it_restores_drops_nothing_of_the_owne
         return load(*arguments, **options)
 
     monkeypatch.setattr(model_saving, "load_shards", hang)
-    with pytest.raises(OvertakenError):
+    with pytest.raises(SupersededError):
         Trainer(run, "12-1")
     assert settled(run) == list(range(12))
     assert [row["step"] for row in read_rows(run.paths.metrics)] == [11, 12]

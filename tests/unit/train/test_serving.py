@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.tinker.tinker_records import Adapter, Create, Done, Facts, Step, Unload, Work
+from pipeline.tinker.tinker_records import Adapter, Create, ServerFacts, Step, Unload, Work, WorkResult
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.group_batches import Interrupted
-from pipeline.train.service.service_loop import MOST_COMMITTING, Engine, commit_is_due
+from pipeline.train.service.service_loop import MAX_SAVES, ServiceLoop, save_is_due
 from tests.fakes.configs import make_config
 
 STEP = Step(0.1, 0.9, 0.95, 1e-8, 0.0, 0.0)
@@ -61,7 +61,9 @@ class Link:
     def __init__(self, works: list[Work], events: list[object]) -> None:
         self.works, self.away, self._events = works, False, events
 
-    def turn(self, cursors: Any, done: list[Done], durable: Any, wait: float, *, ending: bool = False) -> Work | None:
+    def turn(
+        self, cursors: Any, done: list[WorkResult], durable: Any, wait: float, *, ending: bool = False
+    ) -> Work | None:
         if self.away:
             raise Interrupted("the attempt is ending")
         self._events.extend(each.request for each in done)
@@ -87,7 +89,7 @@ def play(tmp_path: Path, works: list[Work], seconds: float, *, away: bool = Fals
             link.away = away
             raise Interrupted("the attempt is ending")
 
-    engine = Engine(cast(Any, None), config, tmp_path, str(tmp_path / "commits"), "one", Facts(), pulse)
+    engine = ServiceLoop(cast(Any, None), config, tmp_path, str(tmp_path / "commits"), "one", ServerFacts(), pulse)
     inside = cast(Any, engine)
     inside._models, inside._commits, inside._link = Models(), Commits(events), link
     with pytest.raises(Interrupted):
@@ -117,8 +119,8 @@ def test_that_a_model_was_unloaded_is_committed(tmp_path: Path) -> None:
 
 def test_commits_of_many_models_keep_a_distance_but_are_never_later_than_promised() -> None:
     serve = make_config().serve.model_copy(update={"commit_seconds": 60.0, "commit_steps": 20})
-    long = 1 / MOST_COMMITTING
-    assert commit_is_due(serve, steps=20, waited=1.0, rest=long)
-    assert not commit_is_due(serve, steps=19, waited=1.0, rest=long)
-    assert not commit_is_due(serve, steps=200, waited=59.0, rest=long - 1)
-    assert commit_is_due(serve, steps=1, waited=60.0, rest=1.0)
+    long = 1 / MAX_SAVES
+    assert save_is_due(serve, steps=20, waited=1.0, rest=long)
+    assert not save_is_due(serve, steps=19, waited=1.0, rest=long)
+    assert not save_is_due(serve, steps=200, waited=59.0, rest=long - 1)
+    assert save_is_due(serve, steps=1, waited=60.0, rest=1.0)

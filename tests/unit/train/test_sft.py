@@ -10,9 +10,9 @@ import pytest
 from pipeline.errors import TrainingError
 from pipeline.train.algorithms import SFT
 from pipeline.train.batching.packing import Budget
-from pipeline.train.batching.sequences import Batch, Row
-from pipeline.train.controller.batch_staging import CutBatch
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.controller.batch_staging import ShardedBatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.sft import SupervisedFineTuning
 from pipeline.train.train_jobs import DemonstrationsInput, SftJob, SftSchedule
 
@@ -24,8 +24,8 @@ class Ranks:
         self.asked: list[str] = []
         self._failing = failing
 
-    def cut(self, names: Sequence[str], batch: Batch) -> CutBatch:
-        return CutBatch.cut(batch, [1], Budget(64))
+    def cut(self, names: Sequence[str], batch: Batch) -> ShardedBatch:
+        return ShardedBatch.cut(batch, [1], Budget(64))
 
     def __getattr__(self, name: str) -> Any:
         def operation(*args: object, **settings: object) -> dict[str, float]:
@@ -37,13 +37,16 @@ class Ranks:
         return operation
 
 
-def rows(step: int, count: int) -> Sequence[Row]:
-    return [Row(np.array([1, 2], np.int32), np.array([0, 1], np.uint8), prompt=step * count + i) for i in range(count)]
+def rows(step: int, count: int) -> Sequence[TrainSequence]:
+    return [
+        TrainSequence(np.array([1, 2], np.int32), np.array([0, 1], np.uint8), prompt=step * count + i)
+        for i in range(count)
+    ]
 
 
 def fine_tuning(ranks: Ranks) -> SupervisedFineTuning:
     job = SftJob(inputs=DemonstrationsInput(), schedule=SftSchedule(steps=3, batch=2))
-    return SupervisedFineTuning(job, cast(Dispatch, ranks), rows, lambda: None)
+    return SupervisedFineTuning(job, cast(RankGroup, ranks), rows, lambda: None)
 
 
 def test_a_step_is_one_optimizer_step_and_leaves_a_whole_model() -> None:

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from pipeline.errors import CheckpointError
-from pipeline.train.controller.rank_group import Dispatch
+from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.offline import shared_visibility
-from pipeline.train.offline.shared_visibility import Files, await_everywhere, files_in
+from pipeline.train.offline.shared_visibility import Files, files_in, wait_until_visible
 
 
 class Ranks:
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_folder_that_is_seen_late_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([{}, {"config.json": (2, 1)}, files_in(folder)])
-    await_everywhere(cast(Dispatch, Ranks(monkeypatch, files_in, lambda _: next(looks))), folder, 30.0)
+    wait_until_visible(cast(RankGroup, Ranks(monkeypatch, files_in, lambda _: next(looks))), folder, 30.0)
     assert next(looks, None) is None
 
 
@@ -47,7 +47,7 @@ def test_a_rank_that_sees_another_model_is_named(folder: Path, monkeypatch: pyte
     before = {"config.json": (2, 1)}  # of the same size, and older
     ranks = Ranks(monkeypatch, files_in, lambda _: before, files_in, lambda _: {})
     with pytest.raises(CheckpointError, match=r"rank 1, 3 does not see .*model as rank 0 does, after 0 s; it must lie"):
-        await_everywhere(cast(Dispatch, ranks), folder, 0.0)
+        wait_until_visible(cast(RankGroup, ranks), folder, 0.0)
 
 
 def test_what_is_told_apart_is_size_and_time_of_each_file(folder: Path) -> None:

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms.token_advantages import Credit, assign_advantages, discounted_sums, gae, is_due
-from pipeline.train.batching.sequences import Row
+from pipeline.train.algorithms.token_advantages import (
+    TokenAdvantages,
+    assign_advantages,
+    discounted_sums,
+    gae,
+    needs_token_advantages,
+)
+from pipeline.train.batching.sequences import TrainSequence
 from pipeline.transport.group_advantages import EPSILON
 
 numbers = st.integers(-30, 30).map(lambda tenths: tenths / 10)
@@ -23,9 +29,9 @@ def a_loss(**settings: Any) -> LossConfig:
     return LossConfig.model_validate({"name": "ppo", **settings})
 
 
-def a_row(mask: str, reward: float, prompt: int = 0) -> Row:
+def a_row(mask: str, reward: float, prompt: int = 0) -> TrainSequence:
     """A row whose counted tokens are the `1`s of its mask."""
-    return Row(np.zeros(len(mask), np.int32), np.array(list(mask), np.uint8), reward, prompt=prompt)
+    return TrainSequence(np.zeros(len(mask), np.int32), np.array(list(mask), np.uint8), reward, prompt=prompt)
 
 
 def arrays(*rows: list[float]) -> list[Any]:
@@ -122,7 +128,7 @@ def test_with_k1_and_no_discount_each_token_answers_for_its_own_divergence_from_
 
 def test_a_kl_in_the_loss_leaves_the_advantages_alone() -> None:
     loss = a_loss(advantage="group", kl=0.1)
-    assert not is_due(loss)
+    assert not needs_token_advantages(loss)
     assert assign_advantages([a_row("0111", 3.0)], loss, POLICY, REFERENCE).advantages[0].tolist() == [0, 3, 3, 3]
 
 
@@ -144,7 +150,9 @@ def test_a_batch_that_scores_alike_teaches_nothing(advantage: str, shift: float,
 
 @pytest.mark.parametrize("advantage", ["group", "batch", "gae"])
 def test_a_batch_without_a_counted_token_is_credited_with_nothing(advantage: str) -> None:
-    credit: Credit = assign_advantages([a_row("000", 1.0)], a_loss(advantage=advantage), values=arrays([0, 0, 0]))
+    credit: TokenAdvantages = assign_advantages(
+        [a_row("000", 1.0)], a_loss(advantage=advantage), values=arrays([0, 0, 0])
+    )
     assert [each.tolist() for each in credit.advantages] == [[0, 0, 0]]
 
 
@@ -153,6 +161,6 @@ def test_what_is_missing_is_named() -> None:
         assign_advantages([a_row("01", 1.0)], a_loss(advantage="gae"))
     with pytest.raises(TrainingError, match="without references"):
         assign_advantages([a_row("01", 1.0)], a_loss(kl=0.1, kl_in="reward"), logprobs=arrays([0, 0]))
-    row = Row(np.zeros(2, np.int32), np.array([0, 1], np.uint8), np.ones(2, np.float32))
+    row = TrainSequence(np.zeros(2, np.int32), np.array([0, 1], np.uint8), np.ones(2, np.float32))
     with pytest.raises(TrainingError, match="row 0 has an advantage for each token"):
         assign_advantages([row], a_loss(advantage="batch"))

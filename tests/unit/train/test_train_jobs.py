@@ -18,7 +18,7 @@ from pipeline.train.train_jobs import (
     RlJob,
     SftJob,
     StreamInput,
-    check_alone,
+    check_offline,
     jobs_of,
     read_job,
     write_job,
@@ -224,7 +224,7 @@ def fill(folder: Path, text: str) -> Path:
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     target = tmp_path / "model"
     for text in ("old", "new"):
-        atomic_dirs.mend(target)
+        atomic_dirs.repair(target)
         atomic_dirs.replace(target, fill(atomic_dirs.unfinished(target, "1-0"), text))
         assert (target / "weights").read_text() == text
     assert list(tmp_path.iterdir()) == [target]
@@ -244,7 +244,7 @@ def test_what_a_crash_left_of_a_replacement_is_mended(tmp_path: Path, monkeypatc
         atomic_dirs.replace(target, fill(atomic_dirs.unfinished(target, "1-0"), "new"))
     monkeypatch.undo()
     assert not target.exists()
-    atomic_dirs.mend(target)
+    atomic_dirs.repair(target)
     assert (target / "weights").read_text() == "old"
     atomic_dirs.replace(target, fill(atomic_dirs.unfinished(target, "1-0"), "newer"))
     assert (target / "weights").read_text() == "newer"
@@ -272,14 +272,14 @@ def test_a_job_may_replace_nothing_but_a_model(changed: dict[str, Any], said: st
     for kind in (SFT, RL | {"optimizer_state": "state"}):
         file = write(tmp_path, "a.json", kind | changed)
         with pytest.raises(ConfigError, match=said):
-            check_alone(file, read_job(file), make_config())
+            check_offline(file, read_job(file), make_config())
 
 
 def test_a_job_may_replace_the_model_that_it_starts_from(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     file = write(tmp_path, "a.json", SFT | {"checkpoint": "model"})
-    check_alone(file, read_job(file), make_config())
+    check_offline(file, read_job(file), make_config())
 
 
 def test_a_job_that_is_reached_by_a_link_may_not_replace_its_own_folder_either(tmp_path: Path) -> None:
@@ -292,16 +292,16 @@ def test_a_job_that_is_reached_by_a_link_may_not_replace_its_own_folder_either(t
         )
         file = tmp_path / "link" / "jobs" / "a.json"
         with pytest.raises(ConfigError, match="apart from the job"):
-            check_alone(file, read_job(file), make_config())
+            check_offline(file, read_job(file), make_config())
     write(tmp_path / "real" / "jobs", "a.json", SFT | {"output": "../state", "optimizer_state": state})
     with pytest.raises(ConfigError, match="apart from its optimizer_state"):
-        check_alone(file, read_job(file), make_config())
+        check_offline(file, read_job(file), make_config())
 
 
 def test_an_optimizer_state_without_a_bucket_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "a.json", RL | {"optimizer_state": "s3://"})
     with pytest.raises(ConfigError, match="optimizer_state='s3://': expected a bucket or a folder after s3://"):
-        check_alone(file, read_job(file), make_config())
+        check_offline(file, read_job(file), make_config())
 
 
 def test_the_prompts_of_a_job_of_rl_are_cut_into_mini_batches_of_one_size(tmp_path: Path) -> None:
@@ -310,10 +310,10 @@ def test_the_prompts_of_a_job_of_rl_are_cut_into_mini_batches_of_one_size(tmp_pa
     folder.mkdir()
     file = write(folder, "a.json", RL | {"schedule": {"steps": 1, "prompts": 6}})
     check_config(three)
-    check_alone(file, read_job(file), three)
-    check_alone(write(tmp_path, "b.json", SFT), read_job(tmp_path / "b.json"), three)
+    check_offline(file, read_job(file), three)
+    check_offline(write(tmp_path, "b.json", SFT), read_job(tmp_path / "b.json"), three)
     file = write(folder, "a.json", RL | {"schedule": {"steps": 1, "prompts": 32}})
     with pytest.raises(
         ConfigError, match=r"mini_batches=3: expected a divisor of schedule\.prompts of .*a\.json \(32\)"
     ):
-        check_alone(file, read_job(file), three)
+        check_offline(file, read_job(file), three)

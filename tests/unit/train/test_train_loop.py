@@ -9,11 +9,11 @@ from typing import Literal
 import pytest
 
 from pipeline.config.cluster_keys import ClusterConfig
-from pipeline.errors import CheckpointError, OvertakenError, RollcallError, TrainingError, WeightSyncError
+from pipeline.errors import CheckpointError, RollcallError, SupersededError, TrainingError, WeightSyncError
 from pipeline.train.loop.grace_period import grace_warning
 from pipeline.train.loop.group_batches import Interrupted
-from pipeline.train.loop.train_loop import Cadence, Runner
-from pipeline.train.throughput import Machine, peak_flops, rates
+from pipeline.train.loop.train_loop import CheckpointCadence, TrainLoop
+from pipeline.train.throughput import DeviceSpeed, peak_flops, rates
 from pipeline.train.train_jobs import Job, RlJob, RlSchedule, StreamInput
 
 
@@ -76,7 +76,7 @@ class Counting:
 
 def run(steps: int, every: int, done: int = 0, interrupt: str = "") -> list[str]:
     diary = Diary()
-    runner = Runner(diary, Cadence(every))
+    runner = TrainLoop(diary, CheckpointCadence(every))
     if interrupt:
         with pytest.raises(Interrupted):
             runner.run(Counting(diary, steps, interrupt), done)
@@ -101,7 +101,7 @@ def test_a_job_commits_early_when_what_waits_for_a_commit_takes_too_much_room() 
             return len(self.lines) > 8 and not commits(self.lines)
 
     diary = Crowded()
-    Runner(diary, Cadence(100)).run(Counting(diary, 9), 0)
+    TrainLoop(diary, CheckpointCadence(100)).run(Counting(diary, 9), 0)
     early, last = commits(diary.lines)
     assert early == f"commit {sum(line.startswith('note') for line in diary.lines[: diary.lines.index(early)])}"
     assert last == "commit 9 and wait"
@@ -120,20 +120,20 @@ class Clock:
 
 def test_a_job_commits_after_so_many_seconds_whatever_its_steps_take() -> None:
     diary = Diary()
-    Runner(diary, Cadence(1000, seconds=30.0), clock=Clock(4.0)).run(Counting(diary, 9), 0)
+    TrainLoop(diary, CheckpointCadence(1000, seconds=30.0), clock=Clock(4.0)).run(Counting(diary, 9), 0)
     assert commits(diary.lines) == ["commit 3", "commit 6", "commit 9 and wait"]
     assert [line.split()[1] for line in diary.lines if line.startswith("note")] == [str(step) for step in range(1, 10)]
 
 
 def test_seconds_are_counted_from_the_last_commit_whatever_caused_it() -> None:
     diary = Diary()
-    Runner(diary, Cadence(2, seconds=30.0), clock=Clock(4.0)).run(Counting(diary, 7), 0)
+    TrainLoop(diary, CheckpointCadence(2, seconds=30.0), clock=Clock(4.0)).run(Counting(diary, 7), 0)
     assert commits(diary.lines) == ["commit 2", "commit 4", "commit 6", "commit 7 and wait"]
 
 
 def test_no_seconds_are_no_limit() -> None:
     diary = Diary()
-    Runner(diary, Cadence(1000), clock=Clock(1e6)).run(Counting(diary, 9), 0)
+    TrainLoop(diary, CheckpointCadence(1000), clock=Clock(1e6)).run(Counting(diary, 9), 0)
     assert commits(diary.lines) == ["commit 9 and wait"]
 
 
@@ -144,7 +144,7 @@ def test_a_timed_commit_does_not_wait_for_one_that_is_under_way() -> None:
             return len(commits(self.lines)) > 0 and len(self.lines) < 7
 
     diary = Slow()
-    Runner(diary, Cadence(1000, seconds=1.0), clock=Clock(4.0)).run(Counting(diary, 9), 0)
+    TrainLoop(diary, CheckpointCadence(1000, seconds=1.0), clock=Clock(4.0)).run(Counting(diary, 9), 0)
     assert commits(diary.lines)[:2] == ["commit 1", "commit 5"]
 
 
@@ -167,7 +167,7 @@ def test_a_step_that_takes_longer_than_the_grace_is_warned_of_once(
     kind: Literal["slurm", "local"], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     diary, cluster = Measured(), ClusterConfig(kind=kind, grace_seconds=60)
-    Runner(diary, Cadence(3, cluster=cluster), clock=Clock(60.0)).run(Counting(diary, 9), 0)
+    TrainLoop(diary, CheckpointCadence(3, cluster=cluster), clock=Clock(60.0)).run(Counting(diary, 9), 0)
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith("a step takes 60 s and its checkpoint 12 s, longer than cluster.grace_seconds=60: ")
     assert told in warning
@@ -176,7 +176,7 @@ def test_a_step_that_takes_longer_than_the_grace_is_warned_of_once(
 
 def test_a_step_within_the_grace_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     cluster = ClusterConfig(kind="slurm", grace_seconds=75)
-    Runner(Measured(), Cadence(3, cluster=cluster), clock=Clock(60.0)).run(Counting(Diary(), 9), 0)
+    TrainLoop(Measured(), CheckpointCadence(3, cluster=cluster), clock=Clock(60.0)).run(Counting(Diary(), 9), 0)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -221,7 +221,7 @@ def test_an_interruption_right_after_a_commit_waits_until_it_is_durable() -> Non
 def test_a_commit_that_turns_out_to_have_failed_is_tried_again_on_the_way_out() -> None:
     diary = Failing()
     with pytest.raises(Interrupted):
-        Runner(diary, Cadence(3)).run(Counting(diary, 9, "step 3"), 0)
+        TrainLoop(diary, CheckpointCadence(3)).run(Counting(diary, 9, "step 3"), 0)
     assert commits(diary.lines) == ["commit 3", "commit 3 and wait", "commit 3 and wait"]
 
 
@@ -245,7 +245,7 @@ class Broken(Diary):
 def test_an_error_that_is_none_of_ours_does_not_cost_the_steps_that_were_done() -> None:
     diary = Broken(note=OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OSError, match="No space left"):
-        Runner(diary, Cadence(5)).run(Counting(diary, 9), 0)
+        TrainLoop(diary, CheckpointCadence(5)).run(Counting(diary, 9), 0)
     assert commits(diary.lines) == ["commit 5", "commit 7 and wait"]
 
 
@@ -255,19 +255,19 @@ def test_the_error_that_ended_a_job_is_told_although_its_last_commit_fails_too(
 ) -> None:
     diary = Broken(commit=second)
     with pytest.raises(WeightSyncError, match="step 3"):
-        Runner(diary, Cadence(10)).run(Counting(diary, 9, "step 3", WeightSyncError), 0)
+        TrainLoop(diary, CheckpointCadence(10)).run(Counting(diary, 9, "step 3", WeightSyncError), 0)
     assert f"steps 1 to 3 are lost, their commit failed too: {second}" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(Interrupted, CheckpointError("the disk was full")), (WeightSyncError, OvertakenError())]
+    ("first", "second"), [(Interrupted, CheckpointError("the disk was full")), (WeightSyncError, SupersededError())]
 )
 def test_an_end_in_order_is_none_when_its_commit_fails_and_who_was_replaced_learns_it(
     first: type[RollcallError], second: RollcallError
 ) -> None:
     diary = Broken(commit=second)
     with pytest.raises(type(second)):
-        Runner(diary, Cadence(10)).run(Counting(diary, 9, "step 3", first), 0)
+        TrainLoop(diary, CheckpointCadence(10)).run(Counting(diary, 9, "step 3", first), 0)
 
 
 def test_nothing_is_committed_where_nothing_was_done() -> None:
@@ -286,7 +286,7 @@ def test_what_is_done_is_committed_before_the_end_is_tried() -> None:
 def test_an_error_commits_what_was_done_while_the_model_is_intact() -> None:
     diary = Diary()
     with pytest.raises(WeightSyncError):
-        Runner(diary, Cadence(10)).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
+        TrainLoop(diary, CheckpointCadence(10)).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
     assert commits(diary.lines) == ["commit 4 and wait"]
 
 
@@ -294,7 +294,7 @@ def test_an_error_commits_nothing_of_a_model_that_is_not_intact() -> None:
     diary = Diary()
     diary.intact = False
     with pytest.raises(WeightSyncError):
-        Runner(diary, Cadence(10)).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
+        TrainLoop(diary, CheckpointCadence(10)).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
     assert commits(diary.lines) == []
 
 
@@ -303,7 +303,7 @@ def test_an_error_commits_nothing_in_the_middle_of_a_step() -> None:
     algorithm = Counting(diary, 9, "follow up 4", WeightSyncError)
     algorithm.intact = False
     with pytest.raises(WeightSyncError):
-        Runner(diary, Cadence(10)).run(algorithm, 0)
+        TrainLoop(diary, CheckpointCadence(10)).run(algorithm, 0)
     assert commits(diary.lines) == []
 
 
@@ -314,7 +314,7 @@ def test_the_loop_needs_no_torch() -> None:
 
 
 def test_rates_are_of_the_whole_step() -> None:
-    found = rates({"tokens/batch": 100.0, "seconds/data": 1.0}, 4.0, Machine(processes=2))
+    found = rates({"tokens/batch": 100.0, "seconds/data": 1.0}, 4.0, DeviceSpeed(processes=2))
     assert found == {
         "seconds/step": 4.0,
         "tokens_per_second": 25.0,
@@ -324,14 +324,14 @@ def test_rates_are_of_the_whole_step() -> None:
 
 
 def test_utilisation_is_the_share_of_the_peak_that_the_model_takes() -> None:
-    machine = Machine(processes=4, flops_per_token=6e9, peak=1e15)
+    machine = DeviceSpeed(processes=4, flops_per_token=6e9, peak=1e15)
     assert rates({"tokens/batch": 4e5}, 10.0, machine)["mfu"] == pytest.approx(1e4 * 6e9 / 1e15)
     spared = {"tokens/batch": 4e5, "tokens/shared": 1e5}
     assert rates(spared, 10.0, machine)["mfu"] == pytest.approx(0.75 * 1e4 * 6e9 / 1e15)
     halved = rates({"tokens/batch": 4e5, "tokens/left_out": 2e5, "tokens/shared": 1e5}, 10.0, machine)
     assert halved["tokens_per_second"] == 2e4
     assert halved["mfu"] == pytest.approx(0.25 * 1e4 * 6e9 / 1e15)
-    assert "mfu" not in rates({"tokens/batch": 4e5}, 10.0, Machine(processes=4, flops_per_token=6e9))
+    assert "mfu" not in rates({"tokens/batch": 4e5}, 10.0, DeviceSpeed(processes=4, flops_per_token=6e9))
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from pipeline.inference.weight_sync.transports.gloo import Parameter, WeightLayo
 from pipeline.train.model import fsdp, model_worker, safetensors_files
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.model_worker import ModelWorker
-from pipeline.train.model.models import build_model, fill_model, outline
+from pipeline.train.model.models import build_model, build_on_meta, materialize
 from pipeline.train.model.safetensors_files import TensorFiles
-from pipeline.train.model.weight_loading import Weights
-from pipeline.train.worker_spec import Kind, ModelSpec
+from pipeline.train.model.weight_loading import WeightLoader
+from pipeline.train.worker_spec import ModelKind, ModelSpec
 from tests.fakes.full_disk import room_for
 from tests.fakes.shards import rank_of
 from tests.support.models.tiny import write_tiny
@@ -68,7 +68,7 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def built(folder: Path, kind: Kind = "policy", **keys: Any) -> Any:
+def built(folder: Path, kind: ModelKind = "policy", **keys: Any) -> Any:
     return build_model(ModelConfig(path=str(folder), **keys), 7, kind).network
 
 
@@ -98,11 +98,11 @@ def test_a_directory_whose_tensors_are_not_the_models_is_refused_by_their_names(
 
 def test_a_parameter_that_no_file_fills_is_refused_whatever_wraps_it(folder: Path) -> None:
     config = ModelConfig(path=str(folder))
-    wrapped = outline(config)
+    wrapped = build_on_meta(config)
     layer = wrapped.network.model.layers[1].mlp
     layer.down_proj = torch.nn.Sequential(layer.down_proj)
     with pytest.raises(ConfigError, match=r"not in its files: model\.layers\.1\.mlp\.down_proj\.0\.weight"):
-        fill_model(wrapped, Weights(config), config, 7, torch.device("cpu"))
+        materialize(wrapped, WeightLoader(config), config, 7, torch.device("cpu"))
 
 
 def test_layers_that_the_config_does_not_have_are_refused(folder: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_model_that_cannot_be_written_has_been_gathered_all_the_same(
     def full(file: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(model_worker, "gathered", gathered)
+    monkeypatch.setattr(model_worker, "gather", gathered)
     monkeypatch.setattr(safetensors_files, "FILE_BYTES", 1)
     monkeypatch.setattr(safetensors_files.os, "fsync", full)
     for one in shards(folder, 1, monkeypatch):

@@ -6,9 +6,9 @@ from typing import Any, cast
 import torch
 
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
-from pipeline.inference.weight_sync.weight_sender import Report, WeightSender
-from pipeline.train.controller.rank_group import Dispatch
-from pipeline.train.loop.weight_publisher import Publisher
+from pipeline.inference.weight_sync.weight_sender import SyncReport, WeightSender
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loop.weight_publisher import WeightPublisher
 
 
 class Recorder:
@@ -31,15 +31,15 @@ class Recorder:
         assert len(layout.pack(parameters)) == layout.bytes
         self.calls.append(f"start {version} with {len(layout.parameters)}")
 
-    def settle(self, pulse: Any) -> Report:
+    def settle(self, pulse: Any) -> SyncReport:
         self.calls.append("settle")
         phases = {"a": {"send": 0.05, "update": 0.02}, "b": {"send": 0.01, "update": 0.04, "pause": 0.03}}
-        return Report(1, 0.5, {"a": 0.1, "b": 0.2}, {"c": "late"}, phases)
+        return SyncReport(1, 0.5, {"a": 0.1, "b": 0.2}, {"c": "late"}, phases)
 
 
-def a_publisher() -> tuple[Publisher, list[str]]:
+def a_publisher() -> tuple[WeightPublisher, list[str]]:
     recorder = Recorder()
-    publisher = Publisher(cast(Dispatch, recorder), cast(WeightSender, recorder), lambda: None)
+    publisher = WeightPublisher(cast(RankGroup, recorder), cast(WeightSender, recorder), lambda: None)
     return publisher, recorder.calls
 
 

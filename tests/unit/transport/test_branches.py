@@ -10,7 +10,7 @@ from pipeline.errors import RecordError
 from pipeline.roles.preprocessor import prepare_group
 from pipeline.train.algorithms import POLICY_LOSSES
 from pipeline.train.algorithms.token_advantages import assign_advantages
-from pipeline.train.batching.sequences import Batch, Row, episodes_of
+from pipeline.train.batching.sequences import Batch, TrainSequence, episodes_of
 from pipeline.train.loop.rl import batch_metrics, rows_of
 from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample, decode_record, encode_record
 from tests.fakes.configs import make_config
@@ -149,9 +149,9 @@ def test_a_sequence_is_an_episode() -> None:
 
 
 def test_rows_of_other_prompts_are_other_episodes() -> None:
-    one = Row(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=1, episode=0)
-    other = Row(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=2, episode=0)
-    alone = Row(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=2)
+    one = TrainSequence(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=1, episode=0)
+    other = TrainSequence(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=2, episode=0)
+    alone = TrainSequence(np.zeros(2, np.int32), np.array([0, 1], np.uint8), prompt=2)
     assert episodes_of([one, other, one, alone, alone]) == [0, 1, 0, 3, 4]
 
 
@@ -160,7 +160,7 @@ def test_the_deviation_of_a_batch_counts_an_episode_once() -> None:
     loss = make_config(loss={"name": "reinforce_pp", "advantage": "batch"}).loss
     assert loss.name in POLICY_LOSSES
     rows = [
-        Row(row.tokens, row.sampled, reward, row.logprobs, prompt=3, episode=number)
+        TrainSequence(row.tokens, row.sampled, reward, row.logprobs, prompt=3, episode=number)
         for number, (sample, reward) in enumerate([(a_sample(), 1.0), (ALONE, 0.0)])
         for row in sample.rows()
     ]

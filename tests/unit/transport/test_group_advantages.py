@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.transport.group_advantages import Baseline, advantages, all_alike
+from pipeline.transport.group_advantages import Baseline, advantages, has_zero_variance
 
 BASELINES: tuple[Baseline, ...] = ("group", "group_std", "leave_one_out")
 rewards_of_a_group = st.lists(st.integers(-50, 50).map(lambda tenths: tenths / 10), min_size=2, max_size=12)
@@ -42,7 +42,7 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_the_rewards(baseline: Base
 @pytest.mark.parametrize("baseline", BASELINES)
 @given(reward=st.floats(-1e6, 1e6), count=st.integers(1, 9))
 def test_a_group_that_scores_alike_teaches_exactly_nothing(baseline: Baseline, reward: float, count: int) -> None:
-    assert all_alike([reward] * count)
+    assert has_zero_variance([reward] * count)
     assert advantages([reward] * count, baseline).tolist() == [0.0] * count
 
 

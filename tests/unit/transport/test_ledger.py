@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pipeline.errors import RecordError
-from pipeline.transport.ledger import Ledger, prompt_of
+from pipeline.transport.ledger import Ledger, prompt_at
 
 positions = st.lists(st.integers(0, 40), max_size=60)
 
@@ -66,13 +66,13 @@ def test_news_are_told_once_and_in_order() -> None:
 
 @given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 1000))
 def test_an_epoch_visits_every_prompt_once(size: int, epoch: int, seed: int) -> None:
-    visited = [prompt_of(epoch * size + place, size, seed) for place in range(size)]
+    visited = [prompt_at(epoch * size + place, size, seed) for place in range(size)]
     assert sorted(visited) == list(range(size))
 
 
 def test_epochs_and_seeds_have_different_orders() -> None:
     def order(epoch: int, seed: int) -> list[int]:
-        return [prompt_of(epoch * 100 + place, 100, seed) for place in range(100)]
+        return [prompt_at(epoch * 100 + place, 100, seed) for place in range(100)]
 
     orders = [order(epoch, seed) for epoch in (0, 1) for seed in (0, 1)]
     assert len({tuple(each) for each in orders}) == 4
@@ -80,7 +80,7 @@ def test_epochs_and_seeds_have_different_orders() -> None:
 
 
 def test_the_order_of_prompts_never_changes() -> None:
-    assert [prompt_of(position, 10, seed=7) for position in range(12)] == [3, 2, 1, 8, 7, 5, 6, 0, 4, 9, 2, 7]
+    assert [prompt_at(position, 10, seed=7) for position in range(12)] == [3, 2, 1, 8, 7, 5, 6, 0, 4, 9, 2, 7]
 
 
 class Crashes(RuleBasedStateMachine):

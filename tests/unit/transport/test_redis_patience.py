@@ -11,9 +11,9 @@ import pytest
 
 from pipeline import transport
 from pipeline.errors import StreamError
-from pipeline.run.events import Events, Listener
+from pipeline.run.events import EventPoller, Events
 from pipeline.transport import connect, redis_streams
-from pipeline.transport.ending_patience import SHARE, Ending
+from pipeline.transport.ending_patience import PATIENCE_FRACTION, ShutdownPatience
 from pipeline.utils.subprocesses import hold_port
 from pipeline.utils.waiting import Deadline
 from tests.fakes.clock import FakeClock
@@ -48,13 +48,13 @@ def test_nobody_waits_for_a_lost_redis_once_the_attempt_has_failed(tmp_path: Pat
 def test_an_attempt_that_ends_leaves_most_of_its_grace_to_the_commit(
     tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "Ending", partial(Ending, clock=clock, wall_clock=lambda: 0.0))
+    monkeypatch.setattr(transport, "ShutdownPatience", partial(ShutdownPatience, clock=clock, wall_clock=lambda: 0.0))
     with hold_port() as holder:
         context = redis_context(tmp_path, "7-0", holder.getsockname()[1])
         Events(context.paths).publish("draining", "agent.0", "SIGTERM")
         with pytest.raises(StreamError, match="ConnectionError"):
             connect(context)
-    assert clock.time == pytest.approx(SHARE * context.config.cluster.grace_seconds)
+    assert clock.time == pytest.approx(PATIENCE_FRACTION * context.config.cluster.grace_seconds)
 
 
 @pytest.mark.parametrize(("told_before", "left"), [(0.0, 6.0), (4.0, 2.0), (-3600.0, 6.0), (60.0, 0.0)])
@@ -63,7 +63,7 @@ def test_the_time_that_is_left_counts_from_the_word_to_end_whatever_clock_dates_
 ) -> None:
     """A process that was busy notices it late; an agent's clock may be ahead."""
     clock, events = FakeClock(100.0), Events(redis_context(tmp_path, "7-0", 1).paths)
-    ending = Ending(Listener(events, 1, clock), 24.0, clock, lambda: time.time() + told_before)
+    ending = ShutdownPatience(EventPoller(events, 1, clock), 24.0, clock, lambda: time.time() + told_before)
     assert ending.time_left() == math.inf
     events.publish("draining", "agent.0", "SIGTERM")
     clock.sleep(2.0)

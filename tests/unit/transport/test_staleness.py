@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeline.transport.sample_records import Branch, Group, Sample
-from pipeline.transport.staleness import Gate, Stale, is_refused, lag, young
+from pipeline.transport.staleness import Stale, StalenessGate, is_fresh, is_refused, lag
 
 
-def gate_at(version: int, slowest: int | None, *, prompts: int = 32, max_lag: int = 1) -> Gate:
-    gate = Gate(prompts, max_lag)
+def gate_at(version: int, slowest: int | None, *, prompts: int = 32, max_lag: int = 1) -> StalenessGate:
+    gate = StalenessGate(prompts, max_lag)
     gate.advance(version, slowest)
     return gate
 
@@ -35,7 +35,7 @@ def test_the_worked_example_of_a_group_that_is_awaited_holds() -> None:
 
 
 def test_without_a_server_nothing_is_issued() -> None:
-    assert Gate(32, 1).room(0) == 0
+    assert StalenessGate(32, 1).room(0) == 0
     assert gate_at(5, None).room(0) == 0
 
 
@@ -84,8 +84,10 @@ def a_sample(*versions: int) -> Sample:
 def test_the_tokens_of_weights_that_are_not_too_old_are_young() -> None:
     own, branch = a_sample(3, 4, 5, 5).rows()
     assert own.versions.tolist() == [3, 3, 4, 5]
-    assert [young(own, oldest).tolist() for oldest in (3, 4, 6)] == [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
-    assert (branch.sampled.tolist(), young(branch, 4).tolist()) == ([0, 0, 1], [0, 0, 1]), "what it shares counts once"
+    assert [is_fresh(own, oldest).tolist() for oldest in (3, 4, 6)] == [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
+    assert (branch.sampled.tolist(), is_fresh(branch, 4).tolist()) == ([0, 0, 1], [0, 0, 1]), (
+        "what it shares counts once"
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_without_the_version_of_each_token_the_oldest_of_its_sample_counts() -> 
 class World:
     """A trainer, servers and an actor in miniature: groups are trained in the order of issue."""
 
-    def __init__(self, prompts: int, servers: int, gate: Gate) -> None:
+    def __init__(self, prompts: int, servers: int, gate: StalenessGate) -> None:
         self.prompts, self.gate = prompts, gate
         self.version, self.settled = 0, 0
         self.servers = [0] * servers
@@ -168,7 +170,7 @@ def play(world: World, script: Script) -> None:
 
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(1, 4), scripts)
 def test_groups_trained_in_order_never_exceed_max_lag(prompts: int, max_lag: int, servers: int, script: Script) -> None:
-    world = World(prompts, servers, Gate(prompts, max_lag))
+    world = World(prompts, servers, StalenessGate(prompts, max_lag))
     play(world, script)
     assert max(world.lags, default=0) <= max_lag
 
@@ -177,7 +179,7 @@ def test_groups_trained_in_order_never_exceed_max_lag(prompts: int, max_lag: int
 def test_training_goes_on_from_every_state_that_can_be_reached(
     prompts: int, max_lag: int, servers: int, script: Script
 ) -> None:
-    world = World(prompts, servers, Gate(prompts, max_lag))
+    world = World(prompts, servers, StalenessGate(prompts, max_lag))
     play(world, script)
     before = world.version
     for server in range(servers):
@@ -187,7 +189,7 @@ def test_training_goes_on_from_every_state_that_can_be_reached(
     assert world.version == before + 1
 
 
-class LaxGate(Gate):
+class LaxGate(StalenessGate):
     """The gate as it would be if it forgot that servers are updated after the trainer."""
 
     @property

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pipeline.utils.authenticated_connector import ProvenConnector
+from pipeline.utils.authenticated_connector import AuthenticatedConnector
 from pipeline.utils.authenticated_http import ROUTE
 from tests.fakes.async_server import prove
 from tests.fakes.http_server import PASSWORD
@@ -66,7 +66,7 @@ def test_a_connection_is_proved_once_and_used_again() -> None:
     asked = Asked(prove)
 
     async def story() -> None:
-        connector = ProvenConnector(lambda: PASSWORD)
+        connector = AuthenticatedConnector(lambda: PASSWORD)
         async with TestServer(asked.app()) as server, aiohttp.ClientSession(connector=connector) as http:
             for body in ("a", "b" * 1_000_000, "c"):
                 assert await post(http, server.port or 0, body) == body
@@ -80,7 +80,7 @@ def test_a_server_that_cannot_prove_itself_gets_no_request(answer: Answer) -> No
     asked = Asked(answer)
 
     async def story() -> None:
-        connector = ProvenConnector(lambda: PASSWORD)
+        connector = AuthenticatedConnector(lambda: PASSWORD)
         async with TestServer(asked.app()) as server, aiohttp.ClientSession(connector=connector) as http:
             with pytest.raises(aiohttp.ClientConnectorError):
                 await post(http, server.port or 0, "a")
@@ -105,7 +105,7 @@ def test_a_proof_of_another_server_is_none() -> None:
                     return web.Response(body=await given.read())
 
             between = Asked(pass_on)
-            connector = ProvenConnector(lambda: PASSWORD)
+            connector = AuthenticatedConnector(lambda: PASSWORD)
             async with TestServer(between.app()) as server, aiohttp.ClientSession(connector=connector) as http:
                 with pytest.raises(aiohttp.ClientConnectorError, match="does not know this attempt's secret"):
                     await post(http, server.port or 0, "a")
@@ -127,7 +127,7 @@ def test_a_request_that_is_cancelled_just_as_its_proof_arrives_ends() -> None:
 
         async with (
             TestServer(asked.app()) as server,
-            aiohttp.ClientSession(connector=ProvenConnector(secret)) as http,
+            aiohttp.ClientSession(connector=AuthenticatedConnector(secret)) as http,
         ):
             tasks.append(asyncio.create_task(post(http, server.port or 0, "a")))
             with pytest.raises(asyncio.CancelledError):
@@ -146,7 +146,7 @@ def test_a_request_ends_when_it_is_cancelled_at_whatever_moment() -> None:
         async with TestServer(asked.app()) as server:
             turns = 0
             while not asked.others:
-                connector = ProvenConnector(lambda: PASSWORD)
+                connector = AuthenticatedConnector(lambda: PASSWORD)
                 async with aiohttp.ClientSession(connector=connector) as http:
                     task = asyncio.create_task(post(http, server.port or 0, "a"))
                     for _ in range(turns):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.roles.role_context import RoleContext
-from pipeline.run.events import Events, Listener
+from pipeline.run.events import EventPoller, Events
 from pipeline.run.paths import AttemptPaths
-from pipeline.utils.fs_retry import OUTAGE_SECONDS, Outbox, retry_transient
+from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT, DeferredWrites, retry_transient
 from tests.fakes.agents import RANKS, make_cluster
 from tests.fakes.clock import FakeClock
 from tests.fakes.disk import Disk, Faults, View
@@ -51,7 +51,7 @@ def test_what_cannot_pass_is_raised_at_once() -> None:
 
 def test_what_could_not_be_said_is_said_in_order_once_it_can_be() -> None:
     said: list[int] = []
-    outbox, first = Outbox(), failing(2)
+    outbox, first = DeferredWrites(), failing(2)
     outbox.say(lambda: (first(), said.append(1)))
     outbox.say(lambda: said.append(2))
     assert said == []
@@ -62,7 +62,7 @@ def test_what_could_not_be_said_is_said_in_order_once_it_can_be() -> None:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize("seconds", [0.05, 5.0, OUTAGE_SECONDS - 10])
+@pytest.mark.parametrize("seconds", [0.05, 5.0, FS_OUTAGE_TIMEOUT - 10])
 def test_an_outage_that_passes_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, seconds: float
 ) -> None:
@@ -77,7 +77,7 @@ def test_an_outage_in_which_training_ends_changes_nothing(tmp_path: Path, monkey
 
 
 def test_an_outage_that_lasts_ends_with_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outages = dict.fromkeys(range(RANKS), (100.0, 100.0 + OUTAGE_SECONDS + 15.0))
+    outages = dict.fromkeys(range(RANKS), (100.0, 100.0 + FS_OUTAGE_TIMEOUT + 15.0))
     cluster = make_cluster(tmp_path, {}, outages=outages)
     assert cluster.start(monkeypatch) == ["preempted"] * RANKS
     assert cluster.committed
@@ -87,21 +87,21 @@ def test_an_outage_that_lasts_ends_with_a_commit(tmp_path: Path, monkeypatch: py
 
 
 def test_one_node_without_a_disk_has_all_of_them_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = make_cluster(tmp_path, {}, outages={3: (100.0, 100.0 + OUTAGE_SECONDS + 15.0)})
+    cluster = make_cluster(tmp_path, {}, outages={3: (100.0, 100.0 + FS_OUTAGE_TIMEOUT + 15.0)})
     assert cluster.start(monkeypatch) == ["preempted"] * RANKS
     assert cluster.committed
 
 
 def test_a_listener_never_takes_back_what_it_heard() -> None:
     clock = FakeClock()
-    disk = Disk(clock, Faults(outages={1: (10.0, 10.0 + OUTAGE_SECONDS + 5.0)}))
-    listener = Listener(Events(AttemptPaths(Path(), "r", "a-0"), View(disk, 1)), 1, clock)
+    disk = Disk(clock, Faults(outages={1: (10.0, 10.0 + FS_OUTAGE_TIMEOUT + 5.0)}))
+    listener = EventPoller(Events(AttemptPaths(Path(), "r", "a-0"), View(disk, 1)), 1, clock)
     heard = []
     while clock.time < 200:
         heard.append("draining" in listener.heard())
         clock.sleep(1.0)
     assert heard == sorted(heard)
-    assert heard.index(True) == pytest.approx(9 + OUTAGE_SECONDS, abs=1)
+    assert heard.index(True) == pytest.approx(9 + FS_OUTAGE_TIMEOUT, abs=1)
 
 
 def test_what_is_for_people_alone_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_what_can_never_be_written_is_told_and_holds_nothing_back(capsys: pytest
     def refused() -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    outbox = Outbox()
+    outbox = DeferredWrites()
     outbox.say(refused)
     outbox.say(lambda: said.append("the next"))
     assert said == ["the next"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.utils.http_errors import MOST_CHARACTERS, error_text
+from pipeline.utils.http_errors import MAX_CHARACTERS, error_text
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from pipeline.utils.http_errors import MOST_CHARACTERS, error_text
         (b"[1]", "[1]"),
         (b"Bad \xff gateway", "Bad � gateway"),
         (b"", "Not Found"),
-        (b"x" * 1000, "x" * MOST_CHARACTERS),
+        (b"x" * 1000, "x" * MAX_CHARACTERS),
     ],
 )
 def test_the_words_are_the_servers_own(body: bytes, words: str) -> None:

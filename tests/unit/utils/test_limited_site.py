@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from pipeline.utils import connection_limits
-from pipeline.utils.limited_site import LimitedSite, limit, proved
+from pipeline.utils.limited_site import LimitedSite, is_authenticated, limit_connections
 
 MOST = 4
 
@@ -21,13 +21,13 @@ def with_site(play: Callable[[int], Awaitable[None]]) -> None:
     async def echo(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "key":
             return web.Response(status=401)
-        proved(request)
+        is_authenticated(request)
         return web.Response(body=await request.read())
 
     async def run() -> None:
         app = web.Application(client_max_size=1 << 24)
         app.router.add_post("/", echo)
-        admits = limit(app, "a test", MOST)
+        admits = limit_connections(app, "a test", MOST)
         runner = web.AppRunner(app)
         await runner.setup()
         try:
@@ -70,7 +70,7 @@ def test_the_oldest_strangers_make_room_and_who_has_the_key_stays(said: bytes) -
 def test_a_connection_that_shows_no_key_in_time_is_cut(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connection_limits.Admission.__init__, "__defaults__", (MOST, 0.2))
+    monkeypatch.setattr(connection_limits.ConnectionLimiter.__init__, "__defaults__", (MOST, 0.2))
 
     async def play(port: int) -> None:
         async with aiohttp.ClientSession() as http, AsyncExitStack() as strangers:

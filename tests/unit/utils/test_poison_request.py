@@ -7,11 +7,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pipeline.utils.poison_request import MOST_DEATHS, Suspects, is_dead
+from pipeline.utils.poison_request import MAX_SERVER_CRASHES, PoisonRequestGuard, is_dead
 from pipeline.utils.subprocesses import hold_port
 from tests.patience import WAIT_SECONDS
 
-LAST = MOST_DEATHS - 1
+LAST = MAX_SERVER_CRASHES - 1
 
 
 async def seen(status: int) -> bool:
@@ -46,7 +46,7 @@ def test_a_server_whose_port_is_closed_is_dead() -> None:
         assert asyncio.run(ask(holder.getsockname()[1]))
 
 
-async def order(suspects: Suspects, deaths: int, end_first: Callable[[], Awaitable[None]]) -> list[str]:
+async def order(suspects: PoisonRequestGuard, deaths: int, end_first: Callable[[], Awaitable[None]]) -> list[str]:
     """What two requests do of which the first works until `end_first` returns."""
     log: list[str] = []
 
@@ -67,17 +67,17 @@ async def order(suspects: Suspects, deaths: int, end_first: Callable[[], Awaitab
 
 
 def test_last_tries_go_one_at_a_time() -> None:
-    log = asyncio.run(order(Suspects(), LAST, lambda: asyncio.sleep(0.05)))
+    log = asyncio.run(order(PoisonRequestGuard(), LAST, lambda: asyncio.sleep(0.05)))
     assert log == ["first", "first ends", "second", "second ends", "third", "third ends"]
 
 
 def test_others_do_not_wait() -> None:
-    log = asyncio.run(order(Suspects(), LAST - 1, lambda: asyncio.sleep(0.1)))
+    log = asyncio.run(order(PoisonRequestGuard(), LAST - 1, lambda: asyncio.sleep(0.1)))
     assert log[:3] == ["first", "second", "third"]
 
 
 def test_once_a_request_was_given_up_the_others_go_at_once() -> None:
-    suspects = Suspects()
+    suspects = PoisonRequestGuard()
 
     async def killed() -> None:
         await asyncio.sleep(0.05)

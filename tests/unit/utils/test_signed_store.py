@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
-from pipeline.errors import ForgedError
+from pipeline.errors import SignatureError
 from pipeline.utils.signed_store import SignedStore, sign, signed_objects, verified
 
 
@@ -45,19 +45,19 @@ def test_what_was_signed_is_read_with_the_same_secret_for_the_same_purpose() -> 
 def test_another_secret_purpose_or_body_is_refused(secret: str, purpose: str, change: int) -> None:
     signed = bytearray(sign("secret", "greeting", b"hello"))
     signed[-1] ^= change
-    with pytest.raises(ForgedError, match=f"^{purpose} carries no signature"):
+    with pytest.raises(SignatureError, match=f"^{purpose} carries no signature"):
         verified(secret, purpose, bytes(signed))
 
 
 def test_a_purpose_and_a_body_cannot_be_cut_elsewhere() -> None:
     signed = sign("secret", "ab", b"c")
-    with pytest.raises(ForgedError):
+    with pytest.raises(SignatureError):
         verified("secret", "a", signed[:32] + b"bc")
 
 
 @pytest.mark.parametrize("data", [b"", b"short", bytes(32), pickle.dumps(1)], ids=repr)
 def test_bytes_without_a_signature_are_refused(data: bytes) -> None:
-    with pytest.raises(ForgedError):
+    with pytest.raises(SignatureError):
         verified("secret", "greeting", data)
 
 
@@ -86,14 +86,14 @@ def test_the_first_value_stays_when_it_is_to_be_set_once(ours: SignedStore) -> N
 def test_what_a_stranger_puts_into_the_store_is_not_believed(ours: SignedStore, open_store: TCPStore) -> None:
     ours.set("address of rank 0", "10.0.0.1")
     TCPStore("127.0.0.2", open_store.port, is_master=False).set("address of rank 0", "10.0.0.66")
-    with pytest.raises(ForgedError, match="somebody who is not of the run wrote to its ports"):
+    with pytest.raises(SignatureError, match="somebody who is not of the run wrote to its ports"):
         ours.get("address of rank 0")
 
 
 def test_what_was_signed_for_one_key_is_nothing_under_another(ours: SignedStore, open_store: TCPStore) -> None:
     ours.set("address of rank 0", "10.0.0.1")
     open_store.set("address of rank 1", open_store.get("address of rank 0"))  # type: ignore[arg-type]
-    with pytest.raises(ForgedError, match="address of rank 1"):
+    with pytest.raises(SignatureError, match="address of rank 1"):
         ours.get("address of rank 1")
 
 
@@ -111,7 +111,10 @@ def test_objects_of_collectives_travel_between_those_who_hold_the_secret() -> No
 def test_an_object_of_a_stranger_is_refused_and_not_unpickled(tmp_path: Path) -> None:
     mark = tmp_path / "sprung"
     forged = torch.frombuffer(bytearray(pickle.dumps(Trap(mark))), dtype=torch.uint8)
-    with signed_objects("secret"), pytest.raises(ForgedError, match="an object of a collective carries no signature"):
+    with (
+        signed_objects("secret"),
+        pytest.raises(SignatureError, match="an object of a collective carries no signature"),
+    ):
         distributed_c10d._tensor_to_object(forged, len(forged), None)
     assert not mark.exists()
 

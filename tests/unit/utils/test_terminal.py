@@ -14,11 +14,11 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.rollout.sample_store import KeptSamples, rows_of_group
+from pipeline.rollout.sample_store import SampleStore, records_of_group
 from pipeline.run.first_failure import FirstFailure
 from pipeline.transport.sample_records import Group, PreparedGroup
 from pipeline.utils import shared_files
-from pipeline.utils.terminal import clean_output, console, visible
+from pipeline.utils.terminal import clean_output, console, escape_controls
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 
@@ -72,7 +72,7 @@ def test_rich_draws_past_the_stream_of_a_launcher(capsys: pytest.CaptureFixture[
 
 
 def test_nothing_is_hidden_in_text_that_is_to_be_read() -> None:
-    assert visible("a\tb\nc\x1b[0m\x00\u202e\x9b") == "a\tb\nc␛[0m␀\\u202e\\u009b"
+    assert escape_controls("a\tb\nc\x1b[0m\x00\u202e\x9b") == "a\tb\nc␛[0m␀\\u202e\\u009b"
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def run(tmp_path: Path) -> FakeRun:
     shared_files.write_document(attempt.paths.first_failure, failure)
     run.submit("local1", "local")
     group = Group(position=0, prompt=0, samples=(), failures=(cause,))
-    with KeptSamples(run.paths.rollouts / "train", "local1-0", 1 << 24) as kept:
-        kept.add(rows_of_group(PreparedGroup(group=group, outcome="failed: agent failed"), "agent", "group"))
+    with SampleStore(run.paths.rollouts / "train", "local1-0", 1 << 24) as kept:
+        kept.add(records_of_group(PreparedGroup(group=group, outcome="failed: agent failed"), "agent", "group"))
     return run
 
 

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from pipeline.errors import DeadlineError
-from pipeline.utils.waiting import Deadline, growing_pauses, wait_for, within
+from pipeline.utils.waiting import Deadline, exponential_pauses, run_within, wait_for
 from tests.fakes.clock import FakeClock
 
 
@@ -79,14 +79,14 @@ def test_asynchronous_work_gets_the_same_error():
         await asyncio.Event().wait()
 
     with pytest.raises(DeadlineError, match=r"waited 0\.0 s for a reply"):
-        asyncio.run(within("a reply", never(), 0.01))
+        asyncio.run(run_within("a reply", never(), 0.01))
 
 
 def test_asynchronous_work_in_time_gives_its_result():
     async def answer():
         return 7
 
-    assert asyncio.run(within("a reply", answer(), 5.0)) == 7
+    assert asyncio.run(run_within("a reply", answer(), 5.0)) == 7
 
 
 def test_a_timeout_of_the_work_itself_is_not_taken_for_the_deadline() -> None:
@@ -94,9 +94,9 @@ def test_a_timeout_of_the_work_itself_is_not_taken_for_the_deadline() -> None:
         raise TimeoutError("the work's own")
 
     with pytest.raises(TimeoutError, match="the work's own"):
-        asyncio.run(within("a reply", fails(), 5.0))
+        asyncio.run(run_within("a reply", fails(), 5.0))
 
 
 def test_pauses_grow_to_the_longest_and_stay() -> None:
-    found = list(islice(growing_pauses(0.2, 0.5), 5))
+    found = list(islice(exponential_pauses(0.2, 0.5), 5))
     assert found == pytest.approx([0.2, 0.3, 0.45, 0.5, 0.5])

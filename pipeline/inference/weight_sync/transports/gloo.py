@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from pipeline.errors import ForgedError, WeightSyncError
+from pipeline.errors import SignatureError, WeightSyncError
 from pipeline.utils.listeners import listen_on_held
 from pipeline.utils.signed_store import SignedStore
 from pipeline.utils.waiting import Deadline
@@ -104,10 +104,10 @@ class WeightLayout:
         for name, tensor in tensors:
             parameter, (_, target) = next(expected, (None, ("", buffer)))
             if Parameter.of(name, tensor) != parameter:
-                raise _differ(f"{name!r} came", parameter)
+                raise _layout_difference(f"{name!r} came", parameter)
             target.copy_(tensor.detach(), non_blocking=asynchronous and tensor.is_cuda)
         for parameter, _ in expected:
-            raise _differ("no more came", parameter)
+            raise _layout_difference("no more came", parameter)
         return buffer
 
     def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
@@ -120,7 +120,7 @@ class WeightLayout:
         return buffer[start : start + parameter.bytes].view(parameter.torch_dtype).view(parameter.shape)
 
 
-def host_store(address: str, port: int, password: str, seconds: float) -> Store:
+def create_store(address: str, port: int, password: str, seconds: float) -> Store:
     """The trainer's store, where groups meet, on this address alone; waits in it end after `seconds`.
 
     Anybody who reaches it may read it, but what was not signed with the password is not believed.
@@ -131,7 +131,7 @@ def host_store(address: str, port: int, password: str, seconds: float) -> Store:
     return SignedStore(store, password)
 
 
-def visit_store(address: str, port: int, password: str, seconds: float) -> Store:
+def connect_store(address: str, port: int, password: str, seconds: float) -> Store:
     """A connection to the trainer's store; `WeightSyncError` when there is none within `seconds`."""
     try:
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
@@ -140,20 +140,20 @@ def visit_store(address: str, port: int, password: str, seconds: float) -> Store
     return SignedStore(store, password)
 
 
-def announce(store: Store, name: str, said: str = "") -> None:
+def publish_key(store: Store, name: str, said: str = "") -> None:
     """The server says that it is about to meet the trainer in group `name`, and what the trainer must know of it."""
     store.set(f"{name}/announced", said)
 
 
-def announced(store: Store, name: str) -> str:
+def wait_for_key(store: Store, name: str) -> str:
     """What the server said that announced itself; `WeightSyncError` when the store is lost."""
     try:
         return str(store.get(f"{name}/announced").decode())
-    except (RuntimeError, ForgedError) as error:
+    except (RuntimeError, SignatureError) as error:
         raise WeightSyncError(f"group {name}: the store is lost: {error}") from error
 
 
-def is_announced(store: Store, name: str) -> bool:
+def is_published(store: Store, name: str) -> bool:
     """Whether the server said so; does not wait. `WeightSyncError` when the store is lost."""
     try:
         return bool(store.check([f"{name}/announced"]))
@@ -161,7 +161,7 @@ def is_announced(store: Store, name: str) -> bool:
         raise WeightSyncError(f"group {name}: the store is lost: {error}") from error
 
 
-class Leaving:
+class LeaveSignal:
     """How two members leave their group: neither ends it while the other one may still use it.
 
         the trainer asks the server to leave, and says in the store that nothing of its own is under way
@@ -185,12 +185,12 @@ class Leaving:
         """Wait for the trainer's word; False if it does not come."""
         try:
             self._store.wait([f"{self._name}/leaves"], timedelta(seconds=seconds))
-        except (RuntimeError, ForgedError):
+        except (RuntimeError, SignatureError):
             return False
         return True
 
 
-class Preparing:
+class PreparedSignal:
     """How a server reports that it has prepared what it received.
 
     The trainer asks it to change only then: its engine would wait for the rest between two steps, and generate nothing.
@@ -211,12 +211,12 @@ class Preparing:
         """Wait for that report; False if it does not come."""
         try:
             self._store.wait([f"{self._name}/prepared/{version}"], timedelta(seconds=max(seconds, 0.001)))
-        except (RuntimeError, ForgedError):
+        except (RuntimeError, SignatureError):
             return False
         return True
 
 
-class TransferGroup(Leaving, Preparing):
+class TransferGroup(LeaveSignal, PreparedSignal):
     """Two members that exchange weights. Any error leaves it unusable: drop it and meet again under another name.
 
     Dropping it closes its connections, so the peer's wait ends at once.
@@ -231,7 +231,7 @@ class TransferGroup(Leaving, Preparing):
         try:
             options._devices = [gloo.create_device(hostname=address)]
             self._gloo = gloo(PrefixStore(name, store), rank, 2, options)
-        except (RuntimeError, ForgedError) as error:
+        except (RuntimeError, SignatureError) as error:
             raise WeightSyncError(f"group {name}: the other member did not come: {error}") from error
 
     def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
@@ -267,6 +267,6 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _differ(found: str, expected: Parameter | None) -> WeightSyncError:
+def _layout_difference(found: str, expected: Parameter | None) -> WeightSyncError:
     wanted = f"{expected.name!r} {expected.dtype}{list(expected.shape)}" if expected else "nothing more"
     return WeightSyncError(f"the parameters are not those that were announced: {found} in place of {wanted}")

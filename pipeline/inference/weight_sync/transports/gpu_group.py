@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from pipeline.errors import ForgedError, WeightSyncError
+from pipeline.errors import SignatureError, WeightSyncError
 from pipeline.inference.weight_sync.server_shards import Slice
-from pipeline.inference.weight_sync.transports.gloo import Leaving, Preparing
+from pipeline.inference.weight_sync.transports.gloo import LeaveSignal, PreparedSignal
 from pipeline.utils.waiting import Deadline
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True):
             raise WeightSyncError(f"the server says of itself what cannot be read: {error}") from error
 
 
-class GpuGroup(Leaving, Preparing, ABC):
+class GpuGroup(LeaveSignal, PreparedSignal, ABC):
     """Two members. Any error leaves it unusable: drop it and meet again under another name.
 
     The sender says under a key of its own for each buffer that the bytes are there; only then does the receiver begin.
@@ -87,7 +87,7 @@ class GpuGroup(Leaving, Preparing, ABC):
         try:
             self._store.wait([key], timedelta(seconds=max(deadline.left, 0.001)))
             return read(self._store.get(key))
-        except (RuntimeError, ValueError, ForgedError) as error:
+        except (RuntimeError, ValueError, SignatureError) as error:
             raise WeightSyncError(f"{deadline.awaited}: {error}") from error
 
 

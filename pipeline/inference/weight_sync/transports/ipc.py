@@ -19,7 +19,7 @@ from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, await_
 from pipeline.utils.waiting import Deadline
 
 
-class Mapping(msgspec.Struct, frozen=True, kw_only=True):
+class CudaIpcHandle(msgspec.Struct, frozen=True, kw_only=True):
     """A buffer of another process, in the words of torch's storages (`UntypedStorage._share_cuda_`).
 
     Attributes:
@@ -49,7 +49,7 @@ class IpcGroup(GpuGroup):
     def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
         key = self._next()
         try:
-            mapping = _share(version, buffer)
+            mapping = _export_handle(version, buffer)
         except RuntimeError as error:
             raise WeightSyncError(
                 f"this memory cannot be shared between processes ({error}); "
@@ -65,7 +65,7 @@ class IpcGroup(GpuGroup):
     def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
         key = self._next()
         try:
-            mapping = self._told(key, lambda data: msgspec.json.decode(data, type=Mapping), deadline)
+            mapping = self._told(key, lambda data: msgspec.json.decode(data, type=CudaIpcHandle), deadline)
             self._copy(buffer, mapping, deadline, after)
         except Exception as error:
             self.leave()
@@ -85,10 +85,10 @@ class IpcGroup(GpuGroup):
         self._buffers += 1
         return key
 
-    def _copy(self, buffer: Tensor, mapping: Mapping, deadline: Deadline, after: torch.cuda.Event | None) -> None:
+    def _copy(self, buffer: Tensor, mapping: CudaIpcHandle, deadline: Deadline, after: torch.cuda.Event | None) -> None:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         try:
-            theirs = _map(mapping, self._device)
+            theirs = _open_handle(mapping, self._device)
             with torch.cuda.stream(self._stream):
                 if after is not None:
                     self._stream.wait_event(after)
@@ -99,11 +99,11 @@ class IpcGroup(GpuGroup):
         await_event(done, deadline)
 
 
-def _share(version: int, buffer: Tensor) -> Mapping:
+def _export_handle(version: int, buffer: Tensor) -> CudaIpcHandle:
     """uint8[n] of this process, as another one may map it."""
     storage: Any = buffer.untyped_storage()
     _, handle, size, offset, counter, slot, event, sync = storage._share_cuda_()
-    return Mapping(
+    return CudaIpcHandle(
         version=version,
         handle=handle,
         size=size,
@@ -117,7 +117,7 @@ def _share(version: int, buffer: Tensor) -> Mapping:
     )
 
 
-def _map(mapping: Mapping, device: torch.device) -> Tensor:
+def _open_handle(mapping: CudaIpcHandle, device: torch.device) -> Tensor:
     """uint8[length]: the other process's buffer, in this one."""
     storages: Any = torch.UntypedStorage
     storage = storages._new_shared_cuda(

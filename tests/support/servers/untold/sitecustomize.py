@@ -18,5 +18,5 @@ def note_versions() -> None:
     _note()
 
 
-token_versions._SAYS = "_what_no_release_has"
+token_versions._FIELD = "_what_no_release_has"
 token_versions.note_versions = note_versions
