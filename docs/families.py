@@ -52,6 +52,13 @@ cover the servers: it does not show whether vLLM can serve a family and update i
 |---|---|---:|---:|---|
 """
 
+TAIL = """\
+
+The `gemma3` checkpoints with a vision tower (Gemma 3 4B and 12B) need torchvision in vLLM. A CPU installation \
+without it cannot serve them: the server fails as it starts. Text-only `gemma3_text` checkpoints (Gemma 3 1B) do not \
+need it.
+"""
+
 
 def row(family: str) -> str:
     try:
@@ -92,7 +99,7 @@ def main(arguments: list[str]) -> int:
         print(lines[-1], flush=True)
     if given.families:
         return 0
-    page = HEAD.format(version=transformers.__version__, tolerance=TOLERANCE) + "\n".join(lines) + "\n"
+    page = HEAD.format(version=transformers.__version__, tolerance=TOLERANCE) + "\n".join(lines) + "\n" + TAIL
     if given.check:
         return int(page != PAGE.read_text())
     PAGE.write_text(page)

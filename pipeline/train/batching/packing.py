@@ -231,7 +231,7 @@ def _rank_partitions(
 
 
 def _parts(kin: PrefixGroup, count: int, lengths: Sequence[int], budget: Budget) -> Iterator[PrefixGroup]:
-    """Kin in at least `count` parts, as far as there are rows, each of which a micro-batch holds."""
+    """Prefix groups in at least `count` parts, as far as there are rows, each of which a micro-batch holds."""
     most = -(-len(kin.rows) // count)
     first = used = 0
     for place, row in enumerate(kin.rows):
