@@ -4,7 +4,7 @@ Owns the copies that a save is written from, the thread that makes the memory fo
 them, on one rank. Promises that tensors may change as soon as `stage` returned, that at most one save is under way, and
 that whatever ends it badly is one `CheckpointError`. Must not know models, nor when to save.
 
-On every rank, in the same order, with the one `AsyncSaver` of its `Site`:
+On every rank, in the same order, with the one `AsyncSaver` of its `RankState`:
 
     saver.expect("policy", worker.state())                    # early: memory for the copies
     saver.stage("policy", worker.state())                     # only this holds training up

@@ -1,7 +1,7 @@
 """Rank 0 of the trainer, whatever it trains: its numbers, how it hears the end, and how it tells it.
 
-Owns what an attempt that trains a run's own steps (`session`) and one that does the jobs of files (`job_session`) have
-in common. Must not know what is trained.
+Owns what an attempt that trains a run's own steps (`session`) and one that does the jobs of files (`offline_session`)
+have in common. Must not know what is trained.
 """
 
 import signal

@@ -122,26 +122,26 @@ class RunSession(Rank0):
 
     @property
     def intact(self) -> bool:
-        """See `runner.Book`."""
+        """See `train_loop.ProgressRecorder`."""
         return not self._dispatch.broken
 
     @property
     def crowded(self) -> bool:
-        """See `runner.Book`."""
+        """See `train_loop.ProgressRecorder`."""
         return self._peers is not None and self._peers.crowded
 
     @property
     def committing(self) -> bool:
-        """See `runner.Book`."""
+        """See `train_loop.ProgressRecorder`."""
         return self._commits.under_way
 
     @property
     def commit_seconds(self) -> float:
-        """See `runner.Book`."""
+        """See `train_loop.ProgressRecorder`."""
         return self._commits.seconds
 
     def commit(self, job: Job, done: int, wait: bool) -> None:
-        """See `runner.Book`."""
+        """See `train_loop.ProgressRecorder`."""
         self._sinks.flush()
         covered = self._peers.begin_commit() if self._peers else ()
         self._commits.commit(job, done, covered, wait)
@@ -156,7 +156,7 @@ class RunSession(Rank0):
             log.error("the commit that was under way failed too: %s", second)
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """See `runner.Book`."""
+        """See `train_loop.ProgressRecorder`."""
         idle = self._peers.idle_fractions() if self._peers else {}
         self._sinks.log("train", job.name, step, {**metrics, **idle})
         self._context.report("ready", f"{job.name} step {step} of {job.steps}", **self._numbers)

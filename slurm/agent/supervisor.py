@@ -4,9 +4,9 @@ Owns starting, watching and stopping this rank's roles. Promises that the loop w
 which fails after it was ready is started again, up to `inference.restarts` times, once nothing is left of its group and
 after a pause that grows; that the first other failure on any rank stops every role of every rank, a trainer that is
 ready after it had time to commit (`cluster.grace_seconds`; as long as it needs where a launcher waits for it); that an
-orderly end comes down in the order of `lifecycle.SHUTDOWN_ORDER`; that when `run` returns nothing it started is alive,
-but for what the kernel itself cannot end; that what other ranks tell may be seen `lateness` later and changes no end;
-and that a disk which fails for a while is tolerated (`pipeline.utils.fs_retry`). Must not know what a role does.
+orderly end comes down in the order of `role_lifecycle.SHUTDOWN_ORDER`; that when `run` returns nothing it started is
+alive, but for what the kernel itself cannot end; that what other ranks tell may be seen `lateness` later and changes no
+end; and that a disk which fails for a while is tolerated (`pipeline.utils.fs_retry`). Must not know what a role does.
 
     end = Supervisor(contexts, f"agent.{rank}", paths, config.cluster).run()
 """

@@ -12,6 +12,7 @@ Tolerances, float32 against float64 (`training_truth.FLOAT32`): log-probabilitie
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -169,30 +170,17 @@ def test_the_full_product_computes_what_the_oracle_does(ranks: int, models: Path
         check(computed[case], models, case, ranks)
 
 
-@pytest.mark.trial
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_a_mixture_whose_experts_are_spread_computes_what_the_oracle_does(
-    ranks: int, models: Path, tmp_path: Path
-) -> None:
-    computed = run_ranks(models, ranks, tmp_path / "results", "mixtures", seconds=1400)
-    for case in mixture_cases(ranks):
-        check(computed[case], models, case, ranks)
+TRIALS = {"mixtures": mixture_cases, "context": context_cases, "compiled": compiled_cases}
+"""What a trial of one list of cases is called, and its cases on so many ranks."""
 
 
 @pytest.mark.trial
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_share_lines_compute_what_the_oracle_does(ranks: int, models: Path, tmp_path: Path) -> None:
-    computed = run_ranks(models, ranks, tmp_path / "results", "context", seconds=1400)
-    for case in context_cases(ranks):
-        check(computed[case], models, case, ranks)
-
-
-@pytest.mark.trial
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_compiled_layers_compute_what_the_oracle_does(ranks: int, models: Path, tmp_path: Path) -> None:
-    computed = run_ranks(models, ranks, tmp_path / "results", "compiled", seconds=1400)
-    for case in compiled_cases(ranks):
+@pytest.mark.parametrize(
+    ("trial", "ranks"),
+    [*product(["mixtures"], WORLDS), *product(["context"], [2, 4]), *product(["compiled"], [1, 2])],
+)
+def test_all_cases_of_a_list_compute_what_the_oracle_does(trial: str, ranks: int, models: Path, tmp_path: Path) -> None:
+    computed = run_ranks(models, ranks, tmp_path / "results", trial, seconds=1400)
+    for case in TRIALS[trial](ranks):
         check(computed[case], models, case, ranks)

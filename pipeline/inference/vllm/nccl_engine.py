@@ -131,7 +131,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
             self.shutdown()
 
     def leave(self) -> bool:
-        """Drop the group once the trainer has said that it leaves it; whether it has (`wire.Leaving`)."""
+        """Drop the group once the trainer has said that it leaves it; whether it has (`gloo.LeaveSignal`)."""
         heard = self._group is None or self._group.hear_leaving()
         self.shutdown()
         return heard

@@ -180,7 +180,7 @@ class ServerSync:
             self._drop()
 
     def _leave(self, control: ServerAdminClient, deadline: Deadline) -> None:
-        """Have the server end its part of the groups, which `Leaving` explains."""
+        """Have the server end its part of the groups, which `LeaveSignal` explains."""
         control.begin("/collective_rpc", deadline, method="leave_weights")
         for group in self._groups:
             group.say_leaving()

@@ -149,11 +149,11 @@ def _log_failures(dispatch: RankGroup, told: JobLog) -> Iterator[None]:
 
 
 class JobExecution:
-    """One execution of one job, and its `runner.Book`.
+    """One execution of one job, and its `train_loop.ProgressRecorder`.
 
     Attributes:
         done: the steps that it did or found committed.
-        commit_seconds: see `runner.Book`.
+        commit_seconds: see `train_loop.ProgressRecorder`.
     """
 
     def __init__(
@@ -249,21 +249,21 @@ class JobExecution:
 
     @property
     def intact(self) -> bool:
-        """See `runner.Book`."""
+        """See `train_loop.ProgressRecorder`."""
         return not self._dispatch.broken
 
     @property
     def crowded(self) -> bool:
-        """See `runner.Book`; packed rows wait for no commit."""
+        """See `train_loop.ProgressRecorder`; packed rows wait for no commit."""
         return False
 
     @property
     def committing(self) -> bool:
-        """See `runner.Book`; every commit is durable when `commit` returns."""
+        """See `train_loop.ProgressRecorder`; every commit is durable when `commit` returns."""
         return False
 
     def commit(self, job: Job, done: int, wait: bool) -> None:
-        """See `runner.Book`; always durable."""
+        """See `train_loop.ProgressRecorder`; always durable."""
         self._observer.committing()
         began = time.monotonic()
         self._state.commit(done)
@@ -271,7 +271,7 @@ class JobExecution:
         self._observer.committed()
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """See `runner.Book`."""
+        """See `train_loop.ProgressRecorder`."""
         self.done = step
         self._tell("step", step=step, of=job.steps, **metrics)
         self._observer.stepped(job, step, metrics)
