@@ -25,8 +25,9 @@ from pipeline.environments.task_calls import TaskCalls
 from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import DeadlineError, TaskError
-from pipeline.rollout.sample_rollout import GenerateFunction, Rollout, Sampling, completion_of, roll_out, to_sample
+from pipeline.rollout.sample_rollout import Rollout, Sampling, completion_of, roll_out, to_sample
 from pipeline.rollout.sample_store import SampleRecord, records_of_evaluation
+from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.sample_records import ASKED, EVALUATED, EvalRequest, EvalResult, Sample, mean_metrics
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Evaluation:
         task: Task,
         calls: TaskCalls,
         chat: ChatTokenizer,
-        servers: GenerateFunction,
+        servers: InferenceClient,
         config: RunConfig,
         keep: Callable[[list[SampleRecord]], None] = lambda rows: None,
     ) -> None:

@@ -16,7 +16,6 @@ from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.task_calls import RenderedPrompt, TaskCalls
 from pipeline.errors import TaskError
 from pipeline.rollout.sample_rollout import (
-    GenerateFunction,
     Rollout,
     Sampling,
     completion_of,
@@ -24,6 +23,7 @@ from pipeline.rollout.sample_rollout import (
     roll_out,
     to_sample,
 )
+from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.ledger import prompt_at
 from pipeline.transport.sample_records import Group, Sample
 
@@ -50,7 +50,7 @@ class GroupBuilder:
     """Makes the group of a position."""
 
     def __init__(
-        self, task: Task, calls: TaskCalls, chat: ChatTokenizer, servers: GenerateFunction, config: RunConfig
+        self, task: Task, calls: TaskCalls, chat: ChatTokenizer, servers: InferenceClient, config: RunConfig
     ) -> None:
         """The episodes of `task` run here; its prompts and rewards are had by `calls`."""
         rollout = config.rollout

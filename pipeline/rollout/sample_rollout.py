@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import DeadlineError, EpisodeError, RolloutError
 from pipeline.rollout.gateway.episode_endpoint import LOOPBACK, Endpoint
 from pipeline.rollout.pausable_timeout import PausableTimeout
+from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.sample_records import MAX_VERSION_OFFSET, Branch, Sample
 
 LONG_PROMPT = 2000
@@ -34,23 +35,6 @@ CLEAN_UP_SECONDS = 5.0
 """For what a task still does in a sample that is abandoned; after that its group no longer waits for it."""
 MAX_IDS = 1 << 31
 """Token ids that a record can hold: the bound where a model's config does not say its vocabulary."""
-
-
-class GenerateFunction(Protocol):
-    """The inference client, as far as a rollout uses it."""
-
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        *,
-        n: int,
-        temperature: float,
-        max_tokens: int,
-        stop_token_ids: Sequence[int],
-        top_p: float = 1.0,
-        top_k: int = 0,
-    ) -> Sequence[Turn]:
-        """`n` continuations of `token_ids`; `RolloutError` for a request that can never work."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +66,7 @@ class Sampler:
 
     def __init__(
         self,
-        servers: GenerateFunction,
+        servers: InferenceClient,
         calls: TaskCalls,
         chat: ChatTokenizer,
         sampling: Sampling,
@@ -193,7 +177,7 @@ async def roll_out(
     task: Task,
     calls: TaskCalls,
     chat: ChatTokenizer,
-    servers: GenerateFunction,
+    servers: InferenceClient,
     sampling: Sampling,
     asked: RenderedPrompt,
     count: int,

@@ -13,6 +13,7 @@
 | `sample_queue`, `fair_queue` | requests to sample; which of them is sent to the servers next |
 | `sampler`, `generate_requests` | requests to the servers; their form, and that of the answers |
 | `completions`, `forwarding` | OpenAI's requests and answers; how they are passed on to the servers |
+| `work_schedule` | what the trainer works on next |
 | `request_queue`, `turns` | the order of a model's requests; whose turn it is |
 | `heartbeats` | which sessions are silent |
 | `tinker_wire`, `json_limits` | protobuf to records, and back; how many values a body may have |

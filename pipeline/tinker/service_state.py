@@ -7,10 +7,10 @@ until a commit covers it, while the checkpoints that it reads stay. Must not kno
 made.
 
 A commit may turn out to be damaged when it is needed, so requests are kept until the commit after it is durable. What
-nobody needs any more is dropped by the rules of `pipeline.tinker.retention`.
+nobody needs any more is dropped by the rules of `pipeline.tinker.retention`; which request a trainer gets next is for
+`pipeline.tinker.work_schedule` to say.
 """
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from pipeline.tinker.durable_store import FAILURE_BYTES, Statement, Store
 from pipeline.tinker.entities import Model, Session
 from pipeline.tinker.garbage import drop_models, drop_requests, drop_sessions
 from pipeline.tinker.heartbeats import Heartbeats
-from pipeline.tinker.model_requests import GONE, UNLOAD_SEQ, ModelEntry, Request, bodies, results, unload_work
+from pipeline.tinker.model_requests import GONE, UNLOAD_SEQ, ModelEntry, Request, bodies, results
 from pipeline.tinker.request_queue import ModelQueue
 from pipeline.tinker.restore import restore_entries
 from pipeline.tinker.tinker_records import (
@@ -36,20 +36,16 @@ from pipeline.tinker.tinker_records import (
     Create,
     Failed,
     Load,
-    Pass,
     Result,
     Save,
     SaveResult,
-    Work,
     WorkResult,
     encode,
 )
-from pipeline.tinker.turns import RoundRobin
 from pipeline.tinker.usage import UsageMeter
+from pipeline.tinker.work_schedule import RECENT_BYTES, WorkSchedule
 
 MAX_DELIVERIES = 3
-RECENT_BYTES = 1 << 26
-"""Bodies that no trainer got yet, and results that no client got, that are in memory too; of each so many bytes."""
 
 
 class ModelRegistry:
@@ -60,15 +56,11 @@ class ModelRegistry:
         self.sessions, self.models, self.requests = restore_entries(kept, clock())
         self._written_silent = {session for session, _ in kept.facts("silent")}
         self.heartbeats = Heartbeats(clock, self._written_silent)
-        self.heartbeats.subscribers.append(lambda session, is_silent: self.news.set())
+        self.schedule = WorkSchedule(kept, self.models, self.heartbeats)
         self.on_lapsed: Callable[[str, str], None] = lambda session, why: None
         """Called with a session that nobody was heard of for so long that its requests are given up, and why."""
-        self.news = asyncio.Event()
-        """Set when a trainer may have something to do."""
-        self._turns = RoundRobin()
-        self._strangers: list[str] = []
-        """Models that the trainer has, and that are gone here."""
-        self._bodies, self._results = ByteLru(RECENT_BYTES), ByteLru(RECENT_BYTES)
+        self._results = ByteLru(RECENT_BYTES)
+        """Of those that no client got yet."""
         self.shelf = CheckpointCatalog(kept, clock, self._is_read)
         self.usage = UsageMeter(kept, clock)
 
@@ -102,7 +94,7 @@ class ModelRegistry:
                 live.unloading = True
                 if lapsed:
                     live.queue.clear()
-                self._wake(live)
+                self.schedule.wake(live)
 
     def model(self, owner: Owner, id: str) -> ModelEntry:
         live = self.models.get(id)
@@ -115,7 +107,7 @@ class ModelRegistry:
         fact = msgspec.structs.replace(live.fact, unloading=True)
         await self._store.keep(_model_fact(fact))
         live.fact, live.unloading = fact, True
-        self._wake(live)
+        self.schedule.wake(live)
 
     # Requests
 
@@ -183,9 +175,9 @@ class ModelRegistry:
         if failure:
             request.finish(failure, self._clock())
         else:
-            self._bodies.put(request.id, written)
+            self.schedule.remember(request, written)
         request.kept.set()
-        self._wake(live)
+        self.schedule.wake(live)
         return request
 
     async def _known(self, live: ModelEntry, seq: int) -> Request | None:
@@ -209,55 +201,6 @@ class ModelRegistry:
         return found
 
     # Work
-
-    def next_work(self) -> bytes | None:
-        """What a trainer is to do next, encoded; None while there is nothing. Sessions take turns, and their models; a
-        step that waits belongs to the turn of the pass before it, since gradients between two turns have to be put
-        away. What a silent session has asked for waits until it is heard of again."""
-        if self._strangers:
-            return encode(unload_work(self._strangers.pop()))
-        for id in self._turns.order():
-            live = self.models[id]
-            session = live.fact.session
-            if self.heartbeats.is_silent(session) and not live.unloading:
-                continue
-            work = self._next_of(live)
-            if work is not None:
-                stays = isinstance(work.body, Pass) and self._step_waits(live)
-                self._turns.took(session, id, stays=stays)
-                return encode(work)
-            if live.lost or live.fact.gone or live.queue.idle:
-                self._turns.discard(session, id)
-        return None
-
-    def _step_waits(self, live: ModelEntry) -> bool:
-        request = live.requests.get(live.queue.ready) if live.queue.ready is not None else None
-        return request is not None and request.steps and request.redone
-
-    def _wake(self, live: ModelEntry) -> None:
-        """Have a model be looked at for work."""
-        self._turns.add(live.fact.session, live.fact.id)
-        self.news.set()
-
-    def _next_of(self, live: ModelEntry) -> Work | None:
-        if live.fact.gone:
-            return None
-        if live.lost:
-            return unload_work(live.fact.id) if live.unloading else None
-        while (seq := live.queue.next(time.monotonic())) is not None:
-            request = live.requests[seq]
-            if not request.redone:
-                continue
-            body = self._bodies.get(request.id) or self._store.body(request.id)
-            self._bodies.drop(request.id)
-            if body is None:
-                live.lost = f"model {live.fact.id} is lost: request {seq} is not kept any more"
-                return self._next_of(live)
-            request.deliveries, request.handed = request.deliveries + 1, time.monotonic()
-            return Work(request.id, live.fact.id, seq, bodies.decode(body), bool(request.answered))
-        if live.unloading and live.queue.idle:
-            return unload_work(live.fact.id)
-        return None
 
     async def finish(self, done: WorkResult) -> None:
         """Keep the result of a request, unless it has one; then its client hears of it."""
@@ -296,7 +239,7 @@ class ModelRegistry:
     async def attach(self, cursors: dict[str, int]) -> None:
         """A trainer came, whose models have these requests behind them: what they lack is handed out again."""
         there = {id: live for id, live in self.models.items() if not live.fact.gone}
-        self._strangers = [id for id in cursors if id not in there]
+        self.schedule.unknown_models = [id for id in cursors if id not in there]
         for live in there.values():
             cursor = cursors.get(live.fact.id, -1)
             later = [] if self._is_given_up(live) else [seq for seq in sorted(live.requests) if seq > cursor]
@@ -306,8 +249,8 @@ class ModelRegistry:
                 live.lost = f"model {live.fact.id} is lost: the trainer has an older commit than is kept here"
             for seq in later:
                 await self._give_up_poison(live.requests[seq])
-            self._wake(live)
-        self.news.set()
+            self.schedule.wake(live)
+        self.schedule.news.set()
 
     def _is_given_up(self, live: ModelEntry) -> bool:
         """Whether nobody will ask for anything that a trainer would do for a model, but to forget it."""
@@ -385,7 +328,7 @@ class ModelRegistry:
         for id in await drop_sessions(self._store, self.sessions, self.models, self.shelf, now):
             self.heartbeats.forget(id)
         for live in await drop_models(self._store, self.models, self.sessions, self.shelf):
-            self._turns.discard(live.fact.session, live.fact.id)
+            self.schedule.discard(live)
         await self.shelf.remove_expired()
 
     def _is_read(self, folder: str) -> bool:

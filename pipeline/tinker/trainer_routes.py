@@ -108,13 +108,13 @@ class TrainerRoutes:
     async def _await_work(self, seconds: float, epoch: int) -> bytes | None:
         end = time.monotonic() + seconds
         while epoch == self._epoch:
-            self._registry.news.clear()
-            work = self._registry.next_work()
+            self._registry.schedule.news.clear()
+            work = self._registry.schedule.next_work()
             left = end - time.monotonic()
             if work is not None or left <= 0:
                 return work
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._registry.news.wait(), min(left, _LOOK_SECONDS))
+                await asyncio.wait_for(self._registry.schedule.news.wait(), min(left, _LOOK_SECONDS))
         return None
 
     def _admit(self, request: web.Request) -> None:

@@ -14,7 +14,7 @@ from pipeline.errors import RolloutError, TaskError
 from pipeline.rollout.eval_rollouts import Evaluation
 from pipeline.rollout.group_rollout import FailureStreak, GroupBuilder
 from pipeline.rollout.issue_queue import IssueQueue
-from pipeline.rollout.sample_rollout import GenerateFunction
+from pipeline.rollout.server_pool import InferenceClient
 from pipeline.rollout.time_fractions import TimeFraction
 from pipeline.transport.sample_records import EvalRequest, Group
 from tests.fakes.configs import make_config
@@ -69,7 +69,7 @@ def config(**rollout: Any) -> RunConfig:
     )
 
 
-def a_builder(task: Task, servers: GenerateFunction, **rollout: Any) -> GroupBuilder:
+def a_builder(task: Task, servers: InferenceClient, **rollout: Any) -> GroupBuilder:
     return GroupBuilder(task, InlineCalls(task), CHAT, servers, config(**rollout))
 
 
