@@ -63,6 +63,11 @@ def checked_body(route: str, body: Mapping[str, Any], most: int) -> dict[str, An
     return asked
 
 
+def sequences_of(body: Mapping[str, Any]) -> int:
+    """How many sequences a checked body takes at a server: those of each prompt; a chat is one prompt."""
+    return len(_prompts(body.get("prompt"))) * int(body.get("n", 1))
+
+
 def wants_usage(body: Mapping[str, Any]) -> bool:
     """Whether a stream ends with the usage; `ApiError` for options that are not served."""
     options = body.get("stream_options")
@@ -143,12 +148,17 @@ def _check_template(switches: Any) -> None:
 
 
 def _check_prompts(prompt: Any, choices: int, most: int) -> None:
-    many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-    prompts = prompt if many else [prompt]
+    prompts = _prompts(prompt)
     if not prompt or not all(isinstance(each, str) or (each and _are_ids(each)) for each in prompts):
         raise ApiError("prompt: expected a text, a list of token ids, or a list of such; none may be empty")
     if len(prompts) * choices > most:
         raise ApiError(f"{len(prompts)} prompts with n={choices}; expected {most} completions at most")
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """Each prompt of one field: a text, token ids, or several of either."""
+    many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    return prompt if many else [prompt]
 
 
 def _are_ids(value: Any) -> bool:

@@ -1,16 +1,17 @@
 """Requests of OpenAI's API, passed on to the servers that sample.
 
-Owns the tries of one such request: which failures are tried again, and for how long. Promises that a server which ends
-before the first part of an answer costs the client nothing but time, that no part is sent twice, and that closing the
-generator ends the request on the server. Must not know the fields of a request, or whose it is.
+Owns the tries of one such request: which failures are tried again, and for how long. Promises that a request waits for
+its turn among those of all sessions and keys; that a server which ends before the first part of an answer costs the
+client nothing but time; that no part is sent twice; and that closing the generator ends the request on the server. Must
+not know the fields of a request.
 
-    async with aclosing(forwarder.parts(CHAT, folder, body)) as parts:
+    async with forwarder.turn(key, sequences), aclosing(forwarder.parts(CHAT, folder, body)) as parts:
         async for part in parts: …         # `stream`: the data of each event; else the whole answer, once
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ import aiohttp
 from pipeline.errors import one_line
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.generate_requests import adapter_name
-from pipeline.tinker.sampler import RequestRefused, SampleServers, Server, ServerDied, ServerUnhealthy
+from pipeline.tinker.sample_queue import SampleQueue
+from pipeline.tinker.sampler import RequestRefused, Server, ServerDied, ServerUnhealthy
 from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -58,8 +60,22 @@ class _Tries:
 class Forwarder:
     """Passes requests on to the servers of a queue of samples."""
 
-    def __init__(self, sampling: SampleServers) -> None:
+    def __init__(self, sampling: SampleQueue) -> None:
         self._sampling = sampling
+
+    @asynccontextmanager
+    async def turn(self, key: str, sequences: int) -> AsyncIterator[None]:
+        """Entered while a request of so many sequences may be at the servers. All requests of a key's name wait as
+        those of one session do; `NoServerError` if there is no server for `HOLD_SECONDS`."""
+        async with self._sampling.turn(f"openai {key}", sequences) as turn:  # no session's id has a space
+            while not turn.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(HOLD_SECONDS):
+                        await turn.wait()
+                        break
+                if self._sampling.waits_for_servers:
+                    raise NoServerError("no server is there now; ask again")
+            yield
 
     async def parts(self, route: str, folder: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The answer to `body`, whose model is the adapter of a folder (empty: the base).

@@ -8,7 +8,10 @@ Must not know HTTP's front, models' training, or how a server is asked.
 """
 
 import asyncio
+import itertools
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -70,6 +73,9 @@ class SampleQueue(SampleServers):
         self._store, self._fair = kept, FairQueue()
         self._per_server = limits.samples + limits.samples // 8  # so that a server has the next one when one ends
         self._jobs: dict[str, _Job] = {}
+        self._turns: dict[str, asyncio.Event] = {}
+        """Of requests that are not stored, by their ids in the queue; set from when one may be sent to a server."""
+        self._numbers = itertools.count()
 
     async def start(self) -> None:
         """Know what was accepted before this process; it is done once a client asks what became of it."""
@@ -109,8 +115,7 @@ class SampleQueue(SampleServers):
                 raise OverLimitError("the store took nothing just now; ask again", 429)
             self._enqueue(id, known)
             return id
-        if not self._fair.has_room(tinker_paths.session_of(sampler.id), MAX_WAITING):
-            raise OverLimitError(f"{MAX_WAITING} samples wait", 429)
+        self._check_room(tinker_paths.session_of(sampler.id))
         given = SampleRequest(sampler.id, seq, folder, body, sampler.owner)
         checked_request(body, self._limits)
         written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
@@ -123,6 +128,28 @@ class SampleQueue(SampleServers):
         job.is_stored = True
         self._enqueue(id, job)
         return id
+
+    @asynccontextmanager
+    async def turn(self, session: str, size: int) -> AsyncIterator[asyncio.Event]:
+        """Have a request that is not stored wait among the samples: the event is set once `size` sequences of it may
+        be at the servers. They count as in flight until the context is left, which also gives up a turn that has not
+        come. `OverLimitError` with status 429 where too many wait.
+
+            async with queue.turn("openai ada", 1) as turn:
+                await turn.wait()
+                …                       # ask a server
+        """
+        self._check_room(session)
+        id = f"{session}:{next(self._numbers)}"
+        self._turns[id] = asyncio.Event()
+        self._fair.add(session, id, size)
+        self._start_next()
+        try:
+            yield self._turns[id]
+        finally:
+            del self._turns[id]
+            self._fair.remove(id)
+            self._start_next()
 
     async def result(self, id: str) -> bytes | Failed:
         """The answer as protobuf, or why there is none."""
@@ -169,8 +196,15 @@ class SampleQueue(SampleServers):
             self._fair.add(job.session, id, job.size)
             self._start_next()
 
+    def _check_room(self, session: str) -> None:
+        if not self._fair.has_room(session, MAX_WAITING):
+            raise OverLimitError(f"{MAX_WAITING} samples wait", 429)
+
     def _start_next(self) -> None:
         while (id := self._fair.next()) is not None:
+            if id in self._turns:
+                self._turns[id].set()
+                continue
             job = self._jobs[id]
             job.task = asyncio.create_task(self.answer(id, job.given), name=f"sample {id}")
             job.task.add_done_callback(partial(self._answered, id, job))

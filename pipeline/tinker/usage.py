@@ -31,8 +31,8 @@ class Usage(msgspec.Struct):
         trained_tokens: input tokens of passes with gradients.
         scored_tokens: input tokens of passes without.
         trainer_seconds: between the hand-out of a request to the trainer and its result.
-        sampling_seconds: between the question to a server and its answer; OpenAI's routes add the wait for a server.
-            Requests that a server works on at once add up.
+        sampling_seconds: between the question to a server and its answer. Requests that a server works on at once
+            add up.
     """
 
     requests: int = 0

@@ -1,7 +1,8 @@
 """OpenAI's API over the models that can be sampled from.
 
-A model's name is a `tinker://` path of `save_weights_for_sampler`, or the base's. A request lives as long as its
-connection: nothing of it is stored, and a client that hangs up ends it on the server."""
+A model's name is a `tinker://` path of `save_weights_for_sampler`, or the base's. A request waits for its turn
+among the samples of all sessions. It lives as long as its connection: nothing of it is stored, and a client that hangs
+up, or stops reading its stream, ends it on the server, or gives up its turn."""
 
 import asyncio
 import logging
@@ -21,6 +22,7 @@ from pipeline.tinker.completions import (
     completion_json,
     error_body,
     read_part,
+    sequences_of,
     wants_usage,
 )
 from pipeline.tinker.forwarding import CHAT, COMPLETION, Forwarder, ForwardingFailed, NoServerError
@@ -38,6 +40,8 @@ MAX_OPEN = 1024
 """Requests of one owner that are worked on at once."""
 LOOK_SECONDS = 0.5
 """Between two looks whether a client that waits for a whole answer is still there."""
+STALL_SECONDS = 60.0
+"""How long a client may read nothing of its stream."""
 _TEXT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -122,7 +126,8 @@ class OpenAiRoutes:
             raise ApiError(f"{owner.name} has {MAX_OPEN} requests open, which is all it may have", 429)
         self._open[owner.name] = self._open.get(owner.name, 0) + 1
         try:
-            async with aclosing(self._counted(owner, self._parts(route, folder, asked, body["model"]))) as parts:
+            answer = self._parts(route, folder, asked, body["model"])
+            async with aclosing(self._counted(owner, sequences_of(asked), answer)) as parts:
                 if asked.get("stream"):
                     return await _streamed(request, parts, body["model"], usage=usage)
                 part = await _while_connected(request, anext(parts))
@@ -133,18 +138,19 @@ class OpenAiRoutes:
                 del self._open[owner.name]
 
     async def _counted(
-        self, owner: Owner, parts: AsyncGenerator[dict[str, Any], None]
+        self, owner: Owner, sequences: int, parts: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The same parts; what they used is counted at the end, also of a stream whose client hangs up."""
-        usage, started = None, time.monotonic()
-        try:
-            async with aclosing(parts):
+        """The same parts, from when it is their turn; what they used is counted at the end, also of a stream whose
+        client hangs up."""
+        async with aclosing(parts), self._forwarder.turn(owner.name, sequences):
+            usage, started = None, time.monotonic()
+            try:
                 async for part in parts:
                     usage = part.get("usage") or usage
                     yield part
-        finally:
-            if usage is not None:
-                self._registry.usage.count(owner.name, usage_of_answer(usage, time.monotonic() - started))
+            finally:
+                if usage is not None:
+                    self._registry.usage.count(owner.name, usage_of_answer(usage, time.monotonic() - started))
 
     async def _parts(
         self, route: str, folder: str, asked: Mapping[str, Any], model: str
@@ -179,12 +185,18 @@ async def _streamed(
         await answer.write_eof()
     except ConnectionError:
         log.info("a client hung up in the middle of a stream")
+    except TimeoutError:
+        log.info("a client read nothing of its stream for %g s", STALL_SECONDS)
+        if request.transport is not None:
+            request.transport.abort()
     return answer
 
 
 async def _write(answer: web.StreamResponse, event: Mapping[str, Any] | None) -> None:
+    """`TimeoutError` if the client does not read: its request has a place at the servers that others wait for."""
     if event is not None:
-        await answer.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        async with asyncio.timeout(STALL_SECONDS):
+            await answer.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
 
 async def _while_connected(request: web.Request, first: Any) -> dict[str, Any]:

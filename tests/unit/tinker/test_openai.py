@@ -1,136 +1,19 @@
-"""OpenAI's routes of the front, over servers that are scripted here."""
+"""OpenAI's routes of the front: which models there are, what is asked of servers, and what becomes of failures."""
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from pipeline.tinker import forwarding
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.completions import checked_body, wants_usage
 from pipeline.tinker.forwarding import CHAT, COMPLETION
-from pipeline.tinker.tinker_records import ServerFacts
-from pipeline.utils.authenticated_http import ROUTE
 from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES
-from tests.fakes.async_server import prove
-from tests.fakes.http_server import PASSWORD
-from tests.unit.tinker.front_case import ADA, BOB, Client, with_front
-
-MESSAGES = [{"role": "user", "content": "1+1"}]
-USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
-
-
-class Script:
-    """A server with the routes of vLLM's OpenAI API."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.answers: list[Answer] = []
-        """What answers the next requests; then `whole` and `streamed` do."""
-        self.let_go = asyncio.Event()
-        """Set when a client of a request that hangs has gone."""
-
-    async def start(self) -> str:
-        app = web.Application()
-        app.router.add_get(ROUTE, prove)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._health)
-        app.router.add_post("/v1/load_lora_adapter", self._load)
-        for route in (CHAT, COMPLETION):
-            app.router.add_post(route, self._answer)
-        self._server = TestServer(app)
-        await self._server.start_server()
-        return f"127.0.0.1:{self._server.port}"
-
-    async def stop(self) -> None:
-        await self._server.close()
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=self.health)
-
-    health = 200
-
-    async def _load(self, request: web.Request) -> web.Response:
-        self.asked.append((request.path, await request.json()))
-        return web.Response(text="ok")
-
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.asked.append((request.path, body))
-        if self.answers:
-            return await self.answers.pop(0)(request, body)
-        return await (streamed if body.get("stream") else whole)(request, body)
-
-    async def hang(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            self.let_go.set()
-        return web.Response()
-
-
-async def whole(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    choice = {"index": 0, "message": {"role": "assistant", "content": "2"}, "finish_reason": "stop"}
-    return web.json_response({"id": "x", "model": body["model"], "choices": [choice], "usage": USAGE})
-
-
-async def streamed(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return await _stream(request, body, ("1", "2" * 200_000), whole=True)
-
-
-async def torn(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return await _stream(request, body, ("1",), whole=False)
-
-
-async def dead(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
-async def _stream(request: web.Request, body: dict[str, Any], texts: tuple[str, ...], *, whole: bool) -> Any:
-    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await answer.prepare(request)
-    for text in texts:
-        event = {"model": body["model"], "choices": [{"index": 0, "delta": {"content": text}}], "usage": USAGE}
-        await answer.write(b": keep-alive\n\ndata: " + json.dumps(event).encode() + b"\n\n")
-    if not whole:
-        return await dead(request, body)
-    await answer.write(b"data: " + json.dumps({"model": body["model"], "choices": [], "usage": USAGE}).encode())
-    await answer.write(b"\n\ndata: [DONE]\n\n")
-    return answer
-
-
-def with_script(tmp_path: Path, play: Callable[[Client, Script], Awaitable[None]]) -> None:
-    async def run(client: Client) -> None:
-        script = Script()
-        client.sampling.use(ServerFacts((await script.start(),), PASSWORD))
-        try:
-            await play(client, script)
-        finally:
-            await script.stop()
-
-    with_front(tmp_path, run)
-
-
-async def ask(client: Client, body: dict[str, Any], key: str = "tml-ada", route: str = CHAT) -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {key}"}
-    async with client.http.post(route, json=body, headers=headers) as answer:
-        return answer.status, await answer.json()
-
-
-async def events(client: Client, body: dict[str, Any]) -> list[Any]:
-    async with client.http.post(CHAT, json={"stream": True, **body}, headers=ADA) as answer:
-        assert (answer.status, answer.content_type) == (200, "text/event-stream")
-        lines = (await answer.text()).split("\n\n")
-    assert lines.pop() == ""
-    return [line.removeprefix("data: ") if "[DONE]" in line else json.loads(line[6:]) for line in lines]
+from tests.unit.tinker.front_case import ADA, BOB, Client
+from tests.unit.tinker.openai_case import MESSAGES, USAGE, Script, ask, dead, events, torn, with_script
 
 
 def test_a_path_of_its_owner_is_a_model_and_nobody_elses(tmp_path: Path) -> None:
