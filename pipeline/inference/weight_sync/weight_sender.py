@@ -155,6 +155,7 @@ class WeightSender:
         self._seats = [_ServerSlot(ServerSync(server, meeting, config, on_change)) for server in servers]
         self._changed = Condition()
         self._payload: WeightSnapshot | None = None
+        self._layout: WeightLayout | None = None
         self._round: _SyncRound | None = None
         self._broken: BaseException | None = None
         self._closing = False
@@ -175,15 +176,18 @@ class WeightSender:
         sent. `parameters` are read once, one by one, from any device: an iterator that makes them needs memory for one,
         if `layout` says beforehand what it makes; without it, the first version's are all held while they are packed.
         May be called while an earlier version is on its way: a server that did not begin it skips it, one that is busy
-        with it takes this one afterwards.
+        with it takes this one afterwards. The earlier version's memory is free before this one is packed, unless a
+        server is busy with it.
         """
         started = time.monotonic()
-        if self._payload is not None:
-            layout = self._payload.layout
-        elif layout is None:
-            parameters = list(parameters)
-            layout = WeightLayout.of(parameters)
-        payload = self._packed(version, layout, parameters)
+        with self._changed:
+            self._payload = None
+        if self._layout is None:
+            if layout is None:
+                parameters = list(parameters)
+                layout = WeightLayout.of(parameters)
+            self._layout = layout
+        payload = self._packed(version, self._layout, parameters)
         with self._changed:
             self._payload = payload
             self._round = _SyncRound(version, self._seats, self._config.update_seconds)
@@ -280,17 +284,21 @@ class WeightSender:
         """A server's thread: bring it to the newest weights whenever it is not there."""
         try:
             while not self._closing:
-                payload = self._next(seat)
-                if payload is not None:
-                    self._bring(seat, payload)
-                else:
-                    seat.link.verify()
+                self._look_after(seat)
             self._leave(seat)
         except BaseException as error:
             with self._changed:
                 self._broken = error
                 self._changed.notify_all()
             raise
+
+    def _look_after(self, seat: _ServerSlot) -> None:
+        """Bring what there is to bring. The thread refers to no version, which is memory, once this returns."""
+        payload = self._next(seat)
+        if payload is not None:
+            self._bring(seat, payload)
+        else:
+            seat.link.verify()
 
     def _next(self, seat: _ServerSlot) -> WeightSnapshot | None:
         """The weights to bring; None when it is time to look after the server, or to close."""

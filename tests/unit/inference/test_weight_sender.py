@@ -58,6 +58,20 @@ def test_closing_gives_the_last_version_back() -> None:
     assert buffer() is None
 
 
+def test_the_memory_of_a_version_that_every_server_has_is_free_before_the_next_is_packed() -> None:
+    """Else the trainer holds two versions at each publication, each of the size of the model."""
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], patience=WAIT_SECONDS) as sender:
+        sender.publish(1, WEIGHTS)
+        assert sender._payload is not None
+        buffer = weakref.ref(sender._payload.buffer)
+
+        def next_weights() -> Iterator[tuple[str, torch.Tensor]]:
+            wait_for("the first version's memory to be free", lambda: buffer() is None, WAIT_SECONDS)
+            yield from WEIGHTS
+
+        sender.publish(2, next_weights())
+
+
 @contextmanager
 def a_sender(
     servers: str | list[str],

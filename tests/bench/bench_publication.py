@@ -1,0 +1,130 @@
+"""What a publication of weights takes: memory of each trainer rank beyond its shard, time, and bytes a second.
+
+    python -m tests.bench.bench_publication [--ranks 1 2 4] [--updates 5]
+
+Makes a model of some 300 MB in bfloat16 in a temporary folder, then a world of each size, which publishes over gloo to
+a stand-in for a server: the same routes and groups as vLLM's, without a model. Prints for each world the most private
+memory of each rank (MiB, `RssAnon` read every 2 ms) beyond its float32 shard, at the first version and at later ones;
+and of the later ones the median milliseconds that `start` holds up the trainer, those until the server has the version,
+and the GB/s that the server receives meanwhile. Exits with 1 if later versions take a tenth of the model more memory
+than the first.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from pipeline.config import InferenceConfig
+from pipeline.inference.weight_sync.server_sync import MeetingPoint
+from pipeline.inference.weight_sync.weight_sender import WeightSender
+from pipeline.train.batching.packing import Budget
+from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loop.weight_publisher import WeightPublisher
+from pipeline.utils.subprocesses import hold_port
+from tests.bench.bench_loading import MIB, init, make_model, watched
+from tests.bench.tables import judge, markdown
+from tests.fakes.http_server import PASSWORD
+
+COLUMNS = ("ranks", "rank", "shard", "first, beyond", "later, beyond", "start ms", "update ms", "GB/s")
+MODEL_MIB = 300
+SERVER = """
+import sys
+from tests.fakes.weight_server import WeightServer
+with WeightServer("127.0.0.5") as server:
+    print(server.endpoint, flush=True)
+    sys.stdin.read()
+"""
+Row = tuple[int, float, float, float, float, float, float]
+
+
+def measure(dispatch: RankGroup, model: Path, server: str, updates: int) -> list[Row]:
+    """A row for each rank."""
+    init(dispatch, model.parent / "tiny", "random", "bfloat16")
+    dispatch.remove_model("policy")
+    none: list[int] = []
+    with watched(dispatch, none):
+        pass
+    init(dispatch, model, "random", "bfloat16")
+    first, later, starts, wholes = list[int](), list[int](), list[float](), list[float]()
+    with hold_port() as holder:
+        meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], PASSWORD)
+        with WeightSender([server], meeting, InferenceConfig(), 60.0, lambda server, version: None) as sender:
+            publisher = WeightPublisher(dispatch, sender, lambda: None)
+            with watched(dispatch, first):
+                publisher.start(0)
+                publisher.settle()
+            with watched(dispatch, later):
+                for version in range(1, updates + 1):
+                    began = time.monotonic()
+                    publisher.start(version)
+                    starts.append(1000 * (time.monotonic() - began))
+                    publisher.settle()
+                    wholes.append(1000 * (time.monotonic() - began))
+    size = dispatch.layout("policy").bytes
+    start, whole = statistics.median(starts), statistics.median(wholes)
+    rows = []
+    for rank, memory in enumerate(dispatch.memory()):
+        shard = memory["policy"].model
+        beyond = [(most[rank] - none[rank] - shard) / MIB for most in (first, later)]
+        rows.append((rank, shard / MIB, *beyond, start, whole, size / whole / 1e6))
+    return rows
+
+
+def rank_main(given: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    disable_progress_bar()
+
+    def lead(dispatch: RankGroup) -> None:
+        command = [sys.executable, "-c", SERVER]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            endpoint = server.stdout.readline().strip()
+            rows = measure(dispatch, given.model, endpoint, given.updates)
+            given.out.write_text(json.dumps(rows))
+
+    run_controller_or_worker(lead, Budget(4096))
+
+
+def world(ranks: int, folder: Path, updates: int) -> list[Row]:
+    """What torchrun's ranks measure."""
+    out = folder / f"{ranks}.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    own = ["-m", "tests.bench.bench_publication", "--model", str(folder / "model"), "--out", str(out)]
+    own += ["--updates", str(updates)]
+    subprocess.run([sys.executable, *launcher, *own], check=True, timeout=300)
+    rows: list[Row] = json.loads(out.read_text())
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.model:
+        rank_main(given)
+        return 0
+    table = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder) / "model")
+        make_model(Path(folder) / "tiny", size=64, layers=1)
+        for ranks in given.ranks:
+            table += [(ranks, *row) for row in world(ranks, Path(folder), given.updates)]
+    print(markdown(COLUMNS, table))
+    leaks = [row[4] - row[3] for row in table if row[1] == 0]
+    return judge("later versions take no more memory of rank 0 than the first", max(leaks) < MODEL_MIB / 10)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
