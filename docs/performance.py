@@ -309,7 +309,7 @@ def _way(way: str) -> str:
     """The variant with the keys that were the defaults of `grpo` at the time, where they have an effect."""
     if not way.startswith("max_lag=") or way == "max_lag=0":
         return way
-    then = ("loss.proximal=behaviour", "loss.correction=none")
+    then = ("loss.proximal=sampler", "loss.correction=none")
     return " ".join([way, *(key for key in then if key.partition("=")[0] not in way)])
 
 

@@ -52,23 +52,23 @@ class RollcallError(Exception):
 class ConfigError(RollcallError):
     """A config key is unknown or its value is wrong.
 
-    Attributes name the `key`, the `value` found, what was `expected`, and how to `mend` it; the message is all four
+    Attributes name the `key`, the `value` found, what was `expected`, and how to `hint` it; the message is all four
     on one line.
     """
 
     exit_code = 2
 
-    def __init__(self, key: str, value: Any, expected: str, mend: str = "") -> None:
-        self.key, self.value, self.expected, self.mend = key, value, expected, mend
+    def __init__(self, key: str, value: Any, expected: str, hint: str = "") -> None:
+        self.key, self.value, self.expected, self.hint = key, value, expected, hint
         text = f"{key}={value!r}: expected {expected}"
-        super().__init__(f"{text}; {mend}" if mend else text)
+        super().__init__(f"{text}; {hint}" if hint else text)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.key, self.value, self.expected, self.mend)
+        return type(self), (self.key, self.value, self.expected, self.hint)
 
 
 class PlanError(ConfigError):
-    """The plan asks for more than the resources hold; `mend` says which number to change."""
+    """The plan asks for more than the resources hold; `hint` says which number to change."""
 
 
 class RunStateError(ConfigError):

@@ -73,9 +73,9 @@ def mark_checkpointed(paths: AttemptPaths) -> bool:
     The checkpoint is durable whatever becomes of the mark.
     """
     try:
-        paths.committed.touch()
+        paths.checkpointed.touch()
     except OSError as error:
-        log.warning("%s is made with the next commit: %s", paths.committed, error)
+        log.warning("%s is made with the next commit: %s", paths.checkpointed, error)
         return False
     return True
 
@@ -144,8 +144,8 @@ def skipped_rows(checkpoint: Checkpoint) -> list[str]:
 
 
 def _lost_state(root: str, found: str) -> CheckpointError:
-    mend = "move it away and start the run over with resume=scratch, or give the job another optimizer_state"
-    return CheckpointError(f"optimizer_state {root}: {found}; restore it, or {mend}")
+    hint = "move it away and start the run over with resume=scratch, or give the job another optimizer_state"
+    return CheckpointError(f"optimizer_state {root}: {found}; restore it, or {hint}")
 
 
 def _digest(root: str) -> str:

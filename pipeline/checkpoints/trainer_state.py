@@ -74,5 +74,5 @@ def decode_state(data: bytes, where: str) -> TrainerState:
             return msgspec.msgpack.decode(data, type=TrainerState)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{where} is no trainer state: {error}") from error
-    mend = "go on with the Rollcall that wrote it, or start anew elsewhere"
-    raise CheckpointError(f"{where} has version {version}; this code reads version {STATE_VERSION}; {mend}")
+    hint = "go on with the Rollcall that wrote it, or start anew elsewhere"
+    raise CheckpointError(f"{where} has version {version}; this code reads version {STATE_VERSION}; {hint}")

@@ -87,19 +87,19 @@ def check_mini_batches(config: RunConfig, prompts: int, says: str) -> None:
         raise ConfigError("training.mini_batches", parts, expected, "change one of the two")
 
 
-def check_address(key: str, url: str, mend: str) -> None:
+def check_address(key: str, url: str, hint: str) -> None:
     """`ConfigError` unless `url` is an absolute path, or a URL that all nodes see alike and fsspec can open."""
     protocol, is_url, place = url.partition("://")
     if url.startswith("/"):
         return
     if not is_url or protocol == "memory":
-        raise ConfigError(key, url, "a URL, or an absolute path, that all nodes see alike", mend)
+        raise ConfigError(key, url, "a URL, or an absolute path, that all nodes see alike", hint)
     if not place.strip("/"):
-        raise ConfigError(key, url, f"a bucket or a folder after {protocol}://", mend)
+        raise ConfigError(key, url, f"a bucket or a folder after {protocol}://", hint)
     try:
         fsspec.get_filesystem_class(protocol)
     except (ValueError, ImportError) as error:
-        raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {mend}") from None
+        raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {hint}") from None
 
 
 def _a_phase_is_configured(config: RunConfig) -> None:
@@ -118,8 +118,8 @@ def _a_phase_is_configured(config: RunConfig) -> None:
         if config.has_rollouts or config.has_sft or config.serve.enabled:
             raise ConfigError("evaluation.alone", True, "a run that does nothing else", "use launchers/evaluate.py")
     elif not config.has_rollouts and not config.has_sft and not config.serve.enabled:
-        mend = "set it, or training.warm_start.steps for SFT alone"
-        raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", mend)
+        hint = "set it, or training.warm_start.steps for SFT alone"
+        raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", hint)
 
 
 def _epochs_are_of_data(config: RunConfig) -> None:
@@ -134,8 +134,8 @@ def _epochs_are_of_data(config: RunConfig) -> None:
 def _data_is_trained(config: RunConfig) -> None:
     data = config.data
     if data.path and not config.has_sft:
-        mend = "set training.warm_start.epochs, or for RL task.options.path"
-        raise ConfigError("data.path", data.path, "nothing without supervised fine-tuning", mend)
+        hint = "set training.warm_start.epochs, or for RL task.options.path"
+        raise ConfigError("data.path", data.path, "nothing without supervised fine-tuning", hint)
     for key in ("eval_path", "eval_split", "eval_rows"):
         if getattr(data, key) and not data.path:
             raise ConfigError(f"data.{key}", getattr(data, key), "nothing without data.path", "set that too")
@@ -162,17 +162,17 @@ def _shared_gpus_have_room(config: RunConfig) -> None:
         raise ConfigError("resources.share_gpus", True, "false with resources.device=cpu", "leave it out")
     if wanted.share_gpus and memory > MAX_COLOCATED_SHARE:
         expected = f"at most {MAX_COLOCATED_SHARE} with resources.share_gpus, since the trainer needs the rest"
-        mend = "--dry-run says what the trainer needs; 0.4 is a good start"
-        raise ConfigError("inference.gpu_memory", memory, expected, mend)
+        hint = "--dry-run says what the trainer needs; 0.4 is a good start"
+        raise ConfigError("inference.gpu_memory", memory, expected, hint)
 
 
 def _trainer_processes_have_one_gpu(config: RunConfig) -> None:
-    gpus, mend = config.resources.trainer.gpus, "set it, and resources.trainer.processes"
+    gpus, hint = config.resources.trainer.gpus, "set it, and resources.trainer.processes"
     if config.resources.device == "cuda" and gpus != 1:
         expected = "1 with resources.device=cuda: each process of the trainer computes on one GPU"
-        raise ConfigError("resources.trainer.gpus", gpus, expected, mend)
+        raise ConfigError("resources.trainer.gpus", gpus, expected, hint)
     if gpus > 1:
-        raise ConfigError("resources.trainer.gpus", gpus, "0 or 1 for each process of the trainer", mend)
+        raise ConfigError("resources.trainer.gpus", gpus, "0 or 1 for each process of the trainer", hint)
 
 
 def _slurm_keys_need_slurm(config: RunConfig) -> None:
@@ -210,8 +210,8 @@ def _kl_has_a_gradient(config: RunConfig) -> None:
     loss = config.loss
     if loss.kl and loss.kl_in == "loss" and loss.kl_estimator == "k1":
         expected = "k2 or k3 with loss.kl_in=loss: as a term of the loss, the gradient of k1 has mean zero"
-        mend = "set loss.kl_estimator=k2, whose gradient is that of the KL, or loss.kl_in=reward"
-        raise ConfigError("loss.kl_estimator", "k1", expected, mend)
+        hint = "set loss.kl_estimator=k2, whose gradient is that of the KL, or loss.kl_in=reward"
+        raise ConfigError("loss.kl_estimator", "k1", expected, hint)
 
 
 def _teacher_logprobs_are_used(config: RunConfig) -> None:
@@ -286,8 +286,8 @@ def _samples_fit_micro_batches(config: RunConfig) -> None:
         least, cp = -(-length // training.mesh.cp), training.mesh.cp
         of_each = f"model.max_length ({length})" + (f" / training.mesh.cp ({cp})" if cp > 1 else "")
         expected = f"at least {of_each}, so that every sample fits"
-        mend = f"raise it to {least} or lower model.max_length"
-        raise ConfigError("training.micro_batch_tokens", training.micro_batch_tokens, expected, mend)
+        hint = f"raise it to {least} or lower model.max_length"
+        raise ConfigError("training.micro_batch_tokens", training.micro_batch_tokens, expected, hint)
 
 
 def _eval_sets_have_servers(config: RunConfig) -> None:
@@ -313,9 +313,9 @@ def _groups_fit_streams(config: RunConfig) -> None:
 
 
 def _checkpoints_can_be_kept(config: RunConfig) -> None:
-    mend = "see docs/checkpoints.md, or leave it empty: then they are in the run directory"
+    hint = "see docs/checkpoints.md, or leave it empty: then they are in the run directory"
     if config.training.checkpoints:
-        check_address("training.checkpoints", config.training.checkpoints, mend)
+        check_address("training.checkpoints", config.training.checkpoints, hint)
 
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (

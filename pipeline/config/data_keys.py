@@ -75,8 +75,8 @@ def refuse_overlap(train: SourceConfig, held_out: SourceConfig, section: str) ->
     same = _whole(train.path) == _whole(held_out.path) and base_split(train.split) == base_split(held_out.split)
     if same and not ("[" in train.split and "[" in held_out.split):
         expected = f"other rows than those of split={train.split}"
-        mend = "name another split, or slices of both, as train[:90%] and train[90%:]"
-        raise ConfigError(f"{section}.eval_split", held_out.split, expected, mend)
+        hint = "name another split, or slices of both, as train[:90%] and train[90%:]"
+        raise ConfigError(f"{section}.eval_split", held_out.split, expected, hint)
 
 
 def located_data(data: DataConfig) -> DataConfig:

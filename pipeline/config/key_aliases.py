@@ -100,7 +100,7 @@ _VERL: Mapping[str, tuple[str, ...]] = {
     "lam": ("loss.trace",),
     "logger": ("tracking.wandb",),
     "lora_rank": ("model.lora.rank",),
-    "loss_agg_mode": ("loss.normalise",),
+    "loss_agg_mode": ("loss.normalize",),
     "loss_mode": ("loss",),
     "lr_warmup_steps": ("optim.warmup_steps",),
     "lr_warmup_steps_ratio": ("optim.warmup_steps",),

@@ -30,11 +30,11 @@ def model_directory(model: ModelConfig) -> Path:
         raise _error(model, "a config.json with a model_type", "copy the one that belongs to the model there")
     first = initial_weights(model)
     if model.lora.rank and first == "random":
-        mend = "train a base first and set model.path to it, with model.init=pretrained"
-        raise ConfigError("model.init", "random", "pretrained below adapters, whose base servers have from disk", mend)
+        hint = "train a base first and set model.path to it, with model.init=pretrained"
+        raise ConfigError("model.init", "random", "pretrained below adapters, whose base servers have from disk", hint)
     if first == "pretrained" and not _has_weights(directory):
-        mend = "put the weights there, or start from random ones with model.init=random"
-        raise _error(model, "*.safetensors in that directory", mend)
+        hint = "put the weights there, or start from random ones with model.init=random"
+        raise _error(model, "*.safetensors in that directory", hint)
     return directory.resolve()
 
 
@@ -141,8 +141,8 @@ def _settings(model: ModelConfig, directory: Path) -> dict[str, Any]:
     return settings
 
 
-def _error(model: ModelConfig, expected: str, mend: str) -> ConfigError:
-    return ConfigError("model.path", model.path, expected, mend)
+def _error(model: ModelConfig, expected: str, hint: str) -> ConfigError:
+    return ConfigError("model.path", model.path, expected, hint)
 
 
 def is_built_in(path: str) -> bool:

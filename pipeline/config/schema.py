@@ -80,9 +80,9 @@ class LossConfig(Section):
         "`batch`: reward whitened over the batch; `group_batch`: reward minus the group mean, whitened over the "
         "batch; `gae`: with a critic's values.",
     )
-    proximal: Literal["behaviour", "recompute"] = Field(
-        "behaviour",
-        description="Policy in the denominator of the ratio. `behaviour`: the policy that sampled; `recompute`: the "
+    proximal: Literal["sampler", "recompute"] = Field(
+        "sampler",
+        description="Policy in the denominator of the ratio. `sampler`: the policy that sampled; `recompute`: the "
         "trainer's policy at the start of the step, whose log-probabilities are recomputed if a batch takes several "
         "optimizer steps.",
     )
@@ -99,7 +99,7 @@ class LossConfig(Section):
     clip_high: Annotated[float, Field(ge=0)] = Field(
         0.2, description="The ratio is clipped from above at 1 + clip_high."
     )
-    normalise: Literal["token", "sequence", "prompt", "fixed"] = Field(
+    normalize: Literal["token", "sequence", "prompt", "fixed"] = Field(
         "token", description="Unit of the mean in each step's loss; `fixed` divides by samples × model.max_length."
     )
     kl: Annotated[float, Field(ge=0)] = Field(

@@ -47,10 +47,10 @@ class ServeConfig(Section):
         description="Time after its last use at which a snapshot of one sampling client may be removed. The newest "
         "eight of each model stay.",
     )
-    commit_steps: Positive = Field(
+    checkpoint_steps: Positive = Field(
         20,
         description="Optimizer steps, over all models, between the service's checkpoints; more if checkpoints take "
         "too long.",
     )
-    commit_seconds: Seconds = Field(60, description="Longest time after a step until a checkpoint covers it.")
+    checkpoint_seconds: Seconds = Field(60, description="Longest time after a step until a checkpoint covers it.")
     restarts: NotNegative = Field(100, description="On one machine: largest number of restarts of a failed trainer.")

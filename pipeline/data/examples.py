@@ -102,8 +102,8 @@ def _chosen_columns(there: tuple[str, ...], columns: ColumnsConfig, section: str
     named = {key: getattr(columns, key) for key in ColumnsConfig.model_fields}
     for key in sorted(columns.model_fields_set):
         if named[key] not in there and named[key] != ColumnsConfig.model_fields[key].default:
-            mend = closest_match(named[key], list(there))
-            raise ConfigError(f"{section}.{key}", named[key], "a column of the dataset", mend)
+            hint = closest_match(named[key], list(there))
+            raise ConfigError(f"{section}.{key}", named[key], "a column of the dataset", hint)
     own = {key for key, field in ColumnsConfig.model_fields.items() if named[key] != field.default}
     asked = bool(own & {"prompt", "completion"}) and "messages" not in own  # a named column wins over one that is there
     if named["messages"] in there and not (asked and named["prompt"] in there):

@@ -63,7 +63,7 @@ def open_rows(source: SourceConfig, section: str = "data") -> Rows:
     try:
         return _open_here(path, source) if path.exists() else _open_hub(source)
     except ConfigError as error:
-        raise ConfigError(f"{section}.{error.key}", error.value, error.expected, error.mend) from None
+        raise ConfigError(f"{section}.{error.key}", error.value, error.expected, error.hint) from None
     except Exception as error:  # noqa: BLE001 the library's errors are of every kind: all mean that it cannot be read
         raise _error(section, source, error) from None
 

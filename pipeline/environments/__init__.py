@@ -123,8 +123,8 @@ def _option_error(error: ValidationError, options: type[TaskOptions]) -> ConfigE
     key = f"task.options.{place}" if place else "task.options"
     if details["type"] == "extra_forbidden":
         known = list(options.model_fields)
-        mend = closest_match(place, known) if known else "this task has no options; ~task.options removes them"
-        return ConfigError(key, details["input"], "a known option", mend)
+        hint = closest_match(place, known) if known else "this task has no options; ~task.options removes them"
+        return ConfigError(key, details["input"], "a known option", hint)
     expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     field = options.model_fields.get(str(details["loc"][0])) if details["loc"] else None
     return ConfigError(key, details["input"], expected, (field.description or "") if field else "")

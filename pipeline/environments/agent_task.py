@@ -97,7 +97,7 @@ class AgentTask(Task):
             self._of = load_task(source, seed)
         except ConfigError as error:
             key = error.key.replace("task.", "task.options.of.", 1)
-            raise ConfigError(key, error.value, error.expected, error.mend) from None
+            raise ConfigError(key, error.value, error.expected, error.hint) from None
 
     def __len__(self) -> int:
         return len(self._of)
@@ -116,7 +116,7 @@ class AgentTask(Task):
         return self._of.demonstration(index)
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        if not self._of.scores:
+        if not self._of.has_reward:
             raise ValueError(NO_REWARD)
         return self._of.reward(prompt, text)
 
@@ -202,7 +202,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
         for left in _descendants() - before:
             with suppress(psutil.Error):
                 left.kill()
-        said = words.said()
+        said = words.text()
         process.stdout.close()
     return "" if code == 0 else ": ".join(filter(None, (describe_exit(code), said)))
 
@@ -220,7 +220,7 @@ class OutputTail(Thread):
             while more := os.read(self._descriptor, 1 << 16):
                 self._kept = (self._kept + more)[-TAIL_BYTES:]
 
-    def said(self) -> str:
+    def text(self) -> str:
         """The last line that is not empty."""
         self.join(DRAIN_SECONDS)
         lines = self._kept.decode(errors="replace").split("\n")

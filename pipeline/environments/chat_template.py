@@ -95,12 +95,14 @@ class ChatTemplate:
         except Exception as error:  # what Python raises for the template's own expressions
             raise TemplateError(f"{type(error).__name__}: {error}") from error
 
-    def reply(self, messages: Sequence[Message], told: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def render_observation(
+        self, messages: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
         """What the template writes after a turn of the policy that follows `messages`: the end of the turn, then
         `told`, up to where the policy speaks again. `ValueError` when it does not write what a turn says."""
         turn = _TURN_MARKS[-1]  # in the place of what was said, whose tokens are known and not to be made again
         said: Message = {"role": "assistant", "content": turn}
-        _, found, after = self.render([*messages, said, *told], tools).partition(turn)
+        _, found, after = self.render([*messages, said, *new_messages], tools).partition(turn)
         if not found or turn in after:
             raise ValueError("the chat template does not write each turn once")
         return after
@@ -125,8 +127,8 @@ class ChatTemplate:
         beside = directory / "chat_template.jinja"
         template = beside.read_text() if beside.is_file() else self._settings.get("chat_template")
         if not isinstance(template, str):
-            mend = "put chat_template.jinja there"
-            raise ConfigError("model.path", str(directory), "a model with one chat template", mend)
+            hint = "put chat_template.jinja there"
+            raise ConfigError("model.path", str(directory), "a model with one chat template", hint)
         return template
 
 

@@ -49,17 +49,17 @@ class ChatTokenizer:
         prompt = self.prompt(shown.prompt.messages, shown.prompt.tools)
         return [*prompt, *self.encode(shown.answer), self.stop_token_ids[0]], len(prompt)
 
-    def reply(
+    def encode_observation(
         self,
         messages: Sequence[Message],
-        told: Sequence[Message],
+        new_messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         ended: bool = True,
     ) -> list[int]:
         """Token ids that follow the token which ended the policy's turn after `messages`: the rest of the turn's end,
         `told`, and the head of the next turn. A turn that was cut off has not `ended`: then that token comes first."""
-        after = self.template.reply(messages, told, tools)
+        after = self.template.render_observation(messages, new_messages, tools)
         for end in self.stops if ended else ():
             if after.lstrip().startswith(end):
                 after = after.lstrip().removeprefix(end)

@@ -69,7 +69,7 @@ class Code(Dataset):
     name = "code"
     Options = CodeOptions
     options: CodeOptions
-    scores = True
+    has_reward = True
 
     @property
     def runs_code(self) -> bool:

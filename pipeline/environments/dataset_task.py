@@ -58,7 +58,7 @@ class Dataset(Task):
     name = "dataset"
     Options = DatasetOptions
     options: DatasetOptions
-    scores = False
+    has_reward = False
 
     def __init__(self, options: DatasetOptions, seed: int) -> None:
         super().__init__(options, seed)
@@ -90,8 +90,8 @@ class Dataset(Task):
         if asked is None:
             expected = f"a dataset of 2 rows or more, one of which is held out; {self.options.split} has {rows}"
             raise ConfigError(f"{SECTION}.path", self.options.path, expected, f"set {SECTION}.eval_path, or add rows")
-        mend = f"lower it, leave it out, or set {SECTION}.eval_split or eval_path"
-        raise ConfigError(f"{SECTION}.eval_rows", asked, f"less than the {rows} rows of the dataset", mend)
+        hint = f"lower it, leave it out, or set {SECTION}.eval_split or eval_path"
+        raise ConfigError(f"{SECTION}.eval_rows", asked, f"less than the {rows} rows of the dataset", hint)
 
     @cached_property
     def _held_out(self) -> list[Prompt]:
@@ -107,4 +107,4 @@ class Dataset(Task):
         if system and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": system}, *messages)
         columns = dict(example.columns)
-        return Prompt(messages, columns=columns, plain=self.options.plain, tools=example.conversation.tools)
+        return Prompt(messages, columns=columns, as_text=self.options.plain, tools=example.conversation.tools)

@@ -84,7 +84,7 @@ class Episode:
     version_max: int = -1
     turns: int = 0
     server: str = ""
-    said: tuple[Mapping[str, Any], ...] = ()
+    conversation: tuple[Mapping[str, Any], ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     branches: tuple[EpisodeBranch, ...] = ()
     reward: float | None = None
@@ -100,7 +100,7 @@ class Episode:
         """True until a turn was cut off."""
         return self.finish == "stop"
 
-    def act(self, turn: Turn, text: str) -> "Episode":
+    def append_turn(self, turn: Turn, text: str) -> "Episode":
         """The episode with a turn of the policy, whose text is `text`."""
         first = self.turns == 0
         return replace(
@@ -117,7 +117,7 @@ class Episode:
             versions=(*self.versions, *turn.versions),
         )
 
-    def observe(self, tokens: Sequence[int]) -> "Episode":
+    def append_observation(self, tokens: Sequence[int]) -> "Episode":
         """The episode with tokens that the policy reads but did not sample (a tool's answer, the next question)."""
         return replace(
             self,

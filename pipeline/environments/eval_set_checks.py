@@ -37,4 +37,4 @@ def _keys_below(prefix: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{prefix}{error.key}", error.value, error.expected, error.mend) from error
+        raise ConfigError(f"{prefix}{error.key}", error.value, error.expected, error.hint) from error

@@ -186,8 +186,8 @@ def _truth(columns: Mapping[str, Any]) -> Any:
 def trl_arguments(prompt: Prompt, answers: Sequence[Completion]) -> dict[str, Any]:
     """Samples of one prompt as TRL gives them: lists, of texts for a plain prompt, of messages otherwise."""
     columns = columns_of(prompt)
-    asked = prompt.messages[-1]["content"] if prompt.plain else list(prompt.messages)
-    told = [answer.text if prompt.plain else list(answer.conversation) for answer in answers]
+    asked = prompt.messages[-1]["content"] if prompt.as_text else list(prompt.messages)
+    told = [answer.text if prompt.as_text else list(answer.conversation) for answer in answers]
     repeated = {name: [value] * len(answers) for name, value in columns.items() if name not in TRL}
     return repeated | {
         "prompts": [asked] * len(answers),

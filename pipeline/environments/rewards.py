@@ -96,10 +96,10 @@ def load_rewards(config: RewardConfig, task: Task) -> list[RewardFunction | None
 def check_rewards(config: RewardConfig, task: Task, task_name: str) -> None:
     """`ConfigError` unless every function can be called with what the task's prompts have."""
     functions = load_rewards(config, task)
-    if None in functions and not task.scores:
+    if None in functions and not task.has_reward:
         expected = f"at least one function, and not `{TASK}`: the task {task_name} has no reward of its own"
-        mend = "reward.functions=[package.module:function], see docs/rewards.md"
-        raise ConfigError(KEY, list(config.functions), expected, mend)
+        hint = "reward.functions=[package.module:function], see docs/rewards.md"
+        raise ConfigError(KEY, list(config.functions), expected, hint)
     with user_import_errors("task.name", task_name, "a task whose prompt(0) works"):
         prompt = task.prompt(0)
     for spec, function in zip(config.functions, functions, strict=False):
@@ -151,9 +151,9 @@ def _check_columns(spec: str, function: RewardFunction, prompt: Prompt) -> None:
     needed = {each.name for each in parameters if each.kind in _NAMED and each.default is inspect.Parameter.empty}
     missing = sorted(needed - given - function.options.keys())
     if missing:
-        mend = f"it needs {', '.join(missing)}; give it in reward.options.{function.name}, or rename a column"
+        hint = f"it needs {', '.join(missing)}; give it in reward.options.{function.name}, or rename a column"
         expected = f"a function of what prompts have: {_listed(given)}"
-        raise ConfigError(KEY, spec, expected, mend)
+        raise ConfigError(KEY, spec, expected, hint)
     truth = {"ground_truth", "reward_model", "answer"}
     if function.style == "verl" and not truth & columns.keys():
         expected = "prompts with a column ground_truth, reward_model or answer"

@@ -65,11 +65,11 @@ def require_namespaces() -> None:
     """`ConfigError` unless this machine gives code of the policy's namespaces of its own."""
     if why := missing_namespaces():
         expected = f"a node where a process without rights may have namespaces of its own ({why})"
-        mend = (
+        hint = (
             "ask for unprivileged user namespaces and mounts, or set task.sandbox=none: code of the policy's can then "
             "use the network, and read and end your other processes"
         )
-        raise ConfigError("task.sandbox", "namespaces", expected, mend)
+        raise ConfigError("task.sandbox", "namespaces", expected, hint)
 
 
 @cache

@@ -51,7 +51,7 @@ class Prompt:
     answer: Any = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
-    plain: bool = False
+    as_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,15 @@ class Policy(Protocol):
     async def sample(self, tokens: Sequence[int]) -> Turn:
         """The policy's next turn after `tokens` (every token id so far); `RolloutError` if it can never be had."""
 
-    def room(self, tokens: Sequence[int]) -> int:
+    def remaining_tokens(self, tokens: Sequence[int]) -> int:
         """How many more tokens an episode of `tokens` may have."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that is appended to an episode as it is."""
 
-    def reply(self, prompt: Prompt, said: Sequence[Message], told: Sequence[Message]) -> list[int]:
+    def encode_observation(
+        self, prompt: Prompt, history: Sequence[Message], new_messages: Sequence[Message]
+    ) -> list[int]:
         """Token ids of `told`, messages that follow the policy's turn, as the chat template writes them: what comes
         after the token that ended the turn, up to where the policy speaks again.
 
@@ -149,7 +151,7 @@ class Task(ABC):
 
     name: ClassVar[str]
     Options: ClassVar[type[TaskOptions]] = TaskOptions
-    scores: ClassVar[bool] = True
+    has_reward: ClassVar[bool] = True
     """Whether it has a reward of its own; else `reward.functions` says what an answer is worth."""
 
     def __init__(self, options: Any, seed: int) -> None:
@@ -194,7 +196,7 @@ class Task(ABC):
             episode = episode.observe(policy.reply(prompt, said, [{"role": "tool", "content": answer}]))
         """
         turn = await policy.sample(policy.prompt)
-        return Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens))
+        return Episode.begin(policy.prompt).append_turn(turn, policy.decode(turn.tokens))
 
     async def aclose(self) -> None:  # noqa: B027 most have nothing to give back
         """Give back what `rollout` keeps between episodes, such as processes. The actor calls it when it ends."""

@@ -67,20 +67,20 @@ class ToolTask(Task):
         episode, said, counts = Episode.begin(policy.prompt), list[Message](), dict.fromkeys(self._names, 0.0)
         while True:
             turn = await policy.sample(episode.tokens)
-            episode = episode.act(turn, policy.decode(turn.tokens))
+            episode = episode.append_turn(turn, policy.decode(turn.tokens))
             said.append({"role": "assistant", "content": episode.text})
             calls = self.read_calls(episode.text)
             if not calls or not episode.open or episode.turns >= self.options.turns:
                 break
             told = [await self._answer(prompt, policy, call) for call in calls]
-            seen = policy.reply(prompt, said, told)
-            if len(seen) >= policy.room(episode.tokens):
+            seen = policy.encode_observation(prompt, said, told)
+            if len(seen) >= policy.remaining_tokens(episode.tokens):
                 break
             for call in calls:
                 counts[call.name] = counts.get(call.name, 0.0) + 1
-            episode, said = episode.observe(seen), [*said, *told]
+            episode, said = episode.append_observation(seen), [*said, *told]
         metrics = {f"tools/{name}": count for name, count in counts.items()}
-        return replace(episode, said=tuple(said), metrics=metrics)
+        return replace(episode, conversation=tuple(said), metrics=metrics)
 
     def read_calls(self, text: str) -> list[ToolCall]:
         """The calls that a turn makes, in order."""

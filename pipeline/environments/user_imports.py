@@ -45,5 +45,5 @@ def user_import_errors(key: str, name: str, expected: str) -> Iterator[None]:
     except Exception as error:
         place = extract_tb(error.__traceback__)[-1]
         what = one_line(error)
-        mend = f"{what} ({Path(place.filename).name}, line {place.lineno})"
-        raise ConfigError(key, name, expected, mend) from error
+        hint = f"{what} ({Path(place.filename).name}, line {place.lineno})"
+        raise ConfigError(key, name, expected, hint) from error

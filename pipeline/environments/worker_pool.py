@@ -74,7 +74,7 @@ class Worker:
         return self._process.poll() is None
 
     @property
-    def crowded(self) -> bool:
+    def has_too_many_children(self) -> bool:
         """Whether it has many children, running or not waited for: a task that leaves some with every call."""
         pid = self._process.pid
         with suppress(OSError):
@@ -226,7 +226,7 @@ class WorkerPool:
         try:
             yield worker
         finally:
-            if worker.broken or worker.crowded:
+            if worker.broken or worker.has_too_many_children:
                 self._do(self._replace(worker))
             else:
                 self._free.put_nowait(worker)

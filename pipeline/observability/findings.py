@@ -38,7 +38,7 @@ class Finding:
         page: where the documentation says more.
     """
 
-    seen: str
+    observation: str
     change: str
     page: str
 
@@ -58,7 +58,7 @@ def _grace(config: RunConfig, rows: Sequence[MetricRecord]) -> Iterator[Finding]
     newest = [row for row in trained if all(row.get(key) == last.get(key) for key in ("job", "attempt"))]
     if warning := grace_warning(config.cluster, newest):
         page = "docs/checkpoints.md#asynchronous-checkpoints"
-        yield Finding(_sentence(warning.seen), _sentence(warning.change), page)
+        yield Finding(_sentence(warning.observation), _sentence(warning.change), page)
 
 
 def _sentence(words: str) -> str:
@@ -108,8 +108,8 @@ def _truncated(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Fin
 
 
 def _clipped(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
-    clipped, over_behaviour = _median(steps, "clip_fraction"), config.loss.proximal == "behaviour"
-    if clipped >= CLIPPED and config.loss.name in CLIPS and over_behaviour and config.training.max_lag:
+    clipped, over_sampler = _median(steps, "clip_fraction"), config.loss.proximal == "sampler"
+    if clipped >= CLIPPED and config.loss.name in CLIPS and over_sampler and config.training.max_lag:
         yield Finding(
             f"The clip holds {clipped:.0%} of the tokens: the policy has moved too far from the one that sampled them.",
             "Set loss.proximal=recompute loss.correction=truncate, or lower optim.lr or training.max_lag.",

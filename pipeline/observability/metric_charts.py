@@ -80,8 +80,8 @@ def chart(
         return Chart(title, note, missing=f"metrics.jsonl has no {names} yet", section=section)
 
     def paint(axes: Axes) -> None:
-        for curve, colour in zip(drawn, SERIES, strict=False):
-            _paint_curve(axes, curve, colour, percent)
+        for curve, color in zip(drawn, SERIES, strict=False):
+            _paint_curve(axes, curve, color, percent)
         _paint_frame(axes, percent, whole=limit is not None, many=len(drawn) > 1)
         for step in resumes:  # between the last step of the one attempt and the first of the next
             axes.axvline(step - 0.5, color=LINE, linewidth=1.2, linestyle=(0, (2, 2)), zorder=0)
@@ -91,13 +91,13 @@ def chart(
     return Chart(title, note, draw(_WIDTH, _HEIGHT, paint, _spoken(title, drawn)), section=section)
 
 
-def _paint_curve(axes: Axes, curve: Curve, colour: str, percent: bool) -> None:
+def _paint_curve(axes: Axes, curve: Curve, color: str, percent: bool) -> None:
     steps, values = zip(*curve.points, strict=True)
     if curve.smooth:
-        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.9)
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.9)
         steps, values = zip(*smoothed(curve.points, curve.smooth), strict=True)
     marker = "o" if curve.marks or len(steps) == 1 else None
-    axes.plot(steps, values, color=colour, label=curve.name, marker=marker, markersize=4)
+    axes.plot(steps, values, color=color, label=curve.name, marker=marker, markersize=4)
     if curve.marks:
         text = f"{values[-1]:.1%}" if percent else f"{values[-1]:.3g}"
         axes.annotate(text, (steps[-1], values[-1]), (0, 6), textcoords="offset points", ha="right", color=INK)

@@ -208,7 +208,8 @@ def _findings(history: History) -> str:
     """What the numbers say should be changed; empty if nothing."""
     found = findings_of(history.config, history.rows)
     lines = "".join(
-        f"<li>{escape(each.seen)} <b>{escape(each.change)}</b> <span>{escape(each.page)}</span></li>" for each in found
+        f"<li>{escape(each.observation)} <b>{escape(each.change)}</b> <span>{escape(each.page)}</span></li>"
+        for each in found
     )
     return f'<section class="findings"><h2>What to change</h2><ul>{lines}</ul></section>' if found else ""
 
@@ -220,7 +221,7 @@ def _first_failure(failure: FirstFailure) -> str:
     return (
         f'<section class="failure"><h2>{escape(failure.role)} failed first</h2>'
         f"<p>{escape(failure.cause)}{code}, on rank {failure.rank}, {when}</p>"
-        f"<p><b>What to do:</b> {escape(failure.mend)}</p><pre>{lines}</pre></section>"
+        f"<p><b>What to do:</b> {escape(failure.hint)}</p><pre>{lines}</pre></section>"
     )
 
 

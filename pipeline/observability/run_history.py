@@ -133,15 +133,15 @@ def find_run(arguments: Sequence[str]) -> Path:
         try:
             is_run, is_sweep = RunPaths(folder).run.exists(), SweepPaths(folder).manifest.exists()
         except PermissionError:
-            mend = "its owner may open it to his group (cluster.readable_by=group)"
-            raise ConfigError("run", value, "a run directory that you may read", mend) from None
+            hint = "its owner may open it to his group (cluster.readable_by=group)"
+            raise ConfigError("run", value, "a run directory that you may read", hint) from None
         if is_run:
             return folder.resolve()
         if value and is_sweep:
             raise ConfigError("run", value, "a run", f"{value} is a sweep: sweep={value}, or run={value}/<point>")
     files_there = [*RUNS.glob(f"*/{RUN}"), *RUNS.glob(f"*/*/{RUN}")]
-    mend = closest_name(value, (str(file.parent.relative_to(RUNS)) for file in files_there))
-    raise ConfigError("run", value, f"a run directory, or a name below {RUNS}/", mend)
+    hint = closest_name(value, (str(file.parent.relative_to(RUNS)) for file in files_there))
+    raise ConfigError("run", value, f"a run directory, or a name below {RUNS}/", hint)
 
 
 def closest_name(name: str, among: Iterable[str]) -> str:
@@ -207,7 +207,7 @@ class AttemptReader:
             paths=paths,
             transitions=tuple(sorted(lines, key=lambda transition: transition.time)),
             statuses=_statuses(paths),
-            events={str(name): event for name, event in self._events.told().items()},
+            events={str(name): event for name, event in self._events.read_all().items()},
             failure=shared_files.read_document(paths.first_failure, FirstFailure),
             world=self._world,
             outcome=shared_files.read_document(paths.outcome, Outcome),

@@ -70,7 +70,7 @@ class ReadSample:
     values: dict[str, Any]
     step: int | None = None
     lag: int | None = None
-    settled: str = ""
+    outcome: str = ""
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -170,7 +170,7 @@ class SampleTable:
         if found is None:
             return ReadSample(values)
         if found.outcome != TRAINED or values["failure"] is not None:
-            return ReadSample(values, settled=found.outcome)
+            return ReadSample(values, outcome=found.outcome)
         return ReadSample(values, found.step, found.step - values["version_min"], found.outcome)
 
     def _ranked(self, count: int, order: str) -> "SampleTable":

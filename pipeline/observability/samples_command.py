@@ -109,8 +109,8 @@ def _range(text: str) -> tuple[float, float]:
 def _show(run: RunPaths, options: argparse.Namespace) -> None:
     kept = read_samples(run)
     if not len(kept):
-        mend = "a run keeps them as it goes on, unless rollout.kept_bytes=0"
-        raise ConfigError("run", run.root.name, f"a run that kept samples, and {run.rollouts} has none", mend)
+        hint = "a run keeps them as it goes on, unless rollout.kept_bytes=0"
+        raise ConfigError("run", run.root.name, f"a run that kept samples, and {run.rollouts} has none", hint)
     found = kept.where(_filter(options))
     chosen = _ordered(found, options)
     reader = _reader(run)
@@ -168,7 +168,7 @@ def as_json(sample: ReadSample, reader: SampleReader) -> dict[str, Any]:
     """A sample as plain values: its columns, what the ledger says, and its conversation."""
     values = dict(sample.values)
     rows = [reader.parts(row.tokens, row.mask) for row in sample.rows()]
-    told = {"step": sample.step, "lag": sample.lag, "settled": sample.settled or None}
+    told = {"step": sample.step, "lag": sample.lag, "settled": sample.outcome or None}
     turns = [{"row": place, "role": part.role, "text": part.text} for place, row in enumerate(rows) for part in row]
     return values | told | {"conversation": turns}
 
@@ -190,17 +190,17 @@ def _title(sample: ReadSample) -> Text:
     place = f"{sample['eval_set']}, prompt" if sample["eval_set"] else "position"
     head = f" {sample['task']} · {place} {sample['position']} · sample {sample['sample']} "
     reward = "failed" if sample["reward"] is None else f"reward {sample['reward']:g}"
-    colour = "red" if sample["reward"] is None else "bold"
-    return Text.assemble((head, "bright_black"), (f"{reward} ", colour))
+    color = "red" if sample["reward"] is None else "bold"
+    return Text.assemble((head, "bright_black"), (f"{reward} ", color))
 
 
 def conversation(parts: Iterable[Passage]) -> list[RenderableType]:
     """Each turn below its role; what the policy sampled is bold."""
     lines: list[RenderableType] = []
     for part in parts:
-        colour = COLOURS.get(part.role, "")
-        lines.append(Text(part.role, f"{colour} dim"))
-        lines.append(Text(escape_controls(part.text), f"{colour} bold" if part.sampled else colour))
+        color = COLOURS.get(part.role, "")
+        lines.append(Text(part.role, f"{color} dim"))
+        lines.append(Text(escape_controls(part.text), f"{color} bold" if part.sampled else color))
     return lines
 
 

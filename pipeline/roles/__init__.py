@@ -38,6 +38,6 @@ class RoleCommand:
 
     argv: tuple[str, ...]
     ready: Callable[[], bool]
-    beats: int = 0
+    has_heartbeat: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
-    told_elsewhere: bool = False
+    reports_state: bool = False

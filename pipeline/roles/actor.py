@@ -44,7 +44,9 @@ READ_SECONDS = 60.0
 def launch(context: RoleContext) -> RoleCommand:
     """One process of one thread that matters, and below it those of the task's prompts and rewards."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.actor", *context.arguments())
-    return RoleCommand(argv=argv, env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, beats=1, ready=context.is_ready)
+    return RoleCommand(
+        argv=argv, env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, has_heartbeat=1, ready=context.is_ready
+    )
 
 
 class Actor:
@@ -87,7 +89,7 @@ class Actor:
                     continue
                 result = await self._evaluation.run(entry.record)
                 named = f" on {result.set}" if result.set else ""
-                log.info("held-out accuracy of weights %d%s: %.3f", result.weights, named, result.accuracy)
+                log.info("held-out accuracy of weights %d%s: %.3f", result.policy_version, named, result.accuracy)
                 await self._streams.publish("eval_results", result, acknowledging=(requests, [entry.id]))
 
     async def _report(self) -> None:

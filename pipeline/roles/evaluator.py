@@ -111,12 +111,12 @@ class Evaluator:
             for name in evaluation.names:
                 if name in done:
                     continue
-                request = EvalRequest(id=f"{self._context.paths.attempt}:{name}", weights=step, set=name)
+                request = EvalRequest(id=f"{self._context.paths.attempt}:{name}", policy_version=step, set=name)
                 result = await evaluation.run(request)
                 log.info("accuracy on %s: %.3f", name or BUILTIN_SET, result.accuracy)
                 sinks.log("eval", JOB, step, metrics_of(result), eval_set=name)
                 sinks.flush()
-                self._context.paths.committed.touch()
+                self._context.paths.checkpointed.touch()
         found = rows_of_step(read_rows(run.metrics), step)
         document = {"model": self._config.model.path, "step": step, "sets": found}
         shared_files.write_atomic(run.evaluation, msgspec.json.format(msgspec.json.encode(document)) + b"\n")

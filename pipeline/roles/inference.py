@@ -51,8 +51,8 @@ def check_plugin() -> None:
     entry = f"{register.__module__}:{register.__name__}"
     installed = [plugin.value for plugin in entry_points(group=_PLUGINS, name="rollcall")]
     if installed != [entry]:
-        mend = f"reinstall: {sys.executable} -m pip install -e ."
-        raise ConfigError(f"entry point rollcall in {_PLUGINS}", ", ".join(installed), entry, mend)
+        hint = f"reinstall: {sys.executable} -m pip install -e ."
+        raise ConfigError(f"entry point rollcall in {_PLUGINS}", ", ".join(installed), entry, hint)
 
 
 def launch(context: RoleContext) -> RoleCommand:

@@ -85,12 +85,12 @@ class RunObserver(Observer):
             )
         return roll_back_file(run.metrics, self._at, self._fence.check, aside)
 
-    def committing(self) -> None:
+    def checkpoint_begins(self) -> None:
         self._sinks.flush()
 
-    def committed(self) -> None:
+    def checkpoint_completed(self) -> None:
         if not self._marked:
-            self._marked = _touch_mark(self._context.paths.committed)
+            self._marked = _touch_mark(self._context.paths.checkpointed)
         mark_job_checkpointed(self._context.run, self._state, self._job, self._at.done)
 
     def exhausted(self) -> None:

@@ -42,7 +42,7 @@ deadline could not."""
 def launch(context: RoleContext) -> RoleCommand:
     """One process of one thread."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.preprocessor", *context.arguments())
-    return RoleCommand(argv=argv, env={"OMP_NUM_THREADS": "1"}, beats=1, ready=context.is_ready)
+    return RoleCommand(argv=argv, env={"OMP_NUM_THREADS": "1"}, has_heartbeat=1, ready=context.is_ready)
 
 
 def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
@@ -137,7 +137,7 @@ class Preprocessor:
         now = time.monotonic()
         if now - self._reported > REPORT_SECONDS:
             self._reported = now
-            shares = {"starved": self._starved.take(), "backpressure": self._full.take()}
+            shares = {"starved": self._starved.pop(), "backpressure": self._full.pop()}
             self._report(shares | {f"groups/{outcome}": count for outcome, count in self._outcomes.items()})
 
 

@@ -59,14 +59,14 @@ class Rank0:
 
         Raises `Interrupted` when the attempt is ending.
         """
-        self._dispatch.idle()
+        self._dispatch.keepalive()
         if (ending := self._ending()) is not None:
             detail = f" ({ending.detail})" if ending.detail else ""
             raise Interrupted(f"{ending.name} by {ending.by}{detail}")
 
     def _ending(self, at_once: bool = False) -> Event | None:
-        """The event that ends the attempt, if it was heard; `at_once` as in `EventPoller.heard`."""
-        heard = self._listener.heard(at_once)
+        """The event that ends the attempt, if it was heard; `at_once` as in `EventPoller.poll`."""
+        heard = self._listener.poll(at_once)
         return heard.get("failed") or heard.get("draining")
 
     def _finish(self) -> None:

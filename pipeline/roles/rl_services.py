@@ -64,9 +64,9 @@ class RlServices:
         return WeightSender(servers, meeting, config.inference, patience, told, config.model.lora, device, on_host)
 
     @property
-    def crowded(self) -> bool:
+    def is_near_budget(self) -> bool:
         """Whether what waits for a commit takes half of the streams' budget."""
-        return self._batches.crowded
+        return self._batches.is_near_budget
 
     def algorithm(self, job: RlJob, warm_up: WarmUp) -> ReinforcementLearning:
         """What trains a job of RL on the streams."""
@@ -80,11 +80,11 @@ class RlServices:
             warm_up,
         )
 
-    def begin_commit(self) -> tuple[str, ...]:
+    def begin_checkpoint(self) -> tuple[str, ...]:
         """The stream entries that a commit of now covers."""
-        return self._batches.begin_commit()
+        return self._batches.begin_checkpoint()
 
-    def give_up(self, covered: tuple[str, ...]) -> None:
+    def release_covered(self, covered: tuple[str, ...]) -> None:
         """What a durable commit covers; the board needs it before it is acknowledged."""
         self._board.post_ledger(self._ledger.snapshot())
         self._batches.acknowledge(covered)

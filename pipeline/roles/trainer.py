@@ -37,9 +37,9 @@ def launch(context: RoleContext) -> RoleCommand:
     return RoleCommand(
         argv=argv,
         env=env,
-        beats=resources.processes,
+        has_heartbeat=resources.processes,
         ready=lambda: is_ready(context),
-        told_elsewhere=context.placement.rank != master.rank,
+        reports_state=context.placement.rank != master.rank,
     )
 
 

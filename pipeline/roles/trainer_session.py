@@ -51,7 +51,7 @@ class RunSession(Rank0):
             try:
                 self._get_ready("connected")
                 if self._peers:
-                    self._peers.give_up(self._commits.covered)
+                    self._peers.release_covered(self._commits.covered)
                 self._run_jobs(position)
                 self._commits.export()
             except Interrupted as reason:
@@ -71,7 +71,7 @@ class RunSession(Rank0):
         """Acknowledge what a durable commit covers. An attempt that is ending leaves it to the next one if the streams
         are away: that one begins with the same, and drops what comes twice."""
         try:
-            peers.give_up(covered)
+            peers.release_covered(covered)
         except StreamError as error:
             if not self._ending(at_once=True):
                 raise
@@ -79,7 +79,7 @@ class RunSession(Rank0):
 
     def _run_jobs(self, position: PhasePosition) -> None:
         done = position.done
-        for job in (position.job, *position.rest):
+        for job in (position.job, *position.remaining):
             write_job(self._context.run.training_job(job.name), job)
             machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
             TrainLoop(self, CheckpointCadence.of(self._config), machine).run(self._algorithm(job), done)
@@ -118,33 +118,33 @@ class RunSession(Rank0):
     def _alive(self) -> None:
         """Called while data are read: nobody is to take this process, or rank 0, for dead."""
         heartbeat.beat()
-        self._dispatch.idle()
+        self._dispatch.keepalive()
 
     @property
-    def intact(self) -> bool:
+    def is_checkpointable(self) -> bool:
         """See `train_loop.ProgressRecorder`."""
         return not self._dispatch.broken
 
     @property
-    def crowded(self) -> bool:
+    def is_near_budget(self) -> bool:
         """See `train_loop.ProgressRecorder`."""
-        return self._peers is not None and self._peers.crowded
+        return self._peers is not None and self._peers.is_near_budget
 
     @property
-    def committing(self) -> bool:
+    def is_saving(self) -> bool:
         """See `train_loop.ProgressRecorder`."""
-        return self._commits.under_way
+        return self._commits.is_saving
 
     @property
-    def commit_seconds(self) -> float:
+    def checkpoint_seconds(self) -> float:
         """See `train_loop.ProgressRecorder`."""
         return self._commits.seconds
 
-    def commit(self, job: Job, done: int, wait: bool) -> None:
+    def save_checkpoint(self, job: Job, done: int, wait: bool) -> None:
         """See `train_loop.ProgressRecorder`."""
         self._sinks.flush()
-        covered = self._peers.begin_commit() if self._peers else ()
-        self._commits.commit(job, done, covered, wait)
+        covered = self._peers.begin_checkpoint() if self._peers else ()
+        self._commits.save_checkpoint(job, done, covered, wait)
 
     def _finish_commits(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Wait for the commit that is under way; what it failed with must not hide an `error` that came before."""

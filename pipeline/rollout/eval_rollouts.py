@@ -117,7 +117,7 @@ class Evaluation:
         means = [fmean(_reward(outcome) for outcome in each) for each in outcomes]
         return EvalResult(
             id=request.id,
-            weights=request.weights,
+            policy_version=request.policy_version,
             set=request.set,
             accuracy=fmean(means) if means else 0.0,
             error=stdev(means) / sqrt(len(means)) if len(means) > 1 else 0.0,
@@ -127,7 +127,7 @@ class Evaluation:
             version_max=max((sample.version_max for sample in samples), default=-1),
             seconds=time.monotonic() - started,
             failed=len(reasons),
-            late=reasons.count(TIMED_OUT),
+            timed_out=reasons.count(TIMED_OUT),
             pass_at={k: _pass_at(k, outcomes, chosen.correct) for k in chosen.pass_at},
             metrics=mean_metrics(samples),
         )

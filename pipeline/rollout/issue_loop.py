@@ -67,7 +67,7 @@ class IssueLoop:
         self._patience = 2 * config.cluster.startup_seconds
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self._changed = asyncio.Condition()
-        self._progress = TrainerProgress(version=0, settled=0)
+        self._progress = TrainerProgress(version=0, done=0)
         self._refusals: dict[int, list[str]] = {}
         self._awaited: set[int] = set()
         self._blocked, self._full = TimeFraction(), TimeFraction()
@@ -96,12 +96,12 @@ class IssueLoop:
             "failed_samples": failures.total(),
             "version": self._progress.version,
             "slowest_server": -1 if gate.slowest is None else gate.slowest,
-            "gate_blocked": self._blocked.take(),
-            "backpressure": self._full.take(),
+            "gate_blocked": self._blocked.pop(),
+            "backpressure": self._full.pop(),
         } | {f"failed/{kind}": count for kind, count in failures.items()}
 
     async def _left(self) -> tuple[list[int], int]:
-        """What is left to issue (see `Ledger.holes`), once the trainer posted its ledger.
+        """What is left to issue (see `Ledger.unissued`), once the trainer posted its ledger.
 
         The order of reading is `pipeline.transport.shared_state`'s.
         """
@@ -115,7 +115,7 @@ class IssueLoop:
         committed = await asyncio.to_thread(self._board.ledger)
         ledger = Ledger.restore(committed) if committed else Ledger()
         known = {entry.record.position for entry in groups} | {entry.record.group.position for entry in prepared}
-        return ledger.holes(known)
+        return ledger.unissued(known)
 
     async def _find_lost(self) -> None:
         """Issue again what the streams lost. What is in flight may be made twice; the ledger counts it once."""
@@ -155,7 +155,7 @@ class IssueLoop:
     async def _admitted(self) -> int:
         """The next position, once the gate lets it in; one that was refused twice may not be overtaken again."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._gate.room(self._queue.outstanding(self._progress.settled)))
+            await self._changed.wait_for(lambda: self._gate.room(self._queue.outstanding(self._progress.done)))
             position = self._queue.take()
             if position in self._awaited:
                 self._gate.wait_for(position)

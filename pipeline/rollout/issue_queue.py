@@ -15,7 +15,7 @@ class IssueQueue:
     """Hands out positions, the smallest first."""
 
     def __init__(self, missing: Iterable[int], first_new: int) -> None:
-        """`missing` positions below `first_new` go first, see `Ledger.holes`."""
+        """`missing` positions below `first_new` go first, see `Ledger.unissued`."""
         self._pending = sorted(set(missing))
         self._next = first_new
 
@@ -41,6 +41,6 @@ class IssueQueue:
         self._next += 1
         return self._next - 1
 
-    def outstanding(self, settled: int) -> int:
+    def outstanding(self, done: int) -> int:
         """Positions issued and not settled, when the trainer has settled `settled` in all; never negative."""
-        return max(0, self._next - len(self._pending) - settled)
+        return max(0, self._next - len(self._pending) - done)

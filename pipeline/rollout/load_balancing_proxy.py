@@ -76,7 +76,7 @@ class LoadBalancingProxy:
             try:
                 return await self._answer_of(server, request, body)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                server.rest.failed()
+                server.backoff.record_failure()
                 trouble = f"{server.endpoint} cannot be reached: {one_line(error)}"
             finally:
                 server.running -= 1
@@ -87,7 +87,7 @@ class LoadBalancingProxy:
         url, response = f"http://{server.endpoint}{request.path_qs}", web.StreamResponse()
         try:
             async with self._http.request(request.method, url, data=body, headers=headers) as answer:
-                server.rest.worked()
+                server.backoff.record_success()
                 kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}
                 response = web.StreamResponse(status=answer.status, headers=kept)
                 await response.prepare(request)
@@ -98,7 +98,7 @@ class LoadBalancingProxy:
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             if response.prepared or isinstance(error, aiohttp.ClientConnectorError):
                 raise
-            server.rest.failed()
+            server.backoff.record_failure()
             return _bad_gateway(f"{server.endpoint} was lost: {one_line(error)}")
 
 

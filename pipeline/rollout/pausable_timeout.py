@@ -49,7 +49,7 @@ class PausableTimeout:
             self._over = True
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """The deadline stands still in the block; blocks of one episode may overlap."""
         if not self._asked:
             self._stop()
@@ -62,7 +62,7 @@ class PausableTimeout:
                 self._run()
 
     @contextmanager
-    def resumed(self) -> Iterator[None]:
+    def resume(self) -> Iterator[None]:
         """Within a block of `paused`: that one does not count in this block."""
         self._asked -= 1
         if not self._asked:

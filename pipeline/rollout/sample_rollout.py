@@ -132,7 +132,7 @@ class RolloutPolicy:
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
         """The next turn after `tokens`."""
-        with self._own_time.paused():
+        with self._own_time.pause():
             if not self._opened and list(tokens) == list(self.prompt):
                 self._opened = True
                 return await self._sampler.opening(self._index)
@@ -142,20 +142,22 @@ class RolloutPolicy:
         return Endpoint(self._chat, self._asked, self._sampler.sampling.max_length, form, address)
 
     async def _asked(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
-        with self._own_time.paused():
+        with self._own_time.pause():
             return await self._sampler.continuations(tokens, n, max_tokens)
 
-    def room(self, tokens: Sequence[int]) -> int:
+    def remaining_tokens(self, tokens: Sequence[int]) -> int:
         return max(0, self._sampler.sampling.max_length - len(tokens))
 
     def encode(self, text: str) -> list[int]:
         return self._chat.encode(text)
 
-    def reply(self, prompt: Prompt, said: Sequence[Message], told: Sequence[Message]) -> list[int]:
-        return self._chat.reply([*prompt.messages, *said[:-1]], told, prompt.tools)
+    def encode_observation(
+        self, prompt: Prompt, history: Sequence[Message], new_messages: Sequence[Message]
+    ) -> list[int]:
+        return self._chat.encode_observation([*prompt.messages, *history[:-1]], new_messages, prompt.tools)
 
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
-        with self._own_time.paused():  # the pool has a deadline of its own, and others may be before us there
+        with self._own_time.pause():  # the pool has a deadline of its own, and others may be before us there
             # An abandoned sample leaves its call to end by itself: a worker whose call is cancelled would be killed.
             used = await asyncio.shield(self._sampler.calls.use(prompt, name, arguments))
         if isinstance(used, str):
@@ -163,8 +165,8 @@ class RolloutPolicy:
         return used.text
 
     async def run(self, prompt: Prompt, name: str, arguments: Any) -> str:
-        with self._own_time.paused():
-            used = await self._sampler.calls.run(prompt, name, arguments, self._own_time.resumed())
+        with self._own_time.pause():
+            used = await self._sampler.calls.run(prompt, name, arguments, self._own_time.resume())
         if isinstance(used, str):
             raise RolloutError(used)
         return used.text
@@ -269,7 +271,7 @@ def completion_of(episode: Episode, whole: bool = True) -> Completion:
     """An episode as rewards see it; what is not `whole` has the last turn alone, which is all that a task reads."""
     if not whole:
         return Completion(episode.text, reward=episode.reward)
-    said = episode.said or ({"role": "assistant", "content": episode.text},)
+    said = episode.conversation or ({"role": "assistant", "content": episode.text},)
     tokens = list(compress(episode.tokens, episode.sampled))
     for branch in episode.branches:
         tokens += compress(branch.tokens, branch.sampled)
@@ -292,14 +294,16 @@ def to_sample(episode: Episode, score: Score, seconds: float) -> Sample:
         server=episode.server,
         metrics={**episode.metrics, **score.metrics},
         branches=tuple(_branch(branch, episode.version_min) for branch in episode.branches),
-        newer=_version_offsets(episode, episode.version_min),
+        version_offsets=_version_offsets(episode, episode.version_min),
     )
 
 
 def _branch(branch: EpisodeBranch, oldest: int) -> Branch:
     tokens, sampled, logprobs = _bytes(branch)
     newer = _version_offsets(branch, oldest)
-    return Branch(of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs, newer=newer)
+    return Branch(
+        of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs, version_offsets=newer
+    )
 
 
 def _bytes(row: Episode | EpisodeBranch) -> tuple[bytes, bytes, bytes]:
@@ -310,7 +314,7 @@ def _bytes(row: Episode | EpisodeBranch) -> tuple[bytes, bytes, bytes]:
 
 
 def _version_offsets(row: Episode | EpisodeBranch, oldest: int) -> bytes:
-    """`Sample.newer` of a row, where `oldest` is the sample's `version_min`."""
+    """`Sample.version_offsets` of a row, where `oldest` is the sample's `version_min`."""
     if len(row.versions) != len(row.tokens):
         return b""
     newer = (np.asarray(row.versions) - oldest).clip(0, MAX_VERSION_OFFSET)

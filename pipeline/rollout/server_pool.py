@@ -127,7 +127,7 @@ class InferenceClient:
 
     def numbers(self) -> dict[str, float]:
         """For the status: counts since the start, idle fraction of each server since the last call."""
-        idle = {f"idle/{endpoint}": 1 - server.busy.take() for endpoint, server in self._servers.items()}
+        idle = {f"idle/{endpoint}": 1 - server.busy.pop() for endpoint, server in self._servers.items()}
         retries = {f"retries/{reason}": float(count) for reason, count in self.retries.items()}
         return {"requests": self.requests, "completion_tokens": self.tokens} | idle | retries
 
@@ -136,22 +136,22 @@ class InferenceClient:
         pauses, deaths, given_up = _pauses(), 0, self._suspects.given_up
         piece = min(request.max_tokens, self._piece or request.max_tokens)
         while deaths < MAX_SERVER_CRASHES:
-            async with self._suspects.trying(deaths):
+            async with self._suspects.attempt(deaths):
                 server = await self._least_loaded()
                 try:
                     completions = await server.ask(self._http, replace(request, max_tokens=piece), self._seconds)
                 except TransientError as failure:
                     self.retries[failure.reason] += 1
-                    server.rest.failed()
+                    server.backoff.record_failure()
                     deaths += failure.at_work and await is_dead(self._http, server.endpoint)
                 else:
-                    server.rest.worked()
+                    server.backoff.record_success()
                     self.retries.update("aborted" for completion in completions if not completion.complete)
                     return [_marked(completion, piece, request.max_tokens) for completion in completions]
             if given_up != self._suspects.given_up:
                 deaths, given_up = 0, self._suspects.given_up
             await asyncio.sleep(next(pauses))
-        self._suspects.give_up()
+        self._suspects.abandon()
         raise RolloutError(ABANDONED)
 
     async def _finished(self, part: Completion, request: GenerationRequest) -> Completion:

@@ -33,7 +33,7 @@ class TimeFraction:
         self._count()
         self._inside -= 1
 
-    def take(self) -> float:
+    def pop(self) -> float:
         """The fraction since the last call, and start anew."""
         self._count()
         elapsed = self._last - self._since

@@ -64,7 +64,7 @@ class Events:
         readers hold to the lower slot.
         """
         event = Event(name=name, by=by, time=time.time(), detail=detail, patient=patient)
-        self.told()
+        self.read_all()
         slot = 1
         while name not in _by_name(self._slots):
             if slot not in self._slots and self._attempt.create(_slot(slot), event):
@@ -74,7 +74,7 @@ class Events:
             slot += 1
         return False
 
-    def told(self) -> Mapping[EventName, Event]:
+    def read_all(self) -> Mapping[EventName, Event]:
         """What was told so far and is to be seen here, in the order in which it was told. Lists the folder once."""
         for name in self._attempt.names(EVENTS):
             number = name.removesuffix(".json")
@@ -82,9 +82,9 @@ class Events:
                 self._read(int(number))
         return _by_name(self._slots)
 
-    def seen(self, name: EventName) -> Event | None:
+    def get(self, name: EventName) -> Event | None:
         """The event, once it was told."""
-        return self.told().get(name)
+        return self.read_all().get(name)
 
     def _read(self, slot: int) -> None:
         if slot not in self._slots:
@@ -112,7 +112,7 @@ class EventPoller:
         """Why the disk is taken for one that does not come back; empty while it is not."""
         return self._outage.detail if self._outage else ""
 
-    def heard(self, at_once: bool = False) -> Mapping[EventName, Event]:
+    def poll(self, at_once: bool = False) -> Mapping[EventName, Event]:
         """What was told, in that order, as of the last look; `at_once` looks now."""
         now = self._clock.now()
         if at_once or now >= self._due:
@@ -122,7 +122,7 @@ class EventPoller:
 
     def _look(self) -> None:
         try:
-            self._heard, self._answered = self._events.told(), self._clock.now()
+            self._heard, self._answered = self._events.read_all(), self._clock.now()
         except OSError as error:
             silent = self._clock.now() - self._answered
             if silent >= FS_OUTAGE_TIMEOUT and "draining" not in self._heard:

@@ -50,11 +50,11 @@ class FirstFailure(msgspec.Struct, frozen=True, kw_only=True):
     log: str
     last_lines: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()
-    mend: str = ""
+    hint: str = ""
 
     def __post_init__(self) -> None:
-        if not self.mend:
-            msgspec.structs.force_setattr(self, "mend", self._advice())
+        if not self.hint:
+            msgspec.structs.force_setattr(self, "hint", self._advice())
 
     def one_line(self) -> str:
         """The whole story for a terminal: who, where, why, the last word of its log, and what to do."""
@@ -62,7 +62,7 @@ class FirstFailure(msgspec.Struct, frozen=True, kw_only=True):
         story = f"{self.role} on rank {self.rank}: {self.cause}"
         if last and last not in self.cause:
             story += f" (last line: {last})"
-        return " ".join(f"{story}; {self.mend}".split())
+        return " ".join(f"{story}; {self.hint}".split())
 
     def _advice(self) -> str:
         told = "\n".join((self.cause, *self.last_lines))

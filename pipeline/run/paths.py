@@ -132,7 +132,7 @@ class AttemptPaths:
         return self.root / "outcome.json"
 
     @property
-    def committed(self) -> Path:
+    def checkpointed(self) -> Path:
         """A mark: this attempt has committed, wherever the run, or the job of `training.jobs`, keeps that."""
         return self.root / COMMITTED
 

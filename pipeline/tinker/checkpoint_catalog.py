@@ -73,7 +73,7 @@ class CheckpointCatalog:
 
     async def remove(self, checkpoint: SavedWeights) -> None:
         """Forget it, with the sampling clients that were made for it alone; its folder goes once nobody reads it."""
-        orphans = [each for each in self.samplers.values() if checkpoint.passing and each.path == checkpoint.path]
+        orphans = [each for each in self.samplers.values() if checkpoint.ephemeral and each.path == checkpoint.path]
         dropped = [durable_store.no_fact("sampler", each.id) for each in orphans]
         await self._store.keep(
             durable_store.no_fact("checkpoint", checkpoint.path),
@@ -109,7 +109,7 @@ class CheckpointCatalog:
         """Snapshots that are not among the newest of their models, and that no open sample reads."""
         by_model: dict[str, list[SavedWeights]] = {}
         for each in self.checkpoints.values():
-            if each.passing:
+            if each.ephemeral:
                 by_model.setdefault(tinker_paths.parse_path(each.path).model, []).append(each)
         opened = self.open_folders()
         older = (each for own in by_model.values() for each in sorted(own, key=_created)[:-MAX_EPHEMERAL])
@@ -144,7 +144,7 @@ class CheckpointCatalog:
 
     async def drop_samplers(self, sessions: Set[str]) -> None:
         """Forget the sampling clients of these sessions, with their snapshots."""
-        for each in [each for each in self.checkpoints.values() if each.passing]:
+        for each in [each for each in self.checkpoints.values() if each.ephemeral]:
             if tinker_paths.session_of(tinker_paths.parse_path(each.path).model) in sessions:
                 await self.remove(each)
         old = [id for id in self.samplers if tinker_paths.session_of(id) in sessions]
@@ -166,7 +166,7 @@ class CheckpointCatalog:
             created=self._clock(),
             expires=None if order.ttl is None else self._clock() + order.ttl,
             metadata=order.metadata,
-            passing=bool(order.sampler),
+            ephemeral=bool(order.sampler),
         )
         changes = [durable_store.fact("checkpoint", checkpoint.path, encode(checkpoint))]
         sampler = SamplingSession(order.sampler, model.owner, model.base, order.path) if order.sampler else None

@@ -101,8 +101,8 @@ class Store:
             self._open()
         except sqlite3.Error as error:
             self._link.close()
-            mend = "end the other server of this run, or choose another name="
-            raise RunStateError("name", str(path), f"a store that nobody else has ({error})", mend) from None
+            hint = "end the other server of this run, or choose another name="
+            raise RunStateError("name", str(path), f"a store that nobody else has ({error})", hint) from None
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
 

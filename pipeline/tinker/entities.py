@@ -48,7 +48,7 @@ class SavedWeights(msgspec.Struct, frozen=True):
     created: float
     expires: float | None = None
     metadata: dict[str, str] | None = None
-    passing: bool = False
+    ephemeral: bool = False
     """Made for one sampling client, without a name of its own: older ones give way to newer ones."""
 
 

@@ -102,14 +102,14 @@ class Forwarder:
     async def _one_try(
         self, route: str, folder: str, asked: Mapping[str, Any], tries: _Tries
     ) -> AsyncGenerator[bytes, None]:
-        async with self._sampling.suspects.trying(tries.deaths), self._server(folder, tries.until) as server:
+        async with self._sampling.suspects.attempt(tries.deaths), self._server(folder, tries.until) as server:
             async with self._sampling.asked(server, route, asked) as response:
                 if not asked.get("stream"):
                     yield await response.read()
                 else:
                     async for event in _events(response.content):
                         yield event
-            server.rest.worked()
+            server.backoff.record_success()
 
     @asynccontextmanager
     async def _server(self, folder: str, until: float) -> AsyncGenerator[Server, None]:
@@ -127,7 +127,7 @@ class Forwarder:
             tries.attempt, tries.deaths = self._sampling.attempt, 0
         tries.deaths += 1
         if tries.deaths >= MAX_SERVER_CRASHES and await self._is_back(death, tries.attempt):
-            self._sampling.suspects.give_up()
+            self._sampling.suspects.abandon()
             raise ForwardingFailed(ABANDONED)
         tries.until = time.monotonic() + HOLD_SECONDS  # another server, or the same one once it was started again
 

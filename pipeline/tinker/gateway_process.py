@@ -68,7 +68,7 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
 
     def changed(facts: ServerFacts | None) -> None:
         front.attached = facts is not None
-        sampling.use(facts)
+        sampling.set_servers(facts)
         log.info("the trainer is %s", "there" if facts else "gone")
 
     door = TrainerRoutes(registry, secret, changed)

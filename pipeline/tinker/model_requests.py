@@ -77,7 +77,7 @@ class Request:
         return Usage(requests=1, trained_tokens=trained, scored_tokens=scored, trainer_seconds=seconds)
 
     @property
-    def redone(self) -> bool:
+    def needs_replay(self) -> bool:
         """Whether a trainer that lost it has to do it again, or for the first time."""
         return not self.answered or (self.stateful and self.failure is None)
 
@@ -91,7 +91,7 @@ class ModelEntry:
     requests: dict[int, Request] = field(default_factory=dict)
     cursors: tuple[int, int] = (-1, -1)
     """What the last two durable commits have behind them."""
-    settled: int = -1
+    committed_cursor: int = -1
     """Up to this request nothing can be done again."""
     lost: str = ""
     unloading: bool = False

@@ -18,7 +18,7 @@ def restore_entries(kept: Store, now: float) -> tuple[dict[str, Session], dict[s
     sessions = {id: msgspec.msgpack.decode(body, type=Session) for id, body in kept.facts("session")}
     models = {id: _model(msgspec.msgpack.decode(body, type=Model), sessions) for id, body in kept.facts("model")}
     for id, body in kept.facts("settled"):
-        models[id].settled = msgspec.msgpack.decode(body, type=int)
+        models[id].committed_cursor = msgspec.msgpack.decode(body, type=int)
     requests = {}
     for each in kept.requests():
         if each.model in models:  # else it is a sample

@@ -92,8 +92,8 @@ class SampleQueue(SampleServers):
                 job.task.cancel()
         await super().close()
 
-    def use(self, facts: ServerFacts | None) -> None:
-        super().use(facts)
+    def set_servers(self, facts: ServerFacts | None) -> None:
+        super().set_servers(facts)
         self._fair.capacity = self._per_server * len(self._servers)
         self._start_next()
 

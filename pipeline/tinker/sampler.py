@@ -98,7 +98,7 @@ class SampleServers:
         if self._http is not None:
             await self._http.close()
 
-    def use(self, facts: ServerFacts | None) -> None:
+    def set_servers(self, facts: ServerFacts | None) -> None:
         """Ask these servers from now on; None: there are none."""
         known = {server.endpoint for server in self._servers}
         wanted = set(facts.servers) if facts else set()
@@ -126,7 +126,7 @@ class SampleServers:
             if (attempt, given_up) != (self._password, self.suspects.given_up):
                 attempt, given_up, deaths = self._password, self.suspects.given_up, 0
             try:
-                async with self.suspects.trying(deaths):
+                async with self.suspects.attempt(deaths):
                     return await self._once(given)
             except (RequestRefused, ApiError) as error:
                 return Failed(str(error), "user")
@@ -139,7 +139,7 @@ class SampleServers:
                 reason, deaths = str(death), deaths + 1
                 if deaths >= MAX_SERVER_CRASHES and await self.is_back(death.endpoint, attempt):
                     log.error("%s: %s", id, ABANDONED)
-                    self.suspects.give_up()
+                    self.suspects.abandon()
                     return Failed(ABANDONED, "server")
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 reason = one_line(error)
@@ -153,7 +153,7 @@ class SampleServers:
             body = request_body(given.body, adapter_name(given.folder), self._limits)
             started = time.monotonic()
             answer = msgspec.json.decode(await self._post(server, "/inference/v1/generate", body))
-            server.rest.worked()
+            server.backoff.record_success()
             written = sample_json(answer, given.body)
             self._usage.count(given.owner, usage_of_sample(body, answer, time.monotonic() - started))
             return written
@@ -174,7 +174,7 @@ class SampleServers:
             async with self._adapter(server, folder):
                 yield server
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            server.rest.failed()
+            server.backoff.record_failure()
             if not isinstance(error, aiohttp.ClientConnectorError) and await self._is_dead(server):
                 raise ServerDied(server.endpoint, error) from None
             raise

@@ -56,9 +56,9 @@ def checked_request(body: Mapping[str, Any], limits: Limits) -> list[int]:
     if given is not None and not isinstance(given, dict):
         raise ApiError(f"sampling_params={_short(given)}; expected an object")
     _check_params(given or {})
-    for name, mend in _NOT_SERVED.items():
+    for name, hint in _NOT_SERVED.items():
         if body.get(name):
-            raise ApiError(f"{name} is not served; {mend}")
+            raise ApiError(f"{name} is not served; {hint}")
     return tokens
 
 

@@ -242,23 +242,23 @@ class ModelRegistry:
         self.schedule.unknown_models = [id for id in cursors if id not in there]
         for live in there.values():
             cursor = cursors.get(live.fact.id, -1)
-            later = [] if self._is_given_up(live) else [seq for seq in sorted(live.requests) if seq > cursor]
+            later = [] if self._is_abandoned(live) else [seq for seq in sorted(live.requests) if seq > cursor]
             live.queue.restart(cursor + 1, later)
             live.lost = ""
-            if cursor < live.settled:
+            if cursor < live.committed_cursor:
                 live.lost = f"model {live.fact.id} is lost: the trainer has an older commit than is kept here"
             for seq in later:
-                await self._give_up_poison(live.requests[seq])
+                await self._fail_poison_requests(live.requests[seq])
             self.schedule.wake(live)
         self.schedule.news.set()
 
-    def _is_given_up(self, live: ModelEntry) -> bool:
+    def _is_abandoned(self, live: ModelEntry) -> bool:
         """Whether nobody will ask for anything that a trainer would do for a model, but to forget it."""
         session = self.sessions.get(live.fact.session)
         answered = all(request.answered for request in live.requests.values())
         return live.unloading and (answered or session is None or session.lapsed)
 
-    async def _give_up_poison(self, request: Request) -> None:
+    async def _fail_poison_requests(self, request: Request) -> None:
         """A request that several trainers took and none survived is failed, lest it end all others too."""
         if not request.answered and request.deliveries >= MAX_DELIVERIES:
             error = f"the trainer ended {request.deliveries} times while it worked on this request"
@@ -273,13 +273,13 @@ class ModelRegistry:
                 continue
             live.cursors = (live.cursors[1], cursor)
             if live.cursors[0] >= 0:
-                live.settled = live.cursors[0]
+                live.committed_cursor = live.cursors[0]
                 changes += [
-                    durable_store.cursor_passed(id, live.settled),
-                    durable_store.fact("settled", id, encode(live.settled)),
+                    durable_store.cursor_passed(id, live.committed_cursor),
+                    durable_store.fact("settled", id, encode(live.committed_cursor)),
                 ]
                 for seq, request in live.requests.items():
-                    request.open = request.open and (seq > live.settled or not request.answered)
+                    request.open = request.open and (seq > live.committed_cursor or not request.answered)
         if changes:
             await self._store.keep(*changes)
 

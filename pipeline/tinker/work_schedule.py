@@ -75,7 +75,7 @@ class WorkSchedule:
             return unload_work(live.fact.id) if live.unloading else None
         while (seq := live.queue.next(time.monotonic())) is not None:
             request = live.requests[seq]
-            if not request.redone:
+            if not request.needs_replay:
                 continue
             body = self._bodies.get(request.id) or self._store.body(request.id)
             self._bodies.drop(request.id)
@@ -91,4 +91,4 @@ class WorkSchedule:
 
 def _step_waits(live: ModelEntry) -> bool:
     request = live.requests.get(live.queue.ready) if live.queue.ready is not None else None
-    return request is not None and request.steps and request.redone
+    return request is not None and request.steps and request.needs_replay

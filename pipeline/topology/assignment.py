@@ -23,7 +23,7 @@ def assign(
     _check_nodes(plan, dealt, attempt)
     by_rank = {card.rank: card for card in dealt}
     filled = sorted(_fill(plan, dealt), key=lambda pair: pair[0])
-    if len(filled) < len(plan.seats):
+    if len(filled) < len(plan.bundles):
         raise RendezvousError(_shortage(plan, dealt, filled))
     placements = tuple(place for rank, seat in filled for place in _place(seat, by_rank[rank]))
     return World(run_id=run_id, attempt=attempt, epoch=epoch, leader=leader, secret=secret, placements=placements)
@@ -37,7 +37,7 @@ def check_world(world: World, plan: Plan, card: NodeInfo) -> None:
     if not mine:
         return
     given = [(p.role, p.index, len(p.ports), len(p.gpus)) for p in mine]
-    seat = next((seat for seat in plan.seats if [_needs(slot) for slot in seat.slots] == given), None)
+    seat = next((seat for seat in plan.bundles if [_needs(slot) for slot in seat.roles] == given), None)
     if seat is None:
         names = ", ".join(place.name for place in mine)
         raise RendezvousError(f"rank {card.rank} got {names}, which is no seat of the plan; submit the run again")
@@ -58,7 +58,7 @@ def describe_plan(plan: Plan, without_gpus: int = 0) -> tuple[str, ...]:
     lines = []
     for rank in range(plan.ranks):
         seat = seats.get(rank)
-        roles = ", ".join(_describe_slot(slot) for slot in seat.slots) if seat else "spare"
+        roles = ", ".join(_describe_slot(slot) for slot in seat.roles) if seat else "spare"
         lines.append(f"rank {rank:>{width}}: {roles}")
     return tuple(lines)
 
@@ -82,7 +82,7 @@ def _fill(plan: Plan, cards: Sequence[NodeInfo]) -> list[tuple[int, NodeBundle]]
     """
     free = [card for card in cards if card.addresses and not card.problems]
     filled = []
-    for seat in sorted(plan.seats, key=lambda seat: -seat.gpus):
+    for seat in sorted(plan.bundles, key=lambda seat: -seat.gpus):
         chosen = next((card for card in free if _shortfall(card, seat) == ""), None)
         if chosen:
             free.remove(chosen)
@@ -105,7 +105,7 @@ def _needs(slot: RoleProcess) -> tuple[RoleName, int, int, int]:
 
 def _place(seat: NodeBundle, card: NodeInfo) -> Iterable[Placement]:
     ports = iter(card.ports)
-    for slot, places in zip(seat.slots, seat.gpu_places(), strict=True):
+    for slot, places in zip(seat.roles, seat.gpu_places(), strict=True):
         yield Placement(
             role=slot.role,
             index=slot.index,
@@ -118,12 +118,12 @@ def _place(seat: NodeBundle, card: NodeInfo) -> Iterable[Placement]:
 
 def _shortage(plan: Plan, cards: Sequence[NodeInfo], filled: Sequence[tuple[int, NodeBundle]]) -> str:
     placed_ranks, placed_seats = {rank for rank, _ in filled}, {seat.name for _, seat in filled}
-    empty = [seat for seat in plan.seats if seat.name not in placed_seats]
+    empty = [seat for seat in plan.bundles if seat.name not in placed_seats]
     by_rank = {card.rank: card for card in cards}
     reasons = [_unusable(by_rank.get(rank), rank, empty[0]) for rank in range(plan.ranks) if rank not in placed_ranks]
     shown = "; ".join(reasons[:8]) + (f"; and {len(reasons) - 8} more" if len(reasons) > 8 else "")
     seats = ", ".join(seat.name for seat in empty[:4]) + (f" and {len(empty) - 4} more" if len(empty) > 4 else "")
-    spares = plan.spares + len(empty)
+    spares = plan.spare_nodes + len(empty)
     return f"no rank is left for {seats}: {shown}; mend these nodes, exclude them, or set resources.spares={spares}"
 
 
@@ -143,7 +143,7 @@ def _check_available(card: NodeInfo, what: str, given: Sequence[int], needed: in
 
 
 def _ideal_node(plan: Plan, rank: int, *, gpus: bool) -> NodeInfo:
-    count, ports = max(seat.gpus for seat in plan.seats) if gpus else 0, plan.ports_per_rank
+    count, ports = max(seat.gpus for seat in plan.bundles) if gpus else 0, plan.ports_per_rank
     return NodeInfo(
         rank=rank,
         attempt="",
@@ -151,7 +151,7 @@ def _ideal_node(plan: Plan, rank: int, *, gpus: bool) -> NodeInfo:
         pid=0,
         boot="",
         addresses=("",),
-        beacon=0,
+        probe_port=0,
         ports=tuple(range(ports)),
         gpus=tuple(range(count)),
     )
@@ -160,4 +160,4 @@ def _ideal_node(plan: Plan, rank: int, *, gpus: bool) -> NodeInfo:
 def _describe_slot(slot: RoleProcess) -> str:
     if not slot.gpus:
         return slot.name
-    return f"{slot.name} ({slot.gpus} {'shared ' if slot.back else ''}GPU{'s' if slot.gpus > 1 else ''})"
+    return f"{slot.name} ({slot.gpus} {'shared ' if slot.shared_gpu_offset else ''}GPU{'s' if slot.gpus > 1 else ''})"

@@ -46,7 +46,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     boot: str
     addresses: tuple[str, ...]
-    beacon: int
+    probe_port: int
     ports: tuple[int, ...]
     gpus: tuple[int, ...] = ()
     memory: int = 0
@@ -113,7 +113,7 @@ class RoleProcess(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     ports: int = 0
     gpus: int = 0
-    back: int = 0
+    shared_gpu_offset: int = 0
 
     @property
     def name(self) -> str:
@@ -123,11 +123,11 @@ class RoleProcess(msgspec.Struct, frozen=True, kw_only=True):
 class NodeBundle(msgspec.Struct, frozen=True, kw_only=True):
     """The roles that one rank runs together, in the order to start them."""
 
-    slots: tuple[RoleProcess, ...]
+    roles: tuple[RoleProcess, ...]
 
     @property
     def ports(self) -> int:
-        return sum(slot.ports for slot in self.slots)
+        return sum(slot.ports for slot in self.roles)
 
     @property
     def gpus(self) -> int:
@@ -136,15 +136,15 @@ class NodeBundle(msgspec.Struct, frozen=True, kw_only=True):
     def gpu_places(self) -> list[range]:
         """Which of the seat's GPUs each slot gets."""
         places, end = list[range](), 0
-        for slot in self.slots:
-            begin = end - slot.back
+        for slot in self.roles:
+            begin = end - slot.shared_gpu_offset
             places.append(range(begin, begin + slot.gpus))
             end = max(end, begin + slot.gpus)
         return places
 
     @property
     def name(self) -> str:
-        return " + ".join(slot.name for slot in self.slots)
+        return " + ".join(slot.name for slot in self.roles)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,22 +154,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ranks: int
-    seats: tuple[NodeBundle, ...]
+    bundles: tuple[NodeBundle, ...]
 
     @property
     def ports_per_rank(self) -> int:
         """Ports that every rank has to hold, since it may get any seat."""
-        return max(seat.ports for seat in self.seats)
+        return max(seat.ports for seat in self.bundles)
 
     @property
-    def spares(self) -> int:
-        return self.ranks - len(self.seats)
+    def spare_nodes(self) -> int:
+        return self.ranks - len(self.bundles)
 
 
 def make_plan(config: RunConfig) -> Plan:
     """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
     seats = _bundles(config)
-    return Plan(ranks=_ranks(config.resources, seats), seats=tuple(seats))
+    return Plan(ranks=_ranks(config.resources, seats), bundles=tuple(seats))
 
 
 def _bundles(config: RunConfig) -> list[NodeBundle]:
@@ -184,9 +184,9 @@ def _bundles(config: RunConfig) -> list[NodeBundle]:
     services = _services(redis=config.streams.backend == "redis")
     trainer, inference = _placed(_trainer_bundles(wanted, ports=2), _inference_bundles(wanted), wanted)
     if wanted.services.nodes:
-        return [NodeBundle(slots=services), *trainer, *inference]
+        return [NodeBundle(roles=services), *trainer, *inference]
     host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
-    host[-1] = NodeBundle(slots=services[:1] + host[-1].slots + services[1:])
+    host[-1] = NodeBundle(roles=services[:1] + host[-1].roles + services[1:])
     return [*trainer, *inference]
 
 
@@ -209,30 +209,30 @@ def _packed(seats: Sequence[NodeBundle], gpus: int) -> list[NodeBundle]:
     for group in groups:
         if group.gpus > gpus:
             expected = f"at least {group.gpus}, the GPUs of {group.name}, which has one node"
-            mend = f"raise it, or lower {_GPUS_OF[group.slots[0].role]}"
-            raise PlanError("resources.gpus_per_node", gpus, expected, mend)
+            hint = f"raise it, or lower {_GPUS_OF[group.roles[0].role]}"
+            raise PlanError("resources.gpus_per_node", gpus, expected, hint)
         place = next((place for place, node in enumerate(nodes) if _has_room(node, group, gpus)), None)
         if place is None:
             nodes.append(group)
         else:
-            nodes[place] = NodeBundle(slots=nodes[place].slots + group.slots)
+            nodes[place] = NodeBundle(roles=nodes[place].roles + group.roles)
     return nodes
 
 
 def _has_room(node: NodeBundle, group: NodeBundle, gpus: int) -> bool:
-    two_trainers = all(any(slot.role == "trainer" for slot in seat.slots) for seat in (node, group))
+    two_trainers = all(any(slot.role == "trainer" for slot in seat.roles) for seat in (node, group))
     return node.gpus + group.gpus <= gpus and not two_trainers
 
 
 def _split_by_gpu(seat: NodeBundle) -> list[NodeBundle]:
     """The seat in parts that share no GPU with each other."""
     groups: list[tuple[RoleProcess, ...]] = []
-    for slot in seat.slots:
-        if slot.back:
+    for slot in seat.roles:
+        if slot.shared_gpu_offset:
             groups[-1] += (slot,)
         else:
             groups.append((slot,))
-    return [NodeBundle(slots=group) for group in groups]
+    return [NodeBundle(roles=group) for group in groups]
 
 
 def _shared(
@@ -245,19 +245,19 @@ def _shared(
     held, needed = trainer[0].gpus, inference[0].gpus
     if 0 < wanted.gpus_per_node < held:
         expected = f"at least {held}, the GPUs of a node's trainer with resources.share_gpus, or 0"
-        mend = "raise it, or lower resources.trainer.processes"
-        raise PlanError("resources.gpus_per_node", wanted.gpus_per_node, expected, mend)
+        hint = "raise it, or lower resources.trainer.processes"
+        raise PlanError("resources.gpus_per_node", wanted.gpus_per_node, expected, hint)
     if needed > held:
         expected = f"servers that need at most the {held} GPUs of a node's trainer, not {needed}"
         raise PlanError("resources.inference.servers", wanted.inference.servers, expected, "set fewer")
     pairs = zip(trainer, inference, strict=True)
-    return [NodeBundle(slots=(*training.slots, *_colocated_on(serving, held))) for training, serving in pairs]
+    return [NodeBundle(roles=(*training.roles, *_colocated_on(serving, held))) for training, serving in pairs]
 
 
 def _colocated_on(serving: NodeBundle, held: int) -> Iterator[RoleProcess]:
     """The slots with their GPUs among the `held` ones before them."""
-    for slot, places in zip(serving.slots, serving.gpu_places(), strict=True):
-        yield msgspec.structs.replace(slot, back=held - places.start)
+    for slot, places in zip(serving.roles, serving.gpu_places(), strict=True):
+        yield msgspec.structs.replace(slot, shared_gpu_offset=held - places.start)
 
 
 def _ranks(wanted: ResourcesConfig, seats: Sequence[NodeBundle]) -> int:
@@ -275,7 +275,7 @@ def _ranks(wanted: ResourcesConfig, seats: Sequence[NodeBundle]) -> int:
 
 def _bundle_kind(seat: NodeBundle, wanted: ResourcesConfig) -> str:
     """What a node with this seat is called where nodes are counted."""
-    roles = {slot.role for slot in seat.slots}
+    roles = {slot.role for slot in seat.roles}
     parts = [role for role in ("trainer", "inference") if role in roles]
     if parts and wanted.gpus_per_node:
         return f"nodes of {wanted.gpus_per_node} GPUs"
@@ -294,22 +294,25 @@ def _trainer_bundles(wanted: ResourcesConfig, ports: int) -> list[NodeBundle]:
     slots = [
         RoleProcess(role="trainer", index=i, ports=0 if i else ports, gpus=gpus) for i in range(wanted.trainer.nodes)
     ]
-    return [NodeBundle(slots=(slot,)) for slot in slots]
+    return [NodeBundle(roles=(slot,)) for slot in slots]
 
 
 def _inference_bundles(wanted: ResourcesConfig) -> list[NodeBundle]:
     servers, gpus = wanted.inference.servers, wanted.inference.gpus
     count = servers * wanted.inference.nodes
     back = [gpus if index % servers % wanted.inference.per_gpu else 0 for index in range(count)]
-    slots = [RoleProcess(role="inference", index=index, ports=1, gpus=gpus, back=back[index]) for index in range(count)]
-    return [NodeBundle(slots=tuple(slots[first : first + servers])) for first in range(0, count, servers)]
+    slots = [
+        RoleProcess(role="inference", index=index, ports=1, gpus=gpus, shared_gpu_offset=back[index])
+        for index in range(count)
+    ]
+    return [NodeBundle(roles=tuple(slots[first : first + servers])) for first in range(0, count, servers)]
 
 
 def _evaluation_bundles(wanted: ResourcesConfig) -> list[NodeBundle]:
     """The servers, and on the last of their nodes the actor."""
     seats = _inference_bundles(wanted)
     *others, last = _packed(seats, wanted.gpus_per_node) if wanted.gpus_per_node else seats
-    return [*others, NodeBundle(slots=(*last.slots, RoleProcess(role="actor")))]
+    return [*others, NodeBundle(roles=(*last.roles, RoleProcess(role="actor")))]
 
 
 def _trainer_load(wanted: ResourcesConfig) -> int:

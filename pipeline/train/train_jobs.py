@@ -239,12 +239,12 @@ def _check_header(path: Path, tree: object) -> None:
     if not isinstance(tree, dict):
         raise ConfigError(str(path), tree, "a JSON object with the keys of a job", "see docs/jobs.md")
     if tree.get("kind") not in KINDS:
-        mend = closest_match(str(tree.get("kind")), list(KINDS))
-        raise ConfigError(f"{path}: kind", tree.get("kind"), f"one of {', '.join(KINDS)}", mend)
+        hint = closest_match(str(tree.get("kind")), list(KINDS))
+        raise ConfigError(f"{path}: kind", tree.get("kind"), f"one of {', '.join(KINDS)}", hint)
     if tree.get("version") != JOB_VERSION:
         later = "write the file with the version of Rollcall that reads it"
-        mend = later if "version" in tree else f'add "version": {JOB_VERSION}'
-        raise ConfigError(f"{path}: version", tree.get("version"), f"{JOB_VERSION}, which this code reads", mend)
+        hint = later if "version" in tree else f'add "version": {JOB_VERSION}'
+        raise ConfigError(f"{path}: version", tree.get("version"), f"{JOB_VERSION}, which this code reads", hint)
 
 
 def _error(path: Path, details: ErrorDetails) -> ConfigError:
@@ -274,8 +274,8 @@ def check_offline(file: Path, job: Job, config: RunConfig) -> None:
         if not getattr(job, name):
             raise ConfigError(f"{file}: {name}", "", "a path", "a job that stands alone says where it goes")
     if isinstance(job.inputs, StreamInput | DatasetInput):
-        mend = "pack the rows, or have a run make them: python launchers/submit.py"
-        raise ConfigError(f"{file}: inputs.kind", job.inputs.kind, "packed, in a job that stands alone", mend)
+        hint = "pack the rows, or have a run make them: python launchers/submit.py"
+        raise ConfigError(f"{file}: inputs.kind", job.inputs.kind, "packed, in a job that stands alone", hint)
     if isinstance(job, RlJob):
         check_mini_batches(config, job.prompts, f"schedule.prompts of {file}")
     check_address(f"{file}: optimizer_state", job.optimizer_state, "see docs/checkpoints.md")

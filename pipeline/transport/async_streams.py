@@ -58,7 +58,7 @@ class AsyncStreams:
         sending = PublishAttempt(self._streams, topic, [record], acknowledging)
         deadline = Deadline(sending.awaited, seconds)
         pauses = exponential_pauses(FIRST_PAUSE, LONGEST_PAUSE)
-        while not await self._call(sending.push):
+        while not await self._call(sending.flush):
             if deadline.passed:
                 raise deadline.error(sending.missing())
             await asyncio.sleep(min(next(pauses), deadline.left))

@@ -26,7 +26,7 @@ class ShutdownPatience:
 
     def time_left(self) -> float:
         """Seconds: infinite while the attempt goes on, 0 once it has failed."""
-        heard = self._listener.heard()
+        heard = self._listener.poll()
         if "failed" in heard:
             return 0.0
         draining = heard.get("draining")

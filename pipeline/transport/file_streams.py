@@ -65,7 +65,7 @@ class FileStreams(Streams):
     def budget(self) -> int:
         return self._budget
 
-    def offer(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
+    def try_append(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
         with self._lock, translated(topic):
             writer = self._writer(topic)
             fitting = _patiently(topic, lambda: self._fitting(topic, payloads))
@@ -146,19 +146,21 @@ class FileStreams(Streams):
             return payloads
         folder = self._folder(topic)
         cursor = topic_cursors.newest_cursor(folder)
-        if cursor.beyond:
+        if cursor.acked_out_of_order:
             held = sum(frame_bytes(frame.data) for frame in self._held(topic))
         else:
-            held = topic_segments.size_after(folder, cursor.settled)
+            held = topic_segments.size_after(folder, cursor.low_watermark)
         self._room[topic] = room = self._budget - held
         fitting = payloads[: sum(1 for _ in takewhile(lambda end: end <= room, ends))]
         return fitting or payloads[: int(topic_segments.size_after(folder, cursor.read) == 0)]
 
     def _held(self, topic: str) -> Iterator[Frame]:
         cursor = topic_cursors.newest_cursor(self._folder(topic))
-        settled = set(cursor.beyond)
+        settled = set(cursor.acked_out_of_order)
         return (
-            frame for frame in topic_segments.walk(self._folder(topic), cursor.settled) if frame.start not in settled
+            frame
+            for frame in topic_segments.walk(self._folder(topic), cursor.low_watermark)
+            if frame.start not in settled
         )
 
 
@@ -169,8 +171,8 @@ class FileReader(Reader[R], Generic[R]):
         self.topic = topic
         self._folder, self._kind = folder, kind
         self._file = CursorFile(folder, name)
-        self._at = self._settled = self._file.cursor.settled
-        self._acknowledged = set(self._file.cursor.beyond)
+        self._at = self._settled = self._file.cursor.low_watermark
+        self._acknowledged = set(self._file.cursor.acked_out_of_order)
         self._delivered: dict[SegmentPosition, SegmentPosition] = {}
         self._state = threading.Lock()
 
@@ -226,7 +228,7 @@ class FileReader(Reader[R], Generic[R]):
         old = self._file.cursor
         beyond = tuple(sorted(self._acknowledged))
         read = max(old.read, self._at)
-        self._file.save(Cursor(reader=old.reader, settled=self._settled, read=read, beyond=beyond))
+        self._file.save(Cursor(reader=old.reader, low_watermark=self._settled, read=read, acked_out_of_order=beyond))
         for number in topic_segments.segments(self._folder)[:-1]:
             if number < self._settled.segment:
                 topic_segments.segment_path(self._folder, number).unlink(missing_ok=True)

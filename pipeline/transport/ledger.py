@@ -58,7 +58,7 @@ class Ledger:
         return self._watermark
 
     @property
-    def settled(self) -> int:
+    def done_count(self) -> int:
         """How many positions are settled."""
         return self._watermark + len(self._above)
 
@@ -67,13 +67,13 @@ class Ledger:
         """How many positions ended in which outcome."""
         return dict(self._outcomes)
 
-    def is_settled(self, position: int) -> bool:
+    def is_done(self, position: int) -> bool:
         """Whether a position is settled."""
         return position < self._watermark or position in self._above
 
-    def settle(self, position: int, outcome: str, step: int) -> bool:
+    def mark_done(self, position: int, outcome: str, step: int) -> bool:
         """Settle a position (not negative); False, and no change, when it was settled before."""
-        if self.is_settled(position):
+        if self.is_done(position):
             return False
         self._above.add(position)
         while self._watermark in self._above:
@@ -83,7 +83,7 @@ class Ledger:
         self._news.append(Settlement(position=position, outcome=outcome, step=step))
         return True
 
-    def holes(self, known: Iterable[int]) -> tuple[list[int], int]:
+    def unissued(self, known: Iterable[int]) -> tuple[list[int], int]:
         """What is left to issue, when the unsettled positions in `known` exist already.
 
         Returns the positions that are neither settled nor known although later ones are, in order, and the first
@@ -94,7 +94,7 @@ class Ledger:
         first_new = max(first_new, self._watermark)
         return [position for position in range(self._watermark, first_new) if position not in issued], first_new
 
-    def take_news(self) -> list[Settlement]:
+    def drain_changes(self) -> list[Settlement]:
         """What was settled since the last call, in order: the lines of `ledger.jsonl`. Not part of a snapshot."""
         news, self._news = self._news, []
         return news

@@ -102,7 +102,7 @@ class RedisStreams(Streams):
     def generation(self) -> int:
         return self._generation
 
-    def offer(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
+    def try_append(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
         source, ids = acknowledging or (None, ())
         reader = source if isinstance(source, RedisReader) else None
         opening = reader.opening if reader else ""

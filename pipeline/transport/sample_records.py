@@ -27,7 +27,7 @@ from pipeline.utils.value_bounds import MAX_REWARD
 
 WIRE_VERSION = 2
 MAX_VERSION_OFFSET = 255
-"""The most that `Sample.newer` can say. A token of yet newer weights passes for older than it is."""
+"""The most that `Sample.version_offsets` can say. A token of yet newer weights passes for older than it is."""
 MALFORMED = "malformed"
 """Begins the outcome of a group that makes no sense: it is not settled, its position is asked for again."""
 
@@ -64,7 +64,7 @@ class Branch(Record, frozen=True, kw_only=True, tag="branch"):
     tokens: bytes
     sampled: bytes
     logprobs: bytes
-    newer: bytes = b""
+    version_offsets: bytes = b""
 
 
 class Sample(Record, frozen=True, kw_only=True, tag="sample"):
@@ -73,8 +73,8 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     Attributes:
         tokens: int32[T] as bytes: every token id in order, never re-tokenised text.
         sampled: uint8[T] as bytes: 1 where the policy sampled the token, 0 for prompt and tool tokens.
-        logprobs: float32[T] as bytes: the behaviour policy's log-probability (nats, at the sampling temperature) of
-            each sampled token, 0 elsewhere.
+        logprobs: float32[T] as bytes: the log-probability under the policy that sampled (nats, at the sampling
+            temperature) of each sampled token, 0 elsewhere.
         reward: the task's reward of the episode.
         version_min, version_max: oldest and newest weight version (steps done) that may have sampled a token.
         finish: `stop` when the policy ended the episode, `length` when it was cut off.
@@ -99,7 +99,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     server: str = ""
     metrics: dict[str, float] = {}
     branches: tuple[Branch, ...] = ()
-    newer: bytes = b""
+    version_offsets: bytes = b""
 
     def rows(self) -> list[TokenRow]:
         """Every row of the episode, its own first; each sampled token is marked as such in one of them."""
@@ -146,7 +146,9 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
 def _arrays(part: Sample | Branch, version_min: int = 0) -> TokenRow:
     """Its own arrays: read-only views, but for the versions."""
     tokens, logprobs = np.frombuffer(part.tokens, dtype="<i4"), np.frombuffer(part.logprobs, dtype="<f4")
-    newer = np.frombuffer(part.newer, dtype="<u1") if part.newer else np.zeros(len(tokens), np.uint8)
+    newer = (
+        np.frombuffer(part.version_offsets, dtype="<u1") if part.version_offsets else np.zeros(len(tokens), np.uint8)
+    )
     return TokenRow(tokens, np.frombuffer(part.sampled, dtype="<u1"), logprobs, version_min + newer.astype(np.int64))
 
 
@@ -154,8 +156,10 @@ def _check_lengths(part: Sample | Branch) -> None:
     lengths = len(part.tokens) // 4, len(part.sampled), len(part.logprobs) // 4
     if len(set(lengths)) != 1 or len(part.tokens) % 4 or len(part.logprobs) % 4:
         raise RecordError(f"sample arrays differ in length: tokens, sampled, logprobs = {lengths}")
-    if len(part.newer) not in (0, len(part.sampled)):
-        raise RecordError(f"sample arrays differ in length: sampled, newer = {len(part.sampled), len(part.newer)}")
+    if len(part.version_offsets) not in (0, len(part.sampled)):
+        raise RecordError(
+            f"sample arrays differ in length: sampled, newer = {len(part.sampled), len(part.version_offsets)}"
+        )
 
 
 def _check_numbers(sample: Sample) -> None:
@@ -268,7 +272,7 @@ class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
     """The trainer asks how weights `weights` do on an evaluation set; an empty one: the run's own held-out prompts."""
 
     id: str
-    weights: int
+    policy_version: int
     set: str = ""
 
 
@@ -287,7 +291,7 @@ class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     """
 
     id: str
-    weights: int
+    policy_version: int
     accuracy: float
     prompts: int
     version_min: int
@@ -297,7 +301,7 @@ class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     metrics: dict[str, float] = {}
     set: str = ""
     samples: int = 1
-    late: int = 0
+    timed_out: int = 0
     error: float = 0.0
     pass_at: dict[int, float] = {}
 

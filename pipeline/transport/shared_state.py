@@ -28,7 +28,7 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Where the trainer is: its weight version (RL steps done) and how many positions it has settled in all."""
 
     version: int
-    settled: int
+    done: int
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,9 +47,9 @@ class SharedState:
         """Replace the committed ledger, as `Ledger.snapshot` wrote it."""
         self._streams.put(LEDGER, snapshot)
 
-    def post_progress(self, version: int, settled: int) -> None:
+    def post_progress(self, version: int, done: int) -> None:
         """Replace the trainer's progress."""
-        self._streams.put_json(PROGRESS, TrainerProgress(version=version, settled=settled))
+        self._streams.put_json(PROGRESS, TrainerProgress(version=version, done=done))
 
     def post_server(self, server: str, version: int | None) -> None:
         """Say which weights `server` (`host:port`) serves, or None: not to be used."""

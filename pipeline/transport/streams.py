@@ -134,7 +134,7 @@ class Streams(ABC):
         sending = PublishAttempt(self, topic, records, acknowledging)
 
         def outcome() -> str | None:
-            return "sent" if sending.push() else "stopped" if should_stop() else None
+            return "sent" if sending.flush() else "stopped" if should_stop() else None
 
         awaited, missing = sending.awaited, sending.missing
         pause, longest = FIRST_PAUSE, LONGEST_PAUSE
@@ -155,7 +155,7 @@ class Streams(ABC):
         return 0
 
     @abstractmethod
-    def offer(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
+    def try_append(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
         """Append as many payloads, from the first, as fit the budget now; their number. Never waits for room.
 
         Into a topic whose reader has read everything the first always fits: what the reader needs before it can
@@ -238,12 +238,12 @@ class PublishAttempt:
     def missing(self) -> str:
         return f"a reader of {self._topic!r} that acknowledges what it read"
 
-    def push(self) -> bool:
+    def flush(self) -> bool:
         """Offer what is left until the topic is full; True when everything is in."""
         while True:
             piece = self._piece()
             last = len(piece) == len(self._left)
-            accepted = self._streams.offer(self._topic, piece, self._acknowledging if last else None)
+            accepted = self._streams.try_append(self._topic, piece, self._acknowledging if last else None)
             del self._left[:accepted]
             if accepted < len(piece):
                 return False

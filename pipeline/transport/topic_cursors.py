@@ -28,9 +28,9 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     reader: str = ""
-    settled: SegmentPosition = _ORIGIN
+    low_watermark: SegmentPosition = _ORIGIN
     read: SegmentPosition = _ORIGIN
-    beyond: tuple[SegmentPosition, ...] = ()
+    acked_out_of_order: tuple[SegmentPosition, ...] = ()
 
 
 def newest_cursor(folder: Path) -> Cursor:

@@ -26,14 +26,14 @@ class BackoffState:
     failures: int = 0
     until: float = 0.0
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         """Let it rest, longer each time; requests that fail while it rests are of the same trouble."""
         now = asyncio.get_running_loop().time()
         if now >= self.until:
             self.until = now + pause_after(self.failures)
             self.failures += 1
 
-    def worked(self) -> None:
+    def record_success(self) -> None:
         """Its earlier failures are history."""
         self.failures, self.until = 0, 0.0
 
@@ -42,7 +42,7 @@ class BackoffState:
 class HasBackoff:
     """Something that rests when it fails."""
 
-    rest: BackoffState = field(default_factory=BackoffState)
+    backoff: BackoffState = field(default_factory=BackoffState)
 
 
 R = TypeVar("R", bound=HasBackoff)
@@ -51,4 +51,4 @@ R = TypeVar("R", bound=HasBackoff)
 def available(among: Sequence[R]) -> Sequence[R]:
     """Those that do not rest; all of them where every one does."""
     now = asyncio.get_running_loop().time()
-    return [each for each in among if each.rest.until <= now] or among
+    return [each for each in among if each.backoff.until <= now] or among

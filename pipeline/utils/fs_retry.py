@@ -65,7 +65,7 @@ class DeferredWrites:
     def __init__(self) -> None:
         self._left: deque[Callable[[], object]] = deque()
 
-    def say(self, write: Callable[[], object]) -> None:
+    def submit(self, write: Callable[[], object]) -> None:
         """Write it when all that was said before is written: now, if the disk takes it."""
         self._left.append(write)
         self.flush()

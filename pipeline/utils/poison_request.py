@@ -31,12 +31,12 @@ class PoisonRequestGuard:
         self.given_up = 0
         """Requests that were: whoever counted deaths before that counts anew."""
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """A request killed its servers, and is asked no more."""
         self.given_up += 1
 
     @asynccontextmanager
-    async def trying(self, deaths: int) -> AsyncIterator[None]:
+    async def attempt(self, deaths: int) -> AsyncIterator[None]:
         """To be entered for each try of a request; requests with one death left are tried one at a time."""
         if deaths < MAX_SERVER_CRASHES - 1:
             yield

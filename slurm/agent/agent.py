@@ -111,7 +111,7 @@ def _make_folders(paths: AttemptPaths) -> None:
 def _first_failure(paths: AttemptPaths) -> str:
     """What failed first in an attempt of which a failure was told."""
     attempt = FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)
-    failure, told = attempt.read(FIRST_FAILURE, FirstFailure), Events(paths, attempt).seen("failed")
+    failure, told = attempt.read(FIRST_FAILURE, FirstFailure), Events(paths, attempt).get("failed")
     if failure is not None:
         return failure.one_line()
     return told.detail if told else "a rank failed without a reason on disk"
@@ -129,7 +129,7 @@ def _run_attempt(
         world = _meet(paths, config, environment, notice, held)
     except StoppedBeforeWorld as reason:
         events = Events(paths, FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT))
-        if events.seen("failed"):
+        if events.get("failed"):
             return "failed"
         events.publish("draining", agent_name(environment.rank), str(reason))
         return "preempted"
@@ -203,7 +203,7 @@ def _meet(
             pid=os.getpid(),
             boot=node_id(),
             addresses=addresses,
-            beacon=beacon.port,
+            probe_port=beacon.port,
             ports=tuple(holder.getsockname()[1] for holder in holders),
             gpus=tuple(gpu.index for gpu in gpus),
             memory=free_memory(),
@@ -228,7 +228,7 @@ def _find_node(
     Slurm gave this job its GPUs, so each must be free; on a machine without a scheduler this rank claims what it needs
     of those that are.
     """
-    needs, visible = [seat.gpus for seat in plan.seats], environment.visible_gpus
+    needs, visible = [seat.gpus for seat in plan.bundles], environment.visible_gpus
     if environment.scheduler == "slurm":
         found, problem = find_gpus(visible), parts_of_gpus(visible) if any(needs) else ""
     else:
@@ -255,7 +255,7 @@ class StoppableClock(Clock):
 
     def sleep(self, seconds: float) -> None:
         super().sleep(seconds)
-        heard = self._listener.heard()
+        heard = self._listener.poll()
         ending = heard.get("failed") or heard.get("draining")
         if self._notice.reason or ending:
             raise StoppedBeforeWorld(f"{ending.name} by {ending.by}" if ending else self._notice.reason)
@@ -269,7 +269,7 @@ def _record_failure(paths: AttemptPaths, rank: int, error: Exception) -> None:
 def _record_lost_rank(paths: AttemptPaths, rank: int, cause: str) -> None:
     """Make it the attempt's failure that another rank's agent shows no sign of life, unless the attempt ends anyway."""
     with suppress(OSError):
-        if Events(paths, FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)).told():
+        if Events(paths, FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)).read_all():
             return
     _log_failure(paths, rank, cause)
 

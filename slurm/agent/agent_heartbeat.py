@@ -63,9 +63,9 @@ class NeighborWatch:
         self, paths: AttemptPaths, rank: int, ranks: int, seconds: float, tell: Callable[[int, str], None]
     ) -> None:
         """`tell` is called once with the rank and what was seen, when its sign has not changed for `seconds`."""
-        self.neighbour = NeighborCheck(paths, (rank + 1) % ranks, seconds)
+        self.neighbor = NeighborCheck(paths, (rank + 1) % ranks, seconds)
         self._tell, self._over = tell, threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="neighbour", daemon=True) if ranks > 1 else None
+        self._thread = threading.Thread(target=self._watch, name="neighbor", daemon=True) if ranks > 1 else None
 
     def __enter__(self) -> "NeighborWatch":
         if self._thread:
@@ -79,8 +79,8 @@ class NeighborWatch:
 
     def _watch(self) -> None:
         while not self._over.wait(TOUCH_SECONDS):
-            if lost := self.neighbour.look():
-                self._tell(self.neighbour.rank, lost)
+            if lost := self.neighbor.look():
+                self._tell(self.neighbor.rank, lost)
                 return
 
 

@@ -53,7 +53,7 @@ class HealthProbe:
     """
 
     def __init__(self, ask: Callable[[], bool], name: str) -> None:
-        self.answers, self.trouble = 0, ""
+        self.success_count, self.last_error = 0, ""
         self._ask, self._closed = ask, threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"probe {name}", daemon=True)
 
@@ -66,11 +66,11 @@ class HealthProbe:
 
     def _run(self) -> None:
         pauses = exponential_pauses(FIRST_PAUSE, LONGEST_PAUSE)
-        while not self._closed.wait(LONGEST_PAUSE if self.answers else next(pauses)):
+        while not self._closed.wait(LONGEST_PAUSE if self.success_count else next(pauses)):
             try:
-                self.answers += bool(self._ask())
+                self.success_count += bool(self._ask())
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever waits for an answer tells it
-                self.trouble = one_line(error)
+                self.last_error = one_line(error)
 
 
 class StallTimer:
@@ -120,8 +120,8 @@ class LivenessMonitor:
     """Of one role on this rank: `start` with its process, `watch` from when it is ready, `close` when it is down."""
 
     def __init__(self, name: str, launch: RoleCommand, seconds: float, clock: Clock = CLOCK) -> None:
-        self.probe, self.board = HealthProbe(launch.ready, name), heartbeat.HeartbeatBoard(launch.beats)
-        self._beats, self._seconds, self._clock = launch.beats, seconds, clock
+        self.probe, self.board = HealthProbe(launch.ready, name), heartbeat.HeartbeatBoard(launch.has_heartbeat)
+        self._beats, self._seconds, self._clock = launch.has_heartbeat, seconds, clock
         self._runs: list[StallTimer] = []
         self._works: list[StallTimer] = []
         self._stopped: dict[int, StallTimer] = {}
@@ -158,10 +158,10 @@ class LivenessMonitor:
         return [leader, *(each for each in told if os_processes.parent_of(each) == leader)]
 
     def _answered(self, pid: int) -> Stall | None:
-        silence = self._works[0].look(self.probe.answers)
+        silence = self._works[0].look(self.probe.success_count)
         if not self._works[0].lasts(self._seconds, lambda: _waits_for_disk(pid)):
             return None
-        trouble = f"; {self.probe.trouble}" if self.probe.trouble else ""
+        trouble = f"; {self.probe.last_error}" if self.probe.last_error else ""
         return Stall(f"hung: it has not answered for {silence:.0f} s{_state(pid)}{trouble}", pid)
 
     def _listen(self, leader: int) -> Stall | None:

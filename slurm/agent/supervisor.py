@@ -118,7 +118,7 @@ class Supervisor:
                 self._step()
                 self._clock.sleep(POLL_SECONDS)
             self._listen(at_once=True)
-            self._have_said()
+            self._flush_events()
         finally:
             for role in self._roles:
                 role.kill(0.0)
@@ -135,12 +135,12 @@ class Supervisor:
             if not role.down:
                 self._watch(role)
         if self._end is not None:
-            self._descend()
+            self._stop_next_stage()
 
     def _listen(self, at_once: bool = False) -> None:
         """Learn how the attempt ends; a failure overrides an orderly end until the roles are down."""
-        heard = self._listener.heard(at_once)
-        self._mind_patience(heard)
+        heard = self._listener.poll(at_once)
+        self._apply_timeouts(heard)
         if reason := self._listener.outage or ("" if "draining" in heard else self._notice.reason):
             self._say("draining", reason)
         end = shutdown_reason([*heard, *(event for event in self._said if event not in heard)])
@@ -150,7 +150,7 @@ class Supervisor:
             self._ending_since = self._clock.now()
         self._end = end
 
-    def _mind_patience(self, heard: Mapping[EventName, Event]) -> None:
+    def _apply_timeouts(self, heard: Mapping[EventName, Event]) -> None:
         """The trainer takes as long as it needs while the launcher waits for it: until this agent is told to end too,
         or something else ends the attempt. Then the grace begins."""
         draining = heard.get("draining")
@@ -164,9 +164,9 @@ class Supervisor:
         """Tell an event, once; here it counts from now on, whenever the disk takes it."""
         if event not in self._said:
             self._said.append(event)
-            self._outbox.say(lambda: self._events.publish(event, by or self._name, detail))
+            self._outbox.submit(lambda: self._events.publish(event, by or self._name, detail))
 
-    def _have_said(self) -> None:
+    def _flush_events(self) -> None:
         try:
             wait_for("the disk to take what was said", self._outbox.flush, FINAL_WRITE_TIMEOUT, clock=self._clock)
         except DeadlineError as late:
@@ -184,7 +184,7 @@ class Supervisor:
 
     def _time_to_start(self, role: SupervisedRole) -> float:
         """Another node, which tells that the role is ready, may see the world late, and its word be seen late here."""
-        late = 2 * self._cluster.lateness if role.launch.told_elsewhere else 0.0
+        late = 2 * self._cluster.lateness if role.launch.reports_state else 0.0
         return self._cluster.startup_seconds + late
 
     def _watch(self, role: SupervisedRole) -> None:
@@ -195,10 +195,14 @@ class Supervisor:
         match role.state:
             case "restarting" if self._end is None and role.pause.passed:
                 self._restart(role)
-            case "starting" if role.vitals.probe.answers:
+            case "starting" if role.vitals.probe.success_count:
                 self._advance(role, "became_ready")
             case "starting" if role.deadline.passed:
-                self._failed(role, "overslept", self._story(role, str(role.deadline.error(role.vitals.probe.trouble))))
+                self._failed(
+                    role,
+                    "overslept",
+                    self._failure_record(role, str(role.deadline.error(role.vitals.probe.last_error))),
+                )
             case "stopping" if role.deadline.passed:
                 self._kill(role)
             case "ready" if self._is_watched(role) and (hang := role.vitals.watch(role.pid)):
@@ -212,7 +216,7 @@ class Supervisor:
     def _hung(self, role: SupervisedRole, hang: Stall) -> None:
         """Have all its processes tell where they are, those that hang and those that wait for them, then end it."""
         stacks = role.vitals.stacks(role.pid)
-        failure = self._story(role, hang.cause, stacks=stacks.get(hang.pid, "").splitlines()[:_MAX_LINES])
+        failure = self._failure_record(role, hang.cause, stacks=stacks.get(hang.pid, "").splitlines()[:_MAX_LINES])
         told = [f"\nStacks of process {pid}, as its role was taken for hung:\n{text}" for pid, text in stacks.items()]
         with suppress(OSError):
             _append(self._log(role), "".join(told).encode())
@@ -224,8 +228,8 @@ class Supervisor:
             self._advance(role, "ended", subprocesses.describe_exit(code))
         elif self._end is not None and code == 0:
             self._advance(role, "finished")
-        elif code != 0 or not self._may_yet_hear_why(role):
-            self._failed(role, "died", self._story(role, self._cause(role, code), code))
+        elif code != 0 or not self._may_learn_cause(role):
+            self._failed(role, "died", self._failure_record(role, self._cause(role, code), code))
 
     def _cause(self, role: SupervisedRole, code: int) -> str:
         """Why a role ended, as far as anybody told. When one of its processes is killed, torchrun exits with 1 and vLLM
@@ -233,14 +237,14 @@ class Supervisor:
         explained = self._shortage.explains(code, _last_lines(self._log(role)))
         return f"{subprocesses.describe_exit(code)}{explained}{_own_failure(role)}{role.taken_ports()}"
 
-    def _may_yet_hear_why(self, role: SupervisedRole) -> bool:
+    def _may_learn_cause(self, role: SupervisedRole) -> bool:
         """Whether the reason of a role that ended well may be on its way: the trainer tells it on one rank alone, and
         ends on all."""
         if role.reason is None:
             role.reason = Deadline(f"the reason why {role.name} ended", self._cluster.lateness, self._clock)
         return not role.reason.passed
 
-    def _story(
+    def _failure_record(
         self, role: SupervisedRole, cause: str, code: int | None = None, stacks: Sequence[str] = ()
     ) -> FirstFailure:
         return FirstFailure(
@@ -269,7 +273,7 @@ class Supervisor:
         trains = role.context.placement.role == "trainer" and role.state == "ready"
         if self._end is None or (self._end == "preempted" and trains):
             print(failure.one_line(), flush=True)  # the disk may take nothing
-            self._outbox.say(lambda: self._attempt.create(FIRST_FAILURE, failure))
+            self._outbox.submit(lambda: self._attempt.create(FIRST_FAILURE, failure))
             self._say("failed", failure.one_line(), role.name)
         self._advance(role, happening, failure.cause + stuck)
 
@@ -303,9 +307,9 @@ class Supervisor:
             else:
                 return
         if role.deadline.passed:
-            self._failed(role, "died", self._story(role, str(role.deadline.error(missing))))
+            self._failed(role, "died", self._failure_record(role, str(role.deadline.error(missing))))
 
-    def _descend(self) -> None:
+    def _stop_next_stage(self) -> None:
         """Ask those roles to stop whose turn has come."""
         for role in self._roles:
             if role.state in ("waiting", "starting", "ready", "restarting") and self._may_stop(role):
@@ -316,7 +320,7 @@ class Supervisor:
 
     def _may_stop(self, role: SupervisedRole) -> bool:
         placement = role.context.placement
-        if self._ending_for() > self._patience(role_lifecycle.shutdown_stage(placement.role)):
+        if self._shutdown_seconds() > self._patience(role_lifecycle.shutdown_stage(placement.role)):
             return True
         if placement.role == "trainer":
             # Once it is ready it commits and ends by itself; and that it is, one rank knows before the others.
@@ -325,7 +329,7 @@ class Supervisor:
         before = role_lifecycle.must_wait_for(placement, role.context.world, failed=self._end == "failed")
         return all(self._marks.is_down(other) for other in before)
 
-    def _ending_for(self) -> float:
+    def _shutdown_seconds(self) -> float:
         return self._clock.now() - self._ending_since
 
     def _patience(self, stage: int) -> float:
@@ -343,7 +347,7 @@ class Supervisor:
         """Seconds between asking a role to stop and ending it: less for those whose turn came late."""
         stop = self._cluster.stop_seconds
         last_call = self._patience(len(role_lifecycle.SHUTDOWN_ORDER) - 1) + stop / 2
-        return max(_MIN_TIME_TO_STOP, min(stop, last_call - self._ending_for()))
+        return max(_MIN_TIME_TO_STOP, min(stop, last_call - self._shutdown_seconds()))
 
     def _kill(self, role: SupervisedRole) -> None:
         self._advance(role, "ended", f"killed after {role.deadline.seconds:g} s{role.kill()}")
@@ -355,7 +359,7 @@ class Supervisor:
         with suppress(OSError):  # it is for people: nothing waits for it
             _append(self._paths.timeline_of(rank), msgspec.json.encode(line) + b"\n")
         if role.down:
-            self._outbox.say(lambda: self._attempt.replace(down_mark(role.name), role.state))
+            self._outbox.submit(lambda: self._attempt.replace(down_mark(role.name), role.state))
 
 
 def _own_failure(role: SupervisedRole) -> str:

@@ -49,7 +49,7 @@ class AttemptSummary:
 
     restart: int
     finished: bool = False
-    told: str = ""
+    stop_reason: str = ""
     notice: bool = False
     failure: str = ""
     lost: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class AttemptSummary:
     failures: int = 0
 
     @property
-    def in_doubt(self) -> bool:
+    def is_inconclusive(self) -> bool:
         """Whether marks that are seen late could still turn a failure that would come again into a lost rank."""
         return self.code != 0 and not self.finished and not self.trained and (bool(self.lost) or not self.failure)
 
@@ -71,7 +71,7 @@ class AttemptSummary:
             return self.failure
         if self.lost:
             return f"{name_ranks(self.lost)} ended without a word (srun: exit code {self.code})"
-        return "" if self.told else f"the agents left without a reason (srun: exit code {self.code})"
+        return "" if self.stop_reason else f"the agents left without a reason (srun: exit code {self.code})"
 
 
 def summarize_attempt(
@@ -88,7 +88,7 @@ def summarize_attempt(
     if code == 0:
         _await_reason(run, events, late, clock)
     attempt.names()
-    heard, first = events.told(), attempt.read(FIRST_FAILURE, FirstFailure)
+    heard, first = events.read_all(), attempt.read(FIRST_FAILURE, FirstFailure)
     draining, failed = heard.get("draining"), heard.get("failed")
     failure = first.one_line() if first else failed.detail if failed else ""
     told = draining is not None and _preceded(heard, bool(first))
@@ -96,7 +96,7 @@ def summarize_attempt(
     return AttemptSummary(
         restart=restart,
         finished=is_finished(run),
-        told=f"told to end ({draining.detail}, {draining.by})" if draining and told else "",
+        stop_reason=f"told to end ({draining.detail}, {draining.by})" if draining and told else "",
         notice=draining is not None and told and draining.detail == NOTICE,
         failure=failure,
         lost=unexited_ranks(attempt, ranks) if code else (),
@@ -150,7 +150,7 @@ def _await_reason(run: RunPaths, events: Events, late: float, clock: Clock) -> N
 
     def shows() -> bool:
         refresh_listing(run)
-        return is_finished(run) or events.seen("draining") is not None
+        return is_finished(run) or events.get("draining") is not None
 
     try:
         wait_for("the agents' reason to leave", shows, late, longest_pause=MAX_PAUSE, clock=clock)

@@ -238,8 +238,8 @@ class SlurmHetExecutor(SlurmExecutor):
         try:
             return wait_for("the job", look, LOST_SECONDS, pause=1.0, longest_pause=10.0, clock=self._clock)
         except DeadlineError:
-            mend = f"the same command submits it, unless squeue shows a job with the comment 'rollcall {self._run_id}'"
-            raise SchedulerSilent(f"{lost}, and the queue shows no such job{trouble}; {mend}") from None
+            hint = f"the same command submits it, unless squeue shows a job with the comment 'rollcall {self._run_id}'"
+            raise SchedulerSilent(f"{lost}, and the queue shows no such job{trouble}; {hint}") from None
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:

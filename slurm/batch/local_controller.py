@@ -112,15 +112,15 @@ class LocalController(Controller):
         """Say so before the agents, which hear TERM, say only that."""
         if self._asked_at is None:
             events = Events(self._paths, FileSharedDir(self._paths.root))
-            self._outbox.say(lambda: events.publish("draining", LAUNCHER, "the launcher was killed"))
+            self._outbox.submit(lambda: events.publish("draining", LAUNCHER, "the launcher was killed"))
 
     def _tell_failure(self, rank: int, cause: str, code: int | None) -> None:
         """What an agent that was killed could not say: that it failed, and that its roles are down with it."""
         attempt, name = FileSharedDir(self._paths.root), agent_name(rank)
         failure = FirstFailure(role=name, rank=rank, cause=cause, exit_code=code, time=time.time(), log="")
-        self._outbox.say(lambda: attempt.replace(down_mark(name), "left"))
-        self._outbox.say(lambda: attempt.create(FIRST_FAILURE, failure))
-        self._outbox.say(lambda: Events(self._paths, attempt).publish("failed", name, failure.one_line()))
+        self._outbox.submit(lambda: attempt.replace(down_mark(name), "left"))
+        self._outbox.submit(lambda: attempt.create(FIRST_FAILURE, failure))
+        self._outbox.submit(lambda: Events(self._paths, attempt).publish("failed", name, failure.one_line()))
 
     def _launcher_lives(self) -> bool:
         try:

@@ -66,7 +66,7 @@ def decide(facts: AttemptSummary, job: QueuedJob | None, cluster: ClusterConfig,
     failures += failed
 
     def outcome(again: bool, why: str) -> Outcome:
-        reason = f"{trouble or facts.told}: {why}"
+        reason = f"{trouble or facts.stop_reason}: {why}"
         return Outcome(decision="requeued" if again else "stopped", reason=reason, failures=failures, time=now)
 
     if facts.exhausted:
@@ -80,7 +80,7 @@ def decide(facts: AttemptSummary, job: QueuedJob | None, cluster: ClusterConfig,
     if failures >= cluster.max_failures:
         why = "failed or ran out of time without a new commit"
         return outcome(False, f"{failures} attempts in a row {why} (cluster.max_failures)")
-    if facts.lost or facts.told or facts.trained:
+    if facts.lost or facts.stop_reason or facts.trained:
         return outcome(True, f"try {failures} without a new commit, {cluster.max_failures} end the job")
     return outcome(False, "it failed before the first commit, so another attempt would fail the same way")
 
@@ -89,7 +89,7 @@ def is_out_of_time(facts: AttemptSummary, job: QueuedJob | None) -> bool:
     """Whether the attempt ended for the job's own time limit, by its notice or by the limit itself."""
     if job is None:
         return False
-    return job.reason == OUT_OF_TIME or (facts.notice and not job.making_room)
+    return job.reason == OUT_OF_TIME or (facts.notice and not job.preempt_pending)
 
 
 def ownership_problem(job: QueuedJob | None, restart: int) -> str:
@@ -128,7 +128,7 @@ def conclude_attempt(
         return kept(decide(facts, None, cluster, time.time()))
     try:
         (seen,) = _ask_until("the scheduler to describe the job", lambda: (scheduler.job(job),), clock)
-        if facts.in_doubt and seen is not None and seen.state in OWNED:
+        if facts.is_inconclusive and seen is not None and seen.state in OWNED:
             facts = _wait_until_consistent(look, cluster.lateness, clock)
         outcome = kept(decide(facts, seen, cluster, time.time()))
         if outcome.decision == "requeued":
@@ -149,7 +149,7 @@ def _wait_until_consistent(
     def clear() -> bool:
         nonlocal facts
         *_, facts = look()
-        return not facts.in_doubt
+        return not facts.is_inconclusive
 
     with suppress(DeadlineError):
         _ask_until("the agents' last words", lambda: clear() or None, clock, late)

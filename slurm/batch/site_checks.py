@@ -37,8 +37,8 @@ def check_site(config: RunConfig, plan: Plan, scheduler: Scheduler, batch_text: 
         _check_account(config, scheduler)
         _check_batch(batch_text, chosen, scheduler)
     except SchedulerError as error:
-        mend = f"{error}; try again later, or ask those who run the cluster"
-        raise ConfigError("cluster.kind", "slurm", "a scheduler that answers", mend) from None
+        hint = f"{error}; try again later, or ask those who run the cluster"
+        raise ConfigError("cluster.kind", "slurm", "a scheduler that answers", hint) from None
 
 
 def warnings(config: RunConfig, scheduler: Scheduler) -> list[str]:
@@ -51,10 +51,10 @@ def warnings(config: RunConfig, scheduler: Scheduler) -> list[str]:
     if wait >= needed:
         return []
     least = needed - grace
-    mend = f"set cluster.grace_seconds={wait - least:g}" if wait > least else "lower cluster.stop_seconds"
+    hint = f"set cluster.grace_seconds={wait - least:g}" if wait > least else "lower cluster.stop_seconds"
     return [
         f"this site kills a job {wait} s after it asked it to end (KillWait), and this run may need {needed:g} s to "
-        f"commit and come down: without other notice it may resume from an older checkpoint; {mend}, or ask for a "
+        f"commit and come down: without other notice it may resume from an older checkpoint; {hint}, or ask for a "
         f"longer KillWait or GraceTime"
     ]
 
@@ -120,16 +120,16 @@ def _find(key: str, wanted: str, partitions: Sequence[Partition]) -> list[Partit
 
 def _unknown(key: str, value: str, expected: str, among: list[str]) -> ConfigError:
     """For a word that the site does not have: the nearest it has, and all."""
-    mend = closest_match(value, among, "sinfo shows them")
-    known = "" if mend.startswith("choose") or len(among) > 20 else f" ({', '.join(sorted(among))})"
-    return ConfigError(key, value, expected + known, mend)
+    hint = closest_match(value, among, "sinfo shows them")
+    known = "" if hint.startswith("choose") or len(among) > 20 else f" ({', '.join(sorted(among))})"
+    return ConfigError(key, value, expected + known, hint)
 
 
 def _check_up(key: str, partition: Partition, partitions: Sequence[Partition]) -> None:
     if not partition.up:
         others = ", ".join(other.name for other in partitions if other.up)
-        mend = f"choose from: {others}" if others else "none is; ask those who run the cluster"
-        raise ConfigError(key, partition.name, "a partition that is up", mend)
+        hint = f"choose from: {others}" if others else "none is; ask those who run the cluster"
+        raise ConfigError(key, partition.name, "a partition that is up", hint)
 
 
 def _check_gpus(
@@ -151,10 +151,10 @@ def _check_gpus(
         raise _unknown("cluster.gpu_type", kind, f"a type of GPU of partition {partition.name}", kinds)
     most = max(_gpus(nodes, kind) for nodes in partition.kinds)
     if wanted > most:
-        asks, count, mend = _asking_key(component, config)
+        asks, count, hint = _asking_key(component, config)
         what = f"{kind} GPUs" if kind else "GPUs"
         expected = f"at most {most} {what} for each node, as partition {partition.name} has, not {wanted}"
-        raise PlanError(asks, count, expected, mend)
+        raise PlanError(asks, count, expected, hint)
 
 
 def _check_nodes(key: str, component: Component, partition: Partition, config: RunConfig) -> None:
@@ -175,8 +175,8 @@ def _check_nodes(key: str, component: Component, partition: Partition, config: R
     if resources.nodes:
         raise PlanError("resources.nodes", resources.nodes, expected, f"lower it, or set another {key}")
     counts = ", ".join(f"{name} ({count})" for name, count in parts.items() if count)
-    mend = f"lower one of {counts}, or set another {key}"
-    raise PlanError("resources", f"{component.nodes} nodes", expected, mend)
+    hint = f"lower one of {counts}, or set another {key}"
+    raise PlanError("resources", f"{component.nodes} nodes", expected, hint)
 
 
 def _check_time(partition: Partition, config: RunConfig) -> None:
@@ -189,8 +189,8 @@ def _check_time(partition: Partition, config: RunConfig) -> None:
     too_long = bool(cluster.time) and limit is not None and (wanted is None or wanted > limit)
     if too_long and not cluster.qos:
         expected = f"at most {partition.time_limit}, the limit of partition {partition.name}"
-        mend = "a requeued job gets a fresh time limit, so a run may take longer than one attempt"
-        raise ConfigError("cluster.time", cluster.time, expected, mend)
+        hint = "a requeued job gets a fresh time limit, so a run may take longer than one attempt"
+        raise ConfigError("cluster.time", cluster.time, expected, hint)
     if wanted is not None and wanted <= cluster.notice_seconds:
         expected = f"less than the time limit (cluster.time={cluster.time} is {wanted} s)"
         raise ConfigError("cluster.notice_seconds", cluster.notice_seconds, expected, "lower it, or raise cluster.time")
@@ -214,11 +214,11 @@ def _check_batch(text: str, chosen: Sequence[Partition], scheduler: Scheduler) -
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.sh"
         file.write_text(text)
-        refusal = scheduler.try_out(file)
+        refusal = scheduler.test_only(file)
     waiting = refusal == _NO_SUCH_NODES and any(nodes.down for partition in chosen for nodes in partition.kinds)
     if refusal and not waiting:
-        mend = "see the batch file with --dry-run and what docs/cluster.md says of cluster's keys"
-        raise ConfigError("cluster", "slurm", f"a job that Slurm accepts, but it says: {refusal}", mend)
+        hint = "see the batch file with --dry-run and what docs/cluster.md says of cluster's keys"
+        raise ConfigError("cluster", "slurm", f"a job that Slurm accepts, but it says: {refusal}", hint)
 
 
 def _gpus(nodes: Nodes, kind: str) -> int:
@@ -232,10 +232,10 @@ def _largest_component(component: Component) -> NodeBundle:
 
 def _asking_key(component: Component, config: RunConfig) -> tuple[str, int, str]:
     """The key that asks for most GPUs of a node, its value, and what else to change."""
-    roles = {slot.role for slot in _largest_component(component).slots}
+    roles = {slot.role for slot in _largest_component(component).roles}
     if config.resources.share_gpus and "inference" in roles:
-        mend = "lower it and raise resources.trainer.nodes and resources.inference.nodes"
-        return "resources.trainer.processes", config.resources.trainer.processes, mend
+        hint = "lower it and raise resources.trainer.nodes and resources.inference.nodes"
+        return "resources.trainer.processes", config.resources.trainer.processes, hint
     if config.resources.gpus_per_node and config.has_rollouts:
         return "resources.gpus_per_node", config.resources.gpus_per_node, "set it to what the nodes have"
     if "inference" in roles:

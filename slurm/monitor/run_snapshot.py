@@ -135,7 +135,7 @@ class Snapshot:
     silent: dict[int, float]
     past: tuple[PastAttempt, ...]
     progress: Progress | None
-    ahead: Progress | None
+    upcoming_phases: Progress | None
     numbers: dict[str, float]
     has_rollouts: bool
     losses: tuple[float, ...]
@@ -158,7 +158,7 @@ class Snapshot:
         return self.ended or self.state in ("queued", "left")
 
     @property
-    def in_doubt(self) -> bool:
+    def is_inconclusive(self) -> bool:
         """Whether only the scheduler knows if there is anything to wait for."""
         return self.job is not None and (self.state in ("queued", "left") or bool(self.silent))
 
@@ -202,7 +202,7 @@ def compose_snapshot(
         silent=silent,
         past=tuple(past),
         progress=_progress(rows, training_rows(newest, rows) if state == "training" else [], config),
-        ahead=_ahead(config) if config else None,
+        upcoming_phases=_ahead(config) if config else None,
         numbers=_numbers(rows),
         has_rollouts=config is None or config.has_rollouts,
         losses=() if config is None or config.has_rollouts else _losses(rows),

@@ -82,7 +82,7 @@ class Watcher:
             )
 
         now = composed(job)
-        return composed(self._ask(now.job)) if now.job and now.in_doubt else now
+        return composed(self._ask(now.job)) if now.job and now.is_inconclusive else now
 
     def _read(self, name: str) -> Attempt:
         if name not in self._readers:

@@ -65,8 +65,8 @@ def render_run(snapshot: Snapshot) -> RenderableType:
         parts += [Text(), _events(events)]
     if snapshot.reason and snapshot.state not in ("queued", "left", "finished"):
         parts += [Text(), Text(snapshot.reason, style="red")]
-    colour = UNSURE if snapshot.silent else COLORS[snapshot.state]
-    title = Text.assemble((f" {snapshot.name} ", "bold"), (f"{state_text(snapshot)} ", colour))
+    color = UNSURE if snapshot.silent else COLORS[snapshot.state]
+    title = Text.assemble((f" {snapshot.name} ", "bold"), (f"{state_text(snapshot)} ", color))
     elapsed = f"· {clock(snapshot.until - snapshot.began)} " if snapshot.began else ""
     subtitle = Text(f" {attempt_text(snapshot)} {elapsed}", "bright_black")
     return Panel(
@@ -104,8 +104,8 @@ def _roles_table(snapshot: Snapshot) -> RenderableType:
 def _role_state(role: RoleLine, snapshot: Snapshot) -> Text:
     """The last state that is known of a role."""
     cut_off = snapshot.is_over and role.state not in ("stopped", "failed")
-    colour = UNSURE if role.silent else "bright_black" if cut_off else COLORS.get(role.state, "")
-    return Text(f"{'○' if cut_off or role.silent else '●'} {role.state}", colour)
+    color = UNSURE if role.silent else "bright_black" if cut_off else COLORS.get(role.state, "")
+    return Text(f"{'○' if cut_off or role.silent else '●'} {role.state}", color)
 
 
 def state_text(snapshot: Snapshot) -> str:
@@ -181,7 +181,7 @@ def _is_well(role: RoleLine) -> bool:
 
 
 def _progress_line(snapshot: Snapshot) -> RenderableType:
-    progress = snapshot.progress or snapshot.ahead or Progress("rl", 0, 0, None)
+    progress = snapshot.progress or snapshot.upcoming_phases or Progress("rl", 0, 0, None)
     return _bar(job_text(snapshot, progress), progress.step, progress.steps, step_text(progress))
 
 

@@ -90,8 +90,8 @@ def lock_holder(path: Path) -> psutil.Process | None:
         )
     process = _opener(int(found[1]), path)
     if process is None and is_held(path):
-        mend = f"{path} is held, but not by {text}, or not by a process of yours: end it by hand"
-        raise ConfigError("name", path.parent.name, "a launcher that can be told", mend)
+        hint = f"{path} is held, but not by {text}, or not by a process of yours: end it by hand"
+        raise ConfigError("name", path.parent.name, "a launcher that can be told", hint)
     return process
 
 

@@ -40,8 +40,8 @@ def refuse_contents(run: RunPaths, config: RunConfig) -> RunIdentity | None:
     if config.resume == "scratch":
         return None
     if is_finished(run):
-        mend = f"start a new run with name={config.name}-2, or start over with resume=scratch"
-        raise RunStateError("name", config.name, f"a run that is not finished (see {run.report})", mend)
+        hint = f"start a new run with name={config.name}-2, or start over with resume=scratch"
+        raise RunStateError("name", config.name, f"a run that is not finished (see {run.report})", hint)
     try:
         return _refuse_incomplete(run, config)
     except CheckpointError as error:
@@ -65,8 +65,8 @@ def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
     old, new = _load(run, tree), located_config(config)
     if identity_digest(old) != identity_digest(new):
         changes = "; ".join(differences(old, new))
-        mend = f"submit it as it was, or give the new one another name (name={config.name}-2)"
-        raise RunStateError("name", config.name, f"the config this run was made with, but {changes}", mend)
+        hint = f"submit it as it was, or give the new one another name (name={config.name}-2)"
+        raise RunStateError("name", config.name, f"the config this run was made with, but {changes}", hint)
     if has_begun(run) and not (
         config.evaluation.alone or config.training.jobs
     ):  # those keep no checkpoints of the run's own
@@ -98,8 +98,8 @@ def _of_another_version(run: RunPaths, expected: str) -> RunStateError:
     """A run that is sound, but not for this checkout."""
     known = shared_files.read_document(run.run, RunIdentity)
     made = known.revision if known else ""
-    mend = f"submit it from the checkout it was made with{made and f' ({made})'}, or start a new one with "
-    return RunStateError("name", run.root.name, expected, f"{mend}name={run.root.name}-2")
+    hint = f"submit it from the checkout it was made with{made and f' ({made})'}, or start a new one with "
+    return RunStateError("name", run.root.name, expected, f"{hint}name={run.root.name}-2")
 
 
 def set_aside(run: RunPaths) -> None:

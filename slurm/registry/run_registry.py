@@ -105,8 +105,8 @@ def submitted_job(run: RunPaths) -> SubmittedJob | None:
         found = shared_files.read_document(run.job, SubmittedJob)
         if found is not None or not run.job.exists():
             return found
-    mend = f"see that no job of this run is live, then remove {run.job}"
-    raise RunStateError("name", run.root.name, f"a run with a readable {run.job}", mend)
+    hint = f"see that no job of this run is live, then remove {run.job}"
+    raise RunStateError("name", run.root.name, f"a run with a readable {run.job}", hint)
 
 
 def owns(run: RunPaths, job: str) -> bool:
@@ -227,8 +227,8 @@ def _launcher(lock: Path) -> str:
 
 def _live(run: RunPaths, config: RunConfig, who: str) -> RunStateError:
     named = config.name if config.output == Path("runs") else run.root
-    mend = (
+    hint = (
         f"end it (python launchers/cancel.py run={named}), wait for it, or give this one another name "
         f"(name={config.name}-2)"
     )
-    return RunStateError("name", config.name, f"a run that is not live ({who})", mend)
+    return RunStateError("name", config.name, f"a run that is not live ({who})", hint)

@@ -74,8 +74,8 @@ def load_manifest(paths: SweepPaths) -> SweepManifest | None:
             return found
         why = "it has no points" if found is not None else why
     expected = f"a sweep with a readable {paths.manifest} ({why})"
-    mend = f"start a new sweep with name={paths.root.name}-2, or remove {paths.root}"
-    raise RunStateError("name", paths.root.name, expected, mend)
+    hint = f"start a new sweep with name={paths.root.name}-2, or remove {paths.root}"
+    raise RunStateError("name", paths.root.name, expected, hint)
 
 
 def find_sweep(value: str, output: Path | None = None) -> SweepPaths:

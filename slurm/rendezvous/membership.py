@@ -115,7 +115,7 @@ class Membership:
         found = self._find_addresses(cards, witnesses) if cards else {}
         for card in cards:
             if card.rank not in found:
-                tried = ", ".join(f"{address}:{card.beacon}" for address in card.addresses) or "any address"
+                tried = ", ".join(f"{address}:{card.probe_port}" for address in card.addresses) or "any address"
                 asker = "to other nodes " if witnesses else ""
                 self._doubts[card.rank] = f"{card.hostname} does not answer {asker}at {tried}"
         return {card.rank: _at(card, found[card.rank]) for card in cards if card.rank in found}
@@ -134,7 +134,7 @@ class Membership:
             pid=0,
             boot="",
             addresses=(),
-            beacon=0,
+            probe_port=0,
             ports=(),
             problems=(problem,),
         )

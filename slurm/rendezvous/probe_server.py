@@ -176,7 +176,7 @@ class _Callee:
 
     @classmethod
     def of(cls, run_id: str, card: NodeInfo, address: str) -> "_Callee":
-        return cls(address, card.beacon, _key(run_id, card.attempt, card.rank, card.token))
+        return cls(address, card.probe_port, _key(run_id, card.attempt, card.rank, card.token))
 
     def answers(self, seconds: float) -> bool:
         """Whether the right beacon answers this process."""

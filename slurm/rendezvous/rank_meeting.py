@@ -132,14 +132,14 @@ class Rendezvous:
         self.world: World | None = None
 
     @property
-    def resting(self) -> bool:
+    def is_sleeping(self) -> bool:
         """True if there is nothing to do before a pause."""
         return self._action.name == "rest"
 
     def round(self) -> World | None:
         """Act until there is nothing to do but wait; the world, once it is there."""
         self.act()
-        while self.world is None and not self.resting:
+        while self.world is None and not self.is_sleeping:
             self.act()
         return self.world
 

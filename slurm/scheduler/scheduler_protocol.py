@@ -50,7 +50,7 @@ class QueuedJob:
     restarts: int = 0
     comment: str = ""
     preempted: bool = False
-    making_room: bool = False
+    preempt_pending: bool = False
 
     @property
     def word(self) -> str:
@@ -125,7 +125,7 @@ class Scheduler(Protocol):
         """Seconds between TERM and KILL when a job is ended."""
         ...
 
-    def try_out(self, batch_file: Path) -> str:
+    def test_only(self, batch_file: Path) -> str:
         """Why the scheduler would refuse this file; empty if it would take it. Queues nothing."""
         ...
 

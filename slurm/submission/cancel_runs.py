@@ -39,7 +39,7 @@ class Cancellation:
     """A job that was told to end: what was done to which, and whether it is over."""
 
     run: RunPaths
-    told: str
+    requested: str
     over: Callable[[], bool]
 
 
@@ -88,7 +88,7 @@ def _end_submission(paths: SweepPaths, points: Sequence[RunPaths], clock: Clock)
         for run in points:
             if run.root.name not in told and (ending := _end_local(run)) is not None:
                 told[run.root.name] = run
-                print(f"{run.root.name}: {ending.told}", flush=True)
+                print(f"{run.root.name}: {ending.requested}", flush=True)
         if not told and _terminate(process):
             told[""] = None
             print(f"{paths.root.name}: process {process.pid}, which submits it, was told to end", flush=True)
@@ -133,7 +133,7 @@ def _cancel(named: Sequence[RunPaths], scheduler: FindScheduler, clock: Clock) -
             continue
         if ending is not None:
             endings.append(ending)
-            print(f"{run.root.name}: {ending.told}", flush=True)
+            print(f"{run.root.name}: {ending.requested}", flush=True)
     for ending in endings:
         try:
             wait_for(f"{ending.run.root.name} to end", _answered(ending), _patience(ending.run), clock=clock)
@@ -211,7 +211,7 @@ def _is_draining(run: RunPaths) -> bool:
     )
     if identity is None or job is None or not names or names[-1].rpartition("-")[0] != job.job:
         return False
-    draining = Events(run.attempt(identity.run_id, names[-1])).seen("draining")
+    draining = Events(run.attempt(identity.run_id, names[-1])).get("draining")
     return draining is not None and not (draining.patient and file_locks.lock_holder(run.job_lock) is not None)
 
 

@@ -185,10 +185,10 @@ def _prepare(text: str, folder: Path) -> str:
     """The override as Hydra shall see it: a checked group choice, or a value for a known key."""
     override = _parse(text)
     if override.is_sweep_override():
-        mend = "-m submits one run for each value"
+        hint = "-m submits one run for each value"
         if is_list(known_keys().get(override.key_or_group)):
-            mend += f"; a list has brackets: '{override.key_or_group}=[{text.partition('=')[2]}]'"
-        raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", mend)
+            hint += f"; a list has brackets: '{override.key_or_group}=[{text.partition('=')[2]}]'"
+        raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", hint)
     key, choices = override.key_or_group, config_groups(folder)
     if key in choices:
         value = override.value()
@@ -218,8 +218,8 @@ def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
 def _refuse_named(override: Override, text: str) -> None:
     """Raise `ConfigError` where the directories of points are swept over."""
     if override.key_or_group in ("name", "output"):
-        mend = "each point of a sweep gets its own directory"
-        raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", mend)
+        hint = "each point of a sweep gets its own directory"
+        raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", hint)
 
 
 def _parse(text: str) -> Override:

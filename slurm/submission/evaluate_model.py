@@ -117,8 +117,8 @@ def compose_evaluation(overrides: Sequence[str]) -> tuple[RunConfig, Export | No
     `ConfigError` as for every other run."""
     ours, rest = _split(overrides)
     if ("run" in ours) == ("model" in ours):
-        mend = "run=<name or directory>, with checkpoint=rl-50 for one of its commits, or model=<directory>"
-        raise ConfigError("run", ours.get("run"), "a run or a model directory to evaluate", mend)
+        hint = "run=<name or directory>, with checkpoint=rl-50 for one of its commits, or model=<directory>"
+        raise ConfigError("run", ours.get("run"), "a run or a model directory to evaluate", hint)
     if "model" in ours and "checkpoint" in ours:
         raise ConfigError("checkpoint", ours["checkpoint"], "nothing with model=…", "name its run instead: run=…")
     if "model" in ours:
@@ -147,8 +147,8 @@ def _split(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
     directory = Path(model)
     if (directory / "adapter_config.json").is_file():
-        mend = "evaluate the run that trained it (run=…), or merge it into its base"
-        raise ConfigError("model", model, "a whole model, and this is an adapter", mend)
+        hint = "evaluate the run that trained it (run=…), or merge it into its base"
+        raise ConfigError("model", model, "a whole model, and this is an adapter", hint)
     if RunPaths(directory).run.is_file():
         raise ConfigError("model", model, "a model, and this is a run", f"evaluate it as one: run={model}")
     if not (directory / "config.json").is_file():
@@ -166,8 +166,8 @@ def _asks_builtin(key: str, value: str, overrides: Sequence[str]) -> Mapping[str
         return {}
     if any(re.match(r"\+*evaluation\.sets\b", text) for text in overrides):
         return {"evaluation": {"own": False}}
-    mend = "name it: task=countdown, say, with its options, or evaluation.sets.<name>.task.name=…"
-    raise ConfigError(key, value, "a task as well, to ask the model", mend)
+    hint = "name it: task=countdown, say, with its options, or evaluation.sets.<name>.task.name=…"
+    raise ConfigError(key, value, "a task as well, to ask the model", hint)
 
 
 def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> tuple[RunConfig, Export | None]:
@@ -195,8 +195,8 @@ def find_model(run: RunPaths, config: RunConfig, checkpoint: str) -> tuple[str, 
     if checkpoint in ("model", "best"):
         place = run.model if checkpoint == "model" else run.best
         if not place.is_dir():
-            mend = "name a commit, as checkpoint=latest"
-            raise ConfigError("checkpoint", checkpoint, f"a run that has one, and {place} is not there", mend)
+            hint = "name a commit, as checkpoint=latest"
+            raise ConfigError("checkpoint", checkpoint, f"a run that has one, and {place} is not there", hint)
         return checkpoint, finished.steps if finished is not None else config.training.steps, place
     job, step = _find_commit(run, checkpoint)
     name = checkpoint_name(job, step)

@@ -38,7 +38,7 @@ _PAUSE = 0.1
 
 def lacking_gpus(plan: Plan) -> str:
     """Why this machine has too few free GPUs for all virtual nodes; empty if it has enough."""
-    return missing_gpus(gpus_of_user(), sum(seat.gpus for seat in plan.seats))
+    return missing_gpus(gpus_of_user(), sum(seat.gpus for seat in plan.bundles))
 
 
 def refuse_lacking_gpus(plan: Plan) -> None:
@@ -63,7 +63,7 @@ def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> 
             error.key,
             error.value,
             error.expected,
-            f"{error.mend}. This machine's smallest GPU has {min(known) / GIB:.1f} GiB; CUDA_VISIBLE_DEVICES can name "
+            f"{error.hint}. This machine's smallest GPU has {min(known) / GIB:.1f} GiB; CUDA_VISIBLE_DEVICES can name "
             "others, and resources.gpu_memory what you know better",
         ) from None
 

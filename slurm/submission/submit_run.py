@@ -78,8 +78,8 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
             print(config.model_dump_json(indent=2))
             return 0
         if options.detach and config.cluster.kind == "local":
-            mend = "a local run ends with its launcher; start it with nohup, or in tmux"
-            raise ConfigError("option", "--detach", "cluster=slurm", mend)
+            hint = "a local run ends with its launcher; start it with nohup, or in tmux"
+            raise ConfigError("option", "--detach", "cluster=slurm", hint)
         plan = check_submission(config)
         print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
         return 0 if options.dry_run else start_run(config, plan, detach=options.detach)
@@ -213,8 +213,8 @@ def check_inputs(config: RunConfig) -> None:
         return
     path = Path(config.training.jobs).resolve()
     if path == config.directory.resolve():
-        mend = "set output=… or name=…"
-        raise ConfigError("training.jobs", str(path), "another folder than the run's own directory", mend)
+        hint = "set output=… or name=…"
+        raise ConfigError("training.jobs", str(path), "another folder than the run's own directory", hint)
     files = waiting_at(path)
     if not files and not RunPaths(config.directory).run.exists():  # of a run that goes on, all may be done
         expected = "a job file, or a folder with at least one *.json"

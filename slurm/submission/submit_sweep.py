@@ -59,8 +59,8 @@ def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = Fa
     """
     prepared = prepare_sweep(expand_sweep(overrides), launch.check, launch.scheduler)
     if detach and prepared.local:
-        mend = "a local sweep runs in the foreground; start it with nohup, or in tmux"
-        raise ConfigError("option", "--detach", "cluster=slurm", mend)
+        hint = "a local sweep runs in the foreground; start it with nohup, or in tmux"
+        raise ConfigError("option", "--detach", "cluster=slurm", hint)
     _print_end(prepared)
     if dry_run:
         return _show(prepared, launch)

@@ -130,7 +130,7 @@ def named_point(overrides: Sequence[str]) -> Iterator[None]:
     except ConfigError as error:
         if overrides:
             key = f"point {' '.join(overrides)}: {error.key}"
-            raise type(error)(key, error.value, error.expected, error.mend) from None
+            raise type(error)(key, error.value, error.expected, error.hint) from None
         raise
 
 
@@ -177,8 +177,8 @@ def _entry(point: Trial, config: RunConfig, check: Check, scheduler: FindSchedul
     old = read_frozen_config(run)
     changes = differences(old, located_config(config)) if old else []
     if changes:
-        mend = "submit the sweep as it was, or give it another name"
-        raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", mend)
+        hint = "submit the sweep as it was, or give it another name"
+        raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", hint)
     if is_finished(run):
         return PlannedTrial(point, config, "finished")
     if _is_live(run, config, scheduler):

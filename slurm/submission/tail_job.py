@@ -121,7 +121,7 @@ def conclude_run(
         history = read_history(paths.root, alive=False)
         print(f"  report      {write_report(history)}", flush=True)
         for found in findings_of(history.config, history.rows):
-            said = f"  to change   {found.seen} {found.change} {found.page}"
+            said = f"  to change   {found.observation} {found.change} {found.page}"
             print(fill(said, LINE, subsequent_indent=" " * 14, break_on_hyphens=False), flush=True)
     except Exception as error:  # noqa: BLE001 (how the run ended is told, whatever the report does)
         reason = one_line(error)
@@ -140,7 +140,7 @@ def _print_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[sig
     if interrupted:
         print(f"{describe(interrupted[0])}; the same command {_resume_text(paths)}", file=sys.stderr)
         return exit_code(interrupted[0])
-    draining = Events(attempt).seen("draining")
+    draining = Events(attempt).get("draining")
     if draining is not None or job_state == CANCELLED:
         print(f"{_interruption(draining)}; the same command {_resume_text(paths)}", file=sys.stderr)
         return exit_code(signal.SIGTERM)

@@ -83,10 +83,10 @@ class Turns(Task):
         episode = Episode.begin(policy.prompt)
         while True:
             turn = await policy.sample(episode.tokens)
-            episode = episode.act(turn, policy.decode(turn.tokens))
+            episode = episode.append_turn(turn, policy.decode(turn.tokens))
             if episode.turns == self.options.turns:
                 return episode
-            episode = episode.observe(policy.encode(await policy.use(prompt, "tool", {})))
+            episode = episode.append_observation(policy.encode(await policy.use(prompt, "tool", {})))
 
 
 class EndlessChat(ChatTokenizer):

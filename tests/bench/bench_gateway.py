@@ -55,7 +55,7 @@ async def bookkeeping(turns: int) -> int:
     for _ in range(turns):
         text = CHAT.decode(TURN.tokens)
         reply = {"role": "assistant", "content": text}
-        dialogue.add(dialogue.after(messages), TURN, text, reply)
+        dialogue.add(dialogue.match_prefix(messages), TURN, text, reply)
         messages += [reply, MORE]
     dialogue.episode()
     return turns

@@ -78,9 +78,9 @@ def end(site: RankState) -> int:
 @contextmanager
 def watched(dispatch: RankGroup, most: list[int]) -> Iterator[None]:
     """Fill `most` with the most private memory of each rank meanwhile."""
-    dispatch.on_sites(begin)
+    dispatch.run_on_all_models(begin)
     yield
-    most += dispatch.on_sites(end)
+    most += dispatch.run_on_all_models(end)
 
 
 def make_model(folder: Path, size: int = 1024, layers: int = 9, experts: int = 0) -> None:

@@ -40,7 +40,7 @@ from tests.support.ranks.forked_ranks import run_ranks
 
 LIMIT, TOKENS = 1e-4, 512
 OPTIM = OptimConfig(lr=1e-3, clip_norm=0.5)
-LOSS = LossConfig(name="dapo", clip_low=0.2, clip_high=0.28, proximal="behaviour", correction="none")
+LOSS = LossConfig(name="dapo", clip_low=0.2, clip_high=0.28, proximal="sampler", correction="none")
 NAMES = ("log-probability", "loss", "gradient norm")
 Steps = list[list[float]]
 """The three numbers of `NAMES` for each step."""
@@ -72,7 +72,7 @@ def sampled(rows: list[TrainSequence], logprobs: list[NDArray[np.float32]], step
     draw = np.random.default_rng([8, step])
     for row, said in zip(rows, logprobs, strict=True):
         noise = draw.normal(size=len(row.tokens)).astype(np.float32) * np.float32(0.2)
-        object.__setattr__(row, "behaviour", (said + noise) * row.mask)
+        object.__setattr__(row, "sampler_logprobs", (said + noise) * row.mask)
     return Batch.of(rows)
 
 
@@ -83,12 +83,12 @@ def mean_logprob(batch: Batch, logprobs: list[NDArray[np.float32]]) -> float:
 
 def as_asked(row: TrainSequence) -> dict[str, Any]:
     """A row as `trl_parity.py` reads it."""
-    assert row.behaviour is not None
+    assert row.sampler_logprobs is not None
     begin = int(row.mask.argmax())
     return {
         "prompt": row.tokens[:begin].tolist(),
         "completion": row.tokens[begin:].tolist(),
-        "behaviour": row.behaviour[begin:].tolist(),
+        "sampler_logprobs": row.sampler_logprobs[begin:].tolist(),
         "advantage": row.advantages,
     }
 

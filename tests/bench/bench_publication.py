@@ -61,13 +61,13 @@ def measure(dispatch: RankGroup, model: Path, server: str, updates: int) -> list
             publisher = WeightPublisher(dispatch, sender, lambda: None)
             with watched(dispatch, first):
                 publisher.start(0)
-                publisher.settle()
+                publisher.wait_until_synced()
             with watched(dispatch, later):
                 for version in range(1, updates + 1):
                     began = time.monotonic()
                     publisher.start(version)
                     starts.append(1000 * (time.monotonic() - began))
-                    publisher.settle()
+                    publisher.wait_until_synced()
                     wholes.append(1000 * (time.monotonic() - began))
     size = dispatch.layout("policy").bytes
     start, whole = statistics.median(starts), statistics.median(wholes)

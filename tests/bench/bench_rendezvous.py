@@ -100,9 +100,9 @@ COLUMNS = ("ranks", "leader s", "others s", "longest pause s", "together s", *KI
 def elect(ranks: int, root: Path) -> Result:
     """One election of so many ranks in a fresh directory."""
     seats = tuple(
-        NodeBundle(slots=(RoleProcess(role="inference", index=index, gpus=8, ports=1),)) for index in range(ranks)
+        NodeBundle(roles=(RoleProcess(role="inference", index=index, gpus=8, ports=1),)) for index in range(ranks)
     )
-    plan, counts = Plan(ranks=ranks, seats=seats), Counter[str]()
+    plan, counts = Plan(ranks=ranks, bundles=seats), Counter[str]()
     directory, lease = CountingDirectory(root, counts), SECONDS / 8
     first, longest = pauses(ranks, lease)
     turns = [

@@ -115,7 +115,7 @@ def loss_of(samples: MicroBatch, logprobs_N: Tensor, weight: float) -> Tensor:
         logprobs_N=logprobs_N,
         weights_N=torch.full_like(logprobs_N, weight, requires_grad=False),
         advantages_N=torch.cat(advantages).to(logprobs_N),
-        behaviour_N=logprobs_N.detach(),
+        sampler_logprobs_N=logprobs_N.detach(),
         rows_N=rows_N,
         rows=len(samples),
     )

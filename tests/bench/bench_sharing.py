@@ -42,8 +42,8 @@ def make_batch(system: int, prompt: int, completion: int) -> Batch:
         for _ in range(SAMPLES):
             row = np.array([*asked, *tokens(completion)], np.int32)
             mask = (np.arange(len(row)) >= len(asked)).astype(np.uint8)
-            behaviour = np.full(len(row), -np.log(VOCABULARY), np.float32)
-            rows.append(TrainSequence(row, mask, float(draw.normal()), behaviour, prompt=position))
+            sampler_logprobs = np.full(len(row), -np.log(VOCABULARY), np.float32)
+            rows.append(TrainSequence(row, mask, float(draw.normal()), sampler_logprobs, prompt=position))
     return Batch.of(rows)
 
 
@@ -64,7 +64,7 @@ def measure(system: int, prompt: int, completion: int, steps: int) -> tuple[obje
                 dispatch.optim_step(name)
                 if number >= WARM_UP:
                     seconds[name].append(time.process_time() - began)
-        spared = ways["shared"].cut(["shared"], batch).spared / sum(batch.lengths)
+        spared = ways["shared"].cut(["shared"], batch).saved_tokens / sum(batch.lengths)
     ratio = statistics.median(one / other for one, other in zip(*seconds.values(), strict=True))
     apart = float(np.abs(answers[0] - answers[1]).max())
     return system, prompt, completion, spared, statistics.median(seconds["packed"]), ratio, apart

@@ -143,7 +143,7 @@ class Loop:
         with a_sender([self.served], board.post_server) as sender:
             board.post_ledger(ledger.snapshot())
             sender.publish(0, parameters(self.model))
-            batches.tell_progress(0)
+            batches.publish_progress(0)
             for step in range(training.steps):
                 if step in (0, WARM):
                     began, before = time.monotonic(), made(self.served)
@@ -156,7 +156,7 @@ class Loop:
                 refused += batches.counts["stale"]
                 samples += int(metrics["samples"])
                 batches.trained(step)
-                batches.tell_progress(step + 1)
+                batches.publish_progress(step + 1)
                 sender.publish(step + 1, parameters(self.model))
             seconds, sampled = time.monotonic() - began, made(self.served) - before
         came = refused + (training.steps - WARM) * PROMPTS

@@ -118,7 +118,7 @@ def ways(dispatch: RankGroup, padded: RankGroup, model: ModelConfig, batch: Batc
         return taken
 
     steps = {name: step(of, name, staged if stays else batch) for name, (of, stays, _) in specs.items()}
-    return {PLAIN: lambda: dispatch.on_sites(take, PLAIN), **steps}
+    return {PLAIN: lambda: dispatch.run_on_all_models(take, PLAIN), **steps}
 
 
 def measure(dispatch: RankGroup, chosen: dict[str, Step], steps: int) -> Times:
@@ -126,9 +126,9 @@ def measure(dispatch: RankGroup, chosen: dict[str, Step], steps: int) -> Times:
     times: Times = {name: [] for name in chosen}
     for number in range(WARM_UP + steps):
         for name, step in chosen.items():
-            cpu, wall = sum(dispatch.on_sites(cpu_seconds)), time.perf_counter()
+            cpu, wall = sum(dispatch.run_on_all_models(cpu_seconds)), time.perf_counter()
             step()
-            spent = time.perf_counter() - wall, sum(dispatch.on_sites(cpu_seconds)) - cpu
+            spent = time.perf_counter() - wall, sum(dispatch.run_on_all_models(cpu_seconds)) - cpu
             if number >= WARM_UP:
                 times[name].append(spent)
     return times
@@ -144,7 +144,7 @@ def inside(given: argparse.Namespace) -> None:
             return
         batch = make_batch(given.rows, given.longest, build_model(model, 0).vocabulary)
         dispatch, padded = RankGroup(site, Budget(TOKENS)), RankGroup(site, Budget(TOKENS, packed=False))
-        dispatch.on_sites(make_plain, model, batch)
+        dispatch.run_on_all_models(make_plain, model, batch)
         times = measure(dispatch, ways(dispatch, padded, model, batch, given.compile), given.steps)
         Path(given.inside).write_text(json.dumps({"tokens": sum(batch.lengths), "times": times}))
         dispatch.close()

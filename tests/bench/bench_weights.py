@@ -56,7 +56,7 @@ def updates(sender: WeightSender, model: Model, count: int) -> Updates:
         began = time.monotonic()
         sender.start(version, parameters(model))
         handed = time.monotonic()
-        sender.settle()
+        sender.wait_until_synced()
         times.append((1000 * (handed - began), 1000 * (time.monotonic() - began)))
     return times
 

@@ -35,7 +35,7 @@ def inputs_of(rows: list[Row]) -> dict[str, Tensor]:
         "prompt_mask": padded([[1] * len(each) for each in prompts], True, torch.long),
         "completion_ids": padded(completions, False, torch.long),
         "completion_mask": mask,
-        "old_per_token_logps": padded([row["behaviour"] for row in rows], False, torch.float32),
+        "old_per_token_logps": padded([row["sampler_logprobs"] for row in rows], False, torch.float32),
         "advantages": torch.tensor([row["advantage"] for row in rows], dtype=torch.float32),
         "num_items_in_batch": mask.sum(),
     }

@@ -52,7 +52,7 @@ def shutdown(run: SlurmRun, chance: random.Random) -> None:
     """Training has finished and the roles come down."""
 
     def told() -> bool:
-        return any(Events(attempt).seen("training_finished") for attempt in run.attempts)
+        return any(Events(attempt).get("training_finished") for attempt in run.attempts)
 
     _until(run, "training_finished", told)
 

@@ -41,8 +41,8 @@ def why_no_networks() -> str:
     done = subprocess.run(trial, env=search, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode == 0:
         return ""
-    mend = "be root, or run the tests under: unshare --user --map-current-user --keep-caps"
-    return f"network namespaces are not permitted here ({done.stderr.strip()}); {mend}"
+    hint = "be root, or run the tests under: unshare --user --map-current-user --keep-caps"
+    return f"network namespaces are not permitted here ({done.stderr.strip()}); {hint}"
 
 
 class NetworkedCluster(SlurmCluster):

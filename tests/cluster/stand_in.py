@@ -80,10 +80,10 @@ def wait(paths: AttemptPaths, environment: Environment, notice: StopRequest, *, 
     events, began = Events(paths), time.monotonic()
     while time.monotonic() - began < LONGEST:
         time.sleep(0.1)
-        if events.seen("failed"):
+        if events.get("failed"):
             return "failed"
         if notice.reason and not stubborn:
             events.publish("draining", f"agent.{environment.rank}", notice.reason)
-        if events.seen("draining"):
+        if events.get("draining"):
             return "preempted"
     raise RollcallError("nobody ended this attempt")

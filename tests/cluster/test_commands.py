@@ -153,16 +153,16 @@ def test_a_batch_file_is_tried_out_and_never_queued(
 ) -> None:
     file = tmp_path / "job.sh"
     file.write_text(f"#!/bin/bash\n#SBATCH {line}\nsleep 60\n")
-    assert slurm.try_out(file) == refusal
+    assert slurm.test_only(file) == refusal
     assert cluster.run("squeue", "--noheader") == ""
 
 
 def test_a_heterogeneous_batch_file_is_tried_out_too(slurm: SlurmCommands, tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
     file.write_text(f"#!/bin/bash\n{HET}\n")
-    assert slurm.try_out(file) == ""
+    assert slurm.test_only(file) == ""
     file.write_text(f"#!/bin/bash\n{HET.replace('gpus-per-node=2', 'gpus-per-node=3')}\n")
-    assert slurm.try_out(file) == "Requested node configuration is not available"
+    assert slurm.test_only(file) == "Requested node configuration is not available"
 
 
 @pytest.mark.parametrize("layout", ["one", "het"])
@@ -247,7 +247,7 @@ def test_a_controller_that_is_down_is_said_and_takes_no_job_for_dead(
         with pytest.raises(SchedulerError, match=r"^scontrol .* show job 1: .*Unable to contact slurm controller"):
             slurm.job("1")
         with pytest.raises(SchedulerError, match=r"^sbatch --test-only .*: .*Unable to contact slurm controller"):
-            slurm.try_out(file)
+            slurm.test_only(file)
         with pytest.raises(ConfigError, match=r"a scheduler that answers; sinfo .*Unable to contact slurm controller"):
             check(slurm, tmp_path)
     finally:

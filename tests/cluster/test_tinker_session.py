@@ -71,7 +71,7 @@ class Served:
 @contextmanager
 def serving(slurm: SlurmCluster, output: Path, *arguments: str) -> Iterator[Served]:
     command = [sys.executable, str(ROOT / "launchers" / "serve.py"), "experiment=tinker", "cluster=slurm", "name=t"]
-    command += [f"output={output}", "serve.port=0", "serve.commit_steps=5", *arguments]
+    command += [f"output={output}", "serve.port=0", "serve.checkpoint_steps=5", *arguments]
     command += ["serve.sampling=true", "resources.inference.nodes=1"]
     log = output / "launcher.log"
     with log.open("wb") as out:

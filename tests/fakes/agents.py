@@ -47,11 +47,11 @@ class Well:
 
     def __init__(self, _name: str, launch: RoleCommand, _seconds: float, _clock: Clock) -> None:
         self._launch = launch
-        self.probe, self.board, self.trouble = self, self, ""
+        self.probe, self.board, self.last_error = self, self, ""
         self.environment: dict[str, str] = {}
 
     @property
-    def answers(self) -> int:
+    def success_count(self) -> int:
         return int(self._launch.ready())
 
     def start(self) -> None:
@@ -151,7 +151,7 @@ class Cluster:
         late = self.lags.get(place.rank, 0.0) if place.index else 0.0
         ready_at = self.ready_at + late if place.role == "trainer" else 0.0
         told_elsewhere = place.role == "trainer" and place.index > 0
-        return RoleCommand(argv=(place.name,), ready=lambda: self.time >= ready_at, told_elsewhere=told_elsewhere)
+        return RoleCommand(argv=(place.name,), ready=lambda: self.time >= ready_at, reports_state=told_elsewhere)
 
     def _begin(self, name: str) -> FakeChild:
         self.children[name] = FakeChild(self, name)
@@ -196,7 +196,7 @@ class Cluster:
             self._end_of_training()
         elif self._commits_since is not None:
             self.committed = self.time >= self._commits_since + COMMIT_SECONDS
-        elif self._trainer.heard():
+        elif self._trainer.poll():
             self._commits_since = self.time
         return 0 if self.committed else None
 

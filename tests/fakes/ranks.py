@@ -107,7 +107,7 @@ class Simulation:
             stalled, rank.view.stalled = rank.view.stalled, 0.0
             return stalled
         busy = LATENCY * (rank.view.operations - before) * self.random.uniform(0.5, 2)
-        return busy + (self._rest(rank) if rank.meeting and rank.meeting.resting else 0.0)
+        return busy + (self._rest(rank) if rank.meeting and rank.meeting.is_sleeping else 0.0)
 
     def _advance(self, rank: Rank) -> None:
         if rank.meeting is None:
@@ -142,7 +142,7 @@ def make_cards(ranks: int, *, gpus: int = 0, ports: int = 4, attempt: str = ATTE
             pid=1000 + rank,
             boot=f"boot of node{rank}",
             addresses=("192.168.0.1", f"10.0.{rank // 256}.{rank % 256}"),
-            beacon=4000,
+            probe_port=4000,
             ports=tuple(range(5000, 5000 + ports)),
             gpus=tuple(range(gpus)),
         )

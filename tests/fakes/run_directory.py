@@ -160,7 +160,7 @@ def _card(rank: int, attempt: str, ports: int) -> NodeInfo:
         pid=100 + rank,
         boot="boot",
         addresses=(f"127.0.0.{rank + 2}",),
-        beacon=9000,
+        probe_port=9000,
         ports=tuple(range(10_000, 10_000 + ports)),
     )
 

@@ -30,7 +30,7 @@ class FakeScheduler:
         requeued, cancelled: ids, in the order of the successful calls.
         asked: the ids of each call of `known`.
         tried: texts of the batch files that were tried out.
-        refusal: what `try_out` answers.
+        refusal: what `test_only` answers.
     """
 
     def __init__(self, *partitions: Partition) -> None:
@@ -89,8 +89,8 @@ class FakeScheduler:
         self._answer("kill_wait")
         return self.seconds_to_kill
 
-    def try_out(self, batch_file: Path) -> str:
-        self._answer("try_out")
+    def test_only(self, batch_file: Path) -> str:
+        self._answer("test_only")
         self.tried.append(batch_file.read_text())
         return self.refusal
 

@@ -95,7 +95,7 @@ class WeightServer(HttpServer):
         """What a process of the server answers; see `pipeline.inference.vllm.worker_extension`."""
         match method:
             case "leave_weights":
-                heard = self._group is None or (self.hears and self._group.hear_leaving())
+                heard = self._group is None or (self.hears and self._group.wait_for_leaving())
                 self._group = None
                 return heard
             case "served_weights":

@@ -94,7 +94,7 @@ def time_commits(rank: int, run: Path, device: Any, early: float) -> None:
             dispatch.forward_backward("policy", Batch.of([row], "token"), LossConfig(name="grpo"))
             dispatch.optim_step("policy")
             began = time.monotonic()
-            commits.commit(job, step, ())
+            commits.save_checkpoint(job, step, ())
             still = time.monotonic() - began
             commits.finish()
             durable = time.monotonic() - began

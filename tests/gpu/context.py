@@ -75,7 +75,7 @@ def make_batch(shape: str, length: int, rows: int) -> Batch:
     tokens = draw.integers(0, SHAPES[shape]["vocab_size"], (rows, length)).astype(np.int32)
     mask, sampled = (np.arange(length) >= length // 16).astype(np.uint8), np.full(length, -10.0, np.float32)
     return Batch.of(
-        [TrainSequence(row, mask, advantages=1.0, behaviour=sampled, prompt=i) for i, row in enumerate(tokens)]
+        [TrainSequence(row, mask, advantages=1.0, sampler_logprobs=sampled, prompt=i) for i, row in enumerate(tokens)]
     )
 
 
@@ -116,7 +116,7 @@ def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]
         begun = time.perf_counter()
         loss = dispatch.forward_backward("policy", batch, LossConfig(name="reinforce"))["loss"]
         dispatch.optim_step("policy")
-        dispatch.on_sites(synchronize)
+        dispatch.run_on_all_models(synchronize)
         seconds.append(time.perf_counter() - begun)
     median = statistics.median(seconds[WARM_UP:])
     rate = rows * given.length / median
@@ -126,7 +126,7 @@ def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]
         "tokens_per_second": rate,
         "mfu": rate * each / peak,
         "mfu_with_attention": rate * (each + attention_flops(given.shape, given.length)) / peak,
-        "peak_gib": max(dispatch.on_sites(peak_gib)),
+        "peak_gib": max(dispatch.run_on_all_models(peak_gib)),
         "seconds": seconds,
         "loss": loss,
         "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",

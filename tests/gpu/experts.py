@@ -198,7 +198,7 @@ def time_ranks(site: RankState, way: str, shape: str, steps: int, folder: str, e
     try:
         met = multiplied(site.workers["policy"].model.network)
         found = figures(step, met, shape, site.device, steps, site.ranks)
-        found["peak_gib"] = max(dispatch.on_sites(peak_gib))
+        found["peak_gib"] = max(dispatch.run_on_all_models(peak_gib))
     finally:
         if not dispatch.broken:
             dispatch.remove_model("policy")
@@ -227,7 +227,7 @@ def time_spread(given: argparse.Namespace, begun: float) -> dict[str, dict[str, 
             if time.perf_counter() - begun > given.seconds:
                 found[name] = {"error": "not begun: time is over"}
                 continue
-            control.on_sites(forget_peak)
+            control.run_on_all_models(forget_peak)
             try:
                 with tempfile.TemporaryDirectory() as folder:
                     found[name] = time_ranks(site, way, shape, given.steps, folder, ep)
@@ -268,7 +268,7 @@ def make_batch(shape: str, ranks: int = 1) -> Batch:
     tokens = draw.integers(0, SHAPES[shape]["vocab_size"], (rows, length)).astype(np.int32)
     mask, sampled = (np.arange(length) >= length // 16).astype(np.uint8), np.full(length, -10.0, np.float32)
     made = [
-        TrainSequence(each, mask, advantages=1.0, behaviour=sampled, prompt=index)  # rows of as many prompts
+        TrainSequence(each, mask, advantages=1.0, sampler_logprobs=sampled, prompt=index)  # rows of as many prompts
         for index, each in enumerate(tokens)
     ]
     return Batch.of(made, "token")

@@ -46,8 +46,8 @@ def figures(dispatch: RankGroup, what: str, seconds: float = 0.0) -> dict[str, A
     parts = {name: (memory.model, memory.optimizer) for name, memory in dispatch.memory()[0].items()}
     return {
         "when": what,
-        "held": dispatch.on_sites(held),
-        "free": dispatch.on_sites(free),
+        "held": dispatch.run_on_all_models(held),
+        "free": dispatch.run_on_all_models(free),
         "seconds": seconds,
         "parts_of_rank_0": parts,
     }

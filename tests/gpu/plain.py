@@ -32,7 +32,7 @@ class Line(NamedTuple):
     targets_P: Tensor
     weights_P: Tensor
     advantages_P: Tensor
-    behaviour_P: Tensor
+    sampler_logprobs_P: Tensor
     bounds: Tensor
     longest: int
 
@@ -75,7 +75,7 @@ class Plain(nn.Module):
         hidden = self.network.model(input_ids=line.tokens_1P, position_ids=line.positions_1P, **options)
         logits_PV = self.network.lm_head(hidden.last_hidden_state[0]).float()
         logprobs_P = -cross_entropy(logits_PV, line.targets_P, reduction="none")
-        ratio_P = (logprobs_P - line.behaviour_P).exp()
+        ratio_P = (logprobs_P - line.sampler_logprobs_P).exp()
         held_P = ratio_P.clamp(0.8, 1.2) * line.advantages_P
         return -(line.weights_P * torch.minimum(ratio_P * line.advantages_P, held_P)).sum()
 
@@ -104,15 +104,15 @@ def _line(batch: Batch, budget: int, most: int, longest: int, device: torch.devi
         targets_P=torch.from_numpy(tokens[1:].astype(np.int64)).to(device),
         weights_P=shifted([row.mask * weight for row, weight in pairs]),
         advantages_P=shifted([row.advantages * np.ones(len(row)) for row in batch.rows]),
-        behaviour_P=shifted([_behaviour(row) for row in batch.rows]),
+        sampler_logprobs_P=shifted([_sampler_logprobs(row) for row in batch.rows]),
         bounds=torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device),
         longest=longest,
     )
 
 
-def _behaviour(row: TrainSequence) -> np.ndarray:
-    assert row.behaviour is not None
-    return row.behaviour
+def _sampler_logprobs(row: TrainSequence) -> np.ndarray:
+    assert row.sampler_logprobs is not None
+    return row.sampler_logprobs
 
 
 def plain_step(

@@ -90,7 +90,9 @@ def padded(batch: Batch) -> Batch:
             row,
             tokens=np.pad(row.tokens, (0, longest - len(row))),
             mask=np.pad(row.mask, (0, longest - len(row))),
-            behaviour=None if row.behaviour is None else np.pad(row.behaviour, (0, longest - len(row))),
+            sampler_logprobs=None
+            if row.sampler_logprobs is None
+            else np.pad(row.sampler_logprobs, (0, longest - len(row))),
         )
         for row in batch.rows
     ]
@@ -155,10 +157,10 @@ def measure(task: Task, way: Way) -> dict[str, float]:
     """Controller: what one way costs."""
     flops = flops_per_token(task.load)
     everywhere = RankGroup(task.site, Budget(task.load.budget))
-    everywhere.on_sites(reset_memory)
+    everywhere.run_on_all_models(reset_memory)
     if way.plain:
         settings = (str(task.model), task.load, way, task.steps)
-        of_ranks = everywhere.on_sites(run_plain, *settings)
+        of_ranks = everywhere.run_on_all_models(run_plain, *settings)
         taken = [(shares[0][0], sum(loss for _, loss in shares)) for shares in zip(*of_ranks, strict=True)]
     else:
         with the_worker(task, way) as (step, dispatch):
@@ -173,7 +175,7 @@ def measure(task: Task, way: Way) -> dict[str, float]:
         "tokens_per_second": speed,
         "mfu": speed * flops / task.site.ranks / PEAK,
         "flops_per_token": flops,
-        "peak_bytes": everywhere.on_sites(peak_memory)[0],
+        "peak_bytes": everywhere.run_on_all_models(peak_memory)[0],
         "steps": seconds,
         "losses": losses,
     }

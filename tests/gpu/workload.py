@@ -47,11 +47,11 @@ class Workload:
         for length in draw.integers(self.shortest, self.longest + 1, self.rows).tolist():
             mask = np.ones(length, np.uint8)
             mask[: self.prompt] = 0
-            behaviour = np.full(length, -np.log(vocabulary), np.float32)
+            sampler_logprobs = np.full(length, -np.log(vocabulary), np.float32)
             tokens = draw.integers(0, vocabulary, length).astype(np.int32)
             if len(rows) % self.group:
                 tokens[: self.prompt] = rows[-1].tokens[: self.prompt]
-            rows.append(TrainSequence(tokens, mask, float(draw.normal()), behaviour))
+            rows.append(TrainSequence(tokens, mask, float(draw.normal()), sampler_logprobs))
         return Batch.of(rows)
 
 

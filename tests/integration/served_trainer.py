@@ -27,7 +27,7 @@ def main(config_text: str, root: str, attempt: str, *servers: str) -> None:
 
     def lead(dispatch: RankGroup) -> None:
         def pulse() -> None:
-            dispatch.idle()
+            dispatch.keepalive()
             if asked:
                 raise Interrupted("asked to end")
 

@@ -50,7 +50,7 @@ class Trainer:
     def update(self, version: int) -> None:
         """New weights on every server."""
         self.version = version
-        self.board.post_progress(version, self.ledger.settled)
+        self.board.post_progress(version, self.ledger.done_count)
         for server in self.servers:
             server.version = version
             self.board.post_server(f"{ADDRESS}:{server.port}", version)
@@ -65,7 +65,7 @@ class Trainer:
             groups += [entry.record for entry in entries]
         for group in groups:
             if group.position != refused:
-                self.ledger.settle(group.position, "trained", self.version)
+                self.ledger.mark_done(group.position, "trained", self.version)
         return groups
 
     def numbers(self) -> dict[str, float]:
@@ -216,7 +216,7 @@ def test_a_foreign_error_ends_the_process_with_its_traceback_while_rewards_hang_
     workers = psutil.Process(child.pid).children(recursive=True)
     assert workers
     for position in range(LIMIT):
-        trainer.ledger.settle(position, "trained", 0)
+        trainer.ledger.mark_done(position, "trained", 0)
     trainer.update(1)
     assert failure_of(trainer, child) == "ZeroDivisionError: a foreign error"
     assert "Traceback" in child.log.read_text()
@@ -245,7 +245,7 @@ def test_what_was_in_flight_when_an_actor_died_is_issued_again(trainer: Trainer)
 def test_a_restarted_actor_fills_the_holes_and_doubles_nothing(trainer: Trainer) -> None:
     """Settled: 0, 1, 5. In `prepared`: 2. In `groups`: 7. So 3, 4 and 6 are missing."""
     for position in (0, 1, 5):
-        trainer.ledger.settle(position, "trained", 1)
+        trainer.ledger.mark_done(position, "trained", 1)
     trainer.streams.publish("prepared", PreparedGroup(group=Group(position=2, prompt=0)))
     trainer.streams.publish("groups", Group(position=7, prompt=0))
     trainer.begin()
@@ -297,7 +297,7 @@ def test_an_evaluation_is_answered_while_the_gate_is_closed(trainer: Trainer) ->
     trainer.attempt.start("actor")
     trainer.begin()
     trainer.wait_for_number("groups", LIMIT)
-    trainer.streams.publish("eval_requests", EvalRequest(id="7-0:0", weights=0))
+    trainer.streams.publish("eval_requests", EvalRequest(id="7-0:0", policy_version=0))
     (entry,) = results.read(1, 30)
     assert (entry.record.id, entry.record.accuracy, entry.record.prompts) == ("7-0:0", 1.0, 256)
     assert trainer.streams.depth("eval_requests").entries == 0
@@ -306,8 +306,8 @@ def test_an_evaluation_is_answered_while_the_gate_is_closed(trainer: Trainer) ->
 
 def test_an_evaluation_that_an_earlier_attempt_asked_for_is_given_up_unanswered(trainer: Trainer) -> None:
     results = trainer.streams.reader("eval_results", EvalResult, "trainer")
-    trainer.streams.publish("eval_requests", EvalRequest(id="6-0:4", weights=4))
-    trainer.streams.publish("eval_requests", EvalRequest(id="7-0:0", weights=0))
+    trainer.streams.publish("eval_requests", EvalRequest(id="6-0:4", policy_version=4))
+    trainer.streams.publish("eval_requests", EvalRequest(id="7-0:0", policy_version=0))
     child = trainer.attempt.start("actor")
     trainer.begin()
     (entry,) = results.read(1, 30)

@@ -70,7 +70,7 @@ def test_a_batch_has_exactly_its_groups_in_the_order_they_came(streams: Streams)
     batches = batches_of(streams)
     assert positions(batches.next(version=0)) == [4, 0]
     batches.trained(0)
-    assert not batches.ledger.is_settled(7)
+    assert not batches.ledger.is_done(7)
 
 
 def test_a_position_is_trained_once_however_often_it_comes(streams: Streams) -> None:
@@ -88,7 +88,7 @@ def test_a_group_older_than_max_lag_is_asked_for_again_and_not_trained(streams: 
     assert positions(batches.next(version=5)) == [1, 2]
     assert batches.counts["stale"] == 1
     assert [entry.record.position for entry in streams.scan("reissue", Reissue)] == [0]
-    assert not batches.ledger.is_settled(0)
+    assert not batches.ledger.is_done(0)
 
 
 def test_with_a_mask_a_group_goes_on_as_long_as_one_of_its_tokens_is_young_enough(streams: Streams) -> None:
@@ -107,7 +107,7 @@ def straddling(position: int, newest: int) -> PreparedGroup:
     whole = prepared(position, version=3)
     (sample,) = whole.group.samples
     changed = msgspec.structs.replace(
-        sample, **arrays, sampled=bytes([0, 1, 1]), newer=bytes([0, 0, newest - 3]), version_max=newest
+        sample, **arrays, sampled=bytes([0, 1, 1]), version_offsets=bytes([0, 0, newest - 3]), version_max=newest
     )
     return msgspec.structs.replace(whole, group=msgspec.structs.replace(whole.group, samples=(changed,)))
 
@@ -148,7 +148,7 @@ def test_a_group_that_makes_no_sense_is_asked_for_again_and_training_goes_on(
     assert len(rows_of(groups)) == 2
     assert batches.counts["malformed"] == 1
     assert [entry.record.position for entry in streams.scan("reissue", Reissue)] == [0]
-    assert not batches.ledger.is_settled(0)
+    assert not batches.ledger.is_done(0)
     assert "position 0 came malformed (1 of 3)" in caplog.text
     streams.publish_many(TOPIC, [prepared(0), prepared(3)])
     batches.trained(0)
@@ -219,9 +219,9 @@ def test_a_topic_that_only_commits_can_free_never_holds_training_up(tmp_path: Pa
                 assert positions(batches.next(step)) == [3 * step, 3 * step + 1, 3 * step + 2]
                 batches.trained(step)
                 most = max(most, streams.depth(TOPIC).bytes)
-                if batches.crowded:
+                if batches.is_near_budget:
                     early += 1
-                    batches.acknowledge(batches.begin_commit())
+                    batches.acknowledge(batches.begin_checkpoint())
             publishing.result(20)
         assert most <= streams.budget + 3 * size + 3_000
         assert 0 < early <= total // 3
@@ -237,9 +237,9 @@ def test_only_what_was_settled_since_the_last_commit_began_asks_for_another(stre
     batches = batches_of(streams)
     batches.next(0)
     batches.trained(0)
-    assert batches.crowded
-    assert batches.begin_commit() == batches.covered
-    assert not batches.crowded
+    assert batches.is_near_budget
+    assert batches.begin_checkpoint() == batches.covered
+    assert not batches.is_near_budget
     assert len(batches.covered) == 2
 
 
@@ -286,7 +286,7 @@ def test_an_interruption_settles_nothing_of_the_batch_that_was_not_trained(strea
     batches = batches_of(streams, pulse=pulse)
     with pytest.raises(Interrupted):
         batches.next(0)
-    assert batches.ledger.settled == 0
+    assert batches.ledger.done_count == 0
     assert batches.covered == ()
     streams.publish(TOPIC, prepared(1))
     assert positions(batches_of(streams).next(0)) == [0, 1]
@@ -323,9 +323,9 @@ def test_the_actor_sees_progress_also_when_nothing_is_trained(streams: Streams) 
     batches.next(0)
     progress = SharedState(streams).progress()
     assert progress is not None
-    assert (progress.version, progress.settled) == (0, 1)
+    assert (progress.version, progress.done) == (0, 1)
     batches.trained(0)
-    batches.tell_progress(1)
+    batches.publish_progress(1)
     progress = SharedState(streams).progress()
     assert progress is not None
-    assert (progress.version, progress.settled) == (1, 3)
+    assert (progress.version, progress.done) == (1, 3)

@@ -36,7 +36,7 @@ class Notes(dict[tuple[str, int], Mapping[str, float]]):
 
 def answer(streams: Streams, name: str, weights: int, accuracy: float = 0.5, **more: Any) -> None:
     numbers = {"prompts": 4, "version_min": weights, "version_max": weights, "seconds": 0.1}
-    streams.publish("eval_results", EvalResult(id=name, weights=weights, accuracy=accuracy, **numbers, **more))
+    streams.publish("eval_results", EvalResult(id=name, policy_version=weights, accuracy=accuracy, **numbers, **more))
 
 
 def evaluations(
@@ -51,7 +51,7 @@ def test_a_request_names_its_attempt_and_version_and_its_answer_is_noted(streams
     asked = evaluations(streams, notes)
     asked.request(25, [OWN])
     (request,) = [entry.record for entry in streams.scan("eval_requests", EvalRequest)]
-    assert (request.id, request.weights) == ("a-0:25", 25)
+    assert (request.id, request.policy_version) == ("a-0:25", 25)
     answer(streams, request.id, 25, accuracy=0.75)
     asked.wait()
     assert notes[OWN, 25]["eval/accuracy"] == 0.75
@@ -74,7 +74,7 @@ def test_a_request_that_the_streams_lost_is_made_again_once(tmp_path: Path) -> N
         for _ in range(2):
             streams.generation = 1
             asked.collect()
-        assert [entry.record.weights for entry in streams.scan("eval_requests", EvalRequest)] == [50, 25]
+        assert [entry.record.policy_version for entry in streams.scan("eval_requests", EvalRequest)] == [50, 25]
 
 
 def test_an_answer_of_an_earlier_attempt_is_noted_too_and_nothing_is_measured_twice(streams: Streams) -> None:

@@ -92,8 +92,8 @@ def test_every_set_is_measured_once_and_the_end_is_told(stack: ExitStack, tmp_pa
     assert (found["sets"]["other"]["prompts"], found["sets"]["other"]["version_min"]) == (3, STEP)
     rows = read_rows(run.metrics)
     assert [(row.get("set", ""), row["step"]) for row in rows] == [("", STEP), ("sampled", STEP), ("other", STEP)]
-    assert Events(attempt.paths).seen("training_finished")
-    assert attempt.paths.committed.exists()
+    assert Events(attempt.paths).get("training_finished")
+    assert attempt.paths.checkpointed.exists()
     assert sum(server.requests for server in servers) == 8 + 6 + 3
     kept = read_samples(run)
     assert [len(kept.where(Filter(eval_set=name))) for name in ("held_out", "sampled", "other")] == [8, 24, 3]
@@ -122,7 +122,7 @@ def test_an_attempt_that_is_told_to_end_in_the_middle_leaves_the_rest_to_the_nex
     wait_for("requests in flight", lambda: any(server.in_flight for server in servers), WAIT_SECONDS)
     done = read_rows(metrics)
     assert child.stop(20) == 0
-    assert not Events(attempt.paths).seen("training_finished")
+    assert not Events(attempt.paths).get("training_finished")
     assert read_rows(metrics) == done
     for server in servers:
         server.hold.set()
@@ -141,7 +141,7 @@ def test_an_attempt_that_another_has_replaced_logs_nothing(stack: ExitStack, tmp
         server.hold.set()
     assert ended(child) == 1
     assert not read_rows(RunPaths(tmp_path).metrics)
-    assert not Events(attempt.paths).seen("training_finished")
+    assert not Events(attempt.paths).get("training_finished")
 
 
 def test_a_command_asks_the_servers_through_one_address_and_is_done_once(stack: ExitStack, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_command_that_fails_is_told_with_its_last_line(stack: ExitStack, tmp_p
     child = attempt.start("actor")
     assert ended(child) == 1
     assert "evaluation.command exited with code 1: no such task" in child.log.read_text()
-    assert not Events(attempt.paths).seen("training_finished")
+    assert not Events(attempt.paths).get("training_finished")
 
 
 def test_a_command_that_does_not_end_is_ended_with_all_it_started(stack: ExitStack, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_job_that_took_no_optimizer_step_leaves_no_model_and_keeps_its_data(
 
 
 def truncate(folder: Path) -> None:
-    with (folder / "behaviour.bin").open("r+b") as file:
+    with (folder / "sampler_logprobs.bin").open("r+b") as file:
         file.truncate(8)
 
 
@@ -76,7 +76,7 @@ def claim_another_vocabulary(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, r"behaviour\.bin has 8 bytes; its manifest says \d+: it is truncated or torn"),
+        (truncate, r"sampler_logprobs\.bin has 8 bytes; its manifest says \d+: it is truncated or torn"),
         (spoil, "row 7: advantages holds a value that is not finite"),
         (claim_another_vocabulary, "was packed for a vocabulary of 151936; the model has 17"),
         (lambda folder: (folder / "manifest.json").unlink(), "holds no packed rows"),
@@ -106,8 +106,8 @@ def test_a_sample_longer_than_the_budget_is_named(dispatch: RankGroup, model: Pa
 def test_rl_without_what_the_sampling_policy_said_is_refused(
     dispatch: RankGroup, config: RunConfig, tmp_path: Path
 ) -> None:
-    rows = [replace(row, behaviour=None) for row in make_rows()]
-    with pytest.raises(TrainingError, match="rl-data: row 0 has no behaviour, which a policy loss needs"):
+    rows = [replace(row, sampler_logprobs=None) for row in make_rows()]
+    with pytest.raises(TrainingError, match="rl-data: row 0 has no sampler_logprobs, which a policy loss needs"):
         run_job_file(write_job(tmp_path, "rl", "rl", rows), dispatch, config)
     assert (tmp_path / "rl-data").exists()
 

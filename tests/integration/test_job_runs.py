@@ -71,7 +71,7 @@ def test_a_run_that_is_interrupted_commits_and_the_same_command_goes_on(start: S
     done = events(file.with_suffix(".jsonl")).count("step")
     assert 0 < done < LONG
     assert events(file.with_suffix(".jsonl"))[-1] == "interrupted"
-    assert first.attempts[0].committed.exists()
+    assert first.attempts[0].checkpointed.exists()
 
     second = start(file, *keys)
     second.wait("the end", second.run.finished.exists, WAIT_SECONDS)

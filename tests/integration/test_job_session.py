@@ -64,8 +64,8 @@ def test_a_run_counts_the_steps_of_all_its_jobs_and_finishes_after_the_last(
     sft = [(step, "sft", "1", step, STEPS) for step in range(1, STEPS + 1)]
     rl = [(STEPS + step, "rl", "2", step, STEPS) for step in range(1, STEPS + 1)]
     assert steps_of(context) == sft + rl
-    assert Events(context.paths).seen("training_finished") is not None
-    assert context.paths.committed.exists()
+    assert Events(context.paths).get("training_finished") is not None
+    assert context.paths.checkpointed.exists()
     status = context.status()
     assert status is not None
     assert (status.state, status.detail) == ("ready", f"2 step {STEPS} of {STEPS}")
@@ -85,7 +85,7 @@ def test_an_attempt_that_is_ending_commits_and_the_next_one_does_the_rest(
 
     monkeypatch.setattr(OfflineSession, "_pulse", pulse)
     session_of(first, dispatch).run()
-    assert Events(first.paths).seen("training_finished") is None
+    assert Events(first.paths).get("training_finished") is None
     assert events(queue / "1.jsonl")[-1] == "interrupted"
     monkeypatch.undo()
     second = attempt("12-1")
@@ -167,9 +167,9 @@ def test_a_run_one_of_whose_jobs_failed_does_the_others_and_fails(
     context = attempt("12-0")
     with pytest.raises(TrainingError, match=r"^failed: 1\.json"):
         session_of(context, dispatch).run()
-    assert Events(context.paths).seen("training_finished") is None
+    assert Events(context.paths).get("training_finished") is None
     assert [row["file"] for row in read_rows(context.run.metrics)] == ["2"] * STEPS
-    assert context.paths.committed.exists()
+    assert context.paths.checkpointed.exists()
     assert context.paths.exhausted.exists()
 
 
@@ -208,11 +208,11 @@ def test_an_attempt_that_is_ending_begins_no_further_job(
         removed(folder)
 
     monkeypatch.setattr(execution, "remove_packed", remove)
-    monkeypatch.setattr(EventPoller, "heard", lambda listener, at_once=False: listener._events.told())
+    monkeypatch.setattr(EventPoller, "poll", lambda listener, at_once=False: listener._events.read_all())
     session_of(context, dispatch).run()
     assert (queue / "done" / "1.json").exists()
     assert not (queue / "2.jsonl").exists()
-    assert Events(context.paths).seen("training_finished") is None
+    assert Events(context.paths).get("training_finished") is None
 
 
 def test_an_attempt_without_a_commit_leaves_no_mark(attempt: Attempt, queue: Path, dispatch: RankGroup) -> None:
@@ -220,4 +220,4 @@ def test_an_attempt_without_a_commit_leaves_no_mark(attempt: Attempt, queue: Pat
     context = attempt("12-0")
     with pytest.raises(TrainingError):
         session_of(context, dispatch).run()
-    assert not context.paths.committed.exists()
+    assert not context.paths.checkpointed.exists()

@@ -29,7 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("owner", "act", "after"),
     [
-        (JobState, "commit", False),
+        (JobState, "save_checkpoint", False),
         (RankGroup, "save_hf_model", True),
         (execution, "release_device", True),
         (execution, "remove_packed", True),
@@ -94,10 +94,10 @@ def test_an_execution_takes_the_right_to_write_before_it_mends_a_model(
 ) -> None:
     write_job(tmp_path, "sft")
 
-    def mend(path: Path) -> None:
+    def hint(path: Path) -> None:
         assert (tmp_path / "sft-state" / "OWNER").exists()
         raise Interrupted("that is all there is to see")
 
-    monkeypatch.setattr(atomic_dirs, "repair", mend)
+    monkeypatch.setattr(atomic_dirs, "repair", hint)
     with pytest.raises(Interrupted):
         run_job_files(tmp_path, dispatch, config)

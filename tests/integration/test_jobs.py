@@ -127,7 +127,7 @@ class Trace:
 
     def _situation(self) -> dict[str, bool]:
         if self._dispatch.models:
-            self._dispatch.pass_through("policy", remember_storages)
+            self._dispatch.run_on_ranks("policy", remember_storages)
         held = sum(storage.nbytes() for storage in REMEMBERED)  # also when nobody else knows of them
         return {
             "mapped": str(self._data) in Path("/proc/self/maps").read_text(),
@@ -188,9 +188,9 @@ def crash_in(owner: Any, name: str, *, after: bool, at: int = 1) -> Callable[[py
 
 
 CRASHES = {
-    "before the first commit": crash_in(JobState, "commit", after=False),
-    "after the first commit": crash_in(JobState, "commit", after=True),
-    "after the last commit": crash_in(JobState, "commit", after=True, at=2),
+    "before the first commit": crash_in(JobState, "save_checkpoint", after=False),
+    "after the first commit": crash_in(JobState, "save_checkpoint", after=True),
+    "after the last commit": crash_in(JobState, "save_checkpoint", after=True, at=2),
     "while the model is written": crash_in(RankGroup, "save_hf_model", after=True),
     "after the model has its name": crash_in(atomic_dirs, "replace", after=True),
     "before the data goes": crash_in(execution, "remove_packed", after=False),
@@ -250,8 +250,8 @@ def test_a_job_goes_on_with_the_moments_of_the_one_before_and_with_its_own_sched
 
     def look(state: JobState) -> None:
         inherited(state)
-        (taken,) = dispatch.pass_through("policy", moments_taken)
-        seen.append((taken, [dispatch.pass_through(name, progress_of)[0] for name in ("policy", "critic")]))
+        (taken,) = dispatch.run_on_ranks("policy", moments_taken)
+        seen.append((taken, [dispatch.run_on_ranks(name, progress_of)[0] for name in ("policy", "critic")]))
 
     monkeypatch.setattr(JobState, "inherit", look)
     run_job_file(write_job(tmp_path, "rl", "first"), dispatch, with_critic)
@@ -270,7 +270,7 @@ def test_a_job_that_takes_over_moments_has_its_own_betas_epsilon_and_weight_deca
 
     def look(state: JobState) -> None:
         inherited(state)
-        seen.extend(dispatch.pass_through(name, settings_seen)[0] for name in ("policy", "critic"))
+        seen.extend(dispatch.run_on_ranks(name, settings_seen)[0] for name in ("policy", "critic"))
 
     monkeypatch.setattr(JobState, "inherit", look)
     optim = {"lr": 1e-3, "beta1": 0.5, "beta2": 0.75, "eps": 1e-4, "weight_decay": 0.25}
@@ -315,13 +315,13 @@ def test_the_checkpoints_of_a_run_are_no_state_of_a_job(dispatch: RankGroup, con
 def test_of_two_executions_of_a_job_the_earlier_one_may_write_no_more(
     dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, commit = write_job(tmp_path, "sft"), JobState.commit
+    file, commit = write_job(tmp_path, "sft"), JobState.save_checkpoint
 
     def overtaken(state: JobState, done: int) -> None:
         JobState(read_job(file), "another execution", dispatch).claim()
         commit(state, done)
 
-    monkeypatch.setattr(JobState, "commit", overtaken)
+    monkeypatch.setattr(JobState, "save_checkpoint", overtaken)
     with pytest.raises(CheckpointError, match="must write nothing more"):
         run_job_file(file, dispatch, config)
     assert (tmp_path / "sft-data").exists()

@@ -138,7 +138,7 @@ def test_a_preprocessor_that_is_killed_loses_and_doubles_nothing(attempt: Attemp
 
 
 def test_bytes_that_are_no_group_are_set_aside(attempt: Attempt, streams: Streams) -> None:
-    streams.offer("groups", [b"no group"], None)
+    streams.try_append("groups", [b"no group"], None)
     publish(streams, range(1))
     attempt.start("preprocessor")
     assert wait_for_positions(streams, 1) == [0]

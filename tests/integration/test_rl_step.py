@@ -35,10 +35,10 @@ class LostBoard(SharedState):
         super().__init__(streams)
         self._optimizer, self._lost_after = optimizer, lost_after
 
-    def post_progress(self, version: int, settled: int) -> None:
+    def post_progress(self, version: int, done: int) -> None:
         if self._optimizer.steps >= self._lost_after:
             raise StreamError("the connection is lost")
-        super().post_progress(version, settled)
+        super().post_progress(version, done)
 
 
 class CountingDispatch:
@@ -52,7 +52,7 @@ class CountingDispatch:
     levels: list[str]
 
     def stage(self, batches: list[Batch]) -> Staged:
-        return Staged(0, tuple(ShardedBatch.cut(batch, [1], Budget(1024)) for batch in batches))
+        return Staged(0, tuple(ShardedBatch.shard(batch, [1], Budget(1024)) for batch in batches))
 
     def unstage(self, staged: Staged) -> None:
         """Nothing is held."""
@@ -72,16 +72,16 @@ class CountingDispatch:
 class Book:
     """Keeps what was committed: the step's number, the model, and how much the ledger has settled."""
 
-    intact = True
-    crowded = committing = False
-    commit_seconds = 0.0
+    is_checkpointable = True
+    is_near_budget = is_saving = False
+    checkpoint_seconds = 0.0
 
     def __init__(self, dispatch: CountingDispatch, ledger: Ledger) -> None:
         self._dispatch, self._ledger = dispatch, ledger
         self.commits: list[tuple[int, int, int]] = []
 
-    def commit(self, job: Job, done: int, wait: bool) -> None:
-        self.commits.append((done, self._dispatch.steps, self._ledger.settled))
+    def save_checkpoint(self, job: Job, done: int, wait: bool) -> None:
+        self.commits.append((done, self._dispatch.steps, self._ledger.done_count))
 
     def note(self, *_: object) -> None:
         """Nothing is logged."""
@@ -94,7 +94,7 @@ def test_a_commit_after_lost_streams_has_the_number_of_steps_that_model_and_ledg
     sizes = [f"training.prompts_per_step={PROMPTS}", f"training.steps={STEPS}", "training.eval_every=0"]
     config = compose_config(["experiment=demo", *sizes])
     dispatch, ledger = CountingDispatch(), Ledger()
-    publisher: Any = Mock(**{"settle.return_value": {}, "start.return_value": {}})
+    publisher: Any = Mock(**{"wait_until_synced.return_value": {}, "start.return_value": {}})
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
         streams.publish_many("prepared", [prepared(position) for position in range(PROMPTS * STEPS)])
         board = LostBoard(streams, dispatch, lost_after)
@@ -117,7 +117,7 @@ def test_a_step_whose_samples_were_all_cut_off_is_over_like_any_other(tmp_path: 
     sizes = [f"training.prompts_per_step={PROMPTS}", "training.steps=2", "training.eval_every=0"]
     config = compose_config(["experiment=demo", "training.overlong=mask", *sizes])
     dispatch, ledger, job = CountingDispatch(), Ledger(), cast(RlJob, jobs_of(config)[-1])
-    publisher: Any = Mock(**{"settle.return_value": {}, "start.return_value": {}})
+    publisher: Any = Mock(**{"wait_until_synced.return_value": {}, "start.return_value": {}})
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
         groups = [prepared(position, "length" if position < PROMPTS else "stop") for position in range(2 * PROMPTS)]
         streams.publish_many("prepared", groups)
@@ -134,7 +134,7 @@ def test_a_run_whose_servers_do_not_compute_with_the_trainers_weights_ends(tmp_p
     sizes = [f"training.prompts_per_step={PROMPTS}", "training.steps=3", "training.eval_every=0"]
     config = compose_config(["experiment=demo", "training.metrics=none", *sizes])
     dispatch, ledger, job = CountingDispatch({"mismatch": mismatch}), Ledger(), cast(RlJob, jobs_of(config)[-1])
-    publisher: Any = Mock(**{"settle.return_value": {}, "start.return_value": {}})
+    publisher: Any = Mock(**{"wait_until_synced.return_value": {}, "start.return_value": {}})
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
         streams.publish_many("prepared", [prepared(position) for position in range(3 * PROMPTS)])
         batches = GroupBatches(streams, SharedState(streams), ledger, config, lambda: None, vocabulary=17)
@@ -146,7 +146,7 @@ def test_a_run_whose_servers_do_not_compute_with_the_trainers_weights_ends(tmp_p
             with pytest.raises(TrainingError, match=f"differ from the trainer's by {mismatch:.2f} nats a token"):
                 runner.run(algorithm, 0)
     assert dispatch.levels == (["basic", "none", "none"] if mismatch == 0.2 else ["basic"])
-    assert ledger.settled == (3 * PROMPTS if mismatch == 0.2 else 0)
+    assert ledger.done_count == (3 * PROMPTS if mismatch == 0.2 else 0)
 
 
 def test_a_batch_with_lag_says_nothing_of_the_servers() -> None:
@@ -177,11 +177,11 @@ def prepared(position: int, finish: Literal["stop", "length"] = "stop") -> Prepa
 
 def test_models_are_warmed_up_while_servers_start() -> None:
     config, told = compose_config(["experiment=demo"]), Mock()
-    told.settle.return_value = {}
+    told.wait_until_synced.return_value = {}
     dispatch: Any = CountingDispatch()
     job = cast(RlJob, jobs_of(config)[-1])
     ReinforcementLearning(job, config, dispatch, Mock(), told, Mock(), told).begin(5)
-    assert [call[0] for call in told.mock_calls] == ["start", "run", "settle"]
+    assert [call[0] for call in told.mock_calls] == ["start", "run", "wait_until_synced"]
 
 
 def test_the_lengths_of_what_was_sampled_are_measured() -> None:

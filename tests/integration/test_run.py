@@ -51,8 +51,8 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     interrupted.assert_nothing_left()
     done = interrupted.rows()[-1]["step"]
     assert list(interrupted.run.checkpoints.glob(f"rl-{done}/*/COMMIT"))
-    assert Events(interrupted.attempts[0]).seen("training_finished") is None
-    draining = Events(interrupted.attempts[0]).seen("draining")
+    assert Events(interrupted.attempts[0]).get("training_finished") is None
+    draining = Events(interrupted.attempts[0]).get("draining")
     assert draining is not None
     assert draining.why == "interrupted by Ctrl-C (SIGINT) at the launcher"
     assert "interrupted by Ctrl-C (SIGINT) at the launcher; the same command resumes it" in interrupted.output()
@@ -75,7 +75,7 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     assert other.end() == 0, other.output()
     assert_whole(other)
     resumed.wait_for_step(STEPS)
-    wait_for("training_finished", lambda: Events(resumed.attempts[-1]).seen("training_finished"), WAIT_SECONDS)
+    wait_for("training_finished", lambda: Events(resumed.attempts[-1]).get("training_finished"), WAIT_SECONDS)
     resumed.assert_nothing_left(seconds=15)
     assert resumed.end() == 0, resumed.output()
     assert_whole(resumed)
@@ -186,6 +186,6 @@ def assert_whole(launched: Launched) -> None:
     assert len(settled) == len(set(settled)) == STEPS * PROMPTS
     assert launched.run.report.exists()
     assert (launched.run.model / "model.safetensors").exists()
-    finished = Events(launched.attempts[-1]).seen("training_finished")
+    finished = Events(launched.attempts[-1]).get("training_finished")
     assert finished is not None
     assert finished.by == "trainer.0"

@@ -167,7 +167,7 @@ def test_a_redis_that_is_stopped_is_found_by_asking_it(tmp_path: Path) -> None:
         closing(LivenessMonitor("redis.0", redis.launch(context), 2.0)) as vitals,
     ):
         vitals.probe.start()
-        wait_for("an answer", lambda: vitals.probe.answers, WAIT_SECONDS)
+        wait_for("an answer", lambda: vitals.probe.success_count, WAIT_SECONDS)
         assert vitals.watch(child.pid) is None
         os.kill(child.pid, signal.SIGSTOP)
         hang = wait_for("the hang", lambda: vitals.watch(child.pid), WAIT_SECONDS)
@@ -191,7 +191,7 @@ def test_actor_and_preprocessor_tell_that_their_work_goes_on(tmp_path: Path) -> 
     with ExitStack() as stack:
         attempt = stack.enter_context(an_attempt(tmp_path, config, (("127.0.0.1", 1),)))
         for role in ("preprocessor", "actor"):
-            board = stack.enter_context(closing(HeartbeatBoard(role_command(attempt.context(role)).beats)))
+            board = stack.enter_context(closing(HeartbeatBoard(role_command(attempt.context(role)).has_heartbeat)))
             child = attempt.start(role, board.environment)
             before = board.read()[0]
             assert before.pid == child.pid

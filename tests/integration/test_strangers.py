@@ -10,7 +10,7 @@ from pipeline.train.controller.rank_process import Deadlines, RankState
 from tests.support.ranks.forked_ranks import run_ranks
 
 pytestmark = pytest.mark.integration
-PATIENCE = Deadlines(operation=20, control=20, commit=20, grace=1)
+PATIENCE = Deadlines(operation=20, control=20, checkpoint=20, grace=1)
 
 
 def test_a_rank_of_another_secret_meets_nobody() -> None:
@@ -32,7 +32,7 @@ def a_rank_that_serves(rank: int) -> None:
     answers: list[list[int]] = []
 
     def lead(dispatch: RankGroup) -> None:
-        answers.append(dispatch.on_sites(number_of))
+        answers.append(dispatch.run_on_all_models(number_of))
 
     run_controller_or_worker(lead, Budget(64), patience=PATIENCE, secret="of all")
     assert answers == ([] if rank else [[0, 1]])

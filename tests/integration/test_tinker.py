@@ -48,7 +48,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(base: Path) -> Iterator[TinkerServer]:
     """Two ranks, so that rows are cut and gradients cross."""
-    with serving(base.parent / "run", base, ranks=2, commit_steps=3) as started:
+    with serving(base.parent / "run", base, ranks=2, checkpoint_steps=3) as started:
         yield started
     forget_clients()
 

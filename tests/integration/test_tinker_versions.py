@@ -34,7 +34,7 @@ def environments() -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerServer]:
-    with serving_samples(tmp_path_factory.mktemp("versions"), ["127.0.0.11"], commit_steps=5) as (started, _):
+    with serving_samples(tmp_path_factory.mktemp("versions"), ["127.0.0.11"], checkpoint_steps=5) as (started, _):
         yield started
 
 

@@ -151,14 +151,14 @@ def bounded(name: str, model: Path) -> Iterator[tuple[NDArray[np.float64], float
     if isinstance(objective, ValueLoss) and objective.clip:
         yield np.abs(given - of_rows([row.values for row in rows])), objective.clip
     if isinstance(objective, LossConfig):
-        behaviour = of_rows([row.behaviour for row in rows])
-        proximal = of_rows([row.proximal for row in rows]) if RECIPES[name].proximal else behaviour
+        sampler_logprobs = of_rows([row.sampler_logprobs for row in rows])
+        proximal = of_rows([row.proximal for row in rows]) if RECIPES[name].proximal else sampler_logprobs
         if objective.name in (*CLIPPED, "cispo"):
             yield np.exp(given - proximal), 1 - objective.clip_low
             yield np.exp(given - proximal), 1 + objective.clip_high
         if objective.correction != "none":
-            yield np.exp(proximal - behaviour), objective.correction_cap
-            yield np.exp(proximal - behaviour), 1 / objective.correction_cap
+            yield np.exp(proximal - sampler_logprobs), objective.correction_cap
+            yield np.exp(proximal - sampler_logprobs), 1 / objective.correction_cap
 
 
 @pytest.mark.trial

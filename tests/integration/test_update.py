@@ -140,7 +140,7 @@ def test_a_step_is_epochs_times_mini_batches_optimizer_steps_on_what_was_said_at
     update, rows = begun(dispatch, config), some_rows()
     metrics = update.run(rows, 3)
     assert metrics["optimizer_steps"] == 4
-    assert dispatch.pass_through("policy", taken) == dispatch.pass_through("critic", taken) == [4]
+    assert dispatch.run_on_ranks("policy", taken) == dispatch.run_on_ranks("critic", taken) == [4]
     found, values = parameters(dispatch), parameters(dispatch, "critic")
     begun(dispatch, config)
     by_hand(dispatch, config, rows, step=3)
@@ -157,7 +157,9 @@ def by_hand(dispatch: RankGroup, config: RunConfig, rows: list[TrainSequence], s
     due = token_advantages.assign_advantages(rows, config.loss, said["policy"], said["reference"], said["critic"])
     assert due.returns is not None
     complete = [
-        TrainSequence(row.tokens, row.mask, advantages, row.behaviour, None, row.prompt, proximal, values, returns)
+        TrainSequence(
+            row.tokens, row.mask, advantages, row.sampler_logprobs, None, row.prompt, proximal, values, returns
+        )
         for row, advantages, proximal, values, returns in zip(
             rows, due.advantages, said["policy"], said["critic"], due.returns, strict=True
         )
@@ -180,7 +182,7 @@ def test_a_fresh_job_copies_the_policy_into_reference_and_critic(dispatch: RankG
     PolicyUpdate(dispatch, config).begin(config.optim, config.training.steps, 0)
     assert alike(parameters(dispatch), parameters(dispatch, "reference"))
     assert alike(backbone(parameters(dispatch)), backbone(parameters(dispatch, "critic")))
-    assert dispatch.pass_through("policy", taken) == [0]
+    assert dispatch.run_on_ranks("policy", taken) == [0]
     assert update.run(some_rows(), 0)["reference_kl"] == 0
 
 
@@ -209,7 +211,8 @@ def test_a_batch_without_a_counted_token_trains_nothing(dispatch: RankGroup, mod
     update = begun(dispatch, a_config(model, loss, mini_batches=2))
     before = parameters(dispatch)
     blank = [
-        TrainSequence(row.tokens, row.mask * 0, row.advantages, row.behaviour, prompt=row.prompt) for row in some_rows()
+        TrainSequence(row.tokens, row.mask * 0, row.advantages, row.sampler_logprobs, prompt=row.prompt)
+        for row in some_rows()
     ]
     total = sum(map(len, blank))
     assert update.run(blank, 0) == {"optimizer_steps": 0, "skipped": 0, "tokens/left_out": total}
@@ -222,7 +225,7 @@ def test_a_batch_without_a_counted_token_trains_nothing(dispatch: RankGroup, mod
 
 
 def test_rows_that_do_not_count_change_nothing(dispatch: RankGroup, model: Path) -> None:
-    config = a_config(model, {"name": "grpo", "normalise": "prompt"})
+    config = a_config(model, {"name": "grpo", "normalize": "prompt"})
     rows = some_rows()
     begun(dispatch, config).run(rows, 0)
     alone = parameters(dispatch)
@@ -240,7 +243,7 @@ def test_a_number_that_is_not_finite_is_named_and_nothing_is_trained(dispatch: R
     rows[3] = a_row([1, 2, 3], 1, float("nan"), 0)
     with pytest.raises(TrainingError, match="row 3: advantages holds a value that is not finite"):
         update.run(rows, 0)
-    assert update.intact
+    assert update.is_checkpointable
     assert alike(parameters(dispatch), before)
     assert update.run(some_rows(), 0)["skipped"] == 0
 
@@ -249,12 +252,12 @@ def test_rows_without_what_the_sampling_policy_said_are_refused_and_nothing_is_t
     dispatch: RankGroup, model: Path
 ) -> None:
     update = begun(dispatch, a_config(model, {"name": "ppo", "advantage": "gae", "proximal": "recompute"}))
-    before, unsampled = parameters(dispatch), [replace(row, behaviour=None) for row in some_rows()]
-    with pytest.raises(TrainingError, match="row 0 has no behaviour, which a policy loss needs"):
+    before, unsampled = parameters(dispatch), [replace(row, sampler_logprobs=None) for row in some_rows()]
+    with pytest.raises(TrainingError, match="row 0 has no sampler_logprobs, which a policy loss needs"):
         update.run(unsampled, 0)
-    with pytest.raises(TrainingError, match="row 0 has no behaviour, which a policy loss needs"):
+    with pytest.raises(TrainingError, match="row 0 has no sampler_logprobs, which a policy loss needs"):
         dispatch.forward_backward("policy", Batch.of(unsampled), LossConfig(name="grpo"))
-    assert update.intact
+    assert update.is_checkpointable
     assert alike(parameters(dispatch), before)
     assert update.run(some_rows(), 0)["skipped"] == 0
     assert dispatch.forward_backward("policy", Batch.of(unsampled), SFT)["loss"] > 0
@@ -273,10 +276,10 @@ def test_models_are_not_intact_when_a_step_ends_in_between(
         return RankGroup.optim_step(dispatch, name)
 
     monkeypatch.setattr(dispatch, "optim_step", fail_second)
-    assert update.intact
+    assert update.is_checkpointable
     with pytest.raises(TrainingError, match="the disk is full"):
         update.run(some_rows(), 0)
-    assert not update.intact
+    assert not update.is_checkpointable
 
 
 def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: RankGroup, model: Path) -> None:
@@ -284,12 +287,12 @@ def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: 
     config = a_config(model, loss, update_epochs=2, mini_batches=2)
     update, names = begun(dispatch, config), ("policy", "reference", "critic")
     update.run(some_rows(0), 0)
-    kept = {name: dispatch.pass_through(name, snapshot)[0] for name in names}
+    kept = {name: dispatch.run_on_ranks(name, snapshot)[0] for name in names}
     uninterrupted = [update.run(some_rows(step), step) for step in (1, 2)]
     ended = {name: parameters(dispatch, name) for name in ("policy", "critic")}
     update = begun(dispatch, config)
     for name in names:
-        dispatch.pass_through(name, ModelWorker.load_state, kept[name])
+        dispatch.run_on_ranks(name, ModelWorker.load_state, kept[name])
     update = PolicyUpdate(dispatch, config)
     update.begin(config.optim, config.training.steps, 1)
     assert [update.run(some_rows(step), step) for step in (1, 2)] == uninterrupted

@@ -176,7 +176,7 @@ def test_held_out_tasks_are_none_that_are_trained(tmp_path: Path) -> None:
     ("options", "key", "words"),
     [
         ({"id": "vf-none"}, "task.options.id", "taskset 'vf-none' not found"),
-        ({"taskset": {"colour": "red"}}, "task.options.id", "colour"),
+        ({"taskset": {"color": "red"}}, "task.options.id", "color"),
         ({"eval_rows": 12}, "task.options.eval_rows", "less than its 12 tasks"),
     ],
 )

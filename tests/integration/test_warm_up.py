@@ -81,14 +81,14 @@ def trained(dispatch: RankGroup, config: RunConfig) -> list[Any]:
     dispatch.init_model("policy", models_of(config, "rl", config.optim, config.training.steps)["policy"])
     update = PolicyUpdate(dispatch, config)
     update.begin(config.optim, config.training.steps, 0)
-    before = dispatch.on_sites(whole_state)
-    update.warm_up(WarmUp(config, dispatch, dispatch.idle))
-    assert dispatch.on_sites(whole_state) == before
-    graphs = dispatch.on_sites(compiled_graphs)
+    before = dispatch.run_on_all_models(whole_state)
+    update.warm_up(WarmUp(config, dispatch, dispatch.keepalive))
+    assert dispatch.run_on_all_models(whole_state) == before
+    graphs = dispatch.run_on_all_models(compiled_graphs)
     assert (min(graphs) > 0) == config.training.compile
     metrics = [update.run(rows_of(step), step) for step in range(len(LENGTHS))]
-    assert dispatch.on_sites(compiled_graphs) == graphs
-    return [metrics, dispatch.on_sites(whole_state)]
+    assert dispatch.run_on_all_models(compiled_graphs) == graphs
+    return [metrics, dispatch.run_on_all_models(whole_state)]
 
 
 def kernel(

@@ -40,9 +40,9 @@ class HeldDirectory(FileSharedDir):
 
 def make_plan(ranks: int, spares: int) -> Plan:
     seats = tuple(
-        NodeBundle(slots=(RoleProcess(role="inference", index=index, ports=1),)) for index in range(ranks - spares)
+        NodeBundle(roles=(RoleProcess(role="inference", index=index, ports=1),)) for index in range(ranks - spares)
     )
-    return Plan(ranks=ranks, seats=seats)
+    return Plan(ranks=ranks, bundles=seats)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -69,7 +69,7 @@ def take_part(given: argparse.Namespace, clock: Clock) -> int:
             pid=os.getpid(),
             boot=node_id(),
             addresses=(address,),
-            beacon=beacon.port,
+            probe_port=beacon.port,
             ports=(beacon.port,),
         )
         directory, plan = HeldDirectory(given.directory, given.hold), make_plan(given.ranks, given.spares)

@@ -75,7 +75,7 @@ class Attempt:
         role = context.placement.role
         argv = (sys.executable, "-c", self.scripts[role], str(self.paths.events))
         return RoleCommand(
-            argv=argv, ready=lambda: self.is_ready(role), beats=self.scripts[role].count("heartbeat.start")
+            argv=argv, ready=lambda: self.is_ready(role), has_heartbeat=self.scripts[role].count("heartbeat.start")
         )
 
     def is_ready(self, role: RoleName) -> bool:

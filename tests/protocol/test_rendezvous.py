@@ -177,7 +177,7 @@ def test_who_is_missing_is_named_by_all_who_came(ranks):
 def beacon_card(beacon: ProbeServer, rank: int, *addresses: str) -> NodeInfo:
     """A card of attempt 7-0 that says where the beacon is."""
     return msgspec.structs.replace(
-        make_cards(rank + 1, attempt="7-0")[rank], addresses=addresses or ("127.0.0.1",), beacon=beacon.port
+        make_cards(rank + 1, attempt="7-0")[rank], addresses=addresses or ("127.0.0.1",), probe_port=beacon.port
     )
 
 
@@ -200,7 +200,7 @@ def test_what_a_witness_reaches_counts_and_not_what_the_node_reaches_of_itself()
         card = msgspec.structs.replace(beacon_card(leader, 0, "127.0.0.77", "127.0.0.2"), token="a")
         witness = msgspec.structs.replace(beacon_card(other, 3, "127.0.0.3"), token="b")
         assert find_addresses("run", [card], [witness]) == {0: "127.0.0.2"}
-        silent = msgspec.structs.replace(witness, beacon=other.port + 1, addresses=("127.0.0.78",))
+        silent = msgspec.structs.replace(witness, probe_port=other.port + 1, addresses=("127.0.0.78",))
         assert find_addresses("run", [card], [silent]) == {}
         assert find_addresses("run", [card], [silent, witness]) == {0: "127.0.0.2"}
 
@@ -248,7 +248,7 @@ def test_a_peer_that_waits_for_its_answer_does_not_give_way_to_strangers(strange
         ThreadPoolExecutor(1) as pool,
     ):
         slow.settimeout(WAIT_SECONDS)
-        card = msgspec.structs.replace(beacon_card(leader, 0, "127.0.0.4"), beacon=slow.getsockname()[1])
+        card = msgspec.structs.replace(beacon_card(leader, 0, "127.0.0.4"), probe_port=slow.getsockname()[1])
         witness = beacon_card(other, 3, "127.0.0.3")
         found = pool.submit(find_addresses, "run", [card], [witness], 20)
         relayed, _ = slow.accept()

@@ -77,7 +77,7 @@ def test_a_role_that_the_kernel_ended_for_lack_of_memory_says_so(
     failure = run.first_failure
     told = "killed by SIGKILL, as the kernel ended 1 of the processes of this node for lack of memory"
     assert failure.cause == told
-    assert "cluster.memory" in failure.mend
+    assert "cluster.memory" in failure.hint
 
 
 def test_a_server_whose_engine_was_ended_for_lack_of_memory_says_so_though_it_ends_well(
@@ -97,7 +97,7 @@ def test_a_role_that_fails_while_the_kernel_ends_strangers_is_not_said_to_lack_m
     run = attempt(inference=f"open({str(counters)!r}, 'w').write('oom_kill 5'); {fails}")
     assert run.join() == {"failed"}
     assert run.first_failure.cause == "exited with code 1"
-    assert "a port was taken" in run.first_failure.mend
+    assert "a port was taken" in run.first_failure.hint
 
 
 def test_a_role_that_ends_well_but_too_early_has_failed(attempt: Callable[..., Attempt]) -> None:
@@ -157,7 +157,7 @@ def test_a_role_that_is_stopped_is_found_ended_and_named_with_its_stacks(attempt
     assert " has been stopped (SIGSTOP) for " in failure.cause
     assert any(" in work" in line for line in failure.stacks)
     assert " in work" in run.paths.log("actor", 0).read_text()
-    assert "cluster.silence_seconds" in failure.mend
+    assert "cluster.silence_seconds" in failure.hint
     assert run.left() == set()
 
 

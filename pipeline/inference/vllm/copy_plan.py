@@ -76,7 +76,7 @@ class CopyPlan:
         with torch.no_grad():
             torch._foreach_copy_(self.targets, self._sources)
 
-    def differs(self, model: nn.Module, reload: Callable[[NamedTensors], None]) -> str:
+    def verify_against_reload(self, model: nn.Module, reload: Callable[[NamedTensors], None]) -> str:
         """Why this plan does not do what `reload` does; empty if it does. Leaves model and buffer with drawn values.
 
         `reload` loads a layout's tensors in the way that is known to be right. The model is first loaded with other

@@ -174,7 +174,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
 
     def leave(self) -> bool:
         """Drop the group once the trainer has said that it leaves it; whether it has (`gloo.LeaveSignal`)."""
-        heard = self._group is None or self._group.hear_leaving()
+        heard = self._group is None or self._group.wait_for_leaving()
         self.shutdown()
         return heard
 

@@ -132,7 +132,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
 
     def leave(self) -> bool:
         """Drop the group once the trainer has said that it leaves it; whether it has (`gloo.LeaveSignal`)."""
-        heard = self._group is None or self._group.hear_leaving()
+        heard = self._group is None or self._group.wait_for_leaving()
         self.shutdown()
         return heard
 
@@ -201,7 +201,7 @@ class NcclEngine(WeightTransferEngine[NcclInit, NcclUpdate]):  # type: ignore[mi
             copies = CopyPlan.record(self.model.load_weights, layout)
             copies.stage(self.device)
             with exit_process_on_failure("the copies of the weights could not be proven"):
-                reason = copies.differs(self.model, self._reload)
+                reason = copies.verify_against_reload(self.model, self._reload)
             if not reason:
                 return StagingBuffer(layout, copies.shard, copies.staging, copies)
             del copies

@@ -31,8 +31,8 @@ def check_extra_args(config: RunConfig) -> None:
         return
     code, said = _parse_in_server(arguments)
     if code == _REFUSED:
-        mend = f"{said}; see vllm serve --help=all"
-        raise ConfigError(KEY, list(arguments), "arguments that vLLM's server takes", mend)
+        hint = f"{said}; see vllm serve --help=all"
+        raise ConfigError(KEY, list(arguments), "arguments that vLLM's server takes", hint)
 
 
 def unchecked_arguments(config: RunConfig) -> str:

@@ -124,7 +124,7 @@ class ServerSync:
     _gatherer: ShardGatherer | None = None
     _paused: bool = False
 
-    def bring(self, payload: WeightSnapshot) -> None:
+    def sync(self, payload: WeightSnapshot) -> None:
         """Bring the server to these weights, from whatever state it is in.
 
         Raises `WeightSyncError`; then the server is absent: it must not be asked until it was brought again.
@@ -183,7 +183,7 @@ class ServerSync:
         """Have the server end its part of the groups, which `LeaveSignal` explains."""
         control.begin("/collective_rpc", deadline, method="leave_weights")
         for group in self._groups:
-            group.say_leaving()
+            group.announce_leaving()
         if _results(control, "leave_weights", control.end(deadline)) != [[True]] * len(self._groups):
             raise WeightSyncError(f"{self.server} left its group without having heard that the trainer leaves it")
 

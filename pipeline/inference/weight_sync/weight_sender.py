@@ -68,7 +68,7 @@ class _ServerSlot:
     """A server's link and the end of its last attempt."""
 
     link: ServerSync
-    tried: int = -1
+    attempted_version: int = -1
     attempts: int = 0
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
@@ -80,12 +80,12 @@ class _ServerSlot:
     def live(self) -> bool:
         return self.link.state in ("current", "updating")
 
-    def wants(self, payload: WeightSnapshot | None) -> bool:
+    def needs_update(self, payload: WeightSnapshot | None) -> bool:
         """Whether there is something to bring now."""
         return payload is not None and self.link.version != payload.version and self.retry.passed
 
     def note(self, version: int, seconds: float, failure: str) -> None:
-        self.tried, self.seconds, self.failure = version, seconds, failure
+        self.attempted_version, self.seconds, self.failure = version, seconds, failure
         self.phases = self.link.phases
         self.attempts += 1
         self.failures = self.failures + 1 if failure else 0
@@ -118,7 +118,7 @@ class _SyncRound:
         }
 
     def _tried(self, seat: _ServerSlot, before: int) -> bool:
-        return seat.tried == self.version or (seat.attempts > before and bool(seat.failure))
+        return seat.attempted_version == self.version or (seat.attempts > before and bool(seat.failure))
 
 
 class WeightSender:
@@ -159,7 +159,7 @@ class WeightSender:
         self._round: _SyncRound | None = None
         self._broken: BaseException | None = None
         self._closing = False
-        self._threads = [Thread(target=self._keep, args=(seat,), name=seat.link.server) for seat in self._seats]
+        self._threads = [Thread(target=self._server_loop, args=(seat,), name=seat.link.server) for seat in self._seats]
         for thread in self._threads:
             thread.daemon = True
             thread.start()
@@ -167,7 +167,7 @@ class WeightSender:
     def publish(self, version: int, parameters: NamedTensors, pulse: Callable[[], None] = lambda: None) -> SyncReport:
         """`start` and `settle` in one call."""
         self.start(version, parameters)
-        return self.settle(pulse)
+        return self.wait_until_synced(pulse)
 
     def start(self, version: int, parameters: NamedTensors, layout: WeightLayout | None = None) -> None:
         """Hand a version over to the servers' threads; the tensors may change as soon as this returns.
@@ -213,7 +213,7 @@ class WeightSender:
         mark.record(torch.cuda.current_stream(self._device))
         return mark
 
-    def settle(self, pulse: Callable[[], None] = lambda: None) -> SyncReport:
+    def wait_until_synced(self, pulse: Callable[[], None] = lambda: None) -> SyncReport:
         """Wait until the servers that had weights at the last `start` have its version or are evicted.
 
         `pulse` is called while this waits and may raise to end the wait. Raises `WeightSyncError` when nothing was
@@ -280,7 +280,7 @@ class WeightSender:
             phases = {seat.link.server: dict(seat.phases) for seat in there}
             return SyncReport(ended.version, ended.held_up, done, ended.failures(), phases)
 
-    def _keep(self, seat: _ServerSlot) -> None:
+    def _server_loop(self, seat: _ServerSlot) -> None:
         """A server's thread: bring it to the newest weights whenever it is not there."""
         try:
             while not self._closing:
@@ -296,7 +296,7 @@ class WeightSender:
         """Bring what there is to bring. The thread refers to no version, which is memory, once this returns."""
         payload = self._next(seat)
         if payload is not None:
-            self._bring(seat, payload)
+            self._push(seat, payload)
         else:
             seat.link.verify()
 
@@ -304,13 +304,13 @@ class WeightSender:
         """The weights to bring; None when it is time to look after the server, or to close."""
         with self._changed:
             pause = seat.retry.left or VERIFY_SECONDS
-            wanted = self._changed.wait_for(lambda: self._closing or seat.wants(self._payload), pause)
+            wanted = self._changed.wait_for(lambda: self._closing or seat.needs_update(self._payload), pause)
             return self._payload if wanted and not self._closing else None
 
-    def _bring(self, seat: _ServerSlot, payload: WeightSnapshot) -> None:
+    def _push(self, seat: _ServerSlot, payload: WeightSnapshot) -> None:
         started, failure, reported = time.monotonic(), "", seat.live
         try:
-            seat.link.bring(payload)
+            seat.link.sync(payload)
         except WeightSyncError as error:
             failure = str(error)
             if not reported and failure != seat.failure:

@@ -89,7 +89,7 @@ class ConversationTree:
         self._nodes: list[Node] = []
         self._by_digest: dict[bytes, Node] = {}
 
-    def after(self, messages: Sequence[Message], tools: Tools = ()) -> PrefixMatch:
+    def match_prefix(self, messages: Sequence[Message], tools: Tools = ()) -> PrefixMatch:
         """The place of a call with these messages. Raises what the chat template does."""
         messages, digests = tuple(messages), tuple(_digests(messages, tools))
         parent, tokens = self._known(messages, digests, tools) or (None, None)
@@ -98,15 +98,15 @@ class ConversationTree:
             parent = self._begun(tokens)
         return PrefixMatch(tokens, parent, digests, messages)
 
-    def after_text(self, text: str) -> PrefixMatch:
+    def match_text(self, text: str) -> PrefixMatch:
         """The place of a call with a plain text: what follows the text of an earlier call is read as it is."""
         for node in reversed(self._nodes):
             whole = node.place.text + node.text
             if node.place.text and text.startswith(whole) and text != whole and not self._ended(node):
                 return PrefixMatch((*node.tokens, *self._chat.encode(text[len(whole) :])), node, text=text)
-        return self.after_tokens(self._chat.encode(text), text)
+        return self.match_tokens(self._chat.encode(text), text)
 
-    def after_tokens(self, tokens: Sequence[int], text: str = "") -> PrefixMatch:
+    def match_tokens(self, tokens: Sequence[int], text: str = "") -> PrefixMatch:
         """The place of a call with these tokens."""
         return PrefixMatch(tuple(tokens), self._begun(tuple(tokens)), text=text)
 
@@ -134,7 +134,7 @@ class ConversationTree:
             version_max=max(turn.version_max for turn in turns),
             turns=len(turns),
             server=last.turn.server,
-            said=_message_digest(last),
+            conversation=_message_digest(last),
             versions=first.versions,
             metrics={"agent/calls": float(len(turns)), "agent/rows": float(1 + len(others))},
             branches=tuple(others),
@@ -149,7 +149,9 @@ class ConversationTree:
             if node is None:
                 continue
             try:
-                told = self._chat.reply(messages[: count - 1], messages[count:], tools, ended=self._ended(node))
+                told = self._chat.encode_observation(
+                    messages[: count - 1], messages[count:], tools, ended=self._ended(node)
+                )
             except ValueError:
                 return None  # the template writes no turn as it was said: what it writes is read instead
             return node, (*node.tokens, *told)

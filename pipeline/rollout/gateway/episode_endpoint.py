@@ -141,9 +141,9 @@ class Endpoint:
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         asked = openai_wire.read_completion(await request.read())
         if isinstance(asked.prompt, str):
-            place = self._dialogue.after_text(asked.prompt)
+            place = self._dialogue.match_text(asked.prompt)
         else:
-            place = self._dialogue.after_tokens(asked.prompt)
+            place = self._dialogue.match_tokens(asked.prompt)
         said = await self._answers(asked, place)
         if asked.stream:
             return await self._streamed(request, openai_wire.completion_events(asked, said, len(place.tokens)))
@@ -164,8 +164,8 @@ class Endpoint:
         """Where the call stands. A long conversation is tokenised in a thread, to keep the loop free."""
         try:
             if sum(len(message["content"]) for message in asked.messages) < LONG:
-                return self._dialogue.after(asked.messages, asked.tools)
-            return await asyncio.to_thread(self._dialogue.after, asked.messages, asked.tools)
+                return self._dialogue.match_prefix(asked.messages, asked.tools)
+            return await asyncio.to_thread(self._dialogue.match_prefix, asked.messages, asked.tools)
         except Exception as error:  # noqa: BLE001 a model's template meets an agent's messages: the agent is told
             raise openai_wire.RequestRefused(failure_reason("the messages cannot be rendered:", error)) from None
 

@@ -65,7 +65,7 @@ class ListRoutes:
 
     def _visible(self, owner: Owner) -> list[SavedWeights]:
         own = [each for each in self._registry.shelf.checkpoints.values() if each.owner == owner.name]
-        return sorted((each for each in own if not each.passing), key=lambda each: -each.created)
+        return sorted((each for each in own if not each.ephemeral), key=lambda each: -each.created)
 
     async def _delete(self, owner: Owner, request: web.Request) -> web.Response:
         await self._registry.shelf.remove(self._registry.shelf.named(owner, request.match_info))

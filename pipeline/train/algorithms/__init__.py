@@ -86,7 +86,7 @@ def total_value(
 
 
 def _supervised(tokens: LossTokens) -> Terms:
-    """Cross-entropy −logprob of each token (nats): [N]. Advantages and behaviour are not read."""
+    """Cross-entropy −logprob of each token (nats): [N]. Advantages and sampler_logprobs are not read."""
     return -tokens.logprobs_N, {"logprob": tokens.logprobs_N}
 
 

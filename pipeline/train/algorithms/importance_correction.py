@@ -1,7 +1,8 @@
 """What the trainer's policy at the start of the step owes to the one that sampled.
 
-Owns the correction of the mismatch between two programs (or two ages) of one policy: with w = exp(proximal − behaviour)
-of each token, the policy loss is multiplied by a bounded weight, which has no gradient. KL and entropy terms are not.
+Owns the correction of the mismatch between two programs (or two ages) of one policy: with w = exp(proximal −
+sampler_logprobs) of each token, the policy loss is multiplied by a bounded weight, which has no gradient. KL and
+entropy terms are not.
 """
 
 import torch
@@ -29,7 +30,7 @@ def apply_correction(loss_N: Tensor, tokens: LossTokens, config: LossConfig) -> 
                 f"loss.correction={config.correction} needs proximal log-probabilities, and the rows have none"
             )
         return loss_N, {}
-    log_w_N = tokens.proximal_N - tokens.behaviour_N
+    log_w_N = tokens.proximal_N - tokens.sampler_logprobs_N
     watched = {"mismatch": log_w_N.abs(), "mismatch_kl": k3(-log_w_N)}
     if config.correction == "none":
         return loss_N, watched

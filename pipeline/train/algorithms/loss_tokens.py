@@ -20,9 +20,10 @@ class LossTokens:
         logprobs_N: log-probability (nats, at the batch's temperature) of each token under the policy; has a gradient.
         weights_N: factor of each token in the global loss; carries the normalisation, so a loss only sums.
         advantages_N: advantage of each token.
-        behaviour_N: log-probability under the policy that sampled it; equals `logprobs_N.detach()` in supervised rows.
+        sampler_logprobs_N: log-probability under the policy that sampled it; equals `logprobs_N.detach()` in supervised
+            rows.
         proximal_N: log-probability under the policy that the ratio is taken over; None: as `LossConfig.proximal` says,
-            `behaviour_N` or `logprobs_N.detach()`.
+            `sampler_logprobs_N` or `logprobs_N.detach()`.
         rows_N: int64, row of each token, 0 … rows − 1.
         rows: R.
         reference_N: log-probability under the reference model, or None.
@@ -32,7 +33,7 @@ class LossTokens:
     logprobs_N: Tensor
     weights_N: Tensor
     advantages_N: Tensor
-    behaviour_N: Tensor
+    sampler_logprobs_N: Tensor
     rows_N: Tensor
     rows: int
     reference_N: Tensor | None = None
@@ -42,7 +43,7 @@ class LossTokens:
     @property
     def log_ratio_N(self) -> Tensor:
         """log(policy / proximal policy) of each token."""
-        return self.logprobs_N - (self.behaviour_N if self.proximal_N is None else self.proximal_N)
+        return self.logprobs_N - (self.sampler_logprobs_N if self.proximal_N is None else self.proximal_N)
 
     def row_mean(self, values_N: Tensor) -> Tensor:
         """Mean of the values over each token's row, for every token: [N] → [N]. Rows are never cut, so it is exact."""

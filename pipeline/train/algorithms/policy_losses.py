@@ -70,12 +70,12 @@ def sequence_clipped(tokens: LossTokens, config: LossConfig) -> Terms:
 
 
 def direct(tokens: LossTokens, config: LossConfig) -> Terms:
-    """−(A · logprob − β/2 · (logprob − behaviour)²), of each token: [N]; β is `beta`.
+    """−(A · logprob − β/2 · (logprob − sampler_logprob)²), of each token: [N]; β is `beta`.
 
     The policy gradient held near the policy that sampled by a quadratic penalty instead of a ratio: the policy's side
     of DRO (Richemond et al. 2024), with advantages in the place of rewards less values.
     """
-    distance_N = tokens.logprobs_N - tokens.behaviour_N
+    distance_N = tokens.logprobs_N - tokens.sampler_logprobs_N
     loss_N = -(tokens.advantages_N * tokens.logprobs_N - config.beta / 2 * distance_N.square())
     return loss_N, {"ratio": ratio(tokens.log_ratio_N.detach())}
 

@@ -37,11 +37,11 @@ def token_losses(
     `counts` is the number of tokens of each row, in order."""
     if objective.name == "cross_entropy":
         return -columns["weights"] * logprobs_N
-    behaviour_N, advantages_N = columns["logprobs"], columns["advantages"]
+    sampler_logprobs_N, advantages_N = columns["logprobs"], columns["advantages"]
     if objective.name == "dro":
-        distance_N = logprobs_N - behaviour_N
+        distance_N = logprobs_N - sampler_logprobs_N
         return -(advantages_N * logprobs_N - objective.settings["beta"] / 2 * distance_N.square())
-    log_ratio_N = logprobs_N - behaviour_N
+    log_ratio_N = logprobs_N - sampler_logprobs_N
     if objective.name == "gspo":
         mean_N = _row_means(log_ratio_N.detach(), columns["sequence_ratio_mask"] != 0, counts)
         log_ratio_N = mean_N + logprobs_N - logprobs_N.detach()

@@ -167,8 +167,8 @@ class DatasetPart:
 
     def too_long(self, index: int, row: MaskedText, config: RunConfig) -> RowError:
         """The error that says that a row does not fit."""
-        mend = "set data.overlong=drop" if config.data.overlong == "refuse" else "raise it"
-        reason = f"{len(row.tokens)} tokens, more than model.max_length={config.model.max_length}; {mend}"
+        hint = "set data.overlong=drop" if config.data.overlong == "refuse" else "raise it"
+        reason = f"{len(row.tokens)} tokens, more than model.max_length={config.model.max_length}; {hint}"
         return self.examples.wrong(index, reason)
 
 
@@ -279,6 +279,6 @@ def build_masker(config: RunConfig) -> AssistantMasker:
 def _answered(data: DataConfig) -> Examples:
     examples = Examples.open(data)
     if not examples.answered:
-        mend = "set data.columns.completion, or train it by RL with task.options.path"
-        raise ConfigError("data.columns.completion", data.columns.completion, "a column of the dataset", mend)
+        hint = "set data.columns.completion, or train it by RL with task.options.path"
+        raise ConfigError("data.columns.completion", data.columns.completion, "a column of the dataset", hint)
     return examples

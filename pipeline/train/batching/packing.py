@@ -61,15 +61,15 @@ class PrefixGroup:
     shared: tuple[int, ...] = (0,)
 
     @property
-    def spared(self) -> int:
+    def saved_tokens(self) -> int:
         """Tokens that are not computed if these rows lie in one micro-batch."""
         return sum(self.shared)
 
     def size(self, lengths: Sequence[int]) -> int:
         """Tokens that are computed then."""
-        return sum(lengths[row] for row in self.rows) - self.spared
+        return sum(lengths[row] for row in self.rows) - self.saved_tokens
 
-    def part(self, first: int, end: int) -> "PrefixGroup":
+    def slice(self, first: int, end: int) -> "PrefixGroup":
         """Those of them from place `first` up to `end`."""
         return PrefixGroup(self.rows[first:end], (0, *self.shared[first + 1 : end]))
 
@@ -122,7 +122,7 @@ def make_layout(lengths: Sequence[int], packing: Packing, kin: Sequence[PrefixGr
     """Rows as `packing` says; `shared` with those that are kin."""
     if packing == "padded":
         return pad_rows(lengths)
-    if packing == "shared" and any(each.spared for each in kin):
+    if packing == "shared" and any(each.saved_tokens for each in kin):
         return pack_shared_prefix(lengths, kin)
     return pack_rows(lengths)
 
@@ -237,10 +237,10 @@ def _parts(kin: PrefixGroup, count: int, lengths: Sequence[int], budget: Budget)
     for place, row in enumerate(kin.rows):
         rows = place + 1 - first
         if rows > 1 and (rows > most or not _fits(budget, rows, used + lengths[row])):
-            yield kin.part(first, place)
+            yield kin.slice(first, place)
             first, used = place, 0
         used += lengths[row]
-    yield kin.part(first, len(kin.rows))
+    yield kin.slice(first, len(kin.rows))
 
 
 def _balance(units: Sequence[PrefixGroup], bins: int, sizes: Sequence[int]) -> list[PrefixGroups]:
@@ -318,10 +318,10 @@ def _in_order(units: Sequence[PrefixGroup], lengths: Sequence[int], budget: Budg
             tokens = tokens + lengths[row] if budget.packed else rows * lengths[row]
             if not _fits(budget, rows, tokens):
                 if first < place:
-                    bins[-1].append(unit.part(first, place))
+                    bins[-1].append(unit.slice(first, place))
                 bins.append([])
                 first, rows, tokens = place, 1, lengths[row]
-        bins[-1].append(unit.part(first, len(unit.rows)))
+        bins[-1].append(unit.slice(first, len(unit.rows)))
     return bins + [[] for _ in range(least - len(bins))]
 
 

@@ -5,7 +5,7 @@ step or of one call). Promises that every denominator is decided here, once, ove
 weight that its tokens have in the global loss, so that no rank and no micro-batch ever divides by a count of its own.
 Numpy only, cheap to pickle; must not know torch, ranks or models.
 
-    batch = Batch.of(rows, normalise="token")
+    batch = Batch.of(rows, normalize="token")
     dispatch.forward_backward("policy", batch, config.loss)
 
 Notation: T tokens of a row, R rows of a batch.
@@ -23,9 +23,9 @@ from pipeline.errors import TrainingError
 from pipeline.train.batching.packing import Packing, PrefixGroup, group_by_prefix
 
 Normalization = Literal["token", "sequence", "prompt", "fixed"]
-Column = Literal["advantages", "behaviour", "proximal", "reference", "values", "returns"]
+Column = Literal["advantages", "sampler_logprobs", "proximal", "reference", "values", "returns"]
 """A field of `TrainSequence` with a number for each token."""
-COLUMNS: tuple[Column, ...] = ("advantages", "behaviour", "proximal", "reference", "values", "returns")
+COLUMNS: tuple[Column, ...] = ("advantages", "sampler_logprobs", "proximal", "reference", "values", "returns")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,10 +37,10 @@ class TrainSequence:
         mask: bool or uint8 [T], 1 for the tokens that the loss counts. The first token has no prediction: its mask is
             0.
         advantages: one number for the whole row, or float32[T].
-        behaviour: float32[T], log-probability (nats, at the sampling temperature) of each counted token under the
-            policy that sampled it; None for supervised rows.
+        sampler_logprobs: float32[T], log-probability (nats, at the sampling temperature) of each counted token under
+            the policy that sampled it; None for supervised rows.
         proximal: float32[T], the same under the policy that the ratio is taken over; None: what `LossConfig.proximal`
-            says, `behaviour` or the policy's own in the pass that trains the row.
+            says, `sampler_logprobs` or the policy's own in the pass that trains the row.
         reference: float32[T], the same under the reference model; None when no KL is asked for.
         values: float32[T], the critic's value of the tokens before each counted one, when the step began; None without
             a critic.
@@ -52,7 +52,7 @@ class TrainSequence:
     tokens: NDArray[np.int32]
     mask: NDArray[np.uint8] | NDArray[np.bool_]
     advantages: float | NDArray[np.float32] = 1.0
-    behaviour: NDArray[np.float32] | None = None
+    sampler_logprobs: NDArray[np.float32] | None = None
     reference: NDArray[np.float32] | None = None
     prompt: int = 0
     proximal: NDArray[np.float32] | None = None
@@ -104,10 +104,10 @@ def refuse_unsampled_rows(rows: Sequence[TrainSequence], name: str = "row") -> N
     Every policy loss is held to it: without them each ratio would be 1, however old the samples are.
     """
     for index, row in enumerate(rows):
-        if row.behaviour is None:
+        if row.sampler_logprobs is None:
             raise TrainingError(
-                f"{name} {index} has no behaviour, which a policy loss needs: the log-probabilities of its tokens "
-                "under the policy that sampled them"
+                f"{name} {index} has no sampler_logprobs, which a policy loss needs: the log-probabilities of its "
+                "tokens under the policy that sampled them"
             )
 
 
@@ -129,12 +129,12 @@ class Batch:
     def of(
         cls,
         rows: Sequence[TrainSequence],
-        normalise: Normalization = "token",
+        normalize: Normalization = "token",
         *,
         temperature: float = 1.0,
         max_length: int = 0,
     ) -> "Batch":
-        """The batch whose loss is the mean over what `normalise` names; every row is checked.
+        """The batch whose loss is the mean over what `normalize` names; every row is checked.
 
         - `token`: over all counted tokens.
         - `sequence`: over the episodes that have counted tokens, each first averaged over its counted tokens.
@@ -150,7 +150,7 @@ class Batch:
             if 0 < len(missing) < len(rows):
                 raise TrainingError(f"row {missing[0]} has no {field}, others of its batch do")
         counts = [row.counted for row in rows]
-        weights = _weights(rows, counts, normalise, max_length)
+        weights = _weights(rows, counts, normalize, max_length)
         return cls(tuple(rows), tuple(weights), temperature)
 
     @property
@@ -173,15 +173,15 @@ class Batch:
 
 
 def _weights(
-    rows: Sequence[TrainSequence], counts: list[int], normalise: Normalization, max_length: int
+    rows: Sequence[TrainSequence], counts: list[int], normalize: Normalization, max_length: int
 ) -> list[float]:
-    if normalise == "fixed":
+    if normalize == "fixed":
         if max_length <= 0:
-            raise TrainingError(f"normalise='fixed' divides by rows × max_length; max_length is {max_length}")
+            raise TrainingError(f"normalize='fixed' divides by rows × max_length; max_length is {max_length}")
         return [1.0 / (len(set(episodes_of(rows))) * max_length)] * len(rows)
-    if normalise == "prompt":
+    if normalize == "prompt":
         groups = [row.prompt for row in rows]
-    elif normalise == "sequence":
+    elif normalize == "sequence":
         groups = episodes_of(rows)
     else:
         groups = [0] * len(rows)

@@ -68,18 +68,20 @@ class ShardedBatch:
     batch: Batch
     shares: list[Bins]
     sizes: frozenset[int]
-    spared: int = 0
+    saved_tokens: int = 0
     number: int = -1
     index: int = 0
 
     @classmethod
-    def cut(
+    def shard(
         cls, batch: Batch, sizes: Iterable[int], budget: Budget, number: int = -1, index: int = 0
     ) -> "ShardedBatch":
         """Cut the rows; `TrainingError` for one that the budget cannot hold."""
         chosen = frozenset(sizes)
         shares = packing.split_rows(batch.lengths, lcm(*chosen), budget, batch.kin(budget.packing))
-        spared = sum(kin.spared for share in shares for bins in share for kin in batch.take(bins).kin(budget.packing))
+        spared = sum(
+            kin.saved_tokens for share in shares for bins in share for kin in batch.take(bins).kin(budget.packing)
+        )
         return cls(batch, shares, chosen, spared, number, index)
 
     @property

@@ -27,7 +27,7 @@ Purpose = Literal[
     "save_hf_model",
     "save_checkpoint",
     "load_checkpoint",
-    "pass_through",
+    "run_on_ranks",
 ]
 """Where an operation wants a model. An operation that wants none anywhere, such as `remove_model`, moves nothing."""
 Place = Literal["device", "offloaded"]
@@ -55,7 +55,7 @@ REQUIREMENTS: Final[Mapping[Purpose, frozenset[Part]]] = {
     "save_hf_model": _MODEL,
     "save_checkpoint": _BOTH,
     "load_checkpoint": _BOTH,
-    "pass_through": _BOTH,
+    "run_on_ranks": _BOTH,
 }
 """The parts of a model that have to be on the device for each purpose. Gradients are with the model."""
 

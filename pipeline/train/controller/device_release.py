@@ -23,14 +23,14 @@ def release_device(dispatch: RankGroup) -> None:
     are the storages of models and optimizers, which must be empty; and on CUDA, where that can be told, what all
     tensors of the process have, also those that nobody here knows of: at most `LIBRARIES_BYTES`.
     """
-    dispatch.on_sites(discard_models)
+    dispatch.run_on_all_models(discard_models)
     for rank, models in enumerate(dispatch.memory()):
         for name, memory in models.items():
             if held := memory.model + memory.optimizer:
                 raise TrainingError(f"rank {rank} still holds {held} bytes of {name}, which nobody needs any more")
     for name in list(dispatch.models):
         dispatch.remove_model(name)
-    for rank, held in enumerate(dispatch.on_sites(held_on_cuda)):
+    for rank, held in enumerate(dispatch.run_on_all_models(held_on_cuda)):
         if held > LIBRARIES_BYTES:
             expected = f"at most {LIBRARIES_BYTES}, which libraries keep"
             raise TrainingError(

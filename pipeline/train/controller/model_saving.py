@@ -3,8 +3,8 @@
 Owns the layout of the tensors in every checkpoint, of a run or of a job that stands alone: `<model>/<part>`, where the
 parts are those of `ModelWorker.state`; clients' adapters have one of their own
 (`pipeline.train.service.service_checkpoints`). Promises that models may change as soon as `stage_models` returned, and
-that a save is given up only after `Deadlines.commit`, however slow one of its parts is. Must not know jobs, ledgers,
-nor when to save.
+that a save is given up only after `Deadlines.checkpoint`, however slow one of its parts is. Must not know jobs,
+ledgers, nor when to save.
 
     expect_save(dispatch, dispatch.models)                 # early: memory for the copies is made meanwhile
     parts = stage_models(dispatch, state.models)           # only this holds training up
@@ -31,14 +31,14 @@ def expect_save(dispatch: RankGroup, names: Iterable[str]) -> None:
     """Begin to make the memory that copies of these models with their optimizers take; see `Saver.expect`. Nothing is
     moved for it: shapes are there also where a model is not."""
     for name in names:
-        dispatch.on_sites(_expect, name, name)
+        dispatch.run_on_all_models(_expect, name, name)
 
 
 def stage_models(dispatch: RankGroup, names: Iterable[str]) -> list[str]:
     """Copy models with their optimizers for the save that follows; the names of their parts."""
     parts: list[str] = []
     for name in names:
-        parts += dispatch.on_sites(stage_model, name, name, needs={name: "save_checkpoint"})[0]
+        parts += dispatch.run_on_all_models(stage_model, name, name, needs={name: "save_checkpoint"})[0]
     return parts
 
 
@@ -46,17 +46,17 @@ def start_save(
     dispatch: RankGroup, root: str, attempt: str, state: TrainerState, parts: Sequence[str], keep: int
 ) -> None:
     """Begin to commit `state` with the parts that were staged, in the background; see `Saver.start`."""
-    dispatch.on_sites(_start, root, attempt, state, parts, keep)
+    dispatch.run_on_all_models(_start, root, attempt, state, parts, keep)
 
 
 def await_save(dispatch: RankGroup, what: str) -> None:
-    """Wait until no save is under way; `DeadlineError` naming `what` after `Deadlines.commit` seconds."""
+    """Wait until no save is under way; `DeadlineError` naming `what` after `Deadlines.checkpoint` seconds."""
 
     def is_over() -> bool:
-        dispatch.idle()
+        dispatch.keepalive()
         return dispatch.saver.idle
 
-    wait_for(what, is_over, dispatch.patience.commit)
+    wait_for(what, is_over, dispatch.patience.checkpoint)
 
 
 def load_models(dispatch: RankGroup, checkpoint: Checkpoint, names: Iterable[str], without: Sequence[str] = ()) -> None:
@@ -66,7 +66,9 @@ def load_models(dispatch: RankGroup, checkpoint: Checkpoint, names: Iterable[str
     else than was committed: then the models are worth nothing, and all ranks are ready to load another checkpoint.
     """
     for name in names:
-        damage = dispatch.on_sites(load_model, name, checkpoint, name, without, needs={name: "load_checkpoint"})[0]
+        damage = dispatch.run_on_all_models(
+            load_model, name, checkpoint, name, without, needs={name: "load_checkpoint"}
+        )[0]
         if damage is not None:
             raise damage
 
@@ -116,7 +118,7 @@ def load_model(
 
 def fill(site: RankState, name: str, checkpoint: Checkpoint, wanted: Tensors) -> DamagedCheckpointError | None:
     """On every rank, which all find the same: read tensors of a model from a checkpoint, while heartbeats tell so."""
-    with heartbeat.busy_with(f"loading {name}", site.patience.commit):
+    with heartbeat.busy_with(f"loading {name}", site.patience.checkpoint):
         try:
             load_shards(checkpoint, wanted, group=site.background)
         except DamagedCheckpointError as damage:

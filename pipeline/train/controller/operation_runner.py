@@ -34,7 +34,7 @@ class OperationRunner:
         """Run the operation, called `name` in reports, with each rank's arguments; its results in rank order."""
         return self._run(name, operation, arguments, device_placement.plan_moves(self.states, needs, self.colocated))
 
-    def everywhere(self, name: str, operation: Operation, *args: Any, needs: Requirements | None = None) -> list[Any]:
+    def run_on_all(self, name: str, operation: Operation, *args: Any, needs: Requirements | None = None) -> list[Any]:
         """`run` with the same arguments on every rank."""
         return self.run(name, operation, [args] * self.site.ranks, needs or {})
 
@@ -44,15 +44,20 @@ class OperationRunner:
         self._run("offload_all", rank_operations.do_nothing, [()] * self.site.ranks, moves)
 
     @contextmanager
-    def beside(
-        self, name: str, theirs: Operation, arguments: tuple[Any, ...], rest: Operation, left: tuple[Any, ...]
+    def run_alongside(
+        self,
+        name: str,
+        worker_operation: Operation,
+        arguments: tuple[Any, ...],
+        drain: Operation,
+        left: tuple[Any, ...],
     ) -> Iterator[None]:
         """The other ranks run the operation `theirs`; the body is this rank's part of it, and `rest` runs what the body
         left undone.
 
         What the body raises is this rank's failure of the operation: the others are not waited for beyond the grace.
         """
-        orders = write_orders(theirs, [arguments] * self.site.ranks)
+        orders = write_orders(worker_operation, [arguments] * self.site.ranks)
         self._begin(name)
         self.site.send(orders)
         try:
@@ -60,16 +65,16 @@ class OperationRunner:
         except Exception as error:  # noqa: BLE001 - a failure of the operation, which becomes a report
             self._end(rank_operations.raise_on_rank, (error,))
         except BaseException:
-            self._end(rest, left)
+            self._end(drain, left)
             raise
         else:
-            self._end(rest, left)
+            self._end(drain, left)
 
-    def idle(self) -> None:
+    def keepalive(self) -> None:
         """Show the ranks, if they have not heard from it for a while, and the agent that the controller lives."""
         heartbeat.beat()
         if self._clock.now() - self._heard > self.site.patience.control / 4:
-            self.everywhere("idle", rank_operations.do_nothing)
+            self.run_on_all("idle", rank_operations.do_nothing)
 
     def close(self) -> None:
         """End `serve` on all ranks."""

@@ -7,7 +7,7 @@ result depends on it. Must not know tasks, rewards, or when to step.
 
     def algorithm(dispatch: RankGroup) -> None:
         dispatch.init_model("policy", ModelSpec("policy", config.model, config.optim, steps=100))
-        batch = Batch.of(rows, normalise="token", temperature=1.0)
+        batch = Batch.of(rows, normalize="token", temperature=1.0)
         metrics = dispatch.forward_backward("policy", batch, config.loss)
         metrics |= dispatch.optim_step("policy")
         dispatch.prepare_weight_sync("policy")
@@ -128,7 +128,7 @@ class RankGroup:
         self._budget = replace(self._budget, packed=packed)
         self._forget(name)
         needs: Requirements = {name: "init_model"}
-        info: ModelInfo = self._control.everywhere("init_model", rank_operations.init_model, name, spec, needs=needs)[0]
+        info: ModelInfo = self._control.run_on_all("init_model", rank_operations.init_model, name, spec, needs=needs)[0]
         self._models[name], self._sizes[name], self._replicas[name] = info, ranks // cp, replicas
         self._control.states |= device_placement.states_of_new(name, spec.optim is not None)
         return info
@@ -137,11 +137,11 @@ class RankGroup:
         """Drop a model and its optimizer, wherever they are."""
         self._check(name)
         self._forget(name)
-        self._control.everywhere("remove_model", rank_operations.remove_model, name)
+        self._control.run_on_all("remove_model", rank_operations.remove_model, name)
 
     def reset_optimizer(self, name: str, optim: OptimConfig, *, steps: int) -> None:
         """Start the next job on the same parameters with a fresh optimizer: no moments, no gradients, step 0."""
-        self._on_model("reset_optimizer", name, ModelWorker.reset_optimizer, optim, steps, needs="reset_optimizer")
+        self._run_on_model("reset_optimizer", name, ModelWorker.reset_optimizer, optim, steps, needs="reset_optimizer")
 
     def copy_parameters(self, source: str, target: str) -> None:
         """Give `target` the parameters of `source`, a model of the same architecture; a critic takes the decoder."""
@@ -149,7 +149,7 @@ class RankGroup:
         if self._replicas[source] != self._replicas[target]:
             raise TrainingError(f"{source!r} has not as many replicas as {target!r}: parameters cannot be copied")
         needs: Requirements = {source: "copy_parameters", target: "copy_parameters"}
-        self._control.everywhere("copy_parameters", rank_operations.copy_parameters, source, target, needs=needs)
+        self._control.run_on_all("copy_parameters", rank_operations.copy_parameters, source, target, needs=needs)
 
     def stage(self, batches: Sequence[Batch]) -> Staged:
         """Send batches to the ranks, where they stay until `unstage`; each is what an operation takes.
@@ -169,7 +169,7 @@ class RankGroup:
         self._staged[number] = Staged(number, cut)
         return self._staged[number]
 
-    def amend(self, staged: Staged, column: Column, values: Values) -> None:
+    def set_column(self, staged: Staged, column: Column, values: Values) -> None:
         """Give staged rows a further column, or another in its place: float32[T] for each row of each batch.
 
         Raises `TrainingError` with batch and row for values that are not finite or not one for each token; then no row
@@ -188,7 +188,7 @@ class RankGroup:
         """Forget staged rows."""
         self._check_staged(staged.number)
         del self._staged[staged.number]
-        self._control.everywhere("unstage", batch_staging.drop_rows, staged.number)
+        self._control.run_on_all("unstage", batch_staging.drop_rows, staged.number)
 
     def forward(self, name: str, data: Batch | ShardedBatch) -> Answers:
         """The answer about every row's counted tokens, 0 elsewhere: float32[T] for each row, in order.
@@ -236,16 +236,16 @@ class RankGroup:
 
     def optim_step(self, name: str) -> dict[str, float]:
         """One optimizer step: `grad_norm` before clipping, `lr`, and `skipped` (1 when the gradient was not finite)."""
-        step = self._on_model("optim_step", name, ModelWorker.optim_step, needs="optim_step")[0]
+        step = self._run_on_model("optim_step", name, ModelWorker.optim_step, needs="optim_step")[0]
         return {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped)}
 
     def set_lr(self, name: str, lr: float) -> None:
         """Step at this rate from now on, whatever the schedule says."""
-        self._on_model("set_lr", name, ModelWorker.set_lr, lr, needs="set_lr")
+        self._run_on_model("set_lr", name, ModelWorker.set_lr, lr, needs="set_lr")
 
     def prepare_weight_sync(self, name: str) -> None:
         """Bring what `full_parameters` gathers to the device."""
-        self._on_model("prepare_weight_sync", name, _nothing, needs="prepare_weight_sync")
+        self._run_on_model("prepare_weight_sync", name, _nothing, needs="prepare_weight_sync")
 
     def full_parameters(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Every trained parameter whole on this rank, under its Hugging Face name, one at a time.
@@ -254,7 +254,7 @@ class RankGroup:
         """
         self.prepare_weight_sync(name)
         parameters = self._site.worker(name).full_parameters()
-        with self._control.beside(
+        with self._control.run_alongside(
             "full_parameters", rank_operations.gather_parameters, (name,), rank_operations.join_gathers, (parameters,)
         ):
             for each in parameters:  # noqa: UP028 (`yield from` would close it when the caller stops early)
@@ -276,35 +276,35 @@ class RankGroup:
         adapters, them."""
         self._check(name)
         needs: Requirements = {name: "save_hf_model"}
-        self._control.everywhere("save_hf_model", rank_operations.save_hf_model, name, path, needs=needs)
+        self._control.run_on_all("save_hf_model", rank_operations.save_hf_model, name, path, needs=needs)
 
-    def pass_through(
+    def run_on_ranks(
         self,
         name: str,
         function: Callable[[ModelWorker, *Ts], T],
         *args: *Ts,
-        needs: device_placement.Purpose = "pass_through",
+        needs: device_placement.Purpose = "run_on_ranks",
     ) -> list[T]:
         """Run `function(worker, *args)` on every rank; its results in rank order.
 
         The hook for what this module does not know: `function` is importable by name on every rank, and may be
         collective. It finds on the device what `needs` does; by default the whole model with its optimizer.
         """
-        return self._on_model(function.__name__, name, function, *args, needs=needs)
+        return self._run_on_model(function.__name__, name, function, *args, needs=needs)
 
-    def on_sites(
+    def run_on_all_models(
         self, function: Callable[[RankState, *Ts], T], *args: *Ts, needs: Requirements | None = None
     ) -> list[T]:
-        """Run `function(site, *args)` on every rank, for what minds several models, or none; as `pass_through`.
+        """Run `function(site, *args)` on every rank, for what minds several models, or none; as `run_on_ranks`.
 
         `needs` says which operation each model of it counts as: `{"policy": "save_checkpoint"}`.
         """
         self._check(*(needs or {}))
-        return self._control.everywhere(function.__name__, function, *args, needs=needs)
+        return self._control.run_on_all(function.__name__, function, *args, needs=needs)
 
     def memory(self) -> list[dict[str, Memory]]:
         """Bytes of every model, on each rank."""
-        return self._control.everywhere("memory", rank_operations.device_memory)
+        return self._control.run_on_all("memory", rank_operations.device_memory)
 
     def offload_all(self) -> None:
         """Give the device memory of all models back; each comes back when it is needed."""
@@ -312,11 +312,11 @@ class RankGroup:
 
     def empty_cache(self) -> None:
         """Give memory that is free, but held by the ranks' allocators, back."""
-        self._control.everywhere("empty_cache", rank_operations.empty_device_cache)
+        self._control.run_on_all("empty_cache", rank_operations.empty_device_cache)
 
-    def idle(self) -> None:
+    def keepalive(self) -> None:
         """Show the ranks that the controller lives; cheap, to be called in every loop that waits."""
-        self._control.idle()
+        self._control.keepalive()
 
     def close(self) -> None:
         """End `serve` on all ranks."""
@@ -327,11 +327,11 @@ class RankGroup:
         outcomes = self._control.run("forward", rank_operations.forward, arguments, {name: "forward"})
         return cut.in_order(self._of_places(name, outcomes))
 
-    def _on_model(
+    def _run_on_model(
         self, operation: str, name: str, function: Callable[..., T], *args: Any, needs: device_placement.Purpose
     ) -> list[T]:
         self._check(name)
-        return self._control.everywhere(operation, rank_operations.on_model, name, function, *args, needs={name: needs})
+        return self._control.run_on_all(operation, rank_operations.on_model, name, function, *args, needs={name: needs})
 
     def cut(self, names: Sequence[str], data: Batch | ShardedBatch) -> ShardedBatch:
         """The rows as operations on these models cut and take them; `TrainingError` if one cannot take them."""
@@ -339,7 +339,7 @@ class RankGroup:
         vocabulary = min(self._models[name].vocabulary for name in names)
         if isinstance(data, Batch):
             batch_staging.refuse_foreign_tokens(data, vocabulary)
-            return ShardedBatch.cut(data, self._sizes.values(), self._budget)
+            return ShardedBatch.shard(data, self._sizes.values(), self._budget)
         self._check_staged(data.number)
         if data.highest >= vocabulary:
             batch_staging.refuse_foreign_tokens(data.batch, vocabulary)
@@ -351,7 +351,7 @@ class RankGroup:
         try:
             for info in self._models.values():
                 batch_staging.refuse_foreign_tokens(batch, info.vocabulary)
-            return ShardedBatch.cut(batch, self._sizes.values(), self._budget, number, index)
+            return ShardedBatch.shard(batch, self._sizes.values(), self._budget, number, index)
         except TrainingError as error:
             raise TrainingError(f"batch {index}: {error}") from None
 

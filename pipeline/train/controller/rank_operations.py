@@ -45,7 +45,7 @@ def run_after_moves(site: RankState, moves: Sequence[Move], operation: Operation
 
 def init_model(site: RankState, name: str, spec: ModelSpec) -> ModelInfo:
     remove_model(site, name)
-    with heartbeat.busy_with(f"making {name}", site.patience.commit):
+    with heartbeat.busy_with(f"making {name}", site.patience.checkpoint):
         site.workers[name] = ModelWorker(
             spec,
             site.mesh_of(name, spec.dp_replicate),
@@ -94,7 +94,7 @@ def on_model(site: RankState, name: str, function: Callable[..., T], *args: Any)
 
 
 def save_hf_model(site: RankState, name: str, path: Path) -> None:
-    with heartbeat.busy_with(f"exporting {name}", site.patience.commit):
+    with heartbeat.busy_with(f"exporting {name}", site.patience.checkpoint):
         site.worker(name).save_hf_model(path)
 
 

@@ -21,7 +21,7 @@ connections break, and the controller, thrown out of the collective, finds the f
 | the world | gloo, with CUDA nccl too | what is not a model's | `Deadlines.operation` |
 | of models (`RankState.mesh_of`, `context_of`) | gloo or nccl | parameters, gradients, attention |
 `Deadlines.operation` | | control | gloo | orders and outcomes | `Deadlines.control` | | background | gloo | commits,
-beside training | `Deadlines.commit` |
+beside training | `Deadlines.checkpoint` |
 """
 
 import faulthandler
@@ -96,7 +96,7 @@ class Deadlines:
 
     Attributes:
         operation: for one collective inside an operation.
-        control: longest silence of the controller; `RankGroup.idle` keeps it from running out.
+        control: longest silence of the controller; `RankGroup.keepalive` keeps it from running out.
         commit: for a commit from its beginning until it is durable, and so for each collective of its way there; as
             much for reading one.
         grace: how long a failed rank waits for the others to end the operation.
@@ -104,7 +104,7 @@ class Deadlines:
 
     operation: float = 600.0
     control: float = 1800.0
-    commit: float = 1800.0
+    checkpoint: float = 1800.0
     grace: float = 10.0
 
 
@@ -314,7 +314,7 @@ def joined_world(
     )
     try:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.control))
-        background = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.commit))
+        background = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience.checkpoint))
         with signed_objects(secret):
             yield RankState(rank, ranks, device, PrefixStore("control", store), control, background, patience)
     finally:

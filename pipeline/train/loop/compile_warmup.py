@@ -67,7 +67,7 @@ class WarmUp:
         self._pulse()
         level = self._config.training.metrics
         self._dispatch.forward_backward(name, batch, objective, loss_weight=0.0, level=level)
-        self._dispatch.pass_through(name, drop_gradients, needs="forward_backward")
+        self._dispatch.run_on_ranks(name, drop_gradients, needs="forward_backward")
 
     def _batches(self, names: Sequence[str]) -> list[Batch]:
         """Each of them is one micro-batch on every rank."""
@@ -111,7 +111,9 @@ def empty_row(
     mask[0] = 0
     tokens = (np.arange(length, dtype=np.int32) * (1 + number // vocabulary) + number) % vocabulary
     tokens[: len(prefix)] = prefix
-    return TrainSequence(tokens, mask, behaviour=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros)
+    return TrainSequence(
+        tokens, mask, sampler_logprobs=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros
+    )
 
 
 def rows_with_shared_prefix(count: int, length: int, vocabulary: int, number: int) -> list[TrainSequence]:

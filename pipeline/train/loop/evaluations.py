@@ -86,7 +86,7 @@ class Evaluations:
     def request(self, version: int, sets: Sequence[str]) -> None:
         """Ask how weights `version` do on these sets."""
         for name in sets:
-            request = EvalRequest(id=self._id(name, version), weights=version, set=name)
+            request = EvalRequest(id=self._id(name, version), policy_version=version, set=name)
             self._streams.publish("eval_requests", request)
             self._open[request.id] = request
 
@@ -95,9 +95,9 @@ class Evaluations:
         for entry in self._reader.read(limit=16, seconds=seconds):
             result = entry.record
             self._open.pop(result.id, None)
-            if (result.set, result.weights) not in self._measured:
-                self._measured.add((result.set, result.weights))
-                self._note(result.weights, metrics_of(result), result.set)
+            if (result.set, result.policy_version) not in self._measured:
+                self._measured.add((result.set, result.policy_version))
+                self._note(result.policy_version, metrics_of(result), result.set)
             self._reader.acknowledge([entry.id])
         if self._generation != self._streams.generation:
             self._ask_again()
@@ -138,7 +138,7 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
         "eval/seconds": result.seconds,
     }
     if result.set:
-        found |= {"eval/samples": float(result.samples), "eval/late": float(result.late)}
+        found |= {"eval/samples": float(result.samples), "eval/late": float(result.timed_out)}
     found |= {f"eval/pass@{k}": share for k, share in result.pass_at.items()}
     found |= {f"eval/{name}": value for name, value in result.metrics.items()}
     prefix = f"eval/{result.set}/" if result.set else "eval/"

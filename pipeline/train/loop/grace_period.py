@@ -25,11 +25,11 @@ class GraceWarning:
         change: which key to set.
     """
 
-    seen: str
+    observation: str
     change: str
 
     def __str__(self) -> str:
-        return f"{self.seen}; {self.change}"
+        return f"{self.observation}; {self.change}"
 
 
 def grace_warning(cluster: ClusterConfig, rows: Sequence[MetricRecord]) -> GraceWarning | None:

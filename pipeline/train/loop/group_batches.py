@@ -90,7 +90,7 @@ class GroupBatches:
         try:
             for entry in self._reader.read(wanted - len(self._fresh), READ_SECONDS):
                 self._take(entry, version)
-            self.tell_progress(version)
+            self.publish_progress(version)
         except StreamError:
             self.pulse()  # an attempt that is ending needs no data: the streams were not waited for
             raise
@@ -101,26 +101,26 @@ class GroupBatches:
         It talks to nobody, so a step and its settlements happen together or not at all.
         """
         for position, entry in self._fresh.items():
-            self._settle(position, outcome, step)
-            self._cover(entry)
+            self._mark_done(position, outcome, step)
+            self._note_consumed(entry)
         self._fresh.clear()
 
-    def tell_progress(self, version: int) -> None:
+    def publish_progress(self, version: int) -> None:
         """Let the actor know the trainer's version and how much is settled."""
-        self.board.post_progress(version, self.ledger.settled)
+        self.board.post_progress(version, self.ledger.done_count)
 
     @property
     def covered(self) -> tuple[str, ...]:
         """Stream entries that the ledger covers and that are not acknowledged yet."""
         return tuple(self._covered)
 
-    def begin_commit(self) -> tuple[str, ...]:
+    def begin_checkpoint(self) -> tuple[str, ...]:
         """What a commit that begins now covers."""
         self._uncommitted = 0
         return self.covered
 
     @property
-    def crowded(self) -> bool:
+    def is_near_budget(self) -> bool:
         """Whether what was settled since the last commit began takes half of what the topic may hold.
 
         Time to commit early: else the preprocessor soon waits for room, and the trainer for the preprocessor.
@@ -138,18 +138,18 @@ class GroupBatches:
         position = prepared.group.position
         if position in self._fresh and self._fresh[position].id == entry.id:
             return  # delivered again: given up with its batch, not before
-        if self.ledger.is_settled(position) or position in self._fresh:
-            self._set_aside(entry, "duplicate")
+        if self.ledger.is_done(position) or position in self._fresh:
+            self._discard(entry, "duplicate")
         elif fault := self._fault(prepared):
             self._refuse(entry, fault, version)
         elif prepared.outcome != "train":
-            self._settle(position, prepared.outcome, version)
-            self._set_aside(entry, prepared.outcome)
+            self._mark_done(position, prepared.outcome, version)
+            self._discard(entry, prepared.outcome)
         elif is_refused(version, prepared.group, training.max_lag, training.stale, training.masked_finish):
             again = Reissue(position=position, reason="older than max_lag", awaited=position in self._overtaken)
             self.streams.publish("reissue", again)
             self._overtaken.add(position)
-            self._set_aside(entry, "stale")
+            self._discard(entry, "stale")
         else:
             self._fresh[position] = entry
 
@@ -169,17 +169,17 @@ class GroupBatches:
         if times < MAX_MALFORMED:
             self.streams.publish("reissue", Reissue(position=position, reason=fault))
         else:
-            self._settle(position, f"failed: {MALFORMED}", version)
-        self._set_aside(entry, MALFORMED)
+            self._mark_done(position, f"failed: {MALFORMED}", version)
+        self._discard(entry, MALFORMED)
 
-    def _settle(self, position: int, outcome: str, step: int) -> None:
-        self.ledger.settle(position, outcome, step)
+    def _mark_done(self, position: int, outcome: str, step: int) -> None:
+        self.ledger.mark_done(position, outcome, step)
         self._overtaken.discard(position)
 
-    def _set_aside(self, entry: Entry[PreparedGroup], reason: str) -> None:
+    def _discard(self, entry: Entry[PreparedGroup], reason: str) -> None:
         self.counts[reason] += 1
-        self._cover(entry)
+        self._note_consumed(entry)
 
-    def _cover(self, entry: Entry[PreparedGroup]) -> None:
+    def _note_consumed(self, entry: Entry[PreparedGroup]) -> None:
         self._covered.append(entry.id)
         self._uncommitted += entry.size

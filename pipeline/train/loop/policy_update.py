@@ -41,7 +41,7 @@ Tokens = list[NDArray[np.float32]]
 class MiniBatch:
     """What one optimizer step trains: the batch's rows that count, and their places in the whole step."""
 
-    places: tuple[int, ...]
+    row_indices: tuple[int, ...]
     batch: Batch
 
 
@@ -56,7 +56,7 @@ class PolicyUpdate:
 
     def __init__(self, dispatch: RankGroup, config: RunConfig) -> None:
         self._dispatch, self._config, self._loss = dispatch, config, config.loss
-        self.intact, self.measured = True, False
+        self.is_checkpointable, self.measured = True, False
 
     def begin(self, optim: OptimConfig, steps: int, step: int) -> None:
         """Make the models ready for step `step` of `steps`.
@@ -84,7 +84,7 @@ class PolicyUpdate:
         Returns the metrics of docs/metrics.md; if no token counts, `optimizer_steps` is 0, and there are none of the
         loss.
         Raises `TrainingError` before anything is trained for rows that are malformed, not finite, or without
-        `behaviour`.
+        `sampler_logprobs`.
         """
         every = self._loss.reference_every
         if self._config.has_reference and every and step and step % every == 0:
@@ -94,7 +94,7 @@ class PolicyUpdate:
             return {"optimizer_steps": 0.0, "skipped": 0.0, "tokens/left_out": float(sum(map(len, rows)))}
         with self._on_ranks(mini_batches) as staged:
             self._complete(staged, rows, mini_batches)
-            spared = {"tokens/shared": float(sum(cut.spared for cut in staged.batches))}
+            spared = {"tokens/shared": float(sum(cut.saved_tokens for cut in staged.batches))}
             computed = sum(sum(each.batch.lengths) for each in mini_batches)
             spared["tokens/left_out"] = float(sum(map(len, rows)) - computed)
             return self._optimise(staged, mini_batches, step) | spared
@@ -108,7 +108,7 @@ class PolicyUpdate:
         for places in cut_by_prompt(rows, self._config.training.mini_batches, [self._config.seed, step]):
             batch = Batch.of(
                 [rows[place] for place in places],
-                self._loss.normalise,
+                self._loss.normalize,
                 temperature=self._config.rollout.temperature,
                 max_length=self._config.model.max_length,
             )
@@ -134,16 +134,16 @@ class PolicyUpdate:
             columns["policy"] = "proximal"
         for name, column in columns.items():
             if name in answers:
-                self._dispatch.amend(staged, column, answers[name])
+                self._dispatch.set_column(staged, column, answers[name])
         if not token_advantages.needs_token_advantages(self._loss):
             return
         by_row = {name: _by_row(parts, rows, mini_batches) for name, parts in answers.items()}
         due = token_advantages.assign_advantages(
             rows, self._loss, by_row.get("policy"), by_row.get("reference", _has_advantage(rows)), by_row.get("critic")
         )
-        self._dispatch.amend(staged, "advantages", _by_part(due.advantages, mini_batches))
+        self._dispatch.set_column(staged, "advantages", _by_part(due.advantages, mini_batches))
         if due.returns is not None:
-            self._dispatch.amend(staged, "returns", _by_part(due.returns, mini_batches))
+            self._dispatch.set_column(staged, "returns", _by_part(due.returns, mini_batches))
 
     def _ask(self, staged: Staged) -> dict[str, list[Tokens]]:
         """What each model that is needed says of every mini-batch's rows: all of them at once, or where they take turns
@@ -175,12 +175,12 @@ class PolicyUpdate:
 
     def _optimise(self, staged: Staged, mini_batches: Sequence[MiniBatch], step: int) -> dict[str, float]:
         """All optimizer steps: the critic's, then the policy's, since neither sees the other within a step."""
-        self.intact = False
+        self.is_checkpointable = False
         metrics: dict[str, float] = {}
         for model, objective in self._objectives.items():
             found = self._train(model, objective, staged, mini_batches, step)
             metrics |= found if model == "policy" else {f"{model}/{name}": value for name, value in found.items()}
-        self.intact = True
+        self.is_checkpointable = True
         return metrics | {"optimizer_steps": float(self._config.training.update_epochs * len(mini_batches))}
 
     def _train(
@@ -215,7 +215,7 @@ def _by_row(parts: Sequence[Tokens], rows: Sequence[TrainSequence], mini_batches
     """For every row of the step, what was said of it: 0 for those that do not count."""
     found = [np.zeros(len(row), np.float32) for row in rows]
     for mini_batch, answers in zip(mini_batches, parts, strict=True):
-        for place, answer in zip(mini_batch.places, answers, strict=True):
+        for place, answer in zip(mini_batch.row_indices, answers, strict=True):
             found[place] = answer
     return found
 
@@ -227,4 +227,4 @@ def _has_advantage(rows: Sequence[TrainSequence]) -> Tokens | None:
 
 
 def _by_part(numbers: Tokens, mini_batches: Sequence[MiniBatch]) -> list[Tokens]:
-    return [[numbers[place] for place in mini_batch.places] for mini_batch in mini_batches]
+    return [[numbers[place] for place in mini_batch.row_indices] for mini_batch in mini_batches]

@@ -59,8 +59,8 @@ class ReinforcementLearning:
         self._publisher.start(step)
         if step < self.job.steps:
             self._update.warm_up(self._warm_up)
-        self._publisher.settle()
-        self._batches.tell_progress(step)
+        self._publisher.wait_until_synced()
+        self._batches.publish_progress(step)
         self._evaluations.request(step, self._evaluations.due(step))
         if step == 0:
             self._evaluations.wait()
@@ -90,31 +90,31 @@ class ReinforcementLearning:
         }
         return metrics | about | timing | counts
 
-    def follow_up(self, done: int) -> Mapping[str, float]:
+    def after_step(self, done: int) -> Mapping[str, float]:
         """Tell the progress, send the new weights, and ask for an evaluation when it is time.
 
         Raises `TrainingError` when the last steps were all skipped: the model is lost.
         """
         self._skips.check()
-        self._batches.tell_progress(done)
-        metrics = self._publisher.settle() | self._publisher.start(done)
+        self._batches.publish_progress(done)
+        metrics = self._publisher.wait_until_synced() | self._publisher.start(done)
         if due := self._evaluations.due(done):
-            metrics |= self._publisher.settle()
+            metrics |= self._publisher.wait_until_synced()
             self._evaluations.request(done, due)
         self._evaluations.collect()
         return metrics
 
     def end(self) -> None:
         """Bring every server to the final weights and measure them."""
-        self._publisher.settle()
+        self._publisher.wait_until_synced()
         last = self.job.steps
         self._evaluations.request(last, self._evaluations.due(last, last=True))
         self._evaluations.wait()
 
     @property
-    def intact(self) -> bool:
+    def is_checkpointable(self) -> bool:
         """See `PolicyUpdate.intact`."""
-        return self._update.intact
+        return self._update.is_checkpointable
 
     def _outcome(self, metrics: Mapping[str, float]) -> str:
         if self._skips.note(metrics):
@@ -130,7 +130,7 @@ def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None, oldest: 
             tokens=row.tokens,
             mask=np.zeros(len(row.tokens), np.bool_) if sample.finish == masked else is_fresh(row, oldest),
             advantages=advantage,
-            behaviour=row.logprobs,
+            sampler_logprobs=row.logprobs,
             prompt=prepared.group.position,
             episode=number,
         )

@@ -56,7 +56,7 @@ from pipeline.utils.append_log import AppendLog, rewrite_lines
 from pipeline.utils.waiting import wait_for
 
 FINAL_SAVE_SECONDS = 10.0
-"""The longest that a commit may be under way once a rank is lost; until then it is `Deadlines.commit`."""
+"""The longest that a commit may be under way once a rank is lost; until then it is `Deadlines.checkpoint`."""
 log = logging.getLogger(__name__)
 
 
@@ -66,7 +66,7 @@ class PhasePosition:
 
     job: Job
     done: int
-    rest: tuple[Job, ...]
+    remaining: tuple[Job, ...]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class RunRecorder:
             self._dispatch.init_model(name, spec)
         return models
 
-    def commit(self, job: Job, done: int, covered: tuple[str, ...], wait: bool = False) -> None:
+    def save_checkpoint(self, job: Job, done: int, covered: tuple[str, ...], wait: bool = False) -> None:
         """Begin to commit `done` steps of `job`, after an earlier commit is durable; with `wait`, end it too.
 
         What was settled so far and the models as they are now belong to it; both may change when this returns.
@@ -201,7 +201,7 @@ class RunRecorder:
             self.finish()
 
     @property
-    def under_way(self) -> bool:
+    def is_saving(self) -> bool:
         """Whether a commit has begun that is not durable yet."""
         return self._flight is not None
 
@@ -255,7 +255,7 @@ class RunRecorder:
 
     def _append_ledger_file(self) -> int:
         """Add what was settled since the last commit to `ledger.jsonl`; its size."""
-        self._settled.add(*map(msgspec.json.encode, self.ledger.take_news()))
+        self._settled.add(*map(msgspec.json.encode, self.ledger.drain_changes()))
         return self._settled.flush()
 
     def _roll_back(self, job: Job, done: int, ledger_bytes: int, damaged: Sequence[str] = ()) -> None:

@@ -44,7 +44,7 @@ class SupervisedFineTuning:
         self.job, self._held_out, self._warm_up = job, held_out, warm_up
         self._dispatch, self._demonstrate, self._pulse, self._level = dispatch, demonstrate, pulse, level
         self._skips = NonFiniteGuard()
-        self.intact = True
+        self.is_checkpointable = True
 
     def begin(self, step: int) -> None:
         if step == 0:
@@ -58,14 +58,14 @@ class SupervisedFineTuning:
         batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
         cut = self._dispatch.cut(["policy"], batch)
         metrics = self._dispatch.forward_backward("policy", cut, SFT, level=self._level)
-        self.intact = False
+        self.is_checkpointable = False
         metrics |= self._dispatch.optim_step("policy")
-        self.intact = True
+        self.is_checkpointable = True
         self._skips.note(metrics)
-        size = {"tokens/batch": float(sum(batch.lengths)), "tokens/shared": float(cut.spared)}
+        size = {"tokens/batch": float(sum(batch.lengths)), "tokens/shared": float(cut.saved_tokens)}
         return metrics | size | {"steps": float(self.job.steps)}
 
-    def follow_up(self, done: int) -> Mapping[str, float]:
+    def after_step(self, done: int) -> Mapping[str, float]:
         """Measure it if that is due. Raises `TrainingError` when the last steps were all skipped: the model is lost."""
         self._skips.check()
         self._measure(done)

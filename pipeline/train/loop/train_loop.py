@@ -31,7 +31,7 @@ class Algorithm(Protocol):
     def job(self) -> Job: ...
 
     @property
-    def intact(self) -> bool:
+    def is_checkpointable(self) -> bool:
         """False in the middle of a step that has changed the models already: what they are then is not committed."""
         ...
 
@@ -43,7 +43,7 @@ class Algorithm(Protocol):
         """Do step `step`; its metrics. Raises what a `Pulse` does only if the step was not done at all."""
         ...
 
-    def follow_up(self, done: int) -> Mapping[str, float]:
+    def after_step(self, done: int) -> Mapping[str, float]:
         """Called after each step, which counts by now: tell others. Further metrics; may raise `Interrupted`."""
         ...
 
@@ -56,26 +56,26 @@ class ProgressRecorder(Protocol):
     """Where a runner writes what it did."""
 
     @property
-    def intact(self) -> bool:
+    def is_checkpointable(self) -> bool:
         """Whether the ranks still hold the models, so that they may be committed."""
         ...
 
     @property
-    def crowded(self) -> bool:
+    def is_near_budget(self) -> bool:
         """Whether what only a commit can free takes so much room that it should come early."""
         ...
 
     @property
-    def committing(self) -> bool:
+    def is_saving(self) -> bool:
         """Whether a commit is under way, so that another one would have to wait for it."""
         ...
 
     @property
-    def commit_seconds(self) -> float:
+    def checkpoint_seconds(self) -> float:
         """How long the newest durable commit took; 0 before the first."""
         ...
 
-    def commit(self, job: Job, done: int, wait: bool) -> None:
+    def save_checkpoint(self, job: Job, done: int, wait: bool) -> None:
         """Commit a checkpoint after `done` steps of `job`; with `wait` it is durable on return. Collective.
 
         Raises `CheckpointError` also when the commit before failed; it may be called again then, as for what is
@@ -146,18 +146,18 @@ class TrainLoop:
             self._commit(job, done, wait=True)
             algorithm.end()
         except Exception as error:
-            if self._book.intact and algorithm.intact:
+            if self._book.is_checkpointable and algorithm.is_checkpointable:
                 self._commit_last(job, done, error)
             raise
 
     def _tell(self, algorithm: Algorithm, done: int, metrics: dict[str, float], started: float) -> None:
         """Follow a step up and log it, in this order unless the attempt is ending: the step is logged in any case."""
         try:
-            metrics |= algorithm.follow_up(done)
+            metrics |= algorithm.after_step(done)
         finally:
             metrics |= rates(metrics, self._clock() - started, self._machine)
-            if self._book.commit_seconds:
-                metrics["checkpoint/seconds"] = self._book.commit_seconds
+            if self._book.checkpoint_seconds:
+                metrics["checkpoint/seconds"] = self._book.checkpoint_seconds
             self._book.note(algorithm.job, done, metrics)
         self._recent.append(metrics)
         self._warn()
@@ -174,9 +174,9 @@ class TrainLoop:
         if done % self._cadence.steps == 0:
             return True
         # A timed commit must not hold training up until the one before it is on a slow disk.
-        if 0 < self._cadence.seconds <= self._clock() - self._began and not self._book.committing:
+        if 0 < self._cadence.seconds <= self._clock() - self._began and not self._book.is_saving:
             return True
-        if self._book.crowded:
+        if self._book.is_near_budget:
             log.info("step %d is committed early: what waits for a commit takes half of streams.budget_bytes", done)
             return True
         return False
@@ -185,7 +185,7 @@ class TrainLoop:
         if done == self._committed:
             return
         self._began = self._clock()
-        self._book.commit(job, done, wait)
+        self._book.save_checkpoint(job, done, wait)
         self._committed = done
         if wait:
             self._durable = done
@@ -204,10 +204,10 @@ class TrainLoop:
     def _commit_again(self, job: Job, done: int) -> None:
         """Commit, also if a commit that was under way turns out to have failed."""
         try:
-            self._book.commit(job, done, wait=True)
+            self._book.save_checkpoint(job, done, wait=True)
         except CheckpointError as error:
             log.warning("the last commit is tried again: %s", error)
-            self._book.commit(job, done, wait=True)
+            self._book.save_checkpoint(job, done, wait=True)
 
 
 def takes_precedence(second: Exception, first: BaseException | None) -> bool:

@@ -35,14 +35,14 @@ class WeightPublisher:
         self._under_way = True
         return {"sync/start_seconds": time.monotonic() - started}
 
-    def settle(self) -> dict[str, float]:
+    def wait_until_synced(self) -> dict[str, float]:
         """Wait until the servers have what was started; what became of it, nothing if all was settled before.
 
         Raises `WeightSyncError` when no server could be brought there, `Interrupted` when the attempt is ending.
         """
         if not self._under_way:
             return {}
-        report = self._sender.settle(self._pulse)
+        report = self._sender.wait_until_synced(self._pulse)
         self._under_way = False
         for server, failure in report.failures.items():
             log.warning("evicted %s: %s", server, failure)

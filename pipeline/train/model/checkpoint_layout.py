@@ -80,12 +80,12 @@ class CheckpointLayout:
         self._tied: Mapping[str, str] = dict(self._twin.all_tied_weights_keys)
         self._shapes: Tensors = self._twin.state_dict(keep_vars=True)
         self._conversions = get_model_conversion_mapping(self._twin)
-        self.plain: dict[str, str] = {}
+        self.direct: dict[str, str] = {}
         self.fused: list[MergedTensor] = []
         self.twice: dict[str, str] = {}
         unplaced = self._sort(keys)
-        self.strangers = self._explained(strangers=unplaced).unexpected_keys
-        self.untrained = sorted(unplaced - set(self.strangers), key=dot_natural_key)
+        self.unexpected_keys = self._explained(strangers=unplaced).unexpected_keys
+        self.untrained = sorted(unplaced - set(self.unexpected_keys), key=dot_natural_key)
         self._twin._weight_conversions = self._reversible(bool(keys))
 
     @cached_property
@@ -174,7 +174,7 @@ class CheckpointLayout:
                 strangers.add(key)
             elif pattern is None:
                 own = self._tied.get(name, name)
-                (self.twice if own in self.plain else self.plain)[own] = key
+                (self.twice if own in self.direct else self.direct)[own] = key
             else:
                 patterns.setdefault(name, {})[key] = pattern
         for name, parts in patterns.items():

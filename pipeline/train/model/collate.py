@@ -60,16 +60,16 @@ class MicroBatch:
     def loss_tokens(self, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossTokens:
         """The counted tokens with the policy's answer about them; numbers in the type of `logprobs_N`.
 
-        Rows without behaviour log-probabilities, which only supervised losses are given, get the policy's own.
+        Rows without sampler log-probabilities, which only supervised losses are given, get the policy's own.
         """
         rows = self.batch.rows
-        behaviour_N = self._given("behaviour", logprobs_N)
+        sampler_logprobs_N = self._given("sampler_logprobs", logprobs_N)
         numbers = np.repeat(np.arange(len(rows)), self._counts)
         return LossTokens(
             logprobs_N=logprobs_N,
             weights_N=self._weights(logprobs_N),
             advantages_N=_like(_flat(rows, "advantages"), logprobs_N),
-            behaviour_N=logprobs_N.detach() if behaviour_N is None else behaviour_N,
+            sampler_logprobs_N=logprobs_N.detach() if sampler_logprobs_N is None else sampler_logprobs_N,
             rows_N=to_device(numbers, logprobs_N.device),
             rows=max(1, len(rows)),
             reference_N=self._given("reference", logprobs_N),

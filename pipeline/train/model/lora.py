@@ -121,12 +121,12 @@ def _check_targets(network: Any, targets: tuple[str, ...]) -> None:
     usable = [target for target in targets if target in known]
     if experts:
         expected = "linear layers outside of the experts, on which adapters are not supported"
-        mend = f"set model.lora.targets=[{','.join(usable)}]" if usable else f"choose from: {', '.join(known)}"
-        raise ConfigError("model.lora.targets", ",".join(wrong), expected, mend)
-    mend = closest_match(wrong[0], known)
+        hint = f"set model.lora.targets=[{','.join(usable)}]" if usable else f"choose from: {', '.join(known)}"
+        raise ConfigError("model.lora.targets", ",".join(wrong), expected, hint)
+    hint = closest_match(wrong[0], known)
     if len(wrong) > 1 and usable:
-        mend = f"set model.lora.targets=[{','.join(usable)}]"
-    raise ConfigError("model.lora.targets", ",".join(wrong), "a linear layer of the model", mend)
+        hint = f"set model.lora.targets=[{','.join(usable)}]"
+    raise ConfigError("model.lora.targets", ",".join(wrong), "a linear layer of the model", hint)
 
 
 def _check_layers(network: nn.Module, targets: tuple[str, ...]) -> None:
@@ -179,5 +179,5 @@ def _check_settings(found: dict[str, Any], directory: Path, lora: LoraConfig) ->
 
 
 def _mismatch_error(directory: Path, found: str, expected: str) -> ConfigError:
-    mend = "make model.lora.rank, alpha and targets those that it was trained with, or choose another adapter"
-    return ConfigError("model.lora.adapter", f"{directory} with {found}", f"an adapter with {expected}", mend)
+    hint = "make model.lora.rank, alpha and targets those that it was trained with, or choose another adapter"
+    return ConfigError("model.lora.adapter", f"{directory} with {found}", f"an adapter with {expected}", hint)

@@ -148,12 +148,12 @@ def _names(directory: Path) -> list[str]:
 
 
 @contextmanager
-def _named(path: Path, done: str, mend: str) -> Iterator[None]:
+def _named(path: Path, done: str, hint: str) -> Iterator[None]:
     """What the disk refuses, with the file and the mend."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be {done}: {_first_line(error)}; {mend}") from error
+        raise CheckpointError(f"{path} cannot be {done}: {_first_line(error)}; {hint}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -44,7 +44,7 @@ class WeightLoader:
         self._path = config.path
         self._files = TensorFiles(Path(config.path)) if config.init != "random" else None
         self.form = CheckpointLayout(Path(config.path), self._files.keys if self._files else ())
-        self._refuse("no tensors but those of the model in its config.json", "also", self.form.strangers)
+        self._refuse("no tensors but those of the model in its config.json", "also", self.form.unexpected_keys)
         if self.form.untrained:
             count, example = len(self.form.untrained), self.form.untrained[0]
             log.info("%d tensors of %s are not trained; exports have them unchanged: %s …", count, self._path, example)
@@ -68,8 +68,8 @@ class WeightLoader:
         self._refuse("every tensor of the model", "not", set(self.form.missing(filled)) & targets.keys())
         for name, key in self.form.twice.items():
             if self._files and name in targets and not is_source_of(targets[name], self._files.slice(key)):
-                mend = "set tie_word_embeddings to false in its config.json if they are meant to differ"
-                raise ConfigError("model.path", self._path, f"{self.form.plain[name]} and {key} to be equal", mend)
+                hint = "set tie_word_embeddings to false in its config.json if they are meant to differ"
+                raise ConfigError("model.path", self._path, f"{self.form.direct[name]} and {key} to be equal", hint)
         return filled & targets.keys()
 
     def refuse_unfilled(self, names: Collection[str]) -> None:
@@ -80,7 +80,7 @@ class WeightLoader:
         return self.form.drawn(lambda name: seed_of(seed, name))
 
     def _read(self, files: TensorFiles, targets: Tensors) -> Iterator[tuple[str, Any]]:
-        for name, key in self.form.plain.items():
+        for name, key in self.form.direct.items():
             yield name, files.slice(key)
         for fused in self.form.fused:
             if not set(fused.names).isdisjoint(targets):

@@ -120,7 +120,7 @@ def run_job_file(
         state = JobState(job, identity, dispatch)
         state.claim()
         with state.unless_overtaken():
-            JobExecution(file, job, state, dispatch, config, told, pulse or dispatch.idle, observer).run()
+            JobExecution(file, job, state, dispatch, config, told, pulse or dispatch.keepalive, observer).run()
             state.check()
             put_away(file)
     told.write("finished", job=str(file), output=job.output)
@@ -153,7 +153,7 @@ class JobExecution:
 
     Attributes:
         done: the steps that it did or found committed.
-        commit_seconds: see `train_loop.ProgressRecorder`.
+        checkpoint_seconds: see `train_loop.ProgressRecorder`.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class JobExecution:
         self._file, self._observer = file, observer
         self._job, self._state, self._dispatch, self._told, self._pulse = job, state, dispatch, told, pulse
         self._output, self.done = Path(job.output), 0
-        self.commit_seconds = 0.0
+        self.checkpoint_seconds = 0.0
         for folder in filter(None, (job.output, job.checkpoint)):
             atomic_dirs.repair(Path(folder))
         self._config = resolve_start(job, config)
@@ -191,9 +191,9 @@ class JobExecution:
                 break
             except DamagedCheckpointError:  # what was to be gone on from; it is refused by now
                 forget_models(self._dispatch)
-        if not self._dispatch.pass_through("policy", steps_taken)[0]:
-            mend = "look for what is not finite in the model and its rows, or lower schedule.optim.lr"
-            raise TrainingError(f"no optimizer step was taken, so there is no new model; {mend}")
+        if not self._dispatch.run_on_ranks("policy", steps_taken)[0]:
+            hint = "look for what is not finite in the model and its rows, or lower schedule.optim.lr"
+            raise TrainingError(f"no optimizer step was taken, so there is no new model; {hint}")
         self._export()
         release_device(self._dispatch)
         if isinstance(job.inputs, PackedInput):
@@ -221,7 +221,7 @@ class JobExecution:
         job, training = self._job, self._config.training
         machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
         runner = TrainLoop(self, CheckpointCadence.of(self._config), machine)
-        patience = self._dispatch.patience.commit
+        patience = self._dispatch.patience.checkpoint
         if not isinstance(job.inputs, PackedInput):
             with heartbeat.busy_with("making the task", patience):
                 algorithm = build_algorithm(job, self._config, self._dispatch, self._state, None, self._pulse)
@@ -248,27 +248,27 @@ class JobExecution:
         self._told.write(event, **details)
 
     @property
-    def intact(self) -> bool:
+    def is_checkpointable(self) -> bool:
         """See `train_loop.ProgressRecorder`."""
         return not self._dispatch.broken
 
     @property
-    def crowded(self) -> bool:
+    def is_near_budget(self) -> bool:
         """See `train_loop.ProgressRecorder`; packed rows wait for no commit."""
         return False
 
     @property
-    def committing(self) -> bool:
+    def is_saving(self) -> bool:
         """See `train_loop.ProgressRecorder`; every commit is durable when `commit` returns."""
         return False
 
-    def commit(self, job: Job, done: int, wait: bool) -> None:
+    def save_checkpoint(self, job: Job, done: int, wait: bool) -> None:
         """See `train_loop.ProgressRecorder`; always durable."""
-        self._observer.committing()
+        self._observer.checkpoint_begins()
         began = time.monotonic()
-        self._state.commit(done)
-        self.commit_seconds = time.monotonic() - began
-        self._observer.committed()
+        self._state.save_checkpoint(done)
+        self.checkpoint_seconds = time.monotonic() - began
+        self._observer.checkpoint_completed()
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """See `train_loop.ProgressRecorder`."""

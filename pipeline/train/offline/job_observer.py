@@ -19,10 +19,10 @@ class Observer:
     def began(self, file: Path, job: Job, done: int) -> None:
         """A job goes on from its step `done`, 0 for a new one; called again when that turns out to be damaged."""
 
-    def committing(self) -> None:
+    def checkpoint_begins(self) -> None:
         """New steps of the job that began last are about to be committed."""
 
-    def committed(self) -> None:
+    def checkpoint_completed(self) -> None:
         """They are durable."""
 
     def stepped(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:

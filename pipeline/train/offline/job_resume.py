@@ -115,7 +115,7 @@ class JobState:
         """
         self._load(("policy/model", *(f"{name}/progress" for name in self._dispatch.models)))
 
-    def commit(self, done: int) -> None:
+    def save_checkpoint(self, done: int) -> None:
         """Commit all models after `done` steps of this job; durable on return."""
         names = tuple(self._dispatch.models)
         parts = stage_models(self._dispatch, names)

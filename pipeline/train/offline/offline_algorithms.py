@@ -68,9 +68,9 @@ class OfflineLearning:
         self._skips = NonFiniteGuard()
 
     @property
-    def intact(self) -> bool:
+    def is_checkpointable(self) -> bool:
         """See `PolicyUpdate.intact`."""
-        return self._update.intact
+        return self._update.is_checkpointable
 
     def begin(self, step: int) -> None:
         self._update.begin(self.job.optim, self.job.steps, step)
@@ -86,7 +86,7 @@ class OfflineLearning:
         timing = {"seconds/train": time.monotonic() - started}
         return metrics | timing | {"tokens/batch": float(sum(map(len, rows)))}
 
-    def follow_up(self, done: int) -> Mapping[str, float]:
+    def after_step(self, done: int) -> Mapping[str, float]:
         """Raises `TrainingError` when the last steps were all skipped: the model is lost."""
         self._skips.check()
         return {}

@@ -19,12 +19,12 @@ Files = dict[str, tuple[int, int]]
 
 def wait_until_visible(dispatch: RankGroup, folder: Path, seconds: float) -> None:
     """Wait until every rank sees the files of the folder as rank 0 does; `CheckpointError` after `seconds`."""
-    seen = dispatch.on_sites(sees_files, folder, files_in(folder), seconds)
+    seen = dispatch.run_on_all_models(sees_files, folder, files_in(folder), seconds)
     missing = [rank for rank, sees in enumerate(seen) if not sees]
     if missing:
         ranks = ", ".join(map(str, missing))
-        mend = "it must lie on a file system that all nodes share; raise cluster.late_seconds if that one is slower"
-        raise CheckpointError(f"rank {ranks} does not see {folder} as rank 0 does, after {seconds:g} s; {mend}")
+        hint = "it must lie on a file system that all nodes share; raise cluster.late_seconds if that one is slower"
+        raise CheckpointError(f"rank {ranks} does not see {folder} as rank 0 does, after {seconds:g} s; {hint}")
 
 
 def sees_files(_site: RankState, folder: Path, expected: Files, seconds: float) -> bool:

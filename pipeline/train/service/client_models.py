@@ -90,7 +90,7 @@ class ServedModels:
     def create(self, id: str, adapter: Adapter) -> None:
         """Make a model, fresh; `RefusedRequest` for one that the base cannot have, or that there is no room for."""
         shares = bool(adapter.rank) and _slot_key(adapter) in self._slots
-        if reason := self._room.why_not(served_model(self._config, adapter), shares=shares):
+        if reason := self._room.refusal_reason(served_model(self._config, adapter), reuses_base=shares):
             raise RefusedRequest(reason)
         slot = self._slot(adapter)
         self._clients[id] = _ClientModel(adapter, slot)
@@ -116,7 +116,7 @@ class ServedModels:
         if slot.current == id:
             slot.current = ""
         elif slot.guests:
-            self._dispatch.pass_through(slot.name, guests.drop_adapter, id, needs="pass_through")
+            self._dispatch.run_on_ranks(slot.name, guests.drop_adapter, id, needs="run_on_ranks")
         if not slot.guests:
             self._dispatch.remove_model(slot.name)
             del self._slots[slot.name]
@@ -129,7 +129,7 @@ class ServedModels:
         _refuse_foreign_tokens(rows, self._dispatch.models[slot.name].vocabulary)
         objective, budget = TokenSum(given.loss, given.settings), self._dispatch.budget
         needs: Any = "forward_backward" if given.backward else "forward"
-        outcomes = self._dispatch.pass_through(
+        outcomes = self._dispatch.run_on_ranks(
             slot.name, answer_queries, rows, objective, budget, given.backward, needs=needs
         )
         client.pending = client.pending or given.backward
@@ -147,7 +147,7 @@ class ServedModels:
             raise RefusedRequest("optim_step without gradients: forward_backward comes first")
         slot = self._bring(id)
         settings = AdamSettings(given.lr, given.beta1, given.beta2, given.eps, given.weight_decay, given.clip_norm)
-        step = self._dispatch.pass_through(slot.name, ModelWorker.optim_step, settings, needs="optim_step")[0]
+        step = self._dispatch.run_on_ranks(slot.name, ModelWorker.optim_step, settings, needs="optim_step")[0]
         client.pending = False
         norm = {"grad_norm:mean": step.grad_norm, "lr:mean": step.lr, "skipped:sum": float(step.skipped)}
         return StepResult({name: value for name, value in norm.items() if np.isfinite(value)})
@@ -163,12 +163,12 @@ class ServedModels:
             return SaveResult(sum(file.stat().st_size for file in place.rglob("*") if file.is_file()))
         place.mkdir(parents=True, exist_ok=True)
         needs: Any = {slot.name: "save_checkpoint"}
-        size = self._dispatch.on_sites(_save, slot.name, str(place), self._attempt, needs=needs)[0]
+        size = self._dispatch.run_on_all_models(_save, slot.name, str(place), self._attempt, needs=needs)[0]
         return SaveResult(size)
 
     def look_for(self, folder: str) -> None:
         """`CheckpointError` unless there is what `save` wrote, every byte of it; no model is touched."""
-        if (wrong := self._dispatch.on_sites(_verify, str(self._weights / folder))[0]) is not None:
+        if (wrong := self._dispatch.run_on_all_models(_verify, str(self._weights / folder))[0]) is not None:
             raise wrong
 
     def load(self, id: str, folder: str, *, optimizer: bool) -> None:
@@ -176,16 +176,16 @@ class ServedModels:
         model is gone."""
         slot, place = self._bring_known(id), self._weights / folder
         needs: Any = {slot.name: "load_checkpoint"}
-        damage = self._dispatch.on_sites(_load, slot.name, str(place), optimizer, needs=needs)[0]
+        damage = self._dispatch.run_on_all_models(_load, slot.name, str(place), optimizer, needs=needs)[0]
         if damage is not None:
             self.remove(id)
             raise damage
         self._clients[id].pending = False
 
-    def on_model(self, id: str, function: Any, *args: Any, needs: Any) -> list[Any]:
+    def run_on_model(self, id: str, function: Any, *args: Any, needs: Any) -> list[Any]:
         """Run `function(site, name, *args)` on every rank, with the model in its place under that name."""
         slot = self._bring_known(id)
-        return self._dispatch.on_sites(function, slot.name, *args, needs={slot.name: needs})
+        return self._dispatch.run_on_all_models(function, slot.name, *args, needs={slot.name: needs})
 
     def place(self, id: str) -> tuple[str, str | None]:
         """The model of the dispatch that an adapter belongs to, and the key under which it is parked there; None: it is
@@ -206,12 +206,12 @@ class ServedModels:
         """Have the model be in its place."""
         slot = self._clients[id].slot
         if slot.current != id:
-            self._dispatch.pass_through(slot.name, swap_adapters, slot.current, id, None)
+            self._dispatch.run_on_ranks(slot.name, swap_adapters, slot.current, id, None)
             slot.current = id
         return slot
 
     def _enter(self, slot: _Slot, id: str, seed: int) -> None:
-        self._dispatch.pass_through(slot.name, swap_adapters, slot.current, id, seed)
+        self._dispatch.run_on_ranks(slot.name, swap_adapters, slot.current, id, seed)
 
     def _slot(self, adapter: Adapter) -> _Slot:
         """The place of a new model; made if there is none."""
@@ -293,7 +293,7 @@ def _verify(site: RankState, place: str) -> CheckpointError | None:
     checkpoint = next(iter(complete_checkpoints(place)), None)
     if checkpoint is None:
         return CheckpointError(f"{place} holds no whole checkpoint")
-    with heartbeat.busy_with(f"reading {place}", site.patience.commit):
+    with heartbeat.busy_with(f"reading {place}", site.patience.checkpoint):
         try:
             checkpoint.verify()
         except CheckpointError as error:

@@ -22,15 +22,15 @@ class MemoryCheck:
         self._dispatch = dispatch
         self._sizes: dict[str, Sizes] = {}
 
-    def why_not(self, model: ModelConfig, *, shares: bool) -> str:
+    def refusal_reason(self, model: ModelConfig, *, reuses_base: bool) -> str:
         """Why there can be no such model, in one line; empty if it seems that there can. `shares`: its base is there
         already, and only its adapter is new."""
         try:
             sizes = self._sizes_of(model)
         except ConfigError as error:
             return str(error)
-        free = self._dispatch.on_sites(_free)
-        need = adapter_state_memory(sizes, len(free)) if shares else least_trainer_memory(sizes, len(free))
+        free = self._dispatch.run_on_all_models(_free)
+        need = adapter_state_memory(sizes, len(free)) if reuses_base else least_trainer_memory(sizes, len(free))
         if need <= min(free):
             return ""
         return (

@@ -84,7 +84,7 @@ class ServiceCheckpoints:
         for id, model in known.items():
             models.create(id, model.adapter)
             load, more = (_load_adapter, (model.ranks,)) if model.adapter.rank else (load_model, ())
-            damage = models.on_model(id, load, checkpoint, _place(id), *more, needs="load_checkpoint")[0]
+            damage = models.run_on_model(id, load, checkpoint, _place(id), *more, needs="load_checkpoint")[0]
             if damage is not None:
                 raise damage
         self._number = state.step
@@ -114,15 +114,17 @@ class ServiceCheckpoints:
         adapters = models.adapters
         for id in cursors:
             if not adapters[id].rank:
-                parts += models.on_model(id, stage_model, _place(id), needs="save_checkpoint")[0]
+                parts += models.run_on_model(id, stage_model, _place(id), needs="save_checkpoint")[0]
         sharing: dict[str, list[tuple[str | None, str]]] = {}
         for id in cursors:
             if adapters[id].rank:
                 name, key = models.place(id)
                 sharing.setdefault(name, []).append((key, _place(id)))
         for name, packing in sharing.items():  # one after the other: there may be room for one base only
-            parts += self._dispatch.on_sites(_stage_adapters, name, packing, needs={name: "save_checkpoint"})[0]
-        ranks = len(self._dispatch.on_sites(_rank))
+            parts += self._dispatch.run_on_all_models(_stage_adapters, name, packing, needs={name: "save_checkpoint"})[
+                0
+            ]
+        ranks = len(self._dispatch.run_on_all_models(_rank))
         known = {id: _Model(adapters[id], cursor, ranks) for id, cursor in cursors.items()}
         state = TrainerState(
             job="serve", step=self._number + 1, models=tuple(known), served=msgspec.msgpack.encode(known)

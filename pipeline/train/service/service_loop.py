@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 WAIT_SECONDS = 0.5
 """How long one turn waits for work; between two the controller shows that it lives."""
 MAX_SAVES = 0.02
-"""The share of the time in which commits are under way, unless `serve.commit_seconds` wants more. A commit holds all
-models, so it costs the more the more there are, and their steps together come no faster than those of one."""
+"""The share of the time in which commits are under way, unless `serve.checkpoint_seconds` wants more. A commit holds
+all models, so it costs the more the more there are, and their steps together come no faster than those of one."""
 
 
 class ServiceLoop:
@@ -217,4 +217,4 @@ class ServiceLoop:
 def save_is_due(serve: ServeConfig, steps: int, waited: float, rest: float) -> bool:
     """Whether to commit `steps` steps after the last commit, the first change since being `waited` seconds old; `rest`
     is how many times as long as it took the last commit is over."""
-    return waited >= serve.commit_seconds or (steps >= serve.commit_steps and rest >= 1 / MAX_SAVES)
+    return waited >= serve.checkpoint_seconds or (steps >= serve.checkpoint_steps and rest >= 1 / MAX_SAVES)

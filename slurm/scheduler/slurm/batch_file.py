@@ -144,7 +144,7 @@ def _directives(config: RunConfig, part: Component, comment: str, *, first: bool
 def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
     """The parts of the allocation in the order of their ranks: one, or the services' and then the others'."""
     cluster, resources = config.cluster, config.resources
-    services, others = split_components(plan) if resources.layout == "het" else ((), plan.seats)
+    services, others = split_components(plan) if resources.layout == "het" else ((), plan.bundles)
     last = Component(
         nodes=plan.ranks - len(services),
         seats=others,
@@ -171,13 +171,13 @@ def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
 
 def split_components(plan: Plan) -> tuple[tuple[NodeBundle, ...], tuple[NodeBundle, ...]]:
     """The seats of the first and of the second component of a heterogeneous job: services, and the others."""
-    services = tuple(seat for seat in plan.seats if not any(_is_compute(slot) for slot in seat.slots))
-    return services, tuple(seat for seat in plan.seats if seat not in services)
+    services = tuple(seat for seat in plan.bundles if not any(_is_compute(slot) for slot in seat.roles))
+    return services, tuple(seat for seat in plan.bundles if seat not in services)
 
 
 def cpus_needed(seat: NodeBundle, config: RunConfig) -> int:
     """CPUs that the roles of a seat keep busy, and one for its agent."""
-    return _AGENT_CPUS + sum(_cpus(slot, config) for slot in seat.slots)
+    return _AGENT_CPUS + sum(_cpus(slot, config) for slot in seat.roles)
 
 
 def _is_compute(slot: RoleProcess) -> bool:

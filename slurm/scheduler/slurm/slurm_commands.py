@@ -39,8 +39,8 @@ def find_slurm(seconds: float = CALL_SECONDS) -> "SlurmCommands":
     """Slurm's commands on this machine, each with this deadline, or `ConfigError` where they are missing."""
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
-        mend = f"{', '.join(missing)} not found: log in to a node of the cluster, or set cluster=local"
-        raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH", mend)
+        hint = f"{', '.join(missing)} not found: log in to a node of the cluster, or set cluster=local"
+        raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH", hint)
     return SlurmCommands(seconds)
 
 
@@ -97,7 +97,7 @@ class SlurmCommands:
             raise SchedulerError("scontrol show config: names no KillWait")
         return int(found[1])
 
-    def try_out(self, batch_file: Path) -> str:
+    def test_only(self, batch_file: Path) -> str:
         command = ("sbatch", "--test-only", str(batch_file))
         answer = self._run(*command)
         if answer.returncode == 0:
@@ -155,7 +155,7 @@ def parse_job(said: str) -> QueuedJob | None:
         restarts=_number(_field(leader, "Restarts")),
         comment=_field(leader, "Comment"),
         preempted=_field(leader, "PreemptTime") == _field(leader, "EndTime") != "",
-        making_room=_field(leader, "PreemptTime") != "",
+        preempt_pending=_field(leader, "PreemptTime") != "",
     )
 
 

@@ -65,8 +65,8 @@ def read_sweeper_command(overrides: Sequence[str]) -> SweeperCommand:
         if key in _PLACES:
             raise ConfigError(key, value, "no place: name=… and output=… say where a sweep is", "leave it out")
         if key.startswith(_AXES):  # Hydra cannot merge these on a command line; in a file they are read
-            mend = "sweep over the keys themselves: 'optim.lr=interval(1e-5,1e-3)'"
-            raise ConfigError(key, value, "no space on the command line", mend)
+            hint = "sweep over the keys themselves: 'optim.lr=interval(1e-5,1e-3)'"
+            raise ConfigError(key, value, "no space on the command line", hint)
     if not settings.given(LAUNCHER):
         settings = SweeperCommand((f"{LAUNCHER}=rollcall", *hydra), fixed, axes)
     return settings
@@ -78,18 +78,18 @@ def refuse_missing(settings: SweeperCommand, installed: Sequence[str]) -> None:
         value = text.partition("=")[2]
         if _key(text) == SWEEPER and value not in installed:
             expected = f"an installed sweeper ({', '.join(sorted(installed))})"
-            mend = closest_match(value, list(installed))
+            hint = closest_match(value, list(installed))
             if value in EXTRAS:
-                mend = pip_install(EXTRAS[value])
-            raise ConfigError(SWEEPER, value, expected, mend)
+                hint = pip_install(EXTRAS[value])
+            raise ConfigError(SWEEPER, value, expected, hint)
 
 
 def read_objective(launcher: dict[str, Any], unset: dict[str, Any]) -> SweepMetric:
     """What the launcher's part of Hydra's config names; `unset` is that part without any key set."""
     for key, value in launcher.items():
         if key not in (*OURS, *_UNSET) and value != unset.get(key):
-            mend = "resources.* and cluster.* say what a run is given"
-            raise ConfigError(f"hydra.launcher.{key}", value, f"one of {', '.join(OURS)}", mend)
+            hint = "resources.* and cluster.* say what a run is given"
+            raise ConfigError(f"hydra.launcher.{key}", value, f"one of {', '.join(OURS)}", hint)
     named, window, job = (launcher[key] for key in OURS)
     names = tuple(named) if isinstance(named, list) else (named,)
     if not names or not all(isinstance(name, str) and name for name in names):

@@ -45,8 +45,8 @@ def directions_of(sweeper: Mapping[str, Any], given: Callable[[str], bool]) -> l
     """
     value = sweeper["direction"]
     if not given("hydra.sweeper.direction"):
-        mend = "add hydra.sweeper.direction=maximize, or minimize"
-        raise ConfigError("hydra.sweeper.direction", None, "which way is better", mend)
+        hint = "add hydra.sweeper.direction=maximize, or minimize"
+        raise ConfigError("hydra.sweeper.direction", None, "which way is better", hint)
     directions = [getattr(one, "name", str(one)) for one in (value if isinstance(value, list) else [value])]
     if wrong := [one for one in directions if one not in ("maximize", "minimize")]:
         raise ConfigError("hydra.sweeper.direction", wrong[0], "maximize or minimize, for each objective")
@@ -56,8 +56,8 @@ def directions_of(sweeper: Mapping[str, Any], given: Callable[[str], bool]) -> l
 def refuse_grid(sweeper: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a sampler that counts trials instead of looking at what came of them."""
     if str(sweeper["sampler"].get("_target_")).endswith(".GridSampler"):
-        mend = "plain -m runs every combination: leave Hydra's keys out"
-        raise ConfigError("hydra/sweeper/sampler", "grid", "a sampler that chooses", mend)
+        hint = "plain -m runs every combination: leave Hydra's keys out"
+        raise ConfigError("hydra/sweeper/sampler", "grid", "a sampler that chooses", hint)
 
 
 def existing_study(sweeper: Mapping[str, Any], given: Callable[[str], bool], directory: Path) -> StudyPlace:
@@ -123,8 +123,8 @@ def _opened(kept: StudyPlace, directions: list[str]) -> "Study | None":
         raise ConfigError("hydra.sweeper.storage", kept.storage, expected, one_line(error)) from None
     found = [direction.name.lower() for direction in study.directions]
     if found != directions:
-        mend = f"the directions of a study stay; start another with hydra.sweeper.study_name={kept.name}-2"
-        raise ConfigError("hydra.sweeper.direction", ", ".join(directions), ", ".join(found), mend)
+        hint = f"the directions of a study stay; start another with hydra.sweeper.study_name={kept.name}-2"
+        raise ConfigError("hydra.sweeper.direction", ", ".join(directions), ", ".join(found), hint)
     return study
 
 

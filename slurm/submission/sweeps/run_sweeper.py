@@ -82,8 +82,8 @@ def run_sweeper(
     """Run the sweeper that these overrides name; 0, or 130 or 143 after a signal. Errors say what was wrong."""
     settings = read_sweeper_command(overrides)
     if detach:
-        mend = "the sweeper chooses points in this process: start it with nohup, or in tmux"
-        raise ConfigError("option", "--detach", "no sweeper", mend)
+        hint = "the sweeper chooses points in this process: start it with nohup, or in tmux"
+        raise ConfigError("option", "--detach", "no sweeper", hint)
     hydra = _hydra()
     found = _prepare(hydra, settings, launch)
     sweeper, axes = found.sweeper["_target_"].rpartition(".")[2], _axes(settings, found.sweeper)
@@ -187,9 +187,9 @@ def _refuse_changed(paths: SweepPaths, settings: SweeperCommand) -> None:
         new = compose_config([*settings.fixed, *point.overrides])
         new = new.model_copy(update={"name": point.name, "output": paths.root})
         if changes := differences(old, located_config(new)):
-            mend = f"go on with it as it was, or give the new one another name (name={paths.root.name}-2)"
+            hint = f"go on with it as it was, or give the new one another name (name={paths.root.name}-2)"
             expected = f"the values its points were made with, but {'; '.join(changes)}"
-            raise RunStateError("name", paths.root.name, expected, mend)
+            raise RunStateError("name", paths.root.name, expected, hint)
         return
 
 

@@ -44,8 +44,8 @@ class SweepMetric:
     def _mean(self, name: str, rows: list[MetricRecord]) -> float:
         values = [value for _, value in series(rows, name, self.job)][-self.window :]
         if not values:
-            mend = closest_match(name, metric_names(rows), "see docs/metrics.md")
-            raise SweepError(f"its {self.job} rows have no value of {name}" + (f"; {mend}" if mend else ""))
+            hint = closest_match(name, metric_names(rows), "see docs/metrics.md")
+            raise SweepError(f"its {self.job} rows have no value of {name}" + (f"; {hint}" if hint else ""))
         return sum(values) / len(values)
 
 

@@ -202,7 +202,7 @@ def test_acknowledging_what_is_settled_leaves_no_trace_in_the_cursor(on_files: R
         ids = [entry.id for entry in reader.read(9, 5)]
         reader.acknowledge(ids)
         reader.acknowledge(ids)
-    assert newest_cursor(on_files.run.streams / "reissue").beyond == ()
+    assert newest_cursor(on_files.run.streams / "reissue").acked_out_of_order == ()
 
 
 def test_a_torn_cursor_only_brings_entries_again(on_files: RoleContext) -> None:

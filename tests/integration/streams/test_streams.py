@@ -134,7 +134,7 @@ def test_scanning_shows_everything_unacknowledged_and_consumes_nothing(streams: 
 def test_an_entry_of_another_kind_is_set_aside_with_its_reason_and_the_rest_goes_on(
     streams: Streams, another: Open
 ) -> None:
-    poison = EvalRequest(id="e", weights=3)
+    poison = EvalRequest(id="e", policy_version=3)
     streams.publish_many("reissue", [*small(0), poison, *small(1)])
     reader = reader_of(streams)
     assert positions(reader.read(9, 5)) == [0, 1]
@@ -149,7 +149,7 @@ def test_an_entry_of_another_kind_is_set_aside_with_its_reason_and_the_rest_goes
 
 
 def test_of_a_large_entry_that_is_set_aside_the_beginning_is_kept(streams: Streams) -> None:
-    poison = EvalRequest(id="e" * 2 * REJECTED_BYTES, weights=3)
+    poison = EvalRequest(id="e" * 2 * REJECTED_BYTES, policy_version=3)
     streams.publish_many("reissue", [poison, *small(0)])
     assert positions(reader_of(streams).read(9, 5)) == [0]
     (rejected,) = streams.rejected("reissue")
@@ -159,7 +159,7 @@ def test_of_a_large_entry_that_is_set_aside_the_beginning_is_kept(streams: Strea
 
 
 def test_poison_alone_does_not_end_a_wait_for_a_good_entry(streams: Streams, another: Open) -> None:
-    streams.publish("reissue", EvalRequest(id="e", weights=3))
+    streams.publish("reissue", EvalRequest(id="e", policy_version=3))
     late = threading.Timer(0.2, lambda: streams.publish_many("reissue", small(1)))
     late.start()
     assert positions(reader_of(another()).read(1, 20)) == [1]

@@ -65,9 +65,9 @@ def make_rows(seed: int = 3) -> list[TrainSequence]:
         length = int(draw.integers(4, 12))
         mask = np.ones(length, np.uint8)
         mask[:2] = 0
-        behaviour = (draw.normal(size=length) * 0.1 - 2.8).astype(np.float32)
+        sampler_logprobs = (draw.normal(size=length) * 0.1 - 2.8).astype(np.float32)
         tokens = draw.integers(0, VOCABULARY, length).astype(np.int32)
-        rows.append(TrainSequence(tokens, mask, float(draw.normal()), behaviour, prompt=index % PROMPTS))
+        rows.append(TrainSequence(tokens, mask, float(draw.normal()), sampler_logprobs, prompt=index % PROMPTS))
     return rows
 
 

@@ -150,13 +150,13 @@ def losses_of(p: Mapping[str, Tensor], row: Sequence64, shape: Shape, goal: Goal
 
 
 def batch_loss(p: Mapping[str, Tensor], rows: Sequence[Sequence64], shape: Shape, goal: Goal) -> Tensor:
-    """The mean of means that `goal.normalise` names, over all rows at once."""
+    """The mean of means that `goal.normalize` names, over all rows at once."""
     of_rows = [losses_of(p, row, shape, goal) for row in rows]
-    if goal.normalise == "fixed":
+    if goal.normalize == "fixed":
         return mean([loss for losses in of_rows for loss in losses], len(rows) * goal.max_length)
-    if goal.normalise == "token":
+    if goal.normalize == "token":
         return mean([loss for losses in of_rows for loss in losses])
-    if goal.normalise == "sequence":
+    if goal.normalize == "sequence":
         return mean([mean(losses) for losses in of_rows if losses])
     prompts: dict[int, list[Tensor]] = {}
     for row, losses in zip(rows, of_rows, strict=True):

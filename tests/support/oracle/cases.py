@@ -30,13 +30,13 @@ class Recipe:
     """What a model is trained for.
 
     Attributes:
-        objective, normalise, temperature: of the loss.
+        objective, normalize, temperature: of the loss.
         proximal: whether the ratio is taken over other log-probabilities than those of the sampling policy.
         lora: rank of the adapters that alone are trained; 0: all parameters are.
     """
 
     objective: LossSpec
-    normalise: Normalization
+    normalize: Normalization
     temperature: float = 1.0
     proximal: bool = False
     lora: int = 0
@@ -110,13 +110,13 @@ def make_rows(name: str = "grpo") -> list[TrainSequence]:
             alike = 3 if index > 2 else 2
             tokens[:alike] = rows[-1].tokens[:alike]
         of_tokens = draw.normal(size=(5, length)).astype(np.float32)
-        behaviour = of_tokens[0] * 0.7 - 3
+        sampler_logprobs = of_tokens[0] * 0.7 - 3
         row = TrainSequence(
             tokens=tokens,
             mask=mask,
             advantages=of_tokens[1] if index == 8 else float(of_tokens[1, 0]),
-            behaviour=behaviour,
-            proximal=behaviour + of_tokens[2] * 0.4 if recipe.proximal else None,
+            sampler_logprobs=sampler_logprobs,
+            proximal=sampler_logprobs + of_tokens[2] * 0.4 if recipe.proximal else None,
             reference=of_tokens[3] * 0.7 - 3,
             values=of_tokens[4] if recipe.model == "critic" else None,
             returns=of_tokens[2] + of_tokens[4] if recipe.model == "critic" else None,
@@ -128,7 +128,7 @@ def make_rows(name: str = "grpo") -> list[TrainSequence]:
 
 def make_batch(name: str = "grpo") -> Batch:
     recipe = RECIPES[name]
-    return Batch.of(make_rows(name), recipe.normalise, temperature=recipe.temperature, max_length=MAX_LENGTH)
+    return Batch.of(make_rows(name), recipe.normalize, temperature=recipe.temperature, max_length=MAX_LENGTH)
 
 
 def drawn(name: str, shape: Sequence[int]) -> NDArray[np.float32]:

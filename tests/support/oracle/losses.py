@@ -22,7 +22,7 @@ class Sequence64:
     tokens: list[int]
     counted: list[bool]
     advantages: list[float]
-    behaviour: list[float]
+    sampler_logprobs: list[float]
     proximal: list[float]
     reference: list[float]
     values: list[float]
@@ -35,7 +35,7 @@ class Goal:
     """A loss in numbers: what the configured loss and its normalisation mean."""
 
     name: str
-    normalise: str
+    normalize: str
     temperature: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -59,8 +59,8 @@ def policy_losses(table: Tensor, row: Sequence64, goal: Goal) -> list[Tensor]:
     logs = [logprob - row.proximal[t] for t, logprob in zip(places, logprobs, strict=True)]
     losses = []
     for place, t in enumerate(places):
-        loss = policy_loss(logprobs[place], logs, place, row.advantages[t], row.behaviour[t], goal)
-        loss = loss * correction(row.proximal[t] - row.behaviour[t], goal)
+        loss = policy_loss(logprobs[place], logs, place, row.advantages[t], row.sampler_logprobs[t], goal)
+        loss = loss * correction(row.proximal[t] - row.sampler_logprobs[t], goal)
         if goal.kl:
             loss = loss + goal.kl * divergence(logprobs[place] - row.reference[t], goal.kl_estimator)
         if goal.entropy:
@@ -70,7 +70,7 @@ def policy_losses(table: Tensor, row: Sequence64, goal: Goal) -> list[Tensor]:
 
 
 def policy_loss(
-    logprob: Tensor, logs: list[Tensor], place: int, advantage: float, behaviour: float, goal: Goal
+    logprob: Tensor, logs: list[Tensor], place: int, advantage: float, sampler_logprobs: float, goal: Goal
 ) -> Tensor:
     """Of the counted token at `place`, whose row has the log ratios `logs`; without correction, KL and entropy."""
     ratio, whole = logs[place].exp(), torch.stack(logs).sum()
@@ -85,7 +85,7 @@ def policy_loss(
     if goal.name == "rloo":
         return -min(math.exp(whole.item()), goal.ratio_cap) * advantage * logprob
     if goal.name == "dro":
-        return -(advantage * logprob - goal.beta / 2 * (logprob - behaviour) ** 2)
+        return -(advantage * logprob - goal.beta / 2 * (logprob - sampler_logprobs) ** 2)
     raise ValueError(f"the oracle has no formula for {goal.name!r}")
 
 
@@ -112,7 +112,7 @@ def clipped(ratio: Tensor, advantage: float, goal: Goal) -> Tensor:
 
 
 def correction(difference: float, goal: Goal) -> float:
-    """The factor for log(proximal / behaviour) = `difference`."""
+    """The factor for log(proximal / sampler_logprobs) = `difference`."""
     weight = math.exp(difference)
     if goal.correction == "truncate":
         return min(weight, goal.correction_cap)

@@ -114,12 +114,12 @@ def excess(found: Errors, bounds: Errors) -> Errors:
 def goal_of(recipe: Recipe) -> Goal:
     objective = recipe.objective
     if isinstance(objective, SupervisedLoss):
-        return Goal("sft", recipe.normalise, recipe.temperature, max_length=MAX_LENGTH)
+        return Goal("sft", recipe.normalize, recipe.temperature, max_length=MAX_LENGTH)
     if isinstance(objective, ValueLoss):
-        return Goal("value", recipe.normalise, value_clip=objective.clip, max_length=MAX_LENGTH)
+        return Goal("value", recipe.normalize, value_clip=objective.clip, max_length=MAX_LENGTH)
     return Goal(
         name=objective.name,
-        normalise=recipe.normalise,
+        normalize=recipe.normalize,
         temperature=recipe.temperature,
         clip_low=objective.clip_low,
         clip_high=objective.clip_high,
@@ -152,8 +152,8 @@ def plain(row: TrainSequence) -> Sequence64:
         tokens=[int(token) for token in row.tokens],
         counted=[bool(counted) for counted in row.mask],
         advantages=numbers(row.advantages),
-        behaviour=numbers(row.behaviour),
-        proximal=numbers(row.behaviour if row.proximal is None else row.proximal),
+        sampler_logprobs=numbers(row.sampler_logprobs),
+        proximal=numbers(row.sampler_logprobs if row.proximal is None else row.proximal),
         reference=numbers(row.reference),
         values=numbers(row.values),
         returns=numbers(row.returns),

@@ -110,7 +110,7 @@ def first(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     commits.on_durable = durable.append
     train(dispatch, 0, SAVED)
     settle(commits, SAVED)
-    commits.commit(job, SAVED, ("entry",))
+    commits.save_checkpoint(job, SAVED, ("entry",))
     steps = train(dispatch, SAVED, STEPS)
     commits.collect()
     assert newest_checkpoint(commits._root) is None
@@ -121,7 +121,7 @@ def first(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     leave(dispatch, steps, out)
     stop_in_the_next_save(out / "reached")
     settle(commits, STEPS)
-    commits.commit(job, STEPS, ())
+    commits.save_checkpoint(job, STEPS, ())
     for step in range(STEPS, STEPS + 1000):
         train(dispatch, step, step + 1)  # until it is killed
 
@@ -133,7 +133,7 @@ def resume(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     assert settled(commits) == list(range(SAVED))
     steps = train(dispatch, SAVED, STEPS)
     settle(commits, STEPS)
-    commits.commit(job, STEPS, (), wait=True)
+    commits.save_checkpoint(job, STEPS, (), wait=True)
     leave(dispatch, steps, out)
 
 
@@ -151,15 +151,15 @@ def copy(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     """Restore, say what is there, and commit it again as a step of this world."""
     job = start(commits, STEPS)
     leave(dispatch, [], out)
-    commits.commit(job, STEPS, (), wait=True)
+    commits.save_checkpoint(job, STEPS, (), wait=True)
 
 
 def fail(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     """A commit whose shard one rank cannot write is reported by the next look, and the one after it is made."""
     job = start(commits, STEPS)
     leave(dispatch, [], out)
-    dispatch.pass_through("policy", unsaveable_on_rank_1)
-    commits.commit(job, STEPS + 1, ())
+    dispatch.run_on_ranks("policy", unsaveable_on_rank_1)
+    commits.save_checkpoint(job, STEPS + 1, ())
     wait_for("the commit to fail", lambda: dispatch.saver.idle, WAIT_SECONDS)
     with pytest.raises(CheckpointError, match=r"cannot save .* rank 1: OSError.*No space left"):
         commits.collect()
@@ -168,7 +168,7 @@ def fail(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     assert newest is not None
     assert newest.manifest.step == STEPS
     train(dispatch, STEPS, STEPS + 1)
-    commits.commit(job, STEPS + 1, (), wait=True)
+    commits.save_checkpoint(job, STEPS + 1, (), wait=True)
 
 
 def commit_slowly(rank: int, root: str) -> None:
@@ -180,10 +180,10 @@ def commit_slowly(rank: int, root: str) -> None:
 
     def lead(dispatch: RankGroup) -> None:
         _patch.setattr("pipeline.checkpoints.sharded_state.complete_checkpoint", commit)
-        dispatch.on_sites(stage_numbers)
+        dispatch.run_on_all_models(stage_numbers)
         start_save(dispatch, root, "1-0", TrainerState(job="rl", step=1), ["numbers"], 2)
         await_save(dispatch, "the slow commit")
-        assert set(dispatch.on_sites(saved)) == {"rl-1"}
+        assert set(dispatch.run_on_all_models(saved)) == {"rl-1"}
 
     run_controller_or_worker(lead, Budget(tokens=64), patience=SLOW)
 
@@ -201,10 +201,10 @@ def lose_a_rank(dispatch: RankGroup, commits: RunRecorder, out: Path) -> None:
     """Rank 1 is lost while it has its part of a commit to write: what is told is that, soon, and nothing is durable."""
     job, durable = start(commits, SAVED), []
     commits.on_durable = durable.append
-    dispatch.pass_through("policy", stop_on_rank_1, out)
-    commits.commit(job, STEPS, ())
+    dispatch.run_on_ranks("policy", stop_on_rank_1, out)
+    commits.save_checkpoint(job, STEPS, ())
     with pytest.raises(TrainingError):
-        dispatch.pass_through("policy", leave_on_rank_1)
+        dispatch.run_on_ranks("policy", leave_on_rank_1)
     assert dispatch.broken
     began = time.monotonic()
     commits.finish()
@@ -234,7 +234,7 @@ def one_step(dispatch: RankGroup, step: int) -> dict[str, float]:
     reference = dispatch.forward("reference", batch)
     metrics = dispatch.forward_backward("policy", batch, loss) | dispatch.optim_step("policy")
     critic = dispatch.forward_backward("critic", batch, ValueLoss(0.2)) | dispatch.optim_step("critic")
-    dispatch.pass_through("reference", follow)
+    dispatch.run_on_ranks("reference", follow)
     metrics |= {f"critic/{name}": value for name, value in critic.items()}
     return metrics | {"reference": float(sum(float(row.sum()) for row in reference))}
 
@@ -259,7 +259,7 @@ def row(draw: np.random.Generator, length: int, prompt: int) -> TrainSequence:
         tokens=draw.integers(0, VOCABULARY, length).astype(np.int32),
         mask=mask,
         advantages=numbers[0],
-        behaviour=numbers[1] - 3,
+        sampler_logprobs=numbers[1] - 3,
         reference=numbers[2] - 3,
         values=numbers[3],
         returns=numbers[4],
@@ -270,8 +270,8 @@ def row(draw: np.random.Generator, length: int, prompt: int) -> TrainSequence:
 def settle(commits: RunRecorder, done: int) -> None:
     """As if each step had trained one prompt."""
     for position in range(done):
-        if not commits.ledger.is_settled(position):
-            commits.ledger.settle(position, "trained", position)
+        if not commits.ledger.is_done(position):
+            commits.ledger.mark_done(position, "trained", position)
 
 
 def settled(commits: RunRecorder) -> list[int]:
@@ -281,7 +281,7 @@ def settled(commits: RunRecorder) -> list[int]:
 
 def leave(dispatch: RankGroup, steps: list[dict[str, float]], out: Path) -> None:
     """Write what this world computed."""
-    state = {name: dispatch.pass_through(name, whole_state)[0] for name in NAMES}
+    state = {name: dispatch.run_on_ranks(name, whole_state)[0] for name in NAMES}
     out.mkdir(parents=True, exist_ok=True)
     torch.save(state, out / "state.pt")
     (out / "steps.json").write_text(json.dumps(steps))

@@ -45,11 +45,11 @@ _saved: dict[str, Any] = {}
 def calls_accumulate_until_the_step(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     dispatch.forward_backward("policy", batch, GRPO)
-    (whole, _) = dispatch.pass_through("policy", gradients)
+    (whole, _) = dispatch.run_on_ranks("policy", gradients)
     fresh(dispatch, path)
     for part in ([0, 5, 7], [1, 2, 3, 4, 6, 8, 9]):
         dispatch.forward_backward("policy", batch.take(part), GRPO)
-    (added, _) = dispatch.pass_through("policy", gradients)
+    (added, _) = dispatch.run_on_ranks("policy", gradients)
     for name, slope in whole.items():
         np.testing.assert_allclose(added[name], slope, rtol=1e-4, atol=1e-6, err_msg=name)
 
@@ -57,10 +57,10 @@ def calls_accumulate_until_the_step(dispatch: RankGroup, path: Path) -> None:
 def a_loss_weight_multiplies_the_gradient_but_not_the_metric(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     plain = dispatch.forward_backward("policy", batch, GRPO)
-    (whole, _) = dispatch.pass_through("policy", gradients)
+    (whole, _) = dispatch.run_on_ranks("policy", gradients)
     fresh(dispatch, path)
     weighted = dispatch.forward_backward("policy", batch, GRPO, loss_weight=0.25)
-    (quarter, _) = dispatch.pass_through("policy", gradients)
+    (quarter, _) = dispatch.run_on_ranks("policy", gradients)
     assert weighted == plain
     for name, slope in whole.items():
         np.testing.assert_allclose(quarter[name], slope / 4, rtol=1e-5, atol=1e-8, err_msg=name)
@@ -69,14 +69,14 @@ def a_loss_weight_multiplies_the_gradient_but_not_the_metric(dispatch: RankGroup
 def a_gradient_that_is_not_finite_skips_the_step(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     before = parameters(dispatch)
-    rows = [TrainSequence(row.tokens, row.mask, 3e38, row.behaviour, row.reference) for row in make_rows()]
+    rows = [TrainSequence(row.tokens, row.mask, 3e38, row.sampler_logprobs, row.reference) for row in make_rows()]
     dispatch.forward_backward("policy", Batch.of(rows, "token"), GRPO, loss_weight=100.0)
     assert dispatch.optim_step("policy")["skipped"] == 1
     after = parameters(dispatch)
     assert all(torch.equal(after[name], before[name]) for name in before)
     dispatch.forward_backward("policy", batch, GRPO)
     assert dispatch.optim_step("policy")["skipped"] == 0
-    assert dispatch.pass_through("policy", progress) == [{"taken": 1, "skipped": 1}] * 2
+    assert dispatch.run_on_ranks("policy", progress) == [{"taken": 1, "skipped": 1}] * 2
 
 
 def progress(worker: ModelWorker) -> dict[str, int]:
@@ -142,11 +142,11 @@ def an_export_is_a_model_that_transformers_loads(dispatch: RankGroup, path: Path
 def a_loaded_state_continues_bit_by_bit(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     step(dispatch, batch)
-    dispatch.pass_through("policy", remember)
+    dispatch.run_on_ranks("policy", remember)
     first = [step(dispatch, batch), step(dispatch, batch)]
     ended = parameters(dispatch)
     fresh(dispatch, path)
-    dispatch.pass_through("policy", recall)
+    dispatch.run_on_ranks("policy", recall)
     assert [step(dispatch, batch), step(dispatch, batch)] == first
     again = parameters(dispatch)
     assert all(torch.equal(again[name], ended[name]) for name in ended)
@@ -174,7 +174,7 @@ def a_new_job_starts_with_a_fresh_optimizer(dispatch: RankGroup, path: Path) -> 
 
 def a_failure_on_every_rank_names_one_and_spares_the_world(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
-    text = refusal(lambda: dispatch.pass_through("policy", fail_on, (0, 1)))
+    text = refusal(lambda: dispatch.run_on_ranks("policy", fail_on, (0, 1)))
     assert text.startswith("fail_on failed on rank ")
     assert "OSError: disk full" in text.splitlines()[0]
     assert "Traceback" in text
@@ -183,7 +183,7 @@ def a_failure_on_every_rank_names_one_and_spares_the_world(dispatch: RankGroup, 
 
 def a_failure_on_one_rank_that_hinders_nobody_spares_the_world(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
-    text = refusal(lambda: dispatch.pass_through("policy", fail_on, (1,)))
+    text = refusal(lambda: dispatch.run_on_ranks("policy", fail_on, (1,)))
     assert text.startswith("fail_on failed on rank 1: OSError: disk full")
     dispatch.forward("policy", batch)
 
@@ -209,7 +209,7 @@ def bad_input_is_refused_before_anything_is_sent(dispatch: RankGroup, path: Path
 def what_cannot_travel_harms_nobody(dispatch: RankGroup, path: Path) -> None:
     batch = fresh(dispatch, path)
     with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
-        dispatch.pass_through("policy", lambda worker: None)
+        dispatch.run_on_ranks("policy", lambda worker: None)
     dispatch.forward("policy", batch)
 
 
@@ -247,13 +247,13 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def one_rank_fails_while_the_other_waits_for_it(dispatch: RankGroup, path: Path) -> None:
-    text = refusal(lambda: dispatch.pass_through("policy", fail_before_barrier, 1))
+    text = refusal(lambda: dispatch.run_on_ranks("policy", fail_before_barrier, 1))
     assert text.startswith("fail_before_barrier failed on rank 1: OSError: disk full"), text
     assert "the world is broken" in refusal(lambda: dispatch.forward("policy", make_batch("grpo")))
 
 
 def the_controller_fails_while_the_other_waits_for_it(dispatch: RankGroup, path: Path) -> None:
-    text = refusal(lambda: dispatch.pass_through("policy", fail_before_barrier, 0))
+    text = refusal(lambda: dispatch.run_on_ranks("policy", fail_before_barrier, 0))
     assert text.startswith("fail_before_barrier failed on rank 0: OSError: disk full"), text
     assert dispatch.broken
 
@@ -265,7 +265,7 @@ def fail_before_barrier(worker: ModelWorker, rank: int) -> None:
 
 
 def a_rank_dies_in_an_operation(dispatch: RankGroup, path: Path) -> None:
-    assert refusal(lambda: dispatch.pass_through("policy", die, 1)).startswith("die failed")
+    assert refusal(lambda: dispatch.run_on_ranks("policy", die, 1)).startswith("die failed")
     assert dispatch.broken
 
 
@@ -280,7 +280,7 @@ def a_controller_that_shows_it_lives_is_waited_for(dispatch: RankGroup, path: Pa
     end = time.monotonic() + 1.5 * PATIENCE.control
 
     def probe() -> bool:
-        dispatch.idle()
+        dispatch.keepalive()
         return time.monotonic() > end
 
     wait_for("the end of a long pause", probe, 3 * PATIENCE.control)

@@ -29,7 +29,7 @@ APART = {"close", "cut", "layout"}
 MINDLESS = {"stage", "amend", "unstage", "finish_weight_sync", "remove_model"}
 MINDLESS |= {"memory", "offload_all", "empty_cache", "idle"}
 """What needs no model on the device."""
-COMBINED = {"forward_each", "on_sites", "full_parameters"}
+COMBINED = {"forward_each", "run_on_all_models", "full_parameters"}
 """What needs models for purposes of other names."""
 VALUE = RECIPES["value"].objective
 Call = Callable[[RankGroup], object]
@@ -79,11 +79,11 @@ class Script:
             on("critic", "optim_step", lambda d: d.optim_step("critic")),
             on("policy", "forward_backward", lambda d: d.forward_backward("policy", self._rows, GRPO)),
             on("policy", "optim_step", lambda d: d.optim_step("policy")),
-            on("policy", "pass_through", lambda d: d.pass_through("policy", numbers)),
+            on("policy", "run_on_ranks", lambda d: d.run_on_ranks("policy", numbers)),
             Step(
-                "pass_through", {"critic": "forward"}, lambda d: d.pass_through("critic", parameters, needs="forward")
+                "run_on_ranks", {"critic": "forward"}, lambda d: d.run_on_ranks("critic", parameters, needs="forward")
             ),
-            Step("amend", {}, lambda d: d.amend(self._staged[-1], "advantages", [self._halves])),
+            Step("amend", {}, lambda d: d.set_column(self._staged[-1], "advantages", [self._halves])),
             on("critic", "forward", lambda d: d.forward("critic", self._rows)),
         ]
 
@@ -94,7 +94,7 @@ class Script:
             Step("full_parameters", {"policy": "prepare_weight_sync"}, self._gather),
             Step("finish_weight_sync", {}, lambda d: d.finish_weight_sync("policy")),
             on("policy", "save_hf_model", self._save),
-            Step("on_sites", both, lambda d: d.on_sites(all_numbers, needs=both)),
+            Step("run_on_all_models", both, lambda d: d.run_on_all_models(all_numbers, needs=both)),
         ]
 
     def _ending(self) -> list[Step]:
@@ -108,7 +108,7 @@ class Script:
             Step("unstage", {}, lambda d: d.unstage(self._staged.pop())),
             Step("memory", {}, lambda d: [list(of_rank) for of_rank in d.memory()]),
             Step("empty_cache", {}, lambda d: d.empty_cache()),
-            Step("idle", {}, lambda d: d.idle()),
+            Step("idle", {}, lambda d: d.keepalive()),
             Step("offload_all", {}, lambda d: d.offload_all()),
             *(
                 Step("remove_model", {}, lambda d, n=name: d.remove_model(n))
@@ -126,7 +126,7 @@ class Script:
 
     def _answer_and_amend(self, dispatch: RankGroup) -> object:
         answers = dispatch.forward_each(("policy", "reference", "critic"), self._rows)
-        dispatch.amend(self._staged[-1], "proximal", [answers["policy"]])
+        dispatch.set_column(self._staged[-1], "proximal", [answers["policy"]])
         return answers, dispatch.forward_each(("policy", "critic"), make_batch("grpo"))
 
     def _gather(self, dispatch: RankGroup) -> object:
@@ -229,13 +229,13 @@ def models_that_are_not_colocated_stay(dispatch: RankGroup, path: Path) -> None:
 def a_missing_offload_is_noticed(dispatch: RankGroup, path: Path) -> None:
     """On one rank of two, a part stays where it is although it was told to leave."""
     for part in ("model", "optimizer"):
-        dispatch.on_sites(remove_models)
-        dispatch.on_sites(forget_offload, part)
+        dispatch.run_on_all_models(remove_models)
+        dispatch.run_on_all_models(forget_offload, part)
         try:
             with pytest.raises(AssertionError, match=rf"rank 1 holds .*'{part}'"):
                 play(colocated(dispatch), Script(path, path.parent / "mutated").steps())
         finally:
-            forgotten = dispatch.on_sites(restore)
+            forgotten = dispatch.run_on_all_models(restore)
         assert forgotten[0] == 0 < forgotten[1]
 
 
@@ -246,9 +246,9 @@ def a_move_that_failed_is_made_up_for(dispatch: RankGroup, path: Path) -> None:
     fresh(others, path)
     assert step(others, batch) == expected[0]
     others.offload_all()
-    others.on_sites(fail_load)
-    assert refusal(lambda: others.pass_through("policy", parameters)).splitlines()[0].endswith("OSError: disk full")
-    others.on_sites(restore)
+    others.run_on_all_models(fail_load)
+    assert refusal(lambda: others.run_on_ranks("policy", parameters)).splitlines()[0].endswith("OSError: disk full")
+    others.run_on_all_models(restore)
     assert [step(others, batch) for _ in range(2)] == expected[1:]
 
 

@@ -28,11 +28,11 @@ def staged_rows_train_as_those_that_travel(dispatch: RankGroup, path: Path) -> N
     batch = fresh(dispatch, path)
     parts = [batch.take(part) for part in PARTS]
     told = [dispatch.forward_backward("policy", part, GRPO) for part in parts]
-    (whole, _) = dispatch.pass_through("policy", gradients)
+    (whole, _) = dispatch.run_on_ranks("policy", gradients)
     fresh(dispatch, path)
     staged = dispatch.stage(parts)
     assert [dispatch.forward_backward("policy", each, GRPO) for each in staged.batches] == told
-    (again, _) = dispatch.pass_through("policy", gradients)
+    (again, _) = dispatch.run_on_ranks("policy", gradients)
     assert all(np.array_equal(again[name], whole[name]) for name in whole)
     dispatch.unstage(staged)
 
@@ -43,7 +43,7 @@ def the_first_ratio_of_amended_rows_is_exactly_one(dispatch: RankGroup, path: Pa
     old = [dispatch.forward("policy", each) for each in staged.batches]
     before = [dispatch.forward_backward("policy", each, GRPO) for each in staged.batches]
     assert all(metrics["log_ratio_max"] > 0.1 for metrics in before)
-    dispatch.amend(staged, "proximal", old)
+    dispatch.set_column(staged, "proximal", old)
     for each in staged.batches:
         assert dispatch.forward_backward("policy", each, GRPO)["log_ratio_max"] == 0
     dispatch.optim_step("policy")
@@ -56,11 +56,15 @@ def amended_rows_are_those_with_the_column_from_the_start(dispatch: RankGroup, p
     draw = np.random.default_rng(8)
     columns = [draw.normal(size=len(row)).astype(np.float32) for row in rows]
     fresh(dispatch, path)
-    whole = Batch.of([TrainSequence(r.tokens, r.mask, a, r.behaviour) for r, a in zip(rows, columns, strict=True)])
+    whole = Batch.of(
+        [TrainSequence(r.tokens, r.mask, a, r.sampler_logprobs) for r, a in zip(rows, columns, strict=True)]
+    )
     expected = dispatch.forward_backward("policy", whole, GRPO)
-    staged = dispatch.stage([Batch.of([TrainSequence(row.tokens, row.mask, 1.0, row.behaviour) for row in rows])])
+    staged = dispatch.stage(
+        [Batch.of([TrainSequence(row.tokens, row.mask, 1.0, row.sampler_logprobs) for row in rows])]
+    )
     assert dispatch.forward_backward("policy", staged[0], GRPO) != expected
-    dispatch.amend(staged, "advantages", [columns])
+    dispatch.set_column(staged, "advantages", [columns])
     assert dispatch.forward_backward("policy", staged[0], GRPO) == expected
     dispatch.unstage(staged)
 
@@ -73,11 +77,11 @@ def stagings_do_not_mind_each_other_and_leave_nothing(dispatch: RankGroup, path:
     for part, row in zip(PARTS[1], dispatch.forward("policy", second[0]), strict=True):
         np.testing.assert_allclose(row, expected[part], rtol=0, atol=1e-5)
     assert "staged no longer" in refusal(lambda: dispatch.forward("policy", first[0]))
-    assert "staged no longer" in refusal(lambda: dispatch.amend(first, "advantages", []))
+    assert "staged no longer" in refusal(lambda: dispatch.set_column(first, "advantages", []))
     assert "staged no longer" in refusal(lambda: dispatch.unstage(first))
-    assert dispatch.on_sites(count_staged) == [1, 1]
+    assert dispatch.run_on_all_models(count_staged) == [1, 1]
     dispatch.unstage(second)
-    assert dispatch.on_sites(count_staged) == [0, 0]
+    assert dispatch.run_on_all_models(count_staged) == [0, 0]
 
 
 def count_staged(site: RankState) -> int:
@@ -91,13 +95,13 @@ def bad_rows_are_not_staged_and_bad_columns_change_nothing(dispatch: RankGroup, 
     for row, said in ((long, "batch 1: row 1 has 97 tokens"), (foreign, "batch 1: row 1 has a token outside")):
         bad = Batch.of([TrainSequence(np.zeros(2, np.int32), np.zeros(2, np.uint8)), row])
         assert said in refusal(lambda bad=bad: dispatch.stage([batch, bad]))
-    assert dispatch.on_sites(count_staged) == [0, 0]
+    assert dispatch.run_on_all_models(count_staged) == [0, 0]
     staged = dispatch.stage([batch])
     expected = dispatch.forward_backward("policy", staged[0], GRPO)
     columns = [np.ones(len(row), np.float32) for row in batch.rows]
     columns[6][2] = np.nan
     assert "batch 0: row 6: advantages holds a value that is not finite" in refusal(
-        lambda: dispatch.amend(staged, "advantages", [columns])
+        lambda: dispatch.set_column(staged, "advantages", [columns])
     )
     assert dispatch.forward_backward("policy", staged[0], GRPO) == expected
     dispatch.unstage(staged)
@@ -107,7 +111,7 @@ def rows_are_not_staged_before_there_is_a_model(dispatch: RankGroup, path: Path)
     batch = fresh(dispatch, path)
     dispatch.remove_model("policy")
     assert "there is none yet: init_model first" in refusal(lambda: dispatch.stage([batch]))
-    assert dispatch.on_sites(count_staged) == [0, 0]
+    assert dispatch.run_on_all_models(count_staged) == [0, 0]
 
 
 def nothing_to_train_is_no_error(dispatch: RankGroup, path: Path) -> None:
@@ -123,14 +127,14 @@ def replicas_train_as_one_model_and_stay_equal_to_the_last_bit(dispatch: RankGro
     told = [step(dispatch, batch) for _ in range(3)]
     ended = parameters(dispatch)
     dispatch.init_model("policy", policy_spec(path, optim=OPTIM, steps=10, dp_replicate=2))
-    assert dispatch.pass_through("policy", shards) == [1, 1]
+    assert dispatch.run_on_ranks("policy", shards) == [1, 1]
     for row, answer in zip(expected, dispatch.forward("policy", batch), strict=True):
         np.testing.assert_allclose(answer, row, rtol=0, atol=1e-5)
     for metrics in told:
         assert step(dispatch, batch) == pytest.approx(metrics, rel=1e-3, abs=1e-5)
     for name, tensor in parameters(dispatch).items():
         torch.testing.assert_close(tensor, ended[name], rtol=1e-3, atol=1e-4)
-    first, second = dispatch.on_sites(own_parameters)
+    first, second = dispatch.run_on_all_models(own_parameters)
     assert first.keys() == ended.keys()
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
@@ -178,21 +182,21 @@ def models_that_answer_together_answer_as_alone(dispatch: RankGroup, path: Path)
 def models_that_answer_together_compute_at_the_same_time(dispatch: RankGroup, path: Path) -> None:
     """None of them ends before all have begun."""
     batch = three_models(dispatch, path)
-    dispatch.on_sites(meet_in_forward)
+    dispatch.run_on_all_models(meet_in_forward)
     try:
         dispatch.forward_each(THREE, batch)
     finally:
-        dispatch.on_sites(restore)
+        dispatch.run_on_all_models(restore)
     leave_policy(dispatch)
 
 
 def a_model_that_fails_beside_others_is_reported(dispatch: RankGroup, path: Path) -> None:
     batch = three_models(dispatch, path)
-    dispatch.on_sites(fail_in_forward)
+    dispatch.run_on_all_models(fail_in_forward)
     try:
         text = refusal(lambda: dispatch.forward_each(THREE, batch))
     finally:
-        dispatch.on_sites(restore)
+        dispatch.run_on_all_models(restore)
     assert "RuntimeError: the critic is out of sorts" in text.splitlines()[0]
     assert text.startswith("forward_each failed on rank ")
     dispatch.forward_each(THREE, batch)
@@ -206,7 +210,7 @@ def three_models(dispatch: RankGroup, path: Path) -> Batch:
     batch = fresh(dispatch, path)
     dispatch.init_model("reference", policy_spec(path, optim=None))
     dispatch.init_model("critic", policy_spec(path, kind="critic", optim=OPTIM))
-    dispatch.pass_through("critic", give_values)
+    dispatch.run_on_ranks("critic", give_values)
     return batch
 
 

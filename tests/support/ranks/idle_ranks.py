@@ -18,7 +18,7 @@ READY = "all ranks have met"
 def lead(dispatch: RankGroup) -> None:
     print(READY, flush=True)
     while True:
-        dispatch.idle()
+        dispatch.keepalive()
         time.sleep(0.1)
 
 

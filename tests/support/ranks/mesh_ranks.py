@@ -44,7 +44,7 @@ def compare_meshes(dispatch: RankGroup, model: Path, folder: Path) -> None:
     plain = [step(dispatch, batch) for _ in range(3)]
     wanted = parameters(dispatch)
     make(dispatch, model, dp_replicate=2)
-    assert [worker["replica"] for worker in dispatch.on_sites(place)] == [0, 0, 1, 1]
+    assert [worker["replica"] for worker in dispatch.run_on_all_models(place)] == [0, 0, 1, 1]
     assert_same_steps(dispatch, batch, plain, wanted)
     assert_replicas_are_equal(dispatch)
     resume_on_another_mesh(dispatch, model, batch, folder / "to-one")
@@ -67,7 +67,7 @@ def share_lines(dispatch: RankGroup, model: Path, folder: Path) -> None:
     staged = dispatch.stage([batch])
     make(dispatch, model, cp=2)
     assert "staged before a model with another cp" in refusal(lambda: dispatch.forward("policy", staged[0]))
-    assert dispatch.on_sites(place_in_context) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert dispatch.run_on_all_models(place_in_context) == [(0, 2), (1, 2), (0, 2), (1, 2)]
     for found, answer in zip(dispatch.forward("policy", batch), first, strict=True):
         np.testing.assert_allclose(found, answer, rtol=1e-4, atol=1e-5)
     assert_same_steps(dispatch, batch, plain, wanted)
@@ -89,13 +89,13 @@ def spread_experts(dispatch: RankGroup, model: Path, folder: Path) -> None:
     then from mesh to mesh, and to a directory that any mesh reads."""
     batch = make_batch("grpo")
     make(dispatch, model)
-    dispatch.pass_through("policy", gather_each_layer)
+    dispatch.run_on_ranks("policy", gather_each_layer)
     first = dispatch.forward("policy", batch)
     plain = [step(dispatch, batch) for _ in range(3)]
     wanted = parameters(dispatch)
     for mesh in ({"ep": 4}, {"ep": 2, "reshard": True, "activation_checkpointing": True}, {"ep": 2, "dp_replicate": 2}):
         make(dispatch, model, **mesh)
-        assert dispatch.on_sites(experts_at_once) == [EXPERTS // mesh["ep"]] * 4
+        assert dispatch.run_on_all_models(experts_at_once) == [EXPERTS // mesh["ep"]] * 4
         for found, answer in zip(dispatch.forward("policy", batch), first, strict=True):
             np.testing.assert_allclose(found, answer, rtol=1e-4, atol=1e-5)
         assert_same_steps(dispatch, batch, plain, wanted)
@@ -221,7 +221,7 @@ def save(dispatch: RankGroup, root: str) -> None:
 
 def assert_replicas_are_equal(dispatch: RankGroup) -> None:
     """To the last bit: parameters and moments of ranks 0 and 2, and of 1 and 3."""
-    shards: list[Shards] = dispatch.on_sites(own_shards, needs={"policy": "save_checkpoint"})
+    shards: list[Shards] = dispatch.run_on_all_models(own_shards, needs={"policy": "save_checkpoint"})
     for first, second in ((shards[0], shards[2]), (shards[1], shards[3])):
         assert first.keys() == second.keys()
         assert all(np.array_equal(first[name], second[name]) for name in first)

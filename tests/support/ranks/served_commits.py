@@ -58,14 +58,14 @@ def clients_models_go_on_from_a_commit_bit_by_bit(dispatch: RankGroup, path: Pat
 
 def needed_at_once(dispatch: RankGroup, act: Callable[[], None]) -> int:
     """The most models that an operation needed on the device while something was done."""
-    counts, stock = [0], dispatch.on_sites
+    counts, stock = [0], dispatch.run_on_all_models
     with pytest.MonkeyPatch.context() as patch:
 
-        def on_sites(*args: Any, **kwargs: Any) -> list[Any]:
+        def run_on_all_models(*args: Any, **kwargs: Any) -> list[Any]:
             counts.append(len(kwargs.get("needs", ())))
             return stock(*args, **kwargs)
 
-        patch.setattr(dispatch, "on_sites", on_sites)
+        patch.setattr(dispatch, "run_on_all_models", run_on_all_models)
         act()
     return max(counts)
 
@@ -77,7 +77,7 @@ def an_adapter_comes_back_from_what_any_number_of_ranks_committed(dispatch: Rank
             models = ServedModels(dispatch, config_of(path), Path(folder), "1-0")
             models.create("a", MODELS["a"])
             train(models, "a", 0)
-            staged = dispatch.on_sites(stage_as, models.place("a")[0], ranks, needs={})
+            staged = dispatch.run_on_all_models(stage_as, models.place("a")[0], ranks, needs={})
             parts, before = staged[0][0], [mine for _, mine in staged]
             known = {"a": service._Model(MODELS["a"], 7, ranks)}
             state = TrainerState(job="serve", step=1, models=("a",), served=msgspec.msgpack.encode(known))
@@ -88,7 +88,7 @@ def an_adapter_comes_back_from_what_any_number_of_ranks_committed(dispatch: Rank
             restored = ServedModels(dispatch, config_of(path), Path(folder), "1-1")
             commits = ServiceCheckpoints(f"{folder}/commits", "1-1", dispatch, 2)
             assert commits.restore(restored, "") == {"a": 7}
-            assert all(dispatch.on_sites(is_as, restored.place("a")[0], before, needs={})), ranks
+            assert all(dispatch.run_on_all_models(is_as, restored.place("a")[0], before, needs={})), ranks
     forget_models(dispatch)
 
 

@@ -131,20 +131,20 @@ def run_case(site: RankState, models: Path, case: Case, mutation: Mutation | Non
     recipe, name, result = RECIPES[case.recipe], RECIPES[case.recipe].model, Result()
     dispatch, batch = RankGroup(site, case.budget, colocated=case.offload), make_batch(case.recipe)
     init_models(dispatch, case.model(models), case)
-    dispatch.pass_through(name, begin)
+    dispatch.run_on_ranks(name, begin)
     if not case.compile:
-        dispatch.pass_through(name, watch)
+        dispatch.run_on_ranks(name, watch)
     result.start = parameters(dispatch, name)
     result.answers = dispatch.forward(name, batch)
     if mutation is not None:
-        dispatch.pass_through(name, training_mutations.mutate, mutation)
+        dispatch.run_on_ranks(name, training_mutations.mutate, mutation)
     staged = dispatch.stage([batch]) if case.staged else None
     for _ in range(STEPS):
         if case.offload:
             compete(dispatch, case, result)
         data = batch if staged is None else staged[0]
         metrics = dispatch.forward_backward(name, data, recipe.objective, level=case.level)
-        result.gradients.append(dispatch.pass_through(name, gradients)[0])
+        result.gradients.append(dispatch.run_on_ranks(name, gradients)[0])
         result.metrics.append(metrics | dispatch.optim_step(name))
     if staged is not None:
         dispatch.unstage(staged)
@@ -178,9 +178,9 @@ def init_models(dispatch: RankGroup, path: Path, case: Case) -> None:
         dispatch.init_model(other, spec_of(Case("sft", dtype=case.dtype), path))
     dispatch.init_model(name, spec)
     if case.layers:
-        dispatch.pass_through(name, set_layer_unit, 1)
+        dispatch.run_on_ranks(name, set_layer_unit, 1)
         dispatch.init_model(name, spec)
-        dispatch.pass_through(name, set_layer_unit, 1 << 20)
+        dispatch.run_on_ranks(name, set_layer_unit, 1 << 20)
 
 
 def compete(dispatch: RankGroup, case: Case, result: Result) -> None:
@@ -196,7 +196,7 @@ def compete(dispatch: RankGroup, case: Case, result: Result) -> None:
 
 def finish(dispatch: RankGroup, name: str, result: Result) -> None:
     """Collect what was seen, and remove all models."""
-    for counted in dispatch.pass_through(name, end):
+    for counted in dispatch.run_on_ranks(name, end):
         for key, count in counted.items():
             result.seen[key] = result.seen.get(key, 0) + count
     for model in tuple(dispatch.models):

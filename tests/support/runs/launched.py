@@ -177,7 +177,7 @@ class Launched:
             for path in (attempt.rendezvous / "cards").glob("*.json"):
                 card = shared_files.read_document(path, NodeInfo)
                 assert card is not None
-                found += [(card.addresses[0], port) for port in (card.beacon, *card.ports)]
+                found += [(card.addresses[0], port) for port in (card.probe_port, *card.ports)]
         return found
 
     def assert_nothing_left(self, seconds: float = 15) -> None:

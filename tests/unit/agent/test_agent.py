@@ -117,7 +117,7 @@ def test_an_agent_that_fails_says_why_and_that_it_is_down(run: FakeRun) -> None:
     with pytest.raises(RollcallError):
         run_agent(run.paths, environment(), StopRequest())
     paths = paths_of(run, 0)
-    failed = Events(paths).seen("failed")
+    failed = Events(paths).get("failed")
     assert failed is not None
     assert failed.by == "agent.0"
     assert unexited_ranks(FileSharedDir(paths.root), 1) == ()
@@ -197,7 +197,7 @@ def test_an_agent_that_lives_shows_it_again_and_again(run: FakeRun) -> None:
 
 def test_a_neighbour_that_shows_no_sign_of_life_any_more_is_lost(run: FakeRun) -> None:
     clock, paths = FakeClock(), paths_of(run, 0)
-    neighbour, file = NeighborCheck(paths, 3, 180.0, clock), paths.alive / "3"
+    neighbor, file = NeighborCheck(paths, 3, 180.0, clock), paths.alive / "3"
 
     def looks(seconds: int, touch: bool = False) -> str:
         """What is said at the end, looking every five seconds."""
@@ -205,7 +205,7 @@ def test_a_neighbour_that_shows_no_sign_of_life_any_more_is_lost(run: FakeRun) -
         for _ in range(0, seconds, 5):
             if touch:
                 os.utime(file, ns=(0, int(1e9 * clock.now())))
-            said = neighbour.look()
+            said = neighbor.look()
             clock.sleep(5)
         return said
 

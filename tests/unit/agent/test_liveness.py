@@ -127,10 +127,10 @@ def test_a_program_that_is_asked_lives_as_long_as_it_answers(watched: Callable[[
     probe = role.vitals.probe
 
     def answer() -> None:
-        probe.answers += 1
+        probe.success_count += 1
 
     assert role.pass_time(200, answer) == ""
-    probe.trouble = "OSError: no route"
+    probe.last_error = "OSError: no route"
     assert "it has not answered for 61 s, it is gone; OSError: no route" in role.pass_time(61, lambda: None)
 
 
@@ -185,7 +185,7 @@ def test_a_role_whose_disk_is_back_has_time_to_say_so(
     waiting_process.stdin.close()
     assert waiting_process.stdout.readline() == "back\n"
     assert role.pass_time(29, lambda: None) == ""
-    role.vitals.probe.answers += 1
+    role.vitals.probe.success_count += 1
     assert role.pass_time(60, lambda: None) == ""
     assert "has not answered for 60 s" in role.pass_time(1, lambda: None)
 

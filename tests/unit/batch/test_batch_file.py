@@ -169,9 +169,9 @@ def test_every_node_has_the_cpus_of_the_most_demanding_seat() -> None:
     resources = {"trainer": {"processes": 2, "threads": 3}, "inference": {"servers": 3, "threads": 4}}
     config = config_of(resources)
     plan = make_plan(config)
-    assert [cpus_needed(seat, config) for seat in plan.seats] == [11, 7, 13]
+    assert [cpus_needed(seat, config) for seat in plan.bundles] == [11, 7, 13]
     one = config.model_copy(update={"task": config.task.model_copy(update={"processes": 1})})
-    assert cpus_needed(plan.seats[0], one) == 4, "redis, preprocessor, one process of the task, agent"
+    assert cpus_needed(plan.bundles[0], one) == 4, "redis, preprocessor, one process of the task, agent"
     assert [part.cpus for part in components(config, plan)] == [13]
 
 
@@ -192,7 +192,7 @@ def test_features_of_the_gpu_nodes_are_not_asked_of_the_services() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "mend"),
+    ("key", "hint"),
     [
         ("nodes", "resources.nodes"),
         ("ntasks", "resources.nodes"),
@@ -214,11 +214,11 @@ def test_features_of_the_gpu_nodes_are_not_asked_of_the_services() -> None:
         ("wait", "leave --detach out"),
     ],
 )
-def test_an_option_that_contradicts_ours_is_refused_with_the_key_to_set(key: str, mend: str) -> None:
+def test_an_option_that_contradicts_ours_is_refused_with_the_key_to_set(key: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         text_of(config_of(sbatch={key: "1"}))
     assert caught.value.key == f"cluster.sbatch.{key}"
-    assert mend in caught.value.mend
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize("key", ["p", "x=1 --nodes", ""])

@@ -13,7 +13,7 @@ from slurm.batch.requeue import decide
 from slurm.scheduler.scheduler_protocol import RUNNING, QueuedJob
 
 CLUSTER = ClusterConfig(kind="slurm", max_restarts=9, max_failures=3)
-TOLD = AttemptSummary(restart=2, told="told to end (SIGUSR2, agent.1)", trained=True)
+TOLD = AttemptSummary(restart=2, stop_reason="told to end (SIGUSR2, agent.1)", trained=True)
 FAILED = AttemptSummary(restart=2, failure="trainer.0 on rank 1: exited with code 1", trained=True)
 LOST = AttemptSummary(restart=2, lost=(1, 2), code=137)
 LATE = replace(TOLD, notice=True)
@@ -48,8 +48,13 @@ def job(state: str = RUNNING, *, restarts: int = 2, reason: str = "") -> QueuedJ
         (replace(LATE, failures=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
         (replace(TOLD, failures=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
         (replace(LATE, failures=2, advanced=True), job(), "requeued", "newest commit"),
-        (replace(LATE, failures=9), replace(job(), making_room=True), "requeued", "newest commit"),
-        (replace(LATE, failures=9), replace(job("COMPLETING"), preempted=True, making_room=True), "requeued", "newest"),
+        (replace(LATE, failures=9), replace(job(), preempt_pending=True), "requeued", "newest commit"),
+        (
+            replace(LATE, failures=9),
+            replace(job("COMPLETING"), preempted=True, preempt_pending=True),
+            "requeued",
+            "newest",
+        ),
         (replace(TOLD, restart=9), job(restarts=9), "stopped", "max_restarts=9"),
         (replace(TOLD, restart=8), job(restarts=8), "requeued", "told to end"),
         (FAILED, job(), "requeued", "try 1 without"),
@@ -58,9 +63,9 @@ def job(state: str = RUNNING, *, restarts: int = 2, reason: str = "") -> QueuedJ
         (replace(FAILED, failures=2, advanced=True), job(), "requeued", "had committed"),
         (replace(FAILED, trained=False), job(), "stopped", "before the first commit"),
         (replace(FAILED, trained=False, lost=(0,)), job(), "requeued", "exited with code 1"),
-        (replace(FAILED, trained=False, told="told to end"), job(), "requeued", "exited with code 1"),
+        (replace(FAILED, trained=False, stop_reason="told to end"), job(), "requeued", "exited with code 1"),
         (LOST, job(), "requeued", "ranks 1-2 ended without a word"),
-        (replace(LOST, told="told to end", failures=2), job(), "stopped", "ranks 1-2"),
+        (replace(LOST, stop_reason="told to end", failures=2), job(), "stopped", "ranks 1-2"),
         (AttemptSummary(restart=2, code=3), job(), "stopped", "exit code 3"),
     ],
 )
@@ -82,7 +87,7 @@ def test_each_end_of_an_attempt_has_its_decision(
         (replace(TOLD, failures=2), job(), 2),
         (replace(LATE, failures=2), job(), 3),
         (replace(LATE, failures=2, advanced=True), job(), 0),
-        (replace(LATE, failures=2), replace(job(), making_room=True), 2),
+        (replace(LATE, failures=2), replace(job(), preempt_pending=True), 2),
         (replace(TOLD, failures=2), job("COMPLETING", reason="TimeLimit"), 3),
         (replace(TOLD, failures=2, advanced=True), job(), 0),
         (replace(FAILED, failures=2), job("COMPLETING"), 2),
@@ -104,7 +109,7 @@ ENDS = st.fixed_dictionaries(
         "lost": st.sampled_from([(), (), (0,), (0, 1)]),
         "advanced": st.booleans(),
         "slurm_has_it": st.sampled_from([False, False, False, True]),
-        "making_room": st.booleans(),
+        "preempt_pending": st.booleans(),
         "reason": st.sampled_from(["", "", "TimeLimit"]),
     }
 )
@@ -117,7 +122,9 @@ def live(ends: list[dict[str, object]], cluster: ClusterConfig) -> list[Outcome]
     for restart, end in enumerate(ends):
         left = dict(end)
         restarts = restart + bool(left.pop("slurm_has_it"))
-        queued = replace(job(restarts=restarts, reason=str(left.pop("reason"))), making_room=left.pop("making_room"))  # type: ignore[arg-type]
+        queued = replace(
+            job(restarts=restarts, reason=str(left.pop("reason"))), preempt_pending=left.pop("preempt_pending")
+        )  # type: ignore[arg-type]
         left["notice"] = bool(left["notice"] and left["told"])
         trained = trained or bool(left["advanced"])
         facts = AttemptSummary(restart=restart, trained=trained, failures=failures, **left)  # type: ignore[arg-type]
@@ -159,7 +166,7 @@ def test_a_loop_of_failures_and_time_limits_stops_within_max_failures_attempts(
 
 
 def _is_late(end: dict[str, object]) -> bool:
-    return end["reason"] == "TimeLimit" or bool(end["notice"] and not end["making_room"])
+    return end["reason"] == "TimeLimit" or bool(end["notice"] and not end["preempt_pending"])
 
 
 PREEMPTED = st.fixed_dictionaries(
@@ -171,7 +178,7 @@ PREEMPTED = st.fixed_dictionaries(
         "lost": st.just(()),
         "advanced": st.booleans(),
         "slurm_has_it": st.just(False),
-        "making_room": st.just(True),
+        "preempt_pending": st.just(True),
         "reason": st.just(""),
     }
 )

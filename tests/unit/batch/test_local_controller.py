@@ -97,7 +97,7 @@ def test_what_a_killed_agent_could_not_say_is_said_once_the_disk_takes_it(
     failure = shared_files.read_document(attempt.first_failure, FirstFailure)
     assert failure is not None
     assert failure.one_line().startswith("agent.0 on rank 0: killed by SIGKILL")
-    assert Events(attempt).seen("failed") is not None
+    assert Events(attempt).get("failed") is not None
     assert attempt.down("agent.0").exists()
 
 
@@ -112,7 +112,7 @@ def test_an_agent_that_is_stopped_is_ended_and_named(
     failure = shared_files.read_document(controlled._paths.first_failure, FirstFailure)
     assert failure is not None
     assert (failure.role, failure.cause) == ("agent.0", "stopped (SIGSTOP) for 0.3 s, and ended for it")
-    assert Events(controlled._paths).seen("failed") is not None
+    assert Events(controlled._paths).get("failed") is not None
 
 
 def test_a_launcher_that_is_gone_is_named_as_the_reason(
@@ -121,7 +121,7 @@ def test_a_launcher_that_is_gone_is_named_as_the_reason(
     controlled.tasks = [FakeTask(), FakeTask()]  # type: ignore[list-item]
     monkeypatch.setattr(controlled, "_launcher", None)
     assert list(controlled.wait()) == [0, 0]
-    draining = Events(controlled._paths).seen("draining")
+    draining = Events(controlled._paths).get("draining")
     assert draining is not None
     assert (draining.why, draining.patient) == ("the launcher was killed", False)
 

@@ -125,7 +125,7 @@ def test_what_jobs_of_files_commit_counts_as_commits_of_the_run(cluster: Cluster
         paths = cluster.attempt()
         Events(paths).publish("draining", "agent.0", signal.SIGUSR2.name)
         if committed:
-            paths.committed.touch()
+            paths.checkpointed.touch()
         cluster.leave(paths)
         outcome = cluster.end()
     assert (outcome.decision, outcome.failures) == ("stopped", 2)
@@ -134,7 +134,7 @@ def test_what_jobs_of_files_commit_counts_as_commits_of_the_run(cluster: Cluster
 
 def test_a_job_that_failed_after_its_commits_is_tried_again(cluster: Cluster) -> None:
     paths = cluster.attempt()
-    paths.committed.touch()
+    paths.checkpointed.touch()
     fail(paths)
     cluster.leave(paths)
     assert cluster.end(1).decision == "requeued"
@@ -143,7 +143,7 @@ def test_a_job_that_failed_after_its_commits_is_tried_again(cluster: Cluster) ->
 def test_a_run_with_nothing_left_but_jobs_that_failed_is_not_queued_again(cluster: Cluster) -> None:
     """Although others were done in the attempt."""
     paths = cluster.attempt()
-    paths.committed.touch()
+    paths.checkpointed.touch()
     paths.exhausted.touch()
     fail(paths)
     cluster.leave(paths)

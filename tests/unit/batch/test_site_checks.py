@@ -245,7 +245,7 @@ def test_nodes_that_are_down_make_a_job_wait_and_do_not_refuse_it(down: int) -> 
             check(scheduler=scheduler)
 
 
-@pytest.mark.parametrize("operation", ["partitions", "try_out", "accounts"])
+@pytest.mark.parametrize("operation", ["partitions", "test_only", "accounts"])
 def test_a_scheduler_that_does_not_answer_is_named(operation: str) -> None:
     scheduler = FakeScheduler()
     scheduler.fail(operation)

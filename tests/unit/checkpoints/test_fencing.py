@@ -57,8 +57,8 @@ class Trainer:
         self.metrics.log("train", "rl", 1, {"loss": 1.0})
 
     def commit(self) -> None:
-        self.commits.ledger.settle(0, "trained", 1)
-        self.commits.commit(jobs_of(self.run.config)[0], 1, ())
+        self.commits.ledger.mark_done(0, "trained", 1)
+        self.commits.save_checkpoint(jobs_of(self.run.config)[0], 1, ())
 
     def export(self) -> None:
         self.commits.export()

@@ -113,7 +113,7 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
         (["training.stale=mask", "training.max_lag=0"], "training.stale='mask': expected refuse with training.max_lag"),
         (["training.checkpoints=s3:///"], "expected a bucket or a folder after s3://"),
         (["loss=cispo", "loss.correction=truncate"], "or set loss.proximal=recompute"),
-        (["loss.proximal=behaviour"], "loss.correction='truncate': expected its default ('none')"),
+        (["loss.proximal=sampler"], "loss.correction='truncate': expected its default ('none')"),
         (["loss=ppo", "training.zero_advantage=drop"], "samples that score alike teach there"),
         (["loss=reinforce_pp", "training.zero_advantage=drop"], "samples that score alike teach there"),
         (["model.lora.adapter=somewhere"], "or set model.lora.rank above 0"),

@@ -66,7 +66,7 @@ def test_a_function_of_trl_gets_lists_of_messages_and_the_columns_of_the_prompt(
 def test_a_plain_prompt_and_its_answers_are_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(f"{HERE}.gives", lambda **given: seen.update(given) or [0.0])
-    scores(reward("gives"), Prompt(user_prompt("2+2=").messages, columns={"level": 3}, plain=True), [said("4", 9)])
+    scores(reward("gives"), Prompt(user_prompt("2+2=").messages, columns={"level": 3}, as_text=True), [said("4", 9)])
     assert seen == {"prompts": ["2+2="], "completions": ["4"], "completion_ids": [[9]], "level": [3]}
 
 

@@ -243,7 +243,12 @@ def test_a_task_without_a_rollout_of_its_own_takes_one_turn() -> None:
 
 
 def test_an_episode_of_several_turns_keeps_what_was_sampled_apart_from_what_was_read() -> None:
-    episode = Episode.begin([1]).act(Said((5,), 4, 6), "5").observe([9, 9]).act(Said((6,), 3, 5), "6")
+    episode = (
+        Episode.begin([1])
+        .append_turn(Said((5,), 4, 6), "5")
+        .append_observation([9, 9])
+        .append_turn(Said((6,), 3, 5), "6")
+    )
     assert episode.tokens == (1, 5, 9, 9, 6)
     assert episode.sampled == (0, 1, 0, 0, 1)
     assert (episode.version_min, episode.version_max, episode.turns, episode.text) == (3, 6, 2, "6")

@@ -216,7 +216,7 @@ def test_a_tool_whose_process_ends_is_told_to_the_policy_and_the_episode_goes_on
     calls = Dying(task, TINY_TEXT)
     (ended,) = asyncio.run(roll_out(task, calls, chat, servers, Sampling(1.0, 64, 512, 60), asked, 1))
     assert ended.episode is not None
-    assert ended.episode.said[1]["content"] == "error: tool calculator took too long: more than task.seconds=60"
+    assert ended.episode.conversation[1]["content"] == "error: tool calculator took too long: more than task.seconds=60"
 
 
 def test_demonstrations_show_calls_and_what_follows_them() -> None:

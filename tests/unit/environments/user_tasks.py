@@ -55,4 +55,4 @@ class Unscored(Endless):
     """Can be used, with reward functions only."""
 
     name = "unscored"
-    scores = False
+    has_reward = False

@@ -77,7 +77,7 @@ def test_recording_copies_nothing_and_applying_gives_what_loading_gives() -> Non
     model = Fused()
     plan = recorded(model)
     assert same(model, Fused())
-    assert plan.differs(model, reloading(model)) == ""
+    assert plan.verify_against_reload(model, reloading(model)) == ""
     for seed in (0, 1):
         staged(plan, made(seed))
         plan.apply()
@@ -183,4 +183,4 @@ def test_what_is_derived_or_moved_after_loading_is_noticed(kind: type[Fused], na
     model = kind()
     plan = CopyPlan.record(lambda tensors: Fused.load_weights(model, tensors), LAYOUT)
     plan.stage(CPU)
-    assert named in plan.differs(model, reloading(model))
+    assert named in plan.verify_against_reload(model, reloading(model))

@@ -51,7 +51,7 @@ def test_a_server_ends_its_part_once_its_trainer_says_that_it_leaves() -> None:
     with a_group(WAIT_SECONDS) as (group, server):
         assert server.stdout is not None
         assert not select.select([server.stdout], [], [], 0.3)[0], "it left by itself"
-        group.say_leaving()
+        group.announce_leaving()
         assert server.stdout.readline() == "True\n"
         assert server.wait(WAIT_SECONDS) == 0
 

@@ -46,7 +46,7 @@ def test_what_the_controllers_own_part_raises_is_told_as_its_failure() -> None:
     control, _ = a_control()
     with (
         pytest.raises(TrainingError, match="full_parameters failed on rank 0: OSError: disk full"),
-        control.beside("full_parameters", rank_operations.do_nothing, (), rank_operations.do_nothing, ()),
+        control.run_alongside("full_parameters", rank_operations.do_nothing, (), rank_operations.do_nothing, ()),
     ):
         raise OSError("disk full")
     assert not control.broken
@@ -56,7 +56,7 @@ def test_a_body_that_is_left_early_is_no_failure() -> None:
     control, world = a_control()
     with (
         pytest.raises(GeneratorExit),
-        control.beside("full_parameters", rank_operations.do_nothing, (), rank_operations.do_nothing, ()),
+        control.run_alongside("full_parameters", rank_operations.do_nothing, (), rank_operations.do_nothing, ()),
     ):
         raise GeneratorExit
     assert world.ended == [None]

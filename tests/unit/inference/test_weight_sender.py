@@ -160,7 +160,7 @@ def test_starting_a_version_returns_while_the_servers_are_still_busy_with_it() -
             sender.start(2, WEIGHTS)
             assert asked.wait(10)
             assert sender.versions() == {server.endpoint: 1}
-        report = sender.settle()
+        report = sender.wait_until_synced()
         assert (report.version, list(report.servers), report.failures) == (2, [server.endpoint], {})
         assert sender.versions() == {server.endpoint: 2}
 
@@ -173,7 +173,7 @@ def test_a_busy_server_skips_to_the_newest_of_the_versions_that_were_started_mea
             assert asked.wait(10)
             sender.start(3, WEIGHTS)
             sender.start(4, WEIGHTS)
-        assert sender.settle().servers.keys() == {server.endpoint}
+        assert sender.wait_until_synced().servers.keys() == {server.endpoint}
         assert server.loaded == [1, 2, 4]
 
 
@@ -185,7 +185,7 @@ def test_the_seconds_of_each_part_of_an_update_are_told_for_each_server(caplog: 
             sender.start(2, WEIGHTS)
             assert asked.wait(10)
             wait_for("the other server", lambda: sender.versions()[quick.endpoint] == 2, WAIT_SECONDS)
-        report = sender.settle()
+        report = sender.wait_until_synced()
     assert {server: list(phases) for server, phases in report.phases.items()} == {
         server.endpoint: ["send", "pause", "update", "resume"] for server in (quick, slow)
     }
@@ -203,7 +203,7 @@ def test_settling_does_not_wait_for_a_server_that_failed_at_the_version_before()
                 assert asked.wait(10)
                 sender.start(3, WEIGHTS)
                 failing.failing.add("/update_weights")
-            report = sender.settle()
+            report = sender.wait_until_synced()
     assert list(report.servers) == [steady.endpoint]
     assert "/update_weights" in report.failures[failing.endpoint]
 
@@ -225,7 +225,7 @@ def test_the_tensors_may_change_once_a_version_was_started() -> None:
         with server.held("/start_weight_update"):
             sender.start(2, [("w", weight)])
             weight.zero_()
-        sender.settle()
+        sender.wait_until_synced()
         assert torch.equal(server.weights["w"], torch.ones(2))
 
 
@@ -275,11 +275,11 @@ def test_a_server_of_which_nobody_can_be_told_is_brought_again_until_somebody_ca
         sender.start(1, WEIGHTS)
         wait_for("a second try", lambda: told.count((server.endpoint, 1)) == 2, 10)
         lost.args = ()
-        assert list(sender.settle().servers) == [server.endpoint]
+        assert list(sender.wait_until_synced().servers) == [server.endpoint]
     assert told[:2] == [(server.endpoint, 1), (server.endpoint, None)]
     assert told[-1] == (server.endpoint, 1)
 
 
 def test_settling_before_any_start_is_refused() -> None:
     with a_sender("127.0.0.9:9", []) as sender, pytest.raises(WeightSyncError, match="no version was started"):
-        sender.settle()
+        sender.wait_until_synced()

@@ -184,8 +184,8 @@ def test_a_local_run_whose_processes_are_gone_is_interrupted_whatever_it_did_las
 def test_before_its_first_step_a_run_shows_how_many_there_will_be(run: FakeRun) -> None:
     now = read_snapshot(run.root)
     assert now.progress is None
-    assert now.ahead is not None
-    assert (now.ahead.step, now.ahead.steps) == (0, 20)
+    assert now.upcoming_phases is not None
+    assert (now.upcoming_phases.step, now.upcoming_phases.steps) == (0, 20)
 
 
 def test_the_columns_of_figures_stand_where_the_roles_end_and_do_not_drift(run: FakeRun, attempt: FakeAttempt) -> None:

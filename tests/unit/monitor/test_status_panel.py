@@ -21,7 +21,7 @@ RUN = Snapshot(
         ),
     ),
     progress=Progress("rl", 30, 60, 60.0),
-    ahead=None,
+    upcoming_phases=None,
     numbers={"lag/mean": 0.5, "lag/max": 2.0, "tokens_per_second": 1234.0, "idle/trainer": 0.25},
     has_rollouts=True,
     losses=(),

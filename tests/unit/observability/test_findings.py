@@ -85,7 +85,7 @@ def test_a_number_that_stands_out_is_told_with_keys_that_exist(
 ) -> None:
     config = of(given)
     (found,) = findings_of(config, steps(SETTLED + ENOUGH, **numbers))
-    assert seen in found.seen
+    assert seen in found.observation
     keys = flatten(config.model_dump(mode="json"))
     named = re.findall(r"[a-z]+(?:\.[a-z_]+)+", found.change)
     assert named
@@ -108,7 +108,11 @@ def test_runs_that_were_measured_are_told_what_limited_them(run: str, limits: li
     measured = json.loads((ROOT / "docs" / "performance" / f"{run}.json").read_text())
     training = TRAINING | {"max_lag": measured["command"]["lag"], "prompts_per_step": 16}
     rows = measured["rows"] * 2  # some were short
-    found = [each.seen for each in findings_of(of(GPUS | {"training": training}), rows) if "cut off" not in each.seen]
+    found = [
+        each.observation
+        for each in findings_of(of(GPUS | {"training": training}), rows)
+        if "cut off" not in each.observation
+    ]
     assert all(limit in seen for limit, seen in zip(limits, found, strict=True)), found
 
 
@@ -166,7 +170,9 @@ def test_a_step_that_takes_longer_than_the_grace_is_told_in_every_run_with_a_tra
     ]
     config = make_config(training={"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}})
     (found,) = findings_of(config, rows)
-    assert found.seen.startswith("A step takes 60 s and its checkpoint 12 s, longer than cluster.grace_seconds=25: ")
+    assert found.observation.startswith(
+        "A step takes 60 s and its checkpoint 12 s, longer than cluster.grace_seconds=25: "
+    )
     assert found.change == "Set cluster.grace_seconds=110."
     assert findings_of(config, [*rows[:3], rows[3] | {"seconds/step": 4.0}]) == []
     assert findings_of(config, rows[:3]) == [], "one step of an attempt is not enough"

@@ -90,9 +90,9 @@ def test_every_sample_is_found_whole(kept: SampleTable) -> None:
 
 def test_the_ledger_says_which_step_trained_a_sample_and_with_which_lag(kept: SampleTable) -> None:
     (trained,) = kept.where(Filter(position=5, least_reward=0.1)).load()
-    assert (trained.step, trained.lag, trained.settled) == (3, 1, "trained")
+    assert (trained.step, trained.lag, trained.outcome) == (3, 1, "trained")
     (waiting,) = kept.where(Filter(position=TRAINED, least_reward=0.1)).load()
-    assert (waiting.step, waiting.lag, waiting.settled) == (None, None, "")
+    assert (waiting.step, waiting.lag, waiting.outcome) == (None, None, "")
     (evaluated,) = kept.where(Filter(eval_set="hard", least_reward=0)).load()
     assert (evaluated.step, evaluated.lag) == (None, None)
 

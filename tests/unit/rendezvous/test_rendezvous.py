@@ -67,10 +67,10 @@ def plans(draw: st.DrawFn) -> Plan:
     kinds = draw(st.lists(st.tuples(st.sampled_from([0, 1, 4]), st.integers(0, 3)), min_size=1, max_size=4))
     repeats = draw(st.sampled_from([1, 1, 2, 10]))
     seats = [
-        NodeBundle(slots=(RoleProcess(role="inference", index=index, gpus=gpus, ports=ports),))
+        NodeBundle(roles=(RoleProcess(role="inference", index=index, gpus=gpus, ports=ports),))
         for index, (gpus, ports) in enumerate(kinds * repeats)
     ]
-    return Plan(ranks=len(seats) + draw(st.integers(0, 3)), seats=tuple(seats))
+    return Plan(ranks=len(seats) + draw(st.integers(0, 3)), bundles=tuple(seats))
 
 
 @st.composite
@@ -133,7 +133,7 @@ def _late_or_unclear(rank: Rank, seconds: float) -> list[str]:
 def _misplaced(simulation: Simulation, world: World) -> list[str]:
     """What is wrong with a world, given the cards of all who could have come."""
     broken = []
-    asked = sorted(slot.name for seat in simulation.plan.seats for slot in seat.slots)
+    asked = sorted(slot.name for seat in simulation.plan.bundles for slot in seat.roles)
     if asked != sorted(place.name for place in world.placements):
         broken.append("not the roles of the plan")
     cards = {card.rank: card for card in reversed(simulation.cards)}
@@ -213,9 +213,9 @@ def test_a_leader_that_sleeps_and_wakes_changes_nothing():
 @pytest.mark.parametrize("ranks", [1, 2, 65, 300, 1000])
 def test_clusters_of_any_size_survive_their_leader(ranks):
     seats = tuple(
-        NodeBundle(slots=(RoleProcess(role="trainer", index=index, gpus=1, ports=2),)) for index in range(ranks)
+        NodeBundle(roles=(RoleProcess(role="trainer", index=index, gpus=1, ports=2),)) for index in range(ranks)
     )
-    plan = Plan(ranks=ranks + 1, seats=seats)
+    plan = Plan(ranks=ranks + 1, bundles=seats)
     cards = make_cards(plan.ranks, gpus=1)
     simulation = Simulation(plan, cards, Faults(deaths={0: 3 + ranks // 2})).run()
     assert violations(simulation) == []
@@ -354,7 +354,7 @@ def test_meeting_ends_at_its_deadline_and_names_who_is_missing():
 
 
 def test_a_rank_alone_in_its_plan_leads_and_serves():
-    clock, plan = FakeClock(), Plan(ranks=1, seats=(NodeBundle(slots=(RoleProcess(role="trainer"),)),))
+    clock, plan = FakeClock(), Plan(ranks=1, bundles=(NodeBundle(roles=(RoleProcess(role="trainer"),)),))
     view = View(Disk(clock, Faults()), 0)
     world = rendezvous(view, plan, make_cards(1)[0], run_id=RUN, seconds=20, find_addresses=_all, clock=clock)
     assert (world.leader, [place.name for place in world.placements]) == (0, ["trainer.0"])

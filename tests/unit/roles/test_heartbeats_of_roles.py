@@ -78,7 +78,7 @@ def test_a_rank_may_wait_for_its_order_as_long_as_the_controller_may_be_silent(
 
 
 def test_a_controller_that_waits_tells_that_it_does(heart: Heart, site: RankState) -> None:
-    OperationRunner(site, False, FakeClock()).idle()
+    OperationRunner(site, False, FakeClock()).keepalive()
     assert heart.beats == 1
 
 
@@ -111,5 +111,5 @@ def test_each_role_of_ours_tells_heartbeats_and_the_others_are_asked(tmp_path: P
     names = ("redis", "trainer", "inference", "actor", "preprocessor")
     places = tuple(Placement(role=name, index=0, rank=0, address="127.0.0.2", ports=(1, 2)) for name in names)
     world = World(run_id="r", attempt="a", epoch=1, leader=0, secret="s", placements=places)
-    beats = {place.role: role_command(RoleContext(paths, config, world, place)).beats for place in places}
+    beats = {place.role: role_command(RoleContext(paths, config, world, place)).has_heartbeat for place in places}
     assert beats == {"redis": 0, "inference": 0, "trainer": 3, "actor": 1, "preprocessor": 1}

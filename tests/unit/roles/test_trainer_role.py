@@ -34,7 +34,7 @@ def test_every_node_but_the_first_is_told_elsewhere_that_it_is_ready(tmp_path):
     first = world.of_role("trainer")[0]
     second = msgspec.structs.replace(first, index=1, rank=first.rank + 1)
     contexts = [RoleContext(attempt.paths, run.config, world, place) for place in (first, second)]
-    assert [trainer.launch(context).told_elsewhere for context in contexts] == [False, True]
+    assert [trainer.launch(context).reports_state for context in contexts] == [False, True]
 
 
 def test_the_report_of_another_node_is_looked_for_by_listing_its_folder(tmp_path, monkeypatch):

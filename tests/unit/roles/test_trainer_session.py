@@ -36,11 +36,11 @@ class OneRank:
     def __init__(self) -> None:
         self.saver = AsyncSaver()
 
-    def on_sites(self, function: Callable[..., Any], *args: Any, needs: object = None) -> list[Any]:
+    def run_on_all_models(self, function: Callable[..., Any], *args: Any, needs: object = None) -> list[Any]:
         worker = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}})
         return [function(SimpleNamespace(worker=lambda name: worker, background=None, saver=self.saver), *args)]
 
-    def idle(self) -> None:
+    def keepalive(self) -> None:
         pass
 
 
@@ -63,7 +63,7 @@ class Waiting:
 
     def commit(self) -> None:
         """It is over, well or badly, when this returns; nobody has looked at it yet."""
-        self.commits.commit(jobs_of(self.context.config)[0], 1, COVERED)
+        self.commits.save_checkpoint(jobs_of(self.context.config)[0], 1, COVERED)
         wait_for("the save to be over", lambda: self.dispatch.saver.idle, 30)
 
 
@@ -122,13 +122,13 @@ def test_an_attempt_that_is_ending_leaves_what_a_commit_covers_to_the_next_one_w
     def away(_: object) -> None:
         raise StreamError("redis does not answer")
 
-    peers = cast(RlServices, SimpleNamespace(give_up=away))
+    peers = cast(RlServices, SimpleNamespace(release_covered=away))
     waiting.commits.on_durable = partial(waiting.give_up, peers)
     waiting.commit()
     with pytest.raises(StreamError):
         waiting.commits.collect()
     waiting.context.events.publish("draining", "agent")
-    waiting.commits.commit(jobs_of(waiting.context.config)[0], 2, COVERED, wait=True)
+    waiting.commits.save_checkpoint(jobs_of(waiting.context.config)[0], 2, COVERED, wait=True)
     assert "the next attempt acknowledges what the last commit covers: redis does not answer" in caplog.text
 
 

@@ -43,7 +43,7 @@ def evaluate(servers: Scripted, task: Task | None = None, own: Any = None, **wan
     """Of a set that asks the run's `task`, or one of its `own`."""
     task = task or Sums(None, 0)
     evaluation = Evaluation(task, InlineCalls(task), CHAT, servers, config(hard={"task": own, **wanted}))
-    return asyncio.run(evaluation.run(EvalRequest(id="e", weights=5, set="hard")))
+    return asyncio.run(evaluation.run(EvalRequest(id="e", policy_version=5, set="hard")))
 
 
 def test_a_set_is_sampled_as_it_says() -> None:
@@ -84,7 +84,7 @@ def test_a_correct_answer_is_one_of_enough_reward() -> None:
 
 def test_what_is_not_done_by_the_deadline_counts_as_wrong_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     result = evaluate(Scripted(FOUR, pause=60), seconds=0.2)
-    assert (result.prompts, result.failed, result.late, result.accuracy) == (2, 2, 2, 0.0)
+    assert (result.prompts, result.failed, result.timed_out, result.accuracy) == (2, 2, 2, 0.0)
     assert (result.version_min, result.version_max) == (-1, -1)
     assert TIMED_OUT in caplog.text
 
@@ -96,7 +96,7 @@ def test_what_was_done_before_the_deadline_counts() -> None:
             return await super().rollout(prompt, policy)
 
     result = evaluate(Scripted(FOUR), SlowForFive(None, 0), seconds=0.5)
-    assert (result.failed, result.late, result.accuracy) == (1, 1, 0.5)
+    assert (result.failed, result.timed_out, result.accuracy) == (1, 1, 0.5)
 
 
 def test_a_timeout_of_the_task_is_its_samples_failure_and_not_the_deadline() -> None:
@@ -105,7 +105,7 @@ def test_a_timeout_of_the_task_is_its_samples_failure_and_not_the_deadline() -> 
             raise TimeoutError("its own")
 
     result = evaluate(Scripted(FOUR), Impatient(None, 0))
-    assert (result.failed, result.late) == (2, 0)
+    assert (result.failed, result.timed_out) == (2, 0)
 
 
 def test_a_set_with_a_task_of_its_own_is_made_in_processes_that_end_with_the_evaluation() -> None:
@@ -118,7 +118,7 @@ def test_a_set_with_a_task_of_its_own_is_made_in_processes_that_end_with_the_eva
 def test_a_task_whose_processes_cannot_be_started_costs_its_samples_and_not_the_actor() -> None:
     Unloadable.loads = True  # in this process
     result = evaluate(Scripted(FOUR), own={"name": f"{__name__}:Unloadable"})
-    assert (result.prompts, result.failed, result.late, result.accuracy) == (2, 2, 0, 0.0)
+    assert (result.prompts, result.failed, result.timed_out, result.accuracy) == (2, 2, 0, 0.0)
 
 
 class Unloadable(Sums):
@@ -163,7 +163,7 @@ def test_how_far_an_evaluation_is_can_be_reported_while_it_goes_on() -> None:
 
     task = Looking(None, 0)
     evaluation = Evaluation(task, InlineCalls(task), CHAT, Scripted(FOUR), config(hard={}))
-    asyncio.run(evaluation.run(EvalRequest(id="e", weights=0, set="hard")))
+    asyncio.run(evaluation.run(EvalRequest(id="e", policy_version=0, set="hard")))
     assert seen == [
         ("evaluating hard: 0 of 2 prompts", {EVALUATED: 0.0, ASKED: 2.0}),
         ("evaluating hard: 1 of 2 prompts", {EVALUATED: 1.0, ASKED: 2.0}),

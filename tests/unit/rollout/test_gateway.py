@@ -166,7 +166,7 @@ def test_calls_of_tools_come_as_openai_has_them_and_their_answers_are_read(qwen:
     assert episode.branches == ()
     is_what_the_policy_saw_and_said(episode, policy)
     assert "<tool_response>\nrain\n</tool_response>" in qwen.decode(episode.tokens)
-    assert [message["role"] for message in episode.said] == ["assistant", "tool", "assistant"]
+    assert [message["role"] for message in episode.conversation] == ["assistant", "tool", "assistant"]
 
 
 def test_a_stream_says_the_same_as_a_whole_answer(qwen: ChatTokenizer) -> None:
@@ -370,7 +370,7 @@ def test_however_an_agent_branches_every_sampled_token_counts_once(steps: list[t
             ]
         policy.texts = ["ab" * (pick % 3) + str(step % 2)]
         policy.ends = move != 3
-        place = dialogue.after(history)
+        place = dialogue.match_prefix(history)
         text = policy.texts[0]
         reply = {"role": "assistant", "content": text}
         dialogue.add(place, policy.turn(place.tokens), text, reply)  # type: ignore[arg-type]

@@ -126,9 +126,13 @@ def test_a_turn_never_asks_for_more_tokens_than_the_model_has_room_for() -> None
 
 async def two_turns(self: Task, prompt: Prompt, policy: Policy) -> Episode:
     turn = await policy.sample(policy.prompt)
-    episode = Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens)).observe(policy.encode("2+2="))
+    episode = (
+        Episode.begin(policy.prompt)
+        .append_turn(turn, policy.decode(turn.tokens))
+        .append_observation(policy.encode("2+2="))
+    )
     turn = await policy.sample(episode.tokens)
-    return episode.act(turn, policy.decode(turn.tokens))
+    return episode.append_turn(turn, policy.decode(turn.tokens))
 
 
 def test_later_turns_are_asked_for_one_by_one() -> None:
@@ -150,7 +154,7 @@ async def prompt_only(self: Task, prompt: Prompt, policy: Policy) -> Episode:
 def observing(token: int) -> Callable[..., Any]:
     async def rollout(self: Task, prompt: Prompt, policy: Policy) -> Episode:
         turn = await policy.sample(policy.prompt)
-        return Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens)).observe([token])
+        return Episode.begin(policy.prompt).append_turn(turn, policy.decode(turn.tokens)).append_observation([token])
 
     return rollout
 
@@ -158,7 +162,7 @@ def observing(token: int) -> Callable[..., Any]:
 async def endless(self: Task, prompt: Prompt, policy: Policy) -> Episode:
     episode = Episode.begin(policy.prompt)
     while True:
-        episode = episode.act(await policy.sample(episode.tokens), "4")
+        episode = episode.append_turn(await policy.sample(episode.tokens), "4")
 
 
 async def timing_out(self: Task, prompt: Prompt, policy: Policy) -> Episode:
@@ -265,7 +269,7 @@ def test_a_failure_is_neither_kept_nor_abandoned(bad: int, samples: int, abandon
         if next(calls) < bad:
             raise ValueError("the tool is broken")
         turn = await policy.sample(policy.prompt)
-        return Episode.begin(policy.prompt).act(turn, "4")
+        return Episode.begin(policy.prompt).append_turn(turn, "4")
 
     calls = iter(range(6))
     group = build(a_task(rollout=rollout), extra_samples=2)
@@ -275,7 +279,7 @@ def test_a_failure_is_neither_kept_nor_abandoned(bad: int, samples: int, abandon
 def test_an_evaluation_begins_no_sample_more_than_it_says() -> None:
     servers = Answering()
     evaluation = Evaluation(a_task(), InlineCalls(a_task()), CHAT, servers, config(extra_samples=3))
-    asyncio.run(evaluation.run(EvalRequest(id="e", weights=5)))
+    asyncio.run(evaluation.run(EvalRequest(id="e", policy_version=5)))
     assert len(servers.asked) == 2
 
 
@@ -314,7 +318,7 @@ def test_the_order_of_prompts_is_the_ledgers() -> None:
 
 def evaluate(task: Task, servers: Answering) -> Any:
     evaluation = Evaluation(task, InlineCalls(task), CHAT, servers, config())
-    return asyncio.run(evaluation.run(EvalRequest(id="e", weights=5)))
+    return asyncio.run(evaluation.run(EvalRequest(id="e", policy_version=5)))
 
 
 def test_an_evaluation_is_greedy_and_over_all_held_out_prompts() -> None:
@@ -360,12 +364,12 @@ def test_what_was_lost_is_issued_again_but_not_what_waits_or_is_held() -> None:
 
 def test_outstanding_counts_what_is_issued_and_not_settled() -> None:
     issue = IssueQueue([4], first_new=10)
-    assert issue.outstanding(settled=6) == 3
+    assert issue.outstanding(done=6) == 3
     issue.take()
-    assert issue.outstanding(settled=6) == 4
+    assert issue.outstanding(done=6) == 4
     issue.again(9)
-    assert issue.outstanding(settled=6) == 3
-    assert issue.outstanding(settled=11) == 0
+    assert issue.outstanding(done=6) == 3
+    assert issue.outstanding(done=11) == 0
 
 
 def test_a_share_is_the_fraction_of_time_in_which_any_block_ran() -> None:
@@ -373,5 +377,5 @@ def test_a_share_is_the_fraction_of_time_in_which_any_block_ran() -> None:
     share = TimeFraction(now=lambda: next(times))
     with share, share:
         pass
-    assert share.take() == pytest.approx(0.4)
-    assert share.take() == 0.0
+    assert share.pop() == pytest.approx(0.4)
+    assert share.pop() == 0.0

@@ -31,7 +31,7 @@ async def with_a_tool(self: Task, prompt: Prompt, policy: Policy) -> Episode:
     await pass_time(40)
     turn = await policy.sample(policy.prompt)
     await pass_time(40)
-    return Episode.begin(policy.prompt).act(turn, policy.decode(turn.tokens))
+    return Episode.begin(policy.prompt).append_turn(turn, policy.decode(turn.tokens))
 
 
 def build(seconds: float, **methods: Any) -> Group:
@@ -73,7 +73,7 @@ def test_of_two_requests_at_once_the_longer_one_counts() -> None:
     own_time = PausableTimeout(10)
 
     async def asked(seconds: float, order: asyncio.Event | None, then: asyncio.Event | None) -> None:
-        with own_time.paused():
+        with own_time.pause():
             if order is not None:
                 await order.wait()
             await pass_time(seconds)
@@ -94,7 +94,7 @@ def test_what_is_left_after_a_request_is_what_was_left_before_it() -> None:
 
     async def work() -> None:
         await pass_time(6)
-        with own_time.paused():
+        with own_time.pause():
             await pass_time(HOUR)
         await pass_time(6)
 
@@ -106,7 +106,7 @@ def test_a_request_that_the_task_left_behind_ends_in_peace() -> None:
     own_time = PausableTimeout(10)
 
     async def left_behind() -> None:
-        with own_time.paused():
+        with own_time.pause():
             await asyncio.sleep(0)
 
     async def story() -> None:

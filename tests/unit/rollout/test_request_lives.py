@@ -35,10 +35,10 @@ def test_without_a_server_a_request_waits_until_there_is_one() -> None:
 
 @pytest.mark.parametrize("state", ["waiting for a server", "pausing after a failure", "waiting for the answer"])
 def test_a_cancelled_request_ends_at_once_wherever_it_is(state: str) -> None:
-    behaviour = {"pausing after a failure": with_status(500), "waiting for the answer": never_answers}
+    sampler_logprobs = {"pausing after a failure": with_status(500), "waiting for the answer": never_answers}
 
     async def story() -> None:
-        async with client_and(script := Script([behaviour.get(state, works)])) as client:
+        async with client_and(script := Script([sampler_logprobs.get(state, works)])) as client:
             if state == "waiting for a server":
                 client.update(script.endpoint, None)
             request = asyncio.create_task(ask(client))

@@ -15,7 +15,10 @@ def test_the_first_teller_wins_and_the_order_is_the_order_of_telling(tmp_path: P
     assert one.publish("draining", "agent.0", "SIGTERM")
     assert not other.publish("draining", "agent.1", "SIGUSR2")
     assert other.publish("failed", "actor.0", "died")
-    assert [(name, event.by) for name, event in one.told().items()] == [("draining", "agent.0"), ("failed", "actor.0")]
+    assert [(name, event.by) for name, event in one.read_all().items()] == [
+        ("draining", "agent.0"),
+        ("failed", "actor.0"),
+    ]
     assert sorted(path.name for path in (tmp_path / "attempts/7-0/events").iterdir()) == ["1.json", "2.json"]
 
 
@@ -24,7 +27,7 @@ def test_who_cannot_see_what_was_told_before_does_not_come_before_it() -> None:
     blind, seeing = Events(PATHS, View(disk, 1)), Events(PATHS, View(disk, 2))
     seeing.publish("draining", "agent.2")
     assert blind.publish("failed", "agent.1")
-    assert list(seeing.told()) == ["draining", "failed"]
+    assert list(seeing.read_all()) == ["draining", "failed"]
 
 
 def test_an_event_that_two_told_is_that_of_the_first_for_both() -> None:
@@ -34,7 +37,7 @@ def test_an_event_that_two_told_is_that_of_the_first_for_both() -> None:
     seeing.publish("draining", "agent.2")
     assert blind.publish("draining", "agent.1")
     clock.sleep(60.0)
-    assert [events.told()["draining"].by for events in (blind, seeing)] == ["agent.2", "agent.2"]
+    assert [events.read_all()["draining"].by for events in (blind, seeing)] == ["agent.2", "agent.2"]
 
 
 def test_what_is_known_is_not_read_again() -> None:
@@ -43,5 +46,5 @@ def test_what_is_known_is_not_read_again() -> None:
     events.publish("draining", "agent.2")
     reader = Events(PATHS, View(disk, 2))
     for _ in range(5):
-        assert reader.seen("draining") is not None
+        assert reader.get("draining") is not None
     assert disk.operations["read"] == 1

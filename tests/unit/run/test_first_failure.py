@@ -11,14 +11,14 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.utils import logs, shared_files
 
 
-def failure(cause: str, *last_lines: str, mend: str = "") -> FirstFailure:
+def failure(cause: str, *last_lines: str, hint: str = "") -> FirstFailure:
     return FirstFailure(
-        role="actor.0", rank=3, cause=cause, exit_code=None, time=1.0, log="a.log", last_lines=last_lines, mend=mend
+        role="actor.0", rank=3, cause=cause, exit_code=None, time=1.0, log="a.log", last_lines=last_lines, hint=hint
     )
 
 
 def test_one_line_names_role_rank_cause_last_word_and_mend() -> None:
-    line = failure("exited with code 1", "first", "ValueError: no task", " ", mend="fix the task").one_line()
+    line = failure("exited with code 1", "first", "ValueError: no task", " ", hint="fix the task").one_line()
     assert line == "actor.0 on rank 3: exited with code 1 (last line: ValueError: no task); fix the task"
 
 
@@ -39,7 +39,7 @@ def test_one_line_names_role_rank_cause_last_word_and_mend() -> None:
     ],
 )
 def test_every_failure_says_what_to_do(cause: str, last_line: str, advice: str) -> None:
-    assert advice in failure(cause, last_line).mend
+    assert advice in failure(cause, last_line).hint
 
 
 def test_a_failure_is_one_line_even_when_its_cause_is_not() -> None:

@@ -103,7 +103,7 @@ def test_a_job_that_was_ended_at_once_for_another_is_told_from_one_that_was_canc
     job = parse_job(record(state="COMPLETING", preempted=preempted_at, ended=ended_at))
     assert job is not None
     assert job.preempted is preempted
-    assert job.making_room is (preempted_at != "None")
+    assert job.preempt_pending is (preempted_at != "None")
 
 
 def test_a_name_cannot_pass_for_another_field() -> None:
@@ -226,7 +226,7 @@ def test_no_command_hears_of_a_job_around_it_or_of_a_user_s_defaults(
     for name in ("sbatch", "sinfo", "squeue", "scancel", "scontrol"):
         put(bin, name, f"env > {tmp_path}/{name}.env")
     slurm = SlurmCommands()
-    slurm.try_out(tmp_path / "job.sh")
+    slurm.test_only(tmp_path / "job.sh")
     slurm.cancel("12")
     slurm.requeue("12")
     assert slurm.partitions() == slurm.jobs_with("demo-1f3a") == []
@@ -276,12 +276,12 @@ def test_a_refusal_is_told_from_no_answer(bin: Path, tmp_path: Path) -> None:
     said = "sbatch: error: invalid partition specified: nope\\nallocation failure: Invalid partition name specified"
     put(bin, "sbatch", f"printf '{said}\\n' >&2; exit 1")
     refused = "invalid partition specified: nope; Invalid partition name specified"
-    assert SlurmCommands().try_out(tmp_path / "job.sh") == refused
+    assert SlurmCommands().test_only(tmp_path / "job.sh") == refused
     put(bin, "sbatch", "echo 'allocation failure: Socket timed out on send/recv operation' >&2; exit 1")
     with pytest.raises(SchedulerError, match="Socket timed out"):
-        SlurmCommands().try_out(tmp_path / "job.sh")
+        SlurmCommands().test_only(tmp_path / "job.sh")
     put(bin, "sbatch", "echo 'sbatch: Job 12 to start at 2026-01-01T00:00:00' >&2; exit 0")
-    assert SlurmCommands().try_out(tmp_path / "job.sh") == ""
+    assert SlurmCommands().test_only(tmp_path / "job.sh") == ""
 
 
 def test_accounts_are_those_of_this_user_each_once(bin: Path) -> None:

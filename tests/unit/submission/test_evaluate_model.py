@@ -124,9 +124,9 @@ def test_a_run_of_sft_alone_is_asked_what_is_named(tmp_path: Path) -> None:
 
 def test_its_plan_has_servers_and_an_actor_and_no_trainer(run: FakeRun) -> None:
     plan = make_plan(composed([f"run={run.root}", "resources=four_nodes"]))
-    assert [seat.name for seat in plan.seats] == ["inference.0", "inference.1 + actor.0"]
+    assert [seat.name for seat in plan.bundles] == ["inference.0", "inference.1 + actor.0"]
     shared = composed([f"run={run.root}", "resources=one_gpu"])
-    assert [seat.name for seat in make_plan(shared).seats] == ["inference.0 + actor.0"]
+    assert [seat.name for seat in make_plan(shared).bundles] == ["inference.0 + actor.0"]
 
 
 def test_its_servers_load_the_model_from_disk(run: FakeRun) -> None:

@@ -135,8 +135,10 @@ def test_a_judge_that_is_not_there_is_warned_of(options: dict[str, str], said: s
 def test_more_processes_than_cores_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cores = len(os.sched_getaffinity(0))
     model = {"path": "tiny_qwen3", "init": "random"}
-    crowded = make_config(model=model, resources={"trainer": {"processes": 4 * cores}}, task={"name": "arithmetic"})
-    (said,) = warnings_of(crowded)
+    is_near_budget = make_config(
+        model=model, resources={"trainer": {"processes": 4 * cores}}, task={"name": "arithmetic"}
+    )
+    (said,) = warnings_of(is_near_budget)
     assert said.startswith(f"this machine has {cores} cores for {4 * cores + 1} threads of trainers and servers")
     workers = make_config(model=model, task={"name": "arithmetic", "processes": 9 * cores})
     (said,) = warnings_of(workers)

@@ -64,7 +64,7 @@ def test_jobs_below_a_path_of_any_letters_are_a_run_with_trainers_only(
     assert [train_files.main([str(path), output, "resources.trainer.nodes=3"]) for path in (file, folder)] == [0, 0]
     told = [(config.training.jobs, config.name, config.training.steps) for config, _ in started]
     assert told == [(str(file), "step-7-lr-2", 0), (str(folder), "lr-1-it-s-x-", 0)]
-    assert [seat.name for seat in started[0][1].seats] == ["trainer.0", "trainer.1", "trainer.2"]
+    assert [seat.name for seat in started[0][1].bundles] == ["trainer.0", "trainer.1", "trainer.2"]
     assert f"lr-1-it-s-x-  the jobs of {folder}\n" in capsys.readouterr().out
 
 

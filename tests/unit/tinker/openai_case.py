@@ -118,7 +118,7 @@ async def _stream(request: web.Request, body: dict[str, Any], texts: tuple[str, 
 def with_script(tmp_path: Path, play: Callable[[Client, Script], Awaitable[None]]) -> None:
     async def run(client: Client) -> None:
         script = Script()
-        client.sampling.use(ServerFacts((await script.start(),), PASSWORD))
+        client.sampling.set_servers(ServerFacts((await script.start(),), PASSWORD))
         try:
             await play(client, script)
         finally:

@@ -96,7 +96,7 @@ def with_servers(
         limits = Limits(LONGEST, sequences)
         sampling = SampleQueue(kept, tmp_path / "weights", limits, MOST_ADAPTERS, UsageMeter(kept))
         await sampling.start()
-        sampling.use(ServerFacts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
+        sampling.set_servers(ServerFacts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
         try:
             await play(sampling, scripts)
         finally:

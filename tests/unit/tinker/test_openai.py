@@ -105,7 +105,7 @@ def test_errors_of_servers_are_told_and_their_trouble_is_not_tried_for_ever(
         assert (await ask(client, {"model": path, "messages": MESSAGES}))[0] == 502
         assert len(script.answers) == 1
         monkeypatch.setattr(forwarding, "HOLD_SECONDS", 0.1)
-        client.sampling.use(None)
+        client.sampling.set_servers(None)
         async with client.http.post(CHAT, json={"model": "tiny", "messages": MESSAGES}, headers=ADA) as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
 

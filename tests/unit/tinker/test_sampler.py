@@ -111,7 +111,7 @@ def test_a_server_that_is_lost_does_not_draw_the_requests_of_those_that_are_busy
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         free = hold_port()
         lost, sound = f"127.0.0.1:{free.getsockname()[1]}", sampling._servers[0]
-        sampling.use(ServerFacts((lost, sound.endpoint), PASSWORD))
+        sampling.set_servers(ServerFacts((lost, sound.endpoint), PASSWORD))
         sampling._servers[1].running = 1  # the lost one, which fails at once, is always the least loaded
         asked = 0
 
@@ -188,7 +188,7 @@ def test_no_more_samples_wait_than_there_is_room_for(tmp_path: Path, monkeypatch
 
 def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> None:
     async def accept(sampling: SampleQueue, scripts: list[Script]) -> None:
-        sampling.use(None)
+        sampling.set_servers(None)
         given = {"prompt": PROMPT, "num_samples": 1}
         await sampling.accept("s:sample:0:0", SAMPLER, "", 0, given)
         assert not scripts[0].asked
@@ -202,7 +202,7 @@ def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> No
 
 def test_a_sample_that_its_client_gives_up_is_stopped_and_forgotten(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
-        sampling.use(None)
+        sampling.set_servers(None)
         id = await sampling.accept("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
         waiting = asyncio.create_task(sampling.result(id))
         await asyncio.sleep(0)
@@ -259,7 +259,7 @@ def test_greedy_samples_are_drawn_once_and_told_as_often_as_asked(tmp_path: Path
 def test_a_sample_that_servers_die_of_fails_and_takes_no_other_with_it(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         async with a_mortal_server() as server:
-            sampling.use(ServerFacts((server.endpoint,), PASSWORD))
+            sampling.set_servers(ServerFacts((server.endpoint,), PASSWORD))
             prompts = [{"chunks": [{"type": "encoded_text", "tokens": [1, token]}]} for token in (4, 5, 6, POISON)]
             asked = (sample(sampling, number, prompt=prompt) for number, prompt in enumerate(prompts))
             *sound, last = await asyncio.wait_for(asyncio.gather(*asked), 30)
@@ -281,14 +281,14 @@ def test_servers_that_end_with_their_attempt_one_after_another_fail_no_sample(
             ending = [
                 await stack.enter_async_context(a_mortal_server(60.0, "earlier")) for _ in range(MAX_SERVER_CRASHES)
             ]
-            sampling.use(ServerFacts(tuple(each.endpoint for each in ending), "earlier"))
+            sampling.set_servers(ServerFacts(tuple(each.endpoint for each in ending), "earlier"))
             asked = asyncio.create_task(sample(sampling))
             assert POISON in PROMPT["chunks"][0]["tokens"]  # type: ignore[operator]
             while sum(each.deaths for each in ending) < MAX_SERVER_CRASHES:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
             assert not asked.done()
-            sampling.use(ServerFacts((sound,), PASSWORD))
+            sampling.set_servers(ServerFacts((sound,), PASSWORD))
             assert isinstance(await asyncio.wait_for(asked, 20), bytes)
 
     with_servers(tmp_path, play)

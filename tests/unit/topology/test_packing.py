@@ -149,11 +149,11 @@ GROUPS = {
 def test_a_shipped_group_composes_and_fills_its_gpus(group: str, cluster: str) -> None:
     config = compose_config(["experiment=demo", f"cluster={cluster}", f"resources={group}"])
     plan = make_plan(config)
-    slots = [slot for seat in plan.seats for slot in seat.slots]
+    slots = [slot for seat in plan.bundles for slot in seat.roles]
     training = sum(slot.gpus for slot in slots if slot.role == "trainer")
     servers = [slot for slot in slots if slot.role == "inference"]
     assert (sum(slot.gpus for slot in slots), training, len(servers)) == GROUPS[group]
-    assert {seat.gpus for seat in plan.seats} == {config.resources.gpus_per_node}
+    assert {seat.gpus for seat in plan.bundles} == {config.resources.gpus_per_node}
     assigned(plan, cards_for(plan, gpus=config.resources.gpus_per_node))
 
 
@@ -211,12 +211,12 @@ def test_every_role_gets_its_gpus_once_and_no_node_has_more_than_it_holds(
             make_plan(config)
         return
     plan = make_plan(config)
-    slots = [slot for seat in plan.seats for slot in seat.slots]
+    slots = [slot for seat in plan.bundles for slot in seat.roles]
     assert sorted(slot.name for slot in slots if slot.gpus) == sorted(
         [*(f"trainer.{index}" for index in range(nodes)), *(f"inference.{index}" for index in range(servers))]
     )
-    assert all(seat.gpus <= size for seat in plan.seats)
-    assert all(sum(slot.role == "trainer" for slot in seat.slots) <= 1 for seat in plan.seats)
+    assert all(seat.gpus <= size for seat in plan.bundles)
+    assert all(sum(slot.role == "trainer" for slot in seat.roles) <= 1 for seat in plan.bundles)
     world = assigned(plan, cards_for(plan, gpus=size))
     for rank in range(plan.ranks):
         dealt = [gpu for place in world.of_rank(rank) for gpu in place.gpus]

@@ -25,13 +25,13 @@ def assigned(plan: Plan, cards: list[NodeInfo]) -> World:
 
 
 def roles(plan: Plan) -> list[str]:
-    return [seat.name for seat in plan.seats]
+    return [seat.name for seat in plan.bundles]
 
 
 def test_every_kind_of_role_has_nodes_of_its_own_by_default():
     plan = plan_of(inference={"nodes": 2})
     assert roles(plan) == ["redis.0 + preprocessor.0 + actor.0", "trainer.0", "inference.0", "inference.1"]
-    assert (plan.ranks, plan.spares, plan.ports_per_rank) == (4, 0, 2)
+    assert (plan.ranks, plan.spare_nodes, plan.ports_per_rank) == (4, 0, 2)
 
 
 def test_without_steps_of_rl_the_trainer_is_the_only_role():
@@ -39,7 +39,7 @@ def test_without_steps_of_rl_the_trainer_is_the_only_role():
     resources = {"trainer": {"nodes": 2}, "inference": {"nodes": 2}, "spares": 1}
     plan = make_plan(make_config(training=training, resources=resources))
     assert roles(plan) == ["trainer.0", "trainer.1"]
-    assert (plan.ranks, plan.spares, plan.ports_per_rank) == (3, 1, 1)
+    assert (plan.ranks, plan.spare_nodes, plan.ports_per_rank) == (3, 1, 1)
     with pytest.raises(PlanError, match=r"at least 3 \(trainer 2 \+ spares 1\): 1 missing"):
         make_plan(make_config(training=training, resources={**resources, "nodes": 2}))
 
@@ -49,8 +49,8 @@ def test_file_streams_need_no_redis():
 
 
 def test_only_the_first_trainer_holds_the_ports_of_torchrun_and_of_the_weight_store():
-    seats = plan_of(trainer={"nodes": 3, "processes": 8, "gpus": 1}).seats
-    assert [(seat.ports, seat.gpus) for seat in seats if seat.slots[0].role == "trainer"] == [(2, 8), (0, 8), (0, 8)]
+    seats = plan_of(trainer={"nodes": 3, "processes": 8, "gpus": 1}).bundles
+    assert [(seat.ports, seat.gpus) for seat in seats if seat.roles[0].role == "trainer"] == [(2, 8), (0, 8), (0, 8)]
 
 
 def test_servers_of_one_node_are_numbered_over_all_nodes():
@@ -72,8 +72,8 @@ def test_services_without_a_node_go_where_fewer_threads_work(trainer_threads, ex
 
 
 def test_spares_and_explicit_nodes_add_ranks_without_seats():
-    assert plan_of(spares=2).spares == 2
-    assert plan_of(spares=1, nodes=6).spares == 3
+    assert plan_of(spares=2).spare_nodes == 2
+    assert plan_of(spares=1, nodes=6).spare_nodes == 3
 
 
 def test_too_few_nodes_are_refused_with_what_is_missing():
@@ -148,7 +148,7 @@ def test_whenever_some_assignment_exists_one_is_found(needs, haves):
     ranks = max(len(needs), len(haves))
     plan = Plan(
         ranks=ranks,
-        seats=tuple(NodeBundle(slots=(RoleProcess(role="trainer", index=i, gpus=g),)) for i, g in enumerate(needs)),
+        bundles=tuple(NodeBundle(roles=(RoleProcess(role="trainer", index=i, gpus=g),)) for i, g in enumerate(needs)),
     )
     cards = [replace(card, gpus=tuple(range(gpus))) for card, gpus in zip(make_cards(len(haves)), haves, strict=True)]
     exists = any(

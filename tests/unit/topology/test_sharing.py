@@ -65,7 +65,7 @@ SHARED: list[tuple[str, RunConfig, Table]] = [
 @pytest.mark.parametrize(("config", "table"), [case[1:] for case in SHARED], ids=[case[0] for case in SHARED])
 def test_servers_share_gpus_where_they_are_told_to(config: RunConfig, table: Table) -> None:
     plan = make_plan(config)
-    gpus = max(seat.gpus for seat in plan.seats)
+    gpus = max(seat.gpus for seat in plan.bundles)
     assert shares(assigned(plan, cards_for(plan, gpus)), plan.ranks) == table
 
 

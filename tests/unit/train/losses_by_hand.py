@@ -33,7 +33,7 @@ class Token:
     logprob: float
     frozen: float
     proximal: float
-    behaviour: float
+    sampler_logprobs: float
     reference: float
     advantage: float
     entropy: float
@@ -74,7 +74,7 @@ def cispo(row: Row) -> list[float]:
 
 
 def dro(row: Row) -> list[float]:
-    return [-(t.advantage * t.logprob - BETA / 2 * (t.logprob - t.behaviour) ** 2) for t in row]
+    return [-(t.advantage * t.logprob - BETA / 2 * (t.logprob - t.sampler_logprobs) ** 2) for t in row]
 
 
 FORMULAS: dict[str, Callable[[Row], list[float]]] = {
@@ -92,7 +92,7 @@ FORMULAS: dict[str, Callable[[Row], list[float]]] = {
 
 
 def correction(token: Token, config: LossConfig) -> float:
-    w = math.exp(token.proximal - token.behaviour)
+    w = math.exp(token.proximal - token.sampler_logprobs)
     if config.correction == "truncate":
         return min(w, config.correction_cap)
     if config.correction == "mask":
@@ -136,7 +136,7 @@ def tokens(seed: int = 0, **changed: torch.Tensor | None) -> LossTokens:
         logprobs_N=(normal() - 2).requires_grad_(),
         weights_N=normal().abs(),
         advantages_N=normal(),
-        behaviour_N=normal() * 0.5 - 2,
+        sampler_logprobs_N=normal() * 0.5 - 2,
         rows_N=torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS)),
         rows=3,
         reference_N=normal() * 0.5 - 2,
@@ -156,8 +156,8 @@ def rows_by_hand(t: LossTokens) -> list[Row]:
     """The same tokens as plain numbers."""
     assert t.reference_N is not None
     assert t.entropy_N is not None
-    proximal_N = t.behaviour_N if t.proximal_N is None else t.proximal_N
-    columns = [t.logprobs_N, t.logprobs_N, proximal_N, t.behaviour_N, t.reference_N, t.advantages_N, t.entropy_N]
+    proximal_N = t.sampler_logprobs_N if t.proximal_N is None else t.proximal_N
+    columns = [t.logprobs_N, t.logprobs_N, proximal_N, t.sampler_logprobs_N, t.reference_N, t.advantages_N, t.entropy_N]
     flat = [Token(*numbers) for numbers in zip(*(c.tolist() for c in [*columns, t.weights_N]), strict=True)]
     return [[token for token, row in zip(flat, t.rows_N.tolist(), strict=True) if row == r] for r in range(t.rows)]
 
@@ -166,7 +166,7 @@ def rows_of(whole: LossTokens, rows: list[int]) -> LossTokens:
     """The tokens of some rows, renumbered as their own micro-batch would number them."""
     chosen = torch.isin(whole.rows_N, torch.tensor(rows))
     number = {row: index for index, row in enumerate(rows)}
-    fields = ("logprobs_N", "weights_N", "advantages_N", "behaviour_N", "reference_N", "entropy_N", "proximal_N")
+    fields = ("logprobs_N", "weights_N", "advantages_N", "sampler_logprobs_N", "reference_N", "entropy_N", "proximal_N")
     flat = {field: getattr(whole, field)[chosen] for field in fields}
     renumbered = torch.tensor([number[row] for row in whole.rows_N[chosen].tolist()], dtype=torch.int64)
     return LossTokens(rows_N=renumbered, rows=max(1, len(rows)), **flat)

@@ -34,7 +34,7 @@ def numbers(batches: list[Batch]) -> list[list[int]]:
 
 @given(all_lengths, all_sizes)
 def test_a_model_takes_every_row_once_and_replicas_take_the_same(lengths: list[int], sizes: set[int]) -> None:
-    cut = ShardedBatch.cut(batch_of(lengths), sizes, BUDGET)
+    cut = ShardedBatch.shard(batch_of(lengths), sizes, BUDGET)
     for size in sizes:
         given_to = [numbers(data) for data in cut.data(size, RANKS) if isinstance(data, list)]
         replicas = RANKS // size
@@ -47,15 +47,15 @@ def test_a_model_takes_every_row_once_and_replicas_take_the_same(lengths: list[i
 def test_what_is_spared_is_what_rows_of_one_micro_batch_share() -> None:
     row = TrainSequence(np.arange(8, dtype=np.int32), np.array([0] * 4 + [1] * 4, np.uint8))
     batch = Batch.of([row] * 4)
-    assert ShardedBatch.cut(batch, [1], BUDGET).spared == 24
-    assert ShardedBatch.cut(batch, [1], Budget(16)).spared == 16
-    assert ShardedBatch.cut(batch, [1], replace(BUDGET, shared=False)).spared == 0
-    assert ShardedBatch.cut(batch, [1], replace(BUDGET, packed=False)).spared == 0
+    assert ShardedBatch.shard(batch, [1], BUDGET).saved_tokens == 24
+    assert ShardedBatch.shard(batch, [1], Budget(16)).saved_tokens == 16
+    assert ShardedBatch.shard(batch, [1], replace(BUDGET, shared=False)).saved_tokens == 0
+    assert ShardedBatch.shard(batch, [1], replace(BUDGET, packed=False)).saved_tokens == 0
 
 
 @given(all_lengths, all_sizes)
 def test_answers_of_all_places_are_in_the_order_of_the_rows(lengths: list[int], sizes: set[int]) -> None:
-    cut = ShardedBatch.cut(batch_of(lengths), sizes, BUDGET)
+    cut = ShardedBatch.shard(batch_of(lengths), sizes, BUDGET)
     for size in sizes:
         places = [numbers(data) for data in cut.data(size, RANKS) if isinstance(data, list)][:: RANKS // size]
         answers = [[np.float32([row]) for one in bins for row in one] for bins in places]
@@ -66,8 +66,8 @@ def test_answers_of_all_places_are_in_the_order_of_the_rows(lengths: list[int], 
 def test_a_rank_keeps_the_micro_batches_that_its_handles_name(lengths: list[int], sizes: set[int]) -> None:
     batch = batch_of(lengths)
     staged, travelling = (
-        ShardedBatch.cut(batch, sizes, BUDGET, number=3, index=1),
-        ShardedBatch.cut(batch, sizes, BUDGET),
+        ShardedBatch.shard(batch, sizes, BUDGET, number=3, index=1),
+        ShardedBatch.shard(batch, sizes, BUDGET),
     )
     for rank in range(RANKS):
         kept = staged.on_rank(rank, RANKS)
@@ -80,14 +80,14 @@ def test_a_rank_keeps_the_micro_batches_that_its_handles_name(lengths: list[int]
 
 @given(all_lengths, all_sizes)
 def test_values_go_where_their_rows_are(lengths: list[int], sizes: set[int]) -> None:
-    cut = ShardedBatch.cut(batch_of(lengths), sizes, BUDGET)
+    cut = ShardedBatch.shard(batch_of(lengths), sizes, BUDGET)
     for rank in range(RANKS):
         rows, values = cut.on_rank(rank, RANKS), cut.on_rank(rank, RANKS, list(range(len(lengths))))
         assert {share: numbers(batches) for share, batches in rows.items()} == values
 
 
 def test_only_what_some_model_takes_is_kept_on_a_rank() -> None:
-    cut = ShardedBatch.cut(batch_of([5] * 8), {4, 2}, BUDGET)
+    cut = ShardedBatch.shard(batch_of([5] * 8), {4, 2}, BUDGET)
     assert [sorted(cut.on_rank(rank, RANKS)) for rank in range(RANKS)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
@@ -102,8 +102,8 @@ def test_a_token_that_the_model_does_not_know_is_named_by_its_row(token: int) ->
 
 def test_values_that_do_not_fit_their_rows_are_refused_by_name() -> None:
     batches = [
-        ShardedBatch.cut(batch_of([2, 3]), {1}, BUDGET, 0, 0),
-        ShardedBatch.cut(batch_of([4]), {1}, BUDGET, 0, 1),
+        ShardedBatch.shard(batch_of([2, 3]), {1}, BUDGET, 0, 0),
+        ShardedBatch.shard(batch_of([4]), {1}, BUDGET, 0, 1),
     ]
     good = [[np.zeros(2, np.float32), np.zeros(3, np.float32)], [np.zeros(4, np.float32)]]
     assert [len(each) for each in checked_values(batches, "returns", good)] == [2, 1]
@@ -119,5 +119,5 @@ def test_values_that_do_not_fit_their_rows_are_refused_by_name() -> None:
 
 
 def test_what_is_not_counted_may_be_anything() -> None:
-    cut = ShardedBatch.cut(batch_of([3]), {1}, BUDGET)
+    cut = ShardedBatch.shard(batch_of([3]), {1}, BUDGET)
     checked_values([cut], "advantages", [[np.float32([np.nan, 1, 2])]])

@@ -41,7 +41,7 @@ class Ranks:
     def forward(self, name: str, batch: Batch) -> None:
         self.asked.append(f"ask {name}")
 
-    def pass_through(self, name: str, function: Callable[..., object], *_: object, **__: object) -> None:
+    def run_on_ranks(self, name: str, function: Callable[..., object], *_: object, **__: object) -> None:
         self.asked.append(f"{function.__name__} {name}")
 
     def init_model(self, name: str, spec: object) -> None:

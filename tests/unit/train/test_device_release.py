@@ -20,7 +20,7 @@ class Ranks:
         self.models = {"policy": object()}
         self._sites = [SimpleNamespace(rank=rank, device=device, workers={}, saver=AsyncSaver()) for rank in range(2)]
 
-    def on_sites(self, function: Callable[..., Any]) -> list[Any]:
+    def run_on_all_models(self, function: Callable[..., Any]) -> list[Any]:
         return [function(site) for site in self._sites]
 
     def memory(self) -> list[dict[str, Any]]:

@@ -32,15 +32,15 @@ def test_a_loss_is_what_its_row_of_the_page_says(name: str) -> None:
     loss = chosen(name)
     functions = table(r"^\| ([a-z ]+) \| −.* \| `policy\.(\w+)` \|$")
     functions |= table(r"^\| (clipped surrogate of the sequence) \| .* \| `policy\.(\w+)` \|$")
-    formula, advantage, normalise, rest = table(r"^\| `(\w+)` \| ([a-z ]+) \| `(\w+)` \| `(\w+)` \| (.*?) \| ")[name]
-    assert (loss.name, loss.advantage, loss.normalise) == (name, advantage, normalise)
+    formula, advantage, normalize, rest = table(r"^\| `(\w+)` \| ([a-z ]+) \| `(\w+)` \| `(\w+)` \| (.*?) \| ")[name]
+    assert (loss.name, loss.advantage, loss.normalize) == (name, advantage, normalize)
     assert functions[formula] == (POLICY_LOSSES[name].__name__,)
     for key, value in re.findall(r"`(ratio_cap|clip_high|beta)` ([\d.]+)", rest):
         assert getattr(loss, key) == float(value)
     if "clips 0.2" in rest:
         assert (loss.clip_low, loss.clip_high) == (0.2, 0.2)
     recomputed = "`proximal` recompute, `correction` truncate" in rest
-    assert (loss.proximal, loss.correction) == (("recompute", "truncate") if recomputed else ("behaviour", "none"))
+    assert (loss.proximal, loss.correction) == (("recompute", "truncate") if recomputed else ("sampler", "none"))
     assert (loss.kl > 0) == ("`kl` 0.01" in rest)
 
 
@@ -66,7 +66,7 @@ def gradient(loss: LossConfig, rounding: float, length: int) -> tuple[Tensor, fl
         logprobs_N=logprobs,
         weights_N=torch.full_like(own, 1 / len(rows)),
         advantages_N=torch.randn(ROWS, generator=draw, dtype=torch.float64)[rows],
-        behaviour_N=own + rounding * torch.randn(len(rows), generator=draw, dtype=torch.float64),
+        sampler_logprobs_N=own + rounding * torch.randn(len(rows), generator=draw, dtype=torch.float64),
         rows_N=rows,
         rows=ROWS,
         proximal_N=own if loss.proximal == "recompute" else None,

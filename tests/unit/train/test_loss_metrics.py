@@ -98,7 +98,7 @@ def test_ratios_and_their_clips_are_counted_on_either_side() -> None:
 def test_the_mismatch_is_that_of_the_trainer_and_the_sampler_not_of_the_ratio() -> None:
     t = tokens()
     assert t.proximal_N is not None
-    log_w = t.proximal_N - t.behaviour_N
+    log_w = t.proximal_N - t.sampler_logprobs_N
     found = measured([t], LossConfig(name="grpo", correction="truncate", correction_cap=1.5))
     assert found["mismatch"] == pytest.approx(log_w.abs().mean().item())
     assert found["mismatch_max"] == pytest.approx(log_w.abs().max().item())

@@ -79,7 +79,7 @@ def test_a_loss_reads_the_keys_that_the_table_says(name: str, changed: dict[str,
 def test_without_a_proximal_policy_the_ratio_is_over_the_one_that_sampled(name: str) -> None:
     config = LossConfig.model_validate({"name": name, **BOUNDS})
     t = tokens()
-    same = replace(t, proximal_N=t.behaviour_N)
+    same = replace(t, proximal_N=t.sampler_logprobs_N)
     assert total(replace(t, proximal_N=None), config)[0].item() == total(same, config)[0].item()
     assert total(t, config)[0].item() != total(same, config)[0].item() or name == "dro"
 
@@ -89,7 +89,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str) -> None:
     plain = tokens()
     of_rows = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)[plain.rows_N]
     here = plain.logprobs_N.detach()
-    t = replace(plain, behaviour_N=here, proximal_N=here, weights_N=of_rows, advantages_N=of_rows - 1)
+    t = replace(plain, sampler_logprobs_N=here, proximal_N=here, weights_N=of_rows, advantages_N=of_rows - 1)
     assert gradient(t, LossConfig(name=name)) == pytest.approx((-of_rows * (of_rows - 1)).tolist())
 
 
@@ -123,7 +123,7 @@ def test_rloo_weighs_all_tokens_of_a_row_alike() -> None:
 
 
 def test_dro_pulls_no_more_where_the_penalty_balances_the_advantage() -> None:
-    t = tokens(advantages_N=all_at(0.6), behaviour_N=all_at(-3), logprobs_N=all_at(-1).requires_grad_())
+    t = tokens(advantages_N=all_at(0.6), sampler_logprobs_N=all_at(-3), logprobs_N=all_at(-1).requires_grad_())
     assert gradient(t, LossConfig(name="dro", beta=0.3)) == pytest.approx([0.0] * N)
 
 
@@ -131,14 +131,14 @@ def test_dro_pulls_no_more_where_the_penalty_balances_the_advantage() -> None:
 @pytest.mark.parametrize("distance", [200.0, -200.0])
 def test_a_policy_far_off_makes_nothing_infinite(name: str, distance: float) -> None:
     t = tokens(proximal_N=all_at(-2 - distance).float(), advantages_N=all_at(0).float())
-    t = replace(t, logprobs_N=t.logprobs_N.detach().float().requires_grad_(), behaviour_N=all_at(-2).float())
+    t = replace(t, logprobs_N=t.logprobs_N.detach().float().requires_grad_(), sampler_logprobs_N=all_at(-2).float())
     loss, sums = total(replace(t, reference_N=None), LossConfig(name=name, correction="truncate"))
     assert loss.isfinite()
     assert all(value.isfinite() for value in sums.values())
 
 
 def test_masked_tokens_keep_their_kl_and_lose_their_policy_term() -> None:
-    t = tokens(proximal_N=all_at(-2), behaviour_N=all_at(-4))  # e², above the cap of every token
+    t = tokens(proximal_N=all_at(-2), sampler_logprobs_N=all_at(-4))  # e², above the cap of every token
     config = LossConfig(name="grpo", correction="mask", correction_cap=2.0)
     loss, sums = total(t, config)
     assert loss.item() == 0
@@ -179,7 +179,9 @@ def test_k3_and_its_gradient_stay_finite_and_are_the_oracles(difference: float) 
 def test_a_reference_far_off_makes_no_loss_and_no_gradient_infinite() -> None:
     t = tokens()
     far = replace(t, logprobs_N=all_at(-200).float().requires_grad_(), reference_N=all_at(0).float())
-    far = replace(far, **{name: getattr(t, name).float() for name in ("weights_N", "advantages_N", "behaviour_N")})
+    far = replace(
+        far, **{name: getattr(t, name).float() for name in ("weights_N", "advantages_N", "sampler_logprobs_N")}
+    )
     loss, sums = total(replace(far, proximal_N=far.logprobs_N.detach()), LossConfig(name="grpo", kl=0.1))
     (slopes,) = torch.autograd.grad(loss, far.logprobs_N)
     assert loss.isfinite()

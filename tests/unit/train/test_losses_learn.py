@@ -38,7 +38,7 @@ def advantages_of(rewards_R: Tensor, loss: LossConfig) -> Tensor:
 def weights_of(loss: LossConfig) -> float:
     """That of each token: all rows are alike, so all tokens weigh the same."""
     row = TrainSequence(np.zeros(LENGTH + 1, np.int32), np.array([0] + [1] * LENGTH, np.uint8))
-    return Batch.of([row] * (PROMPTS * SAMPLES), loss.normalise, max_length=2 * LENGTH).weights[0]
+    return Batch.of([row] * (PROMPTS * SAMPLES), loss.normalize, max_length=2 * LENGTH).weights[0]
 
 
 def learned(loss: LossConfig) -> float:
@@ -49,16 +49,16 @@ def learned(loss: LossConfig) -> float:
     for _ in range(STEPS):
         with torch.no_grad():
             answers_RT = torch.multinomial(logits_TV.softmax(-1), PROMPTS * SAMPLES, replacement=True).T
-            behaviour_N = logprobs_of(logits_TV, answers_RT)
+            sampler_logprobs_N = logprobs_of(logits_TV, answers_RT)
         samples = LossTokens(
-            logprobs_N=behaviour_N,
-            weights_N=torch.full_like(behaviour_N, weights_of(loss)),
+            logprobs_N=sampler_logprobs_N,
+            weights_N=torch.full_like(sampler_logprobs_N, weights_of(loss)),
             advantages_N=advantages_of(reward_of(answers_RT), loss).repeat_interleave(LENGTH),
-            behaviour_N=behaviour_N,
+            sampler_logprobs_N=sampler_logprobs_N,
             rows_N=torch.arange(len(answers_RT)).repeat_interleave(LENGTH),
             rows=len(answers_RT),
-            reference_N=behaviour_N,
-            proximal_N=behaviour_N,
+            reference_N=sampler_logprobs_N,
+            proximal_N=sampler_logprobs_N,
         )
         for _ in range(2):
             train(adam, replace(samples, logprobs_N=logprobs_of(logits_TV, answers_RT)), loss)

@@ -26,7 +26,7 @@ def make_rows(of_tokens: bool = False, **changed: Any) -> list[TrainSequence]:
             "tokens": draw.integers(0, VOCABULARY, length).astype(np.int32),
             "mask": mask,
             "advantages": numbers[0] if of_tokens else float(numbers[0, 0]),
-            "behaviour": numbers[1],
+            "sampler_logprobs": numbers[1],
             "prompt": prompt,
         }
         rows.append(TrainSequence(**(values | changed)))
@@ -63,7 +63,7 @@ def test_rows_come_back_as_they_were_written(of_tokens: bool, tmp_path: Path) ->
             np.testing.assert_array_equal(read.mask, written.mask)
             np.testing.assert_array_equal(read.advantages, np.float32(written.advantages))
             assert isinstance(read.advantages, float) != of_tokens
-            np.testing.assert_array_equal(read.behaviour, written.behaviour)
+            np.testing.assert_array_equal(read.sampler_logprobs, written.sampler_logprobs)
             assert (read.prompt, read.reference, read.values) == (written.prompt, None, None)
         del read
 
@@ -139,7 +139,7 @@ def test_an_error_in_the_block_is_the_one_that_is_raised(folder: Path) -> None:
     ("column", "value", "said"),
     [
         ("advantages", float("nan"), "row 0: advantages holds a value that is not finite"),
-        ("behaviour", np.full(2, np.nan, np.float32), "row 0: behaviour has shape"),
+        ("sampler_logprobs", np.full(2, np.nan, np.float32), "row 0: sampler_logprobs has shape"),
         ("mask", np.ones(3, np.uint8), "row 0: the mask needs 3 entries, the first of them 0"),
     ],
 )
@@ -152,7 +152,7 @@ def test_rows_that_cannot_be_trained_are_not_written(column: str, value: Any, sa
 def test_a_column_of_some_rows_only_is_not_written(tmp_path: Path) -> None:
     rows = make_rows()
     rows[3] = TrainSequence(rows[3].tokens, rows[3].mask)
-    with pytest.raises(TrainingError, match="row 3 has no behaviour, others do"):
+    with pytest.raises(TrainingError, match="row 3 has no sampler_logprobs, others do"):
         write_packed(tmp_path / "data", rows, VOCABULARY)
 
 
@@ -182,8 +182,8 @@ def test_a_file_that_is_gone_is_named(folder: Path) -> None:
 
 
 def test_a_changed_byte_is_noticed(folder: Path) -> None:
-    damage(folder, "behaviour.bin", 5, b"\x55")
-    with pytest.raises(TrainingError, match=r"behaviour\.bin has not the content that its manifest says"):
+    damage(folder, "sampler_logprobs.bin", 5, b"\x55")
+    with pytest.raises(TrainingError, match=r"sampler_logprobs\.bin has not the content that its manifest says"):
         PackedRows(folder)
 
 

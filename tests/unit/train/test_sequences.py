@@ -16,7 +16,7 @@ ROWS = [row(1, prompt=7), row(3, prompt=7), row(4, prompt=8), row(0, masked=3, p
 
 
 @pytest.mark.parametrize(
-    ("normalise", "weights"),
+    ("normalize", "weights"),
     [
         ("token", [1 / 8, 1 / 8, 1 / 8, 1 / 8]),
         ("sequence", [1 / 3, 1 / 9, 1 / 12, 0]),
@@ -24,13 +24,13 @@ ROWS = [row(1, prompt=7), row(3, prompt=7), row(4, prompt=8), row(0, masked=3, p
         ("fixed", [1 / 40, 1 / 40, 1 / 40, 1 / 40]),
     ],
 )
-def test_a_token_weighs_what_its_normalisation_says(normalise: Normalization, weights: list[float]) -> None:
-    assert Batch.of(ROWS, normalise, max_length=10).weights == pytest.approx(weights)
+def test_a_token_weighs_what_its_normalisation_says(normalize: Normalization, weights: list[float]) -> None:
+    assert Batch.of(ROWS, normalize, max_length=10).weights == pytest.approx(weights)
 
 
-@pytest.mark.parametrize("normalise", ["token", "sequence", "prompt"])
-def test_the_weights_of_all_counted_tokens_sum_to_one(normalise: Normalization) -> None:
-    batch = Batch.of([*ROWS, row(9, prompt=9)], normalise)
+@pytest.mark.parametrize("normalize", ["token", "sequence", "prompt"])
+def test_the_weights_of_all_counted_tokens_sum_to_one(normalize: Normalization) -> None:
+    batch = Batch.of([*ROWS, row(9, prompt=9)], normalize)
     assert sum(w * r.counted for w, r in zip(batch.weights, batch.rows, strict=True)) == pytest.approx(1)
 
 
@@ -60,8 +60,8 @@ NAN_AT_END = np.array([np.nan, 0.0, np.nan], np.float32)
         (TrainSequence(np.zeros(3, np.int32), np.array([0, 1], np.uint8)), "mask needs 3 entries"),
         (TrainSequence(np.zeros(2, np.int32), np.array([1, 1], np.uint8)), "the first of them 0"),
         (row(2, advantages=float("nan")), "advantages holds a value that is not finite"),
-        (row(2, behaviour=NAN_AT_END), "behaviour holds a value that is not finite"),
-        (row(2, behaviour=np.zeros(2, np.float32)), r"behaviour has shape \(2,\), expected \(3,\)"),
+        (row(2, sampler_logprobs=NAN_AT_END), "sampler_logprobs holds a value that is not finite"),
+        (row(2, sampler_logprobs=np.zeros(2, np.float32)), r"sampler_logprobs has shape \(2,\), expected \(3,\)"),
         (row(2, reference=np.float32(1)), "reference has shape"),
     ],
 )
@@ -80,9 +80,9 @@ def test_a_number_that_is_not_finite_is_refused_in_every_column(column: str, val
 
 def test_a_number_that_is_not_finite_may_stand_where_nothing_is_counted() -> None:
     masked_nan = np.array([np.nan, 0.0, 0.0], np.float32)
-    assert Batch.of([row(2, behaviour=masked_nan)]).counted == 2
+    assert Batch.of([row(2, sampler_logprobs=masked_nan)]).counted == 2
 
 
-def test_a_batch_either_has_behaviour_log_probabilities_or_has_none() -> None:
-    with pytest.raises(TrainingError, match="row 1 has no behaviour"):
-        Batch.of([row(2, behaviour=np.zeros(3, np.float32)), row(2)])
+def test_a_batch_either_has_sampler_log_probabilities_or_has_none() -> None:
+    with pytest.raises(TrainingError, match="row 1 has no sampler_logprobs"):
+        Batch.of([row(2, sampler_logprobs=np.zeros(3, np.float32)), row(2)])

@@ -43,12 +43,14 @@ class OneRank:
     def remove_model(self, name: str) -> None:
         del self.models[name]
 
-    def on_sites(self, function: Callable[..., Any], *args: Any, needs: Mapping[str, str] | None = None) -> list[Any]:
+    def run_on_all_models(
+        self, function: Callable[..., Any], *args: Any, needs: Mapping[str, str] | None = None
+    ) -> list[Any]:
         self.moved += needs or ()
         site = SimpleNamespace(worker=self._worker, background=None, patience=self.patience, saver=self.saver)
         return [function(site, *args)]
 
-    def idle(self) -> None:
+    def keepalive(self) -> None:
         pass
 
     def _worker(self, name: str) -> Any:
@@ -69,10 +71,10 @@ class Trainer:
 
     def commit(self, done: int) -> None:
         for step in range(self.done, done):
-            self.commits.ledger.settle(step, "trained", step + 1)
+            self.commits.ledger.mark_done(step, "trained", step + 1)
         self.done = done
         self.ranks.models["policy"].fill_(done)
-        self.commits.commit(jobs_of(self.run.config)[-1], done, (), wait=True)
+        self.commits.save_checkpoint(jobs_of(self.run.config)[-1], done, (), wait=True)
 
 
 @pytest.fixture

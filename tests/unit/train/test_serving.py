@@ -77,7 +77,7 @@ def play(tmp_path: Path, works: list[Work], seconds: float, *, away: bool = Fals
     """What reached the front and what was committed, in order, of an attempt that ends when all work is done."""
     events: list[object] = []
     config = make_config()
-    serve = config.serve.model_copy(update={"commit_seconds": seconds, "commit_steps": 1 << 30})
+    serve = config.serve.model_copy(update={"checkpoint_seconds": seconds, "checkpoint_steps": 1 << 30})
     config = cast(RunConfig, config.model_copy(update={"serve": serve}))
     link = Link(works, events)
     rounds = len(works)
@@ -118,7 +118,7 @@ def test_that_a_model_was_unloaded_is_committed(tmp_path: Path) -> None:
 
 
 def test_commits_of_many_models_keep_a_distance_but_are_never_later_than_promised() -> None:
-    serve = make_config().serve.model_copy(update={"commit_seconds": 60.0, "commit_steps": 20})
+    serve = make_config().serve.model_copy(update={"checkpoint_seconds": 60.0, "checkpoint_steps": 20})
     long = 1 / MAX_SAVES
     assert save_is_due(serve, steps=20, waited=1.0, rest=long)
     assert not save_is_due(serve, steps=19, waited=1.0, rest=long)

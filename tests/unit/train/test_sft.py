@@ -25,7 +25,7 @@ class Ranks:
         self._failing = failing
 
     def cut(self, names: Sequence[str], batch: Batch) -> ShardedBatch:
-        return ShardedBatch.cut(batch, [1], Budget(64))
+        return ShardedBatch.shard(batch, [1], Budget(64))
 
     def __getattr__(self, name: str) -> Any:
         def operation(*args: object, **settings: object) -> dict[str, float]:
@@ -54,7 +54,7 @@ def test_a_step_is_one_optimizer_step_and_leaves_a_whole_model() -> None:
     algorithm.begin(0)
     algorithm.step(0)
     assert ranks.asked == ["reset_optimizer", "forward_backward", "optim_step"]
-    assert algorithm.intact
+    assert algorithm.is_checkpointable
 
 
 def test_a_warm_up_comes_after_the_optimizer_is_made_and_before_the_model_is_measured() -> None:
@@ -65,9 +65,9 @@ def test_a_warm_up_comes_after_the_optimizer_is_made_and_before_the_model_is_mea
     assert told.run.call_args.args == ({"policy": SFT}, ["policy"])
 
 
-@pytest.mark.parametrize(("failing", "intact"), [("forward_backward", True), ("optim_step", False)])
-def test_a_model_is_not_intact_when_its_optimizer_step_failed(failing: str, intact: bool) -> None:
+@pytest.mark.parametrize(("failing", "is_checkpointable"), [("forward_backward", True), ("optim_step", False)])
+def test_a_model_is_not_intact_when_its_optimizer_step_failed(failing: str, is_checkpointable: bool) -> None:
     algorithm = fine_tuning(Ranks(failing))
     with pytest.raises(TrainingError, match="failed on rank 1"):
         algorithm.step(0)
-    assert algorithm.intact is intact
+    assert algorithm.is_checkpointable is is_checkpointable

@@ -19,7 +19,7 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *views: Callable[[Path], Files]) -> None:
         self._monkeypatch, self._views = monkeypatch, views
 
-    def on_sites(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run_on_all_models(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         answers = []
         for view in self._views:
             with self._monkeypatch.context() as patched:

@@ -12,12 +12,14 @@ LOGPROBS, BEHAVIOUR, ADVANTAGES = -1.0, -1.5, 2.0
 RATIO = math.exp(0.5)
 
 
-def one(name: str, advantage: float = ADVANTAGES, behaviour: float = BEHAVIOUR, **given: float) -> tuple[float, float]:
+def one(
+    name: str, advantage: float = ADVANTAGES, sampler_logprobs: float = BEHAVIOUR, **given: float
+) -> tuple[float, float]:
     """Loss and its gradient of one token."""
     logprobs_N = torch.tensor([LOGPROBS], dtype=torch.float64, requires_grad=True)
     columns = {
         "weights": torch.tensor([advantage], dtype=torch.float64),
-        "logprobs": torch.tensor([behaviour], dtype=torch.float64),
+        "logprobs": torch.tensor([sampler_logprobs], dtype=torch.float64),
         "advantages": torch.tensor([advantage], dtype=torch.float64),
         "sequence_ratio_mask": torch.ones(1, dtype=torch.float64),
     }
@@ -37,7 +39,7 @@ def one(name: str, advantage: float = ADVANTAGES, behaviour: float = BEHAVIOUR, 
         ("ppo", {}, -1.2 * 2, 0.0),
         ("ppo", {"advantage": -1.0}, RATIO, RATIO),
         ("ppo", {"clip_high_threshold": 3.0}, -RATIO * 2, -RATIO * 2),
-        ("ppo", {"advantage": -1.0, "behaviour": 0.0}, 0.8, 0.0),
+        ("ppo", {"advantage": -1.0, "sampler_logprobs": 0.0}, 0.8, 0.0),
         ("cispo", {}, RATIO * 2, -RATIO * 2),
         ("cispo", {"clip_high_threshold": 1.5}, 1.5 * 2, -1.5 * 2),
         ("dro", {"beta": 0.4}, 2.0 + 0.2 * 0.25, -2.0 + 0.4 * 0.5),
@@ -52,7 +54,7 @@ def test_each_loss_is_its_formula(name: str, given: dict[str, float], loss: floa
 
 WIDE = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
 ROWS = [
-    # (logprobs, behaviour, advantages, mask) of each token; the first row's tokens are not all of the sequence
+    # (logprobs, sampler_logprobs, advantages, mask) of each token; the first row's tokens are not all of the sequence
     [(-1.0, -1.2, 0.0, 0.0), (-0.5, -0.9, 2.0, 1.0), (-2.0, -1.6, -1.0, 1.0), (-0.3, -0.6, 2.0, 1.0)],
     [(-1.0, -0.4, 1.0, 1.0), (-1.5, -1.1, 1.0, 1.0)],
 ]
@@ -71,7 +73,7 @@ def gspo(rows: list[list[tuple[float, ...]]], settings: dict[str, float]) -> tup
 
 def gspo_by_hand(row: list[tuple[float, ...]], low: float, high: float) -> tuple[list[float], list[float]]:
     """The same of one row: the geometric mean of the marked tokens' ratios stands for each token's ratio."""
-    ratios = [math.exp(logprob - behaviour) for logprob, behaviour, _, marked in row if marked]
+    ratios = [math.exp(logprob - sampler_logprobs) for logprob, sampler_logprobs, _, marked in row if marked]
     ratio = math.prod(ratios) ** (1 / len(ratios))
     bounded = min(max(ratio, low), high)
     losses = [-min(ratio * advantage, bounded * advantage) for _, _, advantage, _ in row]

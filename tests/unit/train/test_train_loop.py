@@ -20,14 +20,14 @@ from pipeline.train.train_jobs import Job, RlJob, RlSchedule, StreamInput
 class Diary:
     """Remembers what a runner wrote, in order."""
 
-    intact = True
-    crowded = committing = False
-    commit_seconds = 0.0
+    is_checkpointable = True
+    is_near_budget = is_saving = False
+    checkpoint_seconds = 0.0
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def commit(self, job: Job, done: int, wait: bool) -> None:
+    def save_checkpoint(self, job: Job, done: int, wait: bool) -> None:
         self.lines.append(f"commit {done}{' and wait' if wait else ''}")
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
@@ -37,8 +37,8 @@ class Diary:
 class Failing(Diary):
     """The first commit that is waited for tells that the one before it failed."""
 
-    def commit(self, job: Job, done: int, wait: bool) -> None:
-        super().commit(job, done, wait)
+    def save_checkpoint(self, job: Job, done: int, wait: bool) -> None:
+        super().save_checkpoint(job, done, wait)
         if self.lines.count(f"commit {done} and wait") == 1:
             raise CheckpointError("the disk was full")
 
@@ -48,7 +48,7 @@ class Counting:
 
     def __init__(self, diary: Diary, steps: int, interrupt: str = "", error: type[RollcallError] = Interrupted) -> None:
         self._job = RlJob(inputs=StreamInput(), schedule=RlSchedule(steps=steps, prompts=1))
-        self.intact = True
+        self.is_checkpointable = True
         self._diary, self._interrupt, self._error = diary, interrupt, error
 
     @property
@@ -62,7 +62,7 @@ class Counting:
         self._reach(f"step {step}")
         return {"loss": 1.0}
 
-    def follow_up(self, done: int) -> Mapping[str, float]:
+    def after_step(self, done: int) -> Mapping[str, float]:
         self._reach(f"follow up {done}")
         return {"sync": 1.0}
 
@@ -97,7 +97,7 @@ def test_a_job_commits_at_its_interval_and_at_its_end() -> None:
 def test_a_job_commits_early_when_what_waits_for_a_commit_takes_too_much_room() -> None:
     class Crowded(Diary):
         @property
-        def crowded(self) -> bool:
+        def is_near_budget(self) -> bool:
             return len(self.lines) > 8 and not commits(self.lines)
 
     diary = Crowded()
@@ -140,7 +140,7 @@ def test_no_seconds_are_no_limit() -> None:
 def test_a_timed_commit_does_not_wait_for_one_that_is_under_way() -> None:
     class Slow(Diary):
         @property
-        def committing(self) -> bool:
+        def is_saving(self) -> bool:
             return len(commits(self.lines)) > 0 and len(self.lines) < 7
 
     diary = Slow()
@@ -149,7 +149,7 @@ def test_a_timed_commit_does_not_wait_for_one_that_is_under_way() -> None:
 
 
 class Measured(Diary):
-    commit_seconds = 12.0
+    checkpoint_seconds = 12.0
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         super().note(job, step, metrics)
@@ -232,8 +232,8 @@ class Broken(Diary):
         super().__init__()
         self._commit, self._note = commit, note
 
-    def commit(self, job: Job, done: int, wait: bool) -> None:
-        super().commit(job, done, wait)
+    def save_checkpoint(self, job: Job, done: int, wait: bool) -> None:
+        super().save_checkpoint(job, done, wait)
         if self._commit:
             raise self._commit
 
@@ -292,7 +292,7 @@ def test_an_error_commits_what_was_done_while_the_model_is_intact() -> None:
 
 def test_an_error_commits_nothing_of_a_model_that_is_not_intact() -> None:
     diary = Diary()
-    diary.intact = False
+    diary.is_checkpointable = False
     with pytest.raises(WeightSyncError):
         TrainLoop(diary, CheckpointCadence(10)).run(Counting(diary, 9, "follow up 4", WeightSyncError), 0)
     assert commits(diary.lines) == []
@@ -301,7 +301,7 @@ def test_an_error_commits_nothing_of_a_model_that_is_not_intact() -> None:
 def test_an_error_commits_nothing_in_the_middle_of_a_step() -> None:
     diary = Diary()
     algorithm = Counting(diary, 9, "follow up 4", WeightSyncError)
-    algorithm.intact = False
+    algorithm.is_checkpointable = False
     with pytest.raises(WeightSyncError):
         TrainLoop(diary, CheckpointCadence(10)).run(algorithm, 0)
     assert commits(diary.lines) == []

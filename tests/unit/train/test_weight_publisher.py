@@ -31,7 +31,7 @@ class Recorder:
         assert len(layout.pack(parameters)) == layout.bytes
         self.calls.append(f"start {version} with {len(layout.parameters)}")
 
-    def settle(self, pulse: Any) -> SyncReport:
+    def wait_until_synced(self, pulse: Any) -> SyncReport:
         self.calls.append("settle")
         phases = {"a": {"send": 0.05, "update": 0.02}, "b": {"send": 0.01, "update": 0.04, "pause": 0.03}}
         return SyncReport(1, 0.5, {"a": 0.1, "b": 0.2}, {"c": "late"}, phases)
@@ -51,14 +51,14 @@ def test_what_gathering_the_policy_took_is_returned() -> None:
 
 def test_a_version_is_settled_once_and_says_how_many_servers_have_it() -> None:
     publisher, calls = a_publisher()
-    assert publisher.settle() == {}
+    assert publisher.wait_until_synced() == {}
     publisher.start(1)
-    assert publisher.settle() == {
+    assert publisher.wait_until_synced() == {
         "sync/seconds": 0.5,
         "sync/servers": 2.0,
         "sync/send_seconds": 0.05,
         "sync/update_seconds": 0.04,
         "sync/pause_seconds": 0.03,
     }
-    assert publisher.settle() == {}
+    assert publisher.wait_until_synced() == {}
     assert calls.count("settle") == 1

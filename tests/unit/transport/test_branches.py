@@ -125,8 +125,11 @@ def test_tokens_that_are_too_old_count_in_no_denominator_and_are_told() -> None:
     versions = bytes([0, 0, 0, 1]), bytes([3]), bytes([0, 2])
     own, first, second = versions
     one, other = a_sample().branches
-    branches = msgspec.structs.replace(one, newer=first), msgspec.structs.replace(other, newer=second)
-    episode = msgspec.structs.replace(a_sample(branches=branches), newer=own, version_max=4)
+    branches = (
+        msgspec.structs.replace(one, version_offsets=first),
+        msgspec.structs.replace(other, version_offsets=second),
+    )
+    episode = msgspec.structs.replace(a_sample(branches=branches), version_offsets=own, version_max=4)
     group = prepare_group(Group(position=3, prompt=0, samples=(episode, ALONE)), make_config())
     rows = rows_of([group], oldest=2)
     assert [row.counted for row in rows] == [1, 1, 1, 0]

@@ -14,23 +14,23 @@ positions = st.lists(st.integers(0, 40), max_size=60)
 def settled(among: list[int]) -> Ledger:
     ledger = Ledger()
     for position in among:
-        ledger.settle(position, "trained", step=1)
+        ledger.mark_done(position, "trained", step=1)
     return ledger
 
 
 def test_a_position_is_settled_once() -> None:
     ledger = Ledger()
-    assert ledger.settle(3, "trained", step=1)
-    assert not ledger.settle(3, "failed: late", step=2)
+    assert ledger.mark_done(3, "trained", step=1)
+    assert not ledger.mark_done(3, "failed: late", step=2)
     assert ledger.outcomes == {"trained": 1}
 
 
 @given(positions)
 def test_everything_below_the_watermark_is_settled_and_the_watermark_is_not(order: list[int]) -> None:
     ledger = settled(order)
-    assert all(ledger.is_settled(position) for position in range(ledger.watermark))
-    assert not ledger.is_settled(ledger.watermark)
-    assert ledger.settled == len(set(order))
+    assert all(ledger.is_done(position) for position in range(ledger.watermark))
+    assert not ledger.is_done(ledger.watermark)
+    assert ledger.done_count == len(set(order))
 
 
 @given(positions, positions)
@@ -38,7 +38,7 @@ def test_a_restored_ledger_is_the_one_that_was_saved(order: list[int], later: li
     ledger = settled(order)
     restored = Ledger.restore(ledger.snapshot())
     for position in later:
-        assert restored.settle(position, "trained", 2) == ledger.settle(position, "trained", 2)
+        assert restored.mark_done(position, "trained", 2) == ledger.mark_done(position, "trained", 2)
     assert restored.snapshot() == ledger.snapshot()
 
 
@@ -51,17 +51,17 @@ def test_bytes_that_are_no_ledger_are_refused(data: bytes) -> None:
 @given(positions, positions)
 def test_holes_and_known_and_settled_positions_are_all_there_is(order: list[int], known: list[int]) -> None:
     ledger = settled(order)
-    holes, first_new = ledger.holes(known)
+    holes, first_new = ledger.unissued(known)
     assert sorted({*holes, *order, *known}) == list(range(first_new))
     assert not set(holes) & {*order, *known}
 
 
 def test_news_are_told_once_and_in_order() -> None:
     ledger = settled([1, 0])
-    ledger.settle(7, "failed: no server", step=3)
-    news = [(line.position, line.outcome, line.step) for line in ledger.take_news()]
+    ledger.mark_done(7, "failed: no server", step=3)
+    news = [(line.position, line.outcome, line.step) for line in ledger.drain_changes()]
     assert news == [(1, "trained", 1), (0, "trained", 1), (7, "failed: no server", 3)]
-    assert ledger.take_news() == []
+    assert ledger.drain_changes() == []
 
 
 @given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 1000))
@@ -96,7 +96,7 @@ class Crashes(RuleBasedStateMachine):
 
     @rule(position=st.integers(0, 12))
     def deliver(self, position: int) -> None:
-        if self.ledger.settle(position, "trained", step=len(self.trained)):
+        if self.ledger.mark_done(position, "trained", step=len(self.trained)):
             self.trained.append(position)
 
     @rule()
@@ -111,7 +111,7 @@ class Crashes(RuleBasedStateMachine):
     @invariant()
     def the_model_has_trained_each_position_once_and_the_ledger_knows_them(self) -> None:
         assert len(self.trained) == len(set(self.trained))
-        assert all(self.ledger.is_settled(position) == (position in self.trained) for position in range(14))
+        assert all(self.ledger.is_done(position) == (position in self.trained) for position in range(14))
 
 
 TestCrashes = Crashes.TestCase

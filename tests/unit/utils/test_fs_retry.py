@@ -52,8 +52,8 @@ def test_what_cannot_pass_is_raised_at_once() -> None:
 def test_what_could_not_be_said_is_said_in_order_once_it_can_be() -> None:
     said: list[int] = []
     outbox, first = DeferredWrites(), failing(2)
-    outbox.say(lambda: (first(), said.append(1)))
-    outbox.say(lambda: said.append(2))
+    outbox.submit(lambda: (first(), said.append(1)))
+    outbox.submit(lambda: said.append(2))
     assert said == []
     assert outbox.flush()
     assert said == [1, 2]
@@ -81,7 +81,7 @@ def test_an_outage_that_lasts_ends_with_a_commit(tmp_path: Path, monkeypatch: py
     cluster = make_cluster(tmp_path, {}, outages=outages)
     assert cluster.start(monkeypatch) == ["preempted"] * RANKS
     assert cluster.committed
-    draining = Events(cluster.paths, View(cluster.disk, 99)).seen("draining")
+    draining = Events(cluster.paths, View(cluster.disk, 99)).get("draining")
     assert draining is not None
     assert "Input/output error" in draining.detail
 
@@ -98,7 +98,7 @@ def test_a_listener_never_takes_back_what_it_heard() -> None:
     listener = EventPoller(Events(AttemptPaths(Path(), "r", "a-0"), View(disk, 1)), 1, clock)
     heard = []
     while clock.time < 200:
-        heard.append("draining" in listener.heard())
+        heard.append("draining" in listener.poll())
         clock.sleep(1.0)
     assert heard == sorted(heard)
     assert heard.index(True) == pytest.approx(9 + FS_OUTAGE_TIMEOUT, abs=1)
@@ -131,7 +131,7 @@ def test_what_can_never_be_written_is_told_and_holds_nothing_back(capsys: pytest
         raise PermissionError(errno.EACCES, "Permission denied")
 
     outbox = DeferredWrites()
-    outbox.say(refused)
-    outbox.say(lambda: said.append("the next"))
+    outbox.submit(refused)
+    outbox.submit(lambda: said.append("the next"))
     assert said == ["the next"]
     assert "Permission denied" in capsys.readouterr().out

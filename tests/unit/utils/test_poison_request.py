@@ -51,13 +51,13 @@ async def order(suspects: PoisonRequestGuard, deaths: int, end_first: Callable[[
     log: list[str] = []
 
     async def first() -> None:
-        async with suspects.trying(deaths):
+        async with suspects.attempt(deaths):
             log.append("first")
             await end_first()
             log.append("first ends")
 
     async def later(name: str) -> None:
-        async with suspects.trying(deaths):
+        async with suspects.attempt(deaths):
             log.append(name)
             await asyncio.sleep(0.05)
             log.append(f"{name} ends")
@@ -81,7 +81,7 @@ def test_once_a_request_was_given_up_the_others_go_at_once() -> None:
 
     async def killed() -> None:
         await asyncio.sleep(0.05)
-        suspects.give_up()
+        suspects.abandon()
 
     log = asyncio.run(order(suspects, LAST, killed))
     assert log == ["first", "first ends", "second", "third", "second ends", "third ends"]

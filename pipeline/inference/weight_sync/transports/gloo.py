@@ -174,14 +174,14 @@ class LeaveSignal:
     _store: Store
     _name: str
 
-    def say_leaving(self) -> None:
+    def announce_leaving(self) -> None:
         """The trainer's word; `WeightSyncError` when the store is lost."""
         try:
             self._store.set(f"{self._name}/leaves", "yes")
         except RuntimeError as error:
             raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
 
-    def hear_leaving(self, seconds: float = LEAVE_SECONDS) -> bool:
+    def wait_for_leaving(self, seconds: float = LEAVE_SECONDS) -> bool:
         """Wait for the trainer's word; False if it does not come."""
         try:
             self._store.wait([f"{self._name}/leaves"], timedelta(seconds=seconds))
