@@ -54,9 +54,9 @@ cover the servers: it does not show whether vLLM can serve a family and update i
 
 TAIL = """\
 
-The `gemma3` checkpoints with a vision tower (Gemma 3 4B and 12B) need torchvision in vLLM. A CPU installation \
-without it cannot serve them: the server fails as it starts. Text-only `gemma3_text` checkpoints (Gemma 3 1B) do not \
-need it.
+Checkpoints with a vision tower (Gemma 3 4B and 12B, Gemma 4, Qwen3.5) need torchvision in vLLM. An installation \
+without it, such as the one for CPUs, cannot serve them: the server fails as it starts. Text-only checkpoints, such as \
+`gemma3_text` (Gemma 3 1B), do not need it.
 """
 
 

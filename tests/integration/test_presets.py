@@ -33,6 +33,9 @@ pytestmark = pytest.mark.integration
 
 PRESETS = {each.stem: yaml.safe_load(each.read_text()) for each in Path(conf.__file__).parent.glob("model/*.yaml")}
 CLOSE = 2e-4
+CLOSE_OF = {"granitemoehybrid": 5e-3}
+"""Families whose rounding is coarser. This one's mamba layers make 1.6e-3 of float32's rounding, between float32 and
+float64 of one row, with transformers alone; in float64 a padded row and the row alone differ by 1e-13."""
 MAX_LENGTH = 32
 ALIKE = {"Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B", "google/gemma-3-12b-it"} | {
     "meta-llama/Llama-3.2-3B-Instruct",
@@ -71,6 +74,7 @@ def a_row(length: int, seed: int) -> TrainSequence:
 
 
 def train_hub_model(rank: int, name: str, folder: Path) -> None:
+    torch.manual_seed(0)
     write_hub_model(folder / "base", name)
     train_and_export(folder, by_length="long" in name)
 
@@ -78,8 +82,9 @@ def train_hub_model(rank: int, name: str, folder: Path) -> None:
 def train_family(rank: int, family: str, folder: Path) -> None:
     """By its default config, small, as the check of families makes it."""
     whole = CONFIG_MAPPING[family](**KEYS.get(family, {}))
+    torch.manual_seed(0)
     write_small_model(folder / "base", whole)
-    train_and_export(folder)
+    train_and_export(folder, close=CLOSE_OF.get(family, CLOSE))
 
 
 def write_small_model(base: Path, whole: Any) -> None:
@@ -97,9 +102,9 @@ def write_small_model(base: Path, whole: Any) -> None:
     raise failed[-1]
 
 
-def train_and_export(folder: Path, by_length: bool = False) -> None:
+def train_and_export(folder: Path, by_length: bool = False, close: float = CLOSE) -> None:
     """One step on the model in `base`, and what it became in `export`; with `by_length`, transformers chooses the
-    frequencies by the length of each row, and cannot be compared with."""
+    frequencies by the length of each row, and cannot be compared with. `close`: nats that rounding makes."""
     base, export = folder / "base", folder / "export"
     model = ModelConfig(path=str(base), init="pretrained", max_length=MAX_LENGTH)
     how: Packing = "shared" if supports_packing(model, wanted=True) else "padded"
@@ -108,16 +113,16 @@ def train_and_export(folder: Path, by_length: bool = False) -> None:
         worker = ModelWorker(ModelSpec("policy", model, OPTIM, steps=2), mesh)
         together = answers(worker, rows, how)
         for row, answer in zip(rows, together, strict=True):
-            assert np.abs(answers(worker, [row], how)[0] - answer).max() < CLOSE, "a row depends on its neighbours"
+            assert np.abs(answers(worker, [row], how)[0] - answer).max() < close, "a row depends on its neighbours"
         assert np.isfinite(worker.forward_backward([Batch.of(rows)], how, SFT)["loss"])
         worker.optim_step()
         trained = answers(worker, rows, how)
-        assert all(np.abs(new - old).max() > CLOSE for new, old in zip(trained, together, strict=True))
+        assert all(np.abs(new - old).max() > close for new, old in zip(trained, together, strict=True))
         worker.save_hf_model(export)
     compare_directories(base, export)
     network = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, attn_implementation="eager").eval()
     for row, answer in zip(rows, trained, strict=True):
-        assert by_length or np.abs(logprobs_of(network, row.tokens) - answer[1:]).max() < CLOSE
+        assert by_length or np.abs(logprobs_of(network, row.tokens) - answer[1:]).max() < close
 
 
 def answers(worker: ModelWorker, rows: list[TrainSequence], how: Packing) -> list[NDArray[np.float32]]:
@@ -151,6 +156,8 @@ def logprobs_of(network: Any, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
 @pytest.mark.trial  # vLLM starts once for each, in half a minute
 @pytest.mark.parametrize("name", NAMES)
 def test_vllm_serves_what_a_model_of_the_hub_became(name: str, tmp_path: Path) -> None:
+    if "vision_config" in CONFIGS[name]:
+        pytest.importorskip("torchvision", reason="vLLM needs it for a model with a vision tower: docs/families.md")
     run_ranks(1, train_hub_model, name, tmp_path)
     served = greedily(tmp_path / "export", PROMPTS, MAX_LENGTH)
     rows = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, served, strict=True)]

@@ -11,6 +11,7 @@ tries them in turn.
 """
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,17 +47,22 @@ def shrink_config(config: Any, size: str) -> Any:
     decoder has no list of layers."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
+    exceptions = _take_exceptions(text)
     _cut(text, _layers_of_each_kind(config))
     text.vocab_size = VOCABULARY
     _shrink(text, "vocab_size_per_layer_input", VOCABULARY)
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         _shrink(text, key, 0)
     _bound(text)
-    if size != "cut":
-        for key, number in _PARTS.items():
-            _shrink(text, key, number)
+    for part in (text, *exceptions.values()):
+        if size != "cut":
+            for key, number in _PARTS.items():
+                _shrink(part, key, number)
     if size == "narrow":
-        _narrow(text)
+        _narrow(text, list(exceptions.values()))
+    if exceptions:
+        layers = {layer: vars(each) for layer, each in exceptions.items() if layer < text.num_hidden_layers}
+        text.per_layer_config = layers
     for name in small.sub_configs:
         if getattr(small, name, None) not in (None, text):
             _shrink(getattr(small, name), "num_hidden_layers", 1)
@@ -117,15 +123,26 @@ def _bound(text: Any) -> None:
     _shrink(text, "original_max_position_embeddings", BOUND)
 
 
-def _narrow(text: Any) -> None:
-    """Few heads of the same size; grouped ones stay grouped."""
+def _take_exceptions(text: Any) -> dict[int, SimpleNamespace]:
+    """What single layers have other than the rest, by their number. It is taken out of the config, whose other values
+    could not be read for as long as some layers have their own."""
+    if not getattr(text, "is_heterogeneous", False):
+        return {}
+    exceptions = {int(layer): SimpleNamespace(**keys) for layer, keys in text.to_dict()["per_layer_config"].items()}
+    text.per_layer_config = None
+    return exceptions
+
+
+def _narrow(text: Any, exceptions: list[Any]) -> None:
+    """Few heads of the same size; grouped ones stay grouped, in the layers that have other numbers as well."""
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         return
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    grouped = getattr(text, "num_key_value_heads", None) not in (None, heads)
-    _shrink(text, "num_attention_heads", _HEADS)
-    _shrink(text, "num_key_value_heads", _HEADS // 2 if grouped else _HEADS)
+    for part in (*exceptions, text):
+        grouped = getattr(part, "num_key_value_heads", None) not in (None, getattr(part, "num_attention_heads", heads))
+        _shrink(part, "num_attention_heads", _HEADS)
+        _shrink(part, "num_key_value_heads", _HEADS // 2 if grouped else _HEADS)
     text.hidden_size = _HEADS * size
 
 

@@ -185,6 +185,18 @@ def test_a_small_copy_has_a_small_vocabulary_for_each_layer_too() -> None:
     assert copy.vocab_size_per_layer_input == copy.vocab_size == 64
 
 
+def test_a_small_copy_keeps_the_heads_that_single_layers_have() -> None:
+    config = CONFIG_MAPPING["gemma4_text"](num_global_key_value_heads=1, attention_k_eq_v=True)
+    copy = shrink_config(config, "narrow")
+    full = copy.per_layer_config["full_attention"]
+    sliding = copy.per_layer_config["sliding_attention"]
+    assert (full.head_dim, sliding.head_dim) == (512, 256)
+    assert (full.num_attention_heads, sliding.num_attention_heads) == (4, 4)
+    assert (full.num_key_value_heads, sliding.num_key_value_heads) == (1, 2)
+    assert config.per_layer_config["full_attention"].num_attention_heads == 8, "the model's own config is as it was"
+    assert type(config).from_dict(copy.to_dict()).num_hidden_layers == copy.num_hidden_layers
+
+
 def test_every_way_of_a_measure_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention across packed rows, seen by the packed way alone."""
     monkeypatch.setattr(
