@@ -19,10 +19,17 @@ def test_replicas_train_as_one_model_and_checkpoints_go_from_mesh_to_mesh(tmp_pa
 
 
 def test_spread_experts_train_as_whole_ones_and_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:
+    run_ranks(4, mesh_ranks.work_of_mixture, write_mixture(tmp_path / "model"), tmp_path, seconds=240)
+
+
+def test_adapters_on_spread_experts_go_from_mesh_to_mesh(tmp_path: Path) -> None:
+    run_ranks(4, mesh_ranks.work_of_adapters, write_mixture(tmp_path / "model"), tmp_path, seconds=240)
+
+
+def write_mixture(path: Path) -> Path:
     experts = {"num_experts": mesh_ranks.EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     large = {"initializer_range": 0.2, "tie_word_embeddings": False, "max_position_embeddings": 64}
-    model = write_tiny(tmp_path / "model", 5, model_type="qwen3_moe", norm_topk_prob=True, **experts, **large)
-    run_ranks(4, mesh_ranks.work_of_mixture, model, tmp_path, seconds=240)
+    return write_tiny(path, 5, model_type="qwen3_moe", norm_topk_prob=True, **experts, **large)
 
 
 def test_ranks_that_share_lines_train_as_one_model_and_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ the order of dimensions are attributes of the module. Other experts keep their o
 
 With expert parallelism a rank has some experts of each layer, and tokens travel to them (`expert_dispatch`).
 
+An adapter on experts (`ExpertAdapter`) adds two thin grouped products of the sorted tokens; no whole matrix is made.
+
 Tokens are sorted by expert once. The gradient of the sort is a gather and a sum in float32, where autograd's own is a
 scatter in compute type. The function stays outside of compiled graphs: there, `grouped_mm` takes bfloat16 only.
 
 Notation: T tokens, K experts of each token, S = T × K slots, X experts, E features.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -30,6 +33,8 @@ from pipeline.train.model.expert_dispatch import Permute, apply, inverse_of, run
 EXPERTS = "rollcall"
 GROUP = "expert_group"
 """The attribute of an experts module that has the process group over which its experts are spread."""
+ADAPTERS = "adapters"
+"""The attribute of an experts module with the adapters of its tensors, by the tensor's name (`expert_lora`)."""
 COUNTS = "expert_counts"
 """The attribute with the tokens that were sent to each expert. With recomputed activations each counts twice."""
 _TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
@@ -72,9 +77,10 @@ def spread_experts(network: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     modules = fused_experts(network)
     for module in modules:
         setattr(module, GROUP, mesh.get_group())
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
+        for owner in module.modules():  # adapters too have a row for each expert
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                owner.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
     return modules
 
 
@@ -160,7 +166,30 @@ def _linear(module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_X: Tens
     y_SO = grouped_product(x_SI, matrices if module.is_transposed else matrices.transpose(-2, -1), ends_X)
     if module.has_bias:
         y_SO = y_SO + local(getattr(module, f"{name}_bias")).index_select(0, expert_S)
-    return y_SO
+    adapters = getattr(module, ADAPTERS, None)
+    return y_SO if adapters is None else y_SO + torch.cat([each(x_SI, ends_X) for each in adapters[name].values()], -1)
+
+
+class ExpertAdapter(nn.Module):
+    """LoRA of one matrix of each expert: its product gains alpha / rank · B A, with A [X, rank, I] and B [X, O, rank].
+
+    Attributes:
+        keys: what a model directory calls the matrix of each expert, in order.
+    """
+
+    def __init__(self, matrices: Tensor, keys: Sequence[str], rank: int, alpha: float) -> None:
+        """`matrices` [X, O, I] are adapted; A and B get their type and device, and no numbers."""
+        super().__init__()
+        experts, outputs, inputs = matrices.shape
+        self.keys, self.scale = tuple(keys), alpha / rank
+        self.lora_A = nn.Parameter(matrices.new_empty(experts, rank, inputs))
+        self.lora_B = nn.Parameter(matrices.new_empty(experts, outputs, rank))
+
+    def forward(self, x_SI: Tensor, ends_X: Tensor) -> Tensor:
+        """[S, O]: what the adapters of the experts that are here add for sorted tokens."""
+        A, B = (local(each).to(x_SI.dtype).transpose(-2, -1) for each in (self.lora_A, self.lora_B))
+        output_SO = grouped_product(grouped_product(x_SI, A, ends_X), B, ends_X)
+        return output_SO * self.scale
 
 
 def _tokens_per_expert(expert_S: Tensor, experts: int) -> Tensor:
@@ -205,9 +234,11 @@ class _Loop(torch.autograd.Function):
         return torch.cat([x_SI[part] @ matrices_XIO[i] for i, part in enumerate(ctx.parts)])
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (x_SI, matrices_XIO), (slope_SO,) = ctx.saved_tensors, slopes
         of_x = torch.cat([slope_SO[part] @ matrices_XIO[i].T for i, part in enumerate(ctx.parts)])
+        if not ctx.needs_input_grad[1]:  # below adapters
+            return of_x, None, None
         return of_x, torch.stack([x_SI[part].T @ slope_SO[part] for part in ctx.parts]), None
 
 

@@ -10,7 +10,7 @@ trained, not only at the end. Must not know ranks or sharding.
 import copy
 import json
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,9 +29,9 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 _OWN_CODE = ("config.json", "adapter_config.json")
 
 
-def adapter_parameter_name(name: str) -> str:
-    """The name that an adapter's parameter has in a checkpoint of peft, from its name in the network."""
-    found: str = _adapters().checkpoint_name(name)
+def adapter_tensors(network: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """An adapter's whole parameter of that name in the network as the tensors of a checkpoint of peft."""
+    found: Iterator[tuple[str, Tensor]] = _adapters().checkpoint_tensors(network, name, tensor)
     return found
 
 

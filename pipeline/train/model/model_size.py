@@ -21,7 +21,7 @@ from pipeline.config import ModelConfig
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import ConfigError, one_line
 from pipeline.topology.gpu_memory import Sizes
-from pipeline.train.model.experts import experts_per_token, fused_experts, refuse_unspreadable
+from pipeline.train.model.experts import ADAPTERS, experts_per_token, fused_experts, refuse_unspreadable
 from pipeline.train.model.lm_head import CHUNK
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,16 @@ def _count(network: Any) -> Sizes:
 def check_experts(config: ModelConfig, ep: int) -> None:
     """`ConfigError` unless the experts of the policy can be spread over `ep` ranks (`training.mesh.ep`)."""
     refuse_unspreadable(_meta_model(model_directory(config), config), ep)
+
+
+def check_client_adapters(config: ModelConfig, ep: int, served: bool) -> None:
+    """`ConfigError` for adapters on experts that a client cannot have: spread over `ep` ranks, where what is packed of
+    several adapters lies in the order of ranks, or where servers would have to serve them."""
+    if not config.lora.rank or not (served or ep > 1):
+        return
+    if any(hasattr(each, ADAPTERS) for each in fused_experts(_meta_model(model_directory(config), config))):
+        expected = "attention layers alone for adapters of clients on experts with servers or training.mesh.ep above 1"
+        raise ConfigError("model.lora.targets", ",".join(config.lora.targets), expected, "set train_mlp to false")
 
 
 def _experts(network: Any) -> dict[str, int]:

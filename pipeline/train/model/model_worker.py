@@ -33,7 +33,7 @@ from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.cpu_offload import Memory, Offloadable, Part, allocated, empty_cache
 from pipeline.train.model.experts import load_metrics
 from pipeline.train.model.fsdp import shard_model
-from pipeline.train.model.hf_export import adapter_parameter_name, refuse_unwritable, write_model
+from pipeline.train.model.hf_export import adapter_tensors, refuse_unwritable, write_model
 from pipeline.train.model.models import (
     PolicyModel,
     build_on_meta,
@@ -280,8 +280,10 @@ class ModelWorker:
         if adapted or not isinstance(self.model, PolicyModel):
             for name, parameter in self.model.named_parameters():
                 own_name = name.removeprefix("network.")
-                if parameter.requires_grad:
-                    yield adapter_parameter_name(own_name) if adapted else own_name, whole(parameter, dtype)
+                if parameter.requires_grad and adapted:
+                    yield from adapter_tensors(self.model.network, own_name, whole(parameter, dtype))
+                elif parameter.requires_grad:
+                    yield own_name, whole(parameter, dtype)
             return
         own = checkpoint_tensors(self.model, self._form)
         for names in self._form.groups:

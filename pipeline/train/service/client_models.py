@@ -71,7 +71,7 @@ class ServedModels:
 
     def __init__(self, dispatch: RankGroup, config: RunConfig, weights: Path, attempt: str) -> None:
         self._dispatch, self._config, self._weights, self._attempt = dispatch, config, weights, attempt
-        self._room = MemoryCheck(dispatch)
+        self._room = MemoryCheck(dispatch, config.training.mesh.ep, config.has_servers)
         self._clients: dict[str, _ClientModel] = {}
         self._slots: dict[str, _Slot] = {}
 

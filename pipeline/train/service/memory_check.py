@@ -12,14 +12,15 @@ from pipeline.errors import ConfigError
 from pipeline.topology.gpu_memory import GIB, Sizes, adapter_state_memory, least_trainer_memory
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import RankState
-from pipeline.train.model.model_size import sizes_of
+from pipeline.train.model.model_size import check_client_adapters, sizes_of
 
 
 class MemoryCheck:
     """The memory of a dispatch's ranks, and what models would take of it."""
 
-    def __init__(self, dispatch: RankGroup) -> None:
-        self._dispatch = dispatch
+    def __init__(self, dispatch: RankGroup, ep: int, served: bool) -> None:
+        """`ep`: ranks over which experts are spread; `served`: whether servers get what clients save."""
+        self._dispatch, self._ep, self._served = dispatch, ep, served
         self._sizes: dict[str, Sizes] = {}
 
     def refusal_reason(self, model: ModelConfig, *, reuses_base: bool) -> str:
@@ -41,6 +42,7 @@ class MemoryCheck:
     def _sizes_of(self, model: ModelConfig) -> Sizes:
         key = model.model_dump_json()
         if key not in self._sizes:
+            check_client_adapters(model, self._ep, self._served)
             self._sizes[key] = sizes_of(model)
         return self._sizes[key]
 

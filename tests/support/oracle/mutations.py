@@ -247,6 +247,19 @@ def lost_chunk(rank: ModelWorker) -> None:
     patch(expert_dispatch, "all_to_all_single_autograd", losing)
 
 
+def wrong_adapter(rank: ModelWorker) -> None:
+    """The experts of a layer use each other's adapters."""
+    product = experts.grouped_product
+
+    def swapped(x_SI: Tensor, matrices_XIO: Tensor, ends_X: Tensor) -> Tensor:
+        if matrices_XIO.requires_grad:  # below adapters, the experts' own matrices have no gradient
+            seen["mutated"] += len(matrices_XIO) > 1
+            matrices_XIO = matrices_XIO.roll(1, 0)
+        return product(x_SI, matrices_XIO, ends_X)
+
+    patch(experts, "grouped_product", swapped)
+
+
 MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "local_normalisation": local_normalisation,
     "dropped_micro_batch": dropped_micro_batch,
@@ -264,4 +277,5 @@ MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "forgotten_correction": forgotten_correction,
     "wrong_expert": wrong_expert,
     "lost_chunk": lost_chunk,
+    "wrong_adapter": wrong_adapter,
 }

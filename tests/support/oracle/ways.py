@@ -124,6 +124,7 @@ def _mixtures(ranks: int) -> Iterator[Case]:
         yield _mixture("grpo", 1)
     if ranks == 2:
         yield from (_mixture("cispo", 1), _mixture("grpo", 2), _mixture("value", 2, layers=True, reshard=True))
+        yield from (_mixture("lora", 2), _mixture("lora_sft", 1, layers=True, checkpointing=True))
     if ranks == 4:
         yield from (_mixture("sft", 2, checkpointing=True), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
         yield from (_mixture("value", 2, cp=2, layers=True), _mixture("cispo", 4, cp=2, checkpointing=True))
@@ -134,14 +135,14 @@ def _mixture(recipe: str, ep: int, **switches: Any) -> Case:
 
 
 def mixture_cases(ranks: int) -> list[Case]:
-    """A mixture with each recipe of no adapters, each number of ranks for its experts, and each switch in turn."""
+    """A mixture with each recipe, each number of ranks for its experts, and each switch in turn; adapters are on its
+    experts too."""
     spread = [(ep, replicas) for ep in (1, 2, 4) for replicas in (1, 2) if ranks % (ep * replicas) == 0]
-    recipes = [name for name, recipe in RECIPES.items() if not recipe.lora]
     switches: list[dict[str, Any]] = [{}, *SWITCHES, {"packed": False}, {"rows": None, "tokens": 24}, {"shared": False}]
     return [
         _mixture(recipe, ep, replicas=replicas, **switches[(number + turn) % len(switches)])
         for turn, (ep, replicas) in enumerate(spread)
-        for number, recipe in enumerate(recipes)
+        for number, recipe in enumerate(RECIPES)
     ]
 
 
@@ -245,6 +246,7 @@ Mutation = Literal[
     "forgotten_correction",
     "wrong_expert",
     "lost_chunk",
+    "wrong_adapter",
 ]
 PACKED, PADDED = Case("grpo", rows=2), Case("grpo", rows=2, packed=False)
 OFFLOADED = replace(PACKED, offload=True)
@@ -266,6 +268,7 @@ MUTATIONS: dict[Mutation, Case] = {
     "forgotten_correction": Case("dapo", rows=2),
     "wrong_expert": SPREAD,
     "lost_chunk": SPREAD,
+    "wrong_adapter": _mixture("lora", 2),
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
@@ -21,9 +22,9 @@ from pipeline.train.model import fsdp
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.experts import is_fused
 from pipeline.train.model.model_worker import ModelWorker
-from pipeline.train.service.client_models import ServedModels
+from pipeline.train.service.client_models import RefusedRequest, ServedModels
 from tests.support.models.jobs import config_of
-from tests.support.oracle.cases import make_batch, policy_spec
+from tests.support.oracle.cases import make_batch, model_config, policy_spec
 from tests.support.ranks.dispatch_cases import BUDGET, OPTIM, parameters, refusal, step
 from tests.support.ranks.served_commits import STEP, train
 
@@ -113,6 +114,42 @@ def spread_experts(dispatch: RankGroup, model: Path, folder: Path) -> None:
     compare_clients(dispatch, folder / "exported", folder)
 
 
+def work_of_adapters(rank: int, model: Path, folder: Path) -> None:
+    run_controller_or_worker(
+        lambda dispatch: move_adapters(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE
+    )
+
+
+def move_adapters(dispatch: RankGroup, model: Path, folder: Path) -> None:
+    """Four ranks: adapters on the experts of a mixture, whole and spread; then from mesh to mesh, and by an export that
+    any mesh reads."""
+    batch, adapted = make_batch("grpo"), {"model": model_config(model, lora=2)}
+    make(dispatch, model, **adapted)
+    plain = [step(dispatch, batch) for _ in range(3)]
+    wanted = parameters(dispatch)
+    for mesh in ({"ep": 4}, {"ep": 2, "reshard": True}, {"ep": 2, "dp_replicate": 2}):
+        make(dispatch, model, **mesh, **adapted)
+        assert_same_steps(dispatch, batch, plain, wanted)
+    assert_replicas_are_equal(dispatch)
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-pairs", ep=2, **adapted)
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-whole", **adapted)
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-all", ep=4, **adapted)
+    dispatch.save_hf_model("policy", folder / "exported")
+    written = parameters(dispatch)
+    lora = adapted["model"].lora.model_copy(update={"adapter": str(folder / "exported")})
+    for mesh in ({}, {"ep": 4}):
+        make(dispatch, model, model=adapted["model"].model_copy(update={"lora": lora}), **mesh)
+        assert_equal(parameters(dispatch), written)
+    refuse_spread_clients(dispatch, model, folder)
+
+
+def refuse_spread_clients(dispatch: RankGroup, model: Path, folder: Path) -> None:
+    forget_models(dispatch)
+    models = ServedModels(dispatch, config_of(model, mesh={"ep": 2}), folder / "clients", "1-0")
+    with pytest.raises(RefusedRequest, match="attention layers alone for adapters of clients on experts"):
+        models.create("a", Adapter(4))
+
+
 def refuse_what_cannot_be_spread_or_copied(dispatch: RankGroup, model: Path) -> None:
     over_three = policy_spec(model, ep=3)
     assert "ep=3 of 'policy'; expected a divisor of 4" in refusal(lambda: dispatch.init_model("policy", over_three))
@@ -175,7 +212,7 @@ def experts_at_once(site: RankState) -> int:
     return count
 
 
-def make(dispatch: RankGroup, model: Path, **mesh: Any) -> None:
+def make(dispatch: RankGroup, model: Path, /, **mesh: Any) -> None:
     dispatch.init_model("policy", policy_spec(model, optim=OPTIM, steps=10, **mesh))
 
 
@@ -196,7 +233,7 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert torch.equal(tensor, wanted[name]), name
 
 
-def resume_on_another_mesh(dispatch: RankGroup, model: Path, batch: Batch, folder: Path, **mesh: Any) -> None:
+def resume_on_another_mesh(dispatch: RankGroup, model: Path, batch: Batch, folder: Path, /, **mesh: Any) -> None:
     """Save, make the model on the other mesh, load: the same bits, and the next step is the same within rounding."""
     save(dispatch, str(folder))
     saved, after = parameters(dispatch), step(dispatch, batch)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -59,6 +60,9 @@ def gradients(rank: ModelWorker) -> Arrays:
 def matrices_of(name: str, array: NDArray[np.float32]) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """The matrices of each expert, which lie in one array [experts, …], by the oracle's names; another as it is."""
     layer, _, fused = name.rpartition(".")
+    if ".experts.adapters." in name:
+        yield from zip(names_of_experts(name, len(array)), array, strict=True)
+        return
     if not layer.endswith(".experts"):
         yield name, array
         return
@@ -66,6 +70,20 @@ def matrices_of(name: str, array: NDArray[np.float32]) -> Iterator[tuple[str, ND
         parts = np.split(matrices, 2) if fused == "gate_up_proj" else [matrices]
         for part, matrix in zip(fused.replace("gate_up_proj", "gate_proj up_proj").split(), parts, strict=True):
             yield f"{layer}.{expert}.{part}.weight", matrix
+
+
+def names_of_experts(name: str, experts: int) -> list[str]:
+    """The oracle's names of the adapters' matrices that lie in one array: …experts.adapters.TENSOR.MATRIX.lora_A."""
+    layer, _, adapter = name.partition(".adapters.")
+    _, matrix, part = adapter.split(".")
+    return [f"{layer}.{expert}.{matrix}.{part}.weight" for expert in range(experts)]
+
+
+def first_numbers(name: str, shape: torch.Size) -> Tensor:
+    """What the oracle starts a value head or an adapter with."""
+    if ".experts.adapters." not in name:
+        return torch.from_numpy(drawn(name, shape))
+    return torch.stack([torch.from_numpy(drawn(each, shape[1:])) for each in names_of_experts(name, shape[0])])
 
 
 def parameters(dispatch: RankGroup, name: str) -> Arrays:
@@ -86,7 +104,7 @@ def begin(rank: ModelWorker) -> None:
         plain = plain_name(name)
         if plain.startswith("head.") or ".lora_" in plain:
             assert isinstance(parameter, DTensor)
-            whole = torch.from_numpy(drawn(plain, parameter.shape)).to(rank.device)
+            whole = first_numbers(plain, parameter.shape).to(rank.device)
             with torch.no_grad():
                 parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
     training_mutations.seen.clear()

@@ -27,7 +27,7 @@ from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles import inference
 from pipeline.rollout.server_client import Completion
 from pipeline.topology.plan import Placement, World
-from pipeline.train.model.lora import checkpoint_name, is_trained
+from pipeline.train.model.lora import checkpoint_tensors, is_trained
 from pipeline.utils import shared_files, subprocesses
 from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
@@ -203,7 +203,10 @@ def parameters(model: Model) -> list[tuple[str, Tensor]]:
     """What a trainer sends: every parameter once, a tied head through the embedding, by its name in a checkpoint; of
     adapters, these alone."""
     adapters: list[tuple[str, Tensor]] = [
-        (checkpoint_name(name), tensor) for name, tensor in model.named_parameters() if is_trained(name)
+        each
+        for name, tensor in model.named_parameters()
+        if is_trained(name)
+        for each in checkpoint_tensors(model, name, tensor)
     ]
     if adapters:
         return adapters

@@ -9,14 +9,16 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import CheckpointError, ConfigError, RollcallError
+from pipeline.train.model.experts import use_grouped_experts
 from pipeline.train.model.lora import (
     CONFIG,
     WEIGHTS,
     add_adapters,
-    checkpoint_name,
+    checkpoint_tensors,
     first_tensors,
     is_trained,
     save_adapter,
@@ -45,7 +47,8 @@ def adapted(network: Any, lora: LoraConfig, seed: int) -> Any:
 
 
 def adapters(network: nn.Module) -> dict[str, Tensor]:
-    return {checkpoint_name(name): p.detach() for name, p in network.named_parameters() if is_trained(name)}
+    trained = [(name, p.detach()) for name, p in network.named_parameters() if is_trained(name)]
+    return {key: tensor for name, p in trained for key, tensor in checkpoint_tensors(network, name, p)}
 
 
 def a_trained_network() -> Any:
@@ -185,20 +188,75 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
+def mixture_config(family: str) -> Any:
+    return AutoConfig.for_model(family, **SIZE, **HEADS, pad_token_id=0, **MIXTURES.get(family, {}))
+
+
 def a_mixture(family: str) -> Any:
-    config = AutoConfig.for_model(family, **SIZE, **HEADS, pad_token_id=0, **MIXTURES[family])
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(mixture_config(family))
+
+
+MATRICES = dict.fromkeys(MIXTURES, ("gate_proj", "up_proj", "down_proj")) | {"mixtral": ("w1", "w3", "w2")}
+"""What a family's files call the matrices of an expert."""
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_adapters_on_experts_are_refused_with_the_targets_that_work(family: str) -> None:
-    """The default targets name shared or dense layers in some of these models, and the experts too."""
-    attention = "o_proj" if family == "deepseek_v3" else "q_proj,k_proj,v_proj,o_proj"
-    lora = LoraConfig(rank=4)
-    with pytest.raises(ConfigError, match=rf"outside of the experts.*set model\.lora\.targets=\[{attention}\]"):
-        add_adapters(a_mixture(family), lora)
-    working = add_adapters(a_mixture(family), lora.model_copy(update={"targets": tuple(attention.split(","))}))
-    places = {name.split(".lora_")[0] for name, _ in working.named_parameters() if is_trained(name)}
-    assert places
-    assert all(".self_attn." in name for name in places)
+def test_each_matrix_of_each_expert_has_an_adapter_under_the_name_that_files_have(family: str) -> None:
+    """The targets name shared or dense layers in some of these models, and the experts too."""
+    targets = ("o_proj", *MATRICES[family])
+    files = revert_weight_conversion(a_mixture(family), a_mixture(family).state_dict())
+    wanted = {name.removesuffix(".weight") for name in files if name.split(".")[-2] in targets}
+    network = a_mixture(family)
+    add_adapters(network, LoraConfig(rank=4, targets=targets))
+    layers = [name.removeprefix("base_model.model.").partition(".lora_")[0] for name in adapters(network)]
+    assert sorted(layers) == sorted([*wanted, *wanted])
+    assert any(".experts.3." in layer for layer in layers)
+
+
+def a_trained_mixture(family: str) -> Any:
+    """A mixture with weights and adapters on its experts that are no longer fresh."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(mixture_config(family)).eval()
+    use_grouped_experts(network)
+    adapted(network, mixture_lora(family), seed=1)
+    with torch.no_grad():
+        for tensor in adapters(network).values():
+            tensor.add_(torch.randn_like(tensor) * 0.1)
+    return network
+
+
+def mixture_lora(family: str) -> LoraConfig:
+    return LoraConfig(rank=4, alpha=8.0, targets=("q_proj", *MATRICES[family]))
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft's, of its own keys
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_peft_makes_the_same_of_saved_adapters_on_experts_and_merges_them(family: str, tmp_path: Path) -> None:
+    network = a_trained_mixture(family)
+    lora = mixture_lora(family)
+    save_adapter(tmp_path, adapters(network), ModelConfig(path="base", lora=lora))
+    named = dict(network.named_parameters())
+    for name, tensor in first_tensors(network, lora.model_copy(update={"adapter": str(tmp_path)}), 7):
+        assert torch.equal(named[name], tensor), name
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_config(mixture_config(family)).eval()
+    plain = logits(base)
+    loaded = PeftModel.from_pretrained(base, str(tmp_path)).eval()
+    torch.testing.assert_close(logits(loaded), logits(network), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(loaded.merge_and_unload()), logits(network), rtol=1e-4, atol=1e-5)
+    assert (plain - logits(network)).abs().max() > 0.01
+
+
+def test_a_part_of_the_experts_layers_is_no_target() -> None:
+    lora = LoraConfig(rank=4, targets=("q_proj", "down_proj"))
+    with pytest.raises(ConfigError, match=r"all layers of the experts .*add gate_proj,up_proj, or set q_proj"):
+        add_adapters(a_mixture("glm4_moe"), lora)
+
+
+def test_adapters_on_experts_without_a_matrix_each_are_refused() -> None:
+    lora = LoraConfig(rank=4, targets=("q_proj", "gate_up_proj"))
+    with pytest.raises(ConfigError, match=r"outside of the experts.*set model\.lora\.targets=\[q_proj\]"):
+        add_adapters(a_mixture("gpt_oss"), lora)
