@@ -1,0 +1,249 @@
+"""What the weight-transfer engines of all transports do alike, inside each process of a vLLM server.
+
+Owns the server's side of an update: it meets the trainer, receives in a thread while the engine generates, and changes
+the model in one call. Promises that the model changes to the version that was announced or not at all, and that no wait
+is longer than the trainer's deadline. Must not know HTTP, nor how bytes travel.
+
+    init_transfer_engine   says what this process needs, and meets the trainer
+    start_weight_update    begins to receive; returns at once
+    update_weights         once all bytes are here: the model, or the adapter, changes
+    finish_weight_update   ends an update, also one that was left half done
+"""
+
+import logging
+import os
+import signal
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from pipeline.errors import WeightSyncError, one_line
+from pipeline.inference.vllm.adapter_loading import AdapterSlot
+from pipeline.inference.vllm.expert_packing import pack_experts_at_updates
+from pipeline.inference.vllm.server_password import server_password
+from pipeline.inference.weight_sync.server_shards import Shard
+from pipeline.inference.weight_sync.transports.gloo import (
+    PreparedSignal,
+    TransferGroup,
+    WeightLayout,
+    connect_store,
+    publish_key,
+)
+from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, Receiver
+from pipeline.utils.waiting import Deadline
+
+log = logging.getLogger(__name__)
+G = TypeVar("G", TransferGroup, GpuGroup)
+
+
+@dataclass
+class EngineInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the trainer is and what it will send.
+
+    Attributes:
+        host, port: the trainer's store.
+        group: name of the groups to meet in, used once: the process of rank r meets in `group/r`.
+        address: this server's own address, for the group to listen on.
+        seconds: deadline of each wait for the trainer.
+        layout: `WeightLayout.plain()` of every update.
+        adapter: what the tensors are: the settings of an adapter, or nothing for a whole model's weights.
+        gpu: the GPU that the trainer sends from; none over gloo.
+        at_once: whether it sends a whole layout in one chunk (`Shard.chunks`); over gloo it always does.
+    """
+
+    host: str
+    port: int
+    group: str
+    address: str
+    seconds: float
+    layout: list[list[Any]]
+    adapter: dict[str, Any]
+    gpu: str
+    at_once: bool
+
+
+@dataclass
+class EngineUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which version the trainer wants served."""
+
+    version: int
+
+
+class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G]):  # type: ignore[misc]
+    """Receives the weights into a staging buffer, then takes them into the model, or installs the adapter.
+
+    Attributes:
+        version: what the model holds; None before the first update, after one that failed, and once the group is
+            dropped.
+    """
+
+    init_info_cls = EngineInit
+    update_info_cls = EngineUpdate
+    supports_draft_weight_update = False
+
+    version: int | None = None
+    _group: G | None = None
+    _arriving: "Future[tuple[int, Any]] | None" = None
+    _adapter: AdapterSlot | None = None
+
+    @abstractmethod
+    def _stage(self, layout: WeightLayout) -> Shard:
+        """What this process needs of tensors of this layout, for which there is room from now on."""
+
+    @abstractmethod
+    def _join(self, store: Store, name: str, init: EngineInit, deadline: Deadline) -> G:
+        """The group of this name with the trainer."""
+
+    @abstractmethod
+    def _receive(self, group: G, deadline: Deadline) -> int:
+        """Fill the staging buffer; the version. Called in the thread that receives."""
+
+    @abstractmethod
+    def _arrived(self) -> Iterable[tuple[str, Tensor]]:
+        """The tensors of an adapter, in memory of the host."""
+
+    @abstractmethod
+    def _take(self) -> None:
+        """Replace every weight of the model by what arrived."""
+
+    def init_transfer_engine(self, init_info: EngineInit) -> None:
+        """Meet the trainer. May be called again: the earlier group is dropped."""
+        self.shutdown()
+        self._seconds, self._at_once = init_info.seconds, init_info.at_once
+        deadline = Deadline("the trainer's group", init_info.seconds)
+        layout = WeightLayout.parse(init_info.layout)
+        self._adapter = self._adapter_slot(layout, init_info.adapter)
+        shard = self._stage(layout)
+        store = connect_store(init_info.host, init_info.port, server_password(), deadline.left)
+        name = f"{init_info.group}/{self.vllm_config.parallel_config.rank}"
+        publish_key(store, name, Receiver(gpu=self._gpu(), slices=shard.plain()).text())
+        self._group = self._join(store, name, init_info, deadline)
+
+    def start_weight_update(self) -> None:
+        if self._group is None:
+            raise WeightSyncError("the server has not met the trainer: init_weight_transfer_engine comes first")
+        self._arriving = Future()
+        # Not a pool: its threads would keep an ending server alive until the deadline.
+        arguments = self._group, self._arriving, Deadline("weights from the trainer", self._seconds)
+        Thread(target=self._receive_and_prepare, args=arguments, name="weights", daemon=True).start()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: EngineUpdate) -> None:
+        """Take what `start_weight_update` began to receive into the model; on any error the old weights stay."""
+        if self._arriving is None:
+            raise WeightSyncError("no update was started")
+        try:
+            version, adapter = self._arriving.result(self._seconds + 1)
+            if version != update_info.version:
+                raise WeightSyncError(f"version {update_info.version} was announced, version {version} came")
+        except (WeightSyncError, TimeoutError):
+            self.shutdown()
+            raise
+        self._arriving = None
+        if self._adapter is not None:
+            self._adapter.install(adapter)
+        else:
+            with exit_process_on_failure("the weights could not be loaded"):
+                self._take()
+        self.version = version
+
+    def finish_weight_update(self) -> None:
+        if self._arriving is not None:
+            self.shutdown()
+
+    def leave(self) -> bool:
+        """Drop the group once the trainer has said that it leaves it; whether it has (`gloo.LeaveSignal`)."""
+        heard = self._group is None or self._group.wait_for_leaving()
+        self.shutdown()
+        return heard
+
+    def shutdown(self) -> None:
+        """Drop the group; the trainer notices at its next operation."""
+        self._group = self._arriving = self.version = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Not this way (older releases of vLLM ask for the method)."""
+        raise NotImplementedError("the trainer sends by pipeline.inference.weight_sync.weight_sender")
+
+    def _gpu(self) -> str:
+        """The GPU of this process, as `gpu_of` says it."""
+        return ""
+
+    def _adapter_slot(self, layout: WeightLayout, settings: dict[str, Any]) -> AdapterSlot | None:
+        """Where the model has the adapter of these settings and tensors; None without settings: a whole model."""
+        names = [parameter.name for parameter in layout.parameters]
+        return AdapterSlot(self.model, self.model_config.model, settings, names) if settings else None
+
+    def _receive_and_prepare(self, group: G, arriving: "Future[tuple[int, Any]]", deadline: Deadline) -> None:
+        """The thread: receive, prepare, and notify the trainer."""
+        try:
+            arriving.set_result(receive_and_prepare(group, lambda: self._receive(group, deadline), self._prepare))
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: who waits for the bytes is told
+            told = error if isinstance(error, WeightSyncError) else WeightSyncError(one_line(error))
+            log.warning("the weights did not arrive: %s", told)
+            arriving.set_exception(told)
+
+    def _prepare(self) -> Any:
+        """What is done in the thread that receives: of an adapter, all but its installation."""
+        return None if self._adapter is None else self._adapter.prepare(list(self._arrived()))
+
+
+def receive_and_prepare(
+    group: PreparedSignal, receive: Callable[[], int], prepare: Callable[[], Any]
+) -> tuple[int, Any]:
+    """The results of both; the trainer is notified after the second. `WeightSyncError` for whatever goes wrong."""
+    version = receive()
+    try:
+        prepared = prepare()
+    except Exception as error:
+        raise WeightSyncError(f"what was received cannot be served: {one_line(error)}") from error
+    finally:
+        group.report_prepared(version)
+    return version, prepared
+
+
+@contextmanager
+def exit_process_on_failure(what: str) -> Iterator[None]:
+    """A model that was left half replaced must not serve: any error within the block ends this process."""
+    try:
+        yield
+    except BaseException:
+        log.critical("%s; this server ends, its model is incomplete", what, exc_info=True)
+        logging.shutdown()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
+
+
+def reload_model(model: Any, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Load checkpoint tensors into a vLLM model that already serves."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    pack_experts_at_updates()
+    initialize_layerwise_reload(model)
+    model.load_weights(weights)
+    finalize_layerwise_reload(model, model_config)
+    pack_heads(model)
+
+
+def pack_heads(model: nn.Module) -> None:
+    """Pack output heads again: a tied head gets its weights through the embedding, and vLLM packs what it loads."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
