@@ -6,7 +6,7 @@ raises one clear error within its deadline; that stale, torn, late and foreign f
 and that only the leader reads all cards, so that the file operations grow linearly with the ranks. Knows nothing of
 roles and schedulers.
 
-    world = meet(FileSharedDir(paths.rendezvous), plan, card, run_id=paths.run_id, seconds=60)
+    world = rendezvous(FileSharedDir(paths.rendezvous), plan, card, run_id=paths.run_id, seconds=60)
 """
 
 import secrets

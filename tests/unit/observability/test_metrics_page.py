@@ -1,13 +1,20 @@
 """docs/metrics.md against the code: every number that is logged is there, and no other."""
 
 import ast
+import json
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from pipeline.run.paths import WORLD, RunPaths
+from pipeline.topology.plan import Placement, World
 from pipeline.train.algorithms import SFT, ValueLoss, total_value
 from pipeline.train.algorithms.loss_metrics import means
+from pipeline.utils.shared_dir import FileSharedDir
 from tests.unit.train.losses_by_hand import NAMES, N, everything, measured, numbers, tokens, value_tokens
 
 ROOT = Path(__file__).parents[3]
@@ -61,3 +68,22 @@ def test_every_metric_of_a_loss_is_on_the_page_of_metrics(name: str) -> None:
         found = measured([tokens()], SFT if name == "sft" else everything(name))
         assert len(found) > 2
         assert set(found) <= documented()
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
+def test_the_command_for_prometheus_writes_the_servers_of_the_newest_attempt_and_no_secret(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^    jq .*?vllm_targets\.json$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    for attempt, rank in (("12-0", 1), ("12-1", 2)):
+        places = (
+            Placement(role="trainer", index=0, rank=0, address="10.0.0.1", ports=(29500, 29501)),
+            Placement(role="inference", index=0, rank=rank, address=f"10.0.0.{rank}", ports=(8000, 8001)),
+        )
+        world = World(run_id="r", attempt=attempt, epoch=1, leader=0, secret="never-written", placements=places)
+        folder = RunPaths(tmp_path / "runs" / "demo").attempt("r", attempt).rendezvous
+        folder.mkdir(parents=True)
+        FileSharedDir(folder).create(WORLD, world)
+        os.utime(folder / WORLD, (rank, rank))
+    subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True, timeout=60)
+    text = (tmp_path / "vllm_targets.json").read_text()
+    assert json.loads(text) == [{"targets": ["10.0.0.2:8000"], "labels": {"run": "r", "attempt": "12-1"}}]
+    assert "never-written" not in text
