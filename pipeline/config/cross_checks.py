@@ -44,6 +44,7 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
     """`check_config`, and what the trainer is to do: of jobs (`training.jobs`)
     `pipeline.train.train_jobs.check_offline` looks at each."""
     _a_phase_is_configured(config)
+    _whole_servers_have_models(config)
     if config.has_servers:
         _servers_have_gpus(config)
     if config.has_rollouts:
@@ -120,6 +121,18 @@ def _a_phase_is_configured(config: RunConfig) -> None:
     elif not config.has_rollouts and not config.has_sft and not config.serve.enabled:
         hint = "set it, or training.warm_start.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", hint)
+
+
+def _whole_servers_have_models(config: RunConfig) -> None:
+    serve, wanted = config.serve, config.resources.inference
+    if not serve.whole_servers:
+        return
+    if not (serve.sampling and serve.whole_models):
+        expected = "0 without serve.sampling=true and serve.whole_models=true"
+        raise ConfigError("serve.whole_servers", serve.whole_servers, expected, "set both, or leave it out")
+    if serve.whole_servers >= (servers := wanted.nodes * wanted.servers):
+        expected = f"fewer than the {servers} servers (resources.inference): one at least samples from adapters"
+        raise ConfigError("serve.whole_servers", serve.whole_servers, expected, "add servers, or lower it")
 
 
 def _epochs_are_of_data(config: RunConfig) -> None:

@@ -35,6 +35,11 @@ class ServeConfig(Section):
     whole_models: bool = Field(
         False, description="Allow clients to train all weights, with one copy of the model for each."
     )
+    whole_servers: NotNegative = Field(
+        0,
+        description="The number of vLLM servers, of those in `resources.inference`, that sample from whole models: "
+        "each has one at a time. The others sample from adapters and the base.",
+    )
     request_bytes: Bytes = Field(1 << 26, description="Largest size of a request, decompressed.")
     session_seconds: Seconds = Field(3600, description="Timeout of a session without heartbeats; its checkpoints stay.")
     silent_seconds: Annotated[float, Field(ge=60)] = Field(

@@ -22,7 +22,8 @@ from pipeline.inference.vllm.plugin import ENGINES, MODEL, register
 from pipeline.inference.vllm.server_password import WORLD
 from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
-from pipeline.tinker.gateway_settings import BASE, MAX_ADAPTERS
+from pipeline.tinker.entities import BASE
+from pipeline.tinker.gateway_settings import MAX_ADAPTERS
 from pipeline.topology.plan import Placement
 from pipeline.utils.authenticated_http import connect
 from pipeline.utils.network_interfaces import KEPT_SECONDS, bound_to
@@ -172,7 +173,7 @@ def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:
 
 def _program(config: RunConfig, place: Placement) -> tuple[str, ...]:
     """vLLM's server and its model. Only its command line knows several API processes; the CPU build has none."""
-    model = (config.model.path, *_policy_arguments(config))
+    model = (config.model.path, *_policy_arguments(config, place))
     program = (sys.executable, "-P", "-m", "pipeline.roles.held_port", str(place.ports[0]))
     if config.resources.device == "cuda":
         return (*program, "vllm.entrypoints.cli.main", "serve", *model)
@@ -189,13 +190,16 @@ def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
     )
 
 
-def _policy_arguments(config: RunConfig) -> tuple[str, ...]:
+def _policy_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
     """The policy is the served model, whose weights the trainer brings; or an adapter that it brings, on a base from
     disk, which never changes. Where a run evaluates alone, both are on disk. For clients of the API, any of their
-    adapters on that base."""
+    adapters on that base; or their whole models, for which the first servers are."""
     if config.serve.enabled:
+        common = ("--served-model-name", BASE, "--enable-prompt-tokens-details")
+        if place.index < config.serve.whole_servers:
+            return common
         return (
-            *("--served-model-name", BASE, "--enable-lora", "--max-loras", str(MAX_ADAPTERS)),
+            *(*common, "--enable-lora", "--max-loras", str(MAX_ADAPTERS)),
             *("--max-cpu-loras", str(2 * MAX_ADAPTERS), "--max-lora-rank", str(_least_rank(config.serve.max_rank))),
             *("--lora-target-modules", *ATTENTION_LAYERS, *MLP_LAYERS),
         )

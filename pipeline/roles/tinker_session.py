@@ -31,14 +31,15 @@ class TinkerSession(Rank0):
     def run(self) -> None:
         """Serve until the attempt is ending."""
         context = self._context
-        servers = tuple(place.endpoint for place in context.world.of_role("inference"))
+        places = sorted(context.world.of_role("inference"), key=lambda place: place.index)
+        servers = [place.endpoint for place in places]
         engine = ServiceLoop(
             self._dispatch,
             context.config,
             context.run.api,
             root_of(context.config, context.run, context.paths.run_id),
             context.paths.attempt,
-            ServerFacts(servers, context.world.password),
+            ServerFacts.split(servers, context.config.serve.whole_servers, context.world.password),
             self._pulse,
             self._warming_up,
             context.paths,

@@ -22,7 +22,9 @@ from pipeline.tinker.model_requests import SaveNote
 from pipeline.tinker.tinker_records import Save, SaveResult, encode
 
 MAX_EPHEMERAL = 8
-"""Snapshots (checkpoints without a name) that each model keeps, whether they are used or not."""
+"""Snapshots (checkpoints without a name) that each model of an adapter keeps, whether they are used or not."""
+MAX_WHOLE_EPHEMERAL = 2
+"""Those of a whole model, which are a thousand times as large."""
 SNAPSHOT_SECONDS = 3600.0
 """How long an older snapshot is kept after its sampling client last used it (`serve.snapshot_seconds`)."""
 F = TypeVar("F")
@@ -112,7 +114,7 @@ class CheckpointCatalog:
             if each.ephemeral:
                 by_model.setdefault(tinker_paths.parse_path(each.path).model, []).append(each)
         opened = self.open_folders()
-        older = (each for own in by_model.values() for each in sorted(own, key=_created)[:-MAX_EPHEMERAL])
+        older = (each for own in by_model.values() for each in sorted(own, key=_created)[: -_most_ephemeral(own[0])])
         return [each for each in older if each.folder not in opened]
 
     def _last_use(self, checkpoint: SavedWeights) -> float:
@@ -185,6 +187,10 @@ class CheckpointCatalog:
                 self._unnamed.add(dropped)
 
         return SaveResult(size, order.path, order.sampler), changes, after
+
+
+def _most_ephemeral(snapshot: SavedWeights) -> int:
+    return MAX_EPHEMERAL if snapshot.adapter.rank else MAX_WHOLE_EPHEMERAL
 
 
 def _created(checkpoint: SavedWeights) -> float:

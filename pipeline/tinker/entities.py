@@ -7,6 +7,9 @@ import msgspec
 
 from pipeline.tinker.tinker_records import Adapter
 
+BASE = "base"
+"""The name that servers have for the model that they were started with."""
+
 
 class Session(msgspec.Struct, frozen=True):
     """A client's session; `ended` says why it takes nothing any more, `ended_at` since when. It `lapsed` if its client
@@ -50,6 +53,24 @@ class SavedWeights(msgspec.Struct, frozen=True):
     metadata: dict[str, str] | None = None
     ephemeral: bool = False
     """Made for one sampling client, without a name of its own: older ones give way to newer ones."""
+
+    @property
+    def sampled(self) -> "SampledWeights":
+        """What samples of it are drawn from."""
+        return SampledWeights(self.folder, whole=not self.adapter.rank)
+
+
+class SampledWeights(msgspec.Struct, frozen=True):
+    """What a sample is drawn from: the adapter in a folder below the store's weights, or, if `whole`, all weights of a
+    model; without a folder the base."""
+
+    folder: str = ""
+    whole: bool = False
+
+    @property
+    def name(self) -> str:
+        """What servers call it; one that has a whole model calls it by the base's name."""
+        return BASE if self.whole or not self.folder else self.folder.replace("/", "--")
 
 
 class SamplingSession(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ its turn among those of all sessions and keys; that a server which ends before t
 client nothing but time; that no part is sent twice; and that closing the generator ends the request on the server. Must
 not know the fields of a request.
 
-    async with forwarder.turn(key, sequences), aclosing(forwarder.parts(CHAT, folder, body)) as parts:
+    async with forwarder.turn(key, sequences), aclosing(forwarder.parts(CHAT, weights, body)) as parts:
         async for part in parts: …         # `stream`: the data of each event; else the whole answer, once
 """
 
@@ -20,9 +20,10 @@ import aiohttp
 
 from pipeline.errors import one_line
 from pipeline.tinker.api_errors import ApiError
-from pipeline.tinker.generate_requests import adapter_name
+from pipeline.tinker.entities import SampledWeights
 from pipeline.tinker.sample_queue import SampleQueue
-from pipeline.tinker.sampler import RequestRefused, Server, ServerDied, ServerUnhealthy
+from pipeline.tinker.sampler import ServerDied, ServerUnhealthy
+from pipeline.tinker.server_weights import RequestRefused, Server
 from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -64,10 +65,10 @@ class Forwarder:
         self._sampling = sampling
 
     @asynccontextmanager
-    async def turn(self, key: str, sequences: int) -> AsyncIterator[None]:
-        """Entered while a request of so many sequences may be at the servers. All requests of a key's name wait as
-        those of one session do; `NoServerError` if there is no server for `HOLD_SECONDS`."""
-        async with self._sampling.turn(f"openai {key}", sequences) as turn:  # no session's id has a space
+    async def turn(self, key: str, sequences: int, weights: SampledWeights) -> AsyncIterator[None]:
+        """Entered while a request of so many sequences may be at the servers of such weights. All requests of a key's
+        name wait as those of one session do; `NoServerError` if there is no server for `HOLD_SECONDS`."""
+        async with self._sampling.turn(f"openai {key}", sequences, weights) as turn:  # no session's id has a space
             while not turn.is_set():
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HOLD_SECONDS):
@@ -77,16 +78,16 @@ class Forwarder:
                     raise NoServerError("no server is there now; ask again")
             yield
 
-    async def parts(self, route: str, folder: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        """The answer to `body`, whose model is the adapter of a folder (empty: the base).
+    async def parts(self, route: str, weights: SampledWeights, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+        """The answer of a model with these weights to `body`.
 
         Raises `ApiError` with the server's reason for what it refuses, `NoServerError` and `ForwardingFailed`.
         """
-        asked = {**body, "model": adapter_name(folder)}
+        asked = {**body, "model": weights.name}
         tries, begun = _Tries(time.monotonic() + HOLD_SECONDS, self._sampling.attempt), False
         while True:
             try:
-                async with aclosing(self._one_try(route, folder, asked, tries)) as parts:
+                async with aclosing(self._one_try(route, weights, asked, tries)) as parts:
                     async for part in parts:
                         begun = True
                         yield part
@@ -100,10 +101,10 @@ class Forwarder:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _one_try(
-        self, route: str, folder: str, asked: Mapping[str, Any], tries: _Tries
+        self, route: str, weights: SampledWeights, asked: Mapping[str, Any], tries: _Tries
     ) -> AsyncGenerator[bytes, None]:
-        async with self._sampling.suspects.attempt(tries.deaths), self._server(folder, tries.until) as server:
-            async with self._sampling.asked(server, route, asked) as response:
+        async with self._sampling.suspects.attempt(tries.deaths), self._server(weights, tries.until) as server:
+            async with self._sampling.asked(server, route, asked, weights) as response:
                 if not asked.get("stream"):
                     yield await response.read()
                 else:
@@ -112,11 +113,11 @@ class Forwarder:
             server.backoff.record_success()
 
     @asynccontextmanager
-    async def _server(self, folder: str, until: float) -> AsyncGenerator[Server, None]:
-        """A server with the adapter; `TimeoutError` where none has room for it until then."""
+    async def _server(self, weights: SampledWeights, until: float) -> AsyncGenerator[Server, None]:
+        """A server with the weights; `TimeoutError` where none has room for them until then."""
         async with AsyncExitStack() as held:
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                server = await held.enter_async_context(self._sampling.server_with(folder))
+                server = await held.enter_async_context(self._sampling.server_with(weights))
             yield server
 
     async def _count_death(self, death: ServerDied, tries: _Tries, *, begun: bool) -> None:

@@ -11,8 +11,6 @@ from pipeline.config import RunConfig
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.sampling_limits import Limits
 
-BASE = "base"
-"""The name that servers have for the model without adapters."""
 MAX_ADAPTERS = 8
 """That a server holds at once."""
 
@@ -28,8 +26,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         base_names: what clients may call the model, the first one is told to them.
         tokenizer: what the SDK loads the tokenizer from.
         max_samples: sequences that a server runs at once.
-        max_length, max_rank, request_bytes, session_seconds, whole_models, sampling, seed, snapshot_seconds,
-            silent_seconds: of the config.
+        max_length, max_rank, request_bytes, session_seconds, whole_models, whole_servers, sampling, seed,
+            snapshot_seconds, silent_seconds: of the config.
     """
 
     root: str
@@ -44,6 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     request_bytes: int
     session_seconds: float
     whole_models: bool
+    whole_servers: int = 0
     sampling: bool
     seed: int
     held: bool = False
@@ -95,6 +94,7 @@ def settings_of(config: RunConfig, root: Path) -> Settings:
         request_bytes=serve.request_bytes,
         session_seconds=serve.session_seconds,
         whole_models=serve.whole_models,
+        whole_servers=serve.whole_servers,
         sampling=serve.sampling,
         seed=config.seed,
         snapshot_seconds=serve.snapshot_seconds,

@@ -4,23 +4,19 @@ Owns how a request of the SDK becomes one of vLLM, and vLLM's answer the SDK's. 
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from pipeline.rollout.server_client import FINAL_ONLY
 from pipeline.tinker import tinker_wire
-from pipeline.tinker.gateway_settings import BASE
 from pipeline.tinker.sampling_limits import Limits, checked_request, prompt_tokens
+from pipeline.tinker.target_logprobs import Cell, read_targets
 
 _NO_TOKEN = -99999.0
 _GREEDY = 1e-5
 """Below this temperature vLLM takes the likeliest token, and refuses to do so more than once for a prompt."""
-
-
-def adapter_name(folder: str) -> str:
-    """What servers call the adapter of a folder; the base without one."""
-    return folder.replace("/", "--") if folder else BASE
 
 
 def request_body(body: Mapping[str, Any], model: str, limits: Limits) -> dict[str, Any]:
@@ -53,8 +49,21 @@ def request_body(body: Mapping[str, Any], model: str, limits: Limits) -> dict[st
     return {"model": model, "token_ids": tokens, "sampling_params": sampling}
 
 
-def sample_json(answer: Mapping[str, Any], body: Mapping[str, Any]) -> bytes:
-    """The protobuf that the SDK reads, from vLLM's answer."""
+def score_body(prompt: Sequence[int], model: str) -> dict[str, Any]:
+    """The request for the log-probability of a prompt's last token; a server makes one token at least."""
+    sampling = {"n": 1, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "output_kind": FINAL_ONLY}
+    return {"model": model, "token_ids": list(prompt), "sampling_params": sampling}
+
+
+def score_of(answer: Mapping[str, Any], prompt: Sequence[int]) -> float:
+    """The log-probability of a prompt's last token in the answer to `score_body`."""
+    return float(answer["prompt_logprobs"][-1][str(prompt[-1])]["logprob"])
+
+
+def sample_json(
+    answer: Mapping[str, Any], body: Mapping[str, Any], scores: Mapping[Cell, float] = MappingProxyType({})
+) -> bytes:
+    """The protobuf that the SDK reads, from vLLM's answer, and the log-probabilities of named tokens."""
     proto = tinker_wire.protocol()
     message = proto.SampleResponse()
     top, top_prompt = int(body.get("topk_sample_logprobs") or 0), int(body.get("topk_prompt_logprobs") or 0)
@@ -80,6 +89,10 @@ def sample_json(answer: Mapping[str, Any], body: Mapping[str, Any]) -> bytes:
             message.prompt_logprobs = np.array(own, "<f4").tobytes()
         if top_prompt:
             message.topk_prompt_logprobs.CopyFrom(_top(rows, top_prompt))
+    if (targets := read_targets(body, len(prompt_tokens(body)))) is not None:
+        message.target_prompt_logprobs.CopyFrom(targets.tensor(scores))
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    message.prompt_cache_hit_tokens = int(details.get("cached_tokens") or 0)
     return bytes(message.SerializeToString())
 
 

@@ -22,10 +22,11 @@ import msgspec
 from pipeline.tinker import durable_store, tinker_paths
 from pipeline.tinker.api_errors import OverLimitError
 from pipeline.tinker.durable_store import Store
-from pipeline.tinker.entities import SamplingSession
+from pipeline.tinker.entities import SampledWeights, SamplingSession
 from pipeline.tinker.fair_queue import FairQueue
 from pipeline.tinker.sampler import SampleRequest, SampleServers
-from pipeline.tinker.sampling_limits import Limits, checked_request
+from pipeline.tinker.sampling_limits import Limits, checked_request, prompt_tokens
+from pipeline.tinker.target_logprobs import places_of, read_targets
 from pipeline.tinker.tinker_records import Failed, ServerFacts
 from pipeline.tinker.usage import UsageMeter
 
@@ -56,7 +57,7 @@ class _Job:
     @property
     def size(self) -> int:
         """Sequences that it takes at a server."""
-        return int(self.given.body.get("num_samples", 1))
+        return places_of(self.given.body, len(prompt_tokens(self.given.body)))
 
     def is_over(self, now: float) -> bool:
         """Whether no client will ask for it again."""
@@ -70,7 +71,9 @@ class SampleQueue(SampleServers):
 
     def __init__(self, kept: Store, weights: Path, limits: Limits, most_adapters: int, usage: UsageMeter) -> None:
         super().__init__(weights, limits, most_adapters, usage)
-        self._store, self._fair = kept, FairQueue()
+        self._store = kept
+        self._pools = {False: FairQueue(), True: FairQueue()}
+        """By whether samples are of whole models, which have separate servers."""
         self._per_server = limits.samples + limits.samples // 8  # so that a server has the next one when one ends
         self._jobs: dict[str, _Job] = {}
         self._turns: dict[str, asyncio.Event] = {}
@@ -94,7 +97,9 @@ class SampleQueue(SampleServers):
 
     def set_servers(self, facts: ServerFacts | None) -> None:
         super().set_servers(facts)
-        self._fair.capacity = self._per_server * len(self._servers)
+        for whole, pool in self._pools.items():
+            count = sum(server.whole == whole for server in self._servers)
+            pool.capacity = self._per_server * max(count, bool(self._servers))  # what no server does fails at once
         self._start_next()
 
     def owner_of(self, id: str) -> str | None:
@@ -106,7 +111,9 @@ class SampleQueue(SampleServers):
         """The folders of the adapters of samples whose clients have no result yet."""
         return {job.given.folder for job in self._jobs.values() if not job.fetched}
 
-    async def accept(self, id: str, sampler: SamplingSession, folder: str, seq: int, body: dict[str, Any]) -> str:
+    async def accept(
+        self, id: str, sampler: SamplingSession, weights: SampledWeights, seq: int, body: dict[str, Any]
+    ) -> str:
         """The id of the request, which is in the store by now; `OverLimitError` with status 429 where too many wait."""
         if (known := self._jobs.get(id)) is not None:
             while not known.is_stored and self._jobs.get(id) is known:  # it is on its way into the store
@@ -115,9 +122,9 @@ class SampleQueue(SampleServers):
                 raise OverLimitError("the store took nothing just now; ask again", 429)
             self._enqueue(id, known)
             return id
-        self._check_room(tinker_paths.session_of(sampler.id))
-        given = SampleRequest(sampler.id, seq, folder, body, sampler.owner)
-        checked_request(body, self._limits)
+        self._check_room(self._pools[weights.whole], tinker_paths.session_of(sampler.id))
+        given = SampleRequest(sampler.id, seq, weights.folder, body, sampler.owner, weights.whole)
+        read_targets(body, len(checked_request(body, self._limits)))
         written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
         job = self._jobs[id] = _Job(given)
         try:
@@ -130,25 +137,26 @@ class SampleQueue(SampleServers):
         return id
 
     @asynccontextmanager
-    async def turn(self, session: str, size: int) -> AsyncIterator[asyncio.Event]:
-        """Have a request that is not stored wait among the samples: the event is set once `size` sequences of it may
-        be at the servers. They count as in flight until the context is left, which also gives up a turn that has not
-        come. `OverLimitError` with status 429 where too many wait.
+    async def turn(self, session: str, size: int, weights: SampledWeights) -> AsyncIterator[asyncio.Event]:
+        """Have a request that is not stored wait among the samples of such weights: the event is set once `size`
+        sequences of it may be at the servers. They count as in flight until the context is left, which also gives up
+        a turn that has not come. `OverLimitError` with status 429 where too many wait.
 
-            async with queue.turn("openai ada", 1) as turn:
+            async with queue.turn("openai ada", 1, weights) as turn:
                 await turn.wait()
                 …                       # ask a server
         """
-        self._check_room(session)
+        pool = self._pools[weights.whole]
+        self._check_room(pool, session)
         id = f"{session}:{next(self._numbers)}"
         self._turns[id] = asyncio.Event()
-        self._fair.add(session, id, size)
+        pool.add(session, id, size)
         self._start_next()
         try:
             yield self._turns[id]
         finally:
             del self._turns[id]
-            self._fair.remove(id)
+            pool.remove(id)
             self._start_next()
 
     async def result(self, id: str) -> bytes | Failed:
@@ -167,17 +175,18 @@ class SampleQueue(SampleServers):
 
     def cancel_session(self, session: str, why: str) -> None:
         """Give up all samples of a session whose client is gone."""
-        for id, job in self._jobs.items() if self._fair.has_any(session) else ():
+        for id, job in self._jobs.items() if any(pool.has_any(session) for pool in self._pools.values()) else ():
             if job.session == session and not job.outcome.done():
                 self.cancel(id, why)
 
     def set_silent(self, session: str, is_silent: bool) -> None:
         """A silent session's samples leave the servers, and wait until it is heard of again."""
-        if is_silent:
-            for id in self._fair.hold(session):
-                self._stop(self._jobs[id])
-        else:
-            self._fair.release(session)
+        for pool in self._pools.values():
+            if is_silent:
+                for id in pool.hold(session):
+                    self._stop(self._jobs[id])
+            else:
+                pool.release(session)
         self._start_next()
 
     async def sweep(self) -> None:
@@ -191,17 +200,18 @@ class SampleQueue(SampleServers):
 
     def _enqueue(self, id: str, job: _Job) -> None:
         """Have it be done, unless it is or will be."""
-        if job.is_stored and not job.outcome.done() and id not in self._fair:
+        pool = self._pools[job.given.whole]
+        if job.is_stored and not job.outcome.done() and id not in pool:
             job.ended = 0.0
-            self._fair.add(job.session, id, job.size)
+            pool.add(job.session, id, job.size)
             self._start_next()
 
-    def _check_room(self, session: str) -> None:
-        if not self._fair.has_room(session, MAX_WAITING):
+    def _check_room(self, pool: FairQueue, session: str) -> None:
+        if not pool.has_room(session, MAX_WAITING):
             raise OverLimitError(f"{MAX_WAITING} samples wait", 429)
 
     def _start_next(self) -> None:
-        while (id := self._fair.next()) is not None:
+        for id in itertools.chain.from_iterable(iter(pool.next, None) for pool in self._pools.values()):
             if id in self._turns:
                 self._turns[id].set()
                 continue
@@ -218,7 +228,7 @@ class SampleQueue(SampleServers):
 
     def _end(self, id: str, job: _Job, outcome: bytes | Failed | None) -> None:
         """It needs no server any more; the first outcome is the one that its client gets."""
-        self._fair.remove(id)
+        self._pools[job.given.whole].remove(id)
         self._stop(job)
         if outcome is not None and not job.outcome.done():
             job.outcome.set_result(outcome)

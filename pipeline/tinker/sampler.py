@@ -1,18 +1,15 @@
 """The run's own servers, which sample.
 
-Owns which server does a request, the adapters that it has to have for it, and the form of the answer. Promises that a
-request is done, if need be by another server after this one was lost, unless servers die of it; that a sampling client
-of a snapshot gets tokens of that snapshot alone, since every save has a name of its own; and that the adapters of each
-server are at most `most_adapters`, of which the one that was used least recently leaves. Must not know models'
-training, HTTP's front, or which request is next: `pipeline.tinker.sample_queue`."""
+Owns which server does a request, and the form of the answer. Promises that a request is done, if need be by another
+server after this one was lost, unless servers die of it; and that a sampling client of a snapshot gets tokens of that
+snapshot alone, since every save has a name of its own. Must not know models' training, HTTP's front, which request is
+next (`pipeline.tinker.sample_queue`), or how a server gets weights (`pipeline.tinker.server_weights`)."""
 
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +18,17 @@ import msgspec
 
 from pipeline.errors import one_line
 from pipeline.tinker.api_errors import ApiError
-from pipeline.tinker.generate_requests import adapter_name, request_body, sample_json
+from pipeline.tinker.entities import SampledWeights
+from pipeline.tinker.generate_requests import request_body, sample_json, score_body, score_of
 from pipeline.tinker.sampling_limits import Limits
+from pipeline.tinker.server_weights import RequestRefused, Server, ServerWeights
+from pipeline.tinker.target_logprobs import MAX_PARALLEL_SCORES, Cell, Targets, read_targets
 from pipeline.tinker.tinker_records import Failed, ServerFacts
 from pipeline.tinker.usage import UsageMeter, usage_of_sample
 from pipeline.utils.authenticated_connector import AuthenticatedConnector
-from pipeline.utils.backoff import HasBackoff, available
+from pipeline.utils.backoff import available
 from pipeline.utils.poison_request import ABANDONED, HEALTH, MAX_SERVER_CRASHES, PoisonRequestGuard, is_dead
+from pipeline.utils.weights_route import HEADER
 
 log = logging.getLogger(__name__)
 REQUEST_SECONDS = 1800.0
@@ -45,25 +46,11 @@ class SampleRequest(msgspec.Struct, frozen=True):
     folder: str
     body: dict[str, Any]
     owner: str
+    whole: bool = False
 
-
-@dataclass(eq=False)
-class Server(HasBackoff):
-    """One server: what it works on, and its adapters, the last used one at the end."""
-
-    endpoint: str
-    running: int = 0
-    adapters: "OrderedDict[str, None]" = field(default_factory=OrderedDict)
-    in_use: Counter[str] = field(default_factory=Counter)
-    """How many samples are being drawn from each adapter."""
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Whoever has it may change `adapters`; who waits for it comes in turn."""
-    unused: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when nobody samples from some adapter any more."""
-
-
-class RequestRefused(Exception):
-    """A server says that the request can never work."""
+    @property
+    def weights(self) -> SampledWeights:
+        return SampledWeights(self.folder, self.whole)
 
 
 class ServerUnhealthy(OSError):
@@ -82,7 +69,8 @@ class SampleServers:
     """The servers that there are now, and what each works on."""
 
     def __init__(self, weights: Path, limits: Limits, most_adapters: int, usage: UsageMeter) -> None:
-        self._weights, self._limits, self._most, self._usage = weights, limits, most_adapters, usage
+        self._weights = ServerWeights(weights, most_adapters, self._post)
+        self._limits, self._usage = limits, usage
         self._servers: list[Server] = []
         self._password = ""
         self._there, self.suspects = asyncio.Event(), PoisonRequestGuard()
@@ -100,10 +88,10 @@ class SampleServers:
 
     def set_servers(self, facts: ServerFacts | None) -> None:
         """Ask these servers from now on; None: there are none."""
-        known = {server.endpoint for server in self._servers}
-        wanted = set(facts.servers) if facts else set()
-        if facts is not None and (wanted != known or facts.password != self._password):
-            self._servers = [Server(endpoint) for endpoint in facts.servers]
+        known = {(server.endpoint, server.whole) for server in self._servers}
+        wanted = [(each, False) for each in facts.servers] + [(each, True) for each in facts.whole] if facts else []
+        if facts is not None and (set(wanted) != known or facts.password != self._password):
+            self._servers = [Server(endpoint, whole) for endpoint, whole in wanted]
             self._password = facts.password
         elif facts is None:
             self._servers = []
@@ -149,29 +137,55 @@ class SampleServers:
             failures += 1
 
     async def _once(self, given: SampleRequest) -> bytes:
-        async with self.server_with(given.folder) as server:
-            body = request_body(given.body, adapter_name(given.folder), self._limits)
+        async with self.server_with(given.weights) as server:
+            body = request_body(given.body, given.weights.name, self._limits)
             started = time.monotonic()
-            answer = msgspec.json.decode(await self._post(server, "/inference/v1/generate", body))
+            answer = msgspec.json.decode(await self._generate(server, given.weights, body))
             server.backoff.record_success()
-            written = sample_json(answer, given.body)
+            written = sample_json(answer, given.body, await self._scores(server, given, body["token_ids"]))
             self._usage.count(given.owner, usage_of_sample(body, answer, time.monotonic() - started))
             return written
 
-    @asynccontextmanager
-    async def server_with(self, folder: str) -> AsyncIterator[Server]:
-        """The server that is least busy, with the adapter of a folder (empty: the base) as long as it is entered.
+    async def _scores(self, server: Server, given: SampleRequest, tokens: list[int]) -> dict[Cell, float]:
+        """The log-probabilities of the tokens that a request names; several prompts at a time."""
+        targets = read_targets(given.body, len(tokens))
+        left, scores = iter(targets.cells if targets else ()), dict[Cell, float]()
 
-        Waits for a server, and for room for the adapter. A connection that fails meanwhile has the server rest, and
-        raises `ServerDied` if the server is dead; `RequestRefused` where the adapter cannot be loaded.
+        async def score() -> None:
+            for cell in left:
+                prompt = Targets.prompt(tokens, cell)
+                body = score_body(prompt, given.weights.name)
+                answer = msgspec.json.decode(await self._generate(server, given.weights, body))
+                scores[cell] = score_of(answer, prompt)
+
+        scoring = [asyncio.create_task(score()) for _ in range(MAX_PARALLEL_SCORES if targets else 0)]
+        try:
+            await asyncio.gather(*scoring)
+        finally:
+            for task in scoring:
+                task.cancel()
+        return scores
+
+    @asynccontextmanager
+    async def server_with(self, weights: SampledWeights) -> AsyncIterator[Server]:
+        """The server that is least busy, with these weights as long as it is entered.
+
+        Waits for a server, and for room for the weights. A connection that fails meanwhile has the server rest, and
+        raises `ServerDied` if the server is dead; `RequestRefused` where the weights cannot be loaded.
         """
         await self._there.wait()
-        server = min(available(self._servers), key=lambda each: each.running, default=None)
+        apt = [server for server in self._servers if server.whole == weights.whole]
+        if self._servers and not apt:
+            raise RequestRefused("no server samples from whole models now: the run has serve.whole_servers=0")
+        load = self._limits.samples if weights.whole else 0  # others' samples wait while a model is loaded
+        server = min(
+            available(apt), key=lambda each: each.running + (0 if weights in each.held else load), default=None
+        )
         if server is None:
             raise OSError("the servers are gone")
         server.running += 1
         try:
-            async with self._adapter(server, folder):
+            async with self._weights.use(server, weights):
                 yield server
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             server.backoff.record_failure()
@@ -203,68 +217,32 @@ class SampleServers:
     def _authorization(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._password}"}
 
-    @asynccontextmanager
-    async def _adapter(self, server: Server, folder: str) -> AsyncIterator[None]:
-        """While it is entered, the server has the adapter; without a folder none is needed."""
-        if not folder:
-            yield
-            return
-        async with server.lock:
-            if folder not in server.adapters:
-                await self._make_room(server)
-                await self._load(server, folder)
-            server.adapters.move_to_end(folder)
-            server.in_use[folder] += 1
-        try:
-            yield
-        finally:
-            server.in_use[folder] -= 1
-            if not server.in_use[folder]:
-                del server.in_use[folder]
-                server.unused.set()
-
-    async def _make_room(self, server: Server) -> None:
-        """Have the adapters that were not used for longest give way; where all are in use, wait until one is not."""
-        while len(server.adapters) >= self._most:
-            oldest = next((each for each in server.adapters if each not in server.in_use), None)
-            if oldest is None:
-                server.unused.clear()
-                await server.unused.wait()
-                continue
-            with suppress(RequestRefused):
-                await self._post(server, "/v1/unload_lora_adapter", {"lora_name": adapter_name(oldest)})
-            server.adapters.pop(oldest, None)
-
-    async def _load(self, server: Server, folder: str) -> None:
-        place = self._weights / folder
-        if not (place / "adapter_config.json").is_file():
-            raise RequestRefused("the checkpoint that this client samples from was removed")
-        name = {"lora_name": adapter_name(folder), "lora_path": str(place)}
-        try:
-            await self._post(server, "/v1/load_lora_adapter", name)
-        except RequestRefused as refusal:
-            if "already" not in str(refusal):
-                raise
-        server.adapters[folder] = None
+    async def _generate(self, server: Server, weights: SampledWeights, body: Mapping[str, Any]) -> bytes:
+        async with self.asked(server, "/inference/v1/generate", body, weights) as response:
+            return await response.read()
 
     async def _post(self, server: Server, route: str, body: Mapping[str, Any]) -> bytes:
         async with self.asked(server, route, body) as response:
             return await response.read()
 
     @asynccontextmanager
-    async def asked(self, server: Server, route: str, body: Mapping[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A server's answer, whose body is not read yet; `RequestRefused` for what can never work, `ServerUnhealthy`
-        for an answer that another try may change."""
+    async def asked(
+        self, server: Server, route: str, body: Mapping[str, Any], weights: SampledWeights | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A server's answer, whose body is not read yet, and which is of these weights; `RequestRefused` for what can
+        never work, `ServerUnhealthy` for an answer that another try may change."""
         assert self._http is not None
-        url = f"http://{server.endpoint}{route}"
-        async with self._http.post(url, json=body, headers=self._authorization) as response:
+        url, headers = f"http://{server.endpoint}{route}", self._authorization
+        if weights is not None and weights.whole:
+            headers[HEADER] = str(self._weights.place(weights))
+        async with self._http.post(url, json=body, headers=headers) as response:
             if response.status == 200:
                 yield response
                 return
             answer = await response.read()
             if response.status == 404 and route.endswith(("generate", "completions")):
-                server.adapters.clear()  # it was started anew
-                raise OSError(f"{server.endpoint} does not know the adapter")
+                server.held.clear()  # it was started again
+                raise OSError(f"{server.endpoint} does not have the weights")
             if 400 <= response.status < 500 and response.status not in (408, 409, 429):
                 raise RequestRefused(_reason(answer))
             raise ServerUnhealthy(f"{server.endpoint}{route} answered {response.status}: {answer[:200]!r}")

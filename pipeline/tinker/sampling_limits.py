@@ -15,7 +15,6 @@ MAX_TEMPERATURE = 2.0
 """vLLM refuses what is hotter."""
 _MOST_ID, _MOST_NUMBER = (1 << 31) - 1, (1 << 62) - 1
 _NOT_SERVED = {
-    "target_prompt_logprobs": "leave it out",
     "prompt_alt_tokens_k": "leave it out",
     "record_stability_info": f"only stable_reinforce needs it, which is not served either; take {OTHER_LOSSES}",
 }

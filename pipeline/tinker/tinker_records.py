@@ -8,6 +8,7 @@ torch or SQL.
     done = Done(request=work.request, result=Passed(…))                              trainer → front
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -179,10 +180,16 @@ class WorkResult(msgspec.Struct, frozen=True):
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
-    """Where the servers are that sample."""
+    """Where the servers are that sample: those of adapters and the base, and those of whole models."""
 
     servers: tuple[str, ...] = ()
     password: str = ""
+    whole: tuple[str, ...] = ()
+
+    @classmethod
+    def split(cls, endpoints: Sequence[str], whole_servers: int, password: str) -> "ServerFacts":
+        """The facts of all servers, in the order of their indices; the first `whole_servers` have whole models."""
+        return cls(tuple(endpoints[whole_servers:]), password, tuple(endpoints[:whole_servers]))
 
 
 class Attach(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@
 | `listeners` | listening on held ports, and the processes that listen on a port |
 | `mutual_auth`, `socket_gate` | peers that prove to know a secret; a process that lets only those through |
 | `authenticated_http`, `authenticated_connector` | HTTP servers that prove themselves; aiohttp's connections to those |
+| `weights_route` | how a server is asked for other weights, and which weights a request is for |
 | `connection_limits`, `limited_site` | limits on connections that have proved nothing; aiohttp's |
 | `heartbeat` | signs of life of a role's processes |
 | `network_interfaces`, `http_errors` | interfaces and addresses; what an HTTP server says of an error |

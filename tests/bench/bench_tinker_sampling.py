@@ -18,7 +18,7 @@ from statistics import median
 
 import tinker
 
-from pipeline.tinker.generate_requests import adapter_name
+from pipeline.tinker.entities import SampledWeights
 from tests.bench.tables import judge, markdown
 from tests.integration.tinker_server import TinkerServer, serving_samples
 from tests.support.servers.vllm import SECRET, Served
@@ -59,7 +59,7 @@ def seconds_of_both(
     trainer = opened[0].create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
     path = trainer.save_weights_for_sampler("adapter").result().path
     samplers = [each.create_sampling_client(model_path=path) for each in opened]
-    model = adapter_name(folder_of(server.api / "weights", path))
+    model = SampledWeights(folder_of(server.api / "weights", path)).name
     Sampling(clients, 1, given.tokens).served(samplers)
     work = Sampling(given.requests, given.samples, given.tokens)
     raw, api = [], []

@@ -192,7 +192,7 @@ def measure(
     """What clients get, as long as there is time."""
     import tinker
 
-    from pipeline.tinker.generate_requests import adapter_name
+    from pipeline.tinker.entities import SampledWeights
     from tests.support.tinker_traffic import Sampling, folder_of
 
     paths = RunPaths(config.directory.resolve())
@@ -204,7 +204,7 @@ def measure(
     trainer = opened[0].create_lora_training_client(base_model=config.serve.base_name, rank=chosen.rank).result()
     path = trainer.save_weights_for_sampler("measured").result().path
     samplers = [each.create_sampling_client(model_path=path).result() for each in opened]
-    model = adapter_name(folder_of(paths.api / "weights", path))
+    model = SampledWeights(folder_of(paths.api / "weights", path)).name
     for clients in chosen.clients:
         work = Sampling(8 * clients + 8, SAMPLES, chosen.tokens)
         tokens = work.requests * work.samples * work.tokens

@@ -31,7 +31,7 @@ def main(config_text: str, root: str, attempt: str, *servers: str) -> None:
             if asked:
                 raise Interrupted("asked to end")
 
-        facts = ServerFacts(servers[1:], servers[0] if servers else "")
+        facts = ServerFacts.split(servers[1:], config.serve.whole_servers, servers[0] if servers else "")
         engine = ServiceLoop(
             dispatch, config, Path(root), str(Path(root).parent / "checkpoints"), attempt, facts, pulse
         )

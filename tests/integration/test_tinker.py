@@ -18,9 +18,11 @@ from tests.integration.tinker_client import (
     adam,
     client_of,
     datum,
+    flood_of_a_dead_client,
     forget_clients,
     logprobs_of,
     make_data,
+    requests_done,
 )
 from tests.integration.tinker_server import TinkerServer, serving
 from tests.integration.tinker_truth import Truth
@@ -304,3 +306,19 @@ def test_a_session_survives_killed_trainers_and_a_killed_front_to_the_bit(server
     assert found == losses
     for name, tensor in expected.items():
         np.testing.assert_array_equal(tensor, adapter[name], err_msg=name)
+
+
+def test_many_passes_of_a_killed_client_hold_up_nobody_also_after_a_restart(
+    server: TinkerServer, client: tinker.ServiceClient
+) -> None:
+    trainer, flood = new_model(client), 150
+    before = requests_done(server)
+    flood_of_a_dead_client(server, "forward_backward", flood)
+    for restart in (False, True):
+        if restart:
+            server.kill_front()
+            server.start_front()
+        done = requests_done(server)
+        assert trainer.forward_backward(make_data(1), "cross_entropy").result().metrics
+        assert requests_done(server) - done <= 5, "its own, and what the trainer had in hand"
+    assert requests_done(server) - before < flood // 2, "all that time most of the flood waited"

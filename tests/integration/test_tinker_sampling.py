@@ -17,7 +17,15 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.tinker.checkpoint_catalog import MAX_EPHEMERAL
 from pipeline.tinker.gateway_settings import MAX_ADAPTERS
-from tests.integration.tinker_client import adam, client_of, forget_clients, make_data
+from tests.integration.tinker_client import (
+    adam,
+    client_of,
+    flood_of_a_dead_client,
+    forget_clients,
+    make_data,
+    requests_done,
+)
+from tests.integration.tinker_flood import SAMPLES
 from tests.integration.tinker_server import TinkerServer, serving_samples
 from tests.integration.tinker_truth import Truth
 from tests.patience import WAIT_SECONDS
@@ -26,13 +34,15 @@ from tests.support.servers.vllm import EOS, SECRET, Served
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 PROMPT = [1, 5, 9, 3, 12]
+BLOCK = 32
+INFERENCE = {"max_sequences": 32, "extra_args": ["--block-size", str(BLOCK)]}
 CLOSE = 2e-3
 """vLLM computes in another order than transformers; what a trained adapter changes is a hundred times as much."""
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TinkerServer, list[Served]]]:
-    with serving_samples(tmp_path_factory.mktemp("samples"), ["127.0.0.9"]) as made:
+    with serving_samples(tmp_path_factory.mktemp("samples"), ["127.0.0.9"], inference=INFERENCE) as made:
         yield made
     forget_clients()
 
@@ -136,7 +146,7 @@ def test_top_k_top_p_and_temperature_narrow_the_choice(client: tinker.ServiceCli
         for each in sampler.sample(prompt_of(), 2, params(max_tokens=6, **narrow)).result().sequences:
             assert each.tokens == greedy, narrow
     two = set(log_softmax(base, PROMPT)[-1].topk(2).indices.tolist())
-    drawn = sampler.sample(prompt_of(), 40, params(max_tokens=1, top_k=2)).result().sequences
+    drawn = sampler.sample(prompt_of(), 32, params(max_tokens=1, top_k=2)).result().sequences
     assert {each.tokens[0] for each in drawn} == two
 
 
@@ -164,6 +174,41 @@ def test_log_probabilities_of_prompts_and_the_likeliest_tokens(client: tinker.Se
         assert ranked is not None
         assert [token for token, _ in ranked] == best.indices.tolist()
         np.testing.assert_allclose([each for _, each in ranked], best.values, atol=CLOSE)
+
+
+def test_log_probabilities_of_named_tokens_of_the_base_and_of_an_adapter(
+    server: TinkerServer, client: tinker.ServiceClient, base: Any
+) -> None:
+    trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=6).result()
+    trainer.forward_backward(make_data(1), "cross_entropy").result()
+    trainer.optim_step(adam(5e-2)).result()
+    path = trainer.save_weights_for_sampler("named").result().path
+    adapted = Truth(server.root / "base", folder_of(server, path)).model
+    ids = torch.tensor([[3, -1], [7, 7], [-1, -1], [PROMPT[4], 11]])
+    for sampler, model in (
+        (client.create_sampling_client(base_model="tiny"), base),
+        (client.create_sampling_client(model_path=path), adapted),
+    ):
+        expected = torch.where(ids >= 0, log_softmax(model, PROMPT)[:4].gather(1, ids.clamp(min=0)), 0.0)
+        for given in (types.TensorData.from_torch(ids), types.TensorData.from_torch_sparse(ids, pad_value=-1)):
+            answer = sampler.sample(
+                prompt_of(), 1, params(temperature=0.5), include_prompt_logprobs=True, target_prompt_logprobs=given
+            ).result()
+            found = answer.target_prompt_logprobs
+            assert found is not None
+            assert (found.sparse_crow_indices is None) == (given.sparse_crow_indices is None)
+            np.testing.assert_allclose(found.to_torch(), expected, atol=CLOSE)
+            assert answer.prompt_logprobs is not None
+            assert found.to_torch()[3, 0] == pytest.approx(answer.prompt_logprobs[4], abs=CLOSE), "the prompt's own"
+    with pytest.raises(tinker.BadRequestError, match=r"expected \[4, K\]"):
+        sampler.sample(prompt_of(), 1, params(), target_prompt_logprobs=types.TensorData.from_torch(ids[:3])).result()
+
+
+def test_an_answer_says_how_much_of_the_prompt_was_in_the_cache(client: tinker.ServiceClient) -> None:
+    sampler = client.create_sampling_client(base_model="tiny")
+    prompt = prompt_of([9, 4] * 20)
+    hits = [sampler.sample(prompt, 1, params(max_tokens=2)).result().prompt_cache_hit_tokens for _ in range(2)]
+    assert hits == [0, BLOCK]
 
 
 def test_a_snapshot_is_the_adapter_that_was_saved_and_stays_it(
@@ -290,3 +335,22 @@ def test_openais_client_chats_with_the_adapter_that_was_saved(
             asking.completions.create(model=path, prompt=[VOCABULARY + 3], **greedy)
         with pytest.raises(openai.AuthenticationError):
             asking.with_options(api_key="tml-other").models.list()
+
+
+def test_many_samples_of_a_killed_client_hold_up_nobody_and_are_not_drawn_after_a_restart(
+    server: TinkerServer, client: tinker.ServiceClient
+) -> None:
+    sampler, flood = client.create_sampling_client(base_model="tiny"), 300
+    before = requests_done(server)
+    flood_of_a_dead_client(server, "asample", flood)
+    done = requests_done(server)
+    in_flight = server.config.inference.max_sequences // SAMPLES
+    assert sampler.sample(prompt_of(), 1, params()).result().sequences
+    assert requests_done(server) - done <= 2 * in_flight, "those that ran, and as many beside its own"
+    assert requests_done(server) - before < flood // 2, "all that time most of the flood waited"
+    server.kill_front()
+    server.start_front()
+    done = requests_done(server)
+    for _ in range(3):
+        assert sampler.sample(prompt_of(), 1, params()).result().sequences
+    assert requests_done(server) - done == 3

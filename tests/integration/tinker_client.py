@@ -2,10 +2,14 @@
 
 import asyncio
 import gc
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import tinker
@@ -51,6 +55,28 @@ def client_of(server: TinkerServer, key: str = "") -> Iterator[tinker.ServiceCli
         yield client
     finally:
         client.close("success").result()
+
+
+def flood_of_a_dead_client(server: TinkerServer, route: str, count: int) -> None:
+    """Returns once so many requests of `route` are stored, and the process that made them is dead."""
+    command = [sys.executable, "-m", "tests.integration.tinker_flood", server.url, server.key, route, str(count)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as client:
+        assert client.stdout is not None
+        log, stored = [], 0
+        try:
+            while stored < count and (line := client.stdout.readline()):
+                log.append(line)
+                stored += f"HTTP Response: POST {server.url}/api/v1/{route} " in line
+        finally:
+            client.kill()
+    assert stored == count, "".join(log)
+
+
+def requests_done(server: TinkerServer) -> int:
+    """How many requests of the server's own key have a result, over all clients."""
+    asked = Request(f"{server.url}/api/v1/usage", headers={"X-API-Key": server.key})
+    with urlopen(asked, timeout=WAIT_SECONDS) as answer:
+        return int(json.load(answer)["total"]["requests"])
 
 
 def make_data(seed: int, loss: str = "cross_entropy", count: int = 6) -> list[types.Datum]:

@@ -4,10 +4,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -120,10 +121,15 @@ def serving(root: Path, model: Path, ranks: int = 1, **serve: Any) -> Iterator[T
 
 @contextmanager
 def serving_samples(
-    root: Path, addresses: Sequence[str], base: Path | None = None, max_length: int = 64, **serve: Any
+    root: Path,
+    addresses: Sequence[str],
+    base: Path | None = None,
+    max_length: int = 64,
+    inference: Mapping[str, Any] = MappingProxyType({}),
+    **serve: Any,
 ) -> Iterator[tuple[TinkerServer, list[Served]]]:
     """A server beside whose trainer vLLM samples at these addresses; of the demo's tiny model with random weights,
-    unless there is a `base`."""
+    unless there is a `base`. `inference` are keys of that section of the config."""
     if base is None:
         base = root / "base"
         write_base(TINY, base, seed=5)
@@ -134,7 +140,9 @@ def serving_samples(
     )
     model = plain.model.model_copy(update={"max_length": max_length})
     training = plain.training.model_copy(update={"micro_batch_tokens": 4 * max_length})
-    config = plain.model_copy(update={"serve": settings, "model": model, "training": training})
+    sampling = plain.inference.model_copy(update=dict(inference))
+    sections = {"serve": settings, "model": model, "training": training, "inference": sampling}
+    config = plain.model_copy(update=sections)
     with ExitStack() as started:
         ready = [started.enter_context(starting_of(config, address)) for address in addresses]
         samplers = [wait() for wait in ready]

@@ -1,5 +1,8 @@
 """Keeps strangers out of a server, and its clients to what the run needs.
 
+It also notes which whole model's weights the server has, and refuses requests that are for others
+(`pipeline.utils.weights_route`).
+
 vLLM asks for an API key on the routes of its public API only, not on those that pause a server or change its weights.
 This middleware asks everywhere except where nothing can be changed, closes every route that the run does not use, and
 proves to clients that the server knows the key before they send it (`pipeline.utils.authenticated_http`).
@@ -11,6 +14,7 @@ from typing import Any
 
 from pipeline.inference.vllm.server_password import server_password
 from pipeline.utils.authenticated_http import ROUTE, proof_answer
+from pipeline.utils.weights_route import HEADER, LOAD
 
 OPEN = ("/health", "/metrics", "/ping", "/version")
 PUBLIC = "/v1/"
@@ -28,6 +32,7 @@ RPC, METHODS = "/collective_rpc", frozenset({"served_weights", "leave_weights"})
 method of its
 workers, such as one that writes files."""
 _RPC_BYTES = 1 << 12
+_SAMPLING = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions")
 
 
 class AuthMiddleware:
@@ -38,6 +43,8 @@ class AuthMiddleware:
         self._app = app
         self._key = server_password()
         self._expected = f"Bearer {self._key}".encode()
+        self._weights: str | None = None
+        """The folder of the weights that were loaded last; None for those of the start, and while others come."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -46,6 +53,8 @@ class AuthMiddleware:
             await self._prove(scope, send)
         elif refusal := self._refusal(scope):
             await _refuse(send, *refusal)
+        elif scope["path"] == LOAD:
+            await self._load(scope, receive, send)
         else:
             await (self._call if scope["path"] == RPC else self._app)(scope, receive, send)
 
@@ -61,20 +70,34 @@ class AuthMiddleware:
             return 401, "this server asks for the run's password"
         if not _is_api_path(scope["path"]):
             return 403, f"no run uses {scope['path']}, so it is closed here"
+        wanted = dict(scope["headers"]).get(HEADER.lower().encode())
+        if wanted is not None and scope["path"] in _SAMPLING and wanted.decode(errors="replace") != self._weights:
+            return 404, f"the weights here are not those of {wanted.decode(errors='replace')}"
         return None
 
     async def _call(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass on a call of one of `METHODS`, written anew so that vLLM reads what was checked."""
-        method = await _method(receive)
+        method = await _only_text(receive, "method")
         if method not in METHODS:
             await _refuse(send, 403, f"{RPC} takes a method of {sorted(METHODS)} without arguments")
             return
-        body = [{"type": "http.request", "body": json.dumps({"method": method}).encode(), "more_body": False}]
+        await self._app(scope, _once({"method": method}, receive), send)
 
-        async def checked() -> Any:
-            return body.pop() if body else await receive()
+    async def _load(self, scope: Any, receive: Any, send: Any) -> None:
+        """Have vLLM load the weights of a folder. If it fails, the server has no known weights."""
+        folder = await _only_text(receive, "folder")
+        if not folder:
+            await _refuse(send, 400, f"{LOAD} takes a folder")
+            return
+        self._weights = None
 
-        await self._app(scope, checked, send)
+        async def noting(message: Any) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                self._weights = folder
+            await send(message)
+
+        call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        await self._app(scope | {"path": RPC, "raw_path": RPC.encode()}, _once(call, receive), noting)
 
     def _admits(self, scope: Any) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
@@ -82,11 +105,21 @@ class AuthMiddleware:
 
 
 def _is_api_path(path: str) -> bool:
-    return path in OPEN or path in API_PATHS or path.startswith(PUBLIC)
+    return path in OPEN or path in API_PATHS or path == LOAD or path.startswith(PUBLIC)
 
 
-async def _method(receive: Any) -> str:
-    """The method that a body asks for and nothing else; empty for any other body."""
+def _once(body: Any, receive: Any) -> Any:
+    """Receives a body that is written here, as vLLM reads it, and then what comes."""
+    left = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def written() -> Any:
+        return left.pop() if left else await receive()
+
+    return written
+
+
+async def _only_text(receive: Any, name: str) -> str:
+    """The text that a body has under this name, and nothing else; empty for any other body."""
     body, more = b"", True
     while more and len(body) <= _RPC_BYTES:
         part = await receive()
@@ -96,9 +129,9 @@ async def _method(receive: Any) -> str:
         asked = json.loads(body) if len(body) <= _RPC_BYTES else None
     except ValueError:
         return ""
-    if not isinstance(asked, dict) or asked.keys() != {"method"} or not isinstance(asked["method"], str):
+    if not isinstance(asked, dict) or asked.keys() != {name} or not isinstance(asked[name], str):
         return ""
-    return asked["method"]
+    return str(asked[name])
 
 
 async def _refuse(send: Any, status: int, why: str) -> None:

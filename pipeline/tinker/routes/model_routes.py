@@ -35,13 +35,14 @@ class ModelRoutes:
         return future(await self._registry.make_model(owner, session, seq, base, Create(adapter), metadata(body)))
 
     def _adapter(self, wanted: Any, seq: int) -> Adapter:
-        if wanted is None:
-            if not self._settings.whole_models:
-                raise ApiError("no lora_config: full fine-tuning is off here (serve.whole_models)")
-            return Adapter(0)
+        wanted = {"rank": 0} if wanted is None else wanted
         if not isinstance(wanted, dict):
             raise ApiError(f"lora_config={str(wanted)[:80]!r}; expected an object with a rank")
         rank = wanted.get("rank")
+        if is_whole(rank, 0, 0):
+            if not self._settings.whole_models:
+                raise ApiError("no lora_config, or rank=0: full fine-tuning is off here (serve.whole_models)")
+            return Adapter(0)
         if not is_whole(rank, 1, self._settings.max_rank):
             raise ApiError(f"lora_config.rank={rank!r}; expected 1 to {self._settings.max_rank} (serve.max_rank)")
         attention, mlp = flag(wanted, "train_attn"), flag(wanted, "train_mlp")

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from pipeline.tinker.completions import (
     sequences_of,
     wants_usage,
 )
+from pipeline.tinker.entities import SampledWeights
 from pipeline.tinker.forwarding import CHAT, COMPLETION, Forwarder, ForwardingFailed, NoServerError
 from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.routes.client_router import Router
@@ -86,7 +87,7 @@ class OpenAiRoutes:
 
     async def _get(self, owner: Owner, request: web.Request) -> web.Response:
         name = request.match_info["model"]
-        self._folder(owner, name)
+        self._weights(owner, name)
         return web.json_response(self._described(owner, name))
 
     def _described(self, owner: Owner, name: str) -> dict[str, Any]:
@@ -98,12 +99,12 @@ class OpenAiRoutes:
 
     def _is_sampled(self, owner: Owner, path: str) -> bool:
         try:
-            return bool(self._folder(owner, path))
+            return bool(self._weights(owner, path).folder)
         except ApiError:
             return False
 
-    def _folder(self, owner: Owner, model: Any) -> str:
-        """The folder of a model's adapter, empty for the base; `NotFoundError` for a model that this owner has not."""
+    def _weights(self, owner: Owner, model: Any) -> SampledWeights:
+        """What a model of that name samples from; `NotFoundError` for one that this owner has not."""
         if not self._settings.sampling:
             raise NotFoundError("nothing samples here: this server was started without serve.sampling=true")
         if not isinstance(model, str) or not model.startswith("tinker://"):
@@ -112,22 +113,23 @@ class OpenAiRoutes:
                 raise NotFoundError(
                     f"model {str(model)[:200]!r}; served: {known}, and tinker:// paths of sampler weights"
                 )
-            return ""
+            return SampledWeights()
         checkpoint = self._registry.shelf.checkpoint(owner, model)
         if parse_path(checkpoint.path).kind != "sampler_weights":
             raise ApiError(f"{model} is for training; save_weights_for_sampler makes what can be sampled from")
-        return checkpoint.folder
+        return checkpoint.sampled
 
     async def _answer(self, route: str, owner: Owner, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)
-        folder, usage = self._folder(owner, body.get("model")), wants_usage(body)
+        weights, usage = self._weights(owner, body.get("model")), wants_usage(body)
         asked = checked_body(route, body, self._settings.limits.samples)
         if self._open.get(owner.name, 0) >= MAX_OPEN:
             raise ApiError(f"{owner.name} has {MAX_OPEN} requests open, which is all it may have", 429)
         self._open[owner.name] = self._open.get(owner.name, 0) + 1
         try:
-            answer = self._parts(route, folder, asked, body["model"])
-            async with aclosing(self._counted(owner, sequences_of(asked), answer)) as parts:
+            answer = self._parts(route, weights, asked, body["model"])
+            turn = self._forwarder.turn(owner.name, sequences_of(asked), weights)
+            async with aclosing(self._counted(owner, turn, answer)) as parts:
                 if asked.get("stream"):
                     return await _streamed(request, parts, body["model"], usage=usage)
                 part = await _while_connected(request, anext(parts))
@@ -138,11 +140,11 @@ class OpenAiRoutes:
                 del self._open[owner.name]
 
     async def _counted(
-        self, owner: Owner, sequences: int, parts: AsyncGenerator[dict[str, Any], None]
+        self, owner: Owner, turn: AbstractAsyncContextManager[None], parts: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The same parts, from when it is their turn; what they used is counted at the end, also of a stream whose
         client hangs up."""
-        async with aclosing(parts), self._forwarder.turn(owner.name, sequences):
+        async with aclosing(parts), turn:
             usage, started = None, time.monotonic()
             try:
                 async for part in parts:
@@ -153,17 +155,17 @@ class OpenAiRoutes:
                     self._registry.usage.count(owner.name, usage_of_answer(usage, time.monotonic() - started))
 
     async def _parts(
-        self, route: str, folder: str, asked: Mapping[str, Any], model: str
+        self, route: str, weights: SampledWeights, asked: Mapping[str, Any], model: str
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The parts of an answer, decoded; errors name the model as the client does."""
         try:
-            async with aclosing(self._forwarder.parts(route, folder, asked)) as parts:
+            async with aclosing(self._forwarder.parts(route, weights, asked)) as parts:
                 async for text in parts:
                     if text != b"[DONE]":
                         yield read_part(text)
         except ApiError as error:
-            if folder and type(error) is ApiError:
-                raise ApiError(str(error).replace(folder.replace("/", "--"), model), error.status) from None
+            if weights.folder and type(error) is ApiError:
+                raise ApiError(str(error).replace(weights.name, model), error.status) from None
             raise
 
 

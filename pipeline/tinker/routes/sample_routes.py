@@ -5,7 +5,7 @@ from aiohttp import web
 from pipeline.tinker import tinker_paths
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.api_keys import Owner
-from pipeline.tinker.entities import SamplingSession
+from pipeline.tinker.entities import SampledWeights, SamplingSession
 from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.routes.body_fields import number, text
 from pipeline.tinker.routes.client_router import Body, Router
@@ -53,8 +53,8 @@ class SampleRoutes:
         self._refuse_without_servers()
         sampler = self._registry.shelf.sampler(owner, text(body, "sampling_session_id"))
         self._registry.heartbeats.beat(tinker_paths.session_of(sampler.id))
-        folder = self._registry.shelf.checkpoint(owner, sampler.path).folder if sampler.path else ""
+        weights = self._registry.shelf.checkpoint(owner, sampler.path).sampled if sampler.path else SampledWeights()
         seq = number(body, "seq_id")
-        request = await self._sampling.accept(tinker_paths.request_id(sampler.id, seq), sampler, folder, seq, body)
+        request = await self._sampling.accept(tinker_paths.request_id(sampler.id, seq), sampler, weights, seq, body)
         ids = [f"{request}:{index}" for index in range(body.get("num_samples", 1))]
         return {"request_id": request, "sample_sequence_ids": ids}

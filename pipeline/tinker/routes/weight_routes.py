@@ -52,7 +52,7 @@ class WeightRoutes:
         router.add_open("GET", "downloads/{model}/{kind}/{name}/{file}", self._download)
 
     def _save_as(self, kind: tinker_paths.Kind) -> "_Saving":
-        return _Saving(self._registry, kind)
+        return _Saving(self._settings, self._registry, kind)
 
     async def _info(self, owner: Owner, body: Body) -> Body:
         found = self._registry.shelf.checkpoint(owner, text(body, "tinker_path"))
@@ -112,8 +112,8 @@ class WeightRoutes:
 class _Saving:
     """The handler of one kind of save."""
 
-    def __init__(self, registry: ModelRegistry, kind: tinker_paths.Kind) -> None:
-        self._registry, self._kind = registry, kind
+    def __init__(self, settings: Settings, registry: ModelRegistry, kind: tinker_paths.Kind) -> None:
+        self._settings, self._registry, self._kind = settings, registry, kind
 
     async def __call__(self, owner: Owner, body: Body) -> Body:
         live = self._registry.model(owner, text(body, "model_id"))
@@ -128,8 +128,9 @@ class _Saving:
         sampler = ""
         if self._kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
             sampler = tinker_paths.sampler_id(live.fact.session, number(body, "sampling_session_seq_id"))
-        if self._kind == "sampler_weights" and not live.fact.adapter.rank:
-            raise ApiError(f"{model} is a whole model; only adapters can be sampled from: create it with a lora_config")
+        if self._kind == "sampler_weights" and not live.fact.adapter.rank and not self._settings.whole_servers:
+            hint = "train an adapter (lora_config), or have the server's owner set serve.whole_servers"
+            raise ApiError(f"{model} is a whole model, and no server here samples from those; {hint}")
         if (kind := body.get("kind") or "snapshot") != "snapshot":
             raise ApiError(f"kind={kind!r} is not served; kind='snapshot' is: make a new sampling client of each save")
         if body.get("age_encryption_recipients"):

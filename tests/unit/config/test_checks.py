@@ -238,3 +238,20 @@ def test_a_set_has_a_name_that_can_be_part_of_a_key(name: str) -> None:
 )
 def test_prefixes_are_shared_where_that_was_run_unless_one_says(overrides: list[str], shares: bool) -> None:
     assert compose_config(["experiment=demo", *overrides]).shares_prefixes is shares
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("serve.sampling=true",), "expected 0 without serve.sampling=true and serve.whole_models=true"),
+        (("serve.sampling=true", "serve.whole_models=true"), "expected fewer than the 1 servers"),
+    ],
+)
+def test_servers_of_whole_models_need_models_and_leave_a_server_for_adapters(
+    overrides: tuple[str, ...], said: str
+) -> None:
+    asked = ["experiment=tinker", "serve.whole_servers=1", *overrides]
+    with pytest.raises(ConfigError, match=rf"serve\.whole_servers=1: {said}"):
+        check_run(compose_config(asked))
+    both = ["serve.sampling=true", "serve.whole_models=true", "resources.inference.servers=2"]
+    check_run(compose_config(["experiment=tinker", "serve.whole_servers=1", *both]))

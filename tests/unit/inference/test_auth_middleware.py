@@ -10,6 +10,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from pipeline.inference.vllm import auth_middleware
 from pipeline.utils.mutual_auth import is_proof
+from pipeline.utils.weights_route import HEADER, LOAD
 
 KEY = "s3cret"
 
@@ -105,3 +106,57 @@ def test_whoever_asks_for_a_proof_gets_it_for_this_server_alone() -> None:
 @pytest.mark.parametrize("query", [b"", b"nonce=", b"nonce=00", b"nonce=xyz", b"\xff"])
 def test_a_proof_needs_a_whole_nonce(query: bytes) -> None:
     assert ask("/rollcall/proof", query=query)[0] == 400
+
+
+class Loading:
+    """One server behind the guard, which remembers; `status` is what vLLM answers."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.passed_on: list[tuple[str, bytes]] = []
+        self._guard = auth_middleware.AuthMiddleware(self._server)
+
+    async def _server(self, scope: Any, receive: Any, send: Any) -> None:
+        self.passed_on.append((scope["path"], (await receive())["body"]))
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    def ask(self, path: str, body: bytes = b"{}", weights: str = "") -> int:
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        headers = [(b"authorization", f"Bearer {KEY}".encode())]
+        headers += [(HEADER.lower().encode(), weights.encode())] if weights else []
+        asyncio.run(self._guard({"type": "http", "path": path, "headers": headers}, receive, send))
+        return int(sent[0]["status"])
+
+    def sample(self, weights: str = "") -> int:
+        return self.ask("/inference/v1/generate", weights=weights)
+
+
+def test_a_server_samples_for_the_weights_alone_that_were_loaded_last() -> None:
+    server = Loading()
+    assert server.sample("/w/a") == 404, "it has the weights of its start"
+    assert server.ask(LOAD, b'{"folder": "/w/a"}') == 200
+    assert [(path, json.loads(body)) for path, body in server.passed_on] == [
+        (auth_middleware.RPC, {"method": "reload_weights", "kwargs": {"weights_path": "/w/a"}})
+    ]
+    assert (server.sample("/w/a"), server.sample("/w/b"), server.sample()) == (200, 404, 200)
+    server.status = 500
+    assert server.ask(LOAD, b'{"folder": "/w/b"}') == 500
+    server.status = 200
+    assert (server.sample("/w/a"), server.sample("/w/b")) == (404, 404), "it may have either, or parts of both"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b'{"folder": ["/w/a"]}', b'{"folder": "/w/a", "is_checkpoint_format": 0}']
+)
+def test_only_a_folder_is_loaded(body: bytes) -> None:
+    server = Loading()
+    assert server.ask(LOAD, body) == 400
+    assert not server.passed_on

@@ -252,3 +252,12 @@ def test_a_server_for_clients_wraps_no_layer_that_they_cannot_train(device: str)
     command = inference.server_command(serving, place(gpus=gpus))
     first = command.index("--lora-target-modules") + 1
     assert command[first : first + 7] == (*ATTENTION_LAYERS, *MLP_LAYERS)
+
+
+def test_the_first_servers_for_clients_are_for_whole_models_and_wrap_no_layer() -> None:
+    sections = {"enabled": True, "sampling": True, "whole_models": True, "whole_servers": 1}
+    serving = config(serve=sections, resources={"inference": {"servers": 2}})
+    first, second = (inference.server_command(serving, place(index=index)) for index in (0, 1))
+    assert "--enable-lora" not in first
+    assert "--enable-lora" in second
+    assert option(first, "--served-model-name") == option(second, "--served-model-name") == "base"

@@ -84,9 +84,14 @@ class _Server(TestServer):
         return web.AppRunner(self.app, **{**given, "handler_cancellation": False})
 
 
-def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]], request_bytes: int = 1 << 16) -> None:
+def with_front(
+    tmp_path: Path, play: Callable[[Client], Awaitable[None]], request_bytes: int = 1 << 16, **given: Any
+) -> None:
+    """`given` are other settings of the front than those below."""
+
     async def run() -> None:
         lines = [f"{digest(f'tml-{name}')} {name}" for name in ("bob", "eve")]
+        tmp_path.mkdir(exist_ok=True)
         (tmp_path / "keys").write_text("\n".join([f"{digest('tml-ada')} ada models=2", *lines, ""]))
         settings = Settings(
             root=str(tmp_path),
@@ -104,6 +109,7 @@ def with_front(tmp_path: Path, play: Callable[[Client], Awaitable[None]], reques
             sampling=True,
             seed=0,
         )
+        settings = msgspec.structs.replace(settings, **given)
         kept = Store(settings.store)
         registry = ModelRegistry(kept)
         sampling = SampleQueue(kept, settings.weights, settings.limits, 2, registry.usage)

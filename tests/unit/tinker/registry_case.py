@@ -55,9 +55,9 @@ class Play:
         body = self.registry.schedule.next_work()
         return None if body is None else _works.decode(body)
 
-    async def model(self) -> str:
+    async def model(self, rank: int = 4) -> str:
         session = await self.registry.open_session(ADA)
-        made = await self.registry.make_model(ADA, session.id, 0, "tiny", Create(Adapter(4)))
+        made = await self.registry.make_model(ADA, session.id, 0, "tiny", Create(Adapter(rank)))
         return made.model
 
     async def step(self, seq: int) -> None:

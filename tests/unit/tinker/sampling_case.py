@@ -9,12 +9,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pipeline.tinker.durable_store import Store
-from pipeline.tinker.entities import SamplingSession
+from pipeline.tinker.entities import SampledWeights, SamplingSession
 from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.sampling_limits import Limits
 from pipeline.tinker.tinker_records import Failed, ServerFacts
 from pipeline.tinker.usage import UsageMeter
 from pipeline.utils.authenticated_http import ROUTE
+from pipeline.utils.weights_route import HEADER, LOAD
 from tests.fakes.async_server import prove
 from tests.fakes.http_server import PASSWORD
 
@@ -33,6 +34,9 @@ class Script:
         self.held: set[str] = set()
         self.most_held = 0
         self.answer: dict[str, Any] | None = None
+        self.folder = ""
+        """Of the whole model that was loaded last."""
+        self.sampling = 0
         self.gate = asyncio.Event()
         """Samples are answered while it is set."""
         self.gate.set()
@@ -41,6 +45,15 @@ class Script:
         app.router.add_get(ROUTE, prove)
         for route in ("/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             app.router.add_post(route, self._answer)
+        for route in ("/pause", LOAD, "/reset_prefix_cache", "/resume"):
+            app.router.add_post(route, self._change_model)
+
+    async def _change_model(self, request: web.Request) -> web.Response:
+        assert request.path != LOAD or not self.sampling, "a model is changed while nothing samples"
+        self.asked.append((request.path, await request.json()))
+        if request.path == LOAD:
+            self.folder = self.asked[-1][1]["folder"]
+        return web.Response(text="ok")
 
     async def _answer(self, request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == f"Bearer {PASSWORD}"
@@ -53,7 +66,12 @@ class Script:
             (self.held.discard if "unload" in request.path else self.held.add)(body["lora_name"])
             self.most_held = max(self.most_held, len(self.held))
             return web.Response(text="ok")
+        if self.folder != request.headers.get(HEADER, self.folder):
+            self.asked.pop()
+            return web.json_response({"error": "other weights"}, status=404)
+        self.sampling += 1
         await self.gate.wait()
+        self.sampling -= 1
         if self.answer is not None:
             return web.json_response(self.answer)
         choices = [
@@ -70,7 +88,10 @@ class Script:
             }
             for index in reversed(range(body["sampling_params"]["n"]))
         ]
-        prompt = [None, {"2": {"logprob": -1.0}, "7": {"logprob": -0.2}}, {"3": {"logprob": -2.0}}]
+        tokens = enumerate(body["token_ids"][1:], 1)
+        prompt = [None, *({str(token): {"logprob": -float(place)}} for place, token in tokens)]
+        if len(prompt) > 1:
+            prompt[1] = {**(prompt[1] or {}), "7": {"logprob": -0.2}}
         return web.json_response({"choices": choices, "prompt_logprobs": prompt})
 
 
@@ -84,6 +105,7 @@ def with_servers(
     play: Callable[[SampleQueue, list[Script]], Awaitable[None]],
     count: int = 1,
     sequences: int = 8,
+    whole: int = 0,
 ) -> None:
     async def run() -> None:
         scripts, servers = [Script() for _ in range(count)], []
@@ -96,7 +118,7 @@ def with_servers(
         limits = Limits(LONGEST, sequences)
         sampling = SampleQueue(kept, tmp_path / "weights", limits, MOST_ADAPTERS, UsageMeter(kept))
         await sampling.start()
-        sampling.set_servers(ServerFacts(tuple(f"127.0.0.1:{server.port}" for server in servers), PASSWORD))
+        sampling.set_servers(ServerFacts.split([f"127.0.0.1:{server.port}" for server in servers], whole, PASSWORD))
         try:
             await play(sampling, scripts)
         finally:
@@ -108,6 +130,9 @@ def with_servers(
     asyncio.run(run())
 
 
-async def sample(sampling: SampleQueue, number: int = 0, folder: str = "", **body: Any) -> bytes | Failed:
+async def sample(
+    sampling: SampleQueue, number: int = 0, folder: str = "", whole: bool = False, **body: Any
+) -> bytes | Failed:
     given = {"prompt": PROMPT, "num_samples": 1, "sampling_params": {"max_tokens": 4}, **body}
-    return await sampling.result(await sampling.accept(f"s:sample:0:{number}", SAMPLER, folder, number, given))
+    weights = SampledWeights(folder, whole)
+    return await sampling.result(await sampling.accept(f"s:sample:0:{number}", SAMPLER, weights, number, given))

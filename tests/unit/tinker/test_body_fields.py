@@ -198,3 +198,28 @@ def test_the_time_of_the_last_request_moves_with_requests(tmp_path: Path) -> Non
         assert (await get(client, f"training_runs/{model}"))["last_request_time"] > first
 
     with_front(tmp_path, play)
+
+
+def test_a_rank_of_0_is_a_whole_model_which_is_refused_where_it_is_off(tmp_path: Path) -> None:
+    async def refused(client: Client) -> None:
+        for lora in ({"rank": 0}, None):
+            body = {"session_id": await client.session(), "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
+            status, refusal = await client.post("create_model", body)
+            assert (status, "serve.whole_models" in refusal["detail"]) == (400, True)
+
+    with_front(tmp_path / "off", refused)
+
+    async def saved(client: Client, says: str) -> None:
+        session = await client.session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
+        _, future = await client.post("create_model", body)
+        model = future["model_id"]
+        assert client.registry.models[model].fact.adapter.rank == 0
+        await client.attach("one")
+        await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
+        await client.post("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "mine"})
+        _, result = await client.post("retrieve_future", {"request_id": f"{model}:1"}) if says else (0, {"error": ""})
+        assert says in result["error"]
+
+    with_front(tmp_path / "without", lambda client: saved(client, "set serve.whole_servers"), whole_models=True)
+    with_front(tmp_path / "with", lambda client: saved(client, ""), whole_models=True, whole_servers=1)

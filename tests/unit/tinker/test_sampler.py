@@ -11,6 +11,7 @@ import pytest
 from pipeline.tinker import tinker_wire
 from pipeline.tinker.api_errors import OverLimitError
 from pipeline.tinker.durable_store import Store
+from pipeline.tinker.entities import SampledWeights
 from pipeline.tinker.sample_queue import FETCHED_SECONDS, UNFETCHED_SECONDS, SampleQueue
 from pipeline.tinker.sampler import MAX_WRONG
 from pipeline.tinker.tinker_records import Failed, ServerFacts
@@ -141,7 +142,7 @@ def test_a_retry_is_not_accepted_before_the_store_has_the_request(tmp_path: Path
             raise OverLimitError("no space")
 
         sampling._store.keep = keep  # type: ignore[method-assign]
-        given = ("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
+        given = ("s:sample:0:0", SAMPLER, SampledWeights(), 0, {"prompt": PROMPT})
         tries = [asyncio.create_task(sampling.accept(*given)) for _ in range(2)]
         await asyncio.sleep(0.05)
         assert not any(each.done() for each in tries)
@@ -168,7 +169,7 @@ def test_no_more_samples_wait_than_there_is_room_for(tmp_path: Path, monkeypatch
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         async def ask(number: int) -> str:
             body = {"prompt": PROMPT, "num_samples": 1}
-            return await sampling.accept(f"s:sample:0:{number}", SAMPLER, "", number, body)
+            return await sampling.accept(f"s:sample:0:{number}", SAMPLER, SampledWeights(), number, body)
 
         (script,) = scripts
         script.gate.clear()
@@ -190,7 +191,7 @@ def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> No
     async def accept(sampling: SampleQueue, scripts: list[Script]) -> None:
         sampling.set_servers(None)
         given = {"prompt": PROMPT, "num_samples": 1}
-        await sampling.accept("s:sample:0:0", SAMPLER, "", 0, given)
+        await sampling.accept("s:sample:0:0", SAMPLER, SampledWeights(), 0, given)
         assert not scripts[0].asked
 
     async def answer(sampling: SampleQueue, scripts: list[Script]) -> None:
@@ -203,7 +204,7 @@ def test_requests_wait_for_servers_and_outlive_the_process(tmp_path: Path) -> No
 def test_a_sample_that_its_client_gives_up_is_stopped_and_forgotten(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         sampling.set_servers(None)
-        id = await sampling.accept("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
+        id = await sampling.accept("s:sample:0:0", SAMPLER, SampledWeights(), 0, {"prompt": PROMPT})
         waiting = asyncio.create_task(sampling.result(id))
         await asyncio.sleep(0)
         sampling.cancel(id)
@@ -218,7 +219,7 @@ def test_a_sample_that_its_client_gives_up_is_stopped_and_forgotten(tmp_path: Pa
 
 def test_samples_that_nobody_fetches_are_forgotten_after_a_while(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
-        id = await sampling.accept("s:sample:0:0", SAMPLER, "", 0, {"prompt": PROMPT})
+        id = await sampling.accept("s:sample:0:0", SAMPLER, SampledWeights(), 0, {"prompt": PROMPT})
         task = sampling._jobs[id].task
         assert task is not None
         await task
@@ -234,7 +235,9 @@ def test_samples_that_nobody_fetches_are_forgotten_after_a_while(tmp_path: Path)
 def test_the_adapter_of_a_sample_is_in_use_until_its_client_has_the_result(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         write_adapter(tmp_path, "a")
-        id = await sampling.accept("s:sample:0:0", SAMPLER, "a", 0, {"prompt": PROMPT, "num_samples": 1})
+        id = await sampling.accept(
+            "s:sample:0:0", SAMPLER, SampledWeights("a"), 0, {"prompt": PROMPT, "num_samples": 1}
+        )
         task = sampling._jobs[id].task
         assert task is not None
         await task

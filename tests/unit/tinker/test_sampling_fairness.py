@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from pipeline.tinker.entities import SamplingSession
+from pipeline.tinker.entities import SampledWeights, SamplingSession
 from pipeline.tinker.sample_queue import UNFETCHED_SECONDS, SampleQueue
 from pipeline.tinker.tinker_records import Failed
 from tests.unit.tinker.sampling_case import (
@@ -19,7 +19,7 @@ def a_sampler(session: str) -> SamplingSession:
 
 async def ask(sampling: SampleQueue, session: str, number: int) -> str:
     body = {"prompt": {"chunks": [{"tokens": [ord(session), 2, 3]}]}, "num_samples": 1}
-    return await sampling.accept(f"{session}:sample:0:{number}", a_sampler(session), "", number, body)
+    return await sampling.accept(f"{session}:sample:0:{number}", a_sampler(session), SampledWeights(), number, body)
 
 
 def sessions_asked(script: Script) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.tinker.api_errors import NotFoundError
-from pipeline.tinker.checkpoint_catalog import MAX_EPHEMERAL, SNAPSHOT_SECONDS
+from pipeline.tinker.checkpoint_catalog import MAX_EPHEMERAL, MAX_WHOLE_EPHEMERAL, SNAPSHOT_SECONDS
 from pipeline.tinker.model_requests import SaveNote, save_body
 from pipeline.tinker.retention import ENDED_SECONDS
 from pipeline.tinker.tinker_paths import WeightsPath
@@ -17,9 +17,9 @@ from pipeline.tinker.tinker_records import (
 from tests.unit.tinker.registry_case import ADA, Play, play
 
 
-async def eleven_snapshots(stage: Play) -> list[str]:
+async def eleven_snapshots(stage: Play, rank: int = 4) -> list[str]:
     """The sampling clients of eleven snapshots of one model, in the order of their saves; a second lies between two."""
-    model, samplers = await stage.model(), []
+    model, samplers = await stage.model(rank), []
     await stage.registry.attach({})
     for seq in range(1, 12):
         path, sampler = (
@@ -108,5 +108,15 @@ def test_snapshots_of_a_session_that_is_forgotten_leave_no_files(tmp_path: Path)
             await stage.registry.sweep(1e9)
         assert (len(removed), known_samplers(stage, samplers), shelf.checkpoints) == (11, [], {})
         assert not stage.registry.models
+
+    play(tmp_path, story)
+
+
+def test_fewer_snapshots_of_a_whole_model_stay(tmp_path: Path) -> None:
+    async def story(stage: Play) -> None:
+        samplers = await eleven_snapshots(stage, rank=0)
+        stage.now += SNAPSHOT_SECONDS + 60
+        await stage.registry.sweep(1e9)
+        assert known_samplers(stage, samplers) == [*range(11 - MAX_WHOLE_EPHEMERAL, 11)]
 
     play(tmp_path, story)
