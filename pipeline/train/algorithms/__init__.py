@@ -10,13 +10,13 @@
 | `loss_tokens` | the tensors that every loss reads |
 | `loss_metrics`, `token_statistics` | from sums to metrics; statistics over tokens as sums |
 
-Owns the one place where the terms of an objective become a number. Promises that `total` and `total_value` return a
-plain weighted SUM over the counted tokens of a micro-batch: the normalisation lies in the weights, which the controller
-decided over the global batch, so the sum over micro-batches and ranks is the loss itself, however the batch was cut.
-Must not know models, ranks, or how rows were packed.
+Owns the sum of an objective's terms. Promises that `total` and `total_value` return a plain weighted SUM over the
+counted tokens of a micro-batch. The normalization lies in the weights, which the controller computes once over the
+global batch. The sum over micro-batches and ranks is therefore the loss itself, regardless of how the batch was split.
+Must not know models, ranks, or packing.
 
     loss, sums = total(tokens, config)      # backward() on `loss`; add up `sums` over micro-batches and ranks
-    metrics = measures.means(sums, counted)
+    metrics = loss_metrics.means(sums, counted)
 """
 
 from dataclasses import replace
@@ -58,20 +58,21 @@ __all__ = [
 def total(
     tokens: LossTokens, objective: PolicyLossSpec, level: MetricsLevel = "basic"
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one micro-batch and what to watch.
+    """The loss of one micro-batch, and sums for its metrics.
 
     loss = Σ_N weight · (correction · policy loss + kl · KL(policy ‖ reference) − entropy · H)
 
-    with the KL term only for `kl_in="loss"`; supervised, Σ_N weight · −logprob. Returns the scalar loss, to be
-    differentiated, and detached scalars for `measures`: `loss` is the weighted sum, names in `_max` and `_min` are
-    extremes over the tokens, every other one is a plain sum over the counted tokens. At level `none` there is only
-    `loss`; `with_entropy` needs `entropy_N`, which is watched wherever it is there.
+    The KL term applies only for `kl_in="loss"`. A supervised loss is Σ_N weight · −logprob. Returns the scalar loss,
+    which has a gradient, and detached scalars for `loss_metrics`: `loss` is the weighted sum, names in `_max` and
+    `_min` are extremes over the tokens, all others are plain sums over the counted tokens. Level `none` returns only
+    `loss`. Level `with_entropy` requires `entropy_N`; the entropy is summed whenever `entropy_N` is present.
     """
     loss_N, watched = _supervised(tokens) if isinstance(objective, SupervisedLoss) else _reinforced(tokens, objective)
     if level == "with_entropy":
         _entropy(tokens)
     if tokens.entropy_N is not None:
         watched["entropy"] = tokens.entropy_N
+    # [N] → scalar. No division: `weights_N` already holds 1 / (count over the global batch).
     loss = (tokens.weights_N * loss_N).sum()
     return loss, statistic_sums(loss, {} if level == "none" else watched)
 
@@ -79,7 +80,7 @@ def total(
 def total_value(
     tokens: ValueTokens, objective: ValueLoss, level: MetricsLevel = "basic"
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a critic on one micro-batch, Σ_N weight · `clipped_value`, and sums as those of `total`."""
+    """The loss of a critic on one micro-batch, Σ_N weight · `clipped_value`, and sums with the names `total` uses."""
     loss_N, watched = clipped_value(tokens, objective)
     loss = (tokens.weights_N * loss_N).sum()
     return loss, statistic_sums(loss, {} if level == "none" else watched)
@@ -91,14 +92,17 @@ def _supervised(tokens: LossTokens) -> Terms:
 
 
 def _reinforced(tokens: LossTokens, config: LossConfig) -> Terms:
-    """All terms of an RL loss, of each token: [N]. Tokens without a proximal policy that are to have one are on the
-    first optimizer step of theirs: the policy is still what it was."""
+    """All terms of an RL loss for each token: [N]."""
+    # `policy_update` recomputes proximal log-probabilities for batches of several optimizer steps. Here the batch has
+    # one: the policy has not moved since the step began, so its own log-probabilities, detached, are the proximal ones.
+    # The ratio is then 1 in value and still has the policy's gradient.
     if config.proximal == "recompute" and tokens.proximal_N is None:
         tokens = replace(tokens, proximal_N=tokens.logprobs_N.detach())
     loss_N, watched = _policy_loss(config.name)(tokens, config)
     loss_N, mismatch = apply_correction(loss_N, tokens, config)
     watched |= mismatch | _basics(tokens)
     in_loss = config.kl > 0 and config.kl_in == "loss"
+    # With `kl_in="reward"` the advantages already contain the penalty; here the KL is only a metric.
     if in_loss or tokens.reference_N is not None:
         kl_N = _reference_kl(tokens, config)
         loss_N = loss_N + config.kl * kl_N if in_loss else loss_N
@@ -122,12 +126,12 @@ def _reference_kl(tokens: LossTokens, config: LossConfig) -> Tensor:
 
 def _entropy(tokens: LossTokens) -> Tensor:
     if tokens.entropy_N is None:
-        raise TrainingError("the entropy of the tokens is asked for, and the forward pass did not compute it")
+        raise TrainingError("the loss needs the entropy of the tokens, and the forward pass did not compute it")
     return tokens.entropy_N
 
 
 def _basics(tokens: LossTokens) -> dict[str, Tensor]:
-    """How far the policy is from the one that the ratio is taken over: |log ratio| and KL(proximal ‖ policy) by k3."""
+    """Metrics of every policy loss, [N] each; `ratio_kl` is KL(proximal ‖ policy), estimated by k3."""
     log_ratio_N = tokens.log_ratio_N.detach()
     return {
         "logprob": tokens.logprobs_N,

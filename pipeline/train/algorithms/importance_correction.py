@@ -1,8 +1,8 @@
-"""What the trainer's policy at the start of the step owes to the one that sampled.
+"""Importance weights that correct the mismatch between the sampling policy and the trainer's proximal policy.
 
-Owns the correction of the mismatch between two programs (or two ages) of one policy: with w = exp(proximal −
-sampler_logprobs) of each token, the policy loss is multiplied by a bounded weight, which has no gradient. KL and
-entropy terms are not.
+The two differ because another program (the inference engine) computed the sampler's log-probabilities, or because
+the sampler had older weights. With w = exp(proximal − sampler_logprobs) of each token, the policy loss is multiplied by
+a bounded weight without a gradient. KL and entropy terms are not weighted.
 """
 
 import torch
@@ -16,13 +16,13 @@ from pipeline.train.algorithms.policy_losses import Terms, ratio
 
 
 def apply_correction(loss_N: Tensor, tokens: LossTokens, config: LossConfig) -> Terms:
-    """The loss of each token times the weight that `correction` gives it: [N], and what to watch.
+    """The loss of each token times its weight by `correction`: [N], and metrics.
 
     - `none`: 1.
     - `truncate`: min(w, correction_cap), truncated importance sampling (Yao et al. 2025).
     - `mask`: w, or 0 outside of 1 / correction_cap … correction_cap: masked importance sampling.
 
-    Raises `TrainingError` when there is something to correct and the rows have no proximal log-probabilities.
+    Raises `TrainingError` if `correction` is not `none` and the rows have no proximal log-probabilities.
     """
     if tokens.proximal_N is None:
         if config.correction != "none":

@@ -1,9 +1,9 @@
-"""Terms that are added to a policy loss: divergence from a reference model.
+"""Estimators of KL(policy ‖ reference) from single samples.
 
-Owns the estimators of KL(policy ‖ reference) from single samples. With d = logprob − reference, all are `[N]`, in nats,
-and differentiable in the policy (Schulman, "Approximating KL divergence", 2020). As a loss term, the gradient of k2 is
-that of the true KL in expectation for on-policy samples; k1's gradient has expectation zero, k3's is biased but bounded
-below. Promises finite numbers, also where the policies are far apart.
+With d = logprob − reference, all estimates are `[N]`, in nats, and differentiable in the policy (Schulman,
+"Approximating KL divergence", 2020). As a loss term, the gradient of k2 is that of the true KL in expectation for
+on-policy samples. The gradient of k1 has expectation zero. The gradient of k3 is biased but bounded below. The results
+are finite even if the policies are far apart.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 20.0
-"""A log ratio above it counts as this one, so that no ratio, and no product over a long row, becomes infinite."""
+"""Upper bound of a log ratio: no ratio, and no product of ratios over a long row, becomes infinite."""
 
 
 def k1(difference_N: Tensor) -> Tensor:
@@ -26,12 +26,13 @@ def k2(difference_N: Tensor) -> Tensor:
 
 
 def k3(difference_N: Tensor) -> Tensor:
-    """exp(−d) − 1 + d with d at least −`LARGEST`: never negative, and unbiased but for that bound.
+    """exp(−d) − 1 + d, with d bounded below by −`LARGEST`: never negative, and unbiased except for the bound.
 
-    Beyond it the value stays, without a gradient. verl (`core_algos.kl_penalty`) bounds d by the same 20; on its other
-    side too, where nothing grows but linearly, and d keeps its gradient here.
+    Below the bound the value is constant and has no gradient. verl (`core_algos.kl_penalty`) bounds d by 20 on both
+    sides; here large d stays unbounded, because the estimate grows only linearly there, and so keeps its gradient.
     """
     bounded_N = difference_N.clamp(min=-LARGEST)
+    # expm1 keeps precision for small d, where exp(−d) − 1 cancels.
     return torch.expm1(-bounded_N) + bounded_N
 
 

@@ -1,7 +1,7 @@
-"""What a model can be trained for.
+"""Loss specifications: the objective of a model, and the level of its metrics.
 
-Owns the names of the objectives beside `LossConfig`, and the levels of what is measured on the way. Cheap to pickle:
-objectives travel to the ranks. Must not know torch.
+`LossConfig` specifies the losses of RL; this module adds the supervised loss and the critic's. Cheap to pickle, because
+the controller sends specifications to the ranks. Must not know torch.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from typing import Final, Literal
 from pipeline.config import LossConfig
 
 MetricsLevel = Literal["none", "basic", "with_entropy"]
-"""What is measured: only the loss; all that costs no further computation; the entropy of every distribution too."""
+"""Metrics of a loss: `none` the loss only; `basic` all without further computation; `with_entropy` the entropy too."""
 
 
 class SupervisedLoss:
-    """Asks for the cross-entropy of the counted tokens (SFT); it has no settings."""
+    """Cross-entropy of the counted tokens (SFT), without settings."""
 
     name: Final = "sft"
     entropy: Final = 0.0
@@ -22,7 +22,7 @@ class SupervisedLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Asks a critic for values near the returns; `clip` as in `critic.clip`."""
+    """Squared error of a critic's values against the returns; `clip` is `critic.clip`."""
 
     clip: float
     name: Final = "value"

@@ -1,7 +1,7 @@
-"""The tensors that every loss reads.
+"""The input tensors of every loss.
 
-Owns `LossTokens`: the counted tokens of one micro-batch, flat, whatever rows, padding or packing they come from. Must
-not know models, ranks or how rows were cut.
+Owns `LossTokens`: the counted tokens of one micro-batch, flat, independent of rows, padding and packing. Must not know
+models or ranks.
 
 Notation: N counted tokens of the micro-batch, R its rows. A suffix names a tensor's dimensions.
 """
@@ -18,16 +18,16 @@ class LossTokens:
 
     Attributes:
         logprobs_N: log-probability (nats, at the batch's temperature) of each token under the policy; has a gradient.
-        weights_N: factor of each token in the global loss; carries the normalisation, so a loss only sums.
+        weights_N: factor of each token in the global loss; contains the normalization, so a loss only sums.
         advantages_N: advantage of each token.
         sampler_logprobs_N: log-probability under the policy that sampled it; equals `logprobs_N.detach()` in supervised
             rows.
-        proximal_N: log-probability under the policy that the ratio is taken over; None: as `LossConfig.proximal` says,
-            `sampler_logprobs_N` or `logprobs_N.detach()`.
+        proximal_N: log-probability under the proximal policy, the denominator of the ratio; None: `sampler_logprobs_N`
+            or `logprobs_N.detach()`, by `LossConfig.proximal`.
         rows_N: int64, row of each token, 0 … rows − 1.
         rows: R.
         reference_N: log-probability under the reference model, or None.
-        entropy_N: entropy (nats) of the policy's distribution at each token, or None when it was not asked for.
+        entropy_N: entropy (nats) of the policy's distribution at each token, or None if it was not requested.
     """
 
     logprobs_N: Tensor
@@ -46,25 +46,26 @@ class LossTokens:
         return self.logprobs_N - (self.sampler_logprobs_N if self.proximal_N is None else self.proximal_N)
 
     def row_mean(self, values_N: Tensor) -> Tensor:
-        """Mean of the values over each token's row, for every token: [N] → [N]. Rows are never cut, so it is exact."""
+        """Mean of the values over each token's row, for every token: [N] → [N]. Exact, since no row is ever split."""
         counts_R = torch.bincount(self.rows_N, minlength=self.rows)
         return self.row_sum(values_N) / counts_R[self.rows_N]
 
     def row_sum(self, values_N: Tensor) -> Tensor:
         """Sum of the values over each token's row, for every token: [N] → [N]."""
+        # [N] → scatter-add → [R] → gather → [N]
         sums_R = torch.zeros(self.rows, dtype=values_N.dtype, device=values_N.device)
         return sums_R.index_add(0, self.rows_N, values_N)[self.rows_N]
 
 
 @dataclass(frozen=True)
 class ValueTokens:
-    """What the loss of a critic reads of one micro-batch.
+    """Counted tokens of one micro-batch, as the loss of a critic reads them.
 
     Attributes:
         values_N: the critic's value of the tokens before each counted one; has a gradient.
-        old_values_N: the same when the step began.
-        returns_N: what the values should be.
-        weights_N: as in `LossTokens`.
+        old_values_N: these values when the step began.
+        returns_N: targets of the values.
+        weights_N: factor of each token in the global loss, as in `LossTokens`.
     """
 
     values_N: Tensor

@@ -1,8 +1,8 @@
-"""Losses that are plain sums over tokens, with what each token brings given with it.
+"""Losses of the Tinker API: plain sums over tokens, with per-token weights or advantages from the client.
 
-Owns the formulas of the losses that clients of the API name (`pipeline.config.tinker_losses`). Promises that the loss
-is a sum, never divided by a count; that weights and advantages may have any sign; and that bounds of a ratio are
-absolute. Must not know models or ranks; of rows it knows how many tokens each has.
+Owns the formulas of the losses in `pipeline.config.tinker_losses`. Promises that the loss is a sum, never divided by a
+count; that weights and advantages may have any sign; and that bounds of a ratio are absolute. Reads only the number of
+tokens of each row; must not know models or ranks.
 
 | name | loss, summed over the tokens | reads |
 |---|---|---|
@@ -13,9 +13,9 @@ absolute. Must not know models or ranks; of rows it knows how many tokens each h
 | `dro` | −(lp · A − ½ β (lp − q)²) | the same |
 | `gspo` | −min(s · A, clip(s, low, high) · A) | the same, `sequence_ratio_mask` m |
 
-lp is the log-probability of a token under the policy, q that under the policy that sampled it (nats), r = exp(lp − q),
-and sg(·) stops the gradient. s = exp(sg(mean of lp − q over the row's tokens with m ≠ 0) + lp − sg(lp)): all tokens of
-a row have the ratio of the sequence, each with the gradient of that token's lp alone (GSPO-token, Zheng et al. 2025).
+lp and q are the log-probabilities (nats) of a token under the policy and the sampling policy, r = exp(lp − q), and
+sg(·) stops the gradient. s = exp(sg(mean of lp − q over the row's tokens with m ≠ 0) + lp − sg(lp)): all tokens of a
+row have the ratio of the sequence, each with the gradient of its own lp alone (GSPO-token, Zheng et al. 2025).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,14 @@ from pipeline.train.algorithms.kl_penalties import LARGEST
 def token_losses(
     objective: TokenSum, logprobs_N: Tensor, columns: Mapping[str, Tensor], counts: Sequence[int]
 ) -> Tensor:
-    """The loss of each token, [N]; `columns` has those that `pipeline.config.tinker_losses.COLUMNS` names, each [N],
-    and
-    `counts` is the number of tokens of each row, in order."""
+    """The loss of each token, [N].
+
+    Args:
+        objective: one of the table above, with its settings.
+        logprobs_N: log-probability of each token under the policy; has a gradient.
+        columns: the columns in `pipeline.config.tinker_losses.COLUMNS` for the loss, each [N].
+        counts: number of tokens of each row, in order; their sum is N.
+    """
     if objective.name == "cross_entropy":
         return -columns["weights"] * logprobs_N
     sampler_logprobs_N, advantages_N = columns["logprobs"], columns["advantages"]
@@ -43,6 +48,7 @@ def token_losses(
         return -(advantages_N * logprobs_N - objective.settings["beta"] / 2 * distance_N.square())
     log_ratio_N = logprobs_N - sampler_logprobs_N
     if objective.name == "gspo":
+        # Value: the row's mean log ratio. Gradient: that of the token's own log-probability, as lp − sg(lp) is 0.
         mean_N = _row_means(log_ratio_N.detach(), columns["sequence_ratio_mask"] != 0, counts)
         log_ratio_N = mean_N + logprobs_N - logprobs_N.detach()
     ratio_N = log_ratio_N.clamp(max=LARGEST).exp()
@@ -55,8 +61,7 @@ def token_losses(
 
 
 def _row_means(values_N: Tensor, marked_N: Tensor, counts: Sequence[int]) -> Tensor:
-    """For each token the mean over the marked tokens of its row, [N]. Rows are padded and summed, which gives the same
-    bits every time; adding by index does not on GPUs."""
+    """Mean over the marked tokens of each token's row: [N] → [N]."""
     if not counts:
         return values_N
     sizes = torch.tensor(counts, device=values_N.device)
@@ -66,5 +71,6 @@ def _row_means(values_N: Tensor, marked_N: Tensor, counts: Sequence[int]) -> Ten
 
 
 def _row_sums(values_N: Tensor, counts: Sequence[int]) -> Tensor:
+    # [N] → padded [R, T] → [R]. A sum over padded rows is bitwise reproducible; `index_add` is not on GPUs.
     starts = list(accumulate(counts))[:-1]
     return pad_sequence(list(values_N.tensor_split(starts)), batch_first=True).sum(1)

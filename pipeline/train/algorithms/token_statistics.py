@@ -1,7 +1,7 @@
-"""From what a loss watched of each token to sums.
+"""Sums of a loss's per-token metrics, computed on the device.
 
-Owns which quantities are summed, squared, maximised and minimised, on the device and in one go. Promises float64 sums,
-so that it does not matter how a batch was cut; and that of no tokens nothing is measured but the loss, which is 0.
+Owns the list of quantities that are also squared, maximized and minimized. Sums are float64, so that they do not depend
+on how the batch was split. A micro-batch without counted tokens has only `loss`, which is 0.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,14 @@ MINIMISED = ("ratio",)
 
 
 def statistic_sums(loss: Tensor, watched: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`loss` and, for every quantity `[N]`, `NAME` (its sum) and `NAME_squared`, `NAME_max`, `NAME_min` where the
-    tables above ask for them: detached scalars."""
+    """Detached scalars: `loss`, and for every quantity `[N]` its sum `NAME`; `NAME_squared`, `NAME_max` and `NAME_min`
+    for the names in the tables above."""
     sums = {"loss": loss.detach().double()}
     live = {name: values_N for name, values_N in watched.items() if values_N.numel()}
     if not live:
         return sums
     with torch.no_grad():
+        # M quantities [N] → [M, N], so that one kernel sums all of them
         table_MN = torch.stack([values_N.double() for values_N in live.values()])
         rows = dict(zip(live, table_MN, strict=True))
         sums |= dict(zip(live, table_MN.sum(1), strict=True))

@@ -1,7 +1,4 @@
-"""The loss of a critic.
-
-Owns the one formula. Pure; what returns are is decided in `pipeline.train.algorithms.token_advantages`.
-"""
+"""The loss of a critic. `pipeline.train.algorithms.token_advantages` computes the returns."""
 
 import torch
 from torch import Tensor
@@ -12,10 +9,10 @@ from pipeline.train.algorithms.policy_losses import Terms
 
 
 def clipped_value(tokens: ValueTokens, objective: ValueLoss) -> Terms:
-    """½ · max((V − R)², (clip(V, V_old − clip, V_old + clip) − R)²), of each token: [N]; with clip 0, ½ · (V − R)².
+    """½ · max((V − R)², (clip(V, V_old − clip, V_old + clip) − R)²) of each token, [N]; with clip 0, ½ · (V − R)².
 
-    V is the critic's value, V_old the same when the step began, R the return. The larger error counts, so a value that
-    moved further than `clip` towards its return is pulled no more (PPO's value loss: Schulman et al. 2017, as in OpenAI
+    V is the critic's value, V_old its value when the step began, R the return. The larger error counts, so a value that
+    moved further than `clip` towards its return has no gradient (PPO's value loss: Schulman et al. 2017, as in OpenAI
     baselines).
     """
     error_N = tokens.returns_N - tokens.values_N
@@ -23,12 +20,13 @@ def clipped_value(tokens: ValueTokens, objective: ValueLoss) -> Terms:
     watched = {"value": tokens.values_N, "return": tokens.returns_N, "error": error_N}
     if objective.clip:
         bounded_N = _near(tokens.values_N, tokens.old_values_N, objective.clip)
-        held_N = (tokens.returns_N - bounded_N).square()
-        watched["clip_fraction"] = held_N > squares_N
-        squares_N = torch.maximum(squares_N, held_N)
+        bounded_squares_N = (tokens.returns_N - bounded_N).square()
+        watched["clip_fraction"] = bounded_squares_N > squares_N
+        squares_N = torch.maximum(squares_N, bounded_squares_N)
     return squares_N / 2, watched
 
 
 def _near(values_N: Tensor, old_N: Tensor, clip: float) -> Tensor:
-    """Within the bounds the value as it is, bit for bit: rounding must not look like clipping."""
+    """The values clamped to `old_N` ± `clip`, [N]."""
+    # A value within the bounds stays the same bits: rounding must not count as clipping.
     return values_N.clamp(old_N - clip, old_N + clip)
