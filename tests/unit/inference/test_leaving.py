@@ -25,7 +25,7 @@ from pipeline.inference.weight_sync.transports.gloo import SERVER, TransferGroup
 port, patience, seconds = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 group = TransferGroup(connect_store("127.0.0.2", port, "s3cret", seconds), "g", SERVER, "127.0.0.3", seconds)
 print(group.receive(torch.empty(8, dtype=torch.uint8), Deadline("weights", seconds)), flush=True)
-print(group.hear_leaving(patience), flush=True)
+print(group.wait_for_leaving(patience), flush=True)
 """
 
 
