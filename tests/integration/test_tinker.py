@@ -1,5 +1,8 @@
 """The SDK's own client against a server of ours; what it computes against float64."""
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.client import HTTPConnection
@@ -23,11 +26,13 @@ from tests.integration.tinker_client import (
     logprobs_of,
     make_data,
     requests_done,
+    usage,
 )
 from tests.integration.tinker_server import TinkerServer, serving
 from tests.integration.tinker_truth import Truth
 from tests.patience import WAIT_SECONDS
 from tests.support.models.jobs import VOCABULARY, weights, write_model
+from tests.support.runs.launched import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 LOSSES = ("cross_entropy", *POLICY_LOSSES)
@@ -306,6 +311,21 @@ def test_a_session_survives_killed_trainers_and_a_killed_front_to_the_bit(server
     assert found == losses
     for name, tensor in expected.items():
         np.testing.assert_array_equal(tensor, adapter[name], err_msg=name)
+
+
+def test_the_launcher_prints_what_each_key_used(server: TinkerServer, client: tinker.ServiceClient) -> None:
+    new_model(client).forward_backward(make_data(1), "cross_entropy").result()
+    run = ["--usage", "experiment=tinker", f"output={server.root.parent}", f"name={server.root.name}"]
+    command = [sys.executable, str(ROOT / "launchers" / "serve.py"), *run]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=WAIT_SECONDS).stdout
+    names, *rows = (re.split(r"  +", line.strip()) for line in printed.splitlines())
+    (row,) = (dict(zip(names, row, strict=True)) for row in rows)
+    used = usage(server)
+    assert row["name"] == used["name"]
+    columns = {"requests": "requests", "trained": "trained_tokens", "trainer s": "trainer_seconds"}
+    expected = {name: f"{used['total'][field]:,.0f}" for name, field in columns.items()}
+    assert {name: row[name] for name in columns} == expected
+    assert used["total"]["trained_tokens"] > 0
 
 
 def test_many_passes_of_a_killed_client_hold_up_nobody_also_after_a_restart(

@@ -72,11 +72,17 @@ def flood_of_a_dead_client(server: TinkerServer, route: str, count: int) -> None
     assert stored == count, "".join(log)
 
 
-def requests_done(server: TinkerServer) -> int:
-    """How many requests of the server's own key have a result, over all clients."""
+def usage(server: TinkerServer) -> dict[str, Any]:
+    """What the server's own key used, over all clients."""
     asked = Request(f"{server.url}/api/v1/usage", headers={"X-API-Key": server.key})
     with urlopen(asked, timeout=WAIT_SECONDS) as answer:
-        return int(json.load(answer)["total"]["requests"])
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def requests_done(server: TinkerServer) -> int:
+    """How many requests of the server's own key have a result, over all clients."""
+    return int(usage(server)["total"]["requests"])
 
 
 def make_data(seed: int, loss: str = "cross_entropy", count: int = 6) -> list[types.Datum]:
