@@ -1,13 +1,13 @@
 """A dataset's conversations as rows, by step.
 
-Owns which rows a step trains: epoch after epoch, each in an order of its own that the seed and the epoch alone decide,
-so that a resumed job goes on exactly where it stopped, in the middle of an epoch too. Owns which rows are trained at
-all: those that can be masked and are no longer than `model.max_length`; what is left out is counted. Promises that rows
-are those of the first attempt: `digest` depends on their content and on the chat template, is committed, and another
-one is refused.
+Owns the order of rows: each epoch is a permutation that depends on the seed and the epoch alone, so a resumed job
+continues at the row where it stopped, also within an epoch. Owns the selection of rows: those that can be masked and
+are no longer than `model.max_length`; excluded rows are counted by reason. Promises that all attempts train the same
+rows: `digest` depends on their content and on the chat template, a checkpoint stores the digest, and another digest is
+refused.
 
-Every attempt reads, renders and tokenises all rows before its first step, and holds them: 5 bytes a token. Must not
-know ranks, models or losses.
+Every attempt reads, renders and tokenizes all rows before its first step, and keeps them in memory: 5 bytes per token
+(int32 and a mask byte). Must not know ranks, models or losses.
 """
 
 import logging
@@ -36,9 +36,9 @@ from pipeline.transport.ledger import prompt_at
 
 log = logging.getLogger(__name__)
 CHECKED_ROWS = 1000
-"""Rows that a submission looks at; the others are looked at before the first step."""
+"""Rows that a submission validates; the trainer validates the others before the first step."""
 ROWS_PER_BEAT = 100
-"""Rows between two signs of life."""
+"""Rows between two heartbeats."""
 
 ENDLESS = (
     "what is trained ends with no token that ends a turn, so the model does not learn to stop; "
@@ -48,15 +48,22 @@ ENDLESS = (
 
 @dataclass
 class TokenizedDataset:
-    """Rows end to end. `counts` are those of the dataset: `read`, and by reason those that were left out, of which
-    `wrong` says what is wrong with the first."""
+    """Rows end to end, in flat arrays.
+
+    Attributes:
+        tokens, mask: all tokens and their masks, row after row.
+        starts: offset of each row, and the end of the last.
+        counts: conversations that were `read`, and rows that were excluded, by reason.
+        first: the first row with its text, for the log.
+        first_error: the error of the first excluded row.
+    """
 
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     mask: bytearray = field(default_factory=bytearray)
     starts: "array[int]" = field(default_factory=lambda: array("q", [0]))
     counts: Counter[str] = field(default_factory=Counter)
     first: MaskedText | None = None
-    wrong: RowError | None = None
+    first_error: RowError | None = None
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -77,10 +84,10 @@ class TokenizedDataset:
         self.starts.append(len(self.tokens))
 
     def leave_out(self, reason: str, policy: Literal["refuse", "drop"], error: RowError) -> None:
-        """Count what is left out by this policy, or raise the error."""
+        """Count a row as excluded; with `refuse`, raise its error instead."""
         if policy == "refuse":
             raise error
-        self.wrong = self.wrong or error
+        self.first_error = self.first_error or error
         self.counts[reason] += 1
 
     def __str__(self) -> str:
@@ -92,26 +99,27 @@ class TokenizedDataset:
 
 
 class Conversations:
-    """The rows of a run's dataset, called with a step and a count of rows."""
+    """The rows of a run's dataset: callable (step, count) → rows. The dataset is read at the first use of `rows`."""
 
-    def __init__(self, config: RunConfig, alive: Callable[[], None] = lambda: None) -> None:
-        """Nothing is read yet. `alive` is called now and then while it is."""
-        self._config, self._alive = config, alive
+    def __init__(self, config: RunConfig, beat: Callable[[], None] = lambda: None) -> None:
+        """`beat` is called every `ROWS_PER_BEAT` rows during the reading, so that a large dataset does not look like a
+        hang."""
+        self._config, self._beat = config, beat
         self._content = DatasetDigest()
 
     @cached_property
     def rows(self) -> TokenizedDataset:
-        """What is trained; `ConfigError` or `RowError` for a dataset that cannot be."""
+        """The training rows; `ConfigError` or `RowError` for a dataset that cannot be trained."""
         (train, held_out), masker = train_eval_split(self._config.data), build_masker(self._config)
-        log.info("reading %s; what is trained is told by %s", self._config.data.path, masker.method)
+        log.info("reading %s; trained tokens are determined by %s", self._config.data.path, masker.method)
         self._content.add({"template": masker.template})
-        rows = _read(train, masker, self._config, self._content, self._alive)
+        rows = _read(train, masker, self._config, self._content, self._beat)
         if not len(rows):
             limit = self._config.model.max_length
             raise ConfigError(
                 "data.path", self._config.data.path, f"rows of at most model.max_length={limit} tokens", str(rows)
             )
-        self._held_out = _read(held_out, masker, self._config, self._content, self._alive)
+        self._held_out = _read(held_out, masker, self._config, self._content, self._beat)
         log.info("training: %s", rows)
         log.info("held out: %s", self._held_out)
         assert rows.first, "there are rows"
@@ -122,26 +130,25 @@ class Conversations:
 
     @property
     def held_out(self) -> list[TrainSequence]:
-        """What is measured, and never trained."""
+        """The rows of the eval split, which are never trained."""
         return list(self._held_out) if len(self.rows) else []
 
     @property
     def digest(self) -> str:
-        """Tells data apart that are not the same, row by row and in this order, or written by another chat template;
-        empty as long as they are not read."""
+        """Digest of the rows in their order, and of the chat template; empty before the dataset is read."""
         return self._content.digest if "rows" in self.__dict__ else ""
 
     def check(self, digest: str) -> None:
-        """`CheckpointError` unless the data are those of a commit with this digest."""
+        """Raise `CheckpointError` unless the data have the digest of the checkpoint."""
         if len(self.rows) and digest != self.digest:
             raise CheckpointError(
                 f"data.path={self._config.data.path!r}: its rows are not those that this run has trained so far, "
                 f"or its model has another chat template "
-                f"(digest {self.digest}, committed {digest or 'none'}); put them back, or start a new run"
+                f"(digest {self.digest}, checkpoint {digest or 'none'}); put them back, or start a new run"
             )
 
     def __call__(self, step: int, count: int) -> Sequence[TrainSequence]:
-        """The rows of a step: those that are left of the epochs where these are counted, at most `count`."""
+        """The rows of a step: `count`, or fewer in the last step if the job is limited by epochs."""
         last = rows_to_train(self._config, len(self.rows)) or (step + 1) * count
         return [self.rows[self._at(position)] for position in range(step * count, min(last, (step + 1) * count))]
 
@@ -158,7 +165,7 @@ class DatasetPart:
     indices: range
 
     def make(self, index: int, masker: AssistantMasker) -> tuple[Conversation, list[MaskedText]]:
-        """A row's conversation and what is trained of it; `RowError` if that is nothing."""
+        """The conversation at `index` and its training rows; `RowError` if no token can be trained."""
         conversation = self.examples[index].conversation
         try:
             return conversation, list(masker.rows(conversation))
@@ -166,14 +173,14 @@ class DatasetPart:
             raise self.examples.wrong(index, str(error)) from None
 
     def too_long(self, index: int, row: MaskedText, config: RunConfig) -> RowError:
-        """The error that says that a row does not fit."""
+        """The error of a row that is longer than `model.max_length`."""
         hint = "set data.overlong=drop" if config.data.overlong == "refuse" else "raise it"
         reason = f"{len(row.tokens)} tokens, more than model.max_length={config.model.max_length}; {hint}"
         return self.examples.wrong(index, reason)
 
 
 def fits(row: MaskedText, config: RunConfig) -> bool:
-    """Whether a row is short enough to be trained."""
+    """Whether a row is at most `model.max_length` tokens long."""
     return len(row.tokens) <= config.model.max_length
 
 
@@ -182,22 +189,22 @@ def _read(
     masker: AssistantMasker,
     config: RunConfig,
     content: DatasetDigest | None = None,
-    alive: Callable[[], None] = lambda: None,
+    beat: Callable[[], None] = lambda: None,
 ) -> TokenizedDataset:
-    """The rows of a part that are trained; `RowError` for the first one that is refused."""
+    """The training rows of a part; `RowError` for the first one that is refused."""
     rows = TokenizedDataset()
     for index in part.indices:
         if rows.counts["read"] % ROWS_PER_BEAT == 0:
-            alive()
+            beat()
         rows.counts["read"] += 1
         try:
-            conversation, made = part.make(index, masker)
+            conversation, texts = part.make(index, masker)
         except RowError as error:
             rows.leave_out("invalid", config.data.invalid, error)
             continue
         if content:
             content.add({"messages": conversation.messages, "tools": conversation.tools})
-        for row in made:
+        for row in texts:
             if fits(row, config):
                 rows.add(row)
             else:
@@ -207,29 +214,29 @@ def _read(
 
 
 def train_eval_split(data: DataConfig) -> tuple[DatasetPart, DatasetPart]:
-    """The rows to train and those that are held out.
+    """The training part and the eval part of the data.
 
-    `ConfigError` when a dataset cannot be read, has no answers, or fewer rows than are to be held out, and when those
-    are trained too.
+    `ConfigError` if a dataset cannot be read or has no answers, if it has no more rows than the eval part needs, or if
+    the two parts overlap.
     """
-    examples = _answered(data)
+    examples = _open_answered(data)
     if data.eval_split or data.eval_path:
-        moved = {"path": data.eval_path or data.path, "split": data.eval_split or "train"}
-        apart = data.model_copy(update=moved)
-        refuse_overlap(data, apart, "data")
-        others = _answered(apart)
-        return DatasetPart(examples, range(len(examples))), DatasetPart(
-            others, range(min(len(others), data.eval_rows or len(others)))
-        )
-    kept = len(examples) - data.eval_rows
-    if kept < 1:
+        source = {"path": data.eval_path or data.path, "split": data.eval_split or "train"}
+        eval_data = data.model_copy(update=source)
+        refuse_overlap(data, eval_data, "data")
+        eval_examples = _open_answered(eval_data)
+        eval_size = min(len(eval_examples), data.eval_rows or len(eval_examples))
+        return DatasetPart(examples, range(len(examples))), DatasetPart(eval_examples, range(eval_size))
+    # The eval rows are the last ones, before any shuffle, so that the split does not depend on the seed.
+    train_size = len(examples) - data.eval_rows
+    if train_size < 1:
         expected = f"less than the {len(examples)} rows of data.path"
         raise ConfigError("data.eval_rows", data.eval_rows, expected, "lower it, or set data.eval_split")
-    return DatasetPart(examples, range(kept)), DatasetPart(examples, range(kept, len(examples)))
+    return DatasetPart(examples, range(train_size)), DatasetPart(examples, range(train_size, len(examples)))
 
 
 def check_data(config: RunConfig) -> None:
-    """`ConfigError` unless the dataset of a config can be read, and its first rows can be trained by the model."""
+    """Raise `ConfigError` unless the config's dataset can be read and its first rows can be trained by the model."""
     data = config.data
     if not (data.path and config.has_sft):
         return
@@ -239,18 +246,18 @@ def check_data(config: RunConfig) -> None:
 
 
 def _check_part(part: DatasetPart, masker: AssistantMasker, config: RunConfig) -> None:
-    """`ConfigError` for the first row that is refused; where such rows are dropped, if no other is found."""
-    looked = replace(part, indices=part.indices[:CHECKED_ROWS])
+    """Raise `ConfigError` for the first refused row; if such rows are dropped, only when no row remains."""
+    first_rows = replace(part, indices=part.indices[:CHECKED_ROWS])
     try:
-        rows = _read(looked, masker, config)
+        rows = _read(first_rows, masker, config)
     except RowError as error:
         raise ConfigError("data.path", config.data.path, "rows that can be trained", str(error)) from None
-    if not len(rows) and rows.wrong:
-        raise ConfigError("data.path", config.data.path, "rows that can be trained", str(rows.wrong))
+    if not len(rows) and rows.first_error:
+        raise ConfigError("data.path", config.data.path, "rows that can be trained", str(rows.first_error))
 
 
 def first_trainable_row(config: RunConfig) -> tuple[MaskedText, str] | None:
-    """What the first row trains that can be trained, and what to warn of; None for a run without a dataset."""
+    """The first trainable row, and a warning or an empty string; None for a run without a dataset."""
     if not (config.data.path and config.has_sft):
         return None
     (part, _), masker = train_eval_split(config.data), build_masker(config)
@@ -263,7 +270,7 @@ def first_trainable_row(config: RunConfig) -> tuple[MaskedText, str] | None:
 
 
 def ansi_highlight(row: MaskedText) -> str:
-    """The text of a row for a terminal: what is trained in green, the rest as it is."""
+    """The text of a row for a terminal, trained spans in green."""
     text, at = "", 0
     for begin, end in row.spans:
         text += f"{row.text[at:begin]}\x1b[32m{row.text[begin:end]}\x1b[0m"
@@ -272,11 +279,12 @@ def ansi_highlight(row: MaskedText) -> str:
 
 
 def build_masker(config: RunConfig) -> AssistantMasker:
-    """What masks conversations for the config's model."""
+    """The masker of conversations for the config's model and `data.train_on`."""
     return AssistantMasker(ChatTokenizer(model_directory(config.model)), config.data.train_on)
 
 
-def _answered(data: DataConfig) -> Examples:
+def _open_answered(data: DataConfig) -> Examples:
+    """The examples of a dataset with answers; `ConfigError` for one that has prompts only."""
     examples = Examples.open(data)
     if not examples.answered:
         hint = "set data.columns.completion, or train it by RL with task.options.path"

@@ -1,7 +1,7 @@
 """A task's demonstrations as rows.
 
-Owns which demonstrations belong to a step: always the same ones, so that a job that was interrupted goes on as if it
-had not been. Must not know ranks, models or losses.
+The demonstrations of a step depend on its number alone, so a resumed job trains the rows that an uninterrupted job
+would train. Must not know ranks, models or losses.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from pipeline.train.batching.sequences import TrainSequence
 
 
 class TaskDemonstrations:
-    """Called with a step and a count: that step's rows, which have the numbers step · count and those after it."""
+    """Callable (step, count) → the step's rows, from the demonstrations step · count … (step + 1) · count − 1."""
 
     def __init__(self, config: RunConfig) -> None:
         self._task = load_task(config.task, config.seed)
@@ -28,5 +28,5 @@ class TaskDemonstrations:
     def _row(self, index: int) -> TrainSequence:
         tokens, prompt = self._chat.demonstration(self._task.demonstration(index))
         mask = np.ones(len(tokens), np.uint8)
-        mask[:prompt] = 0
+        mask[:prompt] = 0  # the loss counts the answer only
         return TrainSequence(tokens=np.array(tokens, np.int32), mask=mask, prompt=index)

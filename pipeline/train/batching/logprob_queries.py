@@ -1,9 +1,9 @@
-"""Rows that ask for the log-probabilities of given tokens at given places.
+"""Rows with queries for the log-probabilities of given tokens at given positions.
 
-Owns `QueryRow`, for callers that decide themselves what each position is to predict: the token that follows, another
-one, or several. Numpy only, cheap to pickle; must not know torch, ranks or models.
+Owns `QueryRow`, for callers that choose the targets of each position: the next token, another one, or several. Numpy
+only, cheap to pickle; must not know torch, ranks or models.
 
-Notation: T tokens of a row, Q questions about it.
+Notation: T tokens of a row, Q queries of it.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryRow:
-    """One sequence, and what is asked about it.
+    """One sequence and its queries.
 
     Attributes:
         tokens: int32[T].
-        at: int64[Q], positions 0 … T − 1: each question is about what follows the tokens up to there, inclusive.
-        targets: int32[Q], the token whose log-probability is asked for.
-        columns: float32[Q] each, what a loss reads of every question.
+        at: int64[Q], positions 0 … T − 1: query q asks for the token after tokens 0 … at[q].
+        targets: int32[Q], the token whose log-probability is computed.
+        columns: float32[Q] each, the inputs of a loss for every query.
     """
 
     tokens: NDArray[np.int32]

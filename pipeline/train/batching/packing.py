@@ -1,13 +1,21 @@
-"""How the rows of a batch are cut into micro-batches and laid out in memory.
+"""The split of a batch's rows into micro-batches, and their layout in memory.
 
-Owns three pure decisions: `group_by_prefix`, which rows begin alike, so that what they share needs to be computed only
-once; `split_rows`, which rank trains which rows in which micro-batch; and the `Layout` of one micro-batch (padded to a
-rectangle, packed end to end, or packed with what rows share laid once). Promises that every row lands in exactly one
-micro-batch, that all ranks get the same number of micro-batches (short ranks get empty ones, because every micro-batch
-is a collective operation), that no micro-batch exceeds the budget, and that equal input gives equal output everywhere.
-Must not know torch, models or losses.
+Owns three pure decisions:
 
-Notation: R rows, of which row i has `lengths[i]` tokens; B × T the rectangle that a model reads.
+- `group_by_prefix`: the groups of rows with a common prefix, whose tokens are computed only once;
+- `split_rows`: the rank and the micro-batch of each row;
+- `Layout`: one micro-batch padded to a rectangle, packed end to end, or packed with each shared prefix stored once.
+
+Promises that every row is in exactly one micro-batch; that all ranks get the same number of micro-batches (some may be
+empty), because every micro-batch is a collective operation; that no micro-batch exceeds the budget; and that equal
+input gives equal output on every machine. Must not know torch, models or losses.
+
+Notation: R rows; row i has `lengths[i]` tokens. A model reads a rectangle of B × T tokens. For rows `a b c`, `x` and
+`a b`:
+
+    padded, 3 × 3    a b c      packed, 1 × 6    a b c x a b      shared, 1 × 4    a b c x
+                     x · ·                                        (`a b` is stored once; `where` of `a b c` is 0 1 2,
+                     a b ·                                        of `a b` 0 1, of `x` 3)
 """
 
 import heapq
@@ -23,17 +31,17 @@ from pipeline.errors import TrainingError
 V = TypeVar("V")
 Bins = list[list[int]]
 Packing = Literal["padded", "packed", "shared"]
-"""How the rows of a micro-batch lie: one a line; end to end; or end to end with what they share only once."""
+"""The layout of a micro-batch: one row per line; end to end; or end to end with each shared prefix stored once."""
 
 MIN_SHARED_FRACTION = 1 / 20
-"""A row is kin of another if they share at least this part of its tokens."""
+"""A row joins a prefix group if it shares at least this fraction of its tokens with the row before it."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one micro-batch may hold: at most `tokens` and, if set, at most `rows` rows.
+    """The limits of one micro-batch: at most `tokens` and, if set, at most `rows` rows.
 
-    Padding counts. What rows share counts for each of them, since attention reads every row whole.
+    Padding counts. A shared prefix counts for each of its rows, since attention reads every row whole.
     """
 
     tokens: int
@@ -50,11 +58,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Rows that begin alike, in the order of their tokens.
+    """Rows with a common prefix, sorted by their tokens.
 
     Attributes:
-        rows: their indices.
-        shared: how many tokens each begins with as the one before it does; 0 for the first.
+        rows: indices of the rows.
+        shared: for each row, the length of the prefix it shares with the row before it; 0 for the first.
     """
 
     rows: tuple[int, ...]
@@ -62,33 +70,34 @@ class PrefixGroup:
 
     @property
     def saved_tokens(self) -> int:
-        """Tokens that are not computed if these rows lie in one micro-batch."""
+        """Tokens that need no computation if these rows are in one micro-batch."""
         return sum(self.shared)
 
     def size(self, lengths: Sequence[int]) -> int:
-        """Tokens that are computed then."""
+        """Tokens that are computed if these rows are in one micro-batch."""
         return sum(lengths[row] for row in self.rows) - self.saved_tokens
 
     def slice(self, first: int, end: int) -> "PrefixGroup":
-        """Those of them from place `first` up to `end`."""
+        """The group of the rows `first` … `end` − 1 of this one."""
+        # The first row of a slice has no row before it to share with, so its count becomes 0.
         return PrefixGroup(self.rows[first:end], (0, *self.shared[first + 1 : end]))
 
 
 PrefixGroups = list[PrefixGroup]
-"""What one micro-batch, or one rank, holds."""
+"""The rows of one micro-batch, or of one rank."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a micro-batch's rows lie in its B × T rectangle.
+    """The position of each row's tokens in the B × T rectangle of a micro-batch.
 
     Attributes:
         shape: (B, T); B is 1 when the rows are packed.
         lengths: int64[R], tokens of each row.
-        where: int64[Σ lengths], index in the flattened rectangle of each token of each row, row after row; a token that
-            several rows share has one index.
-        positions: int64[B × T], position of each token in its own row.
-        packing: how the rows lie; `shared` only if some of them share tokens.
+        where: int64[Σ lengths], index in the flattened rectangle of each token of each row, row after row. Several rows
+            have the same index for a token that they share.
+        positions: int64[B × T], position of each token in its row (for rotary embeddings).
+        packing: kind of the layout; `shared` only if some rows share tokens.
     """
 
     shape: tuple[int, int]
@@ -99,64 +108,65 @@ class Layout:
 
 
 def group_by_prefix(rows: Sequence[NDArray[np.int32]], packing: Packing = "shared") -> list[PrefixGroup]:
-    """Rows that begin alike, each row once, given their tokens; see `MIN_SHARED_FRACTION`. None where `packing` shares
-    nothing.
-
-    In the order of tokens no row before a row has more in common with it than the one right before it.
-    """
+    """The prefix groups of rows, from their tokens; every row is in one group, perhaps alone. Empty unless `packing` is
+    `shared`. See `MIN_SHARED_FRACTION`."""
     if packing != "shared":
         return []
+    # In lexicographic order the longest common prefix of a row with any earlier row is the one with its predecessor,
+    # so comparing neighbors finds all sharing. Big-endian bytes sort like the token ids.
     order = sorted(range(len(rows)), key=lambda index: rows[index].astype(">u4").tobytes())
-    found: list[tuple[list[int], list[int]]] = []
-    for place, row in enumerate(order):
-        shared = _common(rows[order[place - 1]], rows[row]) if place else 0
+    groups: list[tuple[list[int], list[int]]] = []
+    for rank, row in enumerate(order):
+        shared = _common_prefix(rows[order[rank - 1]], rows[row]) if rank else 0
         if shared < MIN_SHARED_FRACTION * len(rows[row]) or not shared:
-            found.append(([], []))
+            groups.append(([], []))
             shared = 0
-        found[-1][0].append(row)
-        found[-1][1].append(shared)
-    return [PrefixGroup(tuple(indices), tuple(shared)) for indices, shared in found]
+        groups[-1][0].append(row)
+        groups[-1][1].append(shared)
+    return [PrefixGroup(tuple(indices), tuple(shared)) for indices, shared in groups]
 
 
-def make_layout(lengths: Sequence[int], packing: Packing, kin: Sequence[PrefixGroup] = ()) -> Layout:
-    """Rows as `packing` says; `shared` with those that are kin."""
+def make_layout(lengths: Sequence[int], packing: Packing, groups: Sequence[PrefixGroup] = ()) -> Layout:
+    """The layout of kind `packing` for rows of these lengths; `shared` needs their prefix `groups`."""
     if packing == "padded":
         return pad_rows(lengths)
-    if packing == "shared" and any(each.saved_tokens for each in kin):
-        return pack_shared_prefix(lengths, kin)
+    if packing == "shared" and any(group.saved_tokens for group in groups):
+        return pack_shared_prefix(lengths, groups)
     return pack_rows(lengths)
 
 
 def pack_rows(lengths: Sequence[int]) -> Layout:
-    """Rows laid end to end on one line, without padding: shape (1, Σ lengths)."""
+    """The layout of rows end to end, without padding: shape (1, Σ lengths)."""
     positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
     where = np.arange(len(positions), dtype=np.int64)
     return Layout((1, len(positions)), np.array(lengths, np.int64), where, positions, "packed")
 
 
 def pad_rows(lengths: Sequence[int]) -> Layout:
-    """One row a line, padded on the right to the longest: shape (R, max(lengths))."""
+    """The layout with one row per line, padded on the right to the longest: shape (R, max(lengths))."""
     rows, longest = len(lengths), max(lengths)
     positions = np.tile(np.arange(longest, dtype=np.int64), rows)
     where = np.concatenate([row * longest + np.arange(length, dtype=np.int64) for row, length in enumerate(lengths)])
     return Layout((rows, longest), np.array(lengths, np.int64), where, positions, "padded")
 
 
-def pack_shared_prefix(lengths: Sequence[int], kin: Sequence[PrefixGroup]) -> Layout:
-    """Rows laid end to end on one line, kin next to each other, each without what it shares with the one before."""
+def pack_shared_prefix(lengths: Sequence[int], groups: Sequence[PrefixGroup]) -> Layout:
+    """The layout of rows end to end, group by group, each row without the prefix that it shares with the row before:
+    shape (1, Σ lengths − Σ shared)."""
     where: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(lengths)
-    before, positions, used = where[0], [], 0
-    for each in kin:
-        for row, shared in zip(each.rows, each.shared, strict=True):
-            own = np.arange(shared, lengths[row], dtype=np.int64)
-            before = where[row] = np.concatenate([before[:shared], used + own - shared])
-            positions.append(own)
-            used += len(own)
+    previous, positions, used = where[0], [], 0
+    for group in groups:
+        for row, shared in zip(group.rows, group.shared, strict=True):
+            suffix = np.arange(shared, lengths[row], dtype=np.int64)
+            # Indices [lengths[row]]: the shared tokens are those of the previous row, the suffix starts at `used`.
+            previous = where[row] = np.concatenate([previous[:shared], used + suffix - shared])
+            positions.append(suffix)
+            used += len(suffix)
     return Layout((1, used), np.array(lengths, np.int64), np.concatenate(where), np.concatenate(positions), "shared")
 
 
 def fill(layout: Layout, length: int) -> Layout:
-    """A packed layout whose line has `length` tokens: what is lacking becomes one row more, of which nothing counts."""
+    """A packed layout extended to `length` tokens, by one more row whose tokens do not count."""
     used = len(layout.positions)
     if used == length:
         return layout
@@ -169,37 +179,39 @@ def fill(layout: Layout, length: int) -> Layout:
     )
 
 
-def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, kin: Sequence[PrefixGroup] = ()) -> list[Bins]:
-    """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. These are the shares of the rows.
+def split_rows(lengths: Sequence[int], ranks: int, budget: Budget, groups: Sequence[PrefixGroup] = ()) -> list[Bins]:
+    """Row indices of every micro-batch of every rank: `result[rank][micro_batch]`. `result[rank]` is a rank's share.
 
-    Ranks are balanced by tokens that are computed. `kin`, if given, have every row once; they stay together as far as
-    that takes no more micro-batches, and leaves no more to the rank that computes most, than rows that share nothing.
-    All ranks get the same number of micro-batches, about as few as the budget allows; some may be empty. Raises
-    `TrainingError` for a row that no micro-batch can hold.
+    Ranks are balanced by computed tokens. `groups`, if given, contain every row once. A group stays together unless
+    that needs more micro-batches, or leaves more tokens to the most loaded rank, than splitting it. All ranks get the
+    same number of micro-batches, near the minimum that the budget allows; some may be empty. Raises `TrainingError` for
+    a row that exceeds the budget of a micro-batch.
     """
     _check(lengths, budget)
-    dealt = _rank_partitions(kin or [PrefixGroup((index,)) for index in range(len(lengths))], lengths, ranks, budget)
-    ways = [_equalize_micro_batches(shares, lengths, budget) for shares in dealt]
-    best = min(ways, key=lambda ranks: (len(ranks[0]), max(_computed(bins, lengths) for bins in ranks)))
-    return [[sorted(row for unit in one for row in unit.rows) for one in bins] for bins in best]
+    groups = groups or [PrefixGroup((index,)) for index in range(len(lengths))]
+    partitions = _rank_partitions(groups, lengths, ranks, budget)
+    candidates = [_equalize_micro_batches(shares, lengths, budget) for shares in partitions]
+    # A step takes as long as its slowest rank: fewest micro-batches first, then the smallest maximum of tokens.
+    best = min(candidates, key=lambda ranks: (len(ranks[0]), max(_computed(bins, lengths) for bins in ranks)))
+    return [[sorted(row for group in one for row in group.rows) for one in bins] for bins in best]
 
 
 def bins_of_rank(rank: int, ranks: int, size: int, shares: int) -> range:
-    """The shares that fall to a rank when a model's data-parallel size is `size`, a divisor of both other counts.
+    """The shares of a rank for a model of data-parallel size `size`, which divides `ranks` and `shares`.
 
-    Neighbouring ranks, `ranks / size` of them, get the same: they compute it together (`training.mesh.cp`).
+    `ranks / size` neighboring ranks get the same shares: they compute them together (`training.mesh.cp`).
     """
-    each = shares // size
-    place = rank * size // ranks
-    return range(place * each, (place + 1) * each)
+    shares_per_replica = shares // size
+    replica = rank * size // ranks
+    return range(replica * shares_per_replica, (replica + 1) * shares_per_replica)
 
 
 def restore(shares: Sequence[Bins], values: Sequence[Sequence[V]]) -> list[V]:
-    """Values in row order, from each rank's values in the order of its micro-batches."""
+    """Values in row order, from each rank's values in the order of its micro-batches; the inverse of `split_rows`."""
     ordered: dict[int, V] = {}
-    for bins, of_rank in zip(shares, values, strict=True):
+    for bins, rank_values in zip(shares, values, strict=True):
         indices = [index for one in bins for index in one]
-        ordered.update(zip(indices, of_rank, strict=True))
+        ordered.update(zip(indices, rank_values, strict=True))
     return [ordered[index] for index in range(len(ordered))]
 
 
@@ -212,59 +224,62 @@ def _check(lengths: Sequence[int], budget: Budget) -> None:
             )
 
 
-def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
+def _common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Length of the common prefix, in tokens."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length
 
 
 def _rank_partitions(
-    kin: Sequence[PrefixGroup], lengths: Sequence[int], ranks: int, budget: Budget
+    groups: Sequence[PrefixGroup], lengths: Sequence[int], ranks: int, budget: Budget
 ) -> Iterator[list[PrefixGroups]]:
-    """What each rank may get: kin whole; in 2, 4, 8 … parts; at last row by row. Balanced by what is computed."""
-    parts, most = 1, max((len(each.rows) for each in kin), default=1)
-    while parts == 1 or (ranks > 1 and parts < 2 * most):
-        units = [part for each in kin for part in _parts(each, parts, lengths, budget)]
+    """Partitions of the groups over the ranks, balanced by computed tokens: with whole groups; with groups in 2, 4, 8 …
+    parts; at last row by row. One rank gets whole groups only."""
+    parts, largest = 1, max((len(group.rows) for group in groups), default=1)
+    while parts == 1 or (ranks > 1 and parts < 2 * largest):
+        units = [part for group in groups for part in _split_group(group, parts, lengths, budget)]
         yield _balance(units, ranks, [unit.size(lengths) for unit in units])
         parts *= 2
 
 
-def _parts(kin: PrefixGroup, count: int, lengths: Sequence[int], budget: Budget) -> Iterator[PrefixGroup]:
-    """Prefix groups in at least `count` parts, as far as there are rows, each of which a micro-batch holds."""
-    most = -(-len(kin.rows) // count)
+def _split_group(group: PrefixGroup, count: int, lengths: Sequence[int], budget: Budget) -> Iterator[PrefixGroup]:
+    """The group in at least `count` parts (at most one per row), each within the budget of a micro-batch."""
+    max_rows = -(-len(group.rows) // count)
     first = used = 0
-    for place, row in enumerate(kin.rows):
-        rows = place + 1 - first
-        if rows > 1 and (rows > most or not _fits(budget, rows, used + lengths[row])):
-            yield kin.slice(first, place)
-            first, used = place, 0
+    for index, row in enumerate(group.rows):
+        rows = index + 1 - first
+        if rows > 1 and (rows > max_rows or not _fits(budget, rows, used + lengths[row])):
+            yield group.slice(first, index)
+            first, used = index, 0
         used += lengths[row]
-    yield kin.slice(first, len(kin.rows))
+    yield group.slice(first, len(group.rows))
 
 
 def _balance(units: Sequence[PrefixGroup], bins: int, sizes: Sequence[int]) -> list[PrefixGroups]:
-    """Largest first, each to the bin that has least by then (then fewest rows, then lowest number)."""
-    loads = [(0, 0, number) for number in range(bins)]
+    """Longest-processing-time scheduling: largest unit first, each to the least loaded bin. Ties go to the bin with
+    fewest rows, then to the lowest index, so that every machine computes the same bins."""
+    loads = [(0, 0, index) for index in range(bins)]
     filled: list[PrefixGroups] = [[] for _ in range(bins)]
-    for place in sorted(range(len(units)), key=lambda place: (-sizes[place], units[place].rows[0])):
-        size, rows, number = loads[0]
-        filled[number].append(units[place])
-        heapq.heapreplace(loads, (size + sizes[place], rows + len(units[place].rows), number))
+    for unit in sorted(range(len(units)), key=lambda unit: (-sizes[unit], units[unit].rows[0])):
+        size, rows, index = loads[0]
+        filled[index].append(units[unit])
+        heapq.heapreplace(loads, (size + sizes[unit], rows + len(units[unit].rows), index))
     return filled
 
 
 def _equalize_micro_batches(
     shares: Sequence[Sequence[PrefixGroup]], lengths: Sequence[int], budget: Budget
 ) -> list[list[PrefixGroups]]:
-    """The micro-batches of each rank, as many of each."""
+    """The micro-batches of each rank, the same number for all ranks."""
     count = 1
     while True:
-        cut = [_micro_batches(share, lengths, budget, count) for share in shares]
-        most = max(len(bins) for bins in cut)
-        if most == count:
-            return cut
-        count = most
+        split = [_micro_batches(share, lengths, budget, count) for share in shares]
+        largest = max(len(bins) for bins in split)
+        # `_micro_batches` returns at least `count`, so equality means that every rank has exactly `count`.
+        if largest == count:
+            return split
+        count = largest
 
 
 def _micro_batches(
@@ -272,17 +287,19 @@ def _micro_batches(
 ) -> list[PrefixGroups]:
     """The micro-batches of a rank: at least `least`, some perhaps empty.
 
-    Padded, rows of like length lie together, so that little is padded. Packed, kin stay whole, or are cut where a
-    micro-batch is full, or nobody heeds them: what takes fewest micro-batches, then what computes least.
+    Padded micro-batches hold rows of similar length, which minimizes padding. For packed ones there are three
+    candidates: whole groups, groups split where a micro-batch is full, and single rows. The candidate with the fewest
+    micro-batches is chosen, then the one with the fewest computed tokens.
     """
-    alone = [PrefixGroup((row,)) for unit in share for row in unit.rows]
+    single_rows = [PrefixGroup((row,)) for unit in share for row in unit.rows]
     if not budget.packed:
-        return _in_order(sorted(alone, key=lambda one: (lengths[one.rows[0]], one.rows)), lengths, budget, least)
-    ways = [_balanced(share, lengths, budget, least)]
-    if len(alone) > len(share):
-        ways.append(_in_order(share, lengths, budget, least))
-        ways.append(_balanced(alone, lengths, budget, least))
-    return min(ways, key=lambda bins: (len(bins), _computed(bins, lengths)))
+        by_length = sorted(single_rows, key=lambda one: (lengths[one.rows[0]], one.rows))
+        return _in_order(by_length, lengths, budget, least)
+    candidates = [_balanced(share, lengths, budget, least)]
+    if len(single_rows) > len(share):
+        candidates.append(_in_order(share, lengths, budget, least))
+        candidates.append(_balanced(single_rows, lengths, budget, least))
+    return min(candidates, key=lambda bins: (len(bins), _computed(bins, lengths)))
 
 
 def _computed(bins: Sequence[PrefixGroups], lengths: Sequence[int]) -> int:
@@ -291,36 +308,38 @@ def _computed(bins: Sequence[PrefixGroups], lengths: Sequence[int]) -> int:
 
 
 def _balanced(units: Sequence[PrefixGroup], lengths: Sequence[int], budget: Budget, least: int) -> list[PrefixGroups]:
-    """At least `least` bins of whole units: balanced by what they compute, or if one does not hold its rows then, by
-    these."""
-    whole = [sum(lengths[row] for row in unit.rows) for unit in units]
+    """At least `least` bins of whole units, balanced by computed tokens, or by all tokens if the first exceeds the
+    budget, which counts all tokens."""
+    total = [sum(lengths[row] for row in unit.rows) for unit in units]
     computed = [unit.size(lengths) for unit in units]
-    count = max(least, -(-sum(whole) // budget.tokens))
+    count = max(least, -(-sum(total) // budget.tokens))
+    # Ends: with one bin per unit every bin fits, since `_check` and `_split_group` bound each unit.
     while True:
-        for sizes in (computed, whole) if computed != whole else (whole,):
+        for sizes in (computed, total) if computed != total else (total,):
             bins = _balance(units, count, sizes)
             rows = [[lengths[row] for unit in one for row in unit.rows] for one in bins]
-            too_full = sum(not _fits(budget, len(one), sum(one)) for one in rows)
-            if not too_full:
+            overfull = sum(not _fits(budget, len(one), sum(one)) for one in rows)
+            if not overfull:
                 return bins
-        count += -(-too_full // 2)
+        count += -(-overfull // 2)
 
 
 def _in_order(units: Sequence[PrefixGroup], lengths: Sequence[int], budget: Budget, least: int) -> list[PrefixGroups]:
-    """At least `least` bins, the last ones perhaps empty: one is filled after the other, and units are cut between
-    them. Padded, rows have to come with ascending lengths."""
+    """At least `least` bins, filled one after the other, the last ones perhaps empty. A unit is split where a bin is
+    full. For a padded budget the rows must have ascending lengths."""
     bins: list[PrefixGroups] = [[]]
     rows = tokens = 0
     for unit in units:
         first = 0
-        for place, row in enumerate(unit.rows):
+        for index, row in enumerate(unit.rows):
             rows += 1
+            # Lengths ascend, so this row is the longest: the rectangle has rows × its length tokens.
             tokens = tokens + lengths[row] if budget.packed else rows * lengths[row]
             if not _fits(budget, rows, tokens):
-                if first < place:
-                    bins[-1].append(unit.slice(first, place))
+                if first < index:
+                    bins[-1].append(unit.slice(first, index))
                 bins.append([])
-                first, rows, tokens = place, 1, lengths[row]
+                first, rows, tokens = index, 1, lengths[row]
         bins[-1].append(unit.slice(first, len(unit.rows)))
     return bins + [[] for _ in range(least - len(bins))]
 

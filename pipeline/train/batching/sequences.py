@@ -1,9 +1,9 @@
-"""What is trained: rows, and batches of rows with their share in the loss.
+"""Training rows, and batches of rows with their weights in the loss.
 
-Owns `TrainSequence` (one token sequence with what the losses need beside it) and `Batch` (the rows of one optimizer
-step or of one call). Promises that every denominator is decided here, once, over the whole batch: each row carries the
-weight that its tokens have in the global loss, so that no rank and no micro-batch ever divides by a count of its own.
-Numpy only, cheap to pickle; must not know torch, ranks or models.
+Owns `TrainSequence` (one token sequence with the inputs of a loss) and `Batch` (the rows of one optimizer step or of
+one call). Promises that every denominator is computed here, once, over the whole batch. Each row has the weight of its
+tokens in the global loss, so no rank and no micro-batch divides by a local count. Numpy only, cheap to pickle; must not
+know torch, ranks or models.
 
     batch = Batch.of(rows, normalize="token")
     dispatch.forward_backward("policy", batch, config.loss)
@@ -24,7 +24,7 @@ from pipeline.train.batching.packing import Packing, PrefixGroup, group_by_prefi
 
 Normalization = Literal["token", "sequence", "prompt", "fixed"]
 Column = Literal["advantages", "sampler_logprobs", "proximal", "reference", "values", "returns"]
-"""A field of `TrainSequence` with a number for each token."""
+"""A field of `TrainSequence` with one number per token."""
 COLUMNS: tuple[Column, ...] = ("advantages", "sampler_logprobs", "proximal", "reference", "values", "returns")
 
 
@@ -34,19 +34,19 @@ class TrainSequence:
 
     Attributes:
         tokens: int32[T].
-        mask: bool or uint8 [T], 1 for the tokens that the loss counts. The first token has no prediction: its mask is
-            0.
+        mask: bool or uint8 [T], 1 for the tokens that the loss counts. The mask of the first token is 0, since no
+            position predicts it.
         advantages: one number for the whole row, or float32[T].
         sampler_logprobs: float32[T], log-probability (nats, at the sampling temperature) of each counted token under
             the policy that sampled it; None for supervised rows.
-        proximal: float32[T], the same under the policy that the ratio is taken over; None: what `LossConfig.proximal`
-            says, `sampler_logprobs` or the policy's own in the pass that trains the row.
-        reference: float32[T], the same under the reference model; None when no KL is asked for.
+        proximal: float32[T], log-probability under the proximal policy, the denominator of the ratio; None: by
+            `LossConfig.proximal`, `sampler_logprobs` or the policy's own in the pass that trains the row.
+        reference: float32[T], log-probability under the reference model; None without a KL term.
         values: float32[T], the critic's value of the tokens before each counted one, when the step began; None without
             a critic.
-        returns: float32[T], what those values should be; None without a critic.
-        prompt: key of the prompt (group) that the row belongs to.
-        episode: which of its prompt's episodes the row belongs to; −1: it is an episode alone.
+        returns: float32[T], the targets of these values; None without a critic.
+        prompt: key of the row's prompt (group).
+        episode: the row's episode among those of its prompt; −1: the row is a whole episode.
     """
 
     tokens: NDArray[np.int32]
@@ -90,18 +90,18 @@ class TrainSequence:
 
 
 def episodes_of(rows: Sequence[TrainSequence]) -> list[int]:
-    """The episode of each row, as the place of its first row."""
+    """The episode of each row, identified by the index of the episode's first row: [R]."""
     first: dict[tuple[int, int], int] = {}
     return [
-        place if row.episode < 0 else first.setdefault((row.prompt, row.episode), place)
-        for place, row in enumerate(rows)
+        index if row.episode < 0 else first.setdefault((row.prompt, row.episode), index)
+        for index, row in enumerate(rows)
     ]
 
 
 def refuse_unsampled_rows(rows: Sequence[TrainSequence], name: str = "row") -> None:
-    """Raise `TrainingError` unless every row says what the policy that sampled it gave its tokens.
+    """Raise `TrainingError` unless every row has `sampler_logprobs`.
 
-    Every policy loss is held to it: without them each ratio would be 1, however old the samples are.
+    Every policy loss requires them: without them each ratio would be 1, regardless of the age of the samples.
     """
     for index, row in enumerate(rows):
         if row.sampler_logprobs is None:
@@ -134,14 +134,14 @@ class Batch:
         temperature: float = 1.0,
         max_length: int = 0,
     ) -> "Batch":
-        """The batch whose loss is the mean over what `normalize` names; every row is checked.
+        """A batch whose loss is a mean over the units of `normalize`; every row is checked.
 
         - `token`: over all counted tokens.
         - `sequence`: over the episodes that have counted tokens, each first averaged over its counted tokens.
         - `prompt`: over the prompts that have counted tokens, each first averaged over all its counted tokens.
         - `fixed`: the sum divided by E × `max_length`, with E episodes (Dr. GRPO, Liu et al. 2025): no length bias.
 
-        An episode is a row, but for those with several.
+        An episode is one row unless `TrainSequence.episode` joins several.
         """
         for index, row in enumerate(rows):
             row.check(f"row {index}")
@@ -157,8 +157,8 @@ class Batch:
     def lengths(self) -> list[int]:
         return [len(row) for row in self.rows]
 
-    def kin(self, packing: Packing) -> list[PrefixGroup]:
-        """Which rows begin alike, where `packing` shares that."""
+    def prefix_groups(self, packing: Packing) -> list[PrefixGroup]:
+        """The groups of rows with a common prefix; empty unless `packing` is `shared`."""
         return group_by_prefix([row.tokens for row in self.rows], packing)
 
     @property
@@ -167,7 +167,7 @@ class Batch:
         return sum(row.counted for row in self.rows)
 
     def take(self, indices: Sequence[int]) -> "Batch":
-        """The rows at `indices` with the weights they have in this batch."""
+        """The rows at `indices`, with their weights in this batch."""
         rows = tuple(self.rows[i] for i in indices)
         return Batch(rows, tuple(self.weights[i] for i in indices), self.temperature)
 
@@ -179,6 +179,8 @@ def _weights(
         if max_length <= 0:
             raise TrainingError(f"normalize='fixed' divides by rows × max_length; max_length is {max_length}")
         return [1.0 / (len(set(episodes_of(rows))) * max_length)] * len(rows)
+    # The mean of means over G groups: a token of group g has the weight 1 / (G · tokens of g). One group of all rows
+    # gives the mean over tokens. Groups without counted tokens are not in G.
     if normalize == "prompt":
         groups = [row.prompt for row in rows]
     elif normalize == "sequence":

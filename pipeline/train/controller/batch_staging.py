@@ -78,9 +78,12 @@ class ShardedBatch:
     ) -> "ShardedBatch":
         """Cut the rows; `TrainingError` for one that the budget cannot hold."""
         chosen = frozenset(sizes)
-        shares = packing.split_rows(batch.lengths, lcm(*chosen), budget, batch.kin(budget.packing))
+        shares = packing.split_rows(batch.lengths, lcm(*chosen), budget, batch.prefix_groups(budget.packing))
         spared = sum(
-            kin.saved_tokens for share in shares for bins in share for kin in batch.take(bins).kin(budget.packing)
+            group.saved_tokens
+            for share in shares
+            for bins in share
+            for group in batch.take(bins).prefix_groups(budget.packing)
         )
         return cls(batch, shares, chosen, spared, number, index)
 

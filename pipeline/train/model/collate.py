@@ -103,7 +103,7 @@ def collate(batch: Batch, how: Packing, device: torch.device, context: ContextPa
     rows = laid.rows
     tokens_R = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     counted_N = np.flatnonzero(np.concatenate([row.mask for row in rows]))
-    layout = packing.make_layout(laid.lengths, how, laid.kin(how))
+    layout = packing.make_layout(laid.lengths, how, laid.prefix_groups(how))
     before_N, own_M, first = layout.where[counted_N - 1], None, 0
     if context is not None:
         layout = _filled(layout, context)

@@ -51,8 +51,8 @@ def answer_queries(
 ) -> Answers:
     """The log-probabilities that the rows ask for and the loss over them; with `backward`, add its gradient to those
     that the model has. Collective: every rank has all rows."""
-    kin = packing.group_by_prefix([row.tokens for row in rows], budget.packing)
-    shares = packing.split_rows([len(row) for row in rows], worker.ranks, budget, kin)
+    groups = packing.group_by_prefix([row.tokens for row in rows], budget.packing)
+    shares = packing.split_rows([len(row) for row in rows], worker.ranks, budget, groups)
     bins = shares[dist.get_rank()]
     answers, loss = Answers([index for one in bins for index in one], [], 0.0), 0.0
     with torch.set_grad_enabled(backward), worker.passes():
