@@ -1,11 +1,12 @@
 """How fast the streams are: `python -m tests.bench.bench_streams [--groups N] [--rounds N]`.
 
 Publishes, reads and acknowledges realistic groups (8 samples of 600 tokens) through the streams, on Redis and on files,
-and sends the same bytes through plain XADD and XREADGROUP + XACK of the same server in the same run. Prints groups/s,
-samples/s, MB/s and the ratio to the plain commands, for one group a call and for many. Exits with 1 when the streams on
-Redis have less than half of the plain speed in any row. Each figure is the median of the rounds, which take turns. The
-streams' figures include packing and unpacking the records, the byte accounting, and deleting what was acknowledged; the
-plain commands do none of it.
+and sends the same bytes through plain XADD and XREADGROUP + XACK of the same server in the same run: on Redis's own
+socket, and through the gate that every client of a run goes through (docs/decisions/0032). Prints groups/s, samples/s,
+MB/s and the ratio to both, for one group a call and for many. Exits with 1 when the streams on Redis have less than
+half of the speed of plain commands through the gate in any row: what the gate itself takes is that decision's price.
+Each figure is the median of the rounds, which take turns. The streams' figures include packing and unpacking the
+records, the byte accounting, and deleting what was acknowledged; the plain commands do none of it.
 """
 
 import argparse
@@ -16,20 +17,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice, product
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import redis
 
+from pipeline.roles.redis import owner_password
+from pipeline.roles.role_context import RoleContext
 from pipeline.transport import Streams, connect
 from pipeline.transport.sample_records import Group, Sample, encode_record
+from pipeline.utils.mutual_auth import introduce
 from tests.bench.tables import judge, markdown
 from tests.support.servers.redis_attempts import a_config, a_redis, raw_client, redis_context
 
 SAMPLES, TOKENS, BULK = 8, 600, 16
 BUDGET = 1 << 29
-PLAIN, REDIS = "plain redis", "streams, redis"
+PLAIN, GATED, REDIS = "plain redis", "plain redis, gate", "streams, redis"
 MIN_RATIO = 0.5
-COLUMNS = ("direction", "groups a call", "way", "groups/s", "samples/s", "MB/s", "of plain redis")
+COLUMNS = ("direction", "groups a call", "way", "groups/s", "samples/s", "MB/s", "of plain redis", "of plain, gate")
 
 Way = tuple[str, int, str]
 """Direction, groups a call, and what carries them."""
@@ -65,6 +70,25 @@ def timed(work: Callable[[], None]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
+
+
+def gated_client(context: RoleContext) -> redis.Redis:
+    """Redis as its owner, by the way that clients of a run take."""
+
+    def prove(connection: Any) -> None:
+        introduce(connection._sock, context.world.password, "redis")
+        connection.on_connect()
+
+    place = context.placement
+    return redis.Redis(
+        host=place.address,
+        port=place.ports[0],
+        username="owner",
+        password=owner_password(context.world),
+        protocol=2,
+        socket_read_size=1 << 18,
+        redis_connect_func=cast(Any, prove),
+    )
 
 
 def plain(client: redis.Redis, payloads: list[bytes], size: int) -> tuple[float, float]:
@@ -114,10 +138,12 @@ def measure(groups: list[Group], rounds: int, folder: Path) -> Times:
         connect(context) as on_redis,
         on_files,
         raw_client(context) as client,
+        gated_client(context) as gated,
     ):
         for _, size in product(range(rounds), (1, BULK)):
             for way, seconds in (
                 (PLAIN, plain(client, payloads, size)),
+                (GATED, plain(gated, payloads, size)),
                 (REDIS, ours(on_redis, groups, size)),
                 ("streams, files", ours(on_files, groups, size)),
             ):
@@ -136,14 +162,15 @@ def main() -> int:
     print(f"{given.groups} groups of {SAMPLES} samples of {TOKENS} tokens, {size} bytes each; median of {given.rounds}")
     with tempfile.TemporaryDirectory() as folder:
         medians = {way: statistics.median(found) for way, found in measure(groups, given.rounds, Path(folder)).items()}
-    ratios = {key: medians[*key[:2], PLAIN] / seconds for key, seconds in medians.items()}
+    ratios = {key: [medians[*key[:2], way] / medians[key] for way in (PLAIN, GATED)] for key in medians}
     rows = []
     for key, seconds in sorted(medians.items(), key=lambda item: item[0][:2]):
         rate = given.groups / seconds
-        rows.append((*key, rate, rate * SAMPLES, rate * size / 1e6, ratios[key]))
+        rows.append((*key, rate, rate * SAMPLES, rate * size / 1e6, *ratios[key]))
     print(markdown(COLUMNS, rows))
-    met = all(ratio >= MIN_RATIO for (_, _, way), ratio in ratios.items() if way == REDIS)
-    return judge(f"the streams on Redis have at least {MIN_RATIO:.0%} of the speed of plain commands", met)
+    met = all(of_gated >= MIN_RATIO for (_, _, way), (_, of_gated) in ratios.items() if way == REDIS)
+    aim = f"the streams on Redis have at least {MIN_RATIO:.0%} of the speed of plain commands through the gate"
+    return judge(aim, met)
 
 
 if __name__ == "__main__":
