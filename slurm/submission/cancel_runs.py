@@ -1,8 +1,8 @@
-"""Cancelling runs: told to end, waited for, and where they can be resumed from.
+"""Cancelling runs and sweeps: request the end of their jobs, wait for it, and print where they can be resumed.
 
-Owns how a run's job is ended from outside: Slurm's through the scheduler, a local one through its processes. Promises
-that only processes which hold the run's own lock are signalled, that none gets a second signal which would end it at
-once, and that every wait has an end.
+Owns the end of a run's job from outside: a Slurm job through the scheduler, a local job through its processes. Promises
+that only processes which hold the run's lock are signalled, that no process gets a second signal that would end it at
+once, and that every wait has a deadline.
 
     python launchers/cancel.py run=<name or directory>      python launchers/cancel.py sweep=<name or directory>
 """
@@ -29,14 +29,19 @@ from slurm.scheduler.slurm.slurm_commands import find_slurm
 from slurm.submission.sweep_trials import FindScheduler
 
 _SLACK_SECONDS = 30.0
-"""How much longer than its agents a job may take to be over."""
+"""Seconds that a job may take to end after its agents have ended."""
 _SUBMISSION_SECONDS = SUBMIT_SECONDS + LOST_SECONDS + _SLACK_SECONDS
-"""The longest that a submission takes to end, with a job or without."""
+"""The longest time until a submission has ended, with or without a job."""
 
 
 @dataclass(frozen=True)
 class Cancellation:
-    """A job that was told to end: what was done to which, and whether it is over."""
+    """A requested end of a run's job.
+
+    Attributes:
+        requested: one line that names the job and the request.
+        over: whether the job has ended.
+    """
 
     run: RunPaths
     requested: str
@@ -44,7 +49,7 @@ class Cancellation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Cancel what the arguments name; 0 when it is over or there was nothing to cancel, 2 for a wrong argument."""
+    """Cancel the run or sweep that the arguments name. Returns 0 if its jobs are over, 2 for a wrong argument."""
     try:
         if len(arguments) == 1 and arguments[0].startswith("sweep="):
             return cancel_sweep(sweep_manifest.find_sweep(arguments[0].removeprefix("sweep=")), find_slurm)
@@ -53,76 +58,76 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("left; what was told to end goes on ending")
+        print("left; the cancelled jobs continue to shut down")
         return 0
 
 
 def cancel_sweep(paths: SweepPaths, scheduler: FindScheduler, clock: Clock = CLOCK) -> int:
-    """End whoever submits or runs the sweep, then cancel its points; 1 if any of that could not be done."""
-    kept = sweep_manifest.load_manifest(paths)
-    points = [paths.point(point.name) for point in kept.points] if kept else []
+    """End the launcher that submits or runs the sweep, then cancel its points. Returns 1 if any part failed."""
+    recorded = sweep_manifest.load_manifest(paths)
+    points = [paths.point(point.name) for point in recorded.points] if recorded else []
     ended, failed = False, False
     try:
         ended = _end_submission(paths, points, clock)
     except (RollcallError, OSError) as error:
         print(f"error: {paths.root.name}: {error}", file=sys.stderr)
         failed = True
-    told, code = _cancel(points, scheduler, clock)
-    if not (told or ended or failed or code):
+    requests, code = _cancel(points, scheduler, clock)
+    if not (requests or ended or failed or code):
         print(f"nothing to cancel: no job of {paths.root.name} is live")
     return code or int(failed)
 
 
 def _end_submission(paths: SweepPaths, points: Sequence[RunPaths], clock: Clock) -> bool:
-    """Have the launcher that submits the sweep, or runs it here, end, and wait until it did; whether there was one.
+    """End the launcher that submits the sweep or runs it on this machine, and wait for it. Returns whether one existed.
 
-    It ends with the point that it runs, which is told instead of it. One that finishes by itself is followed by the
-    next.
+    A launcher that runs a point is not signalled: the point's job is, and the launcher ends with an interrupted point.
+    If that point finishes before the signal, the launcher starts the next one, so every poll checks all points.
     """
-    told: dict[str, RunPaths | None] = {}
+    requested: dict[str, RunPaths | None] = {}
 
     def over() -> bool:
         process = file_locks.lock_holder(paths.lock)
         if process is None:
             return True
         for run in points:
-            if run.root.name not in told and (ending := _end_local(run)) is not None:
-                told[run.root.name] = run
+            if run.root.name not in requested and (ending := _end_local(run)) is not None:
+                requested[run.root.name] = run
                 print(f"{run.root.name}: {ending.requested}", flush=True)
-        if not told and _terminate(process):
-            told[""] = None
-            print(f"{paths.root.name}: process {process.pid}, which submits it, was told to end", flush=True)
+        if not requested and _terminate(process):
+            requested[""] = None
+            print(f"{paths.root.name}: process {process.pid}, which submits it, was signalled to end", flush=True)
         return False
 
     if over():
         return False
     seconds = SUBMIT_SECONDS + max(map(_patience, points), default=0.0)
     wait_for(f"the launcher of {paths.root.name} to end", over, seconds, clock=clock)
-    for run in told.values():
+    for run in requested.values():
         if run is not None:
             print(_over(run), flush=True)
     return True
 
 
 def _patience(run: RunPaths) -> float:
-    """Seconds that the run's job may take to come down."""
+    """Seconds that the run's job may take to shut down."""
     config = read_frozen_config(run)
     return _SLACK_SECONDS + (max_shutdown_seconds(config.cluster) if config else 0.0)
 
 
 def cancel(named: Sequence[RunPaths], scheduler: FindScheduler, clock: Clock = CLOCK) -> int:
-    """Tell the jobs of these runs to end and wait until they are over; 1 if any could not be told, or is not over.
+    """Request the end of these runs' jobs and wait until all are over. Returns 1 if any request or wait failed.
 
-    One that cannot be told keeps no other from it. `scheduler` is called once a run has a job of one.
+    A failed request does not prevent the others. `scheduler` is called only if a run has a scheduler's job.
     """
-    told, code = _cancel(named, scheduler, clock)
-    if not (told or code):
+    requests, code = _cancel(named, scheduler, clock)
+    if not (requests or code):
         print(f"nothing to cancel: no job of {', '.join(run.root.name for run in named)} is live")
     return code
 
 
 def _cancel(named: Sequence[RunPaths], scheduler: FindScheduler, clock: Clock) -> tuple[int, int]:
-    """How many were told, and 1 if anything failed."""
+    """The number of requested ends, and 1 if any request or wait failed, else 0."""
     endings, failed = [], 0
     for run in named:
         try:
@@ -146,7 +151,7 @@ def _cancel(named: Sequence[RunPaths], scheduler: FindScheduler, clock: Clock) -
 
 
 def _answered(ending: Cancellation) -> Callable[[], bool]:
-    """Whether it is over, as far as the scheduler answers."""
+    """A predicate whether the job is over; False while the scheduler does not answer."""
 
     def over() -> bool:
         try:
@@ -162,9 +167,9 @@ def _over(run: RunPaths) -> str:
 
 
 def request_end(run: RunPaths, scheduler: FindScheduler) -> Cancellation | None:
-    """Tell the run's job to end, or take it out of the queue; None when none is live.
+    """Request the end of the run's job, or remove it from the queue. Returns None if no job is live.
 
-    Raises `SchedulerError` when the scheduler gives no answer, and `ConfigError` for a local run of another machine.
+    Raises `SchedulerError` if the scheduler does not answer, and `ConfigError` for a local run of another machine.
     """
     job, config, ending = run_registry.submitted_job(run), read_frozen_config(run), None
     if job is None or job.kind == "local":
@@ -173,36 +178,37 @@ def request_end(run: RunPaths, scheduler: FindScheduler) -> Cancellation | None:
             return ending
         if ending is not None:  # a launcher that is submitting: it ends when its job is queued, or is not
             wait_for(f"the submission of {run.root.name} to end", ending.over, _SUBMISSION_SECONDS)
-    asked = scheduler()
-    queued = run_registry.live_job(run, asked)
+    cluster = scheduler()
+    queued = run_registry.live_job(run, cluster)
     if queued is None:
         return ending
-    asked.cancel(queued.id)
-    told = f"job {queued.id} ({queued.state}) was told to end and will not be queued again"
-    return Cancellation(run, told, lambda: run_registry.live_job(run, asked) is None)
+    cluster.cancel(queued.id)
+    requested = f"job {queued.id} ({queued.state}) was cancelled and will not be queued again"
+    return Cancellation(run, requested, lambda: run_registry.live_job(run, cluster) is None)
 
 
 def _end_local(run: RunPaths) -> Cancellation | None:
-    """TERM to the controller of the run's job, or to its launcher before there is one, unless it comes down already.
+    """Send TERM to the controller of the run's job, or to its launcher before there is a job, unless it is draining.
 
-    A launcher that is told twice ends its job at once, without a commit; a controller may be told often.
+    A second signal would make a launcher end its job at once, without a checkpoint. A controller ignores repeats.
     """
     holders = _lock_holders(run)
     if not holders:
         return None
     if _is_draining(run):
-        told = f"process {holders[0].pid} ({run.root}) is ending already"
+        requested = f"process {holders[0].pid} ({run.root}) is ending already"
     elif _terminate(holders[0]):
-        told = f"process {holders[0].pid} ({run.root}) was told to end"
+        requested = f"process {holders[0].pid} ({run.root}) was signalled to end"
     else:
         return None
-    return Cancellation(run, told, lambda: not _lock_holders(run))
+    return Cancellation(run, requested, lambda: not _lock_holders(run))
 
 
 def _is_draining(run: RunPaths) -> bool:
-    """Whether the attempt of the job that was submitted last was told to come down within its grace.
+    """Whether the last submitted job's newest attempt is shutting down within its grace time.
 
-    One that may take as long as its trainer needs has no deadline, unless its controller is told too.
+    A patient shutdown waits for the trainer without a deadline, so it does not count while the controller is alive: a
+    signal to the controller then sets the deadline.
     """
     identity, job, names = (
         shared_files.read_document(run.run, RunIdentity),
@@ -216,7 +222,7 @@ def _is_draining(run: RunPaths) -> bool:
 
 
 def _terminate(process: psutil.Process) -> bool:
-    """TERM; False if the process ended by itself meanwhile."""
+    """Send TERM. Returns False if the process has already ended."""
     try:
         process.terminate()
     except psutil.NoSuchProcess:
@@ -225,6 +231,6 @@ def _terminate(process: psutil.Process) -> bool:
 
 
 def _lock_holders(run: RunPaths) -> list[psutil.Process]:
-    """The processes that hold the run's locks: its job's controller, then its launcher."""
-    found = [file_locks.lock_holder(lock) for lock in (run.job_lock, run.lock)]
-    return [process for process in found if process is not None]
+    """The processes that hold the run's locks: the job's controller first, then the launcher."""
+    holders = [file_locks.lock_holder(lock) for lock in (run.job_lock, run.lock)]
+    return [process for process in holders if process is not None]

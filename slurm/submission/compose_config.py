@@ -1,8 +1,8 @@
-"""From the command line to a typed config, or to the points of a sweep.
+"""Composition of command-line overrides to a typed config, or to the points of a sweep.
 
-Owns Hydra's composition and grammar; Hydra's sweepers are in `slurm.submission.sweeps`. Promises that every mistake in
-an override becomes one `ConfigError` that names the nearest right word, before Hydra's own messages are reached, and
-that a sweep is written in Hydra's grammar.
+Owns the use of Hydra's composition and grammar; Hydra's sweepers are in `slurm.submission.sweeps`. Promises that every
+mistake in an override becomes one `ConfigError` with the closest match, before Hydra's own messages appear, and that
+sweeps use Hydra's grammar.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from pipeline.errors import ConfigError
 
 CONF = Path(conf.__file__).parent
 OPEN = ("task.options.", "reward.options.", "cluster.sbatch.", f"evaluation.sets.{NAMED}.task.")
-"""Below these the keys are not ours: tasks' own, those of reward functions, and sbatch's; or are looked at later."""
+"""Prefixes below which any key is accepted here: options of tasks, rewards and sbatch, which are checked later."""
 MAX_POINTS = 1000
 
 
@@ -47,7 +47,7 @@ class Expansion:
 
 
 def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
-    """The config that `conf/` and the overrides describe; `ConfigError` for the first thing that is wrong."""
+    """The config that `conf/` and the overrides describe; `ConfigError` for the first mistake."""
     prepared = [_prepare(text, folder) for text in overrides]
     with _composing(overrides), initialize_config_dir(str(folder.resolve()), version_base="1.3"):
         tree = OmegaConf.to_container(compose("config", prepared), resolve=True, throw_on_missing=True)
@@ -60,9 +60,9 @@ def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
 
 
 def compose_over(tree: Mapping[str, Any], overrides: Sequence[str], folder: Path = CONF) -> dict[str, Any]:
-    """A config's tree with these overrides laid over it, in their order; `ConfigError` for the first that is wrong.
+    """A config's tree with these overrides applied in order; `ConfigError` for the first invalid one.
 
-    A group takes the place of its section, and whatever else it says is laid over the tree.
+    A config group replaces its section; the group's other keys are merged into the tree.
     """
     with _composing(overrides):
         changed = OmegaConf.create(dict(tree))
@@ -76,16 +76,18 @@ def compose_over(tree: Mapping[str, Any], overrides: Sequence[str], folder: Path
                 _merge_group(changed, key, folder / key / f"{value}.yaml")
             else:
                 OmegaConf.update(changed, key, value, force_add=True)
-        found = OmegaConf.to_container(changed, resolve=True)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}
+        container = OmegaConf.to_container(changed, resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
 
 
 def _merge_group(tree: DictConfig, group: str, file: Path) -> None:
     loaded = OmegaConf.load(file)
     assert isinstance(loaded, DictConfig)
     if "defaults" in loaded:
-        raise ConfigError(group, file.stem, "a group that names no others, upon a config", "set its keys one by one")
+        raise ConfigError(
+            group, file.stem, "a group without a defaults list, to apply to a config", "set its keys one by one"
+        )
     sections = loaded if file.read_text().startswith("# @package _global_") else {group: loaded}
     for name, section in sections.items():
         OmegaConf.update(tree, str(name), section, merge=name != group, force_add=True)
@@ -93,7 +95,7 @@ def _merge_group(tree: DictConfig, group: str, file: Path) -> None:
 
 @contextmanager
 def _composing(overrides: Sequence[str]) -> Iterator[None]:
-    """Hydra's errors as ours."""
+    """Turn Hydra's errors in the block into `ConfigError`."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -104,10 +106,10 @@ def _composing(overrides: Sequence[str]) -> Iterator[None]:
 def expand_sweep(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
     """The points of a sweep: every combination of the values of `a=1,2`, `range(…)`, `choice(…)` and `glob(…)`.
 
-    Keys come out without `+`, values in Hydra's spelling (`1e-4` is `0.0001`), so that equal points are equal texts. Of
-    a key that is given twice the last counts. `ConfigError` for what cannot be enumerated.
+    Keys have no `+` and values have Hydra's spelling (`1e-4` is `0.0001`), so that equal points are equal texts. If a
+    key occurs twice, the last one counts. `ConfigError` for values that cannot be enumerated.
 
-        expand(["loss=grpo,gspo", "seed=1"])     base: seed=1     points: (loss=grpo,), (loss=gspo,)
+        expand_sweep(["loss=grpo,gspo", "seed=1"])     base: seed=1     points: (loss=grpo,), (loss=gspo,)
     """
     base: dict[str, str] = {}
     axes: dict[str, list[str]] = {}
@@ -128,10 +130,10 @@ def expand_sweep(overrides: Sequence[str], folder: Path = CONF) -> Expansion:
 
 
 def split_axes(overrides: Sequence[str], folder: Path = CONF) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is fixed, as `compose_config` takes it, and what a sweeper may choose: each key once, the last counts.
+    """The fixed overrides, as for `compose_config`, and the sweeper's axes. If a key occurs twice, the last one counts.
 
-    An axis may be an `interval(…)`, which no list of points can hold. `ConfigError` for an unknown key or group, and
-    for a swept name: a point's directory is not the sweeper's to choose.
+    An axis may be an `interval(…)`, which has no list of points. `ConfigError` for an unknown key or group, and for an
+    axis over `name` or `output`, since a sweeper does not choose directories.
     """
     fixed: dict[str, str] = {}
     axes: dict[str, str] = {}
@@ -151,12 +153,12 @@ def split_axes(overrides: Sequence[str], folder: Path = CONF) -> tuple[tuple[str
 
 
 def prepare_fixed(overrides: Sequence[str], folder: Path = CONF) -> list[str]:
-    """These overrides as Hydra shall see them, also where `conf/` does not have the key."""
+    """The overrides in the spelling that Hydra accepts, also for keys that `conf/` does not have."""
     return [_prepare(text, folder) for text in overrides]
 
 
 def axis_ends(axis: str, most: int, folder: Path = CONF) -> list[str]:
-    """What to try of an axis before a sweeper does: at most `most` listed values, or both ends of an interval."""
+    """The overrides to check before a sweeper starts: at most `most` values of an axis, or an interval's two ends."""
     override = _parse(axis)
     value, written = override.value(), _written(override, folder)
     if isinstance(value, IntervalSweep):
@@ -165,7 +167,7 @@ def axis_ends(axis: str, most: int, folder: Path = CONF) -> list[str]:
 
 
 def spell_point(overrides: Sequence[str], fixed: Sequence[str], folder: Path = CONF) -> tuple[str, ...]:
-    """What a sweeper chose for a point, without what all points share, in the spelling of `expand_sweep`.
+    """A sweeper's overrides for a point, without the fixed ones, in the spelling of `expand_sweep`.
 
     spell_point(["loss=grpo", "++seed=1", "+optim.lr=1e-4"], ["seed=1"])     ("loss=grpo", "optim.lr=0.0001")
     """
@@ -176,13 +178,13 @@ def spell_point(overrides: Sequence[str], fixed: Sequence[str], folder: Path = C
 
 
 def config_groups(folder: Path = CONF) -> dict[str, list[str]]:
-    """The config groups and the choices of each."""
-    found = {path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
-    return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in sorted(found)}
+    """The choices of each config group."""
+    folders = {path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
+    return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in sorted(folders)}
 
 
 def _prepare(text: str, folder: Path) -> str:
-    """The override as Hydra shall see it: a checked group choice, or a value for a known key."""
+    """The override in the spelling that Hydra accepts: a checked group choice, or a value for a known key."""
     override = _parse(text)
     if override.is_sweep_override():
         hint = "-m submits one run for each value"
@@ -202,11 +204,11 @@ def _prepare(text: str, folder: Path) -> str:
 
 
 def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
-    """Raise `ConfigError` unless the key is one of ours, or below one that is open."""
+    """Raise `ConfigError` unless the key is known, or below a prefix in `OPEN`."""
     keys, choices = known_keys(), config_groups(folder)
     key = canonical_key(override.key_or_group, keys)
     inside = [known for known in keys if known.startswith(f"{key}.")]
-    if key in choices or any(NAMED in known for known in inside):  # a mapping by name is given whole, or by keys
+    if key in choices or any(NAMED in known for known in inside):  # a mapping by name is set whole, or by keys
         return
     if inside:
         raise ConfigError(key, text.partition("=")[2], "one key at a time", f"set {', '.join(inside)}")
@@ -216,7 +218,7 @@ def _refuse_unknown(override: Override, text: str, folder: Path) -> None:
 
 
 def _refuse_named(override: Override, text: str) -> None:
-    """Raise `ConfigError` where the directories of points are swept over."""
+    """Raise `ConfigError` for a sweep over `name` or `output`."""
     if override.key_or_group in ("name", "output"):
         hint = "each point of a sweep gets its own directory"
         raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", hint)
@@ -232,23 +234,23 @@ def _parse(text: str) -> Override:
 
 
 def _values(override: Override, text: str, folder: Path) -> list[str]:
-    """At least one value to sweep over, in Hydra's spelling."""
-    key, given = override.key_or_group, text.partition("=")[2]
+    """The values of an axis, at least one, in Hydra's spelling."""
+    key, written = override.key_or_group, text.partition("=")[2]
     _refuse_named(override, text)
     if not override.is_discrete_sweep():
-        raise ConfigError(key, given, "values that can be listed", "use choice(…) or range(start,stop,step)")
+        raise ConfigError(key, written, "values that can be listed", "use choice(…) or range(start,stop,step)")
     try:
         values = list(islice(_listed(override, folder), MAX_POINTS + 1))
     except (HydraException, ValueError) as error:
-        raise ConfigError(key, given, "values that can be listed", " ".join(str(error).split())) from None
+        raise ConfigError(key, written, "values that can be listed", " ".join(str(error).split())) from None
     if not values:
         choices = ", ".join(config_groups(folder).get(key, ()))
-        raise ConfigError(key, given, "at least one value", f"choose from: {choices}" if choices else "")
+        raise ConfigError(key, written, "at least one value", f"choose from: {choices}" if choices else "")
     return values
 
 
 def _written(override: Override, folder: Path) -> str:
-    """The key of a point's override: `seed` also of `+seed` and `++seed`, which mean the same here."""
+    """The key of a point's override: `seed` also for `+seed` and `++seed`, which are equivalent here."""
     if override.is_delete() or override.key_or_group in config_groups(folder):
         return str(override.get_key_element())
     return str(override.get_key_element()).lstrip("+")

@@ -1,7 +1,7 @@
-"""What users of Hydra and submitit may type that is spelled otherwise here.
+"""Options of Hydra and submitit that have another spelling here.
 
-Owns the table: each of their options and launcher keys, with what does the same. Promises one `ConfigError` that names
-it. `docs/sweeps.md` lists all of them.
+Owns the table of their options and launcher keys with the equivalents of this project. Promises one `ConfigError` that
+names the equivalent. `docs/sweeps.md` lists all of them.
 """
 
 from pipeline.errors import ConfigError
@@ -19,15 +19,15 @@ OPTIONS = {
     "-p": "--cfg prints the whole config",
     "--run": "leave it out: without -m one run is submitted",
     "-r": "leave it out: without -m one run is submitted",
-    "--hydra-help": "--help; docs/sweeps.md says which of Hydra's keys are read",
+    "--hydra-help": "--help; docs/sweeps.md lists the keys of Hydra that are read",
     "--shell-completion": "docs/configuration.md lists every key",
     "-sc": "docs/configuration.md lists every key",
     "--experimental-rerun": "the same command again resumes a run",
 }
-"""Hydra's options that are not taken."""
+"""Options of Hydra that are refused, with the hint of the error."""
 
 LAUNCHERS = {"submitit_slurm": "cluster=slurm", "submitit_local": "cluster=local", "basic": "cluster=local"}
-"""Hydra's launchers, and what does the same."""
+"""Hydra's launchers, and the equivalent setting."""
 
 LAUNCHER_KEYS = {
     "partition": "cluster.partition",
@@ -51,17 +51,17 @@ LAUNCHER_KEYS = {
     "mail_user": "cluster.mail_user",
     "mail_type": "cluster.mail_type",
 }
-"""Keys of hydra-submitit-launcher, below `hydra.launcher`, and ours."""
+"""Keys of hydra-submitit-launcher below `hydra.launcher`, and the equivalent keys of this project."""
 
 
 def refuse_option(text: str, taken: str) -> None:
-    """Raise `ConfigError` for an option that is not `taken`: it names what does the same, if Hydra has it."""
+    """Raise `ConfigError` for an option that is not in `taken`; for an option of Hydra it names the equivalent."""
     name = text.partition("=")[0]
     raise ConfigError("option", text, taken, OPTIONS.get(name, "everything else is set as key=value"))
 
 
 def refuse_launcher_key(key: str, value: str) -> None:
-    """Raise `ConfigError` for a key or a launcher of Hydra's that has another spelling here; else return."""
+    """Raise `ConfigError` for a key or a launcher of Hydra that has another spelling here; else return."""
     if key == "hydra/launcher" and value in LAUNCHERS:
         raise ConfigError(key, value, "the launcher of this project", f"leave it out and set {LAUNCHERS[value]}")
     ours = LAUNCHER_KEYS.get(key.removeprefix("hydra.launcher.")) if key.startswith("hydra.launcher.") else None

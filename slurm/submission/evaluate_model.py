@@ -1,11 +1,11 @@
-"""Evaluating a commit of a run, or a model directory: a run like any other, of servers and an actor.
+"""Evaluation of a run's checkpoint or a model directory, as a run that has servers and an actor but no trainer.
 
-Owns what `launchers/evaluate.py` adds to a submission: which model is meant, the config of the run that evaluates it,
-and the table at the end. Promises that the evaluated run is only read, but for the commit that is written as a model
-below its `exports/`, whole or not at all, and never for `--dry-run` or `--cfg`; and that the same command goes on with
-an evaluation that was interrupted.
+Owns the additions of `launchers/evaluate.py` to a submission: the choice of the model, the config of the evaluating
+run, and the final table. Promises that the evaluated run is only read, with one exception: a checkpoint is exported as
+a model below `exports/`, atomically, and never for `--dry-run` or `--cfg`. The same command resumes an interrupted
+evaluation.
 
-    python launchers/evaluate.py run=demo                              the finished model, or the newest commit
+    python launchers/evaluate.py run=demo                              the finished model, or the newest checkpoint
     python launchers/evaluate.py run=demo checkpoint=rl-50 evaluation.sets.p.samples=8 …
     python launchers/evaluate.py model=models/mine task=countdown
 """
@@ -37,7 +37,7 @@ from slurm.submission.train_files import next_name
 
 EXPORT_SECONDS = 3600.0
 KEYS = ("run", "checkpoint", "model")
-"""What is ours on the command line; everything else are keys of the config."""
+"""The launcher's own arguments; all other arguments are keys of the config."""
 EVALUATION_ONLY: Mapping[str, Any] = {
     "evaluation": {"alone": True},
     "training": {"steps": 0, "jobs": "", "warm_start": {"steps": 0, "epochs": 0}},
@@ -46,20 +46,20 @@ EVALUATION_ONLY: Mapping[str, Any] = {
     "tracking": {"wandb": "off"},
     "resources": {"nodes": 0, "spares": 0, "share_gpus": False, "layout": "one", "services": {"nodes": 0}},
 }
-"""What a run that evaluates alone has in place of what its model was trained with."""
+"""Settings of an evaluation-only run, which replace those that its model was trained with."""
 _CHANGEABLE = ("resources", "tracking")
-"""What of that is the user's to change."""
+"""Sections of `EVALUATION_ONLY` that the user may override."""
 _LAID_LAST = rf"\+*({'|'.join(_CHANGEABLE)})\."
 
 
 @dataclass(frozen=True)
 class Export:
-    """A commit that has to be written as a model before it can be served.
+    """A checkpoint that must be exported as a model before servers can load it.
 
     Attributes:
-        run: the run that committed it.
+        run: the run that saved the checkpoint.
         name: `<job>-<step>`.
-        trained: the model that the run trains: of the same architecture, with the same tokenizer.
+        trained: the model that the run trains, which has the same architecture and tokenizer.
     """
 
     run: RunPaths
@@ -71,7 +71,7 @@ class Export:
         return self.run.exports / self.name
 
     def write(self) -> None:
-        """`ConfigError` if it cannot be written. Nothing is left of one that fails but its log."""
+        """Write the model to `target`; `ConfigError` if that fails. A failed export leaves only its log."""
         print(f"writing {self.name} as a model: {self.target}", flush=True)
         log = self.target.with_name(f"{self.name}.log")
         command = export_command(self.run, self.name, self.target)
@@ -86,7 +86,9 @@ class Export:
             atomic_dirs.discard(self.target, str(child.pid))
         if code:
             why = " ".join(subprocesses.tail(log, 1)) or subprocesses.describe_exit(code)
-            raise ConfigError("checkpoint", self.name, "a commit that can be written as a model", f"{why} (see {log})")
+            raise ConfigError(
+                "checkpoint", self.name, "a checkpoint that can be exported as a model", f"{why} (see {log})"
+            )
         log.unlink()
 
 
@@ -98,8 +100,9 @@ def main(argv: Sequence[str]) -> int:
         config, export = compose_evaluation(overrides)
         if export is not None and "--dry-run" in argv:
             print(f"{export.name} would be written as a model: {export.target}", flush=True)
-            there = {key: getattr(export.trained, key) for key in ("path", "init", "lora")}
-            config = config.model_copy(update={"model": config.model.model_copy(update=there)})
+            # The export does not exist: the checks read the trained model, whose architecture is the same.
+            source = {key: getattr(export.trained, key) for key in ("path", "init", "lora")}
+            config = config.model_copy(update={"model": config.model.model_copy(update=source)})
         elif export is not None and "--cfg" not in argv:
             export.write()
         composed.append(config)
@@ -113,14 +116,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compose_evaluation(overrides: Sequence[str]) -> tuple[RunConfig, Export | None]:
-    """The config of the run that evaluates what the command line names, and what has to be written before it starts;
-    `ConfigError` as for every other run."""
+    """The config of the evaluating run, and the export that must precede it, if any; `ConfigError` as for every run."""
     ours, rest = _split(overrides)
     if ("run" in ours) == ("model" in ours):
-        hint = "run=<name or directory>, with checkpoint=rl-50 for one of its commits, or model=<directory>"
+        hint = "run=<name or directory>, with checkpoint=rl-50 for one of its checkpoints, or model=<directory>"
         raise ConfigError("run", ours.get("run"), "a run or a model directory to evaluate", hint)
     if "model" in ours and "checkpoint" in ours:
-        raise ConfigError("checkpoint", ours["checkpoint"], "nothing with model=…", "name its run instead: run=…")
+        raise ConfigError(
+            "checkpoint", ours["checkpoint"], "no checkpoint= together with model=…", "name the run instead: run=…"
+        )
     if "model" in ours:
         config, export = _of_directory(ours["model"], rest), None
     else:
@@ -131,14 +135,14 @@ def compose_evaluation(overrides: Sequence[str]) -> tuple[RunConfig, Export | No
 
 
 def _split(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """What is ours by its key, and the rest; `ConfigError` for one of ours that is given twice."""
+    """The launcher's own arguments by key, and all others; `ConfigError` for an own argument that occurs twice."""
     ours, rest = dict[str, str](), list[str]()
     for text in overrides:
         key, _, value = text.partition("=")
         if key not in KEYS:
             rest.append(text)
         elif key in ours:
-            raise ConfigError(key, value, "one value", f"{key}={ours[key]} is there too; leave one of them out")
+            raise ConfigError(key, value, "one value", f"{key}={ours[key]} is set too; leave one of them out")
         else:
             ours[key] = value
     return ours, rest
@@ -148,11 +152,11 @@ def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
     directory = Path(model)
     if (directory / "adapter_config.json").is_file():
         hint = "evaluate the run that trained it (run=…), or merge it into its base"
-        raise ConfigError("model", model, "a whole model, and this is an adapter", hint)
+        raise ConfigError("model", model, "a whole model; this directory holds an adapter", hint)
     if RunPaths(directory).run.is_file():
-        raise ConfigError("model", model, "a model, and this is a run", f"evaluate it as one: run={model}")
+        raise ConfigError("model", model, "a model; this directory is a run", f"evaluate the run: run={model}")
     if not (directory / "config.json").is_file():
-        raise ConfigError("model", model, "a directory with a Hugging Face model", "mend the path")
+        raise ConfigError("model", model, "a directory with a Hugging Face model", "fix the path")
     own = _asks_builtin("model", model, overrides)
     named = f"eval-{_as_name(directory.resolve().name)}"
     base = compose_config([f"name={named}", *overrides]).model_dump(mode="json")
@@ -161,78 +165,81 @@ def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def _asks_builtin(key: str, value: str, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """Of a model that no run was trained on a task with: what is asked. `ConfigError` if nothing is named."""
+    """The evaluation settings for a model without a training task; `ConfigError` unless a task or a set is named."""
     if any(re.match(r"\+*(task|experiment)\b", text) for text in overrides):
         return {}
     if any(re.match(r"\+*evaluation\.sets\b", text) for text in overrides):
         return {"evaluation": {"own": False}}
     hint = "name it: task=countdown, say, with its options, or evaluation.sets.<name>.task.name=…"
-    raise ConfigError(key, value, "a task as well, to ask the model", hint)
+    raise ConfigError(key, value, "a task as well, whose prompts the model gets", hint)
 
 
 def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> tuple[RunConfig, Export | None]:
-    kept = read_frozen_config(run)
-    if kept is None:
+    trained = read_frozen_config(run)
+    if trained is None:
         raise ConfigError("run", run.root.name, "a run with a readable config.json", f"see {run.config}")
-    chosen, step, model = find_model(run, kept, checkpoint)
-    lora = kept.model.lora.rank > 0
+    chosen, step, model = find_model(run, trained, checkpoint)
+    lora = trained.model.lora.rank > 0
     placed = {"lora": {"adapter": str(model)}} if lora else {"path": str(model), "init": "pretrained"}
     step_of = {"evaluation": {"step": step}, "name": f"{run.root.name[:50]}-eval-{chosen}"}
-    own = {} if kept.has_rollouts or kept.evaluation.sets else _asks_builtin("run", run.root.name, overrides)
-    begun = _merged(kept.model_dump(mode="json"), own, {"output": str(_output(run, kept))}, EVALUATION_ONLY, step_of)
+    own = {} if trained.has_rollouts or trained.evaluation.sets else _asks_builtin("run", run.root.name, overrides)
+    begun = _merged(
+        trained.model_dump(mode="json"), own, {"output": str(_output(run, trained))}, EVALUATION_ONLY, step_of
+    )
     config = load_config(_merged(compose_over(begun, overrides), {"model": placed}, _fixed(EVALUATION_ONLY)))
     missing = model.parent == run.exports and not _is_model(model)
-    return config, Export(run, chosen, kept.model) if missing else None
+    return config, Export(run, chosen, trained.model) if missing else None
 
 
 def find_model(run: RunPaths, config: RunConfig, checkpoint: str) -> tuple[str, int, Path]:
-    """What is meant by `checkpoint`, its step, and its directory, which may have to be written first if it is a commit.
+    """The name, the step and the directory that `checkpoint` denotes. The directory of a checkpoint may not exist yet.
 
-    `checkpoint` is `model`, `best`, `latest` or a commit; empty: the model of a finished run, else its newest commit.
+    `checkpoint` is `model`, `best`, `latest` or a checkpoint's name. If empty, it denotes the model of a finished run,
+    else the newest checkpoint.
     """
     finished = shared_files.read_document(run.finished, Finished)
     checkpoint = checkpoint or ("model" if finished is not None and run.model.is_dir() else "latest")
     if checkpoint in ("model", "best"):
-        place = run.model if checkpoint == "model" else run.best
-        if not place.is_dir():
-            hint = "name a commit, as checkpoint=latest"
-            raise ConfigError("checkpoint", checkpoint, f"a run that has one, and {place} is not there", hint)
-        return checkpoint, finished.steps if finished is not None else config.training.steps, place
+        directory = run.model if checkpoint == "model" else run.best
+        if not directory.is_dir():
+            hint = "name a checkpoint, such as checkpoint=latest"
+            raise ConfigError("checkpoint", checkpoint, f"a run that has one; there is no {directory}", hint)
+        return checkpoint, finished.steps if finished is not None else config.training.steps, directory
     job, step = _find_commit(run, checkpoint)
     name = checkpoint_name(job, step)
     return name, 0 if config.has_rollouts and job != "rl" else step, run.exports / name
 
 
 def _find_commit(run: RunPaths, checkpoint: str) -> tuple[PhaseName, int]:
-    """Its job and step. One that is there as a model may be pruned since."""
+    """The training job and step of a checkpoint. An exported one may have been pruned since."""
     named = parse_checkpoint_name(checkpoint)
     if named is not None and _is_model(run.exports / checkpoint):
         return named
     try:
         manifest = find_checkpoint(run, checkpoint).manifest
     except RollcallError as error:
-        raise ConfigError("checkpoint", checkpoint, "a commit of the run", str(error)) from None
+        raise ConfigError("checkpoint", checkpoint, "a checkpoint of the run", str(error)) from None
     return manifest.job, manifest.step
 
 
 def _is_model(directory: Path) -> bool:
-    """Whether a whole model, or an adapter, is there."""
+    """Whether the directory holds a whole model or an adapter."""
     return any((directory / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def show(evaluation: Path) -> None:
-    """Print what was found as a table."""
-    found = msgspec.json.decode(evaluation.read_bytes())
+    """Print the results of an evaluation file as a table."""
+    result = msgspec.json.decode(evaluation.read_bytes())
     console = terminal.console(highlight=False)
-    console.print(f"\n[bold]{found['model']}[/]  step {found['step']}", soft_wrap=True)
-    console.print(table_of(found["sets"]))
+    console.print(f"\n[bold]{result['model']}[/]  step {result['step']}", soft_wrap=True)
+    console.print(table_of(result["sets"]))
     output = RunPaths(evaluation.parent).benchmark
     if output.is_dir():
         print(f"  benchmark   {output}", flush=True)
 
 
 def table_of(sets: Mapping[str, Mapping[str, float | None]]) -> Table:
-    """One line for each set; a column for each k of pass@k and each number of the tasks."""
+    """A table with one line for each set, and a column for each k of pass@k and each metric of the tasks."""
     shown = ("accuracy", "error", "prompts", "samples", "failed", "late", "seconds", "version_min", "version_max")
     more = sorted({name for numbers in sets.values() for name in numbers if name not in shown}, key=_natural)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
@@ -248,7 +255,7 @@ def table_of(sets: Mapping[str, Mapping[str, float | None]]) -> Table:
 
 
 def _natural(name: str) -> tuple[str, int]:
-    """pass@8 comes before pass@16."""
+    """The sort key that puts pass@8 before pass@16."""
     head, _, number = name.partition("@")
     return (head, int(number)) if number.isdecimal() else (name, 0)
 
@@ -257,18 +264,18 @@ def _as_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:50].lstrip("._-") or "model"
 
 
-def _output(run: RunPaths, kept: RunConfig) -> Path:
-    """Beside the evaluated run; as its config says it where that is the same place."""
-    return kept.output if kept.output.resolve() == run.root.parent else run.root.parent
+def _output(run: RunPaths, config: RunConfig) -> Path:
+    """The parent directory of the evaluated run; in its config's spelling if that is the same directory."""
+    return config.output if config.output.resolve() == run.root.parent else run.root.parent
 
 
 def _fixed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What no override may undo."""
+    """The settings that no override may change."""
     return {key: value for key, value in tree.items() if key not in _CHANGEABLE}
 
 
 def _merged(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
-    """Trees laid over each other; the last counts."""
+    """The trees merged key by key; later trees override earlier ones."""
     merged = dict(base)
     for other in others:
         for key, value in other.items():

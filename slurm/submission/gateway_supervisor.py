@@ -1,9 +1,9 @@
-"""The front as a child of the launcher, for as long as the launcher serves.
+"""Supervision of the gateway (the "front"), a child process of the serving launcher.
 
-Owns its process: started, watched, started again; and its port, which is held while no front listens there, so that no
-other user can (decision 0032). Promises that a front which ends, or gives no answer for `UNRESPONSIVE_SECONDS`, is
-replaced by another at the same address, as often as it takes, while clients wait; and that none is left when `stop`
-returns. Must not know what a front does.
+Owns the gateway's process, which it starts, monitors and restarts, and the gateway's port. The port stays bound while
+no gateway listens, so that no other user can take it (decision 0032). Promises that a gateway which exits, or does not
+answer for `UNRESPONSIVE_SECONDS`, is replaced at the same address without a limit on restarts, while clients wait; and
+that no gateway runs after `stop` returns. Must not know the gateway's protocol.
 
     keeper = GatewaySupervisor(settings, log)
     address = keeper.start()         # `ConfigError` if it cannot start
@@ -29,25 +29,26 @@ from slurm.scheduler.slurm.slurm_environment import child_environment
 FRONT_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 60.0, 10.0, 10.0
 UNRESPONSIVE_SECONDS = 60.0
 STEADY_SECONDS = 60.0
-"""A front that served for so long is started again at once when it ends, and not after a growing pause."""
+"""A gateway that served for this long is restarted at once when it exits; otherwise the pauses grow."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 
 
 class GatewaySupervisor:
-    """The front of a run.
+    """The gateway of a run, with its process and port.
 
-    It is started and stopped in one thread, since the kernel ends it with the thread that started it."""
+    One thread starts and stops the process, since the kernel kills a child when the thread that started it ends.
+    """
 
-    def __init__(self, settings: Settings, log: Path, deaf_seconds: float = UNRESPONSIVE_SECONDS) -> None:
-        self._settings, self._log, self._deaf_seconds = settings, log, deaf_seconds
+    def __init__(self, settings: Settings, log: Path, unresponsive_seconds: float = UNRESPONSIVE_SECONDS) -> None:
+        self._settings, self._log, self._unresponsive_seconds = settings, log, unresponsive_seconds
         self._held = ExitStack()
         self._ending, self._started = threading.Event(), threading.Event()
         self._address: Address | None = None
         self._error: ConfigError | None = None
-        self._thread = threading.Thread(target=self._keep, name="front", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name="front", daemon=True)
 
     def start(self) -> Address:
-        """Where it listens; `ConfigError` if it cannot start."""
+        """Start the gateway. Returns the address where it listens; `ConfigError` if it cannot start."""
         port, self._held = _hold_port(self._settings)
         self._settings = msgspec.structs.replace(self._settings, port=port, held=True)
         self._thread.start()
@@ -58,13 +59,13 @@ class GatewaySupervisor:
         return self._address
 
     def stop(self) -> None:
-        """End the front, watch it no more, and give its port back."""
+        """Stop the gateway and its monitoring, and release its port."""
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join()
         self._held.close()
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         try:
             self._serve(first=True)
         except ConfigError as error:
@@ -78,12 +79,12 @@ class GatewaySupervisor:
             try:
                 self._serve(first=False)
             except ConfigError as error:
-                print(f"the front does not start, which is tried again: {error}", file=sys.stderr, flush=True)
+                print(f"the front failed to start and is tried again: {error}", file=sys.stderr, flush=True)
             if steady.passed:
                 pauses = exponential_pauses(_FIRST_PAUSE, _LONGEST_PAUSE)
 
     def _serve(self, *, first: bool) -> None:
-        """One front, from its start to its end."""
+        """Run one gateway process from its start to its exit."""
         command = [
             sys.executable,
             "-m",
@@ -114,26 +115,28 @@ class GatewaySupervisor:
         raise ConfigError("serve", where, f"a front that listens within {FRONT_SECONDS:.0f} s", f"see {child.log}")
 
     def _watch(self, child: subprocesses.Child, url: str) -> None:
-        """Until it has ended, or is deaf."""
-        hearing = Deadline("an answer of the front", self._deaf_seconds)
+        """Return once the gateway has exited, or was killed since it does not answer."""
+        answer_deadline = Deadline("an answer of the front", self._unresponsive_seconds)
         while not self._ending.wait(1.0):
             if (code := child.poll()) is not None:
                 print(
-                    f"the front ended ({subprocesses.describe_exit(code)}); another one starts",
+                    f"the front exited ({subprocesses.describe_exit(code)}) and is restarted",
                     file=sys.stderr,
                     flush=True,
                 )
                 return
-            if _answers(url, min(ANSWER_SECONDS, self._deaf_seconds)):
-                hearing = Deadline("an answer of the front", self._deaf_seconds)
-            elif hearing.passed:
-                print(f"the front gave no answer for {self._deaf_seconds:.0f} s; another one starts", file=sys.stderr)
+            if _answers(url, min(ANSWER_SECONDS, self._unresponsive_seconds)):
+                answer_deadline = Deadline("an answer of the front", self._unresponsive_seconds)
+            elif answer_deadline.passed:
+                print(
+                    f"the front gave no answer for {self._unresponsive_seconds:.0f} s and is restarted", file=sys.stderr
+                )
                 child.kill()
                 return
 
 
 def _hold_port(settings: Settings) -> tuple[int, ExitStack]:
-    """The configured port; or that of an earlier front, or any that is free. It is held until the stack closes."""
+    """A bound port: the configured one, else an earlier gateway's, else a free one. The stack's close releases it."""
     if settings.port:
         try:
             return hold_address(settings.host, settings.port)
@@ -142,7 +145,7 @@ def _hold_port(settings: Settings) -> tuple[int, ExitStack]:
                 f"{settings.host}:{settings.port}",
                 f"{error.strerror or error}, {listening_process(settings.port)}",
             )
-            raise ConfigError("serve.port", where, "an address that is free", why) from None
+            raise ConfigError("serve.port", where, "a free address", why) from None
     known = shared_files.read_document(settings.address, Address)
     if known is not None and (port := urlsplit(known.url).port):
         with suppress(OSError):
@@ -151,7 +154,7 @@ def _hold_port(settings: Settings) -> tuple[int, ExitStack]:
 
 
 def _answers(url: str, seconds: float) -> bool:
-    """Whether a front answers anything at all."""
+    """Whether a gateway responds at `url`, with any status."""
     parts = urlsplit(url)
     link = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=seconds)
     try:

@@ -1,12 +1,12 @@
-"""Signals that ask a launcher to end.
+"""Signals that request a launcher's end.
 
-Owns which they are and what a launcher makes of them: a note, instead of its end, so that what it started comes down in
-order. Promises that a hang-up stays ignored where it was ignored before, as under `nohup`, and that after any other one
-nothing more is written to the terminal, which is gone.
+Owns the list of signals and their handler, which records a signal instead of ending the process, so that the launcher
+can shut down its job in order. Promises that SIGHUP stays ignored if it was ignored before, as under `nohup`, and that
+after a handled SIGHUP nothing more is written to the closed terminal.
 
     with recorded_signals() as received:
         …                                # minutes
-    if received: …                       # [SIGTERM]; the first counts, a second one is somebody impatient
+    if received: …                       # [SIGTERM]; a second signal means: end at once
 """
 
 import os
@@ -19,26 +19,26 @@ from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What users, shells and schedulers send."""
+"""The signals that users, shells and schedulers send."""
 
 
 def exit_code(number: signal.Signals) -> int:
-    """Of a launcher that this signal ended, as shells count it: 130 for INT, 143 for TERM."""
+    """The exit code of a launcher that this signal ended, as in shells: 130 for INT, 143 for TERM."""
     return 128 + number
 
 
 def describe(number: signal.Signals) -> str:
-    """What a launcher records of its end by this signal."""
+    """The recorded reason of a launcher's end by this signal."""
     return f"interrupted by {'Ctrl-C (SIGINT)' if number == signal.SIGINT else number.name} at the launcher"
 
 
 INTERRUPTED = frozenset(map(exit_code, SIGNALS))
-"""The exit codes of launchers that were told to end."""
+"""The exit codes of launchers that a signal ended."""
 
 
 @contextmanager
 def recorded_signals() -> Iterator[list[signal.Signals]]:
-    """Collects the signals of the block, in order. Only for the main thread."""
+    """Collect the signals that arrive within the block, in order. Only for the main thread."""
     received: list[signal.Signals] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -46,8 +46,8 @@ def recorded_signals() -> Iterator[list[signal.Signals]]:
         if number == signal.SIGHUP:
             _release_terminal()
 
-    wanted = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in wanted}
+    handled = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in handled}
     try:
         yield received
     finally:
@@ -56,8 +56,10 @@ def recorded_signals() -> Iterator[list[signal.Signals]]:
 
 
 def _release_terminal() -> None:
-    """Have standard output and error lead nowhere where they lead to a terminal: every write to one that was closed
-    fails, and must not end what still has to come down. A file or a pipe stays."""
+    """Redirect standard output and error from the terminal to /dev/null; a file or a pipe stays.
+
+    Every write to a closed terminal fails, and such an error must not interrupt the shutdown of the job.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
             if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):

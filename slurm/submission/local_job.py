@@ -1,8 +1,8 @@
-"""A run's job on this machine, for whoever started it.
+"""A run's job on this machine, from the launcher's side.
 
-Owns the start of such a job and its end from here. Promises that it is on record before it starts, that it comes down
-in order once its trainer has made a checkpoint, however long that takes, and at once where that is asked for; and that
-nothing is left of a checkpoint that it did not finish. The caller has claimed the run, and shows it.
+Owns the start of such a job and its end on request. Promises that the job is on record before it starts, that it shuts
+down in order once its trainer has saved a checkpoint, without a time limit, or at once if requested, and that an
+unfinished checkpoint is removed. The caller has claimed the run and displays it.
 
     refuse_lacking_gpus(plan)
     with runs.claimed(config) as paths:
@@ -38,19 +38,22 @@ _PAUSE = 0.1
 
 def lacking_gpus(plan: Plan) -> str:
     """Why this machine has too few free GPUs for all virtual nodes; empty if it has enough."""
-    return missing_gpus(gpus_of_user(), sum(seat.gpus for seat in plan.bundles))
+    return missing_gpus(gpus_of_user(), sum(bundle.gpus for bundle in plan.bundles))
 
 
 def refuse_lacking_gpus(plan: Plan) -> None:
-    """Raise `PlanError` if it has too few: before the run is claimed."""
+    """Raise `PlanError` if this machine has too few free GPUs. Called before the run is claimed."""
     if lacking := lacking_gpus(plan):
         raise PlanError("cluster", "local", "a machine with enough free GPUs", lacking)
 
 
 def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> None:
-    """`check` a config with the memory of this machine's smallest GPU, where servers share the trainer's and nobody
-    said how much they have: two that do not fit find out only after minutes, one of them in the midst of an allocation.
-    Its `ConfigError` says that the memory was measured."""
+    """Apply `check` to a colocated config with the memory of this machine's smallest GPU.
+
+    Does nothing if the config sets `resources.gpu_memory`. Without this check, a trainer and a server that do not fit
+    on one GPU fail after minutes, one of them within an allocation. The `ConfigError` notes that the memory was
+    measured.
+    """
     if not config.resources.share_gpus or config.resources.gpu_memory:
         return
     known = [gpu.total for gpu in find_gpus(gpus_of_user()) if gpu.total]
@@ -64,12 +67,12 @@ def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> 
             error.value,
             error.expected,
             f"{error.hint}. This machine's smallest GPU has {min(known) / GIB:.1f} GiB; CUDA_VISIBLE_DEVICES can name "
-            "others, and resources.gpu_memory what you know better",
+            "others, and resources.gpu_memory replaces the measured value",
         ) from None
 
 
 class LocalJob:
-    """A job of virtual nodes of `run`, which ends with this process. `attempt` is the one that it makes."""
+    """A job of virtual nodes that executes one attempt of `run`, and ends with this process."""
 
     def __init__(self, paths: RunPaths, config: RunConfig, plan: Plan) -> None:
         print(f"{'starting' if run_registry.is_new(paths) else 'resuming'} {paths.root}", flush=True)
@@ -80,18 +83,18 @@ class LocalJob:
         self.attempt: AttemptPaths = paths.attempt(run_registry.identity(paths).run_id, self._executor.attempt)
 
     def done(self) -> bool:
-        """Whether all of it is over."""
+        """Whether all virtual nodes have ended."""
         return self._job.done()
 
     def cancel(self, why: str) -> None:
-        """Have it make a checkpoint, for as long as that takes, and come down; `why` is recorded as the reason."""
+        """Make the job save a checkpoint, without a time limit, and end; `why` is recorded as the reason."""
         try:
             Events(self.attempt).publish("draining", LAUNCHER, why, patient=True)
         except OSError:
-            self._job.cancel()  # the agents then hear a signal, and have their grace
+            self._job.cancel()  # without a disk for the event, the agents get a signal and their grace time
 
     def awaited(self) -> str:
-        """What an end in order waits for, in one line."""
+        """One line that explains the wait for an orderly end, with the last measured durations."""
         rows = [row for row in read_rows(self.run.metrics) if row.get("attempt") == self.attempt.attempt]
         last = next((row for row in reversed(rows) if row["kind"] == "train"), {})
         measured = [
@@ -99,14 +102,14 @@ class LocalJob:
             for what, name in (("step", "seconds/step"), ("checkpoint", "checkpoint/seconds"))
             if (seconds := last.get(name)) is not None
         ]
-        known = f" ({', '.join(measured)})" if measured else ""
-        return f"waiting for the trainer to end its step and make a checkpoint{known}, however long that takes"
+        durations = f" ({', '.join(measured)})" if measured else ""
+        return f"waiting for the trainer to end its step and save a checkpoint{durations}, without a time limit"
 
     def end(self, at_once: Callable[[], bool] = lambda: False) -> None:
-        """Wait until it is over; from `at_once()` on it is killed.
+        """Wait until the job is over; kill it once `at_once()` is true.
 
-        There is no deadline here: a step and its checkpoint take as long as they take, and a trainer that hangs in them
-        is ended by its agent.
+        There is no deadline here, since a step and its checkpoint have no bound. The agent's watchdog ends a trainer
+        that hangs in them.
         """
         while not (self.done() or at_once()):
             CLOCK.sleep(_PAUSE)
@@ -115,7 +118,7 @@ class LocalJob:
         self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
-        """Remove what the attempt left of a checkpoint, if it is on this machine's disks: nobody may ever resume it."""
+        """Remove the attempt's unfinished checkpoint if it is on a local disk: the run may never be resumed."""
         with suppress(CheckpointError):
             root = root_of(self._config, self.run, self.attempt.run_id)
             if Storage(root).local:
@@ -123,17 +126,24 @@ class LocalJob:
 
 
 def follow_here(job: LocalJob, interrupted: Sequence[signal.Signals]) -> None:
-    """Show the job until it is over. The first signal in `interrupted` has it make a checkpoint and come down, which is
-    waited for; a second one ends it at once."""
-    asked = False
+    """Show the job until it is over.
+
+    The first signal in `interrupted` makes the job save a checkpoint and shut down, and this function waits for that. A
+    second signal ends the job at once.
+    """
+    is_cancelled = False
 
     def over() -> bool:
-        nonlocal asked
-        if interrupted and not asked and not job.done():
-            asked = True
+        nonlocal is_cancelled
+        if interrupted and not is_cancelled and not job.done():
+            is_cancelled = True
             job.cancel(describe(interrupted[0]))
             print(f"{interrupted[0].name}: {job.awaited()}", file=sys.stderr, flush=True)
-            print("press Ctrl-C again to end it at once, back to its last checkpoint", file=sys.stderr, flush=True)
+            print(
+                "press Ctrl-C again to end it at once, which loses the steps since its last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
         return job.done() or len(interrupted) > 1
 
     follow_run(job.run.root, over, attempt=job.attempt.attempt)

@@ -1,9 +1,9 @@
-"""Serving the Tinker API: a front here, and a job like any other that does the work.
+"""Serving the Tinker API: a gateway (the "front") on this machine, and a job that trains and samples.
 
-Owns the order of a start, and when the job is started again. Promises that the front, which clients talk to, outlives
-the trainer: while that is away, clients wait (`slurm.submission.gateway_supervisor` watches over the front); and that
-the same command goes on where an earlier one left off, at the same address. With `cluster=local` the job ends with the
-launcher; a job of Slurm goes on, and is found again.
+Owns the order of a start and the restarts of the job. Promises that the gateway, to which clients connect, outlives the
+trainer: clients wait while the trainer is away (`slurm.submission.gateway_supervisor` monitors the gateway). The same
+command continues an earlier one at the same address. With `cluster=local` the job ends with the launcher; a Slurm job
+continues, and the next command connects to it.
 """
 
 import sys
@@ -34,9 +34,9 @@ from slurm.submission.tail_job import follow_job, print_job
 from slurm.submission.usage import print_usage
 
 BASE_SECONDS = 600.0
-SHORT_SECONDS, MOST_SHORT = 60.0, MAX_DELIVERIES + 2
-"""The trainer is not started again after so many attempts in a row that were over so soon; more than a request gets
-that ends each of them, so that it fails alone."""
+SHORT_SECONDS, MAX_SHORT = 60.0, MAX_DELIVERIES + 2
+"""After `MAX_SHORT` consecutive attempts shorter than `SHORT_SECONDS`, the trainer is not restarted. The bound exceeds
+the deliveries of a request that crashes each attempt, so that only that request fails."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def serve(config: RunConfig) -> int:
-    """Check everything, start the front and the job, and follow it until it ended; the exit code of its last end."""
+    """Check the config, start the gateway and the job, and follow the job to its end. Returns its last exit code."""
     protocol()
     config = with_base(config)
     paths = RunPaths(config.directory.resolve())
@@ -75,7 +75,7 @@ def serve(config: RunConfig) -> int:
 
 
 def with_base(config: RunConfig) -> RunConfig:
-    """The config whose base is on disk: random weights are written once, beside the run."""
+    """The config with a base model on disk. A base with random weights is written once, next to the run's directory."""
     if initial_weights(config.model) == "pretrained":
         return config
     base = config.output.resolve() / f"{config.name}-base"
@@ -87,7 +87,7 @@ def with_base(config: RunConfig) -> RunConfig:
         child = subprocesses.Child(command, log, child_environment({}))
         wait_for("a base with random weights", lambda: child.poll() is not None, BASE_SECONDS)
         if not (base / "config.json").is_file():
-            raise ConfigError("model.path", config.model.path, "a model that transformers can make", f"see {log}")
+            raise ConfigError("model.path", config.model.path, "a model that transformers can build", f"see {log}")
         log.unlink()
         print(f"wrote a base with random weights: {base}", flush=True)
     name = config.serve.base_name or Path(config.model.path).name
@@ -98,30 +98,30 @@ def with_base(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def start_gateway(config: RunConfig, paths: RunPaths) -> Iterator[Address]:
-    """The front of a run, while the block lasts; says how to reach it. `ConfigError` if it cannot start."""
+    """Run the gateway during the block and print its address and key; `ConfigError` if it cannot start."""
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(model_directory(config.model))})}
     )
     settings = settings_of(config, paths.api)
     make_directory(paths.root, config.cluster.directory_mode)
     make_directory(paths.api)
-    keeper = GatewaySupervisor(settings, paths.api / "front.log")
+    supervisor = GatewaySupervisor(settings, paths.api / "front.log")
     try:
-        address = keeper.start()
+        address = supervisor.start()
         _print_exports(address, settings)
         yield address
     finally:
-        keeper.stop()
+        supervisor.stop()
 
 
 def _serve_here(config: RunConfig) -> int:
-    """The job on this machine, again and again as long as it fails after a while."""
+    """Run the job on this machine. A failed job is restarted, unless `MAX_SHORT` short attempts failed in a row."""
     short = 0
     for restart in range(config.serve.restarts + 1):
         started = time.monotonic()
         try:
             code = run_here(config, check_submission(config))
-        except RollcallError as error:  # what was free at the start may be taken now: clients wait
+        except RollcallError as error:  # a GPU may be taken meanwhile: clients wait
             if not restart:
                 raise
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -130,15 +130,17 @@ def _serve_here(config: RunConfig) -> int:
         if code != 1:
             return code
         short = short + 1 if time.monotonic() - started < SHORT_SECONDS else 0
-        if short >= MOST_SHORT:
-            print(f"the trainer failed {short} times in a row at once; it is not started again", file=sys.stderr)
+        if short >= MAX_SHORT:
+            print(
+                f"the trainer failed {short} times in a row right after its start and is not restarted", file=sys.stderr
+            )
             return code
-        print("the trainer is started again; clients wait meanwhile", file=sys.stderr, flush=True)
+        print("the trainer is restarted; clients wait meanwhile", file=sys.stderr, flush=True)
     return 1
 
 
 def _live_job(config: RunConfig, paths: RunPaths) -> RunJob | None:
-    """The Slurm job of this run that an earlier command started."""
+    """The run's live Slurm job, started by an earlier command; None if there is none."""
     if config.cluster.kind == "local" or not paths.run.exists():
         return None
     scheduler = find_slurm()
@@ -152,7 +154,7 @@ def _print_address(paths: RunPaths) -> int:
 
 
 def _address(paths: RunPaths) -> Address:
-    """`ConfigError` for a run that never served."""
+    """The recorded address of a run's gateway; `ConfigError` for a run that never served."""
     address = shared_files.read_document(address_file(paths.api), Address)
     if address is None:
         raise ConfigError("name", paths.root.name, "a run that serves", "start it: python launchers/serve.py …")

@@ -1,8 +1,8 @@
-"""What may go wrong in a run whose config is right, said before it starts.
+"""Warnings about a run with a valid config, printed before it starts.
 
-Owns the checks of things beside the config: the model's chat template, programs, services and the cores of this
-machine. Promises a refusal only where the run cannot work, and else one line for each thing, with its key. Waits
-at most `ANSWER_SECONDS` for a service.
+Owns the checks of things outside the config: the model's chat template, programs, services and the cores of this
+machine. Promises an error only if the run cannot work, else one warning line for each problem, with its key. Waits at
+most `ANSWER_SECONDS` for a service.
 """
 
 import json
@@ -32,32 +32,32 @@ from pipeline.train.batching.conversation_rows import CHECKED_ROWS, train_eval_s
 
 ANSWER_SECONDS = 3.0
 MAX_CPU_LOAD = 2
-"""Threads that compute at a time, for each core, from which on a warning is due."""
+"""Compute threads per core; more than this cause a warning."""
 MANY_WORKERS = 8
-"""Processes of a task for each core, likewise: they mostly wait."""
+"""Task processes per core; more than this cause a warning. They mostly wait."""
 JUDGE = "pipeline.environments.llm_judge:judge"
 TINY_MODEL = (64, "float32")
 """`max_length` and `dtype` of conf/model/tiny_qwen3.yaml."""
 _SCRIPTS = (".py", ".sh")
-_NO_URL = "it is no URL that begins with http:// or https://"
+_NO_URL = "it is not a URL that begins with http:// or https://"
 
 
 def check_agents(config: RunConfig) -> None:
-    """`ConfigError` for the command of an agent that is not on this machine, where the run is to stay on it."""
+    """Raise `ConfigError` if an agent's command does not exist on this machine and the run is local."""
     for key, command in _commands(config):
         if config.cluster.kind == "local" and (fault := _fault(command)):
             raise ConfigError(key, list(command), "a command that can be started here", f"{fault}; change the command")
 
 
 def warnings_of(config: RunConfig) -> list[str]:
-    """What to look at before the run starts, one line each."""
+    """The warnings about a run, one line each."""
     checks = (_changed_modules, _tiny_settings, _templates_without_tools, _absent_commands, _services, _cpu_overload)
     unchecked = unchecked_arguments(config)
     return [*(line for check in checks for line in check(config)), *filter(None, [unchecked])]
 
 
 def _tiny_settings(config: RunConfig) -> Iterator[str]:
-    """`model.path` alone leaves the length and the dtype of the tiny preset, which is the default of `model=`."""
+    """Warn if `model.path` was set without `model=`: length and dtype are then those of the tiny preset."""
     model = config.model
     if (model.max_length, model.dtype) != TINY_MODEL or is_built_in(model.path):
         return
@@ -71,17 +71,17 @@ def _tiny_settings(config: RunConfig) -> Iterator[str]:
 
 
 def _changed_modules(config: RunConfig) -> Iterator[str]:
-    """A run that is resumed keeps the user's modules as they were."""
+    """Warn about user modules that changed: a resumed run executes its own copy of them."""
     if files := changed_modules(RunPaths(config.directory.resolve()).code):
         named = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} others" if len(files) > 3 else "")
         yield (
-            f"{named} changed since the run was made, which goes on with its own copy; a new run, "
-            f"name={config.name}-2, has what is there now"
+            f"{named} changed since the run was created, which continues with its own copy; a new run, "
+            f"name={config.name}-2, takes the current files"
         )
 
 
 def _templates_without_tools(config: RunConfig) -> Iterator[str]:
-    """A template that ignores `tools` writes rows and prompts without them."""
+    """Warn if the chat template ignores `tools`, so that rows and prompts lack them."""
     conversations = [*islice(_with_tools(config), 1)]
     if not conversations:
         return
@@ -132,12 +132,12 @@ def _commands(config: RunConfig) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _fault(command: Sequence[str]) -> str:
-    """Why a command cannot be started from here; empty if nothing speaks against it."""
+    """Why a command cannot be started on this machine; empty if no reason is known."""
     if not command:
         return ""
     program, *arguments = command
     if shutil.which(program) is None:
-        return f"there is no program {program!r} in PATH" if "/" not in program else f"{program!r} is no program"
+        return f"there is no program {program!r} in PATH" if "/" not in program else f"{program!r} is not a program"
     script = arguments[0] if arguments else ""
     if Path(script).suffix in _SCRIPTS and "{" not in script and not Path(script).is_file():
         return f"there is no file {script!r}"
@@ -156,7 +156,7 @@ def _services(config: RunConfig) -> Iterator[str]:
 
 
 def _judge_fault(options: Mapping[str, Any]) -> str:
-    """Why the judge may not answer; empty if it lists the model, or does not list models."""
+    """Why the judge may not answer; empty if it lists the model or has no list of models."""
     url, model, key_file = options["url"], options.get("model"), options.get("key_file")
     if not _is_http(url):
         return _NO_URL
@@ -176,7 +176,7 @@ def _judge_fault(options: Mapping[str, Any]) -> str:
 
 
 def _unreachable(url: str) -> str:
-    """Why nothing can be posted to a URL; empty if something listens there, whatever it answers."""
+    """Why a URL cannot be reached; empty if a server responds, with any status."""
     if not _is_http(url):
         return _NO_URL
     try:
@@ -193,35 +193,35 @@ def _is_http(url: str) -> bool:
 
 
 def _no_answer(url: str, error: Exception) -> str:
-    return f"nobody answers at {url} from this machine ({getattr(error, 'reason', None) or error})"
+    return f"no answer from {url} on this machine ({getattr(error, 'reason', None) or error})"
 
 
 def _tasks(config: RunConfig) -> Iterator[tuple[str, TaskConfig]]:
     if config.has_rollouts or (config.evaluation.alone and config.evaluation.own):
         yield "task", config.task
     if config.has_rollouts or config.evaluation.alone:
-        for name, asked in config.evaluation.sets.items():
-            if asked.task:
-                yield f"evaluation.sets.{name}.task", asked.task
+        for name, eval_set in config.evaluation.sets.items():
+            if eval_set.task:
+                yield f"evaluation.sets.{name}.task", eval_set.task
 
 
 def _rewards(config: RunConfig) -> Iterator[tuple[str, RewardConfig]]:
     if config.has_rollouts or config.evaluation.alone:
         yield "reward", config.reward
-        for name, asked in config.evaluation.sets.items():
-            if asked.reward:
-                yield f"evaluation.sets.{name}.reward", asked.reward
+        for name, eval_set in config.evaluation.sets.items():
+            if eval_set.reward:
+                yield f"evaluation.sets.{name}.reward", eval_set.reward
 
 
 def _cpu_overload(config: RunConfig) -> Iterator[str]:
-    """Of a run on this machine: what it computes with, beside the cores that there are."""
+    """Warn if a local run has too many threads or task processes for the cores of this machine."""
     if config.cluster.kind != "local":
         return
-    cores, wanted = len(os.sched_getaffinity(0)), config.resources
-    threads = wanted.trainer.nodes * wanted.trainer.processes * wanted.trainer.threads
+    cores, resources = len(os.sched_getaffinity(0)), config.resources
+    threads = resources.trainer.nodes * resources.trainer.processes * resources.trainer.threads
     if config.has_servers:
-        threads += wanted.inference.nodes * wanted.inference.servers * wanted.inference.threads
-    if wanted.device == "cpu" and threads > MAX_CPU_LOAD * cores:
+        threads += resources.inference.nodes * resources.inference.servers * resources.inference.threads
+    if resources.device == "cpu" and threads > MAX_CPU_LOAD * cores:
         yield (
             f"this machine has {cores} cores for {threads} threads of trainers and servers, which slow each other "
             "down; lower resources.trainer.processes, .threads or resources.inference.servers, .threads"

@@ -1,7 +1,7 @@
 """Submitting a run: check everything, show the plan, start one job, follow it.
 
-Owns the order of a submission. Promises that nothing is started and nothing queued unless the whole input is right. If
-it is not, the exit code is 2; if it is, that of `slurm.submission.tail_job`.
+Owns the order of a submission. Promises that nothing is started or queued unless the whole input is valid. The exit
+code is 2 for invalid input, else that of `slurm.submission.tail_job`.
 """
 
 import argparse
@@ -59,14 +59,14 @@ from slurm.submission.tail_job import conclude_run, follow_job, print_job
 
 
 def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | None = None) -> int:
-    """The exit code of a submission with these command-line arguments.
+    """Submit what the command-line arguments describe. Returns the exit code.
 
-    `compose` is what makes a config of overrides for a command that submits one run of its own kind.
+    `compose` turns overrides into a config, for commands that submit another kind of run. Default: `compose_config`.
     """
     try:
         options, overrides = _read(argv)
         if options.multirun and compose is not None:
-            raise ConfigError("option", "--multirun", "one run", "jobs say themselves where their results go")
+            raise ConfigError("option", "--multirun", "one run", "job files name the directories of their results")
         if options.multirun and names_hydra(overrides):
             return run_sweeper(overrides, one_run(), dry_run=options.dry_run, detach=options.detach)
         if options.multirun:
@@ -89,7 +89,7 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
 
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options and overrides; `ConfigError` for an option there is not."""
+    """The options and overrides of a command line; `ConfigError` for an unknown option."""
     expected = "one of --cfg, --detach, --dry-run, --help, --multirun"
     try:
         options, overrides = _parser().parse_known_args(argv)
@@ -103,7 +103,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for text in overrides:
         refuse_launcher_key(text.partition("=")[0].lstrip("+~"), text.partition("=")[2])
     if not options.multirun and (named := names_hydra(overrides)):
-        raise ConfigError("option", named, "-m: Hydra's own keys are read where a sweeper drives runs", "add -m")
+        raise ConfigError("option", named, "-m: only a sweeper reads Hydra's own keys", "add -m")
     if options.cfg and "job" in overrides:  # Hydra's form is `--cfg job`
         overrides.remove("job")
     return options, overrides
@@ -125,9 +125,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_submission(config: RunConfig, accepted: list[object] | None = None) -> Plan:
-    """The plan of a config that can run here; `ConfigError` for the first thing that stands in its way.
+    """The plan of a config that can run here; `ConfigError` for the first problem.
 
-    `accepted` are the shapes of jobs that the site would take: about those it is not asked again.
+    `accepted` collects the job shapes that the site has accepted, so that the scheduler checks each shape once.
     """
     check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
@@ -144,7 +144,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     if config.has_rollouts and config.streams.backend == "redis":
         find_server()
     run_registry.examine(config)
-    # The arithmetic does not know the adapters that clients of a serving run ask for, nor servers without a trainer.
+    # The memory model covers neither the adapters that clients of a serving run create, nor servers without a trainer.
     if config.resources.device == "cuda" and not (config.serve.enabled or config.evaluation.alone):
         if config.resources.gpu_memory:
             check_memory(config, _sizes(config.model))
@@ -162,7 +162,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
 
 @cache
 def _sizes(model: ModelConfig) -> Sizes:
-    """Counted once for all points of a sweep."""
+    """The model's parameter counts, computed once for all points of a sweep."""
     from pipeline.train.model.model_size import sizes_of  # torch and transformers take seconds
 
     return sizes_of(model)
@@ -170,17 +170,17 @@ def _sizes(model: ModelConfig) -> Sizes:
 
 @cache
 def _check_context(model: ModelConfig, cp: int) -> None:
-    """Once for all points of a sweep."""
+    """Raise `ConfigError` unless the model supports context parallelism; checked once for all points of a sweep."""
     check_context_heads(cp, head_count(model), key_heads(model))
     from pipeline.train.model.packing_probe import supports_packing  # torch and transformers take seconds
 
-    found = model.model_copy(update={"path": str(model_directory(model))})
-    check_context_packing(found, cp, supports_packing(found, wanted=True))
+    located = model.model_copy(update={"path": str(model_directory(model))})
+    check_context_packing(located, cp, supports_packing(located, wanted=True))
 
 
 @cache
 def _check_experts(model: ModelConfig, ep: int) -> None:
-    """Once for all points of a sweep."""
+    """Raise `ConfigError` unless the model supports expert parallelism; checked once for all points of a sweep."""
     from pipeline.train.model.model_size import check_experts  # torch and transformers take seconds
 
     check_experts(model, ep)
@@ -188,17 +188,22 @@ def _check_experts(model: ModelConfig, ep: int) -> None:
 
 def _refuse_serving(config: RunConfig) -> None:
     if config.serve.enabled:
-        raise ConfigError("serve.enabled", True, "false: clients need a front", "use launchers/serve.py instead")
+        raise ConfigError(
+            "serve.enabled",
+            True,
+            "false: clients need the gateway of launchers/serve.py",
+            "use launchers/serve.py instead",
+        )
 
 
 def _check_point(config: RunConfig, accepted: list[object]) -> Plan:
-    """`check_submission` for a point of a sweep."""
+    """Check a point of a sweep as `check_submission` does, and refuse a serving run."""
     _refuse_serving(config)
     return check_submission(config, accepted)
 
 
 def check_inputs(config: RunConfig) -> None:
-    """`ConfigError` unless the task, or every job that waits, has what it needs."""
+    """Raise `ConfigError` unless the task, or every pending job file, has valid inputs."""
     if not config.training.jobs:
         task = load_task(config.task, config.seed)
         check_task(task, config)
@@ -216,7 +221,7 @@ def check_inputs(config: RunConfig) -> None:
         hint = "set output=… or name=…"
         raise ConfigError("training.jobs", str(path), "another folder than the run's own directory", hint)
     files = waiting_at(path)
-    if not files and not RunPaths(config.directory).run.exists():  # of a run that goes on, all may be done
+    if not files and not RunPaths(config.directory).run.exists():  # a resumed run may have finished all of them
         expected = "a job file, or a folder with at least one *.json"
         raise ConfigError("training.jobs", config.training.jobs, expected, "see docs/jobs.md")
     for file in files:
@@ -226,14 +231,14 @@ def check_inputs(config: RunConfig) -> None:
 
 
 def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
-    """The exact file that a submission hands to sbatch, but for the run_id of a run that is not made yet."""
+    """The exact batch file of a submission, except for the run_id of a run that does not exist yet."""
     paths = RunPaths(config.directory.resolve())
     run_id = run_registry.identity(paths).run_id if paths.run.exists() else f"{config.name}-????????"
     return SlurmHetExecutor(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
 
 
 def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[str]:
-    """What may stand in the way later; `dry_run` also of what would, here and now."""
+    """The warnings about a run; `dry_run` adds a lack of free GPUs on this machine."""
     if config.cluster.kind == "slurm":
         return [*warnings_of(config), *warnings(config, find_slurm())]
     lacking = lacking_gpus(plan) if dry_run else ""
@@ -241,8 +246,10 @@ def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[s
 
 
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, whole: bool = False) -> None:
-    """Which role goes where, before anything is started, and the warnings; `whole` also with what the roles need of a
-    GPU's memory, and what Slurm would get."""
+    """Print the placement of the roles and the warnings before anything is started.
+
+    `whole` adds the roles' memory on a GPU and the batch file for Slurm.
+    """
     console = terminal.console(highlight=False)
     console.print(f"[bold]{config.name}[/]  {escape(_what_it_trains(config))}", soft_wrap=True)
     services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
@@ -255,7 +262,7 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
         print(f"  {line}", flush=True)
     if (shown := first_trainable_row(config)) is not None:
         first, endless = shown
-        console.print("\nThe first row; what is trained is green:")
+        console.print("\nThe first row; trained tokens are green:")
         console.print(Text.from_ansi(ansi_highlight(first)), end="\n\n")
         warned = [*warned, endless] if endless else warned
     for warning in warned:
@@ -266,7 +273,7 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
 
 def _what_it_trains(config: RunConfig) -> str:
     if config.serve.enabled:
-        return f"what clients of the Tinker API ask for, adapters on {config.model.path}"
+        return f"adapters on {config.model.path}, as clients of the Tinker API request"
     if config.evaluation.alone:
         return f"evaluation of {config.model.lora.adapter or config.model.path}"
     if config.training.jobs:
@@ -279,7 +286,7 @@ def _what_it_trains(config: RunConfig) -> str:
 
 
 def start_run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
-    """Start the job and follow it until it ended; its exit code. A detached job is not followed: 0."""
+    """Start the job and follow it to its end. Returns its exit code; 0 for a detached job, which is not followed."""
     if config.cluster.kind == "local":
         return run_here(config, plan)
     with recorded_signals() as interrupted:
@@ -291,8 +298,8 @@ def start_run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
 def submit_one(config: RunConfig, plan: Plan) -> RunJob:
     """Queue the Slurm job of a run; it is on record when this returns.
 
-    If this raises, none is queued, but for `SchedulerSilent`: should the job show up later, it finds nothing to run,
-    and a further submission is refused for as long as it lives.
+    If this raises, no job is queued, except after `SchedulerSilent`. If the job appears later, it finds nothing to run,
+    and further submissions are refused until it has ended.
     """
     scheduler = find_slurm()
     with run_registry.claimed_run(config) as paths, run_registry.job_replaced(paths):
@@ -310,7 +317,7 @@ def submit_one(config: RunConfig, plan: Plan) -> RunJob:
 
 
 def run_here(config: RunConfig, plan: Plan) -> int:
-    """Start the job on this machine, follow it until it ended; its exit code. It ends with its launcher.
+    """Start the job on this machine and follow it to its end. Returns its exit code. The job ends with this process.
 
     `PlanError` if the machine has too few free GPUs.
     """
@@ -322,7 +329,7 @@ def run_here(config: RunConfig, plan: Plan) -> int:
 
 
 def one_run() -> PointLauncher:
-    """What a sweep does for each of its points; the site is asked once about points whose jobs are alike."""
+    """The functions that a sweep calls for each point. The scheduler checks points with equal job shapes once."""
     return PointLauncher(
         check=partial(_check_point, accepted=[]),
         show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), whole=whole),

@@ -1,8 +1,8 @@
-"""A sweep: many runs from one command line, one job each.
+"""Submission of a sweep: many runs from one command line, each with its own job.
 
-Owns the order of a sweep's submission: look at every point, then submit what is open. Promises that nothing is
-submitted unless every point is right; that the same command again submits what is unfinished and nothing else; and that
-the manifest always says how far a submission came. Must not know how one run is submitted: that is its `PointLauncher`.
+Owns the order of a sweep's submission: check every point, then submit the open ones. Promises that nothing is submitted
+unless every point is valid; that a repeated command submits only unfinished points; and that the manifest always
+records the progress of the submission. Must not know how one run is submitted, which `PointLauncher` does.
 
     sweep(["experiment=demo", "loss=grpo,gspo", "cluster=slurm"], launch)
 """
@@ -34,12 +34,12 @@ from slurm.submission.tail_job import run_title
 
 @dataclass(frozen=True)
 class PointLauncher:
-    """How one run is checked, shown and submitted.
+    """The functions that check, show and submit one run of a sweep.
 
     Attributes:
         check: see `slurm.submission.sweep_trials.Check`.
-        show: prints the plan; of the first point also what will be submitted.
-        run: a local run from start to end; its exit code.
+        show: prints the plan; for the first point also the file that will be submitted.
+        run: executes a local run to its end and returns its exit code.
         submit: queues a job and returns its id.
         scheduler: see `slurm.submission.sweep_trials.FindScheduler`.
     """
@@ -52,10 +52,10 @@ class PointLauncher:
 
 
 def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = False, detach: bool = False) -> int:
-    """Submit the points that these overrides describe; the exit code: 0, or 1 when a point failed or was refused.
+    """Submit the points that these overrides describe. Returns 0, or 1 if a point failed or was refused.
 
-    A local sweep runs its points one after the other. A cluster's is followed until all its jobs are over, unless
-    `detach`; Ctrl-C leaves them alone. `ConfigError` for the first point that is wrong.
+    A local sweep runs its points one after the other. A sweep on a cluster is followed until all its jobs are over,
+    unless `detach`; Ctrl-C then ends only the display. `ConfigError` for the first invalid point.
     """
     prepared = prepare_sweep(expand_sweep(overrides), launch.check, launch.scheduler)
     if detach and prepared.local:
@@ -78,18 +78,18 @@ def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = Fa
 
 def run_all(prepared: PreparedSweep, launch: PointLauncher) -> int:
     """Run the open points one after the other; a failed one does not stop the others, an interruption does."""
-    kept, failed = prepared.manifest, 0
+    recorded, failed = prepared.manifest, 0
     for entry, plan in prepared.open:
-        kept = note_submission(prepared.paths, kept, entry.point, job="local")
+        recorded = note_submission(prepared.paths, recorded, entry.point, job="local")
         print(f"{entry.point}: {entry.point.name}", flush=True)
         try:
             code = launch.run(entry.config, plan)
         except RollcallError as error:
-            kept = note_submission(prepared.paths, kept, entry.point, refused=str(error))
+            recorded = note_submission(prepared.paths, recorded, entry.point, refused=str(error))
             print(f"error: {error}", file=sys.stderr)
             code = error.exit_code
         if code in INTERRUPTED:
-            print("the sweep ends here; the same command goes on with it", file=sys.stderr)
+            print("the sweep ends here; the same command resumes it", file=sys.stderr)
             return code
         failed += code != 0
     overview = Overview(prepared.paths.root.parent, prepared.paths.root.name)
@@ -98,11 +98,11 @@ def run_all(prepared: PreparedSweep, launch: PointLauncher) -> int:
 
 
 def submit_all(prepared: PreparedSweep, launch: PointLauncher) -> bool:
-    """Submit the open points in order; False after the first that is refused, which the manifest then says.
+    """Submit the open points in order. Returns False after the first refusal, which the manifest records.
 
-    A signal ends it between two points, never between a job and its record.
+    A signal ends the submission between two points, never between a job and its record.
     """
-    kept, done, jobs = prepared.manifest, 0, _live_jobs(prepared)
+    recorded, done, jobs = prepared.manifest, 0, _live_jobs(prepared)
     with recorded_signals() as interrupted:
         for entry, plan in prepared.open:
             if interrupted:
@@ -110,10 +110,10 @@ def submit_all(prepared: PreparedSweep, launch: PointLauncher) -> bool:
             try:
                 job = launch.submit(queued_behind(entry.config, jobs), plan)
             except RollcallError as error:
-                note_submission(prepared.paths, kept, entry.point, refused=str(error))
+                note_submission(prepared.paths, recorded, entry.point, refused=str(error))
                 print(f"error: {entry.point}: {error}", file=sys.stderr)
                 break
-            kept = note_submission(prepared.paths, kept, entry.point, job=job)
+            recorded = note_submission(prepared.paths, recorded, entry.point, job=job)
             jobs.append(job)
             done += 1
             print(f"  {entry.point.name}: job {job}", flush=True)
@@ -124,10 +124,10 @@ def submit_all(prepared: PreparedSweep, launch: PointLauncher) -> bool:
 
 
 def queued_behind(config: RunConfig, jobs: Sequence[str]) -> RunConfig:
-    """The config of a point whose job starts when at most `cluster.max_jobs` - 1 of the sweep's earlier ones are left.
+    """The point's config with a dependency, so that at most `cluster.max_jobs` jobs of the sweep run at a time.
 
-    Slurm holds the job back, so the bound needs neither this process nor the terminal. Each job waits for one other:
-    with a bound of 2, the jobs 1, 2, 3, 4 are two chains, 1 before 3 and 2 before 4. A requeue does not end a job.
+    Slurm holds the job back, so the bound needs neither this process nor the terminal. Each job depends on one other:
+    with a bound of 2, the jobs 1, 2, 3, 4 form two chains, 1 before 3 and 2 before 4. A requeue does not end a job.
     """
     bound = config.cluster.max_jobs
     if not bound or len(jobs) < bound:
@@ -137,38 +137,38 @@ def queued_behind(config: RunConfig, jobs: Sequence[str]) -> RunConfig:
 
 
 def watched(prepared: PreparedSweep, launch: PointLauncher) -> int:
-    """Follow all points of the command until none is live; 1 unless all finished, 0 when the watcher is left."""
-    mine = {entry.point.name for entry in prepared.entries}
+    """Show all points of the command until none is live. Returns 1 unless all finished; 0 after Ctrl-C."""
+    names = {entry.point.name for entry in prepared.entries}
     overview = Overview(prepared.paths.root.parent, prepared.paths.root.name, launch.scheduler)
     try:
         lines = follow_table(overview)
     except KeyboardInterrupt:
-        print("left; the jobs go on")
+        print("left; the jobs continue")
         _print_commands(prepared)
         return 0
-    return 0 if all(line.state == "finished" for line in lines if line.name in mine) else 1
+    return 0 if all(line.state == "finished" for line in lines if line.name in names) else 1
 
 
 def note_submission(
-    paths: SweepPaths, kept: SweepManifest, point: Trial, *, job: str = "", refused: str = ""
+    paths: SweepPaths, recorded: SweepManifest, point: Trial, *, job: str = "", refused: str = ""
 ) -> SweepManifest:
-    """Write down what became of a point's submission; the manifest as it is then."""
+    """Record the result of a point's submission on disk. Returns the new manifest."""
     if job:
         point = msgspec.structs.replace(point, job=job, submitted=time.time())
-    kept = kept.noted(msgspec.structs.replace(point, refused=refused))
-    shared_files.write_document(paths.manifest, kept)
-    return kept
+    recorded = recorded.noted(msgspec.structs.replace(point, refused=refused))
+    shared_files.write_document(paths.manifest, recorded)
+    return recorded
 
 
 def _live_jobs(prepared: PreparedSweep) -> list[str]:
-    """The ids of the jobs of this sweep that the queue still has, in the order of their points."""
+    """The ids of the sweep's jobs in the queue, in the order of their points."""
     live = [entry for entry in prepared.entries if entry.standing == "live"]
-    found = [run_registry.submitted_job(RunPaths(entry.config.directory)) for entry in live]
-    return [job.job for job in found if job is not None]
+    jobs = [run_registry.submitted_job(RunPaths(entry.config.directory)) for entry in live]
+    return [job.job for job in jobs if job is not None]
 
 
 def _show(prepared: PreparedSweep, launch: PointLauncher) -> int:
-    """The plan of every open point, once for equal ones; of the first one all that would be submitted."""
+    """Print the plan of every open point, equal plans once, and the first point's whole batch file."""
     shown: list[Plan] = []
     for entry, plan in prepared.open:
         if plan in shown:

@@ -1,8 +1,8 @@
-"""The points of a sweep before anything is submitted: what each would be, and where it stands.
+"""The trials ("points") of a sweep before submission: their configs, plans and states.
 
-Owns the look at a sweep: every point composed, compared with what is there, checked; and the claim on its directory.
-Promises that a look writes nothing, that one wrong point is an error which names it, and that a point's run never
-changes its config. Must not know how a run is submitted.
+Owns the preparation of a sweep, which composes every point, compares it with an existing run and checks it; and the
+lock of the sweep's directory. Promises that preparation writes nothing, that an invalid point is an error with the
+point's overrides, and that a point's run never changes its config. Must not know how a run is submitted.
 """
 
 import sys
@@ -32,18 +32,18 @@ from slurm.scheduler.scheduler_protocol import Scheduler
 from slurm.submission.compose_config import Expansion, compose_config
 
 Check = Callable[[RunConfig], Plan]
-"""The plan of a config that can be submitted, or an error."""
+"""Returns the plan of a config that can be submitted; raises otherwise."""
 FindScheduler = Callable[[], Scheduler]
-"""The scheduler, or an error when there is none; called when the first job of one is met."""
+"""Returns the scheduler; raises if there is none. Called only once a job of a scheduler is involved."""
 TrialStatus = Literal["open", "finished", "live"]
 
 _MANY = 20
-"""From so many points on, looking at them is worth a progress bar."""
+"""Points from which preparation shows a progress bar."""
 
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """A point of this command: its config, and where it stands; `plan` is None unless it is open."""
+    """A point of this command with its config and state; `plan` is None unless the state is open."""
 
     point: Trial
     config: RunConfig
@@ -53,15 +53,16 @@ class PlannedTrial:
 
 @dataclass(frozen=True)
 class PreparedSweep:
-    """A sweep that was looked at and found right; nothing is written yet.
+    """A valid sweep; nothing is written yet.
 
     Attributes:
-        found: the manifest that was there; `manifest` is what it becomes.
+        existing: the manifest on disk, if any.
+        manifest: the manifest after this command.
         entries: the points of this command, in its order.
     """
 
     paths: SweepPaths
-    found: SweepManifest | None
+    existing: SweepManifest | None
     manifest: SweepManifest
     entries: tuple[PlannedTrial, ...]
 
@@ -75,7 +76,7 @@ class PreparedSweep:
 
 
 def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) -> PreparedSweep:
-    """Every point composed, compared with what is there, and checked; the error names the point."""
+    """Compose and check every point, and compare it with an existing run. An error names the point."""
     quiet = len(expansion.points) < _MANY or not sys.stdout.isatty()
     configs = []
     for overrides in track(expansion.points, "composing", console=console(), transient=True, disable=quiet):
@@ -85,31 +86,31 @@ def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) 
     _refuse_equal(expansion.points, configs)
     paths = SweepPaths(directory_of(configs))
     refuse_run_directory(paths)
-    found = manifest.load_manifest(paths)
-    kept = manifest.extended(found, expansion.base, expansion.points)
+    existing = manifest.load_manifest(paths)
+    extended = manifest.extended(existing, expansion.base, expansion.points)
     entries = []
-    pairs = list(zip(kept.of(expansion.points), configs, strict=True))
+    pairs = list(zip(extended.of(expansion.points), configs, strict=True))
     for point, config in track(pairs, "checking", console=console(), transient=True, disable=quiet):
-        mine = config.model_copy(update={"name": point.name, "output": paths.root})
+        located = config.model_copy(update={"name": point.name, "output": paths.root})
         with named_point(point.overrides):
-            entries.append(_entry(point, mine, check, scheduler))
-    return PreparedSweep(paths, found, kept, tuple(entries))
+            entries.append(_entry(point, located, check, scheduler))
+    return PreparedSweep(paths, existing, extended, tuple(entries))
 
 
 @contextmanager
 def claimed_sweep(prepared: PreparedSweep) -> Iterator[None]:
-    """Hold the sweep's directory while it submits, with the manifest written; `RunStateError` if another does."""
+    """Lock the sweep's directory for a submission and write the manifest; `RunStateError` if it is locked."""
     paths = prepared.paths
     with claimed_directory(paths, prepared.entries[0].config.cluster):
-        if manifest.load_manifest(paths) != prepared.found:
-            raise _submitted_elsewhere(paths, "it was submitted elsewhere since this command looked at it")
+        if manifest.load_manifest(paths) != prepared.existing:
+            raise _submitted_elsewhere(paths, "it was submitted elsewhere since this command read it")
         shared_files.write_document(paths.manifest, prepared.manifest)
         yield
 
 
 @contextmanager
 def claimed_directory(paths: SweepPaths, cluster: ClusterConfig) -> Iterator[None]:
-    """Hold the directory of a sweep, made or found; `RunStateError` if another process does."""
+    """Lock a sweep's directory, which is created if absent; `RunStateError` if another process holds it."""
     try:
         make_directory(paths.root, cluster.directory_mode)
         lock = file_locks.open_lock(paths.lock)
@@ -124,7 +125,7 @@ def claimed_directory(paths: SweepPaths, cluster: ClusterConfig) -> Iterator[Non
 
 @contextmanager
 def named_point(overrides: Sequence[str]) -> Iterator[None]:
-    """An error in a point says in which."""
+    """Add the point's overrides to a `ConfigError` of the block."""
     try:
         yield
     except ConfigError as error:
@@ -135,7 +136,7 @@ def named_point(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def directory_of(configs: Sequence[RunConfig]) -> Path:
-    """`<output>/<name>`, which all points must agree on."""
+    """The directory `<output>/<name>`; `ConfigError` unless it is the same for all points."""
     folders = {config.directory.resolve(): None for config in configs}
     if len(folders) > 1:
         names = ", ".join(folder.name for folder in folders)
@@ -147,29 +148,29 @@ def refuse_run_directory(paths: SweepPaths) -> None:
     """Raise `RunStateError` when the directory is a run's."""
     name = paths.root.name
     if RunPaths(paths.root).run.exists():
-        raise RunStateError("name", name, "a name that is no run's", f"name the sweep otherwise (name={name}-sweep)")
+        raise RunStateError("name", name, "a name that no run has", f"give the sweep another name (name={name}-sweep)")
 
 
 def _submitted_elsewhere(paths: SweepPaths, who: str) -> RunStateError:
-    expected = f"a sweep that nobody else is submitting ({who})"
+    expected = f"a sweep that no other process is submitting ({who})"
     return RunStateError("name", paths.root.name, expected, "wait for it, then submit again")
 
 
 def _refuse_unlike(configs: Sequence[RunConfig]) -> None:
-    """Raise `ConfigError` unless all points run at the same kind of place: a sweep is submitted in one way."""
+    """Raise `ConfigError` unless all points have one `cluster.kind`: a sweep is submitted in one way."""
     kinds = {config.cluster.kind: None for config in configs}
     if len(kinds) > 1:
         raise ConfigError("cluster.kind", ", ".join(kinds), "one kind for the sweep", "submit a sweep for each")
 
 
 def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig]) -> None:
-    """Raise `ConfigError` when two points are one run, however their overrides are written."""
+    """Raise `ConfigError` if two points have equal configs, even if their overrides are spelled differently."""
     seen: dict[str, tuple[str, ...]] = {}
     for overrides, config in zip(points, configs, strict=True):
         earlier = seen.setdefault(config.model_dump_json(), overrides)
         if earlier is not overrides:
-            told = f"{' '.join(earlier)} and {' '.join(overrides)}"
-            raise ConfigError("sweep", told, "points that differ", "these two are the same run: leave out one")
+            pair = f"{' '.join(earlier)} and {' '.join(overrides)}"
+            raise ConfigError("sweep", pair, "points that differ", "these two are the same run: leave out one")
 
 
 def _entry(point: Trial, config: RunConfig, check: Check, scheduler: FindScheduler) -> PlannedTrial:

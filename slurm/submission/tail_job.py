@@ -1,8 +1,8 @@
-"""Following a job until it is over, and how it ended.
+"""Following a job until it is over, and printing how it ended.
 
-Owns what the launcher says after a job was started, and its exit code, which is the run's: 0 finished, 1 failed, 128
-and the signal's number interrupted (the run can be resumed by the same command). Promises that Ctrl-C leaves a Slurm
-job alone, and that neither the report nor an end which this machine sees late changes how a run ended.
+Owns the launcher's output after a job was started, and its exit code, which is the run's: 0 finished, 1 failed, 128
+plus the signal's number interrupted (the same command resumes the run). Promises that Ctrl-C does not end a Slurm job,
+and that neither the report nor delayed visibility on the shared file system changes the exit code.
 """
 
 import shlex
@@ -34,11 +34,11 @@ LINE = 100
 """Characters of a line."""
 CANCELLED = "CANCELLED"
 MAY_BE_FINISHED = ("COMPLETED", "UNKNOWN")
-"""Slurm's words for a job whose run finished: the second when it has forgotten the job."""
+"""Slurm's states of a job whose run finished: UNKNOWN once Slurm has dropped the job's record."""
 
 
 def print_job(job: RunJob) -> None:
-    """What was submitted, and what can be done with it from here or from anywhere else."""
+    """Print the submitted job and the commands that watch or cancel it, from any machine."""
     name = shlex.quote(run_title(job.run.root))
     print(f"submitted job {job.job_id}")
     print(f"  run         {job.run.root}")
@@ -47,22 +47,22 @@ def print_job(job: RunJob) -> None:
 
 
 def run_title(root: Path) -> str:
-    """What the launchers call a run: its name below `runs/`, else its directory."""
+    """The run's title in commands: its name below `runs/`, else its directory."""
     below = RUNS.resolve()
     return str(root.relative_to(below)) if root.is_relative_to(below) else str(root)
 
 
 def follow_job(job: RunJob, interrupted: Sequence[signal.Signals]) -> int:
-    """Show the run until its Slurm job is over; the exit code: the run's, or 0 when the watcher was told to leave."""
+    """Show the run until its Slurm job is over. Returns the run's exit code, or 0 if a signal ended the display."""
     follow_run(job.run.root, lambda: bool(interrupted) or job.done())
     if not interrupted:
         return conclude_job(job)
-    print(f"left; job {job.job_id} goes on", flush=True)
+    print(f"left; job {job.job_id} continues", flush=True)
     return 0
 
 
 def conclude_job(job: RunJob, clock: Clock = CLOCK) -> int:
-    """Say how the job ended, from the attempt that it made last; the exit code."""
+    """Print how the job ended, as its last attempt recorded it. Returns the exit code."""
     refresh_listing(job.run)
     if job.state in MAY_BE_FINISHED:
         _await_end(job, clock)
@@ -75,14 +75,14 @@ def conclude_job(job: RunJob, clock: Clock = CLOCK) -> int:
 
 
 def last_attempt(run: RunPaths, job: str) -> AttemptPaths | None:
-    """The job's newest attempt; None before its first."""
+    """The job's newest attempt; None before the first one."""
     pairs = [folder.name.rpartition("-") for folder in run.attempts.glob(f"{job}-*")]
     restarts = [int(restart) for of, _, restart in pairs if of == job and restart.isdecimal()]
     return run.attempt(run_registry.identity(run).run_id, f"{job}-{max(restarts)}") if restarts else None
 
 
 def _await_end(job: RunJob, clock: Clock) -> None:
-    """Wait until the end of a job that may have finished its run shows, for as long as it may be seen late."""
+    """Wait until the job's end is visible in the run's files, at most the visibility delay of the file system."""
     config = read_frozen_config(job.run)
 
     def shows() -> bool:
@@ -95,35 +95,39 @@ def _await_end(job: RunJob, clock: Clock) -> None:
         late = config.cluster.lateness if config is not None else 0.0
         wait_for("the end of the run", shows, late, longest_pause=MAX_PAUSE, clock=clock)
     except DeadlineError:
-        return  # what is said of the end then says that it has no reason
+        return  # `_print_end` then reports an end without a reason
 
 
 def _outcome(attempt: AttemptPaths) -> Outcome | None:
-    FileSharedDir(attempt.root).names()  # what was absent at an earlier look may be there by now
+    FileSharedDir(attempt.root).names()  # listing makes NFS drop a cached absence of the file
     return shared_files.read_document(attempt.outcome, Outcome)
 
 
 def conclude_run(
     paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str = ""
 ) -> int:
-    """Say how the run ended and where to look, then write the report, and what it says should be changed; the exit
-    code, which a report cannot change.
+    """Print how the run ended and where its results are, then write the report and print its recommendations.
 
-    `interrupted` are the signals that ended it from here, `job_state` Slurm's word for the end of the job.
+    Args:
+        interrupted: the signals that this launcher received and ended the run for.
+        job_state: Slurm's state of the ended job; empty for a local run.
+
+    Returns:
+        The exit code. A failure to write the report does not change it.
     """
     code = _print_end(paths, attempt, interrupted, job_state)
     try:
         from pipeline.observability.findings import findings_of
         from pipeline.observability.report_page import (
-            write_report,  # with it come charts, as slow to import as all else together
+            write_report,  # imports the charts, as slow as all other imports together
         )
 
         history = read_history(paths.root, alive=False)
         print(f"  report      {write_report(history)}", flush=True)
-        for found in findings_of(history.config, history.rows):
-            said = f"  to change   {found.observation} {found.change} {found.page}"
-            print(fill(said, LINE, subsequent_indent=" " * 14, break_on_hyphens=False), flush=True)
-    except Exception as error:  # noqa: BLE001 (how the run ended is told, whatever the report does)
+        for finding in findings_of(history.config, history.rows):
+            line = f"  to change   {finding.observation} {finding.change} {finding.page}"
+            print(fill(line, LINE, subsequent_indent=" " * 14, break_on_hyphens=False), flush=True)
+    except Exception as error:  # noqa: BLE001 (the exit code of the run stands, whatever the report raises)
         reason = one_line(error)
         print(f"warning: the report could not be written: {reason}", file=sys.stderr)
     return code
@@ -154,14 +158,13 @@ def _interruption(draining: Event | None) -> str:
         return "interrupted: the job was cancelled"
     if draining.by == LAUNCHER:
         return draining.detail
-    return f"interrupted: {draining.by} was told to end ({draining.detail})"
+    return f"interrupted: {draining.by} received an end request ({draining.detail})"
 
 
 def _print_failure(attempt: AttemptPaths, outcome: Outcome | None) -> bool:
-    """Say what failed, if anything did.
+    """Print the failure of the attempt. Returns whether there was one.
 
-    A job that was stopped has failed, also where no role did and the agents were only told to end: as srun tells them
-    when a rank is lost.
+    A stopped job has failed even if no role did: srun signals the agents when a rank is lost, and they only drain.
     """
     failure = shared_files.read_document(attempt.first_failure, FirstFailure)
     if failure is not None:

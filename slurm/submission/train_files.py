@@ -1,7 +1,7 @@
-"""Training the jobs of a file, or of a folder of them: a run like any other, whose name is theirs.
+"""Training of job files: a run that is named after the file or folder.
 
-Owns what `launchers/train.py` adds to a submission: the jobs, and a name for the run that does them. Promises that the
-same command goes on with the run that it began, and begins another once that is finished.
+Owns the additions of `launchers/train.py` to a submission: the job files and the name of the run. Promises that the
+same command resumes its unfinished run, and starts another run once that is finished.
 
     python launchers/train.py queue/ model.path=models/base
     python launchers/submit.py training.jobs=queue/ training.steps=0 name=queue model.path=models/base      # the same
@@ -22,7 +22,7 @@ from slurm.submission import submit_run
 from slurm.submission.compose_config import compose_config
 
 _MAX_NAME = 58
-"""So that a number still fits behind it."""
+"""Characters of a name, so that a number still fits behind it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compose_jobs(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The config of the run that does the jobs of a path; `ConfigError` as for every other."""
+    """The config of the run that executes the job files of a path; `ConfigError` as for every run."""
     config = compose_config([f"name={name_of(path)}", "training.steps=0", *overrides])
     config = config.model_copy(update={"training": config.training.model_copy(update={"jobs": str(path)})})
     if any(text.lstrip("+").startswith("name=") for text in overrides):
@@ -44,11 +44,11 @@ def compose_jobs(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def name_of(path: Path) -> str:
-    """What the jobs of a path are called in the config: its stem, as far as a name may have its letters."""
+    """A run name from the path's stem: characters that a name may not have become `-`."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:_MAX_NAME] or "jobs"
 
 
 def next_name(output: Path, name: str) -> str:
-    """The first of `name`, `name-2`, `name-3`, … that is no finished run's."""
+    """The first of `name`, `name-2`, `name-3`, … that no finished run has."""
     names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(each for each in names if not is_finished(RunPaths(output / each)))
+    return next(candidate for candidate in names if not is_finished(RunPaths(output / candidate)))

@@ -1,7 +1,7 @@
-"""What each name used of a run that serves: the table of `serve.py --usage`.
+"""The usage of each name on a serving run: the table of `serve.py --usage`.
 
-Owns the question to the front, which has its store for itself, and how the answer is printed. The front proves itself
-before it gets the run's secret.
+Owns the request to the gateway, the only process that opens its store, and the printed table. The gateway authenticates
+itself before the client sends the run's secret.
 """
 
 import json
@@ -29,36 +29,36 @@ _COLUMNS = {
 
 
 def print_usage(address: Address) -> int:
-    """Print one line for each name, and return the exit code; `ConfigError` where no front answers."""
+    """Print one line for each name. Returns the exit code; `ConfigError` if no gateway answers."""
     print("\n".join(usage_lines(ask_usage(address))))
     return 0
 
 
 def ask_usage(address: Address) -> list[dict[str, Any]]:
-    """What the front at an address says of all names."""
-    place = urlsplit(address.url)
-    link = HTTPConnection(place.hostname or "", place.port, timeout=_SECONDS)
+    """The usage records of all names, from the gateway at `address`; `ConfigError` if none answers."""
+    url = urlsplit(address.url)
+    link = HTTPConnection(url.hostname or "", url.port, timeout=_SECONDS)
     try:
         connect(link, address.secret)
         link.request("GET", ALL, headers={SECRET: address.secret})
         answer = link.getresponse()
         body = answer.read()
         if answer.status != 200:
-            raise OSError(f"it answered {answer.status}")
-        found: list[dict[str, Any]] = json.loads(body)
-        return found
+            raise OSError(f"status {answer.status}")
+        usages: list[dict[str, Any]] = json.loads(body)
+        return usages
     except (OSError, HTTPException, ValueError) as error:
-        raise ConfigError("serve", address.url, "a front that runs", f"start it again ({one_line(error)})") from None
+        raise ConfigError("serve", address.url, "a running front", f"start it again ({one_line(error)})") from None
     finally:
         link.close()
 
 
 def usage_lines(names: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table of the totals, tokens in columns of their own."""
+    """The lines of a table of totals, with a column for each kind of token."""
     table = [["name", *_COLUMNS, "checkpoints"]]
-    for each in names:
-        amounts = (f"{each['total'][field]:,.0f}" for field in _COLUMNS.values())
-        table.append([each["name"], *amounts, f"{each['checkpoint_bytes'] / 1e9:,.3f} GB"])
+    for entry in names:
+        amounts = (f"{entry['total'][field]:,.0f}" for field in _COLUMNS.values())
+        table.append([entry["name"], *amounts, f"{entry['checkpoint_bytes'] / 1e9:,.3f} GB"])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(zipped))

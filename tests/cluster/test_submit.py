@@ -65,7 +65,7 @@ def test_ctrl_c_leaves_the_job_alone(slurm: SlurmCluster, tmp_path: Path) -> Non
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=30)
     assert process.returncode == 0, said
-    assert f"left; job {run.job} goes on" in said
+    assert f"left; job {run.job} continues" in said
     assert run.fields()["JobState"] == "PENDING"
 
 

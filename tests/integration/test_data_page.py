@@ -34,7 +34,7 @@ def test_the_page_runs_word_by_word(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         said.append(done.stdout)
     run = tmp_path / "runs" / "sft"
-    assert "what is trained is green:\n^1+2=3$" in said[0]
+    assert "trained tokens are green:\n^1+2=3$" in said[0]
     assert "finished 5 steps" in said[0]  # 3 epochs of 3 rows
     for name in ("model", "best", "report.html"):
         assert (run / name).exists(), name

@@ -33,7 +33,7 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def keeper(settings: Settings, tmp_path: Path) -> Iterator[GatewaySupervisor]:
-    made = GatewaySupervisor(settings, tmp_path / "front.log", deaf_seconds=5.0)
+    made = GatewaySupervisor(settings, tmp_path / "front.log", unresponsive_seconds=5.0)
     yield made
     made.stop()
 

@@ -1,12 +1,12 @@
 """Hydra's launcher plugin for runs: `hydra/launcher=rollcall`.
 
-Owns what Hydra sees of us: a launcher on hydra-submitit-launcher's base class and config, found without a package of
-ours below `hydra_plugins`. Promises one `JobReturn` for each point, in their order, and that a point which failed is
-one that raises its reason when its value is asked for: what a sweeper makes of that is the sweeper's. Must not know how
-a point is run: that is the task function, which Hydra hands over.
+Owns the plugin: a launcher that derives from hydra-submitit-launcher's class and config, registered without a package
+below `hydra_plugins`. Promises one `JobReturn` for each point, in order; the return value of a failed point raises the
+reason when a sweeper reads it, and the sweeper decides what follows. Must not know how a point is run, which Hydra's
+task function does.
 
-Its base maps one job array over all points and waits for their pickles. Ours starts a run for each, so `launch` is
-replaced; docs/decisions/0010 says what else an array cannot do.
+The base class maps one job array over all points and waits for their pickles. This launcher starts a run for each
+point, so it replaces `launch`; docs/decisions/0010 lists the other limits of an array.
 """
 
 import sys
@@ -27,7 +27,7 @@ MODULE = "hydra_plugins.rollcall_launcher"
 
 @dataclass
 class RollcallQueueConf(BaseQueueConf):  # type: ignore[misc]
-    """The keys below `hydra.launcher`: see `slurm.submission.sweeps.hydra_settings`."""
+    """The keys below `hydra.launcher`; see `slurm.submission.sweeps.hydra_settings`."""
 
     _target_: str = f"{MODULE}.RollcallLauncher"
     objective: Any = "eval/accuracy"
@@ -36,12 +36,12 @@ class RollcallQueueConf(BaseQueueConf):  # type: ignore[misc]
 
 
 class RollcallLauncher(BaseSubmititLauncher):  # type: ignore[misc]
-    """Hands the points of a batch to the task function, and its results back to the sweeper."""
+    """Passes the points of a batch to the task function, and returns its results to the sweeper."""
 
     _EXECUTOR = "rollcall"
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """A return for each point once all of them are over. `initial_job_idx` starts at 0 again with each command."""
+        """Run the points and return one `JobReturn` each, once all are over. `initial_job_idx` is not used."""
         del initial_job_idx
         assert self.config is not None
         assert self.task_function is not None
@@ -51,7 +51,7 @@ class RollcallLauncher(BaseSubmititLauncher):  # type: ignore[misc]
 
 
 def register_launcher() -> None:
-    """Make the launcher known to Hydra, in this process."""
+    """Register the launcher with Hydra, in this process."""
     RollcallLauncher.__module__ = MODULE
     sys.modules.setdefault(MODULE, sys.modules[__name__])
     Plugins.instance().register(RollcallLauncher)

@@ -1,7 +1,7 @@
-"""What of a command line is Hydra's, and what its launcher is told.
+"""Hydra's part of a command line, and the keys of our Hydra launcher.
 
-Owns the split of a sweeper's command, and the keys of `hydra/launcher=rollcall`. Promises that a sweeper which is not
-installed, another launcher, and a key that would be read by nobody are one `ConfigError` each, before anything starts.
+Owns the split of a sweeper's command, and the keys of `hydra/launcher=rollcall`. Promises a `ConfigError` before
+anything starts for a sweeper that is not installed, for another launcher, and for a key that nothing reads.
 
     python launchers/submit.py -m hydra/sweeper=optuna hydra.sweeper.n_trials=6 optim.lr=interval(1e-5,1e-3)
                                   └─────────────── Hydra's ───────────────────┘ └───────── an axis ──────────┘
@@ -21,27 +21,27 @@ LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 OURS = ("objective", "window", "job")
 """The keys below `hydra.launcher` that are read."""
 EXTRAS = {"optuna": "optuna"}
-"""The extra that installs a sweeper."""
-_PLACES = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.output_subdir")
+"""The extra of this package that installs a sweeper."""
+_DIRECTORIES = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.output_subdir")
 _AXES = ("hydra.sweeper.params", "hydra.sweeper.search_space")
 _UNSET = ("_target_", "name", "submitit_folder")
 
 
 @dataclass(frozen=True)
 class SweeperCommand:
-    """A sweeper's command.
+    """A sweeper's command, split into its three kinds of override.
 
     Attributes:
-        hydra: Hydra's own overrides, our launcher among them.
-        fixed: what all points share, as the user wrote it.
-        axes: what the sweeper chooses from.
+        hydra: Hydra's own overrides, including our launcher.
+        fixed: the overrides that all points share, as the user wrote them.
+        axes: the overrides whose values the sweeper chooses.
     """
 
     hydra: tuple[str, ...]
     fixed: tuple[str, ...]
     axes: tuple[str, ...]
 
-    def given(self, key: str) -> bool:
+    def is_set(self, key: str) -> bool:
         """Whether one of Hydra's keys is set on the command line."""
         return any(_key(text) == key for text in self.hydra)
 
@@ -52,28 +52,28 @@ def names_hydra(overrides: Sequence[str]) -> str:
 
 
 def read_sweeper_command(overrides: Sequence[str]) -> SweeperCommand:
-    """The command, split; `ConfigError` for what cannot be."""
+    """Split a sweeper's command; `ConfigError` for an override that a sweeper cannot have."""
     hydra = [text for text in overrides if _is_hydras(text)]
     fixed, axes = split_axes([text for text in overrides if not _is_hydras(text)])
     settings = SweeperCommand(tuple(hydra), fixed, axes)
-    if not settings.given(SWEEPER):
+    if not settings.is_set(SWEEPER):
         raise ConfigError(SWEEPER, None, "a sweeper for Hydra's keys", "add hydra/sweeper=optuna, or leave them out")
     for text in hydra:
         key, value = _key(text), text.partition("=")[2]
         if key == LAUNCHER and value != "rollcall":
             raise ConfigError(LAUNCHER, value, "rollcall, which starts runs", "leave it out")
-        if key in _PLACES:
-            raise ConfigError(key, value, "no place: name=… and output=… say where a sweep is", "leave it out")
+        if key in _DIRECTORIES:
+            raise ConfigError(key, value, "no directory: name=… and output=… set the sweep's directory", "leave it out")
         if key.startswith(_AXES):  # Hydra cannot merge these on a command line; in a file they are read
             hint = "sweep over the keys themselves: 'optim.lr=interval(1e-5,1e-3)'"
-            raise ConfigError(key, value, "no space on the command line", hint)
-    if not settings.given(LAUNCHER):
+            raise ConfigError(key, value, "no search space on the command line", hint)
+    if not settings.is_set(LAUNCHER):
         settings = SweeperCommand((f"{LAUNCHER}=rollcall", *hydra), fixed, axes)
     return settings
 
 
 def refuse_missing(settings: SweeperCommand, installed: Sequence[str]) -> None:
-    """Raise `ConfigError`, with the command that installs it, for a sweeper that is not among these."""
+    """Raise `ConfigError`, with the command that installs it, for a sweeper that is not in `installed`."""
     for text in settings.hydra:
         value = text.partition("=")[2]
         if _key(text) == SWEEPER and value not in installed:
@@ -85,10 +85,10 @@ def refuse_missing(settings: SweeperCommand, installed: Sequence[str]) -> None:
 
 
 def read_objective(launcher: dict[str, Any], unset: dict[str, Any]) -> SweepMetric:
-    """What the launcher's part of Hydra's config names; `unset` is that part without any key set."""
+    """The objective in the launcher's part of Hydra's config; `unset` is that part with its defaults."""
     for key, value in launcher.items():
         if key not in (*OURS, *_UNSET) and value != unset.get(key):
-            hint = "resources.* and cluster.* say what a run is given"
+            hint = "resources.* and cluster.* set the resources of a run"
             raise ConfigError(f"hydra.launcher.{key}", value, f"one of {', '.join(OURS)}", hint)
     named, window, job = (launcher[key] for key in OURS)
     names = tuple(named) if isinstance(named, list) else (named,)

@@ -1,7 +1,7 @@
-"""The job of a point that a sweeper waits for: on this machine, in Slurm's queue, or another launcher's.
+"""The job of a point that a sweeper waits for: of this process, of another launcher, or in Slurm's queue.
 
-Owns what can be done with each. Promises that a run which was claimed here is let go of as soon as its job is over, and
-that how a job ended is told in the words of `slurm.submission.tail_job`. Must not know sweepers.
+Owns the operations on each kind of job. Promises that a run that this process claimed is released as soon as its job is
+over, and that the end of a job is printed as `slurm.submission.tail_job` prints it. Must not know sweepers.
 """
 
 from collections.abc import Callable
@@ -19,27 +19,27 @@ from slurm.submission.tail_job import conclude_job, conclude_run, last_attempt
 
 
 class TrialJob(Protocol):
-    """A job that was started for a point, or found live.
+    """The live job of a point.
 
     Attributes:
-        run: of the point.
-        found: whether it was live already: then it may have been told to end before this command came.
+        run: the point's run.
+        already_live: whether an earlier command started the job; it may have been cancelled since.
     """
 
     run: RunPaths
-    found: bool
+    already_live: bool
 
     def reap(self) -> None:
-        """Let go of the run if its job is over; called at every look."""
+        """Release the run's claim if its job is over; called at every poll."""
 
     def conclude(self) -> int:
-        """After its end: say how it ended; the exit code, as of a single run."""
+        """Print how the job ended, once it is over. Returns the exit code, as for a single run."""
 
 
 class LocalTrialJob:
-    """Virtual nodes that this process started. It holds the run's claim until they are over."""
+    """Virtual nodes that this process started. It holds the run's claim until they have ended."""
 
-    found = False
+    already_live = False
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         refuse_lacking_gpus(plan)
@@ -53,12 +53,12 @@ class LocalTrialJob:
             self._claim.close()
 
     def cancel(self, why: str) -> None:
-        """Have it make a checkpoint and come down, unless it is over; `why` is recorded as the reason."""
+        """Make the job save a checkpoint and end, unless it is over; `why` is recorded as the reason."""
         if not self._job.done():
             self._job.cancel(why)
 
     def end(self, at_once: Callable[[], bool]) -> None:
-        """Wait until it came down; from `at_once()` on it is killed."""
+        """Wait until the job has ended; kill it once `at_once()` is true."""
         try:
             self._job.end(at_once)
         finally:
@@ -69,9 +69,9 @@ class LocalTrialJob:
 
 
 class RemoteTrialJob:
-    """Virtual nodes of another launcher on this machine, which are waited for and left alone."""
+    """Virtual nodes of another launcher on this machine, which this process only waits for."""
 
-    found = True
+    already_live = True
 
     def __init__(self, run: RunPaths) -> None:
         self.run = run
@@ -86,10 +86,10 @@ class RemoteTrialJob:
 
 
 class SlurmTrialJob:
-    """A job in Slurm's queue, or running there. `slurm.submission.cancel_runs` ends it."""
+    """A queued or running job of Slurm. `slurm.submission.cancel_runs` ends it."""
 
-    def __init__(self, run: RunPaths, job: str, scheduler: Scheduler, *, found: bool) -> None:
-        self.run, self.found = run, found
+    def __init__(self, run: RunPaths, job: str, scheduler: Scheduler, *, already_live: bool) -> None:
+        self.run, self.already_live = run, already_live
         self._handle = RunJob(run.submitit / "slurm", job, run=run, scheduler=scheduler)
 
     def reap(self) -> None:

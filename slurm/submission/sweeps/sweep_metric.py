@@ -1,7 +1,7 @@
-"""The number that a run has reached, as a sweeper is told it.
+"""A run's values of a sweep's objective.
 
-Owns how an objective is read from a run's metrics. Promises a finite number for each metric that is named, or a
-`SweepError` that says what the run has instead. Must not know sweepers, nor which way is better.
+Owns how an objective is read from a run's metrics. Promises a finite number for each named metric, or a `SweepError`
+that suggests a metric of the run. Must not know sweepers, nor the direction of an objective.
 
     SweepMetric(("eval/accuracy",), window=2).of(run)     (0.5,): the mean of the run's last two evaluations
 """
@@ -21,12 +21,12 @@ _OF_A_ROW = ("kind", "job", "step", "time", "attempt")
 
 @dataclass(frozen=True)
 class SweepMetric:
-    """What is read of a finished run.
+    """The metrics that a sweeper optimizes, read from a finished run.
 
     Attributes:
-        names: metrics as `docs/metrics.md` has them; several for a sweeper of several objectives.
-        window: how many of their last values the mean is taken of: all, if there are fewer.
-        job: the training job whose rows count.
+        names: metrics of `docs/metrics.md`, one for each objective.
+        window: the number of last values to average; all values if there are fewer.
+        job: the training job whose metrics count.
     """
 
     names: tuple[str, ...]
@@ -37,7 +37,7 @@ class SweepMetric:
         return ", ".join(self.names)
 
     def of(self, run: RunPaths) -> tuple[float, ...]:
-        """One number for each name."""
+        """The mean of each metric's last values; `SweepError` for a metric without a value."""
         rows = [row for row in read_rows(run.metrics) if row["job"] == self.job]
         return tuple(self._mean(name, rows) for name in self.names)
 
@@ -50,6 +50,6 @@ class SweepMetric:
 
 
 def metric_names(rows: Iterable[MetricRecord]) -> list[str]:
-    """The metrics that have a value in any of these rows."""
-    found = {name for row in rows for name, value in row.items() if value is not None}
-    return sorted(found - set(_OF_A_ROW))
+    """The metrics that have a value in any of these rows, sorted."""
+    names = {name for row in rows for name, value in row.items() if value is not None}
+    return sorted(names - set(_OF_A_ROW))

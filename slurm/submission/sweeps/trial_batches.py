@@ -1,12 +1,12 @@
-"""The points that a sweeper asks for at a time: looked at, started, awaited, measured.
+"""A sweeper's batch of points: checked, started, awaited, measured.
 
-Owns a batch from its overrides to its numbers. Promises that a point is the same run whenever it is asked for: one that
-finished is only read, one that is live is waited for, one that ended early goes on from its last checkpoint. All points
-of a batch are looked at before the first is started; a point without a number has a reason; a signal ends what was
-started, and the sweeper with it. Must not know which sweeper asks.
+Owns a batch from its overrides to its objective values. Promises that equal overrides always denote the same run: a
+finished one is only read, a live one is awaited, one that ended early resumes from its last checkpoint. All points of a
+batch are checked before the first one is started. A point without a value has an error with the reason. A signal ends
+the started jobs and the sweeper. Must not know the sweeper.
 
-    study = Study(paths, fixed, launch, objective, told)
-    study([("optim.lr=1e-4",), ("optim.lr=3e-4",)])     [0.91, SweepError("point 1 (optim.lr=0.0003): failed: …")]
+    run_batch = TrialBatches(paths, fixed, launch, objective, received)
+    run_batch([("optim.lr=1e-4",), ("optim.lr=3e-4",)])     [0.91, SweepError("point 1 (optim.lr=0.0003): failed: …")]
 """
 
 import signal
@@ -31,11 +31,11 @@ from slurm.submission.sweeps.sweep_jobs import LocalTrialJob, RemoteTrialJob, Sl
 from slurm.submission.sweeps.sweep_metric import SweepMetric
 
 Result = float | list[float] | RollcallError
-"""What a sweeper is told of a point: its number, a number for each objective, or why it has none."""
+"""A point's result for the sweeper: its value, a value for each objective, or the error."""
 
 
 class StudyInterrupted(KeyboardInterrupt):
-    """The sweep was told to end, and what it had started is over. No sweeper takes it for the failure of a point."""
+    """A signal ended the sweep, and its jobs are over. A `KeyboardInterrupt`, so no sweeper counts it as a failure."""
 
     def __init__(self, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -43,7 +43,7 @@ class StudyInterrupted(KeyboardInterrupt):
 
 
 class TrialBatches:
-    """A sweep whose points come in batches. The caller holds its directory, and collects signals in `told`."""
+    """A sweep whose points come in batches. The caller locks its directory, and collects signals in `received`."""
 
     def __init__(
         self,
@@ -51,22 +51,22 @@ class TrialBatches:
         fixed: Sequence[str],
         launch: PointLauncher,
         objective: SweepMetric,
-        told: Sequence[signal.Signals],
+        received: Sequence[signal.Signals],
         clock: Clock = CLOCK,
     ) -> None:
         self._paths, self._fixed, self._launch = paths, tuple(fixed), launch
-        self._objective, self._told, self._clock = objective, told, clock
+        self._objective, self._received, self._clock = objective, received, clock
         self._overview = Overview(paths.root.parent, paths.root.name, launch.scheduler)
 
-    def __call__(self, asked: Sequence[Sequence[str]]) -> list[Result]:
-        """A result for each point, in their order, once all are over; `StudyInterrupted` after a signal."""
-        self._leave_if_told({})
-        looked = [self._look(overrides) for overrides in asked]
-        failures = self._carry_out({one.point.name: one for one in looked if isinstance(one, PlannedTrial)})
-        return [self._result(one, failures) for one in looked]
+    def __call__(self, batch: Sequence[Sequence[str]]) -> list[Result]:
+        """Run a batch. Returns a result for each point, in order; `StudyInterrupted` after a signal."""
+        self._raise_if_interrupted({})
+        points = [self._prepare(overrides) for overrides in batch]
+        failures = self._run_points({point.point.name: point for point in points if isinstance(point, PlannedTrial)})
+        return [self._result(point, failures) for point in points]
 
-    def _look(self, overrides: Sequence[str]) -> PlannedTrial | RollcallError:
-        """The point as it stands, on record from now on; or what is wrong with it."""
+    def _prepare(self, overrides: Sequence[str]) -> PlannedTrial | RollcallError:
+        """Check a point and record it in the manifest. Returns the point with its state, or the error."""
         try:
             point = spell_point(overrides, self._fixed)
             prepared = prepare_sweep(Expansion(self._fixed, (point,)), self._launch.check, self._launch.scheduler)
@@ -76,14 +76,14 @@ class TrialBatches:
         shared_files.write_document(self._paths.manifest, prepared.manifest)
         return prepared.entries[0]
 
-    def _carry_out(self, entries: dict[str, PlannedTrial]) -> dict[str, RollcallError]:
-        """Have each of them over; why those that did not finish did not."""
+    def _run_points(self, entries: dict[str, PlannedTrial]) -> dict[str, RollcallError]:
+        """Start or await every point until it is over. Returns the error of each point that did not finish, by name."""
         jobs, failures = dict[str, TrialJob](), dict[str, RollcallError]()
         for name, entry in entries.items():
-            self._leave_if_told(jobs)
+            self._raise_if_interrupted(jobs)
             if entry.standing == "live":
-                jobs[name] = self._found(entry)
-                print(f"{entry.point}: it is live already", flush=True)
+                jobs[name] = self._live_job(entry)
+                print(f"{entry.point}: already live", flush=True)
             elif entry.plan is not None:
                 self._start(entry, entry.plan, jobs, failures)
         while jobs:
@@ -95,9 +95,9 @@ class TrialBatches:
     def _start(
         self, entry: PlannedTrial, plan: Plan, jobs: dict[str, TrialJob], failures: dict[str, RollcallError]
     ) -> None:
-        """Start the point's job. What a scheduler refused for one, it is not asked for the next."""
-        name, kept = entry.point.name, sweep_manifest.load_manifest(self._paths)
-        assert kept is not None
+        """Start the point's job. After one refusal by the scheduler, further points fail with the same error."""
+        name, recorded = entry.point.name, sweep_manifest.load_manifest(self._paths)
+        assert recorded is not None
         refusal = next((error for error in failures.values() if isinstance(error, SchedulerError)), None)
         try:
             if refusal is not None:
@@ -108,26 +108,26 @@ class TrialBatches:
             else:
                 job = self._launch.submit(entry.config, plan)
                 print(f"  job {job}", flush=True)
-                jobs[name] = SlurmTrialJob(self._paths.point(name), job, self._launch.scheduler(), found=False)
+                jobs[name] = SlurmTrialJob(self._paths.point(name), job, self._launch.scheduler(), already_live=False)
         except RollcallError as error:
             failures[name] = error
-            note_submission(self._paths, kept, entry.point, refused=str(error))
+            note_submission(self._paths, recorded, entry.point, refused=str(error))
             print(f"error: {entry.point}: {error}", file=sys.stderr, flush=True)
         else:
-            note_submission(self._paths, kept, entry.point, job=job)
+            note_submission(self._paths, recorded, entry.point, job=job)
 
-    def _found(self, entry: PlannedTrial) -> TrialJob:
-        """The job of a point that is live already."""
+    def _live_job(self, entry: PlannedTrial) -> TrialJob:
+        """The job of a point that an earlier command started."""
         run = self._paths.point(entry.point.name)
         job = run_registry.submitted_job(run)
         if job is None or job.kind == "local":
             return RemoteTrialJob(run)
-        return SlurmTrialJob(run, job.job, self._launch.scheduler(), found=True)
+        return SlurmTrialJob(run, job.job, self._launch.scheduler(), already_live=True)
 
     def _await(self, jobs: dict[str, TrialJob]) -> dict[str, RunSummary]:
-        """Show the table until all these jobs are over, or one that was found live is; those that are over.
+        """Show the table until all jobs are over, or one that an earlier command started is. Returns the ended points.
 
-        A signal ends them all, then raises.
+        A signal ends all jobs, then raises `StudyInterrupted`.
         """
 
         def over(lines: Iterable[RunSummary]) -> dict[str, RunSummary]:
@@ -135,14 +135,17 @@ class TrialBatches:
 
         def enough(lines: Sequence[RunSummary]) -> bool:
             ended = over(lines)
-            return bool(self._told) or len(ended) == len(jobs) or any(jobs[name].found for name in ended)
+            return bool(self._received) or len(ended) == len(jobs) or any(jobs[name].already_live for name in ended)
 
         lines = follow_table(_JobTable(self._overview, jobs), clock=self._clock, until=enough)
-        self._leave_if_told(jobs)
+        self._raise_if_interrupted(jobs)
         return over(lines)
 
     def _conclude(self, point: Trial, line: RunSummary, jobs: dict[str, TrialJob]) -> RollcallError | None:
-        """Say how the job of a point ended, and drop it; why the point did not finish, unless it is started again."""
+        """Print how a point's job ended, and remove it from `jobs`. Returns why the point did not finish, if so.
+
+        A job that an earlier command started may have been cancelled: the point is then started once more.
+        """
         job = jobs.pop(point.name)
         print(f"{point}:", flush=True)
         code = job.conclude()
@@ -152,39 +155,41 @@ class TrialBatches:
             self._stop(jobs)
             raise StudyInterrupted(code)
         failures: dict[str, RollcallError] = {}
-        if job.found:
-            again = self._look(point.overrides)
-            if isinstance(again, RollcallError):
-                return again
-            if again.plan is not None:
-                self._start(again, again.plan, jobs, failures)
+        if job.already_live:
+            current = self._prepare(point.overrides)
+            if isinstance(current, RollcallError):
+                return current
+            if current.plan is not None:
+                self._start(current, current.plan, jobs, failures)
             return failures.get(point.name)
         return SweepError(f"{point}: {line.state}" + (f": {line.failure}" if line.failure else ""))
 
-    def _leave_if_told(self, jobs: dict[str, TrialJob]) -> None:
-        """After a signal, end these jobs and raise `StudyInterrupted`."""
-        if self._told:
+    def _raise_if_interrupted(self, jobs: dict[str, TrialJob]) -> None:
+        """End these jobs and raise `StudyInterrupted` if a signal was received."""
+        if self._received:
             if jobs:
-                said = "what was started makes a checkpoint, however long that takes, and stops"
-                print(f"{self._told[0].name}: {said}; a second signal ends it at once", file=sys.stderr, flush=True)
+                effect = "the started jobs save a checkpoint, without a time limit, and stop"
+                print(
+                    f"{self._received[0].name}: {effect}; a second signal ends it at once", file=sys.stderr, flush=True
+                )
             self._stop(jobs)
-            raise StudyInterrupted(exit_code(self._told[0]))
+            raise StudyInterrupted(exit_code(self._received[0]))
 
     def _stop(self, jobs: dict[str, TrialJob]) -> None:
-        """End what this command has started and what Slurm has of it; a second signal kills what runs here."""
+        """End the jobs of this process and those in Slurm's queue; a second signal kills the local ones."""
         here = [job for job in jobs.values() if isinstance(job, LocalTrialJob)]
-        why = describe(self._told[0]) if self._told else "another point of the sweep was interrupted"
+        why = describe(self._received[0]) if self._received else "another point of the sweep was interrupted"
         for job in here:
             job.cancel(why)
         for job in here:
-            job.end(at_once=lambda: len(self._told) > 1)
+            job.end(at_once=lambda: len(self._received) > 1)
         if queued := [job.run for job in jobs.values() if isinstance(job, SlurmTrialJob)]:
             cancel(queued, self._launch.scheduler, self._clock)
 
-    def _result(self, looked: PlannedTrial | RollcallError, failures: dict[str, RollcallError]) -> Result:
-        if isinstance(looked, RollcallError):
-            return looked
-        point = looked.point
+    def _result(self, prepared: PlannedTrial | RollcallError, failures: dict[str, RollcallError]) -> Result:
+        if isinstance(prepared, RollcallError):
+            return prepared
+        point = prepared.point
         if point.name in failures:
             return failures[point.name]
         try:
@@ -197,7 +202,7 @@ class TrialBatches:
 
 
 class _JobTable:
-    """The overview of a sweep some of whose jobs are this process's: those that are over are let go of first."""
+    """The overview of a sweep; each poll first releases this process's claims on ended runs."""
 
     def __init__(self, overview: Overview, jobs: dict[str, TrialJob]) -> None:
         self._overview, self._jobs = overview, jobs

@@ -85,9 +85,9 @@ def test_an_attempt_imports_what_the_run_was_made_with_whatever_was_edited_or_lo
         pass
     assert attempt(run, mine) == first
     assert sorted(changed_modules(run.code)) == [mine / "rewards_of_mine.py", mine / "words_of_mine" / "late.py"]
-    said = [line for line in warnings_of(config) if "goes on with its own copy" in line]
-    assert len(said) == 1
-    assert "late.py" in said[0]
+    changed = [line for line in warnings_of(config) if "continues with its own copy" in line]
+    assert len(changed) == 1
+    assert "late.py" in changed[0]
 
 
 def attempt(run: RunPaths, mine: Path) -> str:

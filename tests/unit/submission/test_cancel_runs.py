@@ -82,7 +82,7 @@ def test_a_job_in_the_queue_is_cancelled_whether_it_runs_or_not(
     assert cancel([run.paths], lambda: scheduler) == 0
     assert scheduler.cancelled == [job]
     assert capsys.readouterr().out.splitlines() == [
-        f"demo: job {job} ({state}) was told to end and will not be queued again",
+        f"demo: job {job} ({state}) was cancelled and will not be queued again",
         "demo: over; it had no checkpoint yet",
     ]
 
@@ -150,7 +150,7 @@ def test_a_local_job_is_told_by_a_signal_and_waited_for(
     run_registry.record_job(run.paths, "local", "local1")
     assert cancel([run.paths], no_scheduler) == 0
     assert local_job.wait(10) == 0
-    assert f"demo: process {local_job.pid} ({run.root}) was told to end" in capsys.readouterr().out
+    assert f"demo: process {local_job.pid} ({run.root}) was signalled to end" in capsys.readouterr().out
 
 
 def test_a_run_that_nobody_runs_has_nothing_to_cancel(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +241,7 @@ def test_a_local_run_that_waits_for_its_checkpoint_is_told_to_end_within_its_gra
     attempt = run.attempt("local1-0")
     Events(attempt.paths).publish("draining", LAUNCHER, "interrupted", patient=True)
     assert cancel([run.paths], no_scheduler) == 0
-    assert f"process {local_job.pid} ({run.root}) was told to end" in capsys.readouterr().out
+    assert f"process {local_job.pid} ({run.root}) was signalled to end" in capsys.readouterr().out
 
 
 def test_a_local_run_that_comes_down_already_is_only_waited_for(
@@ -268,7 +268,7 @@ def test_whoever_submits_a_sweep_is_told_before_its_points(
         assert cancel_sweep(paths, lambda: scheduler) == 0
         process.wait(10)  # it would sleep for a minute
     assert scheduler.cancelled == [job]
-    assert f"process {process.pid}, which submits it, was told to end" in capsys.readouterr().out
+    assert f"process {process.pid}, which submits it, was signalled to end" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [[], ["run=none"], ["sweep=none"], ["sweep="], ["run=a", "run=b"]])

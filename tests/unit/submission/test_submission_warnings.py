@@ -89,7 +89,7 @@ def test_a_length_beyond_the_models_positions_is_refused_at_submission(tmp_path:
     ("command", "fault"),
     [
         (["no-such-program"], "there is no program 'no-such-program' in PATH"),
-        (["/no/such/agent", "{prompt}"], "'/no/such/agent' is no program"),
+        (["/no/such/agent", "{prompt}"], "'/no/such/agent' is not a program"),
         ([sys.executable, "no_such_agent.py"], "there is no file 'no_such_agent.py'"),
     ],
 )
@@ -116,8 +116,8 @@ def test_an_agent_that_is_there_is_not_spoken_of() -> None:
         ({"model": "qwen", "key": "sesame"}, ""),
         ({"model": "gwen", "key": "sesame"}, "has no model 'gwen', but qwen"),
         ({"model": "qwen", "key": "other"}, "refuses the key (status 401)"),
-        ({"model": "qwen", "url": "http://127.0.0.1:9/v1", "key": "sesame"}, "nobody answers at http://127.0.0.1:9/v1"),
-        ({"model": "qwen", "url": "127.0.0.1", "key": "sesame"}, "it is no URL"),
+        ({"model": "qwen", "url": "http://127.0.0.1:9/v1", "key": "sesame"}, "no answer from http://127.0.0.1:9/v1"),
+        ({"model": "qwen", "url": "127.0.0.1", "key": "sesame"}, "it is not a URL"),
         ({"model": "qwen"}, "there is no key_file"),
     ],
 )

@@ -237,7 +237,7 @@ def test_a_run_that_is_starting_is_live(tmp_path: Path, fake: FakeLaunch, capsys
 
 def test_two_submissions_at_once_are_one_and_an_error(tmp_path: Path, fake: FakeLaunch) -> None:
     def queue(config: RunConfig, plan: Plan) -> str:
-        with pytest.raises(RunStateError, match="nobody else is submitting"):
+        with pytest.raises(RunStateError, match="no other process is submitting"):
             sweep(command(tmp_path), fake.launch, detach=True)
         return fake.submit(config, plan)
 
@@ -295,7 +295,7 @@ def test_leaving_a_followed_sweep_leaves_its_jobs(
 
     monkeypatch.setattr(CLOCK, "sleep", leave)
     assert sweep(command(tmp_path), fake.launch) == 0
-    assert "left; the jobs go on" in capsys.readouterr().out
+    assert "left; the jobs continue" in capsys.readouterr().out
     assert [job.state for job in fake.scheduler.jobs.values()] == ["PENDING"] * 4
 
 

@@ -103,7 +103,7 @@ def accuracy(point: sweep_manifest.Trial) -> float:
     return 1 - abs(math.log10(float(point.overrides[0].partition("=")[2])) + 3) / 4
 
 
-def test_optuna_chooses_points_two_at_a_time_and_the_best_is_told(
+def test_optuna_chooses_points_two_at_a_time_and_the_best_is_printed(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert drive(cluster) == 0
@@ -171,7 +171,7 @@ def test_a_signal_cancels_what_was_started_and_the_same_command_resumes_it(
     cluster.finish = lambda name: None if len(cluster.launch.submitted) == 4 else ends(name)  # type: ignore[method-assign]
     assert drive(cluster) == code
     assert cluster.launch.scheduler.cancelled == ["3", "4"]
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; the same command resumes" in capsys.readouterr().err
     assert not file_locks.is_held(SweepPaths(cluster.output / "lr").lock)
 
     cluster.during, cluster.finish = lambda: None, ends  # type: ignore[method-assign]
@@ -249,7 +249,7 @@ def test_hydras_own_sweeper_drives_runs_too(cluster: Cluster, capsys: pytest.Cap
 
 def test_two_commands_do_not_drive_one_sweep(cluster: Cluster) -> None:
     def again() -> None:
-        with pytest.raises(RunStateError, match="expected a sweep that nobody else is submitting"):
+        with pytest.raises(RunStateError, match="expected a sweep that no other process is submitting"):
             run_sweeper(command(cluster), cluster.launch.launch)
 
     cluster.during = again
@@ -258,7 +258,7 @@ def test_two_commands_do_not_drive_one_sweep(cluster: Cluster) -> None:
 
 def test_a_study_keeps_the_values_that_all_its_points_share(cluster: Cluster) -> None:
     drive(cluster)
-    with pytest.raises(RunStateError, match="expected the values its points were made with, but seed: 0 → 7"):
+    with pytest.raises(RunStateError, match="expected the values of its existing points, but seed: 0 → 7"):
         drive(cluster, *OPTUNA, AXIS, "seed=7")
 
 
@@ -288,7 +288,7 @@ def test_a_study_keeps_its_direction(cluster: Cluster) -> None:
         ((*OPTUNA, "hydra.launcher.objective=[loss,x]", AXIS), "expected 2 directions, one for each of loss, x"),
         ((*OPTUNA, "hydra/launcher=submitit_slurm", AXIS), "expected rollcall, which starts runs; leave it out"),
         ((*OPTUNA, "+hydra.sweeper.params.seed=1", AXIS), "sweep over the keys themselves"),
-        ((*OPTUNA, "hydra.sweep.dir=/tmp", AXIS), "name=… and output=… say where a sweep is"),
+        ((*OPTUNA, "hydra.sweep.dir=/tmp", AXIS), "name=… and output=… set the sweep's directory"),
         ((*OPTUNA[:4], "hydra/sweeper/sampler=grid", AXIS), "plain -m runs every combination"),
         ((*OPTUNA, "hydra.sweeper.trials=3", AXIS), "Could not override 'hydra.sweeper.trials'"),
         ((*OPTUNA, "hydra.sweeper.storage=nosql://x", AXIS), "hydra.sweeper.storage='nosql://x': expected a database"),
@@ -298,7 +298,7 @@ def test_a_study_keeps_its_direction(cluster: Cluster) -> None:
         ((*OPTUNA, AXIS, "loss=grpo,gpo"), "point optim.lr=1e-05 loss=gpo: loss='gpo': expected one of"),
         (
             (*OPTUNA, AXIS, "training.steps=0", "training.warm_start.steps=2"),
-            "hydra.launcher.job='rl': expected sft, the only job that the run does (training.steps=0); set it to sft",
+            "hydra.launcher.job='rl': expected sft, the only training job of the run (training.steps=0); set it to sft",
         ),
         (
             (*OPTUNA, "hydra.launcher.job=sft", "training.warm_start.steps=0", AXIS),
@@ -328,8 +328,11 @@ def test_a_sweeper_that_an_extra_installs_is_named_with_its_command() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["hydra/sweeper=optuna"], "expected -m: Hydra's own keys are read where a sweeper drives runs; add -m"),
-        (["-m", "--detach", "hydra/sweeper=optuna"], "expected no sweeper; the sweeper chooses points in this process"),
+        (["hydra/sweeper=optuna"], "expected -m: only a sweeper reads Hydra's own keys; add -m"),
+        (
+            ["-m", "--detach", "hydra/sweeper=optuna"],
+            "expected a command without a sweeper; the sweeper chooses points in this process",
+        ),
     ],
 )
 def test_the_launcher_refuses_what_no_sweeper_can(

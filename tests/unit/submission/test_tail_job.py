@@ -171,7 +171,7 @@ def test_a_job_that_was_cancelled_while_it_drained_is_an_interruption(
     )
     slurm.set(job.job_id, "CANCELLED")
     assert conclude_job(job) == 143
-    assert "interrupted: agent.1 was told to end (SIGTERM)" in capsys.readouterr().err
+    assert "interrupted: agent.1 received an end request (SIGTERM)" in capsys.readouterr().err
 
 
 def test_an_interruption_at_the_launcher_is_told_as_what_it_was(
@@ -194,7 +194,7 @@ def test_who_leaves_a_job_leaves_it_alone(
 ) -> None:
     job = job_of(run, slurm)
     assert follow_job(job, [signal.SIGINT]) == 0
-    assert f"left; job {job.job_id} goes on" in capsys.readouterr().out
+    assert f"left; job {job.job_id} continues" in capsys.readouterr().out
     assert (slurm.cancelled, slurm.jobs[job.job_id].state) == ([], PENDING)
 
 

@@ -101,7 +101,7 @@ def test_chats_count_also_when_their_stream_is_torn(tmp_path: Path) -> None:
 
 
 def test_no_front_is_said_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="a front that runs"):
+    with pytest.raises(ConfigError, match="a running front"):
         ask_usage(Address(url="http://127.0.0.1:9", secret="secret", pid=1))
 
 
