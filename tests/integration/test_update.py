@@ -16,7 +16,7 @@ from pipeline.errors import TrainingError
 from pipeline.train.algorithms import SFT, ValueLoss, token_advantages
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
-from pipeline.train.loop.policy_update import PolicyUpdate, cut_by_prompt, in_order_of
+from pipeline.train.loop.policy_update import PolicyUpdate, in_order_of, split_by_prompt
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.worker_spec import models_of
 from tests.fakes.configs import make_config
@@ -164,7 +164,7 @@ def by_hand(dispatch: RankGroup, config: RunConfig, rows: list[TrainSequence], s
             rows, due.advantages, said["policy"], said["critic"], due.returns, strict=True
         )
     ]
-    parts = cut_by_prompt(rows, 2, [config.seed, step])
+    parts = split_by_prompt(rows, 2, [config.seed, step])
     for epoch in range(2):
         for number in in_order_of(epoch, 2, [config.seed, step]):
             batch = Batch.of([complete[place] for place in parts[number]], temperature=config.rollout.temperature)

@@ -1,4 +1,46 @@
-"""The training loop of a run.
+"""The training loop of a run, and the asynchronous flow of an RL run with all of its gates.
+
+The roles run concurrently. v is the trainer's version (RL steps done), w the version of the slowest server that may be
+asked, P = `training.prompts_per_step`, L = `training.max_lag`. A `▷` is a gate: a place where the flow can wait.
+
+      ISSUE QUEUE      positions in ascending order; refused and lost ones again     rollout.issue_queue
+        │ ▷ concurrency   `rollout.concurrency` groups in flight, each until it is published
+        │ ▷ staleness     groups issued and not yet done < P · (L + 1 − (v − w))      transport.staleness
+        ▼
+      ACTOR            the samples of one position, with their rewards               rollout.issue_loop
+        │ ▷ servers       a request needs a server at most L versions behind the newest (rollout.server_pool)
+        │ ▷ budget        `publish` waits while unacknowledged entries fill `streams.budget_bytes`
+        ▼ topic `groups`
+      PREPROCESSOR     advantages within the group, a teacher's log-probabilities    roles.preprocessor
+        │ ▷ budget        of the next topic; one atomic operation publishes there and acknowledges here
+        ▼ topic `prepared`
+      STALENESS GATE   of the trainer: each group goes one of three ways             group_batches
+        │   done or in the batch already, filtered, failed ──► dropped, the ledger has the reason
+        │   older than L, or malformed (third time: failed) ─► topic `reissue` ──► ISSUE QUEUE
+        ▼   otherwise
+      BATCH            ▷ waits for P groups, at most `training.data_seconds`         group_batches
+        ▼
+      UPDATE           mini-batches, optimizer steps; v becomes v + 1                policy_update
+        │   the ledger marks the P positions as done, the board shows v + 1: both move the staleness gate of the actor
+        ▼
+      WEIGHT SYNC      ▷ waits until version v is on the servers, copies v + 1       weight_publisher
+        │   returns when the copy is made; the trainer continues with the next BATCH meanwhile
+        ▼
+      SERVERS          each receives v + 1 while it samples, swaps it, and is posted on the board as current:
+                       this moves w, and so the actor's two gates. A server that fails is evicted (never asked) and
+                       brought to the newest version in the background                inference.weight_sync
+
+`prepared` entries are acknowledged only after a checkpoint that covers them is durable, so an unsaved step can be
+repeated after a crash. At half of the budget the checkpoint comes early (`GroupBatches.is_near_budget`); otherwise the
+preprocessor, and then the trainer, would wait for each other. Evaluations have two more topics, `eval_requests` and
+`eval_results`; the actor runs them among the rollouts.
+
+With L = 1 the trainer updates to v + 1 while servers sample with v:
+
+    trainer   │ update v → v + 1 │ copy │ update v + 1 → v + 2   │ copy │ …
+    servers   │ sample with v           swap │ sample with v + 1       swap │ …
+
+With L = 0 the actor issues the groups of step v + 1 only when the servers are at v + 1: no overlap, on-policy.
 
 | module | owns |
 |---|---|
@@ -7,10 +49,10 @@
 | `policy_update` | one RL step on a batch: advantages, mini-batches, optimizer steps |
 | `group_batches` | batches of prepared groups from the stream |
 | `step_metrics` | metrics of several optimizer steps as those of one step |
-| `logprob_agreement` | whether the servers compute with the trainer's weights |
-| `compile_warmup` | batches without meaning, so that layers compile while servers start |
+| `logprob_agreement` | the check that the servers compute with the trainer's weights |
+| `compile_warmup` | placeholder batches, so that layers compile while servers start |
 | `run_recorder`, `checkpoint_export` | checkpoints of a run; a checkpoint as a model directory |
 | `weight_publisher` | weights for the servers |
 | `evaluations`, `eval_loss` | accuracy on the eval split, measured by the actor; SFT's loss on it |
-| `grace_period` | whether a step and its checkpoint fit into the grace period |
+| `grace_period` | the warning that a step and its checkpoint exceed the grace period |
 """

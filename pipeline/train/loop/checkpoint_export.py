@@ -1,11 +1,11 @@
-"""A commit of a run as a model directory.
+"""Export of a run's checkpoint as a model directory for transformers, peft and vLLM.
 
-Owns the way from a commit's shards to what transformers, peft and vLLM load. Promises that a directory with the name of
-the target is whole, and that the run it comes from may go on meanwhile: nothing of it is written but the target.
+Promises that a directory with the name of the target is complete, and that the run may continue meanwhile: only the
+target is written.
 
     python -m pipeline.train.loop.checkpoint_export <run directory> rl-50 <target>
 
-One process on the CPU does it, with memory for the model's weights in float32, twice; no optimizer is read.
+It takes one process on the CPU, and memory for two float32 copies of the model's weights. No optimizer is read.
 """
 
 import os
@@ -22,27 +22,27 @@ from pipeline.run.paths import RunPaths
 from pipeline.utils import atomic_dirs
 
 _OFFLINE_KEYS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""What torchrun would set for a world of one process, which nobody else looks for."""
+"""The environment that torchrun would set for a world of one process."""
 
 
 def find_checkpoint(run: RunPaths, name: str) -> Checkpoint:
-    """The commit `<job>-<step>` of a run, or its newest for `latest`; `CheckpointError` names those there are."""
-    found = list(complete_checkpoints(recorded_root(run)))
-    chosen = next((each for each in found if name in (each.name, "latest")), None)
+    """The checkpoint `<job>-<step>` of a run, or the newest for `latest`; `CheckpointError` lists the existing ones."""
+    checkpoints = list(complete_checkpoints(recorded_root(run)))
+    chosen = next((checkpoint for checkpoint in checkpoints if name in (checkpoint.name, "latest")), None)
     if chosen is None:
-        there = ", ".join(each.name for each in found) or "none"
-        raise CheckpointError(f"{run.root.name} has no commit {name}; there are: {there}")
+        existing = ", ".join(checkpoint.name for checkpoint in checkpoints) or "none"
+        raise CheckpointError(f"{run.root.name} has no commit {name}; there are: {existing}")
     return chosen
 
 
 def export_command(run: RunPaths, name: str, target: Path) -> list[str]:
-    """The process that writes the commit `name` as `target`. What it has not finished is the part that
-    `pipeline.utils.atomic_dirs` names by its pid."""
+    """The command that writes the checkpoint `name` as `target`. An unfinished directory has the name that
+    `pipeline.utils.atomic_dirs` derives from the process id."""
     return [sys.executable, "-P", "-m", "pipeline.train.loop.checkpoint_export", str(run.root), name, str(target)]
 
 
 def export_checkpoint(config: RunConfig, checkpoint: Checkpoint, target: Path) -> None:
-    """Write the policy of a commit as `target`; of a run with adapters, its adapter."""
+    """Write the policy of a checkpoint as `target`; for a run with adapters, the adapter alone."""
     from pipeline.train.batching.packing import Budget
     from pipeline.train.controller.lead_or_serve import run_controller_or_worker
     from pipeline.train.controller.model_saving import load_models

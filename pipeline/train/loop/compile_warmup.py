@@ -1,16 +1,17 @@
-"""Compiled layers before the first real step: rows that mean nothing go through the models while servers start.
+"""Compilation of layers before the first real step, by passes over placeholder rows while servers start.
 
-Owns which passes have everything compiled that steps need, and the rows of these passes. Promises that nothing is left
-of them but what was compiled: parameters, moments, progress, gradients and random states are what they were; and that
-no micro-batch is larger than the config lets a real one be, so that what does not fit fails here, with the error of a
-real step. Does nothing where nothing is compiled. Must not know when a job begins.
+Owns the passes that compile everything a step needs, and their rows. Promises that only compiled code remains:
+parameters, moments, progress, gradients and random states are unchanged. No micro-batch is larger than the config
+permits in a real step, so a budget that does not fit the memory fails here, with the error of a real step. Without
+`training.compile` it does nothing. Must not know when a job begins.
 
     warm_up = WarmUp(config, dispatch, pulse, phase)
-    warm_up.run({"policy": config.loss}, asked=["reference"])     # of models that have no gradients yet
+    warm_up.run({"policy": config.loss}, ["reference"])     # models must have no gradients yet
 
-A size is compiled as a constant until another one comes, and 1 is always a constant. So three micro-batches suffice:
-some rows, a full one of other sizes, whose layers are then compiled for all, and one with a single row. Lines that rows
-share have tables of their own: where there may be some, the first two come again with rows that begin alike.
+The compiler treats a size as a constant until a second size appears, and size 1 always as a constant. So three
+micro-batches suffice: two rows; a full one of other sizes, after which the layers are compiled for all sizes; and a
+single row. Layouts with shared prefixes use different index tables, so with `shared` packing the first two
+micro-batches are repeated with rows that have a common prefix.
 """
 
 import logging
@@ -31,7 +32,7 @@ from pipeline.train.model.model_worker import ModelWorker
 
 log = logging.getLogger(__name__)
 Phase = Callable[[], AbstractContextManager[object]]
-"""What is entered while a warm-up goes on, so that people see it."""
+"""A context that is entered during a warm-up, to display it in the status."""
 
 
 class WarmUp:
@@ -45,19 +46,20 @@ class WarmUp:
         """Whether layers are compiled."""
         return self._config.training.compile
 
-    def run(self, trained: Mapping[str, LossSpec], asked: Sequence[str] = ()) -> None:
-        """Train models, by name, on these losses, and ask models; all have no gradients, before and afterwards.
+    def run(self, trained: Mapping[str, LossSpec], forward_only: Sequence[str] = ()) -> None:
+        """Compile the training passes of the models in `trained`, with their losses, and the forward passes of
+        `forward_only`. No model has gradients before or afterwards.
 
-        Raises what a `Pulse` does, between two operations, and the `TrainingError` of a pass that fails.
+        Raises the errors of a `Pulse`, between two operations, and the `TrainingError` of a failed pass.
         """
         if not self.due:
             return
-        started, batches = time.monotonic(), self._batches([*trained, *asked])
+        started, batches = time.monotonic(), self._batches([*trained, *forward_only])
         with self._phase():
             for name, objective in trained.items():
                 for batch in batches:
                     self._train(name, batch, objective)
-            for name in asked:
+            for name in forward_only:
                 for batch in batches:
                     self._pulse()
                     self._dispatch.forward(name, batch)
@@ -66,38 +68,40 @@ class WarmUp:
     def _train(self, name: str, batch: Batch, objective: LossSpec) -> None:
         self._pulse()
         level = self._config.training.metrics
+        # The weight 0 makes all gradients 0; they are dropped, so that the first real step starts without any.
         self._dispatch.forward_backward(name, batch, objective, loss_weight=0.0, level=level)
         self._dispatch.run_on_ranks(name, drop_gradients, needs="forward_backward")
 
     def _batches(self, names: Sequence[str]) -> list[Batch]:
-        """Each of them is one micro-batch on every rank."""
+        """The placeholder batches; each is exactly one micro-batch on every rank."""
         ranks, budget, cp = trainer_ranks(self._config), self._dispatch.budget, self._config.training.mesh.cp
-        tokens, places = min(budget.tokens, micro_batch_tokens(self._config, ranks) * cp), ranks // cp
+        # With context parallelism, cp ranks compute one micro-batch together, so there are ranks / cp micro-batches.
+        tokens, replicas = min(budget.tokens, micro_batch_tokens(self._config, ranks) * cp), ranks // cp
         vocabulary = min(self._dispatch.models[name].vocabulary for name in names)
         sizes = shapes(tokens, self._config.model.max_length, budget.rows)
-        apart = [[empty_row(length, vocabulary, number) for number in range(count * places)] for count, length in sizes]
-        alike = [
+        distinct = [
+            [empty_row(length, vocabulary, number) for number in range(count * replicas)] for count, length in sizes
+        ]
+        shared = [
             [
                 row
-                for place in range(places)
-                for row in rows_with_shared_prefix(count, length, vocabulary, place * count)
+                for replica in range(replicas)
+                for row in rows_with_shared_prefix(count, length, vocabulary, replica * count)
             ]
             for count, length in sizes
             if budget.packing == "shared" and min(count, length) > 1
         ]
-        return [Batch.of(rows) for rows in apart + alike]
+        return [Batch.of(rows) for rows in distinct + shared]
 
 
 def shapes(tokens: int, longest: int, most: int | None = None) -> list[tuple[int, int]]:
-    """Rows and their length of each micro-batch, in order: at most `tokens` in `most` rows (None: any number), of at
-    most `longest` tokens each.
-
-    Sizes that are equal by chance would be compiled as one size: so the rows of the full one are not as many as each
-    has tokens, nor one less, since a table of their bounds has one entry more.
-    """
+    """(rows, tokens of each row) of each micro-batch, in order: at most `tokens` in total, `most` rows (None: any
+    number), and `longest` tokens per row."""
     most = most or tokens
     full = min(most, max(3, -(-tokens // longest)))
     length = min(longest, tokens // full)
+    # Sizes that are equal by chance would be compiled as one symbol. The number of rows must therefore differ from
+    # their length; and so must the table of row bounds, which has one more entry than rows.
     if full in (length, length - 1):
         length = max(1, length - 2)
     return [(min(most, 2), max(1, 3 * length // 4)), (full, length), (1, max(1, length // 2))]
@@ -106,7 +110,8 @@ def shapes(tokens: int, longest: int, most: int | None = None) -> list[tuple[int
 def empty_row(
     length: int, vocabulary: int, number: int = 0, prefix: Sequence[int] | NDArray[np.int32] = ()
 ) -> TrainSequence:
-    """A row that any loss takes; rows of several numbers share only their prefix, as far as words suffice."""
+    """A placeholder row with the inputs of every loss. Rows with different `number` share only `prefix`, as far as the
+    vocabulary suffices."""
     zeros, mask = np.zeros(length, np.float32), np.ones(length, np.uint8)
     mask[0] = 0
     tokens = (np.arange(length, dtype=np.int32) * (1 + number // vocabulary) + number) % vocabulary
@@ -117,12 +122,12 @@ def empty_row(
 
 
 def rows_with_shared_prefix(count: int, length: int, vocabulary: int, number: int) -> list[TrainSequence]:
-    """A row of half the length, and others that begin with it: what is laid of the longest is shorter than what
-    attention reads of it, so a kernel sees two sizes."""
+    """`count` rows: one of half the length, and longer ones that begin with it."""
+    # The longest row's suffix in the layout is shorter than the row that attention reads: the kernel gets two sizes.
     first = empty_row(length // 2, vocabulary, number)
     return [first, *(empty_row(length, vocabulary, number + more, first.tokens) for more in range(1, count))]
 
 
 def drop_gradients(worker: ModelWorker) -> None:
-    """On every rank."""
+    """Delete the gradients of a rank's model."""
     worker.model.zero_grad(set_to_none=True)

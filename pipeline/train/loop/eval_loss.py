@@ -1,9 +1,8 @@
-"""The loss of rows that are never trained, and the model of the lowest.
+"""The loss of SFT on the eval split, and the selection of the best model.
 
-Owns when supervised fine-tuning is measured, and which model counts as the best. Promises the mean cross-entropy over
-all counted tokens of the held-out rows, whatever portions they are computed in; that nothing is measured twice; and
-that the best model is kept before its number is told, so that who reads the number finds the model. Must not know
-ranks, checkpoints or files.
+Owns the schedule of this evaluation. Promises the mean cross-entropy over all counted tokens of the eval rows,
+independent of the batches they are computed in; that no step is measured twice; and that the best model is saved before
+its loss is logged, so that a reader of the loss finds the model. Must not know ranks, checkpoints or files.
 """
 
 import logging
@@ -22,11 +21,11 @@ Note = Callable[[int, Mapping[str, float]], None]
 
 
 class EvalLoss:
-    """Measures the policy on held-out rows.
+    """Measures the policy's loss on the eval rows.
 
-    measures.at(0)          # when the job begins
-    measures.at(step)       # after each step; it knows which are due
-    measures.at(steps, last=True)
+    eval_loss.at(0)          # when the job begins
+    eval_loss.at(step)       # after each step; does nothing unless due
+    eval_loss.at(steps, last=True)
     """
 
     def __init__(
@@ -40,15 +39,23 @@ class EvalLoss:
         keep: Callable[[], None],
         pulse: Pulse,
     ) -> None:
-        """Every `every` steps, `batch` rows at once; 0: first and last only.
+        """Create the evaluation; nothing is measured yet.
 
-        `measured` has the losses so far by step, `note` is told a new one, `keep` keeps the model as the best so far.
+        Args:
+            dispatch: the ranks that compute the loss.
+            rows: rows of the eval split.
+            batch: rows per forward pass.
+            every: interval in steps; 0: first and last only.
+            measured: losses that earlier attempts have logged, by step.
+            note: logs the metrics of a step.
+            keep: saves the current model as the best.
+            pulse: called between forward passes.
         """
         self._dispatch, self._rows, self._batch, self._every = dispatch, rows, batch, every
         self._measured, self._note, self._keep, self._pulse = dict(measured), note, keep, pulse
 
     def at(self, step: int, *, last: bool = False) -> None:
-        """Measure the model of `step`, if it is due and was not measured. May raise what a `Pulse` does."""
+        """Measure the model of `step`, if it is due and not measured yet. May raise a `Pulse`'s errors."""
         due = step == 0 or last or (self._every > 0 and step % self._every == 0)
         if not (due and self._rows) or step in self._measured:
             return
@@ -62,15 +69,15 @@ class EvalLoss:
         self._note(step, {"eval/loss": loss, "eval/tokens": float(tokens), "eval/seconds": seconds})
 
     def _measure(self) -> tuple[float, int]:
-        """Mean cross-entropy (nats) over the counted tokens, and how many they are."""
+        """Mean cross-entropy (nats) over the counted tokens, and their number."""
         total, counted = 0.0, 0
         for begin in range(0, len(self._rows), self._batch):
             self._pulse()
             batch = Batch.of([self._rows[i] for i in range(begin, min(begin + self._batch, len(self._rows)))])
-            answers = self._dispatch.forward("policy", batch)
+            logprobs_by_row = self._dispatch.forward("policy", batch)  # float32[T] of each row
             total -= sum(
-                float(np.sum(answer, where=np.asarray(row.mask, bool), dtype=np.float64))
-                for answer, row in zip(answers, batch.rows, strict=True)
+                float(np.sum(logprobs, where=np.asarray(row.mask, bool), dtype=np.float64))
+                for logprobs, row in zip(logprobs_by_row, batch.rows, strict=True)
             )
             counted += batch.counted
         return total / counted, counted

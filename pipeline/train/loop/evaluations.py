@@ -1,8 +1,8 @@
-"""Evaluations, measured by the actor on the servers.
+"""Evaluations, run by the actor on the servers.
 
-Owns their schedule, the requests of the trainer and the answers. Promises that an answer is logged once, at the step
-whose weights were asked for, also when it comes after a restart; and that nothing is measured twice. During training
-nobody waits for it: its prompts run among the rollouts, and the versions that answered are logged with it.
+Owns their schedule, the trainer's requests and the results. Promises that a result is logged once, at the step of the
+requested weights, also after a restart; and that no evaluation is repeated. Training does not wait for an evaluation:
+its prompts run among the rollouts, and the result has the policy versions that sampled it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,19 +19,23 @@ from pipeline.utils.waiting import Deadline
 
 READ_SECONDS = 0.5
 Measured = tuple[str, int]
-"""The name of a set, empty for the run's own held-out prompts, and a weight version."""
+"""The name of an evaluation set, empty for the run's default set, and a policy version."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a set is evaluated: after each `every` steps, first and last in any case (0: only then), and for how many
-    `seconds` one evaluation may go on."""
+    """The schedule of an evaluation set.
+
+    Attributes:
+        every: interval in steps; the first and last version are always evaluated (0: only these).
+        seconds: time limit of one evaluation.
+    """
 
     every: int
     seconds: float
 
     def has(self, version: int) -> bool:
-        """Whether weights `version` are to be measured, whichever are the last."""
+        """Whether `version` is due, apart from the last one."""
         return version == 0 or (self.every > 0 and version % self.every == 0)
 
 
@@ -42,22 +46,22 @@ class Note(Protocol):
 
 
 def schedules_of(config: RunConfig) -> dict[str, Schedule]:
-    """Of every set of a run, by name; its own held-out prompts first, with the empty name."""
+    """The schedules of a run's evaluation sets by name; the default set comes first, with the empty name."""
     every = config.training.eval_every
     own = {"": Schedule(every, config.training.data_seconds)} if config.evaluation.own else {}
     return own | {
-        name: Schedule(every if each.every is None else each.every, each.seconds)
-        for name, each in config.evaluation.sets.items()
+        name: Schedule(every if eval_set.every is None else eval_set.every, eval_set.seconds)
+        for name, eval_set in config.evaluation.sets.items()
     }
 
 
 def results_in(rows: Iterable[MetricRecord]) -> set[Measured]:
-    """What the rows of a run's metrics tell of."""
+    """The evaluations in the metric records of a run."""
     return {(row.get("set", ""), row["step"]) for row in rows if (row["kind"], row["job"]) == ("eval", "rl")}
 
 
 class Evaluations:
-    """Asks for evaluations and logs what comes back."""
+    """Requests evaluations and logs their results."""
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class Evaluations:
         note: Note,
         pulse: Pulse,
     ) -> None:
-        """`measured` is what is logged so far, `note` logs one more."""
+        """`measured` are the evaluations that are already logged; `note` logs a new one."""
         self._streams, self._attempt, self._schedules = streams, attempt, schedules
         self._note, self._pulse = note, pulse
         self._reader = streams.reader("eval_results", EvalResult, "trainer")
@@ -77,21 +81,23 @@ class Evaluations:
         self._generation = streams.generation
 
     def due(self, version: int, *, last: bool = False) -> list[str]:
-        """The sets whose turn it is with weights `version`, all with the `last`, that are not asked or measured yet."""
-        turn = [name for name, schedule in self._schedules.items() if last or schedule.has(version)]
+        """The sets that are due at `version` (all, if it is the `last`) and not requested or measured yet."""
+        scheduled = [name for name, schedule in self._schedules.items() if last or schedule.has(version)]
         return [
-            name for name in turn if (name, version) not in self._measured and self._id(name, version) not in self._open
+            name
+            for name in scheduled
+            if (name, version) not in self._measured and self._id(name, version) not in self._open
         ]
 
     def request(self, version: int, sets: Sequence[str]) -> None:
-        """Ask how weights `version` do on these sets."""
+        """Request evaluations of policy version `version` on these sets."""
         for name in sets:
             request = EvalRequest(id=self._id(name, version), policy_version=version, set=name)
             self._streams.publish("eval_requests", request)
             self._open[request.id] = request
 
     def collect(self, seconds: float = 0.0) -> None:
-        """Log the results that have come, of earlier attempts too."""
+        """Log the results that have arrived, including those of earlier attempts' requests."""
         for entry in self._reader.read(limit=16, seconds=seconds):
             result = entry.record
             self._open.pop(result.id, None)
@@ -100,20 +106,18 @@ class Evaluations:
                 self._note(result.policy_version, metrics_of(result), result.set)
             self._reader.acknowledge([entry.id])
         if self._generation != self._streams.generation:
-            self._ask_again()
+            self._request_again()
 
-    def _ask_again(self) -> None:
-        """Repeat the requests that are neither there nor answered: the streams may have lost them."""
+    def _request_again(self) -> None:
+        """Repeat the open requests that are not in the stream: a restart of the backend may have lost them."""
         self._generation = self._streams.generation
-        there = {entry.record.id for entry in self._streams.scan("eval_requests", EvalRequest)}
-        for name in sorted(self._open.keys() - there):
+        present = {entry.record.id for entry in self._streams.scan("eval_requests", EvalRequest)}
+        for name in sorted(self._open.keys() - present):
             self._streams.publish("eval_requests", self._open[name])
 
     def wait(self) -> None:
-        """Collect until nothing is open; `Interrupted` when the attempt is ending meanwhile.
-
-        The actor evaluates one set after the other, so the deadline is the sum of theirs.
-        """
+        """Collect until no request is open; `Interrupted` if the attempt is ending meanwhile."""
+        # The actor evaluates one set after the other, so the deadline is the sum of theirs.
         seconds = sum(self._schedules[request.set].seconds for request in self._open.values())
         deadline = Deadline("the held-out evaluation", seconds)
         while self._open:
@@ -127,8 +131,8 @@ class Evaluations:
 
 
 def metrics_of(result: EvalResult) -> dict[str, float]:
-    """An evaluation as metrics; those of a set have its name, as `eval/<set>/accuracy`."""
-    found = {
+    """An evaluation as metrics; names of a set contain its name, such as `eval/<set>/accuracy`."""
+    metrics = {
         "eval/accuracy": result.accuracy,
         "eval/error": result.error,
         "eval/prompts": float(result.prompts),
@@ -138,8 +142,8 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
         "eval/seconds": result.seconds,
     }
     if result.set:
-        found |= {"eval/samples": float(result.samples), "eval/late": float(result.timed_out)}
-    found |= {f"eval/pass@{k}": share for k, share in result.pass_at.items()}
-    found |= {f"eval/{name}": value for name, value in result.metrics.items()}
+        metrics |= {"eval/samples": float(result.samples), "eval/late": float(result.timed_out)}
+    metrics |= {f"eval/pass@{k}": share for k, share in result.pass_at.items()}
+    metrics |= {f"eval/{name}": value for name, value in result.metrics.items()}
     prefix = f"eval/{result.set}/" if result.set else "eval/"
-    return {f"{prefix}{name.removeprefix('eval/')}": value for name, value in found.items()}
+    return {f"{prefix}{name.removeprefix('eval/')}": value for name, value in metrics.items()}

@@ -1,6 +1,6 @@
-"""Whether a step and its checkpoint fit into the time that an attempt gets to end.
+"""The warning that a step and its checkpoint take longer than the grace period of an attempt.
 
-Owns the comparison and its words, which the trainer's log, the watcher and the report share. Pure.
+The trainer's log, the watcher and the report share this comparison and its text. Pure.
 """
 
 import math
@@ -11,18 +11,18 @@ from pipeline.config.cluster_keys import ClusterConfig
 from pipeline.run.metrics_log import MetricRecord
 
 _ENOUGH_STEPS = 2
-"""One step alone may have compiled, or measured the model too."""
+"""The minimum of two steps is compared, since one alone may include a compilation or an evaluation."""
 _SPARE = 1.5
-"""The grace that is recommended, in units of what a step and its checkpoint took."""
+"""The recommended grace period, as a multiple of the time of a step and its checkpoint."""
 
 
 @dataclass(frozen=True)
 class GraceWarning:
-    """That the steps since the last checkpoint may be lost.
+    """A warning that the steps since the last checkpoint may be lost.
 
     Attributes:
-        seen: what was measured and what it costs.
-        change: which key to set.
+        observation: the measured times and their consequence.
+        change: the key to set, and its value.
     """
 
     observation: str
@@ -33,10 +33,10 @@ class GraceWarning:
 
 
 def grace_warning(cluster: ClusterConfig, rows: Sequence[MetricRecord]) -> GraceWarning | None:
-    """None while a step and a checkpoint fit into `cluster.grace_seconds`.
+    """The warning, or None if a step and a checkpoint fit into `cluster.grace_seconds`.
 
-    `rows` are the newest steps of one attempt, as they are logged. Time that a step waits for data does not count,
-    since the trainer ends that wait at once.
+    `rows` are the metric records of the newest steps of one attempt. The time that a step waits for data does not
+    count, since the trainer ends that wait at once.
     """
     if len(rows) < _ENOUGH_STEPS or rows[-1].get("checkpoint/seconds") is None:
         return None
@@ -44,19 +44,19 @@ def grace_warning(cluster: ClusterConfig, rows: Sequence[MetricRecord]) -> Grace
     commit: float = rows[-1]["checkpoint/seconds"]
     if step + commit <= cluster.grace_seconds:
         return None
-    wanted = math.ceil(_SPARE * (step + commit) / 10) * 10
-    found = (
+    recommended = math.ceil(_SPARE * (step + commit) / 10) * 10
+    observation = (
         f"a step takes {step:.0f} s and its checkpoint {commit:.0f} s, longer than "
         f"cluster.grace_seconds={cluster.grace_seconds:g}"
     )
     if cluster.kind == "slurm":
         return GraceWarning(
-            f"{found}: a job that is told to end loses the steps since its last checkpoint",
-            f"set cluster.grace_seconds={wanted}, where the site waits as long (docs/cluster.md, KillWait and "
+            f"{observation}: a job that receives a stop signal loses the steps since its last checkpoint",
+            f"set cluster.grace_seconds={recommended}, where the site waits as long (docs/cluster.md, KillWait and "
             "GraceTime), or lower training.checkpoint_seconds",
         )
     return GraceWarning(
-        f"{found}: the steps since the last checkpoint are lost if another role fails or the launcher is killed (the "
-        "first Ctrl-C waits for the checkpoint)",
-        f"set cluster.grace_seconds={wanted}",
+        f"{observation}: the steps since the last checkpoint are lost if another role fails or the launcher is killed "
+        "(the first Ctrl-C waits for the checkpoint)",
+        f"set cluster.grace_seconds={recommended}",
     )

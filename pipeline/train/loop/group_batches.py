@@ -1,9 +1,9 @@
-"""Where RL's data comes from: the stream of prepared groups.
+"""Batches of RL, from the stream of prepared groups.
 
-Owns the cutting of batches. Promises that a batch of groups holds each position once, none that is refused
-for its age, nothing that cannot be trained, and nothing that the ledger has settled; that what is not trained is
-settled with its reason or asked for again; and that stream entries are acknowledged only after the commit that covers
-them. Must not know models or ranks.
+Owns the trainer's staleness gate. Promises that a batch has each position once, no group that is too old, none that
+cannot be trained, and none that the ledger has as done. A group that is not trained is marked as done with its reason,
+or its position is issued again. Stream entries are acknowledged only after the checkpoint that covers them is durable.
+Must not know models or ranks.
 """
 
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 READ_SECONDS = 0.5
 MAX_MALFORMED = 3
-"""A position that came malformed so often is settled as failed: it would hold up all that come after it."""
+"""Malformed deliveries after which a position is marked as failed; without a limit it would be reissued forever."""
 
 
 class Interrupted(RollcallError):
@@ -32,24 +32,24 @@ class Interrupted(RollcallError):
 
 
 Pulse = Callable[[], None]
-"""Called in every loop that waits, where no operation runs and nothing is half taken: shows the other ranks that the
-controller lives, and may acknowledge what a commit covers. Raises `Interrupted`, or what ended the commit under way."""
+"""Called in every waiting loop, between operations, at points where no state is partially updated. Sends a sign of life
+to the other ranks, and may acknowledge entries of a durable checkpoint. Raises `Interrupted`, or the error of a failed
+save."""
 
 
 @dataclass
 class GroupBatches:
-    """Cuts batches from the topic `prepared`.
+    """Reads batches from the topic `prepared`.
 
         groups = batches.next(version)      # exactly training.prompts_per_step
         …train them…
         batches.trained(step)               # now the ledger has them
-        batches.tell_progress(step + 1)     # may fail, with the streams: so it comes when the step counts
-        batches.covered                     # stream entries that the next commit covers
-        batches.begin_checkpoint()              # the same, when it begins; early if batches.crowded
-        batches.acknowledge(covered)        # once that commit is durable, with what it covers
+        batches.publish_progress(step + 1)  # may fail with the streams, so it comes after the step counts
+        batches.begin_checkpoint()          # stream entries that a checkpoint covers; early if batches.is_near_budget
+        batches.acknowledge(covered)        # once that checkpoint is durable, with its entries
 
-    The model knows token ids below `vocabulary`. `counts` says what was set aside since the last `next`: `duplicate`,
-    `stale`, `malformed`, and the reasons of those that are settled.
+    Token ids must be below `vocabulary`. `counts` are the groups discarded since the last `next`, by reason:
+    `duplicate`, `stale`, `malformed`, and the outcomes of groups that the preprocessor filtered or failed.
     """
 
     streams: Streams
@@ -63,7 +63,7 @@ class GroupBatches:
 
     def __post_init__(self) -> None:
         self._reader = self.streams.reader("prepared", PreparedGroup, "trainer")
-        self._fresh: dict[int, Entry[PreparedGroup]] = {}
+        self._pending: dict[int, Entry[PreparedGroup]] = {}
         self._covered: list[str] = []
         self._uncommitted = 0
         self._malformed: Counter[int] = Counter()
@@ -72,73 +72,75 @@ class GroupBatches:
     def next(self, version: int) -> list[PreparedGroup]:
         """The groups of the next step, in their order of arrival, for weights of `version`.
 
-        Raises what `pulse` raises, and `DeadlineError` when no batch came for `training.data_seconds`.
+        Raises errors of `pulse`, and `DeadlineError` if no whole batch arrived within `training.data_seconds`.
         """
         self.counts.clear()
-        started, wanted = time.monotonic(), self.config.training.prompts_per_step
-        while len(self._fresh) < wanted:
+        started, size = time.monotonic(), self.config.training.prompts_per_step
+        while len(self._pending) < size:
             self.pulse()
-            self._receive(wanted, version)
+            self._receive(size, version)
             self.waited = time.monotonic() - started
             if self.waited > self.config.training.data_seconds:
-                aside = ", ".join(f"{count} {reason}" for reason, count in self.counts.most_common(3)) or "nothing"
-                missing = f"{wanted - len(self._fresh)} of {wanted} groups; set aside meanwhile: {aside}"
+                discarded = ", ".join(f"{count} {reason}" for reason, count in self.counts.most_common(3)) or "nothing"
+                missing = f"{size - len(self._pending)} of {size} groups; set aside meanwhile: {discarded}"
                 raise DeadlineError("a batch from the preprocessor", self.waited, missing)
-        return [entry.record for entry in self._fresh.values()]
+        return [entry.record for entry in self._pending.values()]
 
-    def _receive(self, wanted: int, version: int) -> None:
+    def _receive(self, size: int, version: int) -> None:
         try:
-            for entry in self._reader.read(wanted - len(self._fresh), READ_SECONDS):
+            # Never more than the batch lacks: a group that waits here for a later step would age unseen.
+            for entry in self._reader.read(size - len(self._pending), READ_SECONDS):
                 self._take(entry, version)
+            # Discarded groups are done too. Without this the actor's gate would count them as outstanding and close.
             self.publish_progress(version)
         except StreamError:
-            self.pulse()  # an attempt that is ending needs no data: the streams were not waited for
+            self.pulse()  # raises `Interrupted` in an attempt that is ending, which needs no data any more
             raise
 
     def trained(self, step: int, outcome: str = TRAINED) -> None:
-        """Settle the groups of the last `next`: step `step`, counted from 0, made of them what `outcome` says.
+        """Mark the groups of the last `next` as done by step `step` (counted from 0), with `outcome`.
 
-        It talks to nobody, so a step and its settlements happen together or not at all.
+        Pure memory, no I/O: a step and its ledger entries happen together or not at all.
         """
-        for position, entry in self._fresh.items():
+        for position, entry in self._pending.items():
             self._mark_done(position, outcome, step)
             self._note_consumed(entry)
-        self._fresh.clear()
+        self._pending.clear()
 
     def publish_progress(self, version: int) -> None:
-        """Let the actor know the trainer's version and how much is settled."""
+        """Post the trainer's version and the number of done positions to the board, for the actor's gate."""
         self.board.post_progress(version, self.ledger.done_count)
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """Stream entries that the ledger covers and that are not acknowledged yet."""
+        """Stream entries that are in the ledger and not acknowledged yet."""
         return tuple(self._covered)
 
     def begin_checkpoint(self) -> tuple[str, ...]:
-        """What a commit that begins now covers."""
+        """The stream entries that a checkpoint covers if its save begins now."""
         self._uncommitted = 0
         return self.covered
 
     @property
     def is_near_budget(self) -> bool:
-        """Whether what was settled since the last commit began takes half of what the topic may hold.
+        """Whether entries consumed since the last save began fill half of the topic's budget.
 
-        Time to commit early: else the preprocessor soon waits for room, and the trainer for the preprocessor.
+        Then a checkpoint comes early. Otherwise the preprocessor would wait for room, and the trainer for it.
         """
         return self._uncommitted >= self.streams.budget // 2
 
     def acknowledge(self, covered: Sequence[str]) -> None:
-        """Give up the stream entries `covered`, which a durable commit covers; those settled since then stay."""
+        """Acknowledge the entries `covered` by a durable checkpoint; entries consumed since its save began stay."""
         self._reader.acknowledge(covered)
-        given_up = set(covered)
-        self._covered = [entry for entry in self._covered if entry not in given_up]
+        acknowledged = set(covered)
+        self._covered = [entry for entry in self._covered if entry not in acknowledged]
 
     def _take(self, entry: Entry[PreparedGroup], version: int) -> None:
         prepared, training = entry.record, self.config.training
         position = prepared.group.position
-        if position in self._fresh and self._fresh[position].id == entry.id:
-            return  # delivered again: given up with its batch, not before
-        if self.ledger.is_done(position) or position in self._fresh:
+        if position in self._pending and self._pending[position].id == entry.id:
+            return  # delivered again after a reconnection; acknowledged with its batch, not before
+        if self.ledger.is_done(position) or position in self._pending:
             self._discard(entry, "duplicate")
         elif fault := self._fault(prepared):
             self._refuse(entry, fault, version)
@@ -146,15 +148,17 @@ class GroupBatches:
             self._mark_done(position, prepared.outcome, version)
             self._discard(entry, prepared.outcome)
         elif is_refused(version, prepared.group, training.max_lag, training.stale, training.masked_finish):
+            # Refused for the second time: `awaited` makes the actor's gate hold later groups back until this one
+            # arrives, so that no position is refused forever (`pipeline.transport.staleness`).
             again = Reissue(position=position, reason="older than max_lag", awaited=position in self._overtaken)
             self.streams.publish("reissue", again)
             self._overtaken.add(position)
             self._discard(entry, "stale")
         else:
-            self._fresh[position] = entry
+            self._pending[position] = entry
 
     def _fault(self, prepared: PreparedGroup) -> str:
-        """Why a group that came over the wire makes no sense; empty if it does."""
+        """Why a received group is malformed; empty if it is valid."""
         try:
             prepared.check(self.config.model.max_length, self.vocabulary)
         except RecordError as error:

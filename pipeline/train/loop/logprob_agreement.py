@@ -1,8 +1,8 @@
-"""Whether the servers compute with the trainer's weights.
+"""The check that the servers compute with the trainer's weights.
 
-Owns the check of the first batch without lag: the trainer's log-probabilities of its tokens are those of the servers,
-but for rounding. Weights that a server takes and does not use, as after a reload that leaves some of them out, are
-noticed nowhere else: requests go on, versions are right, and rewards only look poor. Pure; must not know models.
+In the first batch without lag, the trainer's log-probabilities of the tokens must equal those of the servers except for
+rounding. No other check detects a server that receives weights and does not use some of them, such as after an
+incomplete reload: requests succeed, versions are right, and rewards only look poor. Pure; must not know models.
 """
 
 from collections.abc import Mapping
@@ -11,24 +11,24 @@ from math import isfinite, nan
 from pipeline.errors import TrainingError
 
 MAX_MISMATCH = 0.25
-"""Nats, the mean over tokens. Measured: bfloat16 makes 0.006 (0.6B, one H100); experts that a server
-did not pack again make 0.41 to 0.74 in tiny models of random weights."""
+"""Upper bound of the mean difference over tokens, in nats. Measured: 0.006 from bfloat16 (0.6B, one H100); 0.41 to 0.74
+from experts that a server did not pack again, in tiny models of random weights."""
 
 
 class Agreement:
-    """Compares trainer and servers once in an attempt.
+    """Compares trainer and servers once per attempt.
 
     Attributes:
-        known: whether they were found to agree.
+        known: whether the comparison was made and succeeded.
     """
 
     known = False
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Compare, if `metrics` are of a batch that the weights of its own step sampled. Numbers that are not finite
-        are checked by `step_metrics.NonFiniteGuard`.
+        """Compare, if `metrics` are of a batch without lag; `step_metrics.NonFiniteGuard` checks values that are not
+        finite.
 
-        Raises `TrainingError` if log-probabilities differ by more than `MAX_MISMATCH` nats in the mean.
+        Raises `TrainingError` if log-probabilities differ by more than `MAX_MISMATCH` nats on average.
         """
         mismatch = metrics.get("mismatch", metrics.get("log_ratio", nan))
         if self.known or not isfinite(mismatch) or metrics["lag/max"]:

@@ -1,8 +1,8 @@
 """Reinforcement learning from groups that the actor sampled with weights up to `max_lag` steps old.
 
-This file is the loop around the algorithm of `update`: take a batch of groups, train it, send the weights to the
-servers, evaluate now and then. It knows nothing of ranks (`dispatch`), of how groups come (`batches`), nor of how
-weights travel (`publisher`).
+This file is the loop around `policy_update`: take a batch of groups, train it, send the weights to the servers, request
+evaluations. `pipeline.train.loop` draws the whole flow. Must not know ranks (`dispatch`), streams (`batches`), or the
+transport of weights (`publisher`).
 """
 
 import time
@@ -28,11 +28,11 @@ from pipeline.transport.sample_records import PreparedGroup, Sample, mean_metric
 from pipeline.transport.staleness import is_fresh
 
 FAILED, UNTRAINED = "failed: gradient not finite", "filtered: no token counts"
-"""What becomes of the groups of a step that taught nothing."""
+"""Outcomes of the groups of a step without an update."""
 
 
 class ReinforcementLearning:
-    """The `Algorithm` of an `RlJob`. The weight version is the number of its steps done."""
+    """The `Algorithm` of an `RlJob`. The policy version is the number of its completed steps."""
 
     def __init__(
         self,
@@ -51,15 +51,17 @@ class ReinforcementLearning:
         self._skips, self._agreement, self._equal = NonFiniteGuard(), Agreement(), EqualRewards(config.loss)
 
     def begin(self, step: int) -> None:
-        """Bring the servers to the weights of `step`, and measure them if no earlier attempt did.
+        """Send the weights of `step` to the servers, and request an evaluation of them unless one is logged.
 
-        Only a fresh job waits for that: it says where RL starts from. The models are warmed up while servers start.
+        Only a new job waits for the result, the baseline of RL. The models are warmed up while the servers start.
         """
         self._update.begin(self.job.optim, self.job.steps, step)
+        # The sender's threads deliver in the background, so compilation here overlaps with the servers' start.
         self._publisher.start(step)
         if step < self.job.steps:
             self._update.warm_up(self._warm_up)
         self._publisher.wait_until_synced()
+        # The first progress on the board opens the actor's staleness gate, so it comes after a server is current.
         self._batches.publish_progress(step)
         self._evaluations.request(step, self._evaluations.due(step))
         if step == 0:
@@ -74,38 +76,41 @@ class ReinforcementLearning:
         rows = rows_of(groups, masked=training.masked_finish, oldest=oldest)
         self._update.measured = not self._agreement.known
         metrics = self._update.run(rows, step)
-        about = batch_metrics(groups, step, oldest)
-        self._agreement.check(metrics | about)
-        if not self._config.teacher.url:  # a teacher's divergence teaches where rewards are alike
+        batch_statistics = batch_metrics(groups, step, oldest)
+        self._agreement.check(metrics | batch_statistics)
+        if not self._config.teacher.url:  # with a teacher, its KL term trains even if all rewards are equal
             self._equal.note([[sample.reward for sample in prepared.group.samples] for prepared in groups])
         self._batches.trained(step, self._outcome(metrics))
         timing = {"seconds/data": waited, "seconds/train": time.monotonic() - started - waited}
-        aside = self._batches.counts
+        discarded = self._batches.counts
         counts = {
             "tokens/batch": float(sum(map(len, rows))),
-            "set_aside": float(aside.total()),
-            "groups/malformed": float(aside["malformed"]),
-            "groups/stale": float(aside["stale"]),
-            "groups/zero_variance": zero_variance(groups, dropped=aside[FILTERED]),
+            "set_aside": float(discarded.total()),
+            "groups/malformed": float(discarded["malformed"]),
+            "groups/stale": float(discarded["stale"]),
+            "groups/zero_variance": zero_variance(groups, dropped=discarded[FILTERED]),
         }
-        return metrics | about | timing | counts
+        return metrics | batch_statistics | timing | counts
 
     def after_step(self, done: int) -> Mapping[str, float]:
-        """Tell the progress, send the new weights, and ask for an evaluation when it is time.
+        """Publish the progress and the new weights, and request an evaluation if one is due.
 
-        Raises `TrainingError` when the last steps were all skipped: the model is lost.
+        Raises `TrainingError` if the last `MAX_SKIPPED` steps were all skipped: the model has diverged.
         """
         self._skips.check()
         self._batches.publish_progress(done)
+        # One version is in flight at a time: the previous one must be on the servers, or they are evicted, before the
+        # next is packed. Usually it arrived long ago, during the step.
         metrics = self._publisher.wait_until_synced() | self._publisher.start(done)
         if due := self._evaluations.due(done):
+            # The servers must have this version before the actor evaluates it.
             metrics |= self._publisher.wait_until_synced()
             self._evaluations.request(done, due)
         self._evaluations.collect()
         return metrics
 
     def end(self) -> None:
-        """Bring every server to the final weights and measure them."""
+        """Wait until the servers have the final weights, and for their evaluation."""
         self._publisher.wait_until_synced()
         last = self.job.steps
         self._evaluations.request(last, self._evaluations.due(last, last=True))
@@ -113,7 +118,7 @@ class ReinforcementLearning:
 
     @property
     def is_checkpointable(self) -> bool:
-        """See `PolicyUpdate.intact`."""
+        """See `PolicyUpdate.is_checkpointable`."""
         return self._update.is_checkpointable
 
     def _outcome(self, metrics: Mapping[str, float]) -> str:
@@ -123,8 +128,11 @@ class ReinforcementLearning:
 
 
 def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None, oldest: int = 0) -> list[TrainSequence]:
-    """The rows of each sample, in order. No token counts of a sample that ended as `masked` says, nor any that was
-    sampled by weights before version `oldest`."""
+    """The training rows of all samples, in order.
+
+    The mask excludes tokens that weights before version `oldest` sampled, and all tokens of a sample whose `finish` is
+    `masked`.
+    """
     rows = [
         TrainSequence(
             tokens=row.tokens,
@@ -138,19 +146,18 @@ def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None, oldest: 
         for number, (sample, advantage) in enumerate(zip(prepared.group.samples, prepared.advantages, strict=True))
         for row in sample.rows()
     ]
-    references = (each for prepared in groups for each in prepared.reference_arrays())
+    references = (array for prepared in groups for array in prepared.reference_arrays())
     return [replace(row, reference=reference) for row, reference in zip(rows, references, strict=True)]
 
 
 def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0) -> dict[str, float]:
-    """What a batch is like: reward, lengths, and its lag at `version`, where tokens of weights before `oldest` are
-    masked."""
+    """Metrics of a batch: rewards, lengths, and its lag at `version`; tokens of weights before `oldest` are masked."""
     samples = [sample for prepared in groups for sample in prepared.group.samples]
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([sum(np.count_nonzero(row.sampled) for row in sample.rows()) for sample in samples])
     abandoned = [seconds for prepared in groups for seconds in prepared.group.abandoned]
-    kept, wasted = sum(sample.seconds for sample in samples), sum(abandoned)
-    about = {
+    used, wasted = sum(sample.seconds for sample in samples), sum(abandoned)
+    metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "samples": float(len(samples)),
@@ -159,27 +166,28 @@ def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0
         "completion_length/max": float(lengths.max()),
         "groups/failed_samples": float(sum(len(prepared.group.failures) for prepared in groups)),
         "groups/abandoned_samples": float(len(abandoned)),
-        "groups/abandoned_time": wasted / (kept + wasted) if wasted else 0.0,
+        "groups/abandoned_time": wasted / (used + wasted) if wasted else 0.0,
     }
-    return about | _lag_metrics(samples, version, oldest) | mean_metrics(samples)
+    return metrics | _lag_metrics(samples, version, oldest) | mean_metrics(samples)
 
 
 def zero_variance(groups: Sequence[PreparedGroup], dropped: int) -> float:
-    """The share of groups whose samples all have the same reward, among those of a batch and those that were `dropped`
-    for it since the batch before."""
-    alike = sum(has_zero_variance([sample.reward for sample in prepared.group.samples]) for prepared in groups)
-    return (alike + dropped) / (len(groups) + dropped)
+    """Fraction of groups whose samples all have one reward, among a batch and the groups that were `dropped` for equal
+    rewards since the previous batch."""
+    equal = sum(has_zero_variance([sample.reward for sample in prepared.group.samples]) for prepared in groups)
+    return (equal + dropped) / (len(groups) + dropped)
 
 
 def _lag_metrics(samples: Sequence[Sample], version: int, oldest: int) -> dict[str, float]:
-    """The lag of each sample's oldest token that is not masked, and how much is masked."""
-    rows = [sample.rows() for sample in samples]
-    sampled = sum(np.count_nonzero(row.sampled) for each in rows for row in each)
-    left = [np.concatenate([row.versions[is_fresh(row, oldest)] for row in each]) for each in rows]
-    lags = [version - versions.min() for versions in left if versions.size] or [0]
+    """The lag of each sample's oldest unmasked token, and the fractions of masked tokens and samples."""
+    rows_by_sample = [sample.rows() for sample in samples]
+    sampled = sum(np.count_nonzero(row.sampled) for rows in rows_by_sample for row in rows)
+    # One array per sample: the versions of its unmasked tokens.
+    fresh = [np.concatenate([row.versions[is_fresh(row, oldest)] for row in rows]) for rows in rows_by_sample]
+    lags = [version - versions.min() for versions in fresh if versions.size] or [0]
     return {
         "lag/mean": float(np.mean(lags)),
         "lag/max": float(max(lags)),
-        "lag/masked": float(1 - sum(map(len, left)) / max(1, sampled)),
-        "samples/masked": float(np.mean([not versions.size for versions in left])),
+        "lag/masked": float(1 - sum(map(len, fresh)) / max(1, sampled)),
+        "samples/masked": float(np.mean([not versions.size for versions in fresh])),
     }

@@ -1,19 +1,19 @@
-"""Where the trainer left off, and where it goes on.
+"""The checkpoints of a run: save and restore of a trainer's whole state.
 
-Owns the commit of everything that moves together: the parameters and optimizers of all models of the job, the ledger,
-the position. Promises that what is restored is one commit whole, that at most one commit is under way, that what a
-commit covers is given up only once it is durable, and that after `restore` `ledger.jsonl` and `metrics.jsonl` hold
-exactly what that commit covers.
+Owns the state that changes together: parameters and optimizers of all models of the job, the ledger, the position.
+Promises that a restored state is exactly one checkpoint; that at most one save is in progress; that stream entries are
+acknowledged only once the checkpoint that covers them is durable; and that after `restore` the files `ledger.jsonl` and
+`metrics.jsonl` contain exactly the restored steps.
 
-    position = commits.restore()
-    commits.on_durable = acknowledge         # called with what a commit covers, when that is safe to give up
+    position = recorder.restore()
+    recorder.on_durable = acknowledge               # called with the covered entries of each durable checkpoint
     …a step…
-    commits.collect()                        # every step, and while a step waits for its data
-    commits.commit(job, done, covered)       # now and then; returns when the models are copied
+    recorder.collect()                              # every step, and while a step waits for its data
+    recorder.save_checkpoint(job, done, covered)    # returns when the models are copied; writing continues
     …
-    commits.finish()                         # before anybody relies on it
+    recorder.finish()                               # before the checkpoint must be durable
 
-Nothing random is kept: a trainer draws no numbers but those that its seed and step name.
+No random state is saved: every random number of the trainer depends on the seed and the step alone.
 """
 
 import logging
@@ -56,13 +56,13 @@ from pipeline.utils.append_log import AppendLog, rewrite_lines
 from pipeline.utils.waiting import wait_for
 
 FINAL_SAVE_SECONDS = 10.0
-"""The longest that a commit may be under way once a rank is lost; until then it is `Deadlines.checkpoint`."""
+"""Time limit of a save in progress once a rank is lost; before that it is `Deadlines.checkpoint`."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PhasePosition:
-    """The job to go on with, how many of its steps are done, and the jobs after it."""
+    """The current job, the number of its completed steps, and the jobs after it."""
 
     job: Job
     done: int
@@ -71,7 +71,7 @@ class PhasePosition:
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A commit under way: its name, and the stream entries that it covers."""
+    """A save in progress: the checkpoint's name, and the stream entries that it covers."""
 
     name: str
     covered: tuple[str, ...]
@@ -79,19 +79,19 @@ class PendingSave:
 
 
 class RunRecorder:
-    """The checkpoints of a run, as one attempt's trainer writes and reads them.
+    """Reads and writes the checkpoints of a run, for the trainer of one attempt.
 
     Attributes:
-        seconds: from the begin of the newest durable commit until it was durable; 0 before the first.
-
-    After `restore`, `ledger` is the committed one and `covered` the stream entries that it covers. `fence` guards
-    whatever else the trainer writes for later attempts.
+        seconds: duration of the newest durable checkpoint's save, from its begin until durable; 0 before the first.
+        ledger: after `restore`, the ledger of the checkpoint.
+        covered: after `restore`, the stream entries that the checkpoint covers.
+        fence: guards everything else that the trainer writes for later attempts.
     """
 
     def __init__(
         self, paths: AttemptPaths, config: RunConfig, dispatch: RankGroup, conversations: Conversations | None = None
     ) -> None:
-        """`conversations` are the data of SFT; None where that trains demonstrations, or is not done."""
+        """`conversations` are the dataset of SFT; None if SFT trains demonstrations, or without SFT."""
         self._conversations = conversations
         self._run, self._attempt, self._config, self._dispatch = RunPaths(paths.run), paths.attempt, config, dispatch
         self._paths, self._marked = paths, False
@@ -106,12 +106,11 @@ class RunRecorder:
         self.seconds = 0.0
 
     def restore(self) -> PhasePosition:
-        """Make the models as the newest commit left them, or new; take the right to write from earlier attempts.
+        """Load the newest checkpoint, or create new models; revoke the right of earlier attempts to write.
 
-        A commit that is found damaged while it is loaded is given up for the one before it. From then on none counts
-        for anybody but this one, those before it, and those that this attempt makes. `CheckpointError` where a run that
-        had committed has no commit to go on from.
-        A model whose replacement an earlier attempt could not end has its name again.
+        If a checkpoint is damaged, the one before it is loaded. From then on the only valid checkpoints are the loaded
+        one, those before it, and those of this attempt. Raises `CheckpointError` if the run had a checkpoint and none
+        can be loaded. Repairs an exported model whose replacement an earlier attempt could not finish.
         """
         submitted = shared_files.read_document(self._run.job, SubmittedJob)
         self.fence.claim(submitted.job if submitted else "")
@@ -124,16 +123,17 @@ class RunRecorder:
         return position
 
     def _newest(self) -> PhasePosition | None:
-        """Go on from the newest commit that is whole, if there is one."""
-        found = complete_checkpoints(self._root)
-        for checkpoint in found:
+        """Load the newest undamaged checkpoint; None if there is none."""
+        candidates = complete_checkpoints(self._root)
+        for checkpoint in candidates:
             try:
                 position = self._resume(checkpoint)
             except DamagedCheckpointError as damage:
                 log.warning("%s is refused, now and in later attempts: %s", checkpoint.name, damage)
                 forget_models(self._dispatch)
             else:
-                self.fence.keep([checkpoint.place, *(older.place for older in found)])
+                # `candidates` is an iterator, newest first, so what remains of it are the older checkpoints.
+                self.fence.keep([checkpoint.place, *(older.place for older in candidates)])
                 return position
         return None
 
@@ -147,7 +147,7 @@ class RunRecorder:
         return PhasePosition(jobs[0], 0, jobs[1:])
 
     def _resume(self, checkpoint: Checkpoint) -> PhasePosition:
-        """Go on from a commit; `DamagedCheckpointError` if it is not what was committed."""
+        """Load a checkpoint; `DamagedCheckpointError` if its content differs from what was saved."""
         state = checkpoint.state()
         jobs = self._jobs(state.job)
         if self._conversations and state.job == "sft":
@@ -160,7 +160,7 @@ class RunRecorder:
         return PhasePosition(jobs[index], state.step, jobs[index + 1 :])
 
     def _jobs(self, newest: str) -> tuple[Job, ...]:
-        """The jobs of the run; who is beyond SFT reads no dataset again."""
+        """The jobs of the run. The dataset is read only if the checkpoint `newest` is of SFT."""
         rows = len(self._conversations.rows) if self._conversations and newest == "sft" else 0
         return jobs_of(self._config, rows)
 
@@ -171,11 +171,11 @@ class RunRecorder:
         return models
 
     def save_checkpoint(self, job: Job, done: int, covered: tuple[str, ...], wait: bool = False) -> None:
-        """Begin to commit `done` steps of `job`, after an earlier commit is durable; with `wait`, end it too.
+        """Begin the save of `done` steps of `job`, after an earlier save is durable; with `wait`, also finish it.
 
-        What was settled so far and the models as they are now belong to it; both may change when this returns.
-        `CheckpointError`, and nothing is written, if a later attempt has the right by now, or if the earlier one
-        failed; after that it may be called again. What is durable already is not written again.
+        The checkpoint has the ledger and the models of this moment; both may change after the return. Raises
+        `CheckpointError`, and writes nothing, if a later attempt has the right to write, or if the earlier save failed;
+        then the call may be repeated. A checkpoint that is already durable is not written again.
         """
         self.finish()
         if self._durable == f"{job.name}-{done}":
@@ -183,6 +183,7 @@ class RunRecorder:
         self.fence.check()
         began = time.monotonic()
         names = tuple(models_of(self._config, job.name, job.optim, job.steps))
+        # Training stands still only for this copy to host memory; threads of the ranks write it while steps go on.
         parts = stage_models(self._dispatch, names)
         state = TrainerState(
             job=job.name,
@@ -202,11 +203,11 @@ class RunRecorder:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a commit has begun that is not durable yet."""
+        """Whether a save has begun and its checkpoint is not durable yet."""
         return self._flight is not None
 
     def collect(self) -> None:
-        """If the commit under way has become durable, tell `on_durable`; `CheckpointError` if it failed. Cheap."""
+        """Call `on_durable` if the save in progress has finished; `CheckpointError` if it failed. Does not wait."""
         if self._flight is None or not self._dispatch.saver.idle:
             return
         flight, self._flight = self._flight, None
@@ -218,9 +219,10 @@ class RunRecorder:
         self.on_durable(flight.covered)
 
     def finish(self) -> None:
-        """Wait for the commit under way, if there is one, then `collect`.
+        """Wait for the save in progress, if there is one, then `collect`.
 
-        Once a rank is lost it waits only shortly, and raises nothing: what lost the rank is the error to tell.
+        After the loss of a rank it waits at most `FINAL_SAVE_SECONDS` and raises nothing: the loss is the error that
+        the attempt reports.
         """
         if self._flight is None:
             return
@@ -243,25 +245,25 @@ class RunRecorder:
             log.warning("%s is not committed: %s", name, error)
 
     def export(self, best: bool = False) -> None:
-        """Write the policy as the run's model, or its `best`, in Hugging Face's form; raises what `commit` raises.
+        """Write the policy as the run's model, or its `best`, in Hugging Face's format; errors as of `save_checkpoint`.
 
-        It takes the model's name when it is whole and on disk, and only if no later attempt took over meanwhile.
+        The directory gets its final name when it is complete on disk, and only if no later attempt has taken over.
         """
         self.fence.check()
-        place = self._run.best if best else self._run.model
-        part = atomic_dirs.unfinished(place, self._attempt)
+        target = self._run.best if best else self._run.model
+        part = atomic_dirs.unfinished(target, self._attempt)
         self._dispatch.save_hf_model("policy", part)
-        atomic_dirs.replace(place, part, self.fence.check)
+        atomic_dirs.replace(target, part, self.fence.check)
 
     def _append_ledger_file(self) -> int:
-        """Add what was settled since the last commit to `ledger.jsonl`; its size."""
+        """Append the ledger entries since the last checkpoint to `ledger.jsonl`; the file's size in bytes."""
         self._settled.add(*map(msgspec.json.encode, self.ledger.drain_changes()))
         return self._settled.flush()
 
     def _roll_back(self, job: Job, done: int, ledger_bytes: int, damaged: Sequence[str] = ()) -> None:
-        """Drop what is not covered by the commit after `done` steps of `job`: those steps come again.
+        """Truncate metrics and ledger to the checkpoint after `done` steps of `job`: later steps are repeated.
 
-        Newer commits that are `damaged` had covered some of it, so all of it is kept aside.
+        If newer checkpoints are `damaged`, the removed records are moved to a separate folder instead of deleted.
         """
         run, check = self._run, self.fence.check
         aside = new_aside_folder(run) if damaged else None

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning: one optimizer step a step, on the rows that its number names.
+"""Supervised fine-tuning: one optimizer step per step.
 
-Owns what such a step is: which model, which loss, normalised over the counted tokens of the step. Where rows come from
-is given to it, a dataset, the task's demonstrations, or packed files, and so is what measures the model. Promises that
-step s asks for rows by s alone, so that a resumed job goes on as if it had not stopped, and that a fresh job starts
-with an optimizer that knows nothing of the job before. Must not know ranks, checkpoints or files.
+Owns the step: cross-entropy of the policy, normalized over the counted tokens of the step. The caller supplies the
+source of rows (a dataset, the task's demonstrations, or packed files) and the evaluation. Promises that the rows of
+step s depend on s alone, so a resumed job trains the same rows as an uninterrupted one; and that a new job starts with
+a new optimizer. Must not know ranks, checkpoints or files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ Demonstrate = Callable[[int, int], Sequence[TrainSequence]]
 
 
 class SupervisedFineTuning:
-    """The `Algorithm` of an `SftJob`: minimises the cross-entropy of the counted tokens.
+    """The `Algorithm` of an `SftJob`: minimizes the cross-entropy of the counted tokens.
 
     Attributes:
-        intact: False while the optimizer steps: what a step that fails on one rank leaves is none that a checkpoint may
-            keep.
+        is_checkpointable: False during the optimizer step. If it fails on one rank, the ranks' parameters differ, which
+            no checkpoint may contain.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class SupervisedFineTuning:
         held_out: EvalLoss | None = None,
         warm_up: WarmUp | None = None,
     ) -> None:
-        """`held_out` measures the model on rows that are never trained; None: nothing does. Without `warm_up` the first
-        step compiles."""
+        """`held_out` evaluates the model on the eval split; None: no evaluation. Without `warm_up` the first step
+        compiles."""
         self.job, self._held_out, self._warm_up = job, held_out, warm_up
         self._dispatch, self._demonstrate, self._pulse, self._level = dispatch, demonstrate, pulse, level
         self._skips = NonFiniteGuard()
@@ -56,23 +56,23 @@ class SupervisedFineTuning:
     def step(self, step: int) -> Mapping[str, float]:
         self._pulse()
         batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
-        cut = self._dispatch.cut(["policy"], batch)
-        metrics = self._dispatch.forward_backward("policy", cut, SFT, level=self._level)
+        split = self._dispatch.cut(["policy"], batch)
+        metrics = self._dispatch.forward_backward("policy", split, SFT, level=self._level)
         self.is_checkpointable = False
         metrics |= self._dispatch.optim_step("policy")
         self.is_checkpointable = True
         self._skips.note(metrics)
-        size = {"tokens/batch": float(sum(batch.lengths)), "tokens/shared": float(cut.saved_tokens)}
+        size = {"tokens/batch": float(sum(batch.lengths)), "tokens/shared": float(split.saved_tokens)}
         return metrics | size | {"steps": float(self.job.steps)}
 
     def after_step(self, done: int) -> Mapping[str, float]:
-        """Measure it if that is due. Raises `TrainingError` when the last steps were all skipped: the model is lost."""
+        """Evaluate if due. Raises `TrainingError` if the last steps were all skipped: the model has diverged."""
         self._skips.check()
         self._measure(done)
         return {}
 
     def end(self) -> None:
-        """Measure the final model."""
+        """Evaluate the final model."""
         self._measure(self.job.steps, last=True)
 
     def _measure(self, step: int, *, last: bool = False) -> None:

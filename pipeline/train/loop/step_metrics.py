@@ -1,7 +1,7 @@
-"""One set of metrics from the several optimizer steps of a step.
+"""Metrics of a step from those of its optimizer steps, and checks of several steps in a row.
 
-Owns how the metrics of optimizer steps become those of the whole step, when a model is given up for lost, and when a
-warning is due that rewards teach nothing. Promises that those of a single one stay what they are. Must not know models.
+Owns the aggregation, the error for a diverged model, and the warning for equal rewards. The metrics of a single
+optimizer step stay unchanged. Must not know models.
 """
 
 import logging
@@ -14,50 +14,51 @@ from pipeline.errors import TrainingError
 log = logging.getLogger(__name__)
 
 UNREDUCED = ("loss", "grad_norm")
-"""Means in which every optimizer step counts alike: they are none over tokens."""
+"""Means with equal weight for every optimizer step, since they are not means over tokens."""
 
 
 MAX_EQUAL = 5
-"""Steps in a row whose rewards may be all alike: one or two are chance in small batches."""
+"""Steps in a row with equal rewards before the warning; one or two are chance in small batches."""
 LIKELY_FRACTION = (
     "Likely reasons: the prompts are too hard or too easy for this model; answers are cut off before they are scored "
     "(samples/cut, rollout.max_tokens); or the reward looks for another form than the model writes. Read some: "
     "python launchers/rollouts.py"
 )
 MAX_SKIPPED = 5
-"""Steps in a row whose gradient may be not finite."""
+"""Steps in a row without a finite gradient before the error."""
 
 
 def is_lost(metrics: Mapping[str, float]) -> bool:
-    """Whether no optimizer step of a step could be taken, because no gradient was finite."""
+    """Whether all optimizer steps of a step were skipped, because no gradient was finite."""
     return 0 < metrics.get("optimizer_steps", 1.0) == metrics["skipped"]
 
 
 class NonFiniteGuard:
-    """Counts steps in a row that were lost.
+    """Counts steps in a row without any update, because of gradients that are not finite.
 
-    skips.note(metrics)      # after every step
-    skips.check()            # once it counts
+    guard.note(metrics)      # after every step
+    guard.check()            # once the step is published
     """
 
     def __init__(self) -> None:
         self._row = 0
 
     def note(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the step was lost."""
+        """Count a step; returns whether it was without any update."""
         self._row = self._row + 1 if is_lost(metrics) else 0
         return self._row > 0
 
     def check(self) -> None:
-        """`TrainingError` when the last `MAX_SKIPPED` steps were lost: so is the model."""
+        """Raise `TrainingError` if the last `MAX_SKIPPED` steps had no update: the model has diverged."""
         if self._row >= MAX_SKIPPED:
             raise TrainingError(f"the gradient was not finite in {self._row} steps in a row; lower optim.lr")
 
 
 class EqualRewards:
-    """Warns, once, of rewards that teach nothing for several steps in a row.
+    """Warns once when rewards give no gradient for several steps in a row.
 
-    Under a group's baseline that is a prompt whose samples have one reward; under the batch's, one reward for all.
+    With a baseline of the group, this is a step in which the samples of every prompt have one reward. With a baseline
+    of the batch, it is one reward for all samples.
     """
 
     def __init__(self, loss: LossConfig) -> None:
@@ -65,22 +66,22 @@ class EqualRewards:
         self._row, self._warned = 0, False
 
     def note(self, groups: Sequence[Sequence[float]]) -> None:
-        """The rewards of a step, of each prompt's samples."""
+        """Count a step, from the rewards of its samples by prompt."""
         everything = {reward for group in groups for reward in group}
         equal = all(len(set(group)) == 1 for group in groups) if self._by_group else len(everything) == 1
         self._row = self._row + 1 if equal else 0
         if self._row < MAX_EQUAL or self._warned:
             return
         self._warned = True
-        found = f"every reward is {everything.pop():g}" if len(everything) == 1 else "a prompt's samples score alike"
-        log.warning("in %d steps in a row, %s: nothing is learned from them. %s", self._row, found, LIKELY_FRACTION)
+        pattern = f"every reward is {everything.pop():g}" if len(everything) == 1 else "a prompt's samples score alike"
+        log.warning("in %d steps in a row, %s: nothing is learned from them. %s", self._row, pattern, LIKELY_FRACTION)
 
 
 class StepMetrics:
-    """Collects the metrics of one model's optimizer steps.
+    """Aggregates the metrics of one model's optimizer steps.
 
-    Names in `_max` and `_min` are extremes, `skipped` is a sum, `lr` the last one; all others are means over the
-    optimizer steps that have them, weighed by counted tokens but for those in `UNREDUCED`. With `grad_norm` comes
+    Names in `_max` and `_min` are extremes, `skipped` is a sum, `lr` is the last one. All others are means over the
+    optimizer steps that have them, weighted by counted tokens, except those in `UNREDUCED`. `grad_norm` adds
     `grad_norm_max`.
     """
 
@@ -88,13 +89,13 @@ class StepMetrics:
         self._seen: dict[str, list[tuple[float, int]]] = {}
 
     def add(self, metrics: Mapping[str, float], counted: int) -> None:
-        """The metrics of one optimizer step over `counted` tokens."""
+        """Add the metrics of one optimizer step over `counted` tokens."""
         extremes = {"grad_norm_max": metrics["grad_norm"]} if "grad_norm" in metrics else {}
         for name, value in {**metrics, **extremes}.items():
             self._seen.setdefault(name, []).append((value, counted))
 
     def metrics(self) -> dict[str, float]:
-        """Those of the whole step."""
+        """The metrics of the whole step."""
         return {name: _whole(name, seen) for name, seen in self._seen.items()}
 
 

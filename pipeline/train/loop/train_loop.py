@@ -1,8 +1,8 @@
-"""The loop that every job runs in.
+"""The training loop of every job, independent of the algorithm.
 
-Owns progress, commits, metrics and the orderly end of a job, and knows no algorithm: an algorithm is something with a
-`step`. Promises that a job ends at exactly its number of steps, or with an error after a commit of what was
-done; and that the last commit of a job, and of an attempt that ends early, is durable before anything else happens.
+Owns progress, checkpoints, metrics and the end of a job. An `Algorithm` supplies the steps. Promises that a job ends
+after exactly its number of steps, or with an error after a checkpoint of the completed steps; and that the last
+checkpoint of a job, or of an attempt that ends early, is durable before anything else happens.
 """
 
 import logging
@@ -32,70 +32,71 @@ class Algorithm(Protocol):
 
     @property
     def is_checkpointable(self) -> bool:
-        """False in the middle of a step that has changed the models already: what they are then is not committed."""
+        """False within a step that has begun to change the models: a partial update must not be saved."""
         ...
 
     def begin(self, step: int) -> None:
-        """Called once, before the first `step`, with the step to go on from."""
+        """Prepare for `step`, the first one of this attempt; called once."""
         ...
 
     def step(self, step: int) -> Mapping[str, float]:
-        """Do step `step`; its metrics. Raises what a `Pulse` does only if the step was not done at all."""
+        """Execute step `step` and return its metrics. Raises errors of a `Pulse` only before any model changes."""
         ...
 
     def after_step(self, done: int) -> Mapping[str, float]:
-        """Called after each step, which counts by now: tell others. Further metrics; may raise `Interrupted`."""
+        """Publish a completed step to the other roles; called after each step. Further metrics; may raise
+        `Interrupted`."""
         ...
 
     def end(self) -> None:
-        """Called once, after the last commit: what is left to do with the final model. May raise `Interrupted`."""
+        """Finish with the final model; called once, after the last checkpoint. May raise `Interrupted`."""
         ...
 
 
 class ProgressRecorder(Protocol):
-    """Where a runner writes what it did."""
+    """The sink of a `TrainLoop`'s checkpoints and metrics."""
 
     @property
     def is_checkpointable(self) -> bool:
-        """Whether the ranks still hold the models, so that they may be committed."""
+        """Whether all ranks still hold the models, so that a checkpoint is possible."""
         ...
 
     @property
     def is_near_budget(self) -> bool:
-        """Whether what only a commit can free takes so much room that it should come early."""
+        """Whether stream entries that wait for a checkpoint take so much room that it should come early."""
         ...
 
     @property
     def is_saving(self) -> bool:
-        """Whether a commit is under way, so that another one would have to wait for it."""
+        """Whether a save is in progress; another one would wait for it."""
         ...
 
     @property
     def checkpoint_seconds(self) -> float:
-        """How long the newest durable commit took; 0 before the first."""
+        """Duration of the newest durable checkpoint's save; 0 before the first."""
         ...
 
     def save_checkpoint(self, job: Job, done: int, wait: bool) -> None:
-        """Commit a checkpoint after `done` steps of `job`; with `wait` it is durable on return. Collective.
+        """Save a checkpoint after `done` steps of `job`; with `wait` it is durable on return. Collective.
 
-        Raises `CheckpointError` also when the commit before failed; it may be called again then, as for what is
-        committed already.
+        Raises `CheckpointError`, also if the previous save failed; the call may then be repeated. A checkpoint that
+        exists already is not written again.
         """
         ...
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step, which is done. Called once a step, also by an attempt that is ending."""
+        """Log the metrics of a completed step; called once per step, also in an attempt that is ending."""
         ...
 
 
 @dataclass(frozen=True)
 class CheckpointCadence:
-    """When a job commits before its end.
+    """The schedule of a job's checkpoints before its end.
 
     Attributes:
-        steps: after every so many steps.
-        seconds: after the first step that ends so long after the last commit began; 0: never.
-        cluster: how long an attempt may take to end, for the warning that a step and its commit take longer.
+        steps: interval in steps.
+        seconds: interval in seconds since the last save began, checked after each step; 0: none.
+        cluster: the grace period of an attempt, for the warning that a step and its checkpoint exceed it.
     """
 
     steps: int
@@ -104,7 +105,7 @@ class CheckpointCadence:
 
     @classmethod
     def of(cls, config: RunConfig) -> "CheckpointCadence":
-        """As the config says."""
+        """The schedule in `training.checkpoint_every` and `training.checkpoint_seconds`."""
         return cls(config.training.checkpoint_every, config.training.checkpoint_seconds, config.cluster)
 
 
@@ -113,22 +114,22 @@ class TrainLoop:
 
     def __init__(
         self,
-        book: ProgressRecorder,
+        recorder: ProgressRecorder,
         cadence: CheckpointCadence,
         machine: DeviceSpeed | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._book, self._cadence, self._machine, self._clock = book, cadence, machine or DeviceSpeed(), clock
-        self._began = clock()
+        self._recorder, self._cadence, self._machine = recorder, cadence, machine or DeviceSpeed()
+        self._clock, self._began = clock, clock()
         self._recent: deque[MetricRecord] = deque(maxlen=2)
         self._warned = False
 
     def run(self, algorithm: Algorithm, done: int) -> None:
-        """Run a job of which `done` steps are committed; returns when all are.
+        """Run a job from step `done` to its end; returns when a checkpoint has all steps.
 
-        Whatever ends it early (`Interrupted`, a server's failure, a missed deadline, a full disk) is raised after a
-        commit of the steps that were done, unless the models are not intact any more. If that commit fails too, the
-        first error is raised, since it says what happened; see `takes_precedence`.
+        An error that ends the job early (`Interrupted`, a server's failure, a missed deadline, a full disk) is raised
+        after a checkpoint of the completed steps, if the models are still checkpointable. If that save fails too, the
+        first error is raised, since it is the cause; see `takes_precedence`.
         """
         job = algorithm.job
         log.info("%s: steps %d to %d", job.name, done, job.steps)
@@ -139,31 +140,32 @@ class TrainLoop:
             while done < job.steps:
                 started = self._clock()
                 metrics = dict(algorithm.step(done))
+                # From here on the step counts: an error in `after_step` still leads to a checkpoint that has it.
                 done += 1
-                self._tell(algorithm, done, metrics, started)
+                self._publish_step(algorithm, done, metrics, started)
                 if self._is_due(done) and done < job.steps:
                     self._commit(job, done, wait=False)
             self._commit(job, done, wait=True)
             algorithm.end()
         except Exception as error:
-            if self._book.is_checkpointable and algorithm.is_checkpointable:
+            if self._recorder.is_checkpointable and algorithm.is_checkpointable:
                 self._commit_last(job, done, error)
             raise
 
-    def _tell(self, algorithm: Algorithm, done: int, metrics: dict[str, float], started: float) -> None:
-        """Follow a step up and log it, in this order unless the attempt is ending: the step is logged in any case."""
+    def _publish_step(self, algorithm: Algorithm, done: int, metrics: dict[str, float], started: float) -> None:
+        """Call `after_step`, then log the step with all metrics; the step is logged even if `after_step` raises."""
         try:
             metrics |= algorithm.after_step(done)
         finally:
             metrics |= rates(metrics, self._clock() - started, self._machine)
-            if self._book.checkpoint_seconds:
-                metrics["checkpoint/seconds"] = self._book.checkpoint_seconds
-            self._book.note(algorithm.job, done, metrics)
+            if self._recorder.checkpoint_seconds:
+                metrics["checkpoint/seconds"] = self._recorder.checkpoint_seconds
+            self._recorder.note(algorithm.job, done, metrics)
         self._recent.append(metrics)
         self._warn()
 
     def _warn(self) -> None:
-        """Say once that an attempt which is told to end cannot commit in time."""
+        """Warn once that an attempt could not save a checkpoint within its grace period."""
         if self._warned or self._cadence.cluster is None:
             return
         if warning := grace_warning(self._cadence.cluster, list(self._recent)):
@@ -173,11 +175,11 @@ class TrainLoop:
     def _is_due(self, done: int) -> bool:
         if done % self._cadence.steps == 0:
             return True
-        # A timed commit must not hold training up until the one before it is on a slow disk.
-        if 0 < self._cadence.seconds <= self._clock() - self._began and not self._book.is_saving:
+        # A timed checkpoint must not block training while the previous one is still being written to a slow disk.
+        if 0 < self._cadence.seconds <= self._clock() - self._began and not self._recorder.is_saving:
             return True
-        if self._book.is_near_budget:
-            log.info("step %d is committed early: what waits for a commit takes half of streams.budget_bytes", done)
+        if self._recorder.is_near_budget:
+            log.info("early checkpoint of step %d: entries that wait for one fill half of streams.budget_bytes", done)
             return True
         return False
 
@@ -185,13 +187,13 @@ class TrainLoop:
         if done == self._committed:
             return
         self._began = self._clock()
-        self._book.save_checkpoint(job, done, wait)
+        self._recorder.save_checkpoint(job, done, wait)
         self._committed = done
         if wait:
             self._durable = done
 
     def _commit_last(self, job: Job, done: int, error: Exception) -> None:
-        """Have what was done be durable, although `error` ends the job."""
+        """Save the completed steps, although `error` ends the job."""
         if done == self._durable:
             return
         try:
@@ -202,17 +204,18 @@ class TrainLoop:
             log.error("steps %d to %d are lost, their commit failed too: %s", self._durable + 1, done, second)
 
     def _commit_again(self, job: Job, done: int) -> None:
-        """Commit, also if a commit that was under way turns out to have failed."""
+        """Save; once more if the first call raises the failure of an earlier save."""
         try:
-            self._book.save_checkpoint(job, done, wait=True)
+            self._recorder.save_checkpoint(job, done, wait=True)
         except CheckpointError as error:
             log.warning("the last commit is tried again: %s", error)
-            self._book.save_checkpoint(job, done, wait=True)
+            self._recorder.save_checkpoint(job, done, wait=True)
 
 
 def takes_precedence(second: Exception, first: BaseException | None) -> bool:
-    """Whether what failed while a job was being ended is to be raised in place of what ended it.
+    """Whether `second`, raised while a job was being ended, replaces `first`, the error that ended it.
 
-    `Interrupted` would say that all is well. Whoever was replaced is to learn that, and nothing else.
+    `Interrupted` would report a clean end, so any error replaces it. A `SupersededError` replaces every error: an
+    attempt that was replaced must report only that.
     """
     return first is None or isinstance(first, Interrupted) or isinstance(second, SupersededError)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
 from pipeline.train.batching.sequences import TrainSequence
-from pipeline.train.loop.policy_update import cut_by_prompt, in_order_of
+from pipeline.train.loop.policy_update import in_order_of, split_by_prompt
 from pipeline.train.loop.step_metrics import EqualRewards, NonFiniteGuard, StepMetrics, is_lost
 from tests.fakes.configs import make_config
 
@@ -24,7 +24,7 @@ def rows_of(prompts: list[int]) -> list[TrainSequence]:
 def test_every_row_is_in_one_mini_batch_with_all_others_of_its_prompt(
     prompts: list[int], count: int, seed: int
 ) -> None:
-    parts = cut_by_prompt(rows_of(prompts), count, [seed, 3])
+    parts = split_by_prompt(rows_of(prompts), count, [seed, 3])
     assert sorted(place for part in parts for place in part) == list(range(len(prompts)))
     of_parts = [{prompts[place] for place in part} for part in parts]
     assert len(parts) == min(count, len(set(prompts)))
@@ -34,12 +34,12 @@ def test_every_row_is_in_one_mini_batch_with_all_others_of_its_prompt(
 
 
 def test_a_single_mini_batch_is_the_batch_in_its_order() -> None:
-    assert cut_by_prompt(rows_of([5, 5, 2, 9, 2]), 1, [0, 0]) == [[0, 1, 2, 3, 4]]
+    assert split_by_prompt(rows_of([5, 5, 2, 9, 2]), 1, [0, 0]) == [[0, 1, 2, 3, 4]]
 
 
 def test_the_cut_and_the_order_depend_on_seed_step_and_epoch_alone() -> None:
     rows = rows_of(list(range(40)))
-    cuts = [cut_by_prompt(rows, 4, seed) for seed in ([0, 7], [0, 7], [0, 8], [1, 7])]
+    cuts = [split_by_prompt(rows, 4, seed) for seed in ([0, 7], [0, 7], [0, 8], [1, 7])]
     assert cuts[0] == cuts[1]
     assert len({str(cut) for cut in cuts}) == 3
     orders = [in_order_of(epoch, 20, [0, 7]) for epoch in range(4)]

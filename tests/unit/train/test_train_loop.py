@@ -159,7 +159,11 @@ class Measured(Diary):
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("slurm", "a job that is told to end loses the steps since its last checkpoint; set cluster.grace_seconds=110"),
+        (
+            "slurm",
+            "a job that receives a stop signal loses the steps since its last checkpoint; "
+            "set cluster.grace_seconds=110",
+        ),
         ("local", "the launcher is killed (the first Ctrl-C waits for the checkpoint); set cluster.grace_seconds=110"),
     ],
 )
