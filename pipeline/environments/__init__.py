@@ -1,20 +1,20 @@
-"""Tasks: what is learned.
+"""Tasks: the prompts, episodes and rewards that a run trains on.
 
 | module | owns |
 |---|---|
-| `task_protocol`, `episode` | what a task is, and an episode of several turns |
+| `task_protocol`, `episode` | the interface of a task, and an episode of several turns |
 | `chat_template`, `chat_tokenizer`, `assistant_masks` | text as the model sees it; which tokens are trained |
-| `task_calls`, `task_worker`, `worker_pool` | the processes in which prompts and rewards are made |
-| `user_imports`, `frozen_code`, `guarded_call`, `sandbox`, `sandbox_jail` | code of the user's and of the policy's |
-| `rewards`, `reward_functions`, `llm_judge`, `math_verifier`, `zero_reward` | what an answer is worth |
-| `tool_task`, `tool_call_syntax` | episodes with tools; calls of tools, as a policy writes them |
+| `task_calls`, `task_worker`, `worker_pool` | the processes that make prompts and rewards |
+| `user_imports`, `frozen_code`, `guarded_call`, `sandbox`, `sandbox_jail` | code of the user and of the policy |
+| `rewards`, `reward_functions`, `llm_judge`, `math_verifier`, `zero_reward` | the reward of an answer |
+| `tool_task`, `tool_call_syntax` | episodes with tools; the syntax in which a policy writes tool calls |
 | `arithmetic`, `countdown`, `dataset_task`, `reasoning_gym_task`, `code_task` | built-in tasks |
-| `agent_task`, `agent_report` | episodes of an agent that is nobody's but its own, and what it says of them |
+| `agent_task`, `agent_report` | episodes that an external agent runs, and the reward that it reports |
 | `verifiers/` | environments of the library verifiers |
 | `eval_set_checks` | the tasks of evaluation sets |
 
-`load_task` leads from a name in the config to a task. Promises that a wrong name or option, and a task that breaks
-while it is loaded, is a `ConfigError` that names the key. Loading a task imports neither torch nor transformers.
+`load_task` makes a task from its name in the config. Promises a `ConfigError` that names the key for a wrong name, a
+wrong option, and a task that fails while it is loaded. Loading a task imports neither torch nor transformers.
 """
 
 from pydantic import ValidationError
@@ -65,7 +65,7 @@ BUILT_IN = {
 
 
 def load_task(config: TaskConfig, seed: int) -> Task:
-    """The task that the config names, with its options checked; `ConfigError` for anything that keeps it from that."""
+    """Make the task that the config names, with validated options. Any failure is a `ConfigError`."""
     kind = _task_class(config.name)
     with user_import_errors("task.name", config.name, "a task that can be made"):
         try:
@@ -76,14 +76,16 @@ def load_task(config: TaskConfig, seed: int) -> Task:
 
 
 def check_sandbox(task: Task, config: TaskConfig) -> None:
-    """`ConfigError` if the task runs code of the policy's and this machine cannot shut it in, as `config` asks."""
+    """`ConfigError` if the task runs code written by the policy and this machine cannot isolate it as configured."""
     if task.runs_code and config.sandbox == "namespaces":
         require_namespaces()
 
 
 def check_task(task: Task, config: RunConfig) -> None:
-    """`ConfigError` unless the config's task has what its run needs: for RL prompts to train and prompts to evaluate,
-    for SFT without a dataset demonstrations."""
+    """`ConfigError` unless the config's task has all that its run needs.
+
+    RL needs prompts to train and prompts to evaluate. SFT without a dataset needs demonstrations.
+    """
     name, sft_steps = config.task.name, config.training.warm_start.steps
     if config.has_rollouts:
         with user_import_errors("task.name", name, "a task with prompts and held-out prompts"):
@@ -98,7 +100,7 @@ def check_task(task: Task, config: RunConfig) -> None:
 
 
 def check_demonstrations(task: Task, name: str, key: str, value: object = "demonstrations") -> None:
-    """`ConfigError` unless the task of this name has what the `value` of a key asks for."""
+    """`ConfigError` unless task `name` has demonstrations, which `value` of `key` requires."""
     with user_import_errors("task.name", name, "a task whose demonstration(0) works, for SFT"):
         try:
             task.demonstration(0)
@@ -119,11 +121,11 @@ def _task_class(name: str) -> type[Task]:
 
 def _option_error(error: ValidationError, options: type[TaskOptions]) -> ConfigError:
     details = error.errors()[0]
-    place = ".".join(str(part) for part in details["loc"])
-    key = f"task.options.{place}" if place else "task.options"
+    option = ".".join(str(part) for part in details["loc"])
+    key = f"task.options.{option}" if option else "task.options"
     if details["type"] == "extra_forbidden":
         known = list(options.model_fields)
-        hint = closest_match(place, known) if known else "this task has no options; ~task.options removes them"
+        hint = closest_match(option, known) if known else "this task has no options; ~task.options removes them"
         return ConfigError(key, details["input"], "a known option", hint)
     expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     field = options.model_fields.get(str(details["loc"][0])) if details["loc"] else None

@@ -1,7 +1,7 @@
-"""What an agent says of its own episode: a reward, and numbers about it.
+"""The report of an agent about its own episode: a reward, and metrics.
 
-Owns the form: a number, or an object with `reward` and, if wanted, an object `metrics` of numbers. Promises one line
-with the reason for anything else. Pure.
+Owns the syntax: a number, or an object with `reward` and optionally an object `metrics` of numbers. Anything else gives
+one line with the reason. Pure.
 
     0.5
     {"reward": 1.0, "metrics": {"steps": 7}}
@@ -21,31 +21,31 @@ REPORT_SYNTAX = 'a number, or {"reward": number, "metrics": {name: number}}'
 
 @dataclass(frozen=True)
 class AgentReport:
-    """A reward, None where nothing is said of it, and metrics by name."""
+    """A reward, None if the agent reports none, and metrics by name."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def parse_report(text: str | bytes) -> AgentReport | str:
-    """What a JSON text says, or why it says nothing."""
+    """Parse a report from JSON text. Returns one line with the reason if the text is no report."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return f"what the agent told is no JSON: expected {REPORT_SYNTAX}"
+        return f"the agent's report is no JSON: expected {REPORT_SYNTAX}"
     return report_from(value)
 
 
 def report_from(value: Any) -> AgentReport | str:
-    """The same of a value."""
+    """Validate a report that is already decoded. Returns one line with the reason if the value is no report."""
     if not isinstance(value, Mapping):
         value = {"reward": value}
     if not {"reward"} <= value.keys() <= {"reward", "metrics"}:
-        return f"what the agent told has the keys {', '.join(map(str, value)) or 'none'}: expected {REPORT_SYNTAX}"
+        return f"the agent's report has the keys {', '.join(map(str, value)) or 'none'}: expected {REPORT_SYNTAX}"
     metrics = value.get("metrics") or {}
-    if not isinstance(metrics, Mapping) or not all(_is_number(each) for each in metrics.values()):
-        return f"the metrics that the agent told are no numbers: expected {REPORT_SYNTAX}"
-    reward = None if value["reward"] is None else number("the reward that the agent told", value["reward"])
+    if not isinstance(metrics, Mapping) or not all(map(_is_number, metrics.values())):
+        return f"the metrics in the agent's report are no numbers: expected {REPORT_SYNTAX}"
+    reward = None if value["reward"] is None else number("the reward in the agent's report", value["reward"])
     return (
         reward
         if isinstance(reward, str)

@@ -1,19 +1,20 @@
-"""Episodes of an agent of your own: any command, or an HTTP service.
+"""Episodes of an external agent: any command, or an HTTP service.
 
-Owns the built-in task `agent`: how an agent is started with an OpenAI-compatible endpoint of the policy, what it gets
-and what it reports. Its prompts come from another task, `of`, and so does the reward if the agent reports none.
+Owns the built-in task `agent`: starting an agent with an OpenAI-compatible endpoint of the policy, and reading the
+reward that it reports. Prompts come from another task, `of`, and so does the reward if the agent reports none.
 Promises that only the agent's calls are trained, token by token as they were sampled; that a failure of an agent fails
-one sample, with the reason; and that a command ends with all that it started. Must not know how the policy is asked.
+one sample, with the reason; and that a command ends with all processes that it started. Must not know how the policy is
+sampled.
 
 A command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and
 
     ROLLCALL_PROMPT     a JSON file: the prompt's `messages`, its `columns`, `tools`, and the name of the `model`
-    ROLLCALL_REWARD     where it may write what the episode is worth, in the form of
+    ROLLCALL_REWARD     the file to which it may write the episode's reward, in the syntax of
     `pipeline.environments.agent_report`
 
-`{prompt}` in one of its arguments is the text of the last message. A service is posted that file, with `base_url` and
-`api_key` beside it, and answers when its episode is over, with the reward or with nothing. Either may post the reward
-to `<base URL>/reward` instead.
+`{prompt}` in an argument is replaced with the text of the last message. A service receives the same JSON by POST, with
+`base_url` and `api_key` added, and responds when its episode is over, with the reward or an empty body. Both kinds may
+instead post the reward to `<base URL>/reward`.
 """
 
 import json
@@ -46,20 +47,22 @@ from pipeline.utils.subprocesses import describe_exit
 AGENT = "agent"
 """The tool that runs the command, in a worker process."""
 TAIL_BYTES = 2000
-"""Bytes of a command's output of which the last line is told when it fails."""
+"""Length of the retained tail of a command's output, in bytes. A failure reason quotes its last line."""
 DRAIN_SECONDS = 1.0
-NO_REWARD = "the agent told no reward: write it to the file $ROLLCALL_REWARD, post it to <base URL>/reward, or set of"
+NO_REWARD = (
+    "the agent reported no reward: write it to the file $ROLLCALL_REWARD, post it to <base URL>/reward, or set of"
+)
 
 
 class Source(TaskOptions):
-    """Another task."""
+    """The task that provides the agent's prompts."""
 
     name: str = Field("dataset", description="A built-in task, or `package.module:Class` of a custom one.")
     options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
 
 
 class AgentOptions(TaskOptions):
-    """Which agent, and what it is asked."""
+    """The agent, its prompts and its tool-call syntax."""
 
     command: tuple[str, ...] = Field(
         (), description="The agent as a command and its arguments; `{prompt}` is the text of the last message."
@@ -84,7 +87,7 @@ class AgentOptions(TaskOptions):
 
 
 class AgentTask(Task):
-    """The reward that the agent tells, or that of the task it works on."""
+    """The reward that the agent reports, or else the reward of the task `of`."""
 
     name = "agent"
     Options = AgentOptions
@@ -121,40 +124,41 @@ class AgentTask(Task):
         return self._of.reward(prompt, text)
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
-        """The agent's calls; `EpisodeError` when it fails."""
+        """Run the agent and return its calls as an episode; `EpisodeError` when the agent fails."""
         address = "127.0.0.1" if self.options.address == "loopback" else candidate_addresses()[0]
         async with policy.endpoint(self.options.calls, address) as endpoint:
             if self.options.service:
-                told = await self._ask_service(prompt, endpoint)
+                report = await self._ask_service(prompt, endpoint)
             else:
-                told = await self._run_command(prompt, policy, endpoint)
+                report = await self._run_command(prompt, policy, endpoint)
         episode = endpoint.episode()
-        reward = episode.reward if told.reward is None else told.reward
-        return replace(episode, reward=reward, metrics={**episode.metrics, **told.metrics})
+        reward = episode.reward if report.reward is None else report.reward
+        return replace(episode, reward=reward, metrics={**episode.metrics, **report.metrics})
 
     def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
-        """Run the command; what it told, as JSON, or `failed` with the reason."""
+        """Run the command. Returns JSON with the text of its report (`told`), or with the reason in `failed`."""
         if name != AGENT:
             return super().use(prompt, name, arguments)
         text = str(prompt.messages[-1]["content"]) if prompt.messages else ""
         command = [part.replace("{prompt}", text) for part in self.options.command]
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
-            asked, told = Path(folder, "prompt.json"), Path(folder, "reward.json")
-            asked.write_text(_request_body(prompt, arguments["model"]))
+            prompt_file, reward_file = Path(folder, "prompt.json"), Path(folder, "reward.json")
+            prompt_file.write_text(_request_body(prompt, arguments["model"]))
             environment = {
                 **os.environ,
                 "OPENAI_BASE_URL": arguments["url"],
                 "OPENAI_API_KEY": arguments["key"],
-                "ROLLCALL_PROMPT": str(asked),
-                "ROLLCALL_REWARD": str(told),
+                "ROLLCALL_PROMPT": str(prompt_file),
+                "ROLLCALL_REWARD": str(reward_file),
             }
             failed = run_command(command, environment)
-            return json.dumps({"failed": failed, "told": told.read_text() if told.is_file() else ""})
+            report = reward_file.read_text() if reward_file.is_file() else ""
+            return json.dumps({"failed": failed, "told": report})
 
     async def _run_command(self, prompt: Prompt, policy: Policy, endpoint: AgentEndpoint) -> AgentReport:
-        given = {"url": endpoint.url, "key": endpoint.key, "model": endpoint.model}
+        credentials = {"url": endpoint.url, "key": endpoint.key, "model": endpoint.model}
         try:
-            ran = json.loads(await policy.run(prompt, AGENT, given))
+            ran = json.loads(await policy.run(prompt, AGENT, credentials))
         except RolloutError as error:
             raise EpisodeError(f"agent failed: {error}") from None
         if ran["failed"]:
@@ -162,8 +166,8 @@ class AgentTask(Task):
         return _reported_reward(ran["told"])
 
     async def _ask_service(self, prompt: Prompt, endpoint: AgentEndpoint) -> AgentReport:
-        given = {"base_url": endpoint.url, "api_key": endpoint.key}
-        body = json.loads(_request_body(prompt, endpoint.model)) | given
+        credentials = {"base_url": endpoint.url, "api_key": endpoint.key}
+        body = json.loads(_request_body(prompt, endpoint.model)) | credentials
         url, limit = self.options.service, aiohttp.ClientTimeout(total=None)  # the episode's own time bounds it
         try:
             async with aiohttp.ClientSession(timeout=limit) as http, http.post(url, json=body) as response:
@@ -176,9 +180,10 @@ class AgentTask(Task):
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Run a command to its end, and end what it started; why it failed, with its last line, or nothing.
+    """Run a command to its end, then kill all processes that it started.
 
-    Only the end of what it prints is kept, so it may print without limit.
+    Returns an empty text on success, else the exit status with the last line of output. Output is read without limit,
+    but only its tail of `TAIL_BYTES` is retained.
     """
     before = _descendants()
     try:
@@ -193,37 +198,37 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
     except OSError as error:
         return f"it cannot be started: {error}"
     assert process.stdout is not None
-    words = OutputTail(process.stdout.fileno())
+    tail = OutputTail(process.stdout.fileno())
     try:
         code = process.wait()
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        for left in _descendants() - before:
+        for child in _descendants() - before:
             with suppress(psutil.Error):
-                left.kill()
-        said = words.text()
+                child.kill()
+        last_line = tail.text()
         process.stdout.close()
-    return "" if code == 0 else ": ".join(filter(None, (describe_exit(code), said)))
+    return "" if code == 0 else ": ".join(filter(None, (describe_exit(code), last_line)))
 
 
 class OutputTail(Thread):
-    """Reads a pipe to its end and remembers how it ended."""
+    """Reads a pipe to its end and retains the last `TAIL_BYTES` bytes."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(daemon=True)
-        self._descriptor, self._kept = descriptor, b""
+        self._descriptor, self._tail = descriptor, b""
         self.start()
 
     def run(self) -> None:
         with suppress(OSError):
             while more := os.read(self._descriptor, 1 << 16):
-                self._kept = (self._kept + more)[-TAIL_BYTES:]
+                self._tail = (self._tail + more)[-TAIL_BYTES:]
 
     def text(self) -> str:
         """The last line that is not empty."""
         self.join(DRAIN_SECONDS)
-        lines = self._kept.decode(errors="replace").split("\n")
+        lines = self._tail.decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
@@ -232,14 +237,14 @@ def _descendants() -> set[psutil.Process]:
 
 
 def _request_body(prompt: Prompt, model: str) -> str:
-    """The prompt as the agent gets it."""
-    asked = {"messages": list(prompt.messages), "tools": list(prompt.tools), "columns": columns_of(prompt)}
-    return json.dumps(asked | {"model": model}, default=str)
+    """The prompt as the JSON that the agent receives."""
+    request = {"messages": list(prompt.messages), "tools": list(prompt.tools), "columns": columns_of(prompt)}
+    return json.dumps(request | {"model": model}, default=str)
 
 
 def _reported_reward(text: str) -> AgentReport:
-    """What the agent wrote or answered; an empty text reports nothing."""
-    told = parse_report(text) if text.strip() and text.strip() != "null" else AgentReport()
-    if isinstance(told, str):
-        raise EpisodeError(told)
-    return told
+    """The report that the agent wrote or responded with; an empty text reports nothing."""
+    report = parse_report(text) if text.strip() and text.strip() != "null" else AgentReport()
+    if isinstance(report, str):
+        raise EpisodeError(report)
+    return report

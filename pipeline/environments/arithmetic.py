@@ -1,12 +1,12 @@
-"""Integer arithmetic, made by a generator.
+"""Integer arithmetic from a generator.
 
 Owns the built-in task `arithmetic`: expressions such as `37-52`, to be answered by `-15`. Difficulty is the number of
 digits, of terms and the operators. Promises that a prompt depends only on options, seed and index; that the held-out
 prompts are the same for every seed; and that none of them is ever a training prompt or a demonstration.
 
-Two options make it a task on which a tiny model shows in minutes what RL adds. `last_digit_first` asks for the digits
-in the order in which one computes them, `51-` for −15. `slips` makes the teacher of the demonstrations forget to carry,
-so that a warm start imitates a careless teacher, and only the reward tells which answers are right.
+Two options make it a task on which a tiny model shows the effect of RL in minutes. `last_digit_first` asks for the
+digits in the order in which they are computed, `51-` for −15. `slips` makes the teacher of the demonstrations forget to
+carry, so that SFT imitates a careless teacher and only the reward distinguishes right answers.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _HELD_OUT_SEED = "held out"
 
 
 class ArithmeticOptions(TaskOptions):
-    """How hard, and how many."""
+    """Difficulty and number of the prompts."""
 
     operators: tuple[Operator, ...] = Field(("+", "-"), min_length=1, description="Operators to draw from.")
     levels: tuple[Annotated[int, Field(ge=1, le=6)], ...] = Field(
@@ -48,13 +48,13 @@ class ArithmeticOptions(TaskOptions):
         return self
 
     def distinct(self) -> int:
-        """How many different expressions there are."""
-        ways = len(set(self.operators)) ** (self.terms - 1)
-        return sum(ways * len(_operands(level)) ** self.terms for level in set(self.levels))
+        """The number of different expressions."""
+        operator_choices = len(set(self.operators)) ** (self.terms - 1)
+        return sum(operator_choices * len(_operands(level)) ** self.terms for level in set(self.levels))
 
 
 class Arithmetic(Task):
-    """Reward 1 for exactly the value of the expression, else 0."""
+    """Reward 1 for an answer that is exactly the value of the expression, else 0."""
 
     name = "arithmetic"
     Options = ArithmeticOptions
@@ -68,10 +68,10 @@ class Arithmetic(Task):
         return self.options.size
 
     def prompt(self, index: int) -> Prompt:
-        return self._asked(f"{self.seed} prompt {index}")
+        return self._new_prompt(f"{self.seed} prompt {index}")
 
     def demonstration(self, index: int) -> Demonstration:
-        prompt = self._asked(f"{self.seed} demonstration {index}")
+        prompt = self._new_prompt(f"{self.seed} demonstration {index}")
         slips = Random(f"{self.seed} slip {index}").random() < self.options.slips
         return Demonstration(prompt, self._written(careless_answer(_expression(prompt))) if slips else prompt.answer)
 
@@ -81,8 +81,8 @@ class Arithmetic(Task):
     def reward(self, prompt: Prompt, text: str) -> float:
         return float(text == prompt.answer)
 
-    def _asked(self, seed: str) -> Prompt:
-        """The first expression of a seed that is not held out."""
+    def _new_prompt(self, seed: str) -> Prompt:
+        """The first expression of a seed that is not held out, as a prompt."""
         return next(self._prompt(expression) for expression in self._draws(seed) if expression not in self._held_out)
 
     def _choose_held_out(self) -> dict[str, Prompt]:
@@ -100,7 +100,7 @@ class Arithmetic(Task):
         return str(value)[::-1] if self.options.last_digit_first else str(value)
 
     def _draws(self, seed: str) -> Iterator[str]:
-        """Expressions without end."""
+        """Yield random expressions without end."""
         random = Random(seed)
         for _ in count():
             operands = _operands(random.choice(self.options.levels))
@@ -120,9 +120,9 @@ def evaluate(expression: str) -> int:
 
 
 def careless_answer(expression: str) -> int:
-    """Its value for someone who forgets to carry and to borrow in sums and differences.
+    """The value of an expression if every carry and borrow in sums and differences is forgotten.
 
-    >>> careless("17+25"), careless("52-37")
+    >>> careless_answer("17+25"), careless_answer("52-37")
     (32, 25)
     """
     return reduce(_add_carelessly, _terms(expression))
@@ -139,7 +139,7 @@ def _add_carelessly(one: int, other: int) -> int:
 
 
 def _terms(expression: str) -> list[int]:
-    """The signed products that an expression adds up."""
+    """The signed products whose sum is the expression."""
     return [_product(part) for part in expression.replace("-", "+-").split("+")]
 
 
@@ -155,5 +155,5 @@ def _expression(prompt: Prompt) -> str:
 
 
 def _operands(digits: int) -> range:
-    """All integers with that many digits; 0 has one."""
+    """All non-negative integers of that many digits; 0 has one digit."""
     return range(0 if digits == 1 else 10 ** (digits - 1), 10**digits)

@@ -1,18 +1,20 @@
-"""Conversations as tokens, with a mask of what an assistant said.
+"""Conversations as tokens, with a mask of the assistant's turns.
 
-Owns which tokens of a conversation are trained. The model's own template says it, in one of two ways:
+Owns the choice of the tokens of a conversation that are trained. The model's own template determines them, in one of
+two ways:
 
-- It marks what an assistant says (`{% generation %}`): those spans.
-- It does not: a turn is what the conversation up to it has more than the prompt before it, `render(messages[:i])` with
-  the head of an answer. This holds only if the one is the beginning of the other, and both of the whole; it is verified
-  for every turn of every row, and a template that writes earlier turns in another way than last ones is refused.
+- The template marks the assistant's text (`{% generation %}`). The marked spans are trained.
+- The template has no marks. A turn is then the difference between the text with the turn, `render(messages[:i + 1])`,
+  and the text of the prompt before it, `render(messages[:i])` with the head of an answer. The difference is valid only
+  if the prompt's text is a prefix of the turn's text, and both are prefixes of the whole. This is verified for every
+  turn of every row. A template that writes earlier turns differently from the last one is refused.
 
-Promises that the tokens are those of the whole text, as Hugging Face's `apply_chat_template` gives them, that a mask
-never counts nothing and never all, and that a turn which is chosen counts. A token that holds the end of a prompt and
-the beginning of an answer counts. Pure but for the model directory; must not know datasets.
+Promises that the tokens are those of Hugging Face's `apply_chat_template`, that a mask never counts no token or every
+token, and that each chosen turn counts. A token that contains both the end of a prompt and the beginning of an answer
+counts. Pure except for reading the model directory; must not know datasets.
 
     masker = Masker(Chat(directory), "all")
-    for text in masker.rows(conversation): ...         # one, or with "each" one for each turn
+    for text in masker.rows(conversation): ...         # one row; with "each" one row per turn
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,18 +33,18 @@ _HINT = "put a chat_template.jinja with {% generation %} blocks into the model's
 
 
 class MaskError(ValueError):
-    """Why a conversation has no mask, in one line that says what to do."""
+    """The reason why a conversation has no mask, on one line that names the fix."""
 
 
 @dataclass(frozen=True)
 class MaskedText:
-    """A conversation as it is trained.
+    """A conversation, and the part of it that is trained.
 
     Attributes:
         text: as the template writes it.
-        spans: [begin, end) of what is trained, in characters of the text.
+        spans: [begin, end) of each trained part, in characters of the text.
         tokens: ids of the whole text.
-        mask: 1 for each token that is trained, else 0; as many.
+        mask: 1 for each token that is trained, else 0; as long as `tokens`.
     """
 
     text: str
@@ -52,24 +54,24 @@ class MaskedText:
 
 
 class AssistantMasker:
-    """Makes rows of conversations by one model's template and tokenizer."""
+    """Makes training rows from conversations with one model's template and tokenizer."""
 
     def __init__(self, chat: ChatTokenizer, choice: Choice) -> None:
         self._chat, self._choice = chat, choice
 
     @property
     def method(self) -> str:
-        """How the mask is found, in words."""
+        """The method that determines the mask, in words."""
         marks = self._chat.template.marks_turns
         return "the template's {% generation %} blocks" if marks else "the template with and without each turn"
 
     @property
     def template(self) -> str:
-        """The template's source, which the text of every row depends on."""
+        """The template's source, which determines the text of every row."""
         return self._chat.template.source
 
     def rows(self, conversation: Conversation) -> Iterator[MaskedText]:
-        """What is trained of a conversation, one row or with `each` one for each turn; `MaskError` if it is nothing."""
+        """Yield the conversation's training rows: one, or with `each` one per turn; `MaskError` if it has none."""
         turns = conversation.turns
         if not turns:
             raise MaskError("no turn of an assistant to train; remove the row, or set data.invalid=drop")
@@ -81,7 +83,7 @@ class AssistantMasker:
             yield self._row(conversation, turns if self._choice == "all" else turns[-1:])
 
     def teaches_end(self, row: MaskedText) -> bool:
-        """Whether the last turn that is trained ends with a token that ends turns: else the model never learns to."""
+        """Whether the last trained turn ends with an end-of-turn token; otherwise the model never learns to stop."""
         return row.text[slice(*row.spans[-1])].rstrip().endswith(self._chat.stops)
 
     def _row(self, conversation: Conversation, turns: Sequence[int]) -> MaskedText:
@@ -90,10 +92,10 @@ class AssistantMasker:
         except TemplateError as error:
             raise MaskError(f"the chat template refuses it: {' '.join(str(error).split())}") from None
         try:
-            tokens, places = self._chat.encode_with_places(text)
+            tokens, offsets = self._chat.encode_with_offsets(text)
         except Exception as error:  # noqa: BLE001 the library raises no narrower one
             raise MaskError(f"the tokenizer cannot encode it: {' '.join(str(error).split())}") from None
-        mask = tuple(int(any(_overlap(place, span) for span in spans)) for place in places)
+        mask = tuple(int(any(_overlap(offset, span) for span in spans)) for offset in offsets)
         _check(mask, spans)
         return MaskedText(text, tuple(spans), tuple(tokens), (0, *mask[1:]))
 
@@ -104,17 +106,17 @@ class AssistantMasker:
         return text, [self._prefixed(conversation, text, turn) for turn in turns]
 
     def _marked(self, conversation: Conversation, turns: Sequence[int]) -> tuple[str, list[Span]]:
-        """The spans that the template marks; it writes them in the order of the turns, prompt's turns included."""
+        """The text and the spans that the template marks, in the order of the turns (those of the prompt included)."""
         marked = self._chat.template.marked(conversation.messages, conversation.tools)
-        said = [place for place, each in enumerate(conversation.messages) if each["role"] == "assistant"]
-        if len(marked.spans) != len(said):
-            if list(turns) == said and marked.spans:
+        assistant = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if len(marked.spans) != len(assistant):
+            if list(turns) == assistant and marked.spans:
                 return marked.text, list(marked.spans)
-            raise MaskError(f"the template marks {len(marked.spans)} spans for {len(said)} turns of the assistant")
-        return marked.text, [marked.spans[said.index(turn)] for turn in turns]
+            raise MaskError(f"the template marks {len(marked.spans)} spans for {len(assistant)} turns of the assistant")
+        return marked.text, [marked.spans[assistant.index(turn)] for turn in turns]
 
     def _prefixed(self, conversation: Conversation, text: str, turn: int) -> Span:
-        """What message `turn` adds to the text, up to the token that ends it."""
+        """The span that message `turn` adds to the text, up to its end-of-turn token."""
         template, messages, tools = self._chat.template, conversation.messages, conversation.tools
         before = template.render(messages[:turn], tools, asks=True)
         upto = template.render(messages[: turn + 1], tools, asks=False)
@@ -130,13 +132,13 @@ class AssistantMasker:
 
 
 def _turn_text(turn: str, stops: Sequence[str]) -> int:
-    """The length of a turn without the white space that a template writes after the token that ends it."""
+    """The length of a turn without the white space that a template writes after the end-of-turn token."""
     ends = [end for stop in stops if (end := turn.rfind(stop) + len(stop)) >= len(stop) and not turn[end:].strip()]
     return max(ends, default=len(turn))
 
 
-def _overlap(place: Span, span: Span) -> bool:
-    return place[0] < span[1] and place[1] > span[0]
+def _overlap(offset: Span, span: Span) -> bool:
+    return offset[0] < span[1] and offset[1] > span[0]
 
 
 def _check(mask: Sequence[int], spans: Sequence[Span]) -> None:

@@ -1,9 +1,9 @@
 """A model's chat template: messages to text.
 
-Owns how a conversation is written, by the template and the named special tokens of a model directory, and which of its
-characters the template itself marks as an assistant's. Promises the text that Hugging Face's `apply_chat_template`
+Owns the text of a conversation, from the template and the named special tokens of a model directory, and which of its
+characters the template itself marks as the assistant's. Promises the text that Hugging Face's `apply_chat_template`
 gives, by the same rules (sandboxed, whitespace of blocks trimmed), without importing transformers: workers of a task
-render with it, and are to stay small. Must not know tokens.
+render with it and must stay small. Must not know tokens.
 """
 
 import json
@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError
 
 _BEGIN, _END = "rollcall_generation_begins", "rollcall_generation_ends"
 _TURN_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Noncharacters of Unicode, which no text has: what stands for the two ends of a marked block while it is rendered."""
+"""Noncharacters of Unicode, which no text contains: placeholders for both ends of a marked block during rendering."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MarkedText:
 
     Attributes:
         text: as `ChatTemplate.render` gives it.
-        spans: [begin, end) of what the template marks with `{% generation %}`, in characters of the text.
+        spans: [begin, end) of each `{% generation %}` block, in characters of the text.
     """
 
     text: str
@@ -52,22 +52,21 @@ class ChatTemplate:
 
     @cached_property
     def marks_turns(self) -> bool:
-        """Whether the template has `{% generation %}` blocks, which say what an assistant said."""
-        self._compiled  # noqa: B018 the parser tells
+        """Whether the template has `{% generation %}` blocks, which mark the assistant's text."""
+        self._compiled  # noqa: B018 compiling sets the flag
         return self._marks
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, asks: bool = True) -> str:
-        """The conversation as the template writes it; where it `asks`, up to where the policy speaks.
+        """The conversation as the template writes it. With `asks`, the text ends where the policy's turn begins.
 
-        `TemplateError` for whatever keeps the template from it, such as a text joined with an object.
+        `TemplateError` for any failure of the template, such as a text joined with an object.
         """
         return self._render(messages, tools, asks, {})
 
     def marked(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> MarkedText:
         """The whole conversation, with the spans that the template marks.
 
-        `TemplateError` where marks cannot be told from the text, or change it: a filter around them then looks at what
-        they enclose.
+        `TemplateError` if the marks are ambiguous or change the text, as with a filter around a marked block.
         """
         plain = self._render(messages, tools, False, {})
         begin, end = [mark for mark in _TURN_MARKS if mark not in plain][:2]
@@ -92,18 +91,18 @@ class ChatTemplate:
             return self._compiled.render(messages=list(messages), **rest, **marks, **self.specials)
         except TemplateError:
             raise
-        except Exception as error:  # what Python raises for the template's own expressions
+        except Exception as error:  # expressions of the template raise any Python error
             raise TemplateError(f"{type(error).__name__}: {error}") from error
 
     def render_observation(
         self, messages: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> str:
-        """What the template writes after a turn of the policy that follows `messages`: the end of the turn, then
-        `told`, up to where the policy speaks again. `ValueError` when it does not write what a turn says."""
-        turn = _TURN_MARKS[-1]  # in the place of what was said, whose tokens are known and not to be made again
-        said: Message = {"role": "assistant", "content": turn}
-        _, found, after = self.render([*messages, said, *new_messages], tools).partition(turn)
-        if not found or turn in after:
+        """The text that follows a turn of the policy after `messages`: the end of the turn, then `new_messages`, up to
+        the policy's next turn. `ValueError` when the template does not write the content of a turn exactly once."""
+        turn = _TURN_MARKS[-1]  # a placeholder: the turn's real tokens are known and must not be encoded again
+        assistant: Message = {"role": "assistant", "content": turn}
+        _, separator, after = self.render([*messages, assistant, *new_messages], tools).partition(turn)
+        if not separator or turn in after:
             raise ValueError("the chat template does not write each turn once")
         return after
 
@@ -120,12 +119,12 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         compiled = environment.from_string(self.source)
-        self._marks = bool(environment.extensions[_Generation.identifier].found)  # type: ignore[attr-defined]
+        self._marks = bool(environment.extensions[_Generation.identifier].blocks)  # type: ignore[attr-defined]
         return compiled
 
     def _find(self, directory: Path) -> str:
-        beside = directory / "chat_template.jinja"
-        template = beside.read_text() if beside.is_file() else self._settings.get("chat_template")
+        template_file = directory / "chat_template.jinja"
+        template = template_file.read_text() if template_file.is_file() else self._settings.get("chat_template")
         if not isinstance(template, str):
             hint = "put chat_template.jinja there"
             raise ConfigError("model.path", str(directory), "a model with one chat template", hint)
@@ -133,14 +132,14 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """Templates mark what an assistant said with `{% generation %}`; what is inside is written as it is, between two
-    variables that are empty unless somebody asks for the marks."""
+    """The `{% generation %}` block, which marks the assistant's text. The content is rendered unchanged, between two
+    variables that are empty except in `ChatTemplate.marked`."""
 
     tags = {"generation"}  # noqa: RUF012 jinja's own declaration
-    found = 0
+    blocks = 0
 
     def parse(self, parser: Parser) -> nodes.Node:
-        self.found += 1
+        self.blocks += 1
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in (_BEGIN, _END))
@@ -160,5 +159,5 @@ def _now(form: str) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A JSON object, empty when the file is not there."""
+    """A JSON object, empty when the file does not exist."""
     return dict(json.loads(path.read_text())) if path.is_file() else {}

@@ -1,18 +1,18 @@
-"""Programs as answers, held to tests.
+"""Programs as answers, checked by tests.
 
-Owns the built-in task `code`: rows of a dataset with tests, the program in an answer, and how it is run against them in
-the sandboxed process of `pipeline.environments.sandbox`. Promises that each test has a process of its own, with its own
-seconds; that a program which ends, hangs or prints whatever it likes fails its test and nothing else; and that tests of
-input and output never bring what is expected near the program. Asserts run where the program does, after it: that holds
-accidents and idle cleverness, not a program that looks for them.
+Owns the built-in task `code`: rows of a dataset with tests, the program in an answer, and running it against the tests
+in the sandboxed process of `pipeline.environments.sandbox`. Promises that each test has a separate process with a
+separate timeout; that a program which exits, hangs or prints anything fails only its test; and that the expected output
+of a test is never accessible to the program. Asserts run in the program's process, after the program. That prevents
+accidents and simple tricks, but not a program that deliberately looks for the asserts.
 
 Tests of a row, in the column `task.options.tests`:
 
-    "assert add(1, 2) == 3"                                   Python that is run after the program
-    ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]        several of them, as MBPP has
-    {"inputs": ["1 2"], "outputs": ["3"]}                     standard input, and what is to be printed; as JSON too
+    "assert add(1, 2) == 3"                                   Python that runs after the program
+    ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]        several of them, as in MBPP
+    {"inputs": ["1 2"], "outputs": ["3"]}                     standard input and expected output; also as JSON text
 
-With a column `entry_point`, as HumanEval has, `check(<entry point>)` is called after the test.
+With a column `entry_point`, as in HumanEval, `check(<entry point>)` is called after the test.
 """
 
 import json
@@ -41,15 +41,15 @@ exec(compile(open("test.py").read(), "test.py", "exec"), scope)
 
 @dataclass(frozen=True)
 class Check:
-    """One test: `code` that is run after the program, or `given` on standard input and `wanted` on standard output."""
+    """One test: `code` that runs after the program, or `stdin` with the `expected` standard output."""
 
     code: str = ""
-    given: str = ""
-    wanted: str | None = None
+    stdin: str = ""
+    expected: str | None = None
 
 
 class CodeOptions(DatasetOptions):
-    """Which rows, and how programs are run."""
+    """The rows, their tests, and the limits of a test."""
 
     system: str = Field(WRITE, description="System message before each prompt that has none; empty: none.")
     tests: str = Field("tests", description="Column with the tests of a row, see docs/tasks.md.")
@@ -64,7 +64,7 @@ class CodeOptions(DatasetOptions):
 
 
 class Code(Dataset):
-    """1 for a program that passes all tests."""
+    """Reward 1 for a program that passes all tests; with `partial` the fraction of passing tests."""
 
     name = "code"
     Options = CodeOptions
@@ -84,55 +84,56 @@ class Code(Dataset):
             right, late = self._passes(program, test)
             passed += right
             if late or not (right or self.options.partial):
-                break  # what comes after a test that ran out of time would too, and nobody is paid for waiting
+                break  # later tests of a program that timed out would time out too, and the reward is decided
         return passed / len(tests) if self.options.partial else float(passed == len(tests))
 
     def _passes(self, program: str, test: Check) -> tuple[bool, bool]:
-        """Whether the program passes, and whether it ran out of time."""
+        """Whether the program passes, and whether it timed out."""
         files, driver, done = {"answer.py": program}, _RUN, ""
-        if test.wanted is None:
+        if test.expected is None:
+            # A random word, printed last, proves that the test ran to its end.
             done = secrets.token_hex(16)
             files["test.py"], driver = f"{test.code}\nprint()\nprint({done!r})\n", _CHECK
         seconds, memory = self.options.test_seconds, self.options.test_memory_bytes
-        ran = run_python(driver, seconds, memory, files=files, given=test.given)
+        ran = run_python(driver, seconds, memory, files=files, stdin=test.stdin)
         if ran.failed:
             return False, ran.late
-        return _mismatch_text(
-            ran, test.wanted if test.wanted is not None else done, whole=test.wanted is not None
-        ), False
+        whole = test.expected is not None
+        return _has_output(ran, done if test.expected is None else test.expected, whole=whole), False
 
 
 def extract_program(text: str) -> str:
-    """The last block of code in an answer, all of it where there is none."""
+    """The last code block of an answer, or the whole text if it has no block."""
     blocks = _BLOCK.findall(text)
     return str(blocks[-1] if blocks else text)
 
 
 def read_checks(value: Any, entry_point: Any = None) -> list[Check]:
-    """The tests of a row; `ValueError` for what has none."""
+    """The tests of a row; `ValueError` if it has none."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = json.loads(value)
     if isinstance(value, Mapping):
         inputs, outputs = value.get("inputs"), value.get("outputs")
         if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
             raise ValueError("tests: expected as many outputs as inputs, both lists")
-        found = [Check(given=_line(given), wanted=_line(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
+        checks = [Check(stdin=_line(i), expected=_line(o)) for i, o in zip(inputs, outputs, strict=True)]
     else:
         codes = [value] if isinstance(value, str) else list(value or ())
         call = f"\ncheck({entry_point})" if entry_point else ""
-        found = [Check(code=f"{code}{call}") for code in codes]
-    if not found:
+        checks = [Check(code=f"{code}{call}") for code in codes]
+    if not checks:
         raise ValueError("tests: the row has none; task.options.tests names their column")
-    return found
+    return checks
 
 
 def _line(value: Any) -> str:
-    """Lines of a program's input or output, which some datasets have as lists."""
+    """The text of a program's input or output, which some datasets store as a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _mismatch_text(ran: SandboxResult, wanted: str, whole: bool) -> bool:
-    """Whether it printed what is wanted, white space at the ends of lines aside: all of it, or as its last line."""
-    said = [line.rstrip() for line in ran.output.strip().splitlines()]
-    lines = [line.rstrip() for line in wanted.strip().splitlines()]
-    return said == lines if whole else said[-1:] == lines
+def _has_output(ran: SandboxResult, expected: str, whole: bool) -> bool:
+    """Whether the program printed what is expected, as its whole output or as its last line. Trailing white space of a
+    line is ignored."""
+    printed = [line.rstrip() for line in ran.output.strip().splitlines()]
+    lines = [line.rstrip() for line in expected.strip().splitlines()]
+    return printed == lines if whole else printed[-1:] == lines

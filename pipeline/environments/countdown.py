@@ -1,13 +1,13 @@
 """Countdown: an expression of given numbers with a given value.
 
 Owns the built-in task `countdown`: some numbers and a target, which an expression that uses each number exactly once
-has to reach. Promises that every prompt has a solution; that a prompt depends only on options, seed and index; that the
-held-out prompts are the same for every seed; and that none of them is ever a training prompt or a demonstration, in
-whatever order its numbers stand.
+must reach. Promises that every prompt has a solution; that a prompt depends only on options, seed and index; that the
+held-out prompts are the same for every seed; and that none of them is ever a training prompt or a demonstration, in any
+order of its numbers.
 
-`bare` is the form for tiny models: `3 5 7=26`, to be answered by `3*7+5`. Without it the question is in words, and the
-answer stands between `<answer>` and `</answer>`. `slips` makes the teacher of the demonstrations answer with any
-expression of the numbers, so that only the reward tells which expressions are right.
+`bare` is the format for tiny models: `3 5 7=26`, with the answer `3*7+5`. Otherwise the question is in words, and the
+answer stands between `<answer>` and `</answer>`. `slips` makes the teacher of the demonstrations answer with an
+arbitrary expression of the numbers, so that only the reward distinguishes right answers.
 """
 
 import ast
@@ -33,7 +33,7 @@ _HELD_OUT_SEED = "countdown held out"
 
 
 class CountdownOptions(TaskOptions):
-    """How hard, and how many."""
+    """Difficulty and number of the puzzles."""
 
     numbers: Annotated[int, Field(ge=2, le=6)] = Field(4, description="Numbers of a puzzle.")
     largest: Annotated[int, Field(ge=4)] = Field(99, description="Largest number; the smallest is 1.")
@@ -75,17 +75,18 @@ class Countdown(Task):
         return self.options.size
 
     def prompt(self, index: int) -> Prompt:
-        return self._asked(self._draw(f"{self.seed} prompt {index}")[0])
+        return self._render(self._draw(f"{self.seed} prompt {index}")[0])
 
     def demonstration(self, index: int) -> Demonstration:
         puzzle, expression = self._draw(f"{self.seed} demonstration {index}")
         random = Random(f"{self.seed} slip {index}")
         if random.random() < self.options.slips:
             expression = self._expression(random, puzzle[0])
-        return Demonstration(self._asked(puzzle), expression if self.options.bare else f"<answer>{expression}</answer>")
+        answer = expression if self.options.bare else f"<answer>{expression}</answer>"
+        return Demonstration(self._render(puzzle), answer)
 
     def held_out(self) -> list[Prompt]:
-        return [self._asked(puzzle) for puzzle in self._held_out.values()]
+        return [self._render(puzzle) for puzzle in self._held_out.values()]
 
     def reward(self, prompt: Prompt, text: str) -> float:
         numbers, target = prompt.answer
@@ -97,7 +98,7 @@ class Countdown(Task):
             return 0.0
         return 1.0 if value == target else self.options.near
 
-    def _asked(self, puzzle: Puzzle) -> Prompt:
+    def _render(self, puzzle: Puzzle) -> Prompt:
         numbers, target = puzzle
         if self.options.bare:
             question = f"{' '.join(map(str, numbers))}={target}"
@@ -120,7 +121,7 @@ class Countdown(Task):
         return chosen
 
     def _draws(self, seed: str) -> Iterator[tuple[Puzzle, str]]:
-        """Puzzles without end, made from an expression that solves them and whose value is a natural number."""
+        """Yield puzzles without end, each from a solving expression whose value is a natural number."""
         random = Random(seed)
         for _ in count():
             numbers = tuple(random.randint(1, self.options.largest) for _ in range(self.options.numbers))
@@ -135,8 +136,8 @@ class Countdown(Task):
 
 
 def evaluate(expression: str) -> float | None:
-    """The value of an expression of non-negative integers, `+ - * /` and parentheses; None if it is none, or has no
-    value.
+    """The value of an expression of non-negative integers, `+ - * /` and parentheses; None if the text is no such
+    expression, or has no value.
 
     >>> evaluate("(3+4)*2"), evaluate("6/4"), evaluate("3//4"), evaluate("1/0"), evaluate("2**9")
     (14, 1.5, None, None, None)
@@ -167,9 +168,9 @@ def _value(node: ast.expr) -> float:
 
 
 def _answer_in(text: str) -> str:
-    """What stands in the last pair of answer tags."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return str(found[-1]).strip() if found else ""
+    """The text in the last pair of answer tags."""
+    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return str(answers[-1]).strip() if answers else ""
 
 
 def _key(puzzle: Puzzle) -> Puzzle:

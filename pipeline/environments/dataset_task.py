@@ -1,9 +1,9 @@
 """Prompts from a dataset.
 
-Owns the built-in task `dataset`: which rows are trained and which are held out, and what a row becomes. Rewards are
-functions (`reward.functions`), which get the columns of the row. Promises that an index gives the same prompt in every
-process, and that no row is both trained and held out; that a path, split or column that is not there is a `ConfigError`
-before anything starts. How rows are read is `pipeline.data`'s.
+Owns the built-in task `dataset`: which rows are trained, which are held out, and the prompt of a row. Rewards are
+functions (`reward.functions`), which receive the columns of the row. Promises that an index gives the same prompt in
+every process, that no row is both trained and held out, and that a missing path, split or column is a `ConfigError`
+before anything starts. `pipeline.data` owns how rows are read.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from pipeline.errors import ConfigError
 
 SECTION = "task.options"
 EVAL_ROWS = 256
-"""Most rows that are held out where the options do not say how many."""
+"""Largest number of held-out rows if the options give no number."""
 
 
 class DatasetOptions(SourceConfig, TaskOptions):
-    """Which rows, and how they are asked."""
+    """The rows, the split into training and held-out rows, and the format of a prompt."""
 
     eval_path: str = Field("", description="Source of the held-out rows; empty: `path`.")
     eval_split: str = Field(
@@ -43,17 +43,17 @@ class DatasetOptions(SourceConfig, TaskOptions):
 
     @property
     def apart(self) -> bool:
-        """Whether held-out rows lie in a place of their own."""
+        """Whether held-out rows come from a separate source."""
         return bool(self.eval_path or self.eval_split)
 
     def held_out(self) -> SourceConfig:
-        """Where the held-out rows are read."""
+        """The source of the held-out rows."""
         where = {"path": self.eval_path or self.path, "split": self.eval_split or base_split(self.split)}
         return SourceConfig(subset=self.subset, revision=self.revision, columns=self.columns, **where)
 
 
 class Dataset(Task):
-    """One prompt a row."""
+    """One prompt per row."""
 
     name = "dataset"
     Options = DatasetOptions
@@ -73,7 +73,7 @@ class Dataset(Task):
         return len(self._examples) - self._held_out_rows
 
     def prompt(self, index: int) -> Prompt:
-        return self._asked(self._examples[index])
+        return self._prompt(self._examples[index])
 
     def held_out(self) -> Sequence[Prompt]:
         return self._held_out
@@ -82,27 +82,27 @@ class Dataset(Task):
         raise NotImplementedError("a dataset has no reward; set reward.functions")
 
     def _last_rows(self, rows: int) -> int:
-        """How many of so many rows are held out; `ConfigError` if none would be left to train."""
-        asked = self.options.eval_rows
-        held_out = min(EVAL_ROWS, max(1, rows // 10)) if asked is None else asked
+        """The number of the last `rows` rows to hold out; `ConfigError` if none would be left to train."""
+        configured = self.options.eval_rows
+        held_out = min(EVAL_ROWS, max(1, rows // 10)) if configured is None else configured
         if held_out < rows:
             return held_out
-        if asked is None:
-            expected = f"a dataset of 2 rows or more, one of which is held out; {self.options.split} has {rows}"
+        if configured is None:
+            expected = f"a dataset of 2 rows or more, so that one can be held out; {self.options.split} has {rows}"
             raise ConfigError(f"{SECTION}.path", self.options.path, expected, f"set {SECTION}.eval_path, or add rows")
         hint = f"lower it, leave it out, or set {SECTION}.eval_split or eval_path"
-        raise ConfigError(f"{SECTION}.eval_rows", asked, f"less than the {rows} rows of the dataset", hint)
+        raise ConfigError(f"{SECTION}.eval_rows", configured, f"less than the {rows} rows of the dataset", hint)
 
     @cached_property
     def _held_out(self) -> list[Prompt]:
         if not self.options.apart:
-            return [self._asked(self._examples[row]) for row in range(len(self), len(self._examples))]
+            return [self._prompt(self._examples[row]) for row in range(len(self), len(self._examples))]
         examples = Examples.open(self.options.held_out(), SECTION)
-        asked = EVAL_ROWS if self.options.eval_rows is None else self.options.eval_rows
-        count = min(asked or len(examples), len(examples))
-        return [self._asked(examples[row]) for row in range(count)]
+        configured = EVAL_ROWS if self.options.eval_rows is None else self.options.eval_rows
+        count = min(configured or len(examples), len(examples))
+        return [self._prompt(examples[row]) for row in range(count)]
 
-    def _asked(self, example: Example) -> Prompt:
+    def _prompt(self, example: Example) -> Prompt:
         system, messages = self.options.system, example.prompt
         if system and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": system}, *messages)

@@ -1,9 +1,11 @@
 """One episode as it grows: prompt, turns of the policy, observations between them.
 
-Owns the token ledger of an episode: which tokens the policy sampled, with which log-probability and weights. Promises
-that token ids are kept as they were sampled, never made from text again. Knows no tokenizer and no server.
+Owns the token ledger of an episode: which tokens the policy sampled, with their log-probabilities and policy versions.
+Promises that token ids are preserved as they were sampled, never encoded again from text. Knows no tokenizer and no
+server.
 
-Most episodes are one row of tokens. One whose conversation branched, or was compacted, has further rows, `branches`.
+Most episodes are one row of tokens. An episode whose conversation branched, or was compacted, has further rows,
+`branches`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +16,11 @@ Finish = Literal["stop", "length"]
 
 
 class Turn(Protocol):
-    """What the policy said at once; the inference client's completions are such.
+    """One turn of the policy, such as a completion of the inference client.
 
-    `tokens` (with the end-of-turn token if it was sampled) and `logprobs` (nats, at the sampling temperature) have the
-    same length, and so have `versions`, the weights that sampled each; `version_min`, `version_max` are the oldest and
-    newest weights that may have sampled one of them.
+    `tokens` (with the end-of-turn token if it was sampled), `logprobs` (nats, at the sampling temperature) and
+    `versions` (the policy version that sampled each token) have the same length. `version_min` and `version_max` are
+    the oldest and newest versions that may have sampled one of the tokens.
     """
 
     @property
@@ -39,12 +41,12 @@ class Turn(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeBranch:
-    """A further row of an episode: it begins as an earlier row does, and goes on in its own way.
+    """A further row of an episode, which shares a prefix with an earlier row.
 
     Attributes:
-        of: the row that it begins as: 0 is the episode's own, n its nth branch.
-        shared: that many tokens of that row; whatever of them was sampled counts there, and is only read here.
-        tokens, sampled, logprobs, versions: what follows, as in `Episode`.
+        of: the row with the shared prefix: 0 is the episode's main row, n its nth branch.
+        shared: length of the prefix in tokens. Sampled tokens of the prefix count in row `of`, and are context here.
+        tokens, sampled, logprobs, versions: the tokens after the prefix, as in `Episode`.
     """
 
     of: int
@@ -66,13 +68,13 @@ class Episode:
         finish: how the last turn ended; `length` means it was cut off.
         version_min, version_max: over all turns; −1 before the first.
         turns: turns of the policy.
-        server: who answered last.
-        said: the conversation since the prompt as messages, for rewards; empty for a single turn.
-        metrics: numbers about the episode by their names in metrics, such as `tools/calls`.
-        branches: its further rows; versions, turns and the last turn are those of all rows.
-        reward: what it is worth, where whoever ran it says so; None: `Task.reward` is asked.
-        versions: the weights that sampled each token, T of them, 0 where none did; of any other length: `version_min`
-            counts for all.
+        server: the server that sampled the last turn.
+        conversation: the messages since the prompt, for rewards; empty for a single turn.
+        metrics: metrics of the episode by name, such as `tools/calls`.
+        branches: the further rows. Versions, turns and the last turn cover all rows.
+        reward: the reward that an agent or environment reported; None: `Task.reward` computes it.
+        versions: the policy version that sampled each token, T of them, 0 for tokens that were not sampled. With any
+            other length `version_min` counts for all tokens.
     """
 
     tokens: tuple[int, ...]
@@ -101,7 +103,7 @@ class Episode:
         return self.finish == "stop"
 
     def append_turn(self, turn: Turn, text: str) -> "Episode":
-        """The episode with a turn of the policy, whose text is `text`."""
+        """The episode followed by a turn of the policy, with `text` as the turn's text."""
         first = self.turns == 0
         return replace(
             self,
@@ -118,7 +120,7 @@ class Episode:
         )
 
     def append_observation(self, tokens: Sequence[int]) -> "Episode":
-        """The episode with tokens that the policy reads but did not sample (a tool's answer, the next question)."""
+        """The episode followed by tokens that the policy did not sample (a tool result, the next question)."""
         return replace(
             self,
             tokens=(*self.tokens, *tokens),

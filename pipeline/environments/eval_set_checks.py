@@ -1,7 +1,7 @@
-"""The tasks of evaluation sets, looked at before anything starts.
+"""The tasks of evaluation sets, validated before anything starts.
 
-Owns the rule that what a set asks is there: its task, its held-out prompts, its reward functions. Promises that what is
-wrong is told with the key of that set.
+Owns the rule that a set's task, held-out prompts and reward functions exist. Promises that an error names the key of
+its set.
 """
 
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ from pipeline.errors import ConfigError
 
 
 def check_eval_tasks(config: RunConfig) -> None:
-    """`ConfigError` unless each set that has a task of its own can be asked."""
-    for name, each in config.evaluation.sets.items():
-        if each.task is not None:
+    """`ConfigError` unless each evaluation set with a separate task can be evaluated."""
+    for name, eval_set in config.evaluation.sets.items():
+        if eval_set.task is not None:
             with _keys_below(f"{SETS}{name}."):
-                check_held_out(each.task, each.reward, config.seed)
+                check_held_out(eval_set.task, eval_set.reward, config.seed)
 
 
-def check_held_out(wanted: TaskConfig, reward: RewardConfig, seed: int) -> None:
+def check_held_out(task_config: TaskConfig, reward: RewardConfig, seed: int) -> None:
     """`ConfigError` unless a task has prompts to evaluate, and a reward for them."""
-    task = load_task(wanted, seed)
-    with user_import_errors("task.name", wanted.name, "a task with held-out prompts"):
+    task = load_task(task_config, seed)
+    with user_import_errors("task.name", task_config.name, "a task with held-out prompts"):
         if len(task.held_out()) == 0:
-            raise ConfigError("task.name", wanted.name, "a task with held-out prompts", "its held_out() is empty")
-    check_rewards(reward, task, wanted.name)
+            raise ConfigError("task.name", task_config.name, "a task with held-out prompts", "its held_out() is empty")
+    check_rewards(reward, task, task_config.name)
 
 
 @contextmanager

@@ -1,12 +1,12 @@
-"""The modules of a user's tasks and reward functions, as they were when a run was made.
+"""The modules of a user's tasks and reward functions, frozen when the run was made.
 
-Owns which files those are, their copy in the run's snapshot of the code, and that its processes import the copy.
-Promises that an edit after the first submission reaches no attempt of the run, in no worker that starts later either;
-and that a module's `__file__` stays what it was, so that data beside it are found. Installed packages, data, and
+Owns the list of those files, their copy in the run's snapshot of the code, and the import hook that loads the copy.
+Promises that an edit after the first submission reaches no attempt of the run and no worker, however late it starts;
+and that a module's `__file__` is unchanged, so that data files next to it are readable. Installed packages, data, and
 modules whose names are made at run time are not copied.
 
-    keep(modules_named_in(config), run.code)     # at the first submission
-    use_frozen()                           # in every process, before it imports code of the user's
+    copy_modules(modules_named_in(config), run.code)     # at the first submission
+    use_frozen()                                         # in every process, before it imports user code
 """
 
 import ast
@@ -27,31 +27,31 @@ import pipeline
 from pipeline.config import RunConfig
 
 OURS = ("pipeline", "slurm", "conf")
-"""Packages of which the snapshot has all."""
+"""Packages that the snapshot contains completely."""
 _FOLDER, _INDEX = ".user", "index.json"
-"""No module can have such a name, so the folder hides none."""
+"""No module can have such a name, so the folder shadows none."""
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 class _FrozenFile(msgspec.Struct):
-    """One module: its file when it was copied, and the copy."""
+    """One module: its file at the time of the copy, and the copy."""
 
     file: str
     copy: str
 
 
 def modules_named_in(config: RunConfig) -> list[str]:
-    """The modules that a config names: of tasks, of those that agents work on, and of reward functions."""
+    """The modules that a config names: of tasks, of the tasks below agents, and of reward functions."""
     sets = config.evaluation.sets.values()
-    tasks = [config.task, *(each.task for each in sets if each.task)]
-    rewards = [config.reward, *(each.reward for each in sets)]
+    tasks = [config.task, *(eval_set.task for eval_set in sets if eval_set.task)]
+    rewards = [config.reward, *(eval_set.reward for eval_set in sets)]
     below = [of.get("name") for task in tasks if isinstance(of := task.options.get("of"), Mapping)]
-    named = [*(task.name for task in tasks), *below, *(name for each in rewards for name in each.functions)]
+    named = [*(task.name for task in tasks), *below, *(name for reward in rewards for name in reward.functions)]
     return [name.partition(":")[0] for name in named if isinstance(name, str) and ":" in name]
 
 
 def copy_modules(names: Iterable[str], code: Path) -> None:
-    """Copy these modules, and what they import from the same folders, into a snapshot that is being made."""
+    """Copy these modules, and their imports from the same folders, into a snapshot that is being made."""
     index = dict[str, _FrozenFile]()
     for name, file in modules_of(names).items():
         copy = code / _FOLDER / Path(*name.split(".")) / file.name
@@ -63,29 +63,29 @@ def copy_modules(names: Iterable[str], code: Path) -> None:
 
 
 def changed_modules(code: Path) -> list[Path]:
-    """The files that are not any more what a snapshot has of them."""
-    kept = _read(code).values()
-    return [Path(each.file) for each in kept if not _same(Path(each.file), code / _FOLDER / each.copy)]
+    """The files that differ from their copy in a snapshot."""
+    frozen = _read(code).values()
+    return [Path(module.file) for module in frozen if not _same(Path(module.file), code / _FOLDER / module.copy)]
 
 
 @cache
 def use_frozen() -> None:
-    """Have imports of this process find the copies, where it runs from a snapshot that has some."""
+    """Make imports of this process load the copies, if it runs from a snapshot that has some."""
     code = Path(pipeline.__file__).parent.parent
     if index := _read(code):
         sys.meta_path.insert(0, _Finder(code / _FOLDER, index))
 
 
 def modules_of(names: Iterable[str]) -> dict[str, Path]:
-    """The files of these modules and of all that they import, in functions too, from the folders that they lie in."""
-    found, waiting = dict[str, Path](), [*names]
+    """The files of these modules and of all their imports (also those inside functions) from the same folders."""
+    files, waiting = dict[str, Path](), [*names]
     while waiting:
         name = waiting.pop()
-        if name in found or (file := _file_of(name)) is None:
+        if name in files or (file := _file_of(name)) is None:
             continue
-        found[name] = file
+        files[name] = file
         waiting += [name.rpartition(".")[0], *_imported(name, file)]
-    return found
+    return files
 
 
 def _file_of(name: str) -> Path | None:
@@ -93,29 +93,29 @@ def _file_of(name: str) -> Path | None:
     root = _root(top) if top else None
     if root is None:
         return None
-    place = root.joinpath(top, *below)
-    files = (place / "__init__.py", place.with_name(f"{place.name}.py"))
+    base = root.joinpath(top, *below)
+    files = (base / "__init__.py", base.with_name(f"{base.name}.py"))
     return next((file for file in files if file.is_file()), None)
 
 
 def _root(top: str) -> Path | None:
-    """The folder on the path that a module lies in; None for what is installed, built in, ours, or not there."""
+    """The folder of a top-level module; None if it is installed, built in, part of Rollcall, or missing."""
     if top in OURS or top in sys.stdlib_module_names:
         return None
     try:
         spec = find_spec(top)
     except (ImportError, ValueError):
         return None
-    places = [*(spec.submodule_search_locations or ()), spec.origin or ""] if spec else [""]
-    if not places[0]:
+    locations = [*(spec.submodule_search_locations or ()), spec.origin or ""] if spec else [""]
+    if not locations[0]:
         return None
-    place = Path(places[0]).resolve()
-    installed = place.is_relative_to(sysconfig.get_path("stdlib")) or not {*_INSTALLED}.isdisjoint(place.parts)
-    return None if installed else place.parent
+    path = Path(locations[0]).resolve()
+    installed = path.is_relative_to(sysconfig.get_path("stdlib")) or not {*_INSTALLED}.isdisjoint(path.parts)
+    return None if installed else path.parent
 
 
 def _imported(name: str, file: Path) -> Iterator[str]:
-    """The names that a module's statements import, also those that may be attributes of modules."""
+    """The names that a module's statements import, including names that may be attributes of modules."""
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     try:
         statements = [*ast.walk(ast.parse(file.read_bytes()))]
@@ -144,7 +144,7 @@ def _same(file: Path, copy: Path) -> bool:
 
 
 class _Loader(SourceFileLoader):
-    """Runs the copy under the name of the file; its bytecode is not kept, since it would pass for that of the file."""
+    """Runs the copy under the name of the file. Bytecode is not cached, since it would pass for that of the file."""
 
     def __init__(self, name: str, file: str, copy: Path) -> None:
         super().__init__(name, file)
@@ -156,7 +156,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules that were copied; others are found as ever."""
+    """Finds the modules that were copied, and no others."""
 
     def __init__(self, folder: Path, index: Mapping[str, _FrozenFile]) -> None:
         self._folder, self._index = folder, index
@@ -164,9 +164,9 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        kept = self._index.get(fullname)
-        if kept is None:
+        frozen = self._index.get(fullname)
+        if frozen is None:
             return None
-        loader, file = _Loader(fullname, kept.file, self._folder / kept.copy), Path(kept.file)
+        loader, file = _Loader(fullname, frozen.file, self._folder / frozen.copy), Path(frozen.file)
         folders = [str(file.parent)] if file.name == "__init__.py" else None
         return spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folders)

@@ -1,6 +1,6 @@
-"""Calls of foreign code.
+"""Calls of foreign code, whose errors become one line.
 
-Owns how whatever it raises becomes one line. Must not know what is called.
+Owns the text of that line. Must not know what is called.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ REASON_LENGTH = 200
 
 
 def call_guarded(what: str, call: Callable[[], T]) -> T | str:
-    """What `call` gives, or `what ErrorName: text` of whatever it raised, `SystemExit` included."""
+    """The result of `call`, or `what ErrorName: text` for any error, `SystemExit` included."""
     try:
         return call()
     except BaseException as error:  # noqa: BLE001 the task is foreign code: whatever it raises is the sample's reason
@@ -22,6 +22,6 @@ def failure_reason(what: str, error: BaseException) -> str:
     """`what ErrorName: text` on one line."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 an error of the task's own, which cannot even say what it is
+    except Exception:  # noqa: BLE001 the task's error class may fail in its own `__str__`
         text = "its message cannot be made"
     return f"{what} {type(error).__name__}: {text}"[:REASON_LENGTH]

@@ -1,9 +1,9 @@
-"""A language model that says what an answer is worth.
+"""A reward function that asks a language model for a score.
 
-Owns the reward function `pipeline.environments.llm_judge:judge`, for `reward.functions`: what is asked of a model
-behind an OpenAI-compatible URL, and how its verdict is read. Promises that an answer whose judge cannot be reached,
-refuses, or gives no score fails with that reason, and is no 0. Runs in a worker process only, all samples of a prompt
-at once.
+Owns the reward function `pipeline.environments.llm_judge:judge`, for `reward.functions`: the question for a model
+behind an OpenAI-compatible URL, and the parsing of its verdict. Promises that an answer whose judge is unreachable,
+refuses, or gives no score fails with that reason instead of a score of 0. Runs in a worker process only, on all samples
+of a prompt at once.
 
     reward.functions=[pipeline.environments.llm_judge:judge]
     'reward.options.judge={url: "http://127.0.0.1:8000/v1", model: qwen}'
@@ -49,28 +49,29 @@ async def judge(
     """The judge's score of each completion, from 0 to 1.
 
     Args:
-        url: where `/chat/completions` is, as `http://127.0.0.1:8000/v1`; a server of vLLM say.
-        model: its name there.
-        question: what is asked, with `{prompt}`, `{answer}`, `{truth}` and `{best}`.
-        best: the highest score it may give.
-        max_tokens: most tokens of a verdict; seconds: most time of one request. What fails for a passing reason is
-            asked again, `TRIES` times in all; these fit into nine tenths of `task.seconds`, or the last is cut off.
-        key_file: a file with the key that the URL asks for; empty: none.
+        url: base of `/chat/completions`, such as `http://127.0.0.1:8000/v1` of a vLLM server.
+        model: name of the model there.
+        question: template of the question, with `{prompt}`, `{answer}`, `{truth}` and `{best}`.
+        best: the highest score.
+        max_tokens: limit of a verdict, in tokens.
+        seconds: timeout of one request. Transient failures are retried, `TRIES` requests in all. They must fit into
+            nine tenths of `task.seconds`; otherwise the last request is cut off.
+        key_file: a file with the API key of the URL; empty: none.
 
-    Raises whatever keeps a score from being had.
+    Any failure to get a score is raised.
     """
     headers = {"Authorization": f"Bearer {Path(key_file).read_text().strip()}"} if key_file else {}
     truths = [None] * len(prompts) if answer is None else answer
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=seconds)) as http:
 
-        async def verdict(prompt: Any, said: Any, truth: Any) -> float:
-            told = "" if truth is None else f"\n# The right answer\n{truth}\n"
-            asked = question.format(
-                prompt=render_question(prompt), answer=render_question(said), truth=told, best=f"{best:g}"
+        async def verdict(prompt: Any, completion: Any, truth: Any) -> float:
+            truth_text = "" if truth is None else f"\n# The right answer\n{truth}\n"
+            content = question.format(
+                prompt=render_question(prompt), answer=render_question(completion), truth=truth_text, best=f"{best:g}"
             )
             body = {
                 "model": model,
-                "messages": [{"role": "user", "content": asked}],
+                "messages": [{"role": "user", "content": content}],
                 "max_tokens": max_tokens,
                 "temperature": 0.0,
             }
@@ -79,27 +80,27 @@ async def judge(
         return list(await asyncio.gather(*map(verdict, prompts, completions, truths)))
 
 
-def render_question(said: Any) -> str:
-    """A text as it is; messages one below the other, each after its role."""
-    if isinstance(said, str):
-        return said
-    return "\n".join(f"[{message['role']}] {message['content']}" for message in said)
+def render_question(content: Any) -> str:
+    """A text unchanged; messages as lines, each after its role."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(f"[{message['role']}] {message['content']}" for message in content)
 
 
 def score_in(verdict: str, best: float) -> float:
-    """The last score of a verdict, as a fraction of the best one; `ValueError` when there is none within bounds.
+    """The last score of a verdict as a fraction of the best one; `ValueError` if the verdict has none within bounds.
 
     >>> score_in("Good. Score: 7", 10)
     0.7
     """
-    found = _SCORE.findall(verdict)
-    if not found or float(found[-1]) > best:
+    scores = _SCORE.findall(verdict)
+    if not scores or float(scores[-1]) > best:
         raise ValueError(f"the judge gave no score from 0 to {best:g}: {verdict[-80:]!r}")
-    return float(found[-1]) / best
+    return float(scores[-1]) / best
 
 
 async def _ask(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> str:
-    """What the model says; tries again when the server is busy, or the connection breaks."""
+    """The model's response. Retries when the server is busy or the connection breaks."""
     for left in reversed(range(TRIES)):
         try:
             async with http.post(url, json=body) as response:

@@ -1,12 +1,12 @@
 """Puzzles of the library reasoning-gym.
 
-Owns the built-in task `reasoning_gym`: which of its generators makes prompt `index`, with which seed. Promises that a
-prompt depends only on options, seed and index; that the held-out prompts are the same for every seed; and that none of
-them is ever a training prompt, though a generator may repeat itself. Rewards are the library's own, from 0 to 1.
+Owns the built-in task `reasoning_gym`: the generator and the seed of prompt `index`. Promises that a prompt depends
+only on options, seed and index; that the held-out prompts are the same for every seed; and that none of them is ever a
+training prompt, even if a generator repeats itself. Rewards are the library's scores, from 0 to 1.
 
-Entry i + 1 of seed s is often entry i of seed s + 1, so each run seed, the demonstrations and the held-out prompts have
-ranges of indices of their own in one sequence for each generator. An entry travels with its prompt: a few generators
-would make another one in another process.
+Entry i + 1 of seed s is often entry i of seed s + 1. Therefore all uses share one sequence per generator, and each run
+seed, the demonstrations and the held-out prompts have separate ranges of indices. An entry travels with its prompt,
+because a few generators would make a different entry in another process.
 """
 
 import re
@@ -26,16 +26,16 @@ from pipeline.utils.optional_extras import pip_install
 
 TAGS = "Think about the question first. Then give the final answer, and nothing else, between <answer> and </answer>."
 BASE_SEED = 20_000_003
-"""Of every generator; ranges of indices tell the uses apart."""
+"""Seed of every generator; ranges of indices separate the uses."""
 SPAN = 1 << 24
-"""Indices of one use of one run seed; tries of one prompt are this many divided by `size` apart."""
+"""Indices of one use of one run seed. Successive candidates of a prompt are `SPAN // TRIES` indices apart."""
 MAX_SEEDS = 32
-"""Run seeds with ranges of their own; those further apart begin elsewhere in the same ones."""
+"""Number of run seeds with separate ranges; seeds further apart use the same ranges at other offsets."""
 TRIES = 1000
 
 
 class Generator(TaskOptions):
-    """One of the library's generators: how often it is drawn; all other keys are its own settings."""
+    """One of the library's generators, with its weight in the mixture; all other keys are the generator's settings."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -43,12 +43,12 @@ class Generator(TaskOptions):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the library is given."""
+        """The settings that are passed to the library."""
         return dict(self.model_extra or {})
 
 
 class ReasoningOptions(TaskOptions):
-    """Which generators, and how their answers are read."""
+    """The generators, and the format of an answer."""
 
     datasets: dict[str, Generator] = Field(
         min_length=1, description="Generators by name, each with its settings, and its `weight` in the mixture."
@@ -68,7 +68,7 @@ class ReasoningOptions(TaskOptions):
 
 
 class ReasoningGym(Task):
-    """The library's score of the answer."""
+    """The reward is the library's score of the answer."""
 
     name = "reasoning_gym"
     Options = ReasoningOptions
@@ -82,7 +82,7 @@ class ReasoningGym(Task):
         return self.options.size
 
     def prompt(self, index: int) -> Prompt:
-        return self._asked(*self._entry("prompt", 1, index))
+        return self._prompt(*self._entry("prompt", 1, index))
 
     def held_out(self) -> list[Prompt]:
         return list(self._held_out.values())
@@ -93,7 +93,7 @@ class ReasoningGym(Task):
         if Random(f"slip {self.seed} {index}").random() < self.options.slips:
             answer = self._entry("demonstration", 2, index + 1)[1]["answer"]
         return Demonstration(
-            self._asked(name, entry), f"<answer>{answer}</answer>" if self.options.tags else str(answer)
+            self._prompt(name, entry), f"<answer>{answer}</answer>" if self.options.tags else str(answer)
         )
 
     def reward(self, prompt: Prompt, text: str) -> float:
@@ -101,32 +101,36 @@ class ReasoningGym(Task):
         score = float(self._datasets[name].score_answer(_answer_in(text) if self.options.tags else text, entry))
         return score if self.options.partial else float(score >= 1)
 
-    def _asked(self, name: str, entry: Mapping[str, Any]) -> Prompt:
+    def _prompt(self, name: str, entry: Mapping[str, Any]) -> Prompt:
         system: tuple[Message, ...] = ({"role": "system", "content": self.options.system},)
         messages = (*(system if self.options.system else ()), {"role": "user", "content": entry["question"]})
         return Prompt(messages, (name, dict(entry)), {"dataset": name, "answer": entry["answer"]})
 
-    def _entry(self, use: str, place: int, index: int) -> tuple[str, Any]:
-        """The first entry for `index` of a use that is not held out; `place` is that of its range for seed 0."""
+    def _entry(self, use: str, first_range: int, index: int) -> tuple[str, Any]:
+        """The first entry for `index` of a use that is not held out; `first_range` is the number of the use's range
+        for seed 0."""
         rounds, seed = divmod(self.seed, MAX_SEEDS)
-        for name, entry in self._draws(f"{use} {self.seed}", place + 2 * seed, index + rounds * self.options.size):
+        for name, entry in self._draws(
+            f"{use} {self.seed}", first_range + 2 * seed, index + rounds * self.options.size
+        ):
             if entry["question"] not in self._held_out:
                 return name, entry
         raise AssertionError("draws have no end")
 
-    def _draws(self, use: str, place: int, index: int) -> Iterator[tuple[str, Any]]:
-        """Entries for an index: the first one, and others of the same generator, which take its place."""
+    def _draws(self, use: str, range_number: int, index: int) -> Iterator[tuple[str, Any]]:
+        """Entries for an index: the first choice, then replacements from the same generator."""
         names = list(self._datasets)
         weights = [generator.weight for generator in self.options.datasets.values()]
         (name,) = Random(f"{use} {index}").choices(names, weights)
-        for again in range(TRIES):
-            yield name, self._made(name, place * SPAN + (index + again * (SPAN // TRIES)) % SPAN)
+        for attempt in range(TRIES):
+            yield name, self._load_entry(name, range_number * SPAN + (index + attempt * (SPAN // TRIES)) % SPAN)
         raise ValueError(
             f"{name}: {TRIES} puzzles in a row are held out; make it harder, or lower task.options.held_out"
         )
 
-    def _made(self, name: str, number: int) -> Any:
-        """Entry `number` of a generator. Most make any; a few have a list of them, and make a list of one for each."""
+    def _load_entry(self, name: str, number: int) -> Any:
+        """Entry `number` of a generator. Most generators make any entry; a few have a fixed list, and need a new list
+        of one entry for a number beyond its end."""
         try:
             return self._datasets[name][number]
         except IndexError:
@@ -135,20 +139,20 @@ class ReasoningGym(Task):
     @cached_property
     def _held_out(self) -> dict[str, Prompt]:
         chosen: dict[str, Prompt] = {}
-        wanted = self.options.held_out
+        target = self.options.held_out
         for index in count():
-            if len(chosen) == wanted:
+            if len(chosen) == target:
                 return chosen
-            if index > TRIES + 10 * wanted:
-                key, expected = "task.options.held_out", f"at most {len(chosen)}, the different puzzles that were found"
-                raise ConfigError(key, wanted, expected, "lower it, or make the generators harder")
+            if index > TRIES + 10 * target:
+                key, expected = "task.options.held_out", f"at most {len(chosen)}, the number of different puzzles drawn"
+                raise ConfigError(key, target, expected, "lower it, or make the generators harder")
             name, entry = next(self._draws("held out", 0, index))
-            chosen.setdefault(entry["question"], self._asked(name, entry))
+            chosen.setdefault(entry["question"], self._prompt(name, entry))
         raise AssertionError("count has no end")
 
 
 def _dataset(name: str, generator: Generator, seed: int = BASE_SEED, **size: int) -> Any:
-    """A generator of the library; `ConfigError` when there is none, or for a setting that it does not take."""
+    """A generator of the library; `ConfigError` for an unknown name or a setting that the generator refuses."""
     key = f"task.options.datasets.{name}"
     try:
         import reasoning_gym
@@ -159,9 +163,11 @@ def _dataset(name: str, generator: Generator, seed: int = BASE_SEED, **size: int
         ) from None
     if name not in DATASETS:
         raise ConfigError(key, generator.settings, "a generator of reasoning-gym", closest_match(name, list(DATASETS)))
-    taken = {"seed", "size"} & generator.settings.keys()
-    if taken:
-        raise ConfigError(f"{key}.{min(taken)}", generator.settings[min(taken)], "nothing", "the run's seed says it")
+    reserved = {"seed", "size"} & generator.settings.keys()
+    if reserved:
+        raise ConfigError(
+            f"{key}.{min(reserved)}", generator.settings[min(reserved)], "nothing", "the run's seed determines it"
+        )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, **size, **generator.settings)
     except (TypeError, ValueError, AssertionError) as error:
@@ -171,6 +177,6 @@ def _dataset(name: str, generator: Generator, seed: int = BASE_SEED, **size: int
 
 
 def _answer_in(text: str) -> str | None:
-    """What stands in the last pair of answer tags, None if nothing does."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return str(found[-1]).strip() if found else None
+    """The text in the last pair of answer tags, None without such a pair."""
+    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return str(answers[-1]).strip() if answers else None

@@ -1,15 +1,14 @@
-"""Reward functions as people have them.
+"""Calls of reward functions, in the two common signatures.
 
-Owns the two signatures of functions: what one is called with, and what its answer means. Promises one `PartialScore`
-for each sample, or one line that says why there is none: a reward that is no finite number is never a score. Must not
-know where functions come from (`pipeline.environments.rewards`), nor processes and deadlines
-(`pipeline.environments.worker_pool`).
+Owns both signatures: the arguments of a call, and the meaning of the result. Promises one `PartialScore` per sample, or
+one line with the reason why there is none: a reward that is no finite number is never a score. Must not know the source
+of functions (`pipeline.environments.rewards`), nor processes and deadlines (`pipeline.environments.worker_pool`).
 
     def short(completions, **columns): return [1.0 - len(text) / 1000 for text in completions]
     def right(data_source, solution_str, ground_truth, extra_info=None): return float(solution_str == ground_truth)
 
-The first is TRL's (`GRPOTrainer`, `reward_funcs`): lists over samples, None for a sample that it has nothing to say
-about. The second is verl's (`compute_score`): one sample, a number or a dict with `score`. Both may be `async`.
+The first is TRL's (`GRPOTrainer`, `reward_funcs`): lists over samples, None for a sample without a score. The second is
+verl's (`compute_score`): one sample, and a number or a dict with `score` as result. Both may be `async`.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ TRL = ("prompts", "completions", "completion_ids")
 
 @dataclass(frozen=True)
 class PartialScore:
-    """What one function says of one sample: its score, None for nothing; and further numbers, by name."""
+    """One function's score of one sample, None if the function does not apply; and its further metrics, by name."""
 
     score: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -38,15 +37,15 @@ class PartialScore:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function with what is needed to call it.
+    """A function with everything that a call needs.
 
     Attributes:
         name: as in metrics.
         call: the function, `async` or not.
-        style: whose signature it has.
-        takes: the names that it is given; None: all there are.
-        options: keywords from `reward.options`.
-        source: the task's name, where the prompts have no column `data_source`.
+        style: the signature.
+        takes: names of the arguments to pass; None: all.
+        options: keyword arguments from `reward.options`.
+        source: the task's name, for prompts without a column `data_source`.
     """
 
     name: str
@@ -58,15 +57,15 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        """Whether a call of it is awaited."""
+        """Whether a call must be awaited."""
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
 
     def score(self, prompt: Prompt, answers: Sequence[Completion]) -> list[PartialScore | str]:
-        """One part, or the reason why there is none, for each of the answers to a prompt. Not for `async` ones."""
+        """One partial score, or the reason why there is none, per answer to a prompt. Not for `async` functions."""
         return self._parts([self._called(call) for call in self._calls(prompt, answers)], len(answers))
 
     async def score_async(self, prompt: Prompt, answers: Sequence[Completion]) -> list[PartialScore | str]:
-        """The same of an `async` function; all its calls run at once."""
+        """One partial score or reason per answer, from an `async` function. All its calls run concurrently."""
         returned = await asyncio.gather(*(self._awaited(call) for call in self._calls(prompt, answers)))
         return self._parts(returned, len(answers))
 
@@ -81,7 +80,7 @@ class RewardFunction:
             return (await call(),)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 foreign code: whatever it raises is the sample's reason
+        except BaseException as error:  # noqa: BLE001 foreign code: any error becomes the sample's reason
             return failure_reason(self._raised, error)
 
     @property
@@ -89,12 +88,12 @@ class RewardFunction:
         return f"reward {self.name} raised"
 
     def _calls(self, prompt: Prompt, answers: Sequence[Completion]) -> Iterator[Callable[[], Any]]:
-        """Calls that are to be made: of TRL's form one for all answers, of verl's one for each."""
+        """The calls to make: one for all answers in TRL's style, one per answer in verl's style."""
         if self.style == "verl":
-            given = [verl_arguments(prompt, answer, self.source) for answer in answers]
+            argument_sets = [verl_arguments(prompt, answer, self.source) for answer in answers]
         else:
-            given = [trl_arguments(prompt, answers)]
-        for arguments in given:
+            argument_sets = [trl_arguments(prompt, answers)]
+        for arguments in argument_sets:
             yield partial(self.call, **{**self._taken(arguments), **self.options})
 
     def _taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +101,7 @@ class RewardFunction:
         return {name: value for name, value in arguments.items() if takes is None or name in takes}
 
     def _parts(self, returned: Sequence[tuple[Any] | str], count: int) -> list[PartialScore | str]:
-        """What each of `count` samples gets of what the calls gave: 1-tuples, or reasons."""
+        """The partial score or reason of each of `count` samples, from the calls' results: 1-tuples, or reasons."""
         if self.style == "verl":
             return [one if isinstance(one, str) else self._part(one[0]) for one in returned]
         (one,) = returned
@@ -120,10 +119,10 @@ class RewardFunction:
         return f"reward {self.name} gave too many or too few: {len(values)} for {count} samples"
 
     def _part(self, value: Any) -> PartialScore | str:
-        made: PartialScore | str = call_guarded(self._raised, partial(self._made, value))
-        return made
+        part: PartialScore | str = call_guarded(self._raised, partial(self._parse, value))
+        return part
 
-    def _made(self, value: Any) -> PartialScore | str:
+    def _parse(self, value: Any) -> PartialScore | str:
         if value is None and self.style == "trl":
             return PartialScore(None)
         metrics: dict[str, float] = {}
@@ -134,7 +133,7 @@ class RewardFunction:
 
 
 def number(title: str, value: Any) -> float | str:
-    """The finite number that `value` is, or why it is none."""
+    """`value` as a finite number, or the reason why it is none."""
     if not isinstance(value, Real) and not _is_scalar(value):
         return f"{title} is no number: {type(value).__name__} {value!r}"[:REASON_LENGTH]
     score = float(value)
@@ -142,7 +141,7 @@ def number(title: str, value: Any) -> float | str:
 
 
 def _is_scalar(value: Any) -> bool:
-    """A tensor or array of one number, which functions of TRL's form often give."""
+    """A tensor or array of one number, which functions in TRL's style often return."""
     return getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")
 
 
@@ -150,24 +149,24 @@ def _short_repr(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"[:80]
 
 
-def _numbers(found: Mapping[Any, Any]) -> dict[str, float]:
-    """What else verl's dict says in numbers."""
+def _numbers(scores: Mapping[Any, Any]) -> dict[str, float]:
+    """All finite numbers of verl's dict except `score`, by name."""
     return {
         str(name): float(value)
-        for name, value in found.items()
+        for name, value in scores.items()
         if name != "score" and isinstance(value, Real) and math.isfinite(value)
     }
 
 
 def columns_of(prompt: Prompt) -> dict[str, Any]:
-    """What a prompt's row says, and its answer as the column `answer` unless it has one."""
+    """The columns of a prompt's row, with its answer as the column `answer` unless the row has one."""
     answer = {} if prompt.answer is None else {"answer": prompt.answer}
     return answer | dict(prompt.columns)
 
 
 def verl_arguments(prompt: Prompt, answer: Completion, source: str) -> dict[str, Any]:
-    """One sample as verl's `compute_score` is given it; the truth is the column `ground_truth`, the one in
-    `reward_model`, as in verl's Parquet files, or `answer`."""
+    """The arguments of verl's `compute_score` for one sample. The truth is the column `ground_truth`, or the
+    `ground_truth` within `reward_model`, as in verl's Parquet files, or else `answer`."""
     columns = columns_of(prompt)
     return {
         "data_source": columns.get("data_source", source),
@@ -184,13 +183,14 @@ def _truth(columns: Mapping[str, Any]) -> Any:
 
 
 def trl_arguments(prompt: Prompt, answers: Sequence[Completion]) -> dict[str, Any]:
-    """Samples of one prompt as TRL gives them: lists, of texts for a plain prompt, of messages otherwise."""
+    """The arguments of a TRL function for the samples of one prompt: lists of texts if `prompt.as_text`, else lists of
+    messages."""
     columns = columns_of(prompt)
-    asked = prompt.messages[-1]["content"] if prompt.as_text else list(prompt.messages)
-    told = [answer.text if prompt.as_text else list(answer.conversation) for answer in answers]
+    question = prompt.messages[-1]["content"] if prompt.as_text else list(prompt.messages)
+    completions = [answer.text if prompt.as_text else list(answer.conversation) for answer in answers]
     repeated = {name: [value] * len(answers) for name, value in columns.items() if name not in TRL}
     return repeated | {
-        "prompts": [asked] * len(answers),
-        "completions": told,
+        "prompts": [question] * len(answers),
+        "completions": completions,
         "completion_ids": [list(answer.tokens) for answer in answers],
     }

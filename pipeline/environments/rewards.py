@@ -1,11 +1,11 @@
 """The reward of a run: the task's own, or a weighted sum of functions.
 
-Owns what `reward.functions` names: how the functions are found and looked at, and how what they say becomes one reward.
-Promises that a function which cannot be called as it would be is a `ConfigError` before anything starts, and that a
-sample of which one function failed has no reward at all, but its reason. Loads neither torch nor transformers, unless a
-function does.
+Owns the meaning of `reward.functions`: loading and inspecting the functions, and combining their scores into one
+reward. Promises that a function which cannot be called with the run's prompts is a `ConfigError` before anything
+starts, and that a sample for which one function failed has no reward, only the reason. Loads neither torch nor
+transformers, unless a function does.
 
-    r = Σ weight · score, over the functions that have something to say about the sample
+    r = Σ weight · score, over the functions that score the sample
 """
 
 import inspect
@@ -21,7 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.utils.value_bounds import MAX_REWARD
 
 TASK = "task"
-"""The task's own reward, among the functions."""
+"""Name of the task's own reward among the functions."""
 KEY = "reward.functions"
 _STYLES_TEXT = (
     "a function of (prompts, completions, **columns) or (data_source, solution_str, ground_truth, extra_info)"
@@ -32,14 +32,14 @@ _ANY = inspect.Parameter.VAR_KEYWORD
 
 @dataclass(frozen=True)
 class Score:
-    """What a sample is worth, and the numbers behind it by their names in metrics."""
+    """The reward of a sample, and its components by their names in metrics."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Mixture:
-    """The functions of a config by name and weight; knows them by what the config says, and imports none."""
+    """The functions of a config by name and weight, without importing them."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.names = names_of(config.functions or (TASK,))
@@ -48,11 +48,11 @@ class Mixture:
         self._weights = config.weights or (1.0,) * len(self.names)
 
     def title(self, which: int) -> str:
-        """What function number `which` is called in a reason."""
+        """The name of function number `which` in a reason."""
         return "reward" if self._alone else f"reward {self.names[which]}"
 
     def combine(self, parts: Sequence[PartialScore | str]) -> Score | str:
-        """The reward of a sample, of what each function says of it, in order; or why there is none."""
+        """The reward of a sample from the functions' scores, in order; or the reason why there is none."""
         score, metrics = 0.0, {}
         scored = False
         for name, weight, part in zip(self.names, self._weights, parts, strict=True):
@@ -71,7 +71,7 @@ class Mixture:
 
 
 def names_of(specs: Sequence[str]) -> list[str]:
-    """What each function is called in metrics and reasons: its own name, with its module's where two are alike.
+    """The names of functions in metrics and reasons: the bare name, with the module if two names are equal.
 
     >>> names_of(["a.b:right", "a.c:right", "a.c:short", "task"])
     ['a.b.right', 'a.c.right', 'short', 'task']
@@ -81,7 +81,7 @@ def names_of(specs: Sequence[str]) -> list[str]:
 
 
 def load_rewards(config: RewardConfig, task: Task) -> list[RewardFunction | None]:
-    """The functions in order, None for the task's own reward; `ConfigError` for one that cannot be used."""
+    """The functions in order, None for the task's own reward; `ConfigError` for an unusable one."""
     specs, names = config.functions or (TASK,), names_of(config.functions or (TASK,))
     for name in config.options:
         if name not in names or name == TASK:
@@ -94,10 +94,10 @@ def load_rewards(config: RewardConfig, task: Task) -> list[RewardFunction | None
 
 
 def check_rewards(config: RewardConfig, task: Task, task_name: str) -> None:
-    """`ConfigError` unless every function can be called with what the task's prompts have."""
+    """`ConfigError` unless every function can be called with the columns of the task's prompts."""
     functions = load_rewards(config, task)
     if None in functions and not task.has_reward:
-        expected = f"at least one function, and not `{TASK}`: the task {task_name} has no reward of its own"
+        expected = f"at least one function, and not `{TASK}`: the task {task_name} has no reward"
         hint = "reward.functions=[package.module:function], see docs/rewards.md"
         raise ConfigError(KEY, list(config.functions), expected, hint)
     with user_import_errors("task.name", task_name, "a task whose prompt(0) works"):
@@ -109,7 +109,7 @@ def check_rewards(config: RewardConfig, task: Task, task_name: str) -> None:
 
 def _load(spec: str, name: str, options: Mapping[str, Any], task: Task) -> RewardFunction:
     call = import_object(
-        KEY, spec, f"`{TASK}`, or package.module:function", "name the module it is in, as my_rewards:correct"
+        KEY, spec, f"`{TASK}`, or package.module:function", "name its module, such as my_rewards:correct"
     )
     if not callable(call):
         raise ConfigError(KEY, spec, _STYLES_TEXT, f"it is no function: {type(call).__name__}")
@@ -119,9 +119,9 @@ def _load(spec: str, name: str, options: Mapping[str, Any], task: Task) -> Rewar
     takes = None if any(parameter.kind is _ANY for parameter in parameters.values()) else frozenset(named)
     style = _style(spec, call, parameters, named, takes)
     for option, value in options.items():
-        given = TRL if style == "trl" else VERL
-        if option in given or (takes is not None and option not in takes):
-            expected = f"a keyword that {name} takes and is not given otherwise"
+        passed = TRL if style == "trl" else VERL
+        if option in passed or (takes is not None and option not in takes):
+            expected = f"a keyword that {name} takes and that Rollcall does not pass"
             raise ConfigError(f"reward.options.{name}.{option}", value, expected, f"it takes {_listed(named)}")
     return RewardFunction(name, call, style, takes, dict(options), task.name)
 
@@ -144,15 +144,15 @@ def _style(
 
 
 def _check_columns(spec: str, function: RewardFunction, prompt: Prompt) -> None:
-    """`ConfigError` when a function needs what nobody gives it."""
+    """`ConfigError` when a function requires an argument that no one passes."""
     columns = columns_of(prompt)
-    given = {*VERL} if function.style == "verl" else {*TRL, *columns}
+    available = {*VERL} if function.style == "verl" else {*TRL, *columns}
     parameters = inspect.signature(function.call).parameters.values()
-    needed = {each.name for each in parameters if each.kind in _NAMED and each.default is inspect.Parameter.empty}
-    missing = sorted(needed - given - function.options.keys())
+    needed = {one.name for one in parameters if one.kind in _NAMED and one.default is inspect.Parameter.empty}
+    missing = sorted(needed - available - function.options.keys())
     if missing:
         hint = f"it needs {', '.join(missing)}; give it in reward.options.{function.name}, or rename a column"
-        expected = f"a function of what prompts have: {_listed(given)}"
+        expected = f"a function of what prompts have: {_listed(available)}"
         raise ConfigError(KEY, spec, expected, hint)
     truth = {"ground_truth", "reward_model", "answer"}
     if function.style == "verl" and not truth & columns.keys():

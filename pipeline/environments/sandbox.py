@@ -1,12 +1,12 @@
-"""Python code of the policy's, run apart.
+"""Python code written by the policy, run in isolation.
 
-Owns the process that such code runs in, and what it is kept from: more than its seconds, and more memory, output, files
-and processes than it is given; the network, other processes, and any file but those in its own memory (`jail`), by
-namespaces that a process without rights may have (`unshare`). Whatever it started ends with it, in sessions of its own
-too. Where the kernel gives no such namespaces, code is refused unless `task.sandbox=none` says otherwise.
+Owns the process of such code and its limits: a timeout; bounds on memory, output, files and processes; no network, no
+other processes, and no files except in the process's own memory (`sandbox_jail`), by means of unprivileged namespaces
+(`unshare`). All processes that the code started end with it, also those in other sessions. If the kernel gives no such
+namespaces, code is refused unless `task.sandbox=none` permits it.
 
-Promises an answer in any case, as text that says what happened. It is a fence, not a wall against an attacker: the code
-reads whatever files the worker's user can, and memory is counted for each process.
+Promises a result in every case, as text that describes the end. The sandbox prevents accidents, not attacks: the code
+can read all files that the worker's user can read, and memory is limited per process.
 """
 
 import os
@@ -42,8 +42,8 @@ _chosen: Mode = "namespaces"
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What became of some code: what it printed, errors included, why it ended early, if it did, and whether because
-    its time was up."""
+    """The result of some code: its output (standard output and errors), the reason if it ended early, and whether the
+    reason is the timeout."""
 
     output: str
     failed: str = ""
@@ -51,30 +51,30 @@ class SandboxResult:
 
     @property
     def text(self) -> str:
-        """Both in one."""
+        """The output followed by the reason of an early end."""
         return "\n".join(filter(None, (self.output.strip(), self.failed)))
 
 
 def choose_mode(mode: Mode) -> None:
-    """How code is run in this process from now on; without a choice in namespaces."""
+    """Set how this process runs code from now on; the default is `namespaces`."""
     global _chosen
     _chosen = mode
 
 
 def require_namespaces() -> None:
-    """`ConfigError` unless this machine gives code of the policy's namespaces of its own."""
+    """`ConfigError` unless this machine can run code in separate namespaces."""
     if why := missing_namespaces():
-        expected = f"a node where a process without rights may have namespaces of its own ({why})"
+        expected = f"a node where an unprivileged process may create namespaces ({why})"
         hint = (
-            "ask for unprivileged user namespaces and mounts, or set task.sandbox=none: code of the policy's can then "
-            "use the network, and read and end your other processes"
+            "ask for unprivileged user namespaces and mounts, or set task.sandbox=none: code written by the policy can "
+            "then use the network, and read and end your other processes"
         )
         raise ConfigError("task.sandbox", "namespaces", expected, hint)
 
 
 @cache
 def missing_namespaces() -> str:
-    """Why code cannot have namespaces here; empty where it can."""
+    """The reason why this machine cannot run code in namespaces; empty if it can."""
     if shutil.which(_UNSHARE[0]) is None:
         return "there is no command unshare"
     with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
@@ -84,35 +84,35 @@ def missing_namespaces() -> str:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
-    told = (probe.stderr.strip().splitlines() or [_exit_text(probe.returncode)])[-1]
-    return "" if probe.returncode == 0 else told
+    message = (probe.stderr.strip().splitlines() or [_exit_text(probe.returncode)])[-1]
+    return "" if probe.returncode == 0 else message
 
 
 def _in_jail(folder: str) -> tuple[str, ...]:
-    """The command that runs the code after it, with the files in `folder`."""
+    """The command that runs the code after it in the jail, with the files of `folder`."""
     bounds = (str(MAX_DISK), str(MAX_PROCESSES))
     return (*_UNSHARE, sys.executable, "-I", "-S", sandbox_jail.__file__, folder, *bounds)
 
 
 def run_python(
-    code: str, seconds: float, memory_bytes: int, *, files: Mapping[str, str] = MappingProxyType({}), given: str = ""
+    code: str, seconds: float, memory_bytes: int, *, files: Mapping[str, str] = MappingProxyType({}), stdin: str = ""
 ) -> SandboxResult:
-    """Run `code` with Python's standard library and what is installed beside it, in a folder that holds `files` by
-    name, with `given` as its standard input. `ConfigError` where code may not run, see `require_namespaces`."""
+    """Run `code` with Python's standard library and the installed packages, in a folder that holds `files` by name,
+    with `stdin` as its standard input. `ConfigError` where code may not run, see `require_namespaces`."""
     if _chosen == "namespaces":
         require_namespaces()
     with (
         tempfile.TemporaryDirectory(prefix="sandbox-") as folder,
         tempfile.TemporaryFile() as output,
-        tempfile.TemporaryFile() as told,
+        tempfile.TemporaryFile() as standard_input,
     ):
         for name, text in files.items():
             Path(folder, name).write_bytes(text.encode(errors="replace"))
-        told.write(given.encode(errors="replace"))
-        told.seek(0)
+        standard_input.write(stdin.encode(errors="replace"))
+        standard_input.seek(0)
         process = subprocess.Popen(
             [*(_in_jail(folder) if _chosen == "namespaces" else (sys.executable, "-I", "-c")), code],
-            stdin=told,
+            stdin=standard_input,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
@@ -133,9 +133,9 @@ def run_python(
 
 
 def _bound(seconds: float, memory_bytes: int) -> None:
-    """In the child, before it begins. CPU time is bounded a little later than the clock, which tells more."""
+    """Runs in the child before the code. The CPU limit is later than the timeout, whose message is more specific."""
     cpu = int(seconds) + 2
-    for what, most in (
+    for what, limit in (
         (resource.RLIMIT_CPU, cpu),
         (resource.RLIMIT_DATA, memory_bytes),
         (resource.RLIMIT_FSIZE, MAX_FILE),
@@ -143,12 +143,13 @@ def _bound(seconds: float, memory_bytes: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(what)
-        bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(what, (bound, bound))
 
 
 def _kill_process(process: "subprocess.Popen[bytes]") -> None:
-    """End it and what is in its session; what left that is below the worker, and ended with it."""
+    """Kill the process and its session. Processes that left the session are descendants of the worker, which kills
+    them."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

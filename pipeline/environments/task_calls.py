@@ -1,8 +1,8 @@
-"""What is asked of a task outside of the actor, and what becomes of it when the task does wrong.
+"""Calls of a task outside the actor, and the handling of their failures.
 
-Owns the calls: prompts, their text, rewards. Promises that each gives a value that can be used or one line that says
-why there is none, whatever the task raises or returns: a reward that is no finite number is never a score. Knows
-neither processes nor deadlines, which are the pool's (`pipeline.environments.worker_pool`).
+Owns the calls: prompts, their text, rewards. Promises that each returns a usable value or one line with the reason why
+there is none, whatever the task raises or returns: a reward that is no finite number is never a score. Knows neither
+processes nor deadlines, which the pool owns (`pipeline.environments.worker_pool`).
 """
 
 import asyncio
@@ -19,7 +19,9 @@ from pipeline.environments.task_protocol import Completion, Prompt, Task
 
 T = TypeVar("T")
 TIMEOUT_FRACTION = 0.9
-"""Of a call's deadline, what an `async` function may take: what awaits longer is given up, and no process with it."""
+"""Fraction of a call's deadline that an `async` function may take.
+
+An expired call is cancelled, and its process survives."""
 
 
 @dataclass(frozen=True)
@@ -32,34 +34,34 @@ class RenderedPrompt:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool answered."""
+    """The result of a tool."""
 
     text: str
 
 
 class TaskCalls(Protocol):
-    """The calls, made somewhere; each gives what is asked, or the reason (`what: why`) why there is none."""
+    """The calls of a task. Each returns its value, or the reason (`what: why`) why there is none."""
 
     async def prompt(self, index: int) -> RenderedPrompt | str:
         """Training prompt `index`."""
 
     async def render(self, prompt: Prompt) -> RenderedPrompt | str:
-        """A prompt that the caller has."""
+        """A given prompt with its text."""
 
     async def rewards(self, prompt: Prompt, answers: Sequence[Completion]) -> list[Score | str]:
-        """What each answer to a prompt is worth."""
+        """The score of each answer to a prompt."""
 
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> ToolResult | str:
-        """What a tool of the task answers."""
+        """The result of one of the task's tools."""
 
     async def run(
         self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]
     ) -> ToolResult | str:
-        """The same of a tool without a deadline here: the caller gives up. `working` is entered while it works."""
+        """The result of a tool without a deadline; the caller cancels it. `working` is entered while the tool runs."""
 
 
 class InProcessCalls:
-    """The calls made here and now."""
+    """The calls, executed in this process."""
 
     def __init__(
         self,
@@ -69,18 +71,18 @@ class InProcessCalls:
         seconds: float = float("inf"),
     ) -> None:
         """`functions`: those of `reward.functions`, in order; None for the task's own reward. `seconds`: the deadline
-        of a call, which somebody else keeps for what does not await."""
+        of a call, which the pool enforces for code that does not await."""
         self._task, self._template, self._functions = task, template, functions
         self._seconds = seconds * TIMEOUT_FRACTION
         self._runner: asyncio.Runner | None = None
 
     def close(self) -> None:
-        """Give back what `async` functions used."""
+        """Close the event loop that `async` functions used."""
         if self._runner is not None:
             self._runner.close()
 
     def replies(self, method: str, shared: tuple[Any, ...], items: Sequence[Any]) -> Iterator[Any]:
-        """What `method` gives for each item, in order. An `async` function works on all of them at once."""
+        """The result of `method` for each item, in order. An `async` function works on all items concurrently."""
         if method == "score" and self._awaits(shared[0]):
             yield from self._scores_at_once(shared[0], shared[1], items)
         else:
@@ -99,17 +101,17 @@ class InProcessCalls:
         )
 
     def score(self, which: int, prompt: Prompt, answer: Completion) -> PartialScore | str:
-        """What function number `which` says of an answer."""
+        """Function number `which`'s score of an answer."""
         function = self._functions[which]
         if function is None:
-            told = answer.reward
+            reported = answer.reward
             return call_guarded(
-                "reward raised", lambda: _part(self._task.reward(prompt, answer.text) if told is None else told)
+                "reward raised", lambda: _part(self._task.reward(prompt, answer.text) if reported is None else reported)
             )
         return self.score_all(which, prompt, (answer,))[0]
 
     def score_all(self, which: int, prompt: Prompt, answers: Sequence[Completion]) -> list[PartialScore | str]:
-        """The same of all answers to a prompt, in one call of the function."""
+        """Function number `which`'s scores of all answers to a prompt, from one call of the function."""
         function = self._functions[which]
         if function is None:
             return [self.score(which, prompt, answer) for answer in answers]
@@ -118,7 +120,7 @@ class InProcessCalls:
         return self._loop.run_until_complete(self._limited(function, prompt, answers))
 
     def use(self, prompt: Prompt, name: str, arguments: Any) -> ToolResult | str:
-        """What a tool of the task answers."""
+        """The result of one of the task's tools."""
         return call_guarded(f"tool {name} raised", lambda: ToolResult(str(self._task.use(prompt, name, arguments))))
 
     def _scores_at_once(
@@ -147,7 +149,7 @@ class InProcessCalls:
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """One for all calls: functions keep connections that belong to theirs."""
+        """One event loop for all calls: functions keep connections that belong to their loop."""
         if self._runner is None:
             self._runner = asyncio.Runner()
         return self._runner.get_loop()

@@ -1,16 +1,16 @@
-"""What a task is.
+"""The interface of a task.
 
-Owns the words between a task and the rest of Rollcall: `Prompt`, `Demonstration`, `Policy`, `Episode` and the base
-class `Task`. A task says what is asked, how an episode runs and what it is worth. It must not know servers, streams,
-weights or training; the tokens it handles are those that the policy was given and gave.
+Owns the types between a task and the rest of Rollcall: `Prompt`, `Demonstration`, `Policy`, `Episode` and the base
+class `Task`. A task provides the prompts, runs the episodes and computes the rewards. It must not know servers,
+streams, weights or training. It handles only tokens that the policy received or sampled.
 
-The least a task of your own needs:
+The minimum of a custom task:
 
     class Parity(Task):
         name = "parity"
         def __len__(self): return 1000
-        def prompt(self, index): return ask(f"Is {index} even?", answer="yes" if index % 2 == 0 else "no")
-        def held_out(self): return [ask(f"Is {n} even?", answer=…) for n in range(1000, 1256)]
+        def prompt(self, index): return user_prompt(f"Is {index} even?", answer="yes" if index % 2 == 0 else "no")
+        def held_out(self): return [user_prompt(f"Is {n} even?", answer=…) for n in range(1000, 1256)]
         def reward(self, prompt, text): return float(text == prompt.answer)
 
 and `task.name=my.package.parity:Parity` in the config.
@@ -37,14 +37,14 @@ class TaskOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One thing asked of the policy.
+    """One prompt for the policy.
 
     Attributes:
         messages: the conversation so far, as for a chat template.
-        answer: whatever the reward compares with; nobody else looks at it.
-        columns: what else its row says, for reward functions.
-        tools: JSON schemas of the tools that it may call, for the chat template.
-        plain: whether functions of TRL's form get texts, its last message and the answers, in the place of messages.
+        answer: the reference that the reward compares with; nothing else reads it.
+        columns: further columns of the prompt's row, for reward functions.
+        tools: JSON schemas of the tools that the policy may call, for the chat template.
+        as_text: whether functions in TRL's style receive texts (the last message, the answers) instead of messages.
     """
 
     messages: tuple[Message, ...]
@@ -56,13 +56,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the policy made of a prompt, as rewards see it.
+    """The policy's response to a prompt, as rewards see it.
 
     Attributes:
-        text: its last turn.
-        conversation: all that was said since the prompt, in order: the policy's turns, and what it was told between.
-        tokens: ids of what it sampled, in order.
-        reward: what it is worth, where whoever ran the episode said so; then `Task.reward` is not asked.
+        text: the policy's last turn.
+        conversation: all messages since the prompt, in order: the policy's turns and the observations between them.
+        tokens: ids of the sampled tokens, in order.
+        reward: the reward that an agent or environment reported; `Task.reward` is not called then.
     """
 
     text: str
@@ -80,60 +80,60 @@ class Demonstration:
 
 
 class AgentEndpoint(Protocol):
-    """An OpenAI-compatible endpoint for one episode, open as a context; only who has its `key` is answered."""
+    """An OpenAI-compatible endpoint for one episode, open as a context; requests need its `key`."""
 
     key: str
 
     @property
     def url(self) -> str:
-        """The base URL, as clients of OpenAI want it."""
+        """The base URL, as OpenAI clients expect it."""
 
     @property
     def model(self) -> str:
-        """The model's name there."""
+        """The name of the model in requests."""
 
     def episode(self) -> Episode:
-        """All calls that were answered, as rows, with the reward and the metrics that were posted to `reward` below
-        the URL."""
+        """All completed calls as rows, with the reward and the metrics that were posted to `reward` below the URL."""
 
 
 class Policy(Protocol):
-    """The model as one episode sees it."""
+    """The model, as one episode sees it."""
 
     @property
     def prompt(self) -> Sequence[int]:
         """Token ids of the rendered prompt, ready for the first turn."""
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
-        """The policy's next turn after `tokens` (every token id so far); `RolloutError` if it can never be had."""
+        """The policy's next turn after `tokens` (all token ids so far); `RolloutError` if it can never succeed."""
 
     def remaining_tokens(self, tokens: Sequence[int]) -> int:
-        """How many more tokens an episode of `tokens` may have."""
+        """The number of tokens that may be added to an episode of `tokens`."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text that is appended to an episode as it is."""
+        """Token ids of a text that is appended to an episode unchanged."""
 
     def encode_observation(
         self, prompt: Prompt, history: Sequence[Message], new_messages: Sequence[Message]
     ) -> list[int]:
-        """Token ids of `told`, messages that follow the policy's turn, as the chat template writes them: what comes
-        after the token that ended the turn, up to where the policy speaks again.
+        """Token ids of `new_messages`, which follow a turn of the policy, as the chat template writes them: all tokens
+        after the turn's end-of-turn token, up to the policy's next turn.
 
-        `said` is the conversation since the prompt, that turn included. Nothing of it is tokenised again.
+        `history` is the conversation since the prompt, that turn included. It is not tokenized again.
         """
 
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
-        """What the task's tool `name` answers (`Task.use`), made in a worker process; `RolloutError` with the reason
-        when it raised, hung, or ended its process."""
+        """The result of the task's tool `name` (`Task.use`), from a worker process; `RolloutError` with the reason
+        when the tool raised, hung, or ended its process."""
 
     async def run(self, prompt: Prompt, name: str, arguments: Any) -> str:
-        """As `use`, of what asks the policy itself, through an `endpoint`: its time is the episode's own
-        (`rollout.episode_seconds`), but for the wait for a worker and for the policy; `task.seconds` is no bound."""
+        """The result of a tool that itself calls the policy, through an `endpoint`. The episode's time limit
+        (`rollout.episode_seconds`) bounds it, not `task.seconds`; waiting for a worker and for the policy does not
+        count."""
 
     def endpoint(
         self, form: ToolCallSyntax = "tagged", address: str = "127.0.0.1"
     ) -> AbstractAsyncContextManager[AgentEndpoint]:
-        """An endpoint of this policy, open as a context; `form` is how the policy writes calls of tools."""
+        """An endpoint of this policy, open as a context; `form` is the syntax of the policy's tool calls."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, without the end-of-turn token."""
@@ -142,17 +142,17 @@ class Policy(Protocol):
 class Task(ABC):
     """Prompts by index, an episode, a reward.
 
-    Made in the actor (episodes, held-out prompts), in each of its worker processes (prompts and rewards) and in the
-    trainer (demonstrations), from the same options and seed. So it shares no state between calls; the same index must
-    give the same prompt there, after a restart, and for ever; and prompts travel, so they can be pickled. Methods may
-    raise, return nonsense, hang, print, or end their process: then the sample fails with that reason and is counted.
-    Only `rollout` runs in the actor's event loop, and must not block it.
+    A task is constructed in the actor (episodes, held-out prompts), in each of its worker processes (prompts and
+    rewards) and in the trainer (demonstrations), from the same options and seed. It shares no state between calls. The
+    same index must give the same prompt in each process and after a restart, and prompts must be picklable. Methods may
+    raise, return nonsense, hang, print, or end their process: the sample then fails with that reason and is counted.
+    Only `rollout` runs in the actor's event loop, and must not block the loop.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type[TaskOptions]] = TaskOptions
     has_reward: ClassVar[bool] = True
-    """Whether it has a reward of its own; else `reward.functions` says what an answer is worth."""
+    """Whether the task computes a reward; otherwise `reward.functions` must."""
 
     def __init__(self, options: Any, seed: int) -> None:
         """`options` is a valid `Options`; `seed` is the run's."""
@@ -160,7 +160,7 @@ class Task(ABC):
 
     @property
     def runs_code(self) -> bool:
-        """Whether `reward` or `use` runs code of the policy's in `pipeline.environments.sandbox`."""
+        """Whether `reward` or `use` runs code written by the policy in `pipeline.environments.sandbox`."""
         return False
 
     @abstractmethod
@@ -177,11 +177,11 @@ class Task(ABC):
 
     @abstractmethod
     def reward(self, prompt: Prompt, text: str) -> float:
-        """What the policy's last turn `text` is worth. Runs in a worker process, so it may compute and start others;
+        """The reward of the policy's last turn `text`. Runs in a worker process, so it may compute and start processes;
         `task.seconds` and `task.memory_bytes` bound it."""
 
     def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
-        """What the tool `name` answers. Runs in a worker process, as `reward`."""
+        """The result of the tool `name`. Runs in a worker process, as `reward` does."""
         raise NotImplementedError(f"task {self.name} has no tool {name}")
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
@@ -190,19 +190,20 @@ class Task(ABC):
         episode = Episode.begin(policy.prompt)
         while episode.open:
             turn = await policy.sample(episode.tokens)
-            episode = episode.act(turn, policy.decode(turn.tokens))
+            episode = episode.append_turn(turn, policy.decode(turn.tokens))
             ...
-            answer = await policy.use(prompt, "search", {"for": "…"})
-            episode = episode.observe(policy.reply(prompt, said, [{"role": "tool", "content": answer}]))
+            result = await policy.use(prompt, "search", {"for": "…"})
+            message = {"role": "tool", "content": result}
+            episode = episode.append_observation(policy.encode_observation(prompt, history, [message]))
         """
         turn = await policy.sample(policy.prompt)
         return Episode.begin(policy.prompt).append_turn(turn, policy.decode(turn.tokens))
 
-    async def aclose(self) -> None:  # noqa: B027 most have nothing to give back
-        """Give back what `rollout` keeps between episodes, such as processes. The actor calls it when it ends."""
+    async def aclose(self) -> None:  # noqa: B027 most tasks have nothing to release
+        """Release what `rollout` holds between episodes, such as processes. The actor calls it at its end."""
 
     def demonstration(self, index: int) -> Demonstration:
-        """Demonstration `index` = 0, 1, 2, … without end, none of them held out. Needed by a warm start only."""
+        """Demonstration `index` = 0, 1, 2, … without end, none of them held out. Only SFT needs it."""
         raise NotImplementedError(f"task {self.name} has no demonstrations; set training.warm_start.steps=0")
 
 

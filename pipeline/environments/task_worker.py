@@ -1,12 +1,12 @@
 """A process that makes the calls of a task, one after the other.
 
-Owns what happens in it: how it loads the task, the frames it reads and writes, and what keeps it in bounds. Promises
-one reply for each item of a call, in order; that a copy of it which a task forked never replies; that its memory is
-bounded; and that the kernel, short of memory, ends it before anybody else. The pool ends it
-(`pipeline.environments.worker_pool`). Imports neither torch nor transformers, unless the task does.
+Owns the worker's side: loading the task, reading and writing frames, and enforcing its limits. Promises one reply per
+item of a call, in order; that a copy of the process which a task forked never replies; that its memory is bounded; and
+that the kernel's OOM killer prefers it to other processes. The pool ends it (`pipeline.environments.worker_pool`).
+Imports neither torch nor transformers, unless the task does.
 
-Frames, both ways: 4 bytes of length, little-endian, then a pickle. First a `Setup` comes and None goes back, or the
-reason why there is no task; then each `Call` is answered by one reply for each of its items.
+Frames, both ways: 4 bytes of length, little-endian, then a pickle. The pool first sends a `Setup` and receives None, or
+the reason why the task could not be loaded. Each `Call` is then answered by one reply per item.
 """
 
 import os
@@ -33,8 +33,8 @@ LENGTH_BYTES = 4
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is made from: the task, the run's seed, the directory of the model whose template it uses, and what
-    rewards are made of."""
+    """All inputs of a worker: the task, the run's seed, the directory of the model with the chat template, and the
+    reward's configuration."""
 
     task: TaskConfig
     seed: int
@@ -52,13 +52,13 @@ class Call:
 
 
 def frame(message: object) -> bytes:
-    """A message as it travels."""
+    """A message as bytes with its length."""
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
 class Channel:
-    """The worker's end of the connection, in the place of its standard input, of which there is none."""
+    """The worker's end of the connection, inherited as standard input, which then becomes empty."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(fileno=os.dup(0))
@@ -67,23 +67,23 @@ class Channel:
         self._reader = self._socket.makefile("rb")
 
     def receive(self) -> Any:
-        """The next message; `EOFError` when the pool is gone."""
+        """The next message; `EOFError` when the pool has closed the connection."""
         length = self._reader.read(LENGTH_BYTES)
         if len(length) < LENGTH_BYTES:
             raise EOFError
         return pickle.loads(self._reader.read(int.from_bytes(length, "little")))
 
     def reply(self, value: object) -> None:
-        """Send a value; one that cannot travel is told as such."""
+        """Send a value; for a value that cannot be pickled, send the reason."""
         try:
             data = frame(value)
-        except Exception as error:  # noqa: BLE001 what a task puts into its prompts is its own
+        except Exception as error:  # noqa: BLE001 a task may put any object into its prompts
             data = frame(failure_reason("prompt cannot be pickled", error))
         self._socket.sendall(data)
 
 
 def serve(channel: Channel, calls: InProcessCalls) -> None:
-    """Answer calls until the pool is gone."""
+    """Answer calls until the pool closes the connection."""
     me = os.getpid()
     while True:
         call: Call = channel.receive()
@@ -91,24 +91,24 @@ def serve(channel: Channel, calls: InProcessCalls) -> None:
         while left:
             value = call_guarded("task raised", lambda: (next(replies),))  # noqa: B023
             if os.getpid() != me:
-                os._exit(0)  # the task forked, and its copy came back here
-            # After what could not be held there are no more: it is the reason of all that are left.
-            for each in value if isinstance(value, tuple) else [value] * left:
-                channel.reply(each)
+                os._exit(0)  # the task forked, and the copy returned to this loop
+            # A reason instead of a reply means that the generator is exhausted: it applies to all remaining items.
+            for reply in value if isinstance(value, tuple) else [value] * left:
+                channel.reply(reply)
                 left -= 1
 
 
 def _bound_memory(limit: int) -> None:
     if limit:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-    with suppress(OSError):  # where /proc is read-only the kernel chooses by size alone
+        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
+    with suppress(OSError):  # where /proc is read-only the OOM killer chooses by size alone
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def main() -> None:
-    """The worker's process."""
+    """Run the worker until the pool closes the connection."""
     adopt_orphans()
     channel = Channel()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):

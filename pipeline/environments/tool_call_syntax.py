@@ -1,10 +1,10 @@
-"""Calls of tools, as a policy writes them.
+"""The syntax of tool calls in a policy's text.
 
-Owns the two forms of a call and how it is read from what a policy said. Promises time that is linear in the text,
-whatever it says, and that a call which cannot be read is told as such. Must not know who makes the calls.
+Owns the two forms of a call, and parsing them from a text. Promises time linear in the length of any text, and that a
+malformed call is reported as such. Must not know what executes the calls.
 
-A call is written as models are trained to, `<tool_call>{"name": "calculator", "arguments": {"expression": "37*52"}}
-</tool_call>`, or, for tiny models, as `[calculator:37*52]`, whose text is the tool's first argument.
+A call has the form that models are trained on, `<tool_call>{"name": "calculator", "arguments": {"expression": "37*52"}}
+</tool_call>`, or, for tiny models, `[calculator:37*52]`, whose text is the tool's first argument.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 ToolCallSyntax = Literal["tagged", "short"]
 ParameterTypes = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of what each tool takes, by its name."""
+"""The JSON schema of each tool's parameters, by the tool's name."""
 
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _SHORT = re.compile(r"\[(\w+):([^\]]*)\]")
@@ -24,11 +24,11 @@ _CLOSES = {"tagged": "</tool_call>", "short": "]"}
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the policy asks of a tool.
+    """A tool call of the policy.
 
     Attributes:
-        wrong: why it cannot be asked; empty if it can.
-        begin: the place in the text where the call begins.
+        wrong: why the call cannot be executed; empty if it can.
+        begin: the index in the text where the call begins.
     """
 
     name: str
@@ -38,33 +38,33 @@ class ToolCall:
 
 
 def parameter_types(tools: Sequence[Mapping[str, Any]]) -> ParameterTypes:
-    """What each of these tools, JSON schemas as chat templates take them, takes."""
+    """The parameter schemas of tools, which are JSON schemas as chat templates take them."""
     functions = (tool.get("function", tool) for tool in tools)
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
 def parse_calls(text: str, form: ToolCallSyntax, takes: ParameterTypes) -> Iterator[ToolCall]:
-    """The calls in a text, in order; what looks like one and is none has the name `unknown`, and says why."""
+    """The calls in a text, in order. A malformed call has the name `unknown`, and the reason in `wrong`."""
     until = _before_last(_CLOSES[form], text)
     if form == "short":
-        for found in _SHORT.finditer(until):
-            name, argument = found.groups()
+        for match in _SHORT.finditer(until):
+            name, argument = match.groups()
             first = next(iter(takes.get(name, {}).get("properties", ())), "")
-            yield ToolCall(name, {first: argument} if first or argument else {}, begin=found.start())
+            yield ToolCall(name, {first: argument} if first or argument else {}, begin=match.start())
         return
-    for found in _TAGGED.finditer(until):
+    for match in _TAGGED.finditer(until):
         try:
-            call = json.loads(found[1])
+            call = json.loads(match[1])
             name, arguments = str(call["name"]), call.get("arguments") or {}
             if not isinstance(arguments, dict):
                 raise TypeError(f"its arguments are no object, but {type(arguments).__name__}")
-            yield ToolCall(name, arguments, begin=found.start())
+            yield ToolCall(name, arguments, begin=match.start())
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            yield ToolCall("unknown", {}, f"error: no tool call: {error}", found.start())
+            yield ToolCall("unknown", {}, f"error: no tool call: {error}", match.start())
 
 
 def _before_last(close: str, text: str) -> str:
-    """The text up to its last `close`, so that whatever opens in it also closes: a search from each of many opens for a
-    close that never comes would take the square of their number."""
-    before, found, _ = text.rpartition(close)
-    return before + found
+    """The text up to its last `close`. Every opening mark in it is then followed by a `close`, which keeps the search
+    linear: without one, each of n openings would be searched to the end of the text."""
+    before, separator, _ = text.rpartition(close)
+    return before + separator

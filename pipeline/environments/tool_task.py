@@ -1,10 +1,10 @@
 """Episodes with tools.
 
-Owns `ToolTask`, the base of tasks whose policy may call tools in several turns: which calls are made, and how the
-tool's answer comes back; and the built-in task `tools`, integer arithmetic with a calculator and a Python tool.
-Promises that what the policy sampled stays token by token as it was: a tool's answer is appended as the model's chat
-template writes it, and nothing before it is rendered or tokenised again. Tools run in worker processes (`Task.use`); a
-tool that fails tells the policy so. How a call is written is in `pipeline.environments.tool_call_syntax`.
+Owns `ToolTask`, the base of tasks whose policy may call tools in several turns: executing the calls, and appending the
+results; and the built-in task `tools`, integer arithmetic with a calculator and a Python tool. Promises that sampled
+tokens are preserved: a tool's result is appended as the model's chat template writes it, and no earlier text is
+rendered or tokenized again. Tools run in worker processes (`Task.use`). If a tool fails, the policy receives the error
+as its result. `pipeline.environments.tool_call_syntax` owns the syntax of calls.
 """
 
 import json
@@ -26,14 +26,14 @@ from pipeline.environments.tool_call_syntax import ParameterTypes, ToolCall, par
 from pipeline.errors import RolloutError
 
 MAX_CALLS = 16
-"""Calls of one turn that are made."""
+"""Largest number of calls of one turn that are executed."""
 TOO_MANY = f"error: more than {MAX_CALLS} calls in a turn"
 MAX_ANSWER = 2000
-"""Characters of a tool's answer that the policy is shown."""
+"""Largest length of a tool's result in characters; the rest is cut off."""
 
 
 class ToolOptions(TaskOptions):
-    """How tools are called."""
+    """Number of turns, and the syntax of calls and results."""
 
     turns: Annotated[int, Field(ge=1)] = Field(
         4, description="Largest number of policy turns; calls in the last turn are not executed."
@@ -45,8 +45,8 @@ class ToolOptions(TaskOptions):
 
 
 class ToolTask(Task):
-    """A task whose policy may call tools; those of a subclass are its methods `tool_<name>`, with what they take as
-    `schemas` says."""
+    """A task whose policy may call tools. A subclass defines each tool as a method `tool_<name>`, and its parameters in
+    `schemas`."""
 
     options: ToolOptions
 
@@ -56,55 +56,55 @@ class ToolTask(Task):
         """JSON schemas of the tools, as chat templates take them."""
 
     def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
-        """What a tool answers; what it raises is an answer too, for the policy chose the arguments."""
+        """The result of a tool. An error of the tool is a result too, because the policy chose the arguments."""
         try:
             return str(getattr(self, f"tool_{name}")(**arguments))
-        except Exception as error:  # noqa: BLE001 whatever it is, the policy is told
+        except Exception as error:  # noqa: BLE001 the policy receives any error as the result
             return f"error: {type(error).__name__}: {error}"
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
-        """Turns of the policy, and the answers of the tools it calls, until it calls none or has no turn left."""
-        episode, said, counts = Episode.begin(policy.prompt), list[Message](), dict.fromkeys(self._names, 0.0)
+        """Turns of the policy and the results of its tool calls, until a turn calls no tool or is the last one."""
+        episode, history, counts = Episode.begin(policy.prompt), list[Message](), dict.fromkeys(self._names, 0.0)
         while True:
             turn = await policy.sample(episode.tokens)
             episode = episode.append_turn(turn, policy.decode(turn.tokens))
-            said.append({"role": "assistant", "content": episode.text})
+            history.append({"role": "assistant", "content": episode.text})
             calls = self.read_calls(episode.text)
             if not calls or not episode.open or episode.turns >= self.options.turns:
                 break
-            told = [await self._answer(prompt, policy, call) for call in calls]
-            seen = policy.encode_observation(prompt, said, told)
-            if len(seen) >= policy.remaining_tokens(episode.tokens):
+            results = [await self._answer(prompt, policy, call) for call in calls]
+            observation = policy.encode_observation(prompt, history, results)
+            if len(observation) >= policy.remaining_tokens(episode.tokens):
                 break
             for call in calls:
                 counts[call.name] = counts.get(call.name, 0.0) + 1
-            episode, said = episode.append_observation(seen), [*said, *told]
+            episode, history = episode.append_observation(observation), [*history, *results]
         metrics = {f"tools/{name}": count for name, count in counts.items()}
-        return replace(episode, conversation=tuple(said), metrics=metrics)
+        return replace(episode, conversation=tuple(history), metrics=metrics)
 
     def read_calls(self, text: str) -> list[ToolCall]:
-        """The calls that a turn makes, in order."""
+        """The calls of a turn, in order."""
         calls = [self._checked(call) for call in parse_calls(text, self.options.calls, self._names)]
         return [*calls[:MAX_CALLS], *(replace(call, wrong=TOO_MANY) for call in calls[MAX_CALLS:])]
 
     @property
     def _names(self) -> ParameterTypes:
-        """What each tool takes, by its name."""
+        """The parameter schema of each tool, by the tool's name."""
         return parameter_types(self.schemas)
 
     def _checked(self, call: ToolCall) -> ToolCall:
         if call.wrong:
             return call
-        taken = self._names.get(call.name)
-        if taken is None:
+        schema = self._names.get(call.name)
+        if schema is None:
             return replace(
                 call, name="unknown", wrong=f"error: no tool {call.name}; there are {', '.join(self._names)}"
             )
-        properties = taken.get("properties", {})
-        if not set(taken.get("required", ())) <= call.arguments.keys() <= properties.keys():
-            wanted = ", ".join(properties) or "nothing"
-            given = ", ".join(name or "an argument" for name in call.arguments) or "nothing"
-            return replace(call, wrong=f"error: {call.name} takes {wanted}, not {given}")
+        properties = schema.get("properties", {})
+        if not set(schema.get("required", ())) <= call.arguments.keys() <= properties.keys():
+            expected = ", ".join(properties) or "nothing"
+            actual = ", ".join(name or "an argument" for name in call.arguments) or "nothing"
+            return replace(call, wrong=f"error: {call.name} takes {expected}, not {actual}")
         return call
 
     async def _answer(self, prompt: Prompt, policy: Policy, call: ToolCall) -> Message:
@@ -118,7 +118,7 @@ class ToolTask(Task):
 
 
 class ArithmeticToolOptions(ToolOptions):
-    """How hard, how many, and which tools."""
+    """Difficulty, number of the prompts, and the tools."""
 
     tools: tuple[Literal["calculator", "python"], ...] = Field(
         ("calculator", "python"), min_length=1, description="Available tools."
@@ -150,7 +150,7 @@ class ArithmeticToolOptions(ToolOptions):
 
 
 class Tools(ToolTask):
-    """Reward 1 for a last turn that is the value of the expression."""
+    """Reward 1 if the last turn is the value of the expression, else 0."""
 
     name = "tools"
     Options = ArithmeticToolOptions
@@ -174,26 +174,26 @@ class Tools(ToolTask):
         return self.options.size
 
     def prompt(self, index: int) -> Prompt:
-        return self._asked(self._draw(f"{self.seed} prompt {index}"))
+        return self._prompt(self._draw(f"{self.seed} prompt {index}"))
 
     def held_out(self) -> list[Prompt]:
-        return [self._asked(expression) for expression in self._held_out]
+        return [self._prompt(expression) for expression in self._held_out]
 
     def reward(self, prompt: Prompt, text: str) -> float:
         return float(text.strip() == prompt.answer)
 
     def demonstration(self, index: int) -> Demonstration:
-        """By turns: of one in which a tool is called, even indices show the call, odd ones the turn after it."""
+        """Of a demonstration with a tool call, even indices show the call, and odd ones the turn after it."""
         number, after = divmod(index, 2)
         expression = self._draw(f"{self.seed} demonstration {number}")
-        random, prompt = Random(f"{self.seed} shown {number}"), self._asked(expression)
+        random, prompt = Random(f"{self.seed} shown {number}"), self._prompt(expression)
         if random.random() >= self.options.shown:
             return Demonstration(prompt, str(random.choice((-1, 1)) * random.randrange(10 ** len(prompt.answer))))
         call = self._call("calculator" if "calculator" in self.options.tools else "python", expression)
         if not after:
             return Demonstration(prompt, call)
-        told = {"role": self.options.role, "name": self.options.tools[0], "content": prompt.answer}
-        messages = (*prompt.messages, {"role": "assistant", "content": call}, told)
+        result = {"role": self.options.role, "name": self.options.tools[0], "content": prompt.answer}
+        messages = (*prompt.messages, {"role": "assistant", "content": call}, result)
         return Demonstration(replace(prompt, messages=messages), prompt.answer)
 
     def tool_calculator(self, expression: str) -> str:
@@ -202,7 +202,7 @@ class Tools(ToolTask):
         return "error: no arithmetic expression" if value is None else str(value)
 
     def tool_python(self, code: str) -> str:
-        """What a program prints."""
+        """The output of a program."""
         ran = run_python(code, self.options.tool_seconds, self.options.tool_memory_bytes)
         return ran.text or "error: it printed nothing"
 
@@ -210,10 +210,10 @@ class Tools(ToolTask):
         argument = expression if name == "calculator" else f"print({expression})"
         if self.options.calls == "short":
             return f"[{name}:{argument}]"
-        (taken,) = _SCHEMAS[name]["function"]["parameters"]["properties"]
-        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {taken: argument}})}\n</tool_call>"
+        (parameter,) = _SCHEMAS[name]["function"]["parameters"]["properties"]
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {parameter: argument}})}\n</tool_call>"
 
-    def _asked(self, expression: str) -> Prompt:
+    def _prompt(self, expression: str) -> Prompt:
         system: tuple[Message, ...] = ({"role": "system", "content": self.options.system},)
         messages = (*(system if self.options.system else ()), {"role": "user", "content": expression})
         return Prompt(messages, str(arithmetic_value(expression)), tools=self.schemas)

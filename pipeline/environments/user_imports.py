@@ -1,7 +1,7 @@
-"""Code of the user's, found by name.
+"""Import of the user's code by name.
 
-Owns how `package.module:name` becomes an object. Promises that whatever goes wrong, in the user's module too, is a
-`ConfigError` that names the key and the line. Must not know what the object is for.
+Owns the resolution of `package.module:name` to an object. Promises that any failure, also inside the user's module, is
+a `ConfigError` that names the key and the line. Must not know the purpose of the object.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from pipeline.errors import ConfigError, one_line
 
 
 def import_object(key: str, name: str, expected: str, unnamed: str) -> Any:
-    """What `package.module:name` names. `expected` says what the value of `key` should be; `unnamed` how to mend one
-    that has no module."""
+    """The object that `package.module:name` names. `expected` describes a valid value of `key`; `unnamed` is the hint
+    for a name without a module."""
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(key, name, expected, unnamed)
@@ -29,21 +29,21 @@ def import_object(key: str, name: str, expected: str, unnamed: str) -> Any:
             if not f"{module}.".startswith(f"{error.name}."):
                 raise
             raise ConfigError(key, name, expected, f"{error}; is its folder in PYTHONPATH?") from None
-    found = getattr(loaded, attribute, None)
-    if found is None:
+    loaded_object = getattr(loaded, attribute, None)
+    if loaded_object is None:
         raise ConfigError(key, name, expected, f"{module} ({loaded.__file__}) has no {attribute}")
-    return found
+    return loaded_object
 
 
 @contextmanager
 def user_import_errors(key: str, name: str, expected: str) -> Iterator[None]:
-    """Translates whatever the code behind `key=name` raises into a `ConfigError` that says where it happened."""
+    """Translates any error of the code behind `key=name` into a `ConfigError` with the file and line of the error."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        place = extract_tb(error.__traceback__)[-1]
+        frame = extract_tb(error.__traceback__)[-1]
         what = one_line(error)
-        hint = f"{what} ({Path(place.filename).name}, line {place.lineno})"
+        hint = f"{what} ({Path(frame.filename).name}, line {frame.lineno})"
         raise ConfigError(key, name, expected, hint) from error

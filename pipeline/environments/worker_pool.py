@@ -1,16 +1,16 @@
 """Worker processes for the calls of a task.
 
-Owns how many there are, the deadline of each call, and the end of a worker that misses it or dies. Promises that
-whatever a call does costs at most the item that it was about, with its reason, and its worker; that a worker is ended
-with every process it started; that calls which wait for a worker are not at fault and never time out; and that what
-workers print is passed on at a bounded rate. Workers die with this process. Knows nothing of servers or groups.
+Owns the number of workers, the deadline of each call, and the end of a worker that misses it or crashes. Promises that
+a failing call costs at most its item, which gets the reason, and its worker; that a worker is ended with every process
+that it started; that calls which wait for a worker are not at fault and never time out; and that the output of workers
+is passed on at a bounded rate. Workers exit with this process. Knows nothing of servers or groups.
 
-There is one worker to begin with. A call that has waited `GROW_SECONDS` for one starts another, up to `task.processes`:
-rewards that take no time need no more.
+The pool starts with one worker. A call that has waited `GROW_SECONDS` for a worker starts another, up to
+`task.processes`: cheap rewards need no more than one.
 
     async with WorkerPool(Setup(config.task, config.seed, model), startup_seconds=300) as pool:
-        asked = await pool.prompt(7)
-        scores = await pool.rewards(asked.prompt, [Answer("4"), Answer("5")])
+        rendered = await pool.prompt(7)
+        scores = await pool.rewards(rendered.prompt, [Completion("4"), Completion("5")])
 """
 
 import asyncio
@@ -46,10 +46,10 @@ PRINT_SECONDS, PRINT_BYTES = 0.25, 1 << 14
 
 
 class Worker:
-    """One worker process. `broken` once it cannot be asked any more."""
+    """One worker process. `broken` once it can take no more calls."""
 
     def __init__(self) -> None:
-        """Start the process; it is of use once it is `ready`."""
+        """Start the process; it is usable after `ready`."""
         self.broken = False
         self.ending: asyncio.Task[None] | None = None
         ours, its = socket.socketpair()
@@ -58,7 +58,7 @@ class Worker:
         self._socket = ours
         argv = (sys.executable, "-P", "-m", "pipeline.environments.task_worker")
         try:
-            # Sets have the same order in each of them: what a task draws from one is the same everywhere.
+            # A fixed hash seed gives sets the same order in all workers, so a task draws the same from one everywhere.
             environment = {**os.environ, "PYTHONHASHSEED": "0"}
             self._process = Leader(argv, environment, stdin=its.fileno(), output=output)
         except OSError:
@@ -70,19 +70,20 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     @property
     def has_too_many_children(self) -> bool:
-        """Whether it has many children, running or not waited for: a task that leaves some with every call."""
+        """Whether it has more than `MAX_CHILDREN` child processes, running or zombies: a task leaks them in its
+        calls."""
         pid = self._process.pid
         with suppress(OSError):
             return len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) > MAX_CHILDREN
         return False
 
     async def ready(self, setup: Setup, seconds: float) -> None:
-        """Have it load the task; `TaskError` when it cannot, `DeadlineError` after `seconds`."""
+        """Make the worker load the task; `TaskError` when loading fails, `DeadlineError` after `seconds`."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         self._writer.write(frame(setup))
         try:
@@ -93,9 +94,9 @@ class Worker:
             raise TaskError(f"a process of the task cannot load it: {wrong}")
 
     async def answer(self, what: str, call: bytes, items: int, seconds: float) -> list[Any]:
-        """A reply for each item, or for those up to the one that broke the worker: the last one is then the reason."""
+        """A reply per item, or up to the item that broke the worker: the last reply is then the reason."""
         replies: list[Any] = []
-        self.broken = True  # until all is read: a call that is cancelled leaves replies behind
+        self.broken = True  # until all replies are read: a cancelled call leaves replies behind
         try:
             self._writer.write(call)
             async with asyncio.timeout(None if math.isinf(seconds) else seconds) as limit:
@@ -111,18 +112,19 @@ class Worker:
         return replies
 
     def print(self) -> bytes:
-        """Some of what it printed since the last call."""
+        """Up to `PRINT_BYTES` of its output since the last call."""
         try:
             return os.read(self._printed, PRINT_BYTES)
         except BlockingIOError:
             return b""
 
     def end(self) -> None:
-        """End it and all that it started, in sessions of their own too: whatever it left is still below it."""
+        """End the process and all processes that it started, also those in other sessions: they are its
+        descendants."""
         self._process.kill_all()
 
     def close(self) -> None:
-        """Give back what it used, once it has ended."""
+        """Close its connection and pipe, after its end."""
         if hasattr(self, "_writer"):
             self._writer.close()
         self._socket.close()
@@ -134,7 +136,7 @@ class Worker:
         return call_guarded("prompt cannot be pickled", lambda: pickle.loads(body))
 
     async def _end_of_process(self) -> str:
-        """How it ended; when only its connection is closed, that."""
+        """A description of its end, which may be only a closed connection."""
         try:
             code = await asyncio.to_thread(wait_for, "its end", self._process.poll, END_SECONDS)
         except DeadlineError:
@@ -143,10 +145,10 @@ class Worker:
 
 
 class WorkerPool:
-    """The workers of one task, as `pipeline.environments.task_calls.TaskCalls`; lives in one event loop."""
+    """The workers of one task, as `pipeline.environments.task_calls.TaskCalls`; used by one event loop."""
 
     def __init__(self, setup: Setup, startup_seconds: float) -> None:
-        """`startup_seconds`: what a worker may take to load the task."""
+        """`startup_seconds`: the timeout of a worker that loads the task."""
         self._setup, self._startup = setup, startup_seconds
         self._mixture = Mixture(setup.reward)
         self._free: asyncio.LifoQueue[Worker | TaskError] = asyncio.LifoQueue()
@@ -170,47 +172,48 @@ class WorkerPool:
 
     async def prompt(self, index: int) -> RenderedPrompt | str:
         """Training prompt `index`, or why there is none."""
-        asked: list[RenderedPrompt | str] = await self._each("prompt", "prompt", (), (index,))
-        return asked[0]
+        replies: list[RenderedPrompt | str] = await self._replies("prompt", "prompt", (), (index,))
+        return replies[0]
 
     async def render(self, prompt: Prompt) -> RenderedPrompt | str:
         """A prompt with its text, or why there is none."""
-        asked: list[RenderedPrompt | str] = await self._each("prompt", "render", (), (prompt,))
-        return asked[0]
+        replies: list[RenderedPrompt | str] = await self._replies("prompt", "render", (), (prompt,))
+        return replies[0]
 
     async def rewards(self, prompt: Prompt, answers: Sequence[Completion]) -> list[Score | str]:
-        """The reward of each answer, or why it has none. Each function is asked on its own, with its own deadline."""
-        asked = [self._parts(which, prompt, tuple(answers)) for which in range(len(self._mixture.names))]
-        told = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
-        return [self._mixture.combine(parts) for parts in zip(*told, strict=True)]
+        """The reward of each answer, or why it has none. Each function is called separately, with a separate
+        deadline."""
+        calls = [self._parts(which, prompt, tuple(answers)) for which in range(len(self._mixture.names))]
+        columns = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
+        return [self._mixture.combine(parts) for parts in zip(*columns, strict=True)]
 
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> ToolResult | str:
-        """What a tool of the task answers, or why it does not."""
-        used: list[ToolResult | str] = await self._each(f"tool {name}", "use", (prompt, name), (arguments,))
-        return used[0]
+        """The result of one of the task's tools, or why there is none."""
+        replies: list[ToolResult | str] = await self._replies(f"tool {name}", "use", (prompt, name), (arguments,))
+        return replies[0]
 
     async def run(
         self, prompt: Prompt, name: str, arguments: Any, working: AbstractContextManager[None]
     ) -> ToolResult | str:
-        """The same without a deadline: who gives up cancels this, which ends the worker with all that it started."""
+        """The result of a tool without a deadline. Cancelling this ends the worker with all its child processes."""
         call = call_guarded("prompt cannot be pickled", lambda: frame(Call("use", (prompt, name), (arguments,))))
         if isinstance(call, str):
             return call
         async with self._borrowed() as worker:
             with working:
-                (used,) = await worker.answer(f"tool {name}", call, 1, math.inf)
-        return cast(ToolResult | str, used)
+                (result,) = await worker.answer(f"tool {name}", call, 1, math.inf)
+        return cast(ToolResult | str, result)
 
     async def _parts(self, which: int, prompt: Prompt, answers: tuple[Completion, ...]) -> list[PartialScore | str]:
-        """What function number `which` says of each answer."""
+        """Function number `which`'s score of each answer."""
         title, shared = self._mixture.title(which), (which, prompt)
         if not self._mixture.whole_groups:
-            return await self._each(title, "score", shared, answers)
-        (told,) = await self._each(title, "score_all", shared, (answers,))
-        return [told] * len(answers) if isinstance(told, str) else told
+            return await self._replies(title, "score", shared, answers)
+        (reply,) = await self._replies(title, "score_all", shared, (answers,))
+        return [reply] * len(answers) if isinstance(reply, str) else reply
 
-    async def _each(self, what: str, method: str, shared: tuple[Any, ...], items: tuple[Any, ...]) -> list[Any]:
-        """A reply for each item: what comes after one that breaks its worker is asked of another."""
+    async def _replies(self, what: str, method: str, shared: tuple[Any, ...], items: tuple[Any, ...]) -> list[Any]:
+        """A reply per item. Items after one that breaks its worker go to another worker."""
         replies: list[Any] = []
         while left := items[len(replies) :]:
             call = call_guarded("prompt cannot be pickled", lambda: frame(Call(method, shared, left)))
@@ -245,7 +248,7 @@ class WorkerPool:
                 raise worker
             if worker.alive:
                 return worker
-            self._do(self._replace(worker))  # it died with no call to blame: nobody's sample pays for it
+            self._do(self._replace(worker))  # it exited between calls, so no sample is at fault
 
     async def _replace(self, worker: Worker) -> None:
         await self._ended(worker)
@@ -258,14 +261,14 @@ class WorkerPool:
             self._do(self._start())
 
     async def _start(self) -> None:
-        """One more worker. When it cannot be had, and there is no other, everybody who waits for one is told."""
+        """Start one more worker. If all attempts fail and no worker is left, every waiting call gets the error."""
         try:
             for pause in START_PAUSES:
                 await asyncio.sleep(pause)
                 try:
                     await self._add()
                     return
-                except Exception as error:  # noqa: BLE001 - the end of a background task: who waits is told
+                except Exception as error:  # noqa: BLE001 a background task: waiting calls get the error
                     log.warning("a process of the task could not be started: %s", error)
                     failure = TaskError(f"{type(error).__name__}: {error}")
         finally:
@@ -284,7 +287,7 @@ class WorkerPool:
         self._free.put_nowait(worker)
 
     async def _ended(self, worker: Worker) -> None:
-        """End a worker, once, and not by halves when this is cancelled."""
+        """End a worker once, and completely even if the caller is cancelled."""
         if worker.ending is None:
             worker.ending = asyncio.create_task(self._end(worker))
         await asyncio.shield(worker.ending)
@@ -296,7 +299,9 @@ class WorkerPool:
         self._workers.discard(worker)
 
     async def _pass_on_prints(self) -> None:
-        """Into this process's log, at a bounded rate: who prints more waits, and misses the deadline of its call."""
+        """Write output of workers to this process's log at a bounded rate. A worker that prints more blocks in its
+        writes, and misses the deadline of its call."""
+
         while True:
             await asyncio.sleep(PRINT_SECONDS)
             for worker in self._workers:

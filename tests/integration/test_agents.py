@@ -91,7 +91,7 @@ def test_an_agent_s_calls_are_the_row_and_what_it_tells_is_the_reward(how: str, 
     [
         ("fails", "agent failed: exited with code 1: there is no such town"),
         ("silent", "rollout sampled nothing"),
-        ("mumbles", 'what the agent told has the keys score: expected a number, or {"reward": number'),
+        ("mumbles", 'the agent\'s report has the keys score: expected a number, or {"reward": number'),
     ],
 )
 def test_an_agent_that_fails_costs_its_sample_with_its_reason(how: str, reason: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Environments of the library verifiers, in a process of their own.
+"""Environments of the library verifiers, in a separate process.
 
-Owns the built-in task `verifiers` (`verifiers_task`), the process that its environments run in, with the interpreter
-that they are installed for (`verifiers_process`), and the code of that process (`verifiers_bridge`, `rollcall_chat`),
-which can import neither Rollcall nor any package of this environment.
+Owns the built-in task `verifiers` (`verifiers_task`), the process that runs its environments with the interpreter for
+which they are installed (`verifiers_process`), and the code of that process (`verifiers_bridge`, `rollcall_chat`),
+which can import neither Rollcall nor any package of Rollcall's environment.
 """

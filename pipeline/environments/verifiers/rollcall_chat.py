@@ -1,9 +1,9 @@
-"""A chat loop as a harness of verifiers that needs no program installed; runs where `bridge` runs.
+"""A chat loop as a harness of verifiers that needs no installed program; runs in the process of `verifiers_bridge`.
 
-Owns the conversation of one seat: system prompt, prompt, turns of the policy, tools of the environment over MCP, until
-the policy calls none. Promises that every call of the policy goes through verifiers' interception, which counts turns
-and ends the episode where the environment says so; and that a conversation without room left ends without an error, and
-is scored by the environment.
+Owns the conversation of one seat: system prompt, prompt, turns of the policy, and the environment's tools over MCP,
+until the policy calls none. Promises that every call of the policy passes through verifiers' interception, which counts
+turns and ends the episode at the environment's stop condition; and that a conversation that reaches the context length
+ends without an error, and is scored by the environment.
 """
 
 import json
@@ -22,7 +22,7 @@ FULL = "context_length_exceeded"
 
 
 class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
-    """Plays a seat in this process."""
+    """Plays one seat of an environment in this process."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -40,7 +40,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: Any,
     ) -> ProgramResult:
-        """One segment of the conversation."""
+        """Run one segment of the conversation."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -51,9 +51,9 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
             http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)))
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
-            asked = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+            body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
             while trace.stop_condition is None:
-                reply = await _ask(http, endpoint, secret, asked, trace)
+                reply = await _ask(http, endpoint, secret, body, trace)
                 if reply is None:
                     break
                 messages.append({key: value for key, value in reply.items() if value is not None})
@@ -66,22 +66,22 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
 
 
 async def _ask(
-    http: aiohttp.ClientSession, endpoint: str, secret: str, asked: dict[str, Any], trace: Any
+    http: aiohttp.ClientSession, endpoint: str, secret: str, body: dict[str, Any], trace: Any
 ) -> dict[str, Any] | None:
-    """The policy's message; None when there is no room for one, or the environment has ended the conversation."""
+    """The policy's message; None when the context is full, or the environment has ended the conversation."""
     url, headers = f"{endpoint.rstrip('/')}/chat/completions", {"Authorization": f"Bearer {secret}"}
-    async with http.post(url, json=asked, headers=headers) as response:
+    async with http.post(url, json=body, headers=headers) as response:
         text = await response.text()
     if response.status == 200:
         message: dict[str, Any] = json.loads(text)["choices"][0]["message"]
         return message
     if FULL in text or trace.stop_condition is not None:
         return None
-    raise RuntimeError(f"the policy could not be asked: status {response.status}: {text[:500]}")
+    raise RuntimeError(f"the policy could not be called: status {response.status}: {text[:500]}")
 
 
 async def _answered(call: dict[str, Any], dispatch: dict[str, Any], connections: dict[str, Any]) -> dict[str, Any]:
-    """What a tool says, errors of the call included."""
+    """The message with a tool's result, or with the error of the call."""
     name = call["function"]["name"]
     try:
         arguments = json.loads(call["function"]["arguments"] or "{}")

@@ -1,19 +1,19 @@
-"""Environments of verifiers, served to a process that has other dependencies.
+"""Environments of verifiers, served to a process with other dependencies.
 
-Runs with the interpreter that verifiers is installed for, as a script: nothing of Rollcall can be imported here. Owns
-what becomes of an episode there: who its policy is, and what its reward and its rubric's parts are. Promises that three
-things which verifiers lets pass in silence are failures with a reason: a stage that ran out of time, a reward that was
-not scored, and an error in the last attempt. Must not know how episodes are trained.
+Runs as a script with the interpreter for which verifiers is installed, and can import nothing of Rollcall. Owns the
+episodes there: the endpoint of the policy, the reward, and the components of the rubric. Promises that three conditions
+which verifiers passes over in silence are failures with a reason: a stage that timed out, a reward that was not scored,
+and an error in the last attempt. Must not know how episodes are trained.
 
-Lines of JSON, both ways, over standard input, a socket. First the environment comes: `{"train": {…}, "held_out": {…},
-"most": 100}`, configurations as `verifiers.v1` has them, the second one null where there is none; and
-`{"counts": {…}}` goes back, or `{"wrong": …, "key": …}`. Then
+The protocol is lines of JSON, both ways, over a socket that is inherited as standard input. The parent first sends the
+environments: `{"train": {…}, "held_out": {…}, "most": 100}`, with configurations in the format of `verifiers.v1`; the
+second is null if there is none. The response is `{"counts": {…}}`, or `{"wrong": …, "key": …}`. Requests follow:
 
     {"id": 7, "part": "train", "index": 3, "url": "http://…/v1", "key": "…", "model": "…"}      an episode
     {"id": 7, "cancel": true}
 
-each answered by `{"id": 7, "reward": 0.5, "metrics": {…}}` or `{"id": 7, "failed": "…"}`, unless it was cancelled;
-and `{"alive": true}` goes back every second, from the loop that the episodes run in.
+Each request is answered by `{"id": 7, "reward": 0.5, "metrics": {…}}` or `{"id": 7, "failed": "…"}`, unless it was
+cancelled. In addition, `{"alive": true}` is sent every second, from the event loop that runs the episodes.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from typing import Any
 ALIVE_SECONDS = 1.0
 MAX_LINE = 1 << 26
 HARNESS = "rollcall_chat"
-"""The harness of this folder, by the name that verifiers imports it by."""
+"""The harness in this folder, by the name under which verifiers imports it."""
 
 
 class PolicyRelay:
-    """Passes calls of the policy on, each to the endpoint of its episode, which verifiers names by its trace.
+    """Forwards calls of the policy to the endpoint of their episode, which verifiers identifies by its trace.
 
-    Verifiers keeps a client for every endpoint that it has seen, so it gets to see this one only.
+    Verifiers keeps a client for each endpoint that it has used, so all episodes share the URL of this relay.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class PolicyRelay:
         await self._http.close()
 
     def add(self, session: str, url: str, key: str) -> None:
-        """Calls of this session go to this endpoint."""
+        """Route calls of a session to an endpoint."""
         self._targets[session] = (url, key)
 
     def remove(self, session: str) -> None:
-        """The session is over."""
+        """Remove the route of a session that is over."""
         self._targets.pop(session, None)
 
     async def _pass_on(self, request: Any) -> Any:
@@ -73,8 +73,8 @@ class PolicyRelay:
 
         session = request.headers.get("X-Session-ID", "")
         if session not in self._targets:
-            why = "this seat is not trained, so it needs a client of its own"
-            return web.json_response({"error": {"message": why}}, status=400)
+            reason = "this seat is not trained, so it needs a separate client"
+            return web.json_response({"error": {"message": reason}}, status=400)
         url, key = self._targets[session]
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         target, body = f"{url}/{request.match_info['route']}", await request.read()
@@ -103,24 +103,24 @@ class LoadedEnvironment:
         return len(self._tasks)
 
     def serving(self) -> Any:
-        """What the environment's episodes need, as a context."""
+        """A context that must be open while the environment runs episodes."""
         return self._env.serving()
 
     async def episode(self, index: int, url: str, key: str, model: str) -> dict[str, Any]:
-        """What came of an episode of task `index`."""
+        """The report of an episode of task `index`."""
         import verifiers.v1 as vf
 
         client = vf.EvalClientConfig(base_url=self._relay.url, api_key_var="ROLLCALL_UNUSED")
         sessions: list[str] = []
 
-        def minted(trace: Any) -> None:
-            if trace.agent.trainable:  # another seat has a client of its own, and its turns are not the policy's
+        def on_trace(trace: Any) -> None:
+            if trace.agent.trainable:  # other seats have separate clients, and their turns are not the policy's
                 sessions.append(trace.id)
                 self._relay.add(trace.id, url, key)
 
         try:
             slot = self._env.slots(self._tasks[index])[0]
-            episode = await self._env.run_slot(slot, vf.ModelContext(model=model, client=client), on_trace=minted)
+            episode = await self._env.run_slot(slot, vf.ModelContext(model=model, client=client), on_trace=on_trace)
         finally:
             for session in sessions:
                 self._relay.remove(session)
@@ -128,7 +128,7 @@ class LoadedEnvironment:
 
 
 def report_of(episode: Any) -> dict[str, Any]:
-    """The reward with its parts by name, or why there is none."""
+    """The reward with its components by name, or the reason why there is none."""
     traces = list(episode.traces)
     errors = [error for part in (episode, *traces) if not part.ok for error in part.errors]
     if errors:
@@ -149,10 +149,10 @@ def report_of(episode: Any) -> dict[str, Any]:
 
 
 async def serve(channel: socket.socket) -> None:
-    """Serve until the other side is gone."""
+    """Serve until the parent closes the connection."""
     reader, writer = await asyncio.open_connection(sock=channel, limit=MAX_LINE)
 
-    def tell(value: dict[str, Any]) -> None:
+    def send(value: dict[str, Any]) -> None:
         writer.write(json.dumps(value, default=str).encode() + b"\n")
 
     setup = json.loads(await reader.readline())
@@ -164,57 +164,57 @@ async def serve(channel: socket.socket) -> None:
                 if setup[part] is not None:
                     parts[part] = LoadedEnvironment(setup[part], setup["most"], relay)
                     await stack.enter_async_context(parts[part].serving())
-        except Exception as error:  # noqa: BLE001 an environment is foreign code: whatever it raises is told
-            tell({"wrong": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # noqa: BLE001 an environment is foreign code: any error is reported
+            send({"wrong": f"{type(error).__name__}: {error}"})
             await writer.drain()
             return
-        tell({"counts": {name: len(environment) for name, environment in parts.items()}})
-        await _answer(reader, tell, parts)
+        send({"counts": {name: len(environment) for name, environment in parts.items()}})
+        await _answer(reader, send, parts)
 
 
-async def _answer(reader: asyncio.StreamReader, tell: Any, parts: dict[str, LoadedEnvironment]) -> None:
+async def _answer(reader: asyncio.StreamReader, send: Any, parts: dict[str, LoadedEnvironment]) -> None:
     running: dict[int, asyncio.Task[None]] = {}
 
     async def alive() -> None:
         while True:
-            tell({"alive": True})
+            send({"alive": True})
             await asyncio.sleep(ALIVE_SECONDS)
 
-    async def run(number: int, asked: dict[str, Any]) -> None:
+    async def run(number: int, request: dict[str, Any]) -> None:
         try:
-            environment = parts[asked["part"]]
-            told = await environment.episode(asked["index"], asked["url"], asked["key"], asked["model"])
+            environment = parts[request["part"]]
+            report = await environment.episode(request["index"], request["url"], request["key"], request["model"])
         except Exception as error:  # noqa: BLE001 as above
-            told = {"failed": f"{type(error).__name__}: {error}"}
+            report = {"failed": f"{type(error).__name__}: {error}"}
         finally:
             running.pop(number, None)
-        tell({"id": number, **told})
+        send({"id": number, **report})
 
     beating = asyncio.create_task(alive())
     while line := await reader.readline():
-        asked = json.loads(line)
-        number = asked["id"]
-        if asked.get("cancel"):
+        request = json.loads(line)
+        number = request["id"]
+        if request.get("cancel"):
             if number in running:
                 running[number].cancel()
         else:
-            running[number] = asyncio.create_task(run(number, asked))
+            running[number] = asyncio.create_task(run(number, request))
     beating.cancel()
 
 
 def main() -> None:
-    """The process: its standard input is the socket; what is printed is the environment's."""
+    """Run the process. Its standard input is the socket; its output belongs to the environment."""
     channel = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
-    sys.path.append(str(Path(__file__).parent))  # where the harness is; last, so that nothing here hides a package
+    sys.path.append(str(Path(__file__).parent))  # the harness's folder, last so that it shadows no package
     try:
         import verifiers.v1  # noqa: F401
     except ImportError as error:
         channel.sendall(json.dumps({"wrong": str(error), "key": "python"}).encode() + b"\n")
         sys.exit(1)
     asyncio.run(serve(channel))
-    os._exit(0)  # nothing that an environment left behind keeps the process
+    os._exit(0)  # threads that an environment left behind must not keep the process alive
 
 
 if __name__ == "__main__":

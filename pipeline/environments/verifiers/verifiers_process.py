@@ -1,8 +1,8 @@
-"""The process that environments of verifiers run in, as its parent sees it.
+"""The parent's side of the process that runs environments of verifiers.
 
-Owns its start with another interpreter, the deadline of the start, and its end. Promises that a process whose loop is
-blocked by an environment is ended with all that it started, and that the other episodes in it end with `ProcessLost`,
-so that they can be run again elsewhere. Must not know tasks or policies.
+Owns the start of the process with another interpreter, the deadline of the start, and the end. Promises that a process
+whose event loop is blocked by an environment is ended with all its child processes, and that its other episodes end
+with `ProcessLost`, so that they can be run again in another process. Must not know tasks or policies.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from pipeline.errors import DeadlineError, TaskError
 from pipeline.utils.subprocesses import Leader, describe_exit
 from pipeline.utils.waiting import run_within
 
-BRIDGE = Path(__file__).with_name("bridge.py")
+BRIDGE = Path(__file__).with_name("verifiers_bridge.py")
 STALL_SECONDS = 60.0
-"""Without a sign of life from the loop that all episodes of a process share, it is ended."""
+"""A process is ended after this time without a heartbeat from the event loop that all its episodes share."""
 MAX_LINE = 1 << 26
 
 
 class ProcessLost(Exception):
-    """The process ended while an episode ran in it; the message says how."""
+    """The process ended while an episode ran in it; the message has the reason."""
 
 
 class EnvironmentMissing(TaskError):
-    """The environment cannot be had. `key` is the option that is to blame."""
+    """The environment cannot be loaded. `key` is the option to blame."""
 
     def __init__(self, why: str, key: str) -> None:
         super().__init__(why)
@@ -41,10 +41,10 @@ class EnvironmentMissing(TaskError):
 
 
 class EnvironmentProcess:
-    """One process; lives in one event loop."""
+    """One process, used by one event loop."""
 
     def __init__(self, python: str, setup: Mapping[str, Any]) -> None:
-        """Start it; it is of use once it is `ready`."""
+        """Start the process; it is usable after `ready`."""
         ours, its = socket.socketpair()
         self._setup, self._numbers = setup, count()
         self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -52,7 +52,7 @@ class EnvironmentProcess:
         self._ended = ""
         try:
             argv = (python, str(BRIDGE))
-            environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # as roles have it, wherever it is started
+            environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # as in roles, independent of the working directory
             self._process = Leader(argv, environment, stdin=its.fileno(), output=sys.stderr.fileno())
         except OSError:
             ours.close()
@@ -63,17 +63,17 @@ class EnvironmentProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it can run nothing any more."""
+        """Whether the process can run no more episodes."""
         return bool(self._ended)
 
     @property
     def load(self) -> int:
-        """Episodes in it."""
+        """Number of running episodes."""
         return len(self._open)
 
     async def ready(self, seconds: float) -> dict[str, int]:
-        """How many tasks it has in each part; `EnvironmentMissing` when it has none, `DeadlineError` after
-        `seconds`."""
+        """Wait for the number of tasks in each part; `EnvironmentMissing` if the environment cannot be loaded,
+        `DeadlineError` after `seconds`."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=MAX_LINE)
         self._send(self._setup)
         try:
@@ -82,27 +82,27 @@ class EnvironmentProcess:
             await self.end("it was not loaded in time")
             raise
         except OSError:
-            line = b""  # it ended before it read what was sent
+            line = b""  # the process exited before it read the setup
         if not line:
             await self.end()
             raise EnvironmentMissing(f"{self._ended} while the environment was loaded", "python")
-        told = json.loads(line)
-        if "wrong" in told:
+        message = json.loads(line)
+        if "wrong" in message:
             await self.end("refused")
-            raise EnvironmentMissing(told["wrong"], told.get("key", "id"))
+            raise EnvironmentMissing(message["wrong"], message.get("key", "id"))
         self._reading = asyncio.create_task(self._read())
-        return dict(told["counts"])
+        return dict(message["counts"])
 
-    async def episode(self, **asked: Any) -> Mapping[str, Any]:
-        """What came of an episode; `ProcessLost` when the process ended. Cancelling this ends the episode there."""
+    async def episode(self, **request: Any) -> Mapping[str, Any]:
+        """The report of an episode; `ProcessLost` when the process ended. Cancelling this cancels the episode."""
         if self._ended:
             raise ProcessLost(self._ended)
         number = next(self._numbers)
         answer = self._open[number] = asyncio.get_running_loop().create_future()
-        self._send({"id": number, **asked})
+        self._send({"id": number, **request})
         try:
-            ended: Mapping[str, Any] = await answer
-            return ended
+            report: Mapping[str, Any] = await answer
+            return report
         except asyncio.CancelledError:
             if not self._ended:
                 self._send({"id": number, "cancel": True})
@@ -111,7 +111,7 @@ class EnvironmentProcess:
             self._open.pop(number, None)
 
     async def end(self, why: str = "") -> None:
-        """End it with all that it started; whoever waits for an episode is told `why`, or how it ended by itself."""
+        """End the process with all its child processes. Waiting episodes fail with `why`, or with its exit status."""
         if self._ended:
             return
         self._ended = why or "its process ended"
@@ -128,7 +128,7 @@ class EnvironmentProcess:
         self._writer.write(json.dumps(value).encode() + b"\n")
 
     async def _read(self) -> None:
-        """Pass answers on until the process ends, or shows no sign of life."""
+        """Pass on responses until the process ends, or its heartbeat stops."""
         why = ""
         try:
             while True:
@@ -136,12 +136,12 @@ class EnvironmentProcess:
                     line = await self._reader.readline()
                 if not line:
                     break
-                told = json.loads(line)
-                answer = self._open.get(told.get("id"))
+                message = json.loads(line)
+                answer = self._open.get(message.get("id"))
                 if answer is not None and not answer.done():
-                    answer.set_result(told)
+                    answer.set_result(message)
         except TimeoutError:
             why = f"its process stood still for more than {STALL_SECONDS:g} s, in a call that blocks it"
         except (OSError, ValueError) as error:
-            why = f"its process cannot be heard: {error}"
+            why = f"its process cannot be read: {error}"
         await self.end(why)

@@ -1,10 +1,10 @@
 """Environments of the library verifiers as a task.
 
-Owns the built-in task `verifiers`: any environment of that library by its id, with an interpreter and dependencies of
-its own, whose episodes ask the policy through an OpenAI-compatible endpoint. Promises that tokens are the endpoint's,
-rewards the environment's; that a failure of the environment, a part that was not scored and a stage that ran out of
-time fail the sample with the reason; and that an episode which lost its process through the fault of another one is run
-again. Must not import verifiers.
+Owns the built-in task `verifiers`: any environment of that library by its id, with a separate interpreter and separate
+dependencies, whose episodes call the policy through an OpenAI-compatible endpoint. Promises that tokens come from the
+endpoint and rewards from the environment; that a failure of the environment, an unscored reward and a stage that timed
+out fail the sample with the reason; and that an episode whose process was lost through the fault of another episode is
+run again. Must not import verifiers.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ INSTALL = "python3.11 -m venv VENV && VENV/bin/pip install verifiers, then task.
 T = TypeVar("T")
 TRAIN, HELD_OUT = "train", "held_out"
 MAX_RUNS = 3
-"""How often an episode is begun whose process is lost."""
+"""Largest number of attempts of an episode whose process is lost."""
 
 
 class VerifiersOptions(TaskOptions):
-    """Which environment, and where it is installed."""
+    """The environment, its tasks, and its interpreter."""
 
     id: str = Field(
         "", description="The environment's id: the name of its package in verifiers; `-` and `_` are equivalent."
@@ -70,7 +70,7 @@ class VerifiersOptions(TaskOptions):
 
 
 class Verifiers(Task):
-    """The reward of the environment."""
+    """The reward is the environment's."""
 
     name = "verifiers"
     Options = VerifiersOptions
@@ -89,30 +89,30 @@ class Verifiers(Task):
         return self._counts[TRAIN] - (0 if self.options.eval_taskset else self.options.eval_rows)
 
     def prompt(self, index: int) -> Prompt:
-        return self._named(TRAIN, index)
+        return self._reference(TRAIN, index)
 
     def held_out(self) -> list[Prompt]:
         if not self.options.eval_taskset:
-            return [self._named(TRAIN, index) for index in range(len(self), self._counts[TRAIN])]
-        most = self._counts[HELD_OUT]
-        return [self._named(HELD_OUT, index) for index in range(min(self.options.eval_rows or most, most))]
+            return [self._reference(TRAIN, index) for index in range(len(self), self._counts[TRAIN])]
+        count = self._counts[HELD_OUT]
+        return [self._reference(HELD_OUT, index) for index in range(min(self.options.eval_rows or count, count))]
 
     def reward(self, prompt: Prompt, text: str) -> float:
         raise ValueError(f"the environment {self.options.id} has no reward; set reward.functions")
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
-        """An episode of the environment, which says what it asks; `EpisodeError` when it fails."""
+        """Run an episode of the environment, which also writes the prompt; `EpisodeError` when it fails."""
         part, index = prompt.answer
         for _ in range(MAX_RUNS):
             async with policy.endpoint(self.options.calls) as endpoint:
                 process = await self._process()
                 try:
-                    given = {"url": endpoint.url, "key": endpoint.key, "model": endpoint.model}
-                    ended = await process.episode(part=part, index=index, **given)
+                    endpoint_fields = {"url": endpoint.url, "key": endpoint.key, "model": endpoint.model}
+                    report = await process.episode(part=part, index=index, **endpoint_fields)
                 except ProcessLost as lost:
                     why = str(lost)
                     continue
-            return _finished(endpoint.episode(), ended)
+            return _finished(endpoint.episode(), report)
         raise EpisodeError(f"environment lost: {why}, {MAX_RUNS} times")
 
     async def aclose(self) -> None:
@@ -121,7 +121,7 @@ class Verifiers(Task):
         self._processes.clear()
 
     def setup(self) -> dict[str, Any]:
-        """What the process is made of."""
+        """The setup message of the process."""
         options = self.options
         agent = {"runtime": {"type": "subprocess"}, "network_notice": False} | dict(options.agent)
         held_out = options.taskset | options.eval_taskset if options.eval_taskset else None
@@ -131,13 +131,13 @@ class Verifiers(Task):
             "most": options.size,
         }
 
-    def _named(self, part: str, index: int) -> Prompt:
-        """A prompt that names its task; the environment decides what the policy is asked."""
+    def _reference(self, part: str, index: int) -> Prompt:
+        """A prompt that only names its task; the environment writes the messages for the policy."""
         return replace(user_prompt(f"{self.options.id} {part} {index}", (part, index)), columns={"index": index})
 
     @cached_property
     def _counts(self) -> dict[str, int]:
-        """Tasks of each part. A process of its own counts them and ends, since the caller may have no event loop."""
+        """Tasks of each part, counted by a separate short-lived process, since the caller may have no event loop."""
         return _run_detached(self._count)
 
     async def _count(self) -> dict[str, int]:
@@ -168,7 +168,7 @@ class Verifiers(Task):
         return ConfigError("task.options.id", self.options.id, "an environment that can be loaded there", str(error))
 
     async def _process(self) -> EnvironmentProcess:
-        """The least loaded process; a new one while none is idle and there are fewer than wanted."""
+        """The least loaded process; a new one while none is idle and there are fewer than `workers`."""
         async with self._starting:
             self._processes = [process for process in self._processes if not process.ended]
             idle = any(not process.load for process in self._processes)
@@ -182,13 +182,13 @@ class Verifiers(Task):
             return min(self._processes, key=lambda process: process.load)
 
 
-def _finished(episode: Episode, ended: Mapping[str, Any]) -> Episode:
-    if "failed" in ended:
-        raise EpisodeError(f"environment failed: {ended['failed']}")
-    told = report_from({"reward": ended["reward"], "metrics": ended["metrics"]})
-    if isinstance(told, str):
-        raise EpisodeError(f"environment failed: {told}")
-    return replace(episode, reward=told.reward, metrics={**episode.metrics, **told.metrics})
+def _finished(episode: Episode, report: Mapping[str, Any]) -> Episode:
+    if "failed" in report:
+        raise EpisodeError(f"environment failed: {report['failed']}")
+    parsed = report_from({"reward": report["reward"], "metrics": report["metrics"]})
+    if isinstance(parsed, str):
+        raise EpisodeError(f"environment failed: {parsed}")
+    return replace(episode, reward=parsed.reward, metrics={**episode.metrics, **parsed.metrics})
 
 
 def _run_detached(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -84,7 +84,7 @@ def test_its_rewards_are_functions_of_columns_that_it_has(file: Path) -> None:
     check_rewards(RewardConfig(functions=(f"{here}:trl_exact", f"{here}:verl_exact")), task, "dataset")
     with pytest.raises(ConfigError, match="answer, completion_ids, completions, extra_info, prompts; it needs diff"):
         check_rewards(RewardConfig(functions=(f"{here}:needs_question",)), task, "dataset")
-    with pytest.raises(ConfigError, match="the task dataset has no reward of its own"):
+    with pytest.raises(ConfigError, match="the task dataset has no reward"):
         check_rewards(RewardConfig(), task, "dataset")
 
 

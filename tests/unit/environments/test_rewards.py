@@ -162,7 +162,7 @@ def test_functions_of_one_name_are_told_apart_by_their_modules() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (RewardConfig(functions=("correct",)), "name the module it is in"),
+        (RewardConfig(functions=("correct",)), "name its module"),
         (RewardConfig(functions=("no_such_module:correct",)), "PYTHONPATH"),
         (reward("trl_exakt"), "has no trl_exakt"),
         (reward("NO_FUNCTION"), "it is no function: int"),
@@ -174,7 +174,7 @@ def test_functions_of_one_name_are_told_apart_by_their_modules() -> None:
         (reward("verl_async"), "it needs penalty; give it in reward.options.verl_async"),
         (reward("trl_exact", options={"trl_exakt": {}}), "did you mean trl_exact"),
         (reward("trl_lengths", options={"trl_lengths": {"a": 1}}), "it takes completion_ids, completions"),
-        (reward("trl_exact", options={"trl_exact": {"prompts": 1}}), "is not given otherwise"),
+        (reward("trl_exact", options={"trl_exact": {"prompts": 1}}), "that Rollcall does not pass"),
     ],
 )
 def test_a_function_that_could_not_be_called_is_refused_in_one_line(config: RewardConfig, words: str) -> None:
@@ -191,6 +191,6 @@ def test_a_function_of_verl_needs_prompts_with_a_truth() -> None:
 
 def test_a_task_without_a_reward_needs_functions() -> None:
     for config in (RewardConfig(), reward("task", "trl_async")):
-        with pytest.raises(ConfigError, match="the task unscored has no reward of its own"):
+        with pytest.raises(ConfigError, match="the task unscored has no reward"):
             check_rewards(config, Unscored(None, 0), "unscored")
     check_rewards(reward("trl_async"), Unscored(None, 0), "unscored")

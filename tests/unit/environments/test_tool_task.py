@@ -112,15 +112,15 @@ def test_a_row_has_the_tokens_that_the_servers_saw_and_reads_as_the_template_wri
     prompt = Prompt(({"role": "user", "content": "37*52+1"},), "1925", tools=task.schemas)
     episode = played(task, chat, TINY_TEXT, servers, prompt)
     is_what_servers_saw(episode, servers)
-    assert [message["content"] for message in episode.said] == [
+    assert [message["content"] for message in episode.conversation] == [
         turns[0], "1924", turns[1], "1925", "error: no arithmetic expression", "1925"
     ]  # fmt: skip
-    assert list(servers.seen[-1]) == chat.prompt([*prompt.messages, *episode.said[:-1]], prompt.tools)
+    assert list(servers.seen[-1]) == chat.prompt([*prompt.messages, *episode.conversation[:-1]], prompt.tools)
     assert episode.metrics == {"tools/calculator": 3.0}
     assert task.reward(prompt, episode.text) == 1.0
     answer = completion_of(episode)
     assert answer.tokens == tuple(token for said in servers.said for token in said)
-    assert answer.conversation == episode.said
+    assert answer.conversation == episode.conversation
 
 
 @pytest.mark.parametrize("thought", ["", "<think>\nab?\n</think>\n\n", " ü <|im_start|> "])
