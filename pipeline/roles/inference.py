@@ -26,7 +26,7 @@ from pipeline.tinker.entities import BASE
 from pipeline.tinker.gateway_settings import MAX_ADAPTERS
 from pipeline.topology.plan import Placement
 from pipeline.utils.authenticated_http import connect
-from pipeline.utils.network_interfaces import KEPT_SECONDS, bound_to
+from pipeline.utils.network_interfaces import KEEPALIVE_SECONDS, bound_to
 
 _PROBE_SECONDS = 5.0
 _PLUGINS = "vllm.general_plugins"
@@ -98,7 +98,7 @@ def server_environment(config: RunConfig, place: Placement, world: Path) -> dict
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_HOST_IP": place.address,
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEPT_SECONDS),
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEEPALIVE_SECONDS),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         SWITCH: str(int(config.inference.fast_logprobs and not config.serve.enabled)),

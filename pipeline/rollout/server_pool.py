@@ -30,7 +30,7 @@ from pipeline.errors import RolloutError
 from pipeline.rollout.server_client import Completion, GenerationRequest, Server, TransientError
 from pipeline.utils.authenticated_connector import AuthenticatedConnector
 from pipeline.utils.backoff import available, pause_after
-from pipeline.utils.network_interfaces import KEPT_SECONDS
+from pipeline.utils.network_interfaces import KEEPALIVE_SECONDS
 from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES, PoisonRequestGuard, is_dead
 from pipeline.utils.waiting import Deadline
 
@@ -77,7 +77,7 @@ class InferenceClient:
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
-            connector=AuthenticatedConnector(lambda: self._password, limit=0, keepalive_timeout=KEPT_SECONDS),
+            connector=AuthenticatedConnector(lambda: self._password, limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
             headers={"Authorization": f"Bearer {self._password}", "Content-Type": "application/json"},
         )
         return self
@@ -133,7 +133,7 @@ class InferenceClient:
 
     async def _somewhere(self, request: GenerationRequest) -> list[Completion]:
         """The answer of the first server that gives one; of a long request its first piece."""
-        pauses, deaths, given_up = _pauses(), 0, self._suspects.given_up
+        pauses, deaths, abandoned = _pauses(), 0, self._suspects.abandoned
         piece = min(request.max_tokens, self._piece or request.max_tokens)
         while deaths < MAX_SERVER_CRASHES:
             async with self._suspects.attempt(deaths):
@@ -148,8 +148,8 @@ class InferenceClient:
                     server.backoff.record_success()
                     self.retries.update("aborted" for completion in completions if not completion.complete)
                     return [_marked(completion, piece, request.max_tokens) for completion in completions]
-            if given_up != self._suspects.given_up:
-                deaths, given_up = 0, self._suspects.given_up
+            if abandoned != self._suspects.abandoned:
+                deaths, abandoned = 0, self._suspects.abandoned
             await asyncio.sleep(next(pauses))
         self._suspects.abandon()
         raise RolloutError(ABANDONED)

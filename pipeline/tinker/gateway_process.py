@@ -27,7 +27,7 @@ from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_records import ServerFacts
 from pipeline.tinker.trainer_routes import TrainerRoutes
 from pipeline.utils import shared_files
-from pipeline.utils.connection_limits import MOST_UNPROVED, ConnectionLimiter, raise_open_files
+from pipeline.utils.connection_limits import MAX_UNPROVED, ConnectionLimiter, raise_open_files
 from pipeline.utils.limited_site import LimitedSite, limit_connections
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     door = TrainerRoutes(registry, secret, changed)
     app = web.Application(client_max_size=0)  # clients are held to their limit by `Gateway`
     raise_open_files()
-    admission = limit_connections(app, "the front", MOST_UNPROVED)
+    admission = limit_connections(app, "the front", MAX_UNPROVED)
     front.add_routes(app)
     door.add_routes(app)
     runner = web.AppRunner(app, auto_decompress=False, access_log=None)

@@ -109,10 +109,10 @@ class SampleServers:
     async def answer(self, id: str, given: SampleRequest) -> bytes | Failed:
         """The answer, however often servers are lost; one that makes no sense is asked for `MAX_WRONG` times."""
         failures = wrong = deaths = 0
-        attempt, given_up = self._password, self.suspects.given_up
+        attempt, abandoned = self._password, self.suspects.abandoned
         while True:
-            if (attempt, given_up) != (self._password, self.suspects.given_up):
-                attempt, given_up, deaths = self._password, self.suspects.given_up, 0
+            if (attempt, abandoned) != (self._password, self.suspects.abandoned):
+                attempt, abandoned, deaths = self._password, self.suspects.abandoned, 0
             try:
                 async with self.suspects.attempt(deaths):
                     return await self._once(given)

@@ -1,15 +1,14 @@
-"""Files of lines that grow with a run, and go back with it: `metrics.jsonl`, `ledger.jsonl`.
+"""Append-only line files of a run, which can be rolled back with it: `metrics.jsonl`, `ledger.jsonl`.
 
-Owns how lines get into such a file, and out of it when the steps that they tell of are trained again. Promises that the
-lines of one writer are whole and in order; that a file that cannot be written (a full disk) costs a warning and no
-step, and gets what it lacks as soon as it can; and that a writer which was replaced adds nothing, however long its last
-write hangs: each writer begins with a new file, and looks whether it may write after it opened the old one. Must not
-know what a line means.
+- The lines of one writer are complete and in order.
+- A failing write (a full disk) logs a warning and fails no step; its lines are written once the disk accepts them.
+- A superseded writer adds nothing, however long its last write hangs. Each writer starts with a new file
+  (`rewrite_lines`) and checks its right to write after opening the file, so a late write goes to the replaced file.
 
-    rewrite_lines(path, wanted, fence.check)       # once, by whoever has the right to write now
-    journal = Journal(path, fence.check)
-    journal.add(line)
-    size = journal.flush()                      # on disk; `size` is what a commit covers
+    rewrite_lines(path, keep, fence.check)      # once, by the attempt that has the right to write now
+    log = AppendLog(path, fence.check)
+    log.add(line)
+    size = log.flush()                          # on disk; a checkpoint covers the first `size` bytes
 """
 
 import logging
@@ -27,21 +26,21 @@ log = logging.getLogger(__name__)
 
 
 class AppendLog:
-    """Adds lines to the file at `path`; `check` raises `SupersededError` when this writer was replaced."""
+    """Appends lines to the file at `path`. `check` raises `SupersededError` if this writer was superseded."""
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
         self._path, self._check = path, check
         self._size = retry_transient(f"the size of {path}", lambda: _size(path), FINAL_WRITE_TIMEOUT)
         self._unwritten = bytearray()
-        self._told = False
+        self._has_warned = False
 
     def add(self, *lines: bytes) -> None:
-        """Add lines, given without their ends, now or with later ones; `SupersededError` from `check`."""
+        """Append lines (without line ends), now or together with later ones. `SupersededError` from `check`."""
         self._unwritten += b"".join(line + b"\n" for line in lines)
         self._write(flush=False)
 
     def flush(self) -> int:
-        """Have all lines on disk, if that is possible; the size in bytes of the file when it has them all."""
+        """Write and fsync all lines, if possible. Returns the file's size in bytes once it has all of them."""
         self._write(flush=True)
         return self._size + len(self._unwritten)
 
@@ -58,15 +57,15 @@ class AppendLog:
         except SupersededError:
             raise
         except (OSError, CheckpointError) as error:
-            if not self._told:
+            if not self._has_warned:
                 log.warning("%s gets its next lines later: %s", self._path, error)
-            self._told = True
+            self._has_warned = True
         else:
-            self._told = False
+            self._has_warned = False
 
 
 def _size(path: Path) -> int:
-    """In bytes; 0 where there is no file."""
+    """The size of a file in bytes; 0 if it is absent."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -75,24 +74,23 @@ def _size(path: Path) -> int:
 
 def rewrite_lines(
     path: Path,
-    wanted: Callable[[bytes, int], bool],
+    keep: Callable[[bytes, int], bool],
     check: Callable[[], None] = lambda: None,
     clock: Clock = CLOCK,
     aside: Path | None = None,
 ) -> int:
-    """Put a new file in place of the one at `path`, with those lines of which `wanted(line, end)` is true.
+    """Replace the file at `path` by a new one with the lines for which `keep(line, end)` is true.
 
-    `end` is the offset in bytes behind the line. A last line that was not written to its end goes too. Nothing happens
-    when there is no file. A disk that fails for a transient reason, or is full, is tried again for
-    `FINAL_WRITE_TIMEOUT`; then the old file stays, with a warning. `check` is called right before the new one takes the
-    name; what it raises leaves everything as it is.
+    `end` is the offset in bytes behind the line. An incomplete last line is dropped. Without a file, nothing happens.
+    Transient errors of the disk, and a full disk, are retried for `FINAL_WRITE_TIMEOUT` seconds; then the old file
+    stays, and a warning is logged. `check` is called right before the rename; if it raises, nothing has changed.
 
-    With `aside`, the whole lines that go are written to that file, if there are any. Returns how many went.
+    With `aside`, dropped complete lines are written to that file, if there are any. Returns their number.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         return retry_transient(
-            f"{path} to be rolled back", lambda: _replace(path, part, wanted, check, aside), FINAL_WRITE_TIMEOUT, clock
+            f"{path} to be rolled back", lambda: _replace(path, part, keep, check, aside), FINAL_WRITE_TIMEOUT, clock
         )
     except FileNotFoundError:
         return 0
@@ -104,23 +102,23 @@ def rewrite_lines(
 
 
 def _replace(
-    path: Path, part: Path, wanted: Callable[[bytes, int], bool], check: Callable[[], None], aside: Path | None
+    path: Path, part: Path, keep: Callable[[bytes, int], bool], check: Callable[[], None], aside: Path | None
 ) -> int:
-    """Once; may be done again after it failed, even if the new file has the name by then."""
+    """One try of `rewrite_lines`. Repeatable after a failure, even if the rename has already taken effect."""
     with path.open("rb") as old, part.open("wb") as new:
         dropped, end = list[bytes](), 0
         for line in old:
             end += len(line)
             if not line.endswith(b"\n"):
                 continue
-            if wanted(line, end):
+            if keep(line, end):
                 new.write(line)
             else:
                 dropped.append(line)
         new.flush()
         os.fsync(new.fileno())
     check()
-    # Before the old file goes. A second try that finds the new file drops nothing, and must not empty this one.
+    # Before the old file is replaced. A second try may read the new file: it drops nothing, and must not empty `aside`.
     if aside is not None and dropped:
         aside.parent.mkdir(parents=True, exist_ok=True)
         shared_files.write_atomic(aside, b"".join(dropped))

@@ -1,12 +1,11 @@
-"""Directories that are replaced as a whole.
+"""Directories that are replaced as a whole, such as an exported model.
 
-Owns how a model takes its name. Promises that who looks at the name finds the old directory or the new one, whole and
-on disk, or for the moment between two renames neither; if a crash makes that moment longer, `repair` puts the old one
-back. Knows nothing of what is in a directory.
+A reader of the name finds the old or the new directory, complete and on disk, or neither between two renames. If a
+crash falls between the renames, `repair` restores the old directory.
 
-Writers that may be there at the same time, such as the attempts of a run, have a part each:
+Concurrent writers, such as the attempts of a run, have separate unfinished directories:
 
-    mend(path)
+    repair(path)
     part = unfinished(path, "12-1")
     …write part…
     replace(path, part, fence.check)
@@ -20,27 +19,27 @@ from pathlib import Path
 
 
 def unfinished(path: Path, writer: str) -> Path:
-    """Where `writer` writes what will become `path`; what it left there earlier is removed."""
+    """The path at which `writer` prepares the next `path`. An earlier unfinished directory of `writer` is removed."""
     discard(path, writer)
     return path.with_name(f"{_part(path)}-{writer}")
 
 
 def discard(path: Path, writer: str) -> None:
-    """Remove what `writer` left unfinished, if anything."""
+    """Remove the unfinished directory of `writer`, if there is one."""
     shutil.rmtree(path.with_name(f"{_part(path)}-{writer}"), ignore_errors=True)
 
 
 def replace(path: Path, part: Path, check: Callable[[], None] = lambda: None) -> None:
-    """Give `part` the name `path`; what had it is removed. `part` is on disk before it has the name.
+    """Rename `part` to `path`, and remove the directory that had this name. `part` is flushed to disk first.
 
-    `check` is called right before anything gets another name; what it raises leaves everything as it is. The parts that
-    other writers had left before that are removed too, and no later ones: this may hang for long after its check, and
-    somebody else be writing by then.
+    `check` is called right before the first rename; if it raises, nothing has changed. Unfinished directories of other
+    writers are removed too.
     """
     for file in part.rglob("*"):
         flush(file)
     flush(part)
-    left = [other for other in path.parent.glob(f"{glob.escape(_part(path))}-*") if other != part]
+    # Listed before the check: this process may hang after it, and another writer may have begun a new part by then.
+    stale = [other for other in path.parent.glob(f"{glob.escape(_part(path))}-*") if other != part]
     check()
     try:
         if path.exists():
@@ -51,12 +50,12 @@ def replace(path: Path, part: Path, check: Callable[[], None] = lambda: None) ->
         raise
     flush(path.parent)
     repair(path)
-    for other in left:
+    for other in stale:
         shutil.rmtree(other, ignore_errors=True)
 
 
 def repair(path: Path) -> None:
-    """Undo or end a `replace` that a crash cut short."""
+    """Undo or complete a `replace` that a crash interrupted."""
     old = _replaced(path)
     if old.exists() and not path.exists():
         old.rename(path)
@@ -64,7 +63,7 @@ def repair(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have a file's bytes, or the names in a directory, on disk when this returns."""
+    """Force a file's bytes, or the names in a directory, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

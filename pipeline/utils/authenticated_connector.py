@@ -1,4 +1,4 @@
-"""aiohttp's connections, opened only to servers that prove to know a secret (`pipeline.utils.authenticated_http`)."""
+"""An aiohttp connector that verifies each server's proof of a secret (`pipeline.utils.authenticated_http`)."""
 
 import asyncio
 import errno
@@ -13,7 +13,7 @@ from pipeline.utils.mutual_auth import HANDSHAKE_SECONDS, new_nonce
 
 
 class AuthenticatedConnector(aiohttp.TCPConnector):
-    """Opens connections to servers that know the secret; to others, `aiohttp.ClientConnectorError`."""
+    """Connects to servers that know the secret. Raises `aiohttp.ClientConnectorError` for other servers."""
 
     def __init__(self, secret: Callable[[], str], **options: Any) -> None:
         super().__init__(**options)
@@ -28,13 +28,13 @@ class AuthenticatedConnector(aiohttp.TCPConnector):
         except BaseException as error:
             handler.close()
             if isinstance(error, (ImpostorError, OSError, EOFError, ValueError, asyncio.LimitOverrunError)):
-                told = OSError(errno.ECONNREFUSED, str(error) or type(error).__name__)
-                raise aiohttp.ClientConnectorError(req.connection_key, told) from error
+                refusal = OSError(errno.ECONNREFUSED, str(error) or type(error).__name__)
+                raise aiohttp.ClientConnectorError(req.connection_key, refusal) from error
             raise
         return handler
 
     async def _prove(self, handler: Any) -> None:
-        """Ask on the connection before aiohttp's handler of answers gets it back."""
+        """Request and verify the proof, then return the connection to aiohttp's response handler."""
         transport, nonce = handler.transport, new_nonce()
         host, port = transport.get_extra_info("peername")[:2]
         reader = asyncio.StreamReader(limit=MAX_ANSWER)

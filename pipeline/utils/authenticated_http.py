@@ -1,8 +1,8 @@
-"""HTTP connections to servers that have proved to know a secret.
+"""HTTP connections to servers that have proved knowledge of a secret.
 
-Owns the route by which a server proves itself, and the client's part for `http.client` (`connector` has it for
-aiohttp). Promises that a new connection carries nothing but a nonce until its server has answered with a proof for this
-nonce and for the address that was called, so that neither a key nor a prompt reaches another program.
+Defines the route of the proof, and the client's part for `http.client` (`authenticated_connector` has aiohttp's). A new
+connection carries only a nonce until its server has answered with a proof for this nonce and this address. So neither a
+key nor a prompt reaches another program.
 
     GET /rollcall/proof?nonce=…   →   200, the proof in hexadecimal digits
 """
@@ -16,7 +16,7 @@ MAX_ANSWER = 1 << 14
 
 
 def proof_answer(secret: str, host: str, port: int, query: bytes) -> bytes | None:
-    """The body that a server at `host`:`port` answers to this query of `ROUTE`; None for a query without a nonce."""
+    """The response body of a server at `host`:`port` to this query of `ROUTE`; None for a query without a nonce."""
     try:
         nonce = bytes.fromhex(query.decode().removeprefix("nonce="))
     except ValueError:
@@ -25,8 +25,8 @@ def proof_answer(secret: str, host: str, port: int, query: bytes) -> bytes | Non
 
 
 def connect(link: HTTPConnection, secret: str) -> None:
-    """Open the connection and have its server prove itself; `ImpostorError` when it does not know the secret."""
-    link.auto_open = 0  # one that was lost is opened here again, and not by `http.client`, which asks for no proof
+    """Open the connection and verify its server's proof. `ImpostorError` if the server does not know the secret."""
+    link.auto_open = 0  # `http.client` would reopen a lost connection without a proof
     link.connect()
     try:
         nonce = new_nonce()
@@ -40,12 +40,12 @@ def connect(link: HTTPConnection, secret: str) -> None:
 
 
 def check_answer(secret: str, host: str, port: int, nonce: bytes, status: int, reason: str, body: bytes) -> None:
-    """`ImpostorError` unless this is the proof for a nonce, as the server at `host`:`port` gives it."""
+    """Raise `ImpostorError` unless the response is the proof of the server at `host`:`port` for this nonce."""
     try:
-        given = bytes.fromhex(body.decode())
+        received = bytes.fromhex(body.decode())
     except ValueError:
-        given = b""
-    if status != 200 or not is_proof(given, secret, _claim(host, port), nonce):
+        received = b""
+    if status != 200 or not is_proof(received, secret, _claim(host, port), nonce):
         raise impostor_error(host, port, f"status {status} {reason}")
 
 

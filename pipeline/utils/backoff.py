@@ -1,9 +1,9 @@
-"""Servers that fail are left alone for a while.
+"""Exponential backoff for servers that fail.
 
-Owns how long one rests after its failures, and who is asked meanwhile. A server that fails does so at once, so it looks
-idle: without a rest it would draw every request until it is back.
+A failing server rejects requests at once, so it looks idle: without backoff the least-loaded choice would send it every
+request until it recovers.
 
-    server = min(rested(servers), key=lambda each: each.running)
+    server = min(available(servers), key=lambda server: server.running)
 """
 
 import asyncio
@@ -11,36 +11,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-FIRST_PAUSE, LONGEST_PAUSE, MOST_DOUBLINGS = 0.05, 5.0, 10
+FIRST_PAUSE, LONGEST_PAUSE, MAX_DOUBLINGS = 0.05, 5.0, 10
 
 
 def pause_after(failures: int) -> float:
-    """Seconds to wait after one more failure than `failures`: doubling from the first to the longest."""
-    return float(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, MOST_DOUBLINGS)))
+    """Seconds to wait after a failure that follows `failures` others: doubles from `FIRST_PAUSE` to `LONGEST_PAUSE`."""
+    return float(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, MAX_DOUBLINGS)))
 
 
 @dataclass
 class BackoffState:
-    """Of one server: its `failures` in a row, and until when it rests, by the clock of the running loop."""
+    """The backoff of one server.
+
+    Attributes:
+        failures: consecutive failures.
+        until: end of the current pause, on the clock of the running event loop.
+    """
 
     failures: int = 0
     until: float = 0.0
 
     def record_failure(self) -> None:
-        """Let it rest, longer each time; requests that fail while it rests are of the same trouble."""
+        """Start the next, longer pause. Failures during a pause belong to the same outage and change nothing."""
         now = asyncio.get_running_loop().time()
         if now >= self.until:
             self.until = now + pause_after(self.failures)
             self.failures += 1
 
     def record_success(self) -> None:
-        """Its earlier failures are history."""
+        """Reset the failures and end the pause."""
         self.failures, self.until = 0, 0.0
 
 
 @dataclass(eq=False, kw_only=True)
 class HasBackoff:
-    """Something that rests when it fails."""
+    """Base class of servers with a backoff."""
 
     backoff: BackoffState = field(default_factory=BackoffState)
 
@@ -48,7 +53,7 @@ class HasBackoff:
 R = TypeVar("R", bound=HasBackoff)
 
 
-def available(among: Sequence[R]) -> Sequence[R]:
-    """Those that do not rest; all of them where every one does."""
+def available(servers: Sequence[R]) -> Sequence[R]:
+    """The servers outside of a pause; all servers if every one is in a pause."""
     now = asyncio.get_running_loop().time()
-    return [each for each in among if each.backoff.until <= now] or among
+    return [server for server in servers if server.backoff.until <= now] or servers

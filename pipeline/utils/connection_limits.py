@@ -1,9 +1,8 @@
-"""Limits on connections whose peers have not proved who they are.
+"""Limits on unauthenticated connections: their number at a time, and their duration.
 
-Owns how many of them there are at a time and for how long. Promises that a stranger's connections, however many, take
-no more than `most` descriptors; that each ends after `seconds` without a proof; and that a new connection is always
-admitted, in the place of the oldest one. So a peer that knows the secret gets through a flood, as it proves itself at
-once. Addresses are not counted: on a shared node strangers and peers have the same one.
+They take no more than `most` descriptors, and each is closed after `seconds` without a proof. A new connection is
+always admitted; if there is no room, it replaces the oldest one. So a peer with the secret gets through a flood, since
+it proves itself at once. There is no limit per address: on a shared node, outsiders and peers have the same address.
 """
 
 import asyncio
@@ -13,27 +12,27 @@ import time
 
 log = logging.getLogger(__name__)
 
-MOST_UNPROVED, UNPROVED_SECONDS = 256, 10.0
+MAX_UNPROVED, UNPROVED_SECONDS = 256, 10.0
 _LOG_SECONDS = 60.0
 
 
 class ConnectionLimiter:
-    """The unproved connections of one listening socket, in one event loop."""
+    """The unauthenticated connections of one listening socket, in one event loop."""
 
-    def __init__(self, name: str, most: int = MOST_UNPROVED, seconds: float = UNPROVED_SECONDS) -> None:
+    def __init__(self, name: str, most: int = MAX_UNPROVED, seconds: float = UNPROVED_SECONDS) -> None:
         self._name, self._most, self._seconds = name, most, seconds
         self._waiting: dict[asyncio.WriteTransport, asyncio.TimerHandle] = {}
         self._ended, self._reported = 0, -_LOG_SECONDS
 
     def admit(self, transport: asyncio.WriteTransport) -> None:
-        """Count a new connection; where there is no room, the oldest unproved one is cut."""
+        """Count a new connection. If there is no room, the oldest unauthenticated one is closed."""
         while len(self._waiting) >= self._most:
             self._cut(next(iter(self._waiting)))
         loop = asyncio.get_running_loop()
         self._waiting[transport] = loop.call_later(self._seconds, self._cut, transport)
 
     def release(self, transport: asyncio.BaseTransport | None) -> None:
-        """Stop counting a connection: its peer has proved who it is, or it has ended."""
+        """Stop counting a connection, because its peer has proved itself or it has ended."""
         if isinstance(transport, asyncio.WriteTransport) and (timer := self._waiting.pop(transport, None)) is not None:
             timer.cancel()
 
@@ -44,7 +43,7 @@ class ConnectionLimiter:
         now = time.monotonic()
         if now - self._reported > _LOG_SECONDS and self._ended >= self._most:
             log.warning(
-                "%s: closed %d connections that proved nothing within %g s, or made room for newer ones; most are %d",
+                "%s: closed %d connections that proved nothing within %g s, or made room for newer ones; limit %d",
                 self._name,
                 self._ended,
                 self._seconds,
@@ -54,6 +53,6 @@ class ConnectionLimiter:
 
 
 def raise_open_files() -> None:
-    """Allow this process as many open files as the system lets it have."""
+    """Raise this process's limit of open files to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,9 +1,8 @@
-"""A disk that fails for a while.
+"""Retries while a shared filesystem fails.
 
-Owns which errors of a shared filesystem may pass, and how they are borne: what must be written or read is tried again
-until a deadline, and what an agent could not say is kept until it can. Promises that an error which cannot pass is
-raised at once, and that who tries again is not taken for hung meanwhile: every try is a beat
-(`pipeline.utils.heartbeat`). Knows nothing of what is read and written.
+Defines which errors are transient. `retry_transient` repeats a read or write until a deadline; `DeferredWrites` queues
+an agent's writes until the disk accepts them. Other errors are raised at once. Every retry is a heartbeat
+(`pipeline.utils.heartbeat`), so that the retrying process is not taken for hung.
 
     world = retry_transient("the world to be read", lambda: files.read_document(path, World), seconds=30)
 """
@@ -19,9 +18,9 @@ from pipeline.utils.waiting import CLOCK, Clock, Deadline, exponential_pauses
 T = TypeVar("T")
 
 FS_OUTAGE_TIMEOUT = 120.0
-"""For how long a process that is at work bears a disk that fails: a file server that fails over is back by then."""
+"""Seconds for which a working process retries: a file server completes a failover within this time."""
 FINAL_WRITE_TIMEOUT = 30.0
-"""For how long somebody who has nothing else to do any more tries to write down its last words."""
+"""Seconds for which an ending process retries its last write."""
 
 TRANSIENT = frozenset(
     {
@@ -35,15 +34,15 @@ _PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether the same call may succeed a little later, without anybody mending anything but the disk."""
+    """Whether the same call may succeed later, once the disk has recovered or has room."""
     return error.errno in TRANSIENT
 
 
 def retry_transient(awaited: str, act: Callable[[], T], seconds: float, clock: Clock = CLOCK) -> T:
-    """What `act` returns, tried again while it fails for a transient reason; after `seconds` its last error is raised.
+    """The result of `act`, retried after transient errors. After `seconds` its last error is raised.
 
-    From whatever thread: one beside the work, that of a commit for instance, hides for as long that the work stands
-    still.
+    Callable from any thread. Its heartbeats count for the whole process: retries of a background thread, such as the
+    checkpoint thread, hide a stall of the main thread for up to `seconds`.
     """
     deadline, pauses = Deadline(awaited, seconds, clock), exponential_pauses(_PAUSE, _LONGEST_PAUSE)
     while True:
@@ -57,27 +56,27 @@ def retry_transient(awaited: str, act: Callable[[], T], seconds: float, clock: C
 
 
 class DeferredWrites:
-    """What has to be said on disk, in order, and is kept while the disk takes nothing.
+    """A queue of writes that are executed in order, as soon as the disk accepts them.
 
-    outbox.say(lambda: files.write_document(path, document))     # at once, or by a later `flush`
+    writes.submit(lambda: files.write_document(path, document))     # at once, or by a later `flush`
     """
 
     def __init__(self) -> None:
-        self._left: deque[Callable[[], object]] = deque()
+        self._pending: deque[Callable[[], object]] = deque()
 
     def submit(self, write: Callable[[], object]) -> None:
-        """Write it when all that was said before is written: now, if the disk takes it."""
-        self._left.append(write)
+        """Execute the write after all earlier ones: now, if the disk accepts them."""
+        self._pending.append(write)
         self.flush()
 
     def flush(self) -> bool:
-        """Try what is left; True once nothing is."""
-        while self._left:
+        """Execute pending writes; True once none is left."""
+        while self._pending:
             try:
-                self._left[0]()
+                self._pending[0]()
             except OSError as error:
                 if is_transient(error):
                     return False
-                print(f"cannot be written, and is not tried again: {error}", flush=True)
-            self._left.popleft()
+                print(f"a write failed and is not tried again: {error}", flush=True)
+            self._pending.popleft()
         return True

@@ -1,20 +1,20 @@
-"""Signs of life: what the processes of a role tell the agent beside them.
+"""Heartbeats that the processes of a role write for their node's agent.
 
-Owns the memory that both share, one record for each process, and how a process fills its own. It tells two things: that
-it runs at all (a thread ticks), and that its work goes on (`beat`, called by the work itself where it progresses). What
-may take long says so, and how long, with `busy_with`. Promises that telling takes microseconds, never waits and touches
-no file system: the memory is the agent's (memfd), reached through /proc and gone with it. In a process that no agent
-listens to, nothing is told. Must not know from when on a silence is a hang: the agent judges that.
+Agent and processes share memory with one record per process. A record has two counters: ticks of a thread (the process
+runs at all) and beats (`beat`, called by the work where it progresses). Work that may take long declares with
+`busy_with` what it does and for how many seconds it may lack a beat. Writing takes microseconds, never blocks and
+touches no filesystem: the memory is a memfd of the agent, reached through /proc. Without an agent, all calls do
+nothing. The agent alone decides when a missing beat is a hang.
 
-    heartbeat.start()                                          # the first thing in the process
-    with heartbeat.busy_with("waiting for an order", 1800):       # at most so long without a beat
+    heartbeat.start()                                          # first in the process
+    with heartbeat.busy_with("waiting for an order", 1800):       # at most 1800 s without a beat
         ...
     for batch in micro_batches:
         heartbeat.beat()
 
-A process also writes the stacks of its Python threads into the agent's memory whenever it gets `STACKS`, from C and
-without the interpreter, so also while that is stuck. The signal was chosen because a process that does not know it
-ignores it, no scheduler sends it, and the shield of roles (`pipeline.utils.exec_shielded`) lets it through.
+On the signal `STACKS`, a process also writes the stacks of its Python threads into the agent's memory. The handler is C
+code and works while the interpreter is stuck. The signal is ignored by processes without a handler, sent by no
+scheduler, and not blocked by the shield of roles (`pipeline.utils.exec_shielded`).
 """
 
 import faulthandler
@@ -40,13 +40,13 @@ _RECORD = struct.Struct("<qQQd64s")
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one process told last.
+    """The last record of one process.
 
     Attributes:
-        pid: its id; 0 until it has told anything.
-        ticks, beats: counters; only that they change means something.
-        seconds: how long the work may go on without a beat, where it declared that; else 0.
-        doing: what it declared; else empty.
+        pid: the process's id; 0 before its first record.
+        ticks, beats: counters. Only a change is meaningful, not the value.
+        seconds: the declared time that the work may take without a beat; 0 if it declared none.
+        doing: the declared activity; empty if there is none.
     """
 
     pid: int
@@ -57,7 +57,7 @@ class Heartbeat:
 
 
 class HeartbeatBoard:
-    """The agent's side: the records of a role's processes, and the stacks that they write."""
+    """The agent's side: the shared memory of a role's processes, with their records and stacks."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
@@ -66,11 +66,11 @@ class HeartbeatBoard:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the role's processes need in their environment to find it."""
+        """Environment variables by which the role's processes find the memory."""
         return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._records} /proc/{os.getpid()}/fd/{self._stacks}"}
 
     def read(self) -> list[Heartbeat]:
-        """What each process told last. A record that is read while it is written may mix two: it changes again."""
+        """The last record of each process. A read during a write may mix two records; the next read is consistent."""
         data = os.pread(self._records, self._processes * _RECORD.size, 0)
         return [
             Heartbeat(pid, ticks, beats, seconds, doing.rstrip(b"\0").decode(errors="replace"))
@@ -78,20 +78,20 @@ class HeartbeatBoard:
         ]
 
     def take_stacks(self) -> str:
-        """What processes wrote since the last `drop_stacks`."""
+        """The stacks that processes have written since the last `drop_stacks`."""
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
 
     def drop_stacks(self) -> None:
         os.ftruncate(self._stacks, 0)
 
     def close(self) -> None:
-        """Give the memory back; processes that are still there tell nobody."""
+        """Release the memory. Processes that still run write into their own mapping, which is not read any more."""
         os.close(self._records)
         os.close(self._stacks)
 
 
 class _Heart:
-    """A process's side: its own record, and a thread that ticks."""
+    """A process's side: its record in the shared memory, and a thread that ticks."""
 
     def __init__(self, board: Path, stacks: Path, slot: int) -> None:
         with board.open("r+b") as file:
@@ -118,13 +118,13 @@ class _Heart:
 
 _heart: _Heart | None = None
 _stacks: list[IO[bytes]] = []
-"""Open as long as the process lives."""
+"""Files of the stack handlers, open until the process ends."""
 
 
 def start(slot: int = 0, variables: Mapping[str, str] = os.environ) -> None:
-    """From now on this process tells its agent that it lives, as the role's process number `slot` on this node.
+    """Start this process's heartbeat, as the role's process number `slot` on this node.
 
-    Does nothing without an agent; `RollcallError` for one that cannot be reached.
+    Does nothing without an agent. `RollcallError` if the agent's memory cannot be opened.
     """
     global _heart
     if VARIABLE not in variables:
@@ -138,9 +138,9 @@ def start(slot: int = 0, variables: Mapping[str, str] = os.environ) -> None:
 
 
 def show_stacks(variables: Mapping[str, str] = os.environ) -> None:
-    """From now on this process, and what it forks, writes its stacks when its agent asks, and tells nothing else.
+    """Register the stack handler alone, without heartbeats, in this process and its forks.
 
-    For a program that is not ours (vLLM). Does nothing without an agent, or where its memory cannot be reached.
+    For external programs (vLLM). Does nothing without an agent, or if the agent's memory cannot be opened.
     """
     if VARIABLE in variables:
         with suppress(OSError, ValueError):
@@ -154,14 +154,14 @@ def _write_stacks_to(memory: Path) -> None:
 
 
 def beat() -> None:
-    """The work goes on. From any thread."""
+    """Report progress of the work. Callable from any thread."""
     if _heart is not None:
         _heart.beat()
 
 
 @contextmanager
 def busy_with(doing: str, seconds: float) -> Iterator[None]:
-    """In this block the work may go on for `seconds` without a beat. Only in the thread that does the work."""
+    """Allow the work `seconds` without a beat in this block. Only for the thread that does the work."""
     heart = _heart
     if heart is None:
         yield
@@ -176,6 +176,6 @@ def busy_with(doing: str, seconds: float) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """A fork is not the process that the agent listens to."""
+    """Drop the heartbeat in a forked process: the record belongs to its parent."""
     global _heart
     _heart = None

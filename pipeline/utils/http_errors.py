@@ -1,12 +1,12 @@
-"""What a server's answer over HTTP says of an error."""
+"""The error text of an HTTP response."""
 
 import json
 
 MAX_CHARACTERS = 300
 
 
-def error_text(body: bytes, otherwise: str = "") -> str:
-    """The server's own words: `error.message` or `error` of a JSON object, else the body; `otherwise` if it is empty.
+def error_text(body: bytes, default: str = "") -> str:
+    """The server's message: `error.message` or `error` of a JSON object, else the body, or `default` if it is empty.
 
     >>> error_text(b'{"error": {"message": "token 99 is out of vocabulary", "code": 400}}')
     'token 99 is out of vocabulary'
@@ -15,5 +15,5 @@ def error_text(body: bytes, otherwise: str = "") -> str:
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
-        return text[:MAX_CHARACTERS] or otherwise
+        return text[:MAX_CHARACTERS] or default
     return str(error.get("message", error) if isinstance(error, dict) else error)[:MAX_CHARACTERS]

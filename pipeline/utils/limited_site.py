@@ -1,7 +1,7 @@
-"""An aiohttp site that limits connections whose peers have not proved who they are.
+"""An aiohttp site that limits unauthenticated connections.
 
-Owns the counting of a connection from its first byte to its end. Whoever checks keys calls `is_authenticated`; until
-then the connection is one of `ConnectionLimiter`'s. Must not know what a key is.
+A connection counts toward its `ConnectionLimiter` from its start until the key check calls `is_authenticated`, or until
+it ends.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ _BACKLOG = 1024
 
 
 def is_authenticated(request: web.Request) -> None:
-    """The peer of this request has shown its key: its connection is limited no more."""
+    """Mark the peer of this request as authenticated: its connection stops counting toward the limit."""
     if (admission := request.app.get(_ADMISSION)) is not None:
         admission.release(request.transport)
 
 
 class LimitedSite(web.BaseSite):
-    """Listens at `host`:`port` for a runner of this application, which must not have been set up.
+    """Listens at `host`:`port` for a runner of this application. Create it before the runner's setup.
 
     `held`: another process holds the port for this one (`pipeline.utils.listeners.hold_address`).
     """
@@ -51,13 +51,13 @@ class LimitedSite(web.BaseSite):
 
 
 def limit_connections(app: web.Application, name: str, most: int) -> ConnectionLimiter:
-    """What counts the connections of this application; to be called before its runner is set up."""
+    """Attach a limiter of `most` unauthenticated connections to this application, before its runner is set up."""
     app[_ADMISSION] = ConnectionLimiter(name, most)
     return app[_ADMISSION]
 
 
 class _Watched(asyncio.Protocol):
-    """aiohttp's own protocol, and the admission that is told of the connection's beginning and end."""
+    """Wraps aiohttp's protocol and reports the start and end of its connection to the limiter."""
 
     def __init__(self, inner: asyncio.Protocol, admission: ConnectionLimiter) -> None:
         self._inner, self._admission = inner, admission

@@ -1,7 +1,7 @@
-"""Ports that this machine's processes listen on.
+"""Listening ports of this machine.
 
-Owns listening on a port that `pipeline.utils.subprocesses.hold_port` holds, holding a port that was chosen, and the
-description of the process that listens on a port, for messages. Only the owner of a process, or root, can see its id.
+Functions to listen on a port that `pipeline.utils.subprocesses.hold_port` holds, to hold a given port, and to describe
+the process that listens on a port. Only the owner of a process, or root, can see the process's id.
 """
 
 import errno
@@ -19,22 +19,22 @@ _LISTENING = "0A"
 
 
 def listen_on_held(address: str, port: int, backlog: int = 1024) -> socket.socket:
-    """A socket that listens on a held port. The kernel admits it beside the holder because both allow SO_REUSEPORT and
-    belong to the same user; nobody else can listen there."""
+    """A socket that listens on a held port.
+
+    The kernel admits it in addition to the holder because both set SO_REUSEPORT and belong to the same user. Other
+    users cannot listen there.
+    """
     return socket.create_server((address, port), backlog=backlog, reuse_port=True)
 
 
 def hold_address(host: str, port: int) -> tuple[int, ExitStack]:
-    """Hold a port at every address of `host`, as `pipeline.utils.subprocesses.hold_port` does; 0: any that is free.
+    """Hold a port at every address of `host`, as `pipeline.utils.subprocesses.hold_port` does. Port 0: any free one.
 
-    The port, and what gives it back when it is closed. `OSError` if somebody has the port.
-
-    Connections of an earlier server may linger on the port for a minute. They keep an exclusive bind out: then it is
-    bound as by a server that starts again.
+    Returns the port, and a stack that releases it when closed. `OSError` if another process has the port.
     """
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     with ExitStack() as held:
-        for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+        for family, address in dict.fromkeys((entry[0], entry[4]) for entry in addresses):
             holder = held.enter_context(_hold(family, (address[0], port, *address[2:])))
             port = holder.getsockname()[1]
         return port, held.pop_all()
@@ -48,6 +48,8 @@ def _hold(family: int, address: Any) -> socket.socket:
         try:
             holder.bind(address)
         except OSError as error:
+            # Connections of an earlier server (TIME_WAIT) can block an exclusive bind for a minute. If there is no
+            # listener, bind with SO_REUSEADDR, as a restarted server does.
             states = _states(address[1])
             if error.errno != errno.EADDRINUSE or not states or _LISTENING in states:
                 raise
@@ -63,8 +65,8 @@ def _hold(family: int, address: Any) -> socket.socket:
 
 def listening_process(port: int) -> str:
     """The processes of this machine that listen on a TCP port: `uid 1000 (ann), pid 4711 (python3)`."""
-    found = [f"uid {uid} ({_name_of(uid)}), {_process_of(inode)}" for uid, inode in _listeners(port)]
-    return "; ".join(dict.fromkeys(found)) or NO_LISTENER
+    processes = [f"uid {uid} ({_name_of(uid)}), {_process_of(inode)}" for uid, inode in _listeners(port)]
+    return "; ".join(dict.fromkeys(processes)) or NO_LISTENER
 
 
 def _listeners(port: int) -> Iterator[tuple[int, str]]:
@@ -73,7 +75,7 @@ def _listeners(port: int) -> Iterator[tuple[int, str]]:
 
 
 def _states(port: int) -> set[str]:
-    """The states of all sockets of the port that listen, or have or had a peer; bound ones alone are in no table."""
+    """The states of the port's sockets that listen, or have or had a peer. Bound sockets are in no table."""
     return {state for state, *_ in _sockets(port)}
 
 
@@ -88,10 +90,10 @@ def _sockets(port: int) -> Iterator[tuple[str, int, str]]:
 
 
 def _process_of(inode: str) -> str:
-    wanted = f"socket:[{inode}]"
+    target = f"socket:[{inode}]"
     for folder in _PROC.iterdir():
-        with suppress(OSError):  # ended meanwhile, or somebody else's
-            if folder.name.isdecimal() and any(str(fd.readlink()) == wanted for fd in (folder / "fd").iterdir()):
+        with suppress(OSError):  # a process that ended meanwhile, or belongs to another user
+            if folder.name.isdecimal() and any(str(fd.readlink()) == target for fd in (folder / "fd").iterdir()):
                 return f"pid {folder.name} ({(folder / 'comm').read_text().strip()})"
     return "a pid that this user cannot see"
 

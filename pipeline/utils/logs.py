@@ -1,7 +1,7 @@
-"""Logging of the roles.
+"""Logging of the roles: the format of a line, and its destination.
 
-Owns the form of a log line and where it goes: standard error, which the agent keeps as the role's log. Promises one
-line a record (time, level, role, message); only a traceback follows on indented lines. Knows nothing of what is logged.
+Lines go to standard error, which the agent stores as the role's log. A record takes one line (time, level, role,
+message); only a traceback follows on indented lines.
 
     2026-01-31 12:00:00.123 INFO trainer.0 step 25 of 150
 """
@@ -12,7 +12,7 @@ from typing import IO
 
 
 class LineFormatter(logging.Formatter):
-    """Keeps a record on one line, whatever its message holds."""
+    """Formats a record on one line: line ends in its message become `⏎`."""
 
     def __init__(self, role: str) -> None:
         super().__init__(
@@ -30,10 +30,10 @@ class LineFormatter(logging.Formatter):
 
 
 def configure(role: str, level: int = logging.INFO, stream: IO[str] | None = None) -> None:
-    """Log everything from `level` on, as `role`, to `stream` (standard error); replaces an earlier set-up."""
+    """Log all records from `level` on, as `role`, to `stream` (default: standard error). Replaces earlier handlers."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(role))
-    handler.setLevel(level)  # some libraries' loggers have a lower level of their own
+    handler.setLevel(level)  # the loggers of some libraries set a lower level
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)

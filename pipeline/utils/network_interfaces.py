@@ -1,7 +1,6 @@
-"""The network interfaces of this machine.
+"""The network interfaces of this machine: their IPv4 addresses, and the addresses on a given network.
 
-Owns which interface has which IPv4 address, which of them others may reach, and which network a run uses. Promises to
-look anew at every call, since links come and go. Knows no ranks and no ports.
+Every call reads the current state of the kernel, since links come and go.
 """
 
 import socket
@@ -11,14 +10,14 @@ from pathlib import Path
 
 import psutil
 
-KEPT_SECONDS = 60
-"""For which a client keeps an HTTP connection that it does not use. A server has to keep it for longer: one that closes
-it when a request is on its way loses that."""
+KEEPALIVE_SECONDS = 60
+"""Seconds for which a client holds an unused HTTP connection. A server must hold it for longer: if the server closes
+the connection while a request is on its way, this request is lost."""
 _SYSTEM = Path("/sys/class/net")
 
 
 def interfaces() -> Iterator[tuple[str, IPv4Interface]]:
-    """Name and address, with its network, of every interface that is up; an interface may have several."""
+    """Name, and address with network, of every interface that is up. An interface may have several addresses."""
     state = psutil.net_if_stats()
     for name, entries in psutil.net_if_addrs().items():
         if name in state and state[name].isup:
@@ -28,32 +27,31 @@ def interfaces() -> Iterator[tuple[str, IPv4Interface]]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that carries this IPv4 address, as `eth0`; None if none does.
+    """The interface that carries this IPv4 address, such as `eth0`; None if there is none.
 
-    The loopback interface carries all of its network: 127.0.0.7 too, although only 127.0.0.1 is written on it.
+    The loopback interface carries its whole network, for example 127.0.0.7, although only 127.0.0.1 is assigned.
     """
-    wanted = IPv4Address(address)
-    for name, known in interfaces():
-        if known.ip == wanted or (known.is_loopback and wanted in known.network):
+    target = IPv4Address(address)
+    for name, interface in interfaces():
+        if interface.ip == target or (interface.is_loopback and target in interface.network):
             return name
     return None
 
 
 def candidate_addresses() -> tuple[str, ...]:
-    """Every IPv4 address of an interface that is up, the likeliest to be reached first.
+    """The IPv4 addresses of all interfaces that are up, the one that is most probably reachable first.
 
-    That is the one from which this machine calls out; bridges that lead to nothing but this machine's own containers
-    come last. Which of them others reach is not known here: they are called back. Loopback only where there is no
-    other.
+    First is the source address of outgoing connections; last are bridges to this machine's containers. Whether other
+    machines reach an address is found out by their probes. The loopback address is returned only if there is no other.
     """
-    found = [(name, str(interface.ip)) for name, interface in interfaces() if not interface.is_loopback]
+    candidates = [(name, str(interface.ip)) for name, interface in interfaces() if not interface.is_loopback]
     routed = _routed_address()
-    found.sort(key=lambda pair: (_leads_inward(pair[0]), pair[1] != routed))
-    return tuple(address for _, address in found) or ("127.0.0.1",)
+    candidates.sort(key=lambda pair: (_leads_inward(pair[0]), pair[1] != routed))
+    return tuple(address for _, address in candidates) or ("127.0.0.1",)
 
 
 def addresses_on(addresses: Sequence[str], network: str) -> tuple[str, ...]:
-    """Those of this machine's addresses that are on `network`: an interface or a subnet; all if it is empty."""
+    """The addresses of this machine that are on `network`, an interface or a subnet. All if `network` is empty."""
     if not network:
         return tuple(addresses)
     if "/" in network:
@@ -63,21 +61,21 @@ def addresses_on(addresses: Sequence[str], network: str) -> tuple[str, ...]:
 
 
 def describe_interfaces() -> str:
-    """The interfaces that are up, for people: `eth0 10.0.0.5/24, ib0 10.1.0.5/16`."""
+    """The interfaces that are up, for messages: `eth0 10.0.0.5/24, ib0 10.1.0.5/16`."""
     return ", ".join(f"{name} {interface}" for name, interface in interfaces())
 
 
 def bound_to(address: str) -> dict[str, str]:
-    """Variables that keep gloo and nccl on the interface of this address; none if no interface carries it.
+    """Environment variables that bind gloo and NCCL to the interface of this address; empty if there is none.
 
-    By themselves they take the interface of the hostname, or any that is up, which others may not reach.
+    The libraries' default is the interface of the hostname, or any that is up, which other machines may not reach.
     """
     name = interface_of(address)
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
 
 
 def _leads_inward(name: str) -> bool:
-    """Whether this is a bridge without a link to the outside, as docker0."""
+    """Whether this is a bridge without a link to the outside, such as docker0."""
     ports = _SYSTEM / name / "brif"
     return ports.is_dir() and not any(
         (_SYSTEM / port.name / kind).exists() for port in ports.iterdir() for kind in ("device", "bonding")
@@ -85,10 +83,10 @@ def _leads_inward(name: str) -> bool:
 
 
 def _routed_address() -> str:
-    """The address from which this machine would call out, or ""; connecting a datagram socket sends nothing."""
+    """The source address of outgoing connections, or "" if there is no route. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))
+            probe.connect(("192.0.2.1", 9))  # a datagram socket: chooses a route without sending anything
         except OSError:
             return ""
         return str(probe.getsockname()[0])

@@ -1,7 +1,7 @@
-"""How to install an optional part of the project.
+"""The install command of an optional extra, for the hint of an error.
 
-Owns the sentence that errors end with. Promises never to name this project on the public package index, where its name
-is somebody else's: the packages of the extra are named themselves, as the installed metadata list them.
+The command names the packages of the extra, as listed in the installed metadata, and never this project: on the public
+package index, its name belongs to another project.
 """
 
 import re
@@ -11,16 +11,16 @@ from shlex import quote
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs what `[project.optional-dependencies]` lists under `extra`.
+    """The command that installs the packages of `extra` in `[project.optional-dependencies]`.
 
-    `KeyError` for an extra that the project does not have.
+    Raises `KeyError` for an unknown extra.
     """
     try:
         requirements = requires("rollcall") or []
     except PackageNotFoundError:  # a checkout that was never installed
         return f"pip install -e '.[{extra}]' in the checkout"
     of_extra = re.compile(rf"""^(?P<package>.*?)\s*;\s*extra\s*==\s*["']{re.escape(extra)}["']$""")
-    packages = [found["package"] for requirement in requirements if (found := of_extra.match(requirement))]
+    packages = [match["package"] for requirement in requirements if (match := of_extra.match(requirement))]
     if not packages:
         raise KeyError(f"no extra {extra!r} in pyproject.toml")
     return f"{sys.executable} -m pip install {' '.join(quote(package) for package in packages)}"

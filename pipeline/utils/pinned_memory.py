@@ -1,13 +1,11 @@
-"""Host memory that stays in place, so that a GPU reads and writes it by itself.
+"""Pinned host memory, which GPUs copy from and to without the CPU.
 
-Owns how such memory is made and given back. Promises that it has the size that was asked for, where torch's own
-allocator rounds up to a power of two (pytorch/pytorch#150517), and that it is given back with the last tensor that lies
-in it. Must not know what is kept there.
+The memory has exactly the requested size, where torch's allocator rounds up to a power of two
+(pytorch/pytorch#150517; `pinned_use_cuda_host_register` only makes it faster). It is released with the last tensor that
+uses it.
 
-    memory = pinned(size)                    # uint8[size]; seconds for ten GB: ask early, and use it again
+    memory = pinned_tensor(size)             # uint8[size]; takes seconds for 10 GB: allocate early, and reuse it
     memory.copy_(on_the_gpu, non_blocking=True)
-
-torch's settings for its allocator (`pinned_use_cuda_host_register`) make that faster too, but leave it its sizes.
 """
 
 import logging
@@ -23,32 +21,32 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 PORTABLE = 1
-"""Of `cudaHostRegister`: memory for all devices of the process."""
+"""Flag of `cudaHostRegister`: the memory is pinned for all devices of the process."""
 
 
 class _Pages(mmap.mmap):
-    """Memory of its own, which `unregister` is called for when nobody holds it any more, while it is still there."""
+    """An anonymous mapping that calls `unregister` right before it is unmapped, when its last reference is gone."""
 
     unregister: Callable[[], object] | None = None
 
     def __del__(self) -> None:
-        if self.unregister and not sys.is_finalizing():  # the driver gives back what a process has when it ends
+        if self.unregister and not sys.is_finalizing():  # the driver releases the memory of a process that exits
             self.unregister()
 
 
 def pinned_tensor(size: int) -> Tensor:
-    """uint8[size] of zeros. Where CUDA refuses to register it, a warning says so, and it is ordinary memory.
+    """Zeros as uint8[size], pinned. If CUDA refuses to register the memory, it is pageable, and a warning is logged.
 
-    Its pages are touched before they are registered, by all of torch's threads: by itself the driver has one thread
-    touch them. Processes that are forked do not get it: a page that both had would be copied when it is written, and
-    the GPU would go on with the other one.
+    Forked processes do not inherit the memory.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # With copy-on-write after a fork, this process could get the copy of a page while the GPU uses the original.
     pages.madvise(mmap.MADV_DONTFORK)
     with suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
+    # Touches all pages with torch's threads; cudaHostRegister would touch them with one.
     memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     runtime, device, address = _cuda_runtime(), current_device(), memory.data_ptr()
     if code := int(runtime.cudaHostRegister(address, size, PORTABLE)):
@@ -61,15 +59,15 @@ def pinned_tensor(size: int) -> Tensor:
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
-    """As many numbers of its type, contiguous."""
+    """A pinned, contiguous tensor of zeros with the shape and type of `tensor`."""
     return pinned_tensor(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 def current_device() -> int:
-    """The number of this thread's CUDA device; -1 without CUDA, which `torch.cuda.device` takes for none.
+    """The index of this thread's CUDA device; -1 without CUDA, which `torch.cuda.device` treats as no device.
 
-    A thread begins with the first device of its process, and has a context made there, of half a GiB, by whatever it
-    asks CUDA for. So a thread is given the device of whoever starts it.
+    Pass it to a thread that you start. A new thread uses device 0 of its process, and its first CUDA call there would
+    create a context of 0.5 GiB.
     """
     return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
@@ -84,6 +82,6 @@ def _cuda_runtime() -> Any:
 
 
 def _forget_error() -> None:
-    """CUDA keeps an error until somebody asks, and the next kernel of this thread would be blamed for it."""
+    """Clear CUDA's sticky error, so that the next kernel launch of this thread does not raise it."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")

@@ -1,14 +1,13 @@
-"""Servers that die of what they are asked.
+"""Abandonment of requests that crash servers.
 
-Owns when a request is given up because servers died under it. One that kills its server looks like all others that ran
-there, so nobody is blamed for a death or two. Promises that a request is given up only after `MAX_SERVER_CRASHES`, at
-the last of which no other request was on its last try: so one that kills servers takes no other on its last try with
-it, and ends. Then the deaths are explained: all others begin to count anew.
+A crash does not show which of the requests on the server caused it. A request is abandoned after `MAX_SERVER_CRASHES`
+crashes. Its last try is exclusive: no other request is on its last try at that time, so a request that crashes servers
+ends no innocent one. After an abandonment, all other requests reset their counters, since their crashes are explained.
 
-    async with suspects.trying(deaths):                  # `suspects`: one for all requests of a client
-        …ask a server; if it had the request and gave no answer: deaths += await is_dead(http, endpoint)…
-    if deaths == MAX_SERVER_CRASHES: suspects.give_up(); …ABANDONED…
-    if suspects.given_up has changed since the request began: deaths = 0
+    async with guard.attempt(crashes):                   # `guard`: one for all requests of a client
+        …send; if the server had the request and did not answer: crashes += await is_dead(http, endpoint)…
+    if crashes == MAX_SERVER_CRASHES: guard.abandon(); …ABANDONED…
+    if guard.abandoned has changed since the request began: crashes = 0
 """
 
 import asyncio
@@ -18,40 +17,44 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 MAX_SERVER_CRASHES = 3
-"""As many as an attempt bears of one server, by default: `inference.restarts`."""
-ABANDONED = f"{MAX_SERVER_CRASHES} servers died while they worked on this request, which is not asked for again"
+"""Equals the default number of crashes of one server that an attempt tolerates (`inference.restarts`)."""
+ABANDONED = f"{MAX_SERVER_CRASHES} servers crashed while they processed this request, so it is not retried"
 HEALTH = aiohttp.ClientTimeout(total=5.0)
 
 
 class PoisonRequestGuard:
-    """The requests of one client under which servers died."""
+    """Serializes the last tries of one client's requests, and counts the abandoned ones."""
 
     def __init__(self) -> None:
         self._last_try = asyncio.Lock()
-        self.given_up = 0
-        """Requests that were: whoever counted deaths before that counts anew."""
+        self.abandoned = 0
+        """The number of abandoned requests. When it changes, all other requests reset their crash counters."""
 
     def abandon(self) -> None:
-        """A request killed its servers, and is asked no more."""
-        self.given_up += 1
+        """Record that a request was abandoned after it had crashed its servers."""
+        self.abandoned += 1
 
     @asynccontextmanager
-    async def attempt(self, deaths: int) -> AsyncIterator[None]:
-        """To be entered for each try of a request; requests with one death left are tried one at a time."""
-        if deaths < MAX_SERVER_CRASHES - 1:
+    async def attempt(self, crashes: int) -> AsyncIterator[None]:
+        """Context of one try of a request with `crashes` so far. Last tries run one at a time."""
+        if crashes < MAX_SERVER_CRASHES - 1:
             yield
             return
-        given_up = self.given_up
+        abandoned = self.abandoned
         async with self._last_try:
-            if given_up == self.given_up:
+            if abandoned == self.abandoned:
                 yield
                 return
+        # Another request was abandoned during the wait and explains the crashes: this is not a last try any more.
         yield
 
 
 async def is_dead(http: aiohttp.ClientSession, endpoint: str, headers: Mapping[str, str] | None = None) -> bool:
-    """Whether a server that gave no answer has died: its port is closed, or it says that its engine is gone. One that
-    says nothing may be busy, and one whose connection was cut answers here."""
+    """Whether a server that gave no answer has crashed: its port is closed, or /health reports that its engine has.
+
+    A server that does not respond to /health in time may be busy, so it does not count. A server whose connection was
+    only interrupted answers /health.
+    """
     try:
         async with http.get(f"http://{endpoint}/health", headers=headers, timeout=HEALTH) as response:
             return response.status >= 500

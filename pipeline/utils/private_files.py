@@ -1,7 +1,6 @@
-"""Directories and files that only their owner may use.
+"""Directories and files that only their owner may use, on filesystems that are shared with other users.
 
-Owns how such a directory is made and checked, on filesystems that are shared with strangers. Promises that a directory
-of another user, or one that a link leads to, is never taken for one of ours. Knows nothing of what is in them.
+A directory of another user, or a symbolic link to a directory, never counts as private.
 """
 
 import os
@@ -14,19 +13,19 @@ _PERMISSIONS = 0o777
 
 
 def make_directory(path: Path, mode: int = OWNER_ONLY) -> None:
-    """Make `path` with these permissions, whatever the umask, or give them to the directory that is there.
+    """Create `path` with these permissions, independent of the umask, or set them on an existing directory.
 
-    `PermissionError` if that belongs to another user: only its owner may change a directory's permissions.
+    `PermissionError` if the directory belongs to another user, since only its owner may change its permissions.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=mode, exist_ok=True)
-    found = stat.S_IMODE(path.stat().st_mode)
-    if found & _PERMISSIONS != mode:
-        path.chmod(found & ~_PERMISSIONS | mode)  # keeps set-group-ID, which a parent directory may pass on
+    current = stat.S_IMODE(path.stat().st_mode)
+    if current & _PERMISSIONS != mode:
+        path.chmod(current & ~_PERMISSIONS | mode)  # preserves set-group-ID, inherited from the parent directory
 
 
 def is_private(path: Path) -> bool:
-    """Whether `path` is a directory of this user that nobody else may enter; a link to one is none."""
+    """Whether `path` is a directory of this user that no other user may enter. False for a symbolic link."""
     try:
         status = path.lstat()
     except OSError:
@@ -36,10 +35,10 @@ def is_private(path: Path) -> bool:
 
 
 def make_private(path: Path) -> bool:
-    """Make `path` for this user alone if it is not there; whether it is private, and nobody else can replace it.
+    """Create `path` for this user alone if it is absent. Returns whether it is private and safe from replacement.
 
-    Meant for a known name in a directory that everybody may write to, such as /tmp: another user may have made it
-    first, and then nothing is changed. There the sticky bit keeps others from renaming it.
+    Intended for a predictable name in a world-writable directory such as /tmp, whose sticky bit prevents others from
+    renaming the entry. A directory that another user created first is left unchanged.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=OWNER_ONLY)
@@ -48,9 +47,9 @@ def make_private(path: Path) -> bool:
 
 
 def is_safe(path: Path) -> bool:
-    """Whether `path` is a directory in which only this user, his group and root can make and replace entries.
+    """Whether `path` is a directory in which only this user, the user's group and root can create and replace entries.
 
-    Groups are trusted here: many sites give every user a group of his own.
+    Groups are trusted here, because many sites give every user a private group.
     """
     try:
         status = path.stat()
@@ -60,7 +59,7 @@ def is_safe(path: Path) -> bool:
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """An `opener` for `open`: the file is readable and writable by its owner only, also if it was made otherwise."""
+    """An `opener` for `open`: sets mode 0600 (owner only), also on a file that exists already."""
     descriptor = os.open(path, flags, 0o600)
     try:
         os.fchmod(descriptor, 0o600)

@@ -1,9 +1,8 @@
-"""The shared directory of one attempt, as those who meet and watch each other in it see it.
+"""The shared directory of one attempt, in which its agents meet and observe each other.
 
-Owns the small interface between them and their filesystem, so that the same code runs on NFS and, in tests, in memory
-with every fault a filesystem can show. Promises of a `SharedDir`: a document appears whole or not at all under its
-name, one of several creators wins, and a reader that is told "not there" may be told otherwise up to
-`ClusterConfig.lateness` seconds later. Knows no documents.
+The interface separates the agents from their filesystem: the same code runs on NFS and, in tests, in memory with every
+fault of a filesystem. Contract of a `SharedDir`: a document appears complete or not at all, exactly one of several
+creators wins, and a new document may be invisible to other machines for up to `ClusterConfig.lateness` seconds.
 """
 
 import os
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 
 class SharedDir(Protocol):
-    """Sealed documents (msgspec Structs) under names relative to a directory. `OSError` where the disk fails."""
+    """Sealed documents (msgspec Structs) under names relative to a directory. `OSError` if the disk fails."""
 
     def create(self, name: str, document: Any) -> bool:
         """Create a document with its content, atomically; False if the name is taken."""
@@ -30,17 +29,16 @@ class SharedDir(Protocol):
         ...
 
     def read(self, name: str, kind: type[T]) -> T | None:
-        """A document, or None where there is none (yet), it is torn, or of another kind."""
+        """A document, or None if it is absent (yet), torn, or of another kind."""
         ...
 
     def names(self, folder: str = "") -> tuple[str, ...]:
-        """Names in a folder, in any order; empty where there is no folder (yet)."""
+        """Names in a folder, in any order; empty if there is no folder (yet)."""
         ...
 
 
 class FileSharedDir:
-    """A `SharedDir` on a shared filesystem; a disk that fails for a transient reason is asked again for `patience`
-    seconds."""
+    """A `SharedDir` on a shared filesystem. Transient errors of the disk are retried for `patience` seconds."""
 
     def __init__(self, root: Path, patience: float = 0.0, clock: Clock = CLOCK) -> None:
         self._root, self._patience, self._clock = root, patience, clock
@@ -58,7 +56,7 @@ class FileSharedDir:
         return self._retry(folder, lambda: self._list(folder))
 
     def _list(self, folder: str) -> tuple[str, ...]:
-        # Opening a folder also makes an NFS client forget that a name was absent from it.
+        # Opening a folder also drops an NFS client's cached absence of its names.
         try:
             with os.scandir(self._root / folder) as entries:
                 return tuple(entry.name for entry in entries)

@@ -1,8 +1,7 @@
-"""Files that several machines read and write.
+"""Atomic replacement, exclusive creation and checked reading of files on a shared filesystem.
 
-Owns atomic replacement, exclusive creation and checked reading on a shared filesystem. Promises that a reader sees a
-whole file or none: every document carries its length and checksum, is written to a temporary name in the same folder,
-flushed, and renamed or linked into place. Knows nothing of what the files mean.
+A reader sees a complete file or none. Every document carries its length and checksum, is written to a temporary name in
+the same folder, flushed, and then renamed or linked to its name.
 """
 
 import errno
@@ -23,7 +22,7 @@ _TAIL = b"}\n"
 
 
 def seal(body: bytes) -> bytes:
-    """JSON `body` with its length and CRC-32 around it, itself JSON, so that a torn copy is recognised."""
+    """A JSON document that wraps the JSON `body` with its length and CRC-32, so that a torn copy is recognized."""
     return _HEAD % (len(body), zlib.crc32(body)) + body + _TAIL
 
 
@@ -35,7 +34,7 @@ def unseal(data: bytes) -> bytes | None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace the file at `path` by `data`; a reader sees the old content or the new, never a part."""
+    """Replace the file at `path` by `data`. A reader sees the complete old or the complete new content."""
     with _temporary(path, data) as (temporary, status):
         try:
             os.replace(temporary, path)
@@ -47,8 +46,8 @@ def write_atomic(path: Path, data: bytes) -> None:
 def create_exclusive(path: Path, data: bytes) -> bool:
     """Create `path` with `data` if it does not exist; True for the one caller that did.
 
-    Uses link(2), which is atomic on NFS too and makes the file appear with its content. False says that another's file
-    is there; where that cannot be known, the error of the link is raised.
+    Uses link(2), which is atomic on NFS too, and makes the file appear with its content. False means that another
+    writer's file exists. If this cannot be determined, the error of link(2) is raised.
     """
     with _temporary(path, data) as (temporary, status):
         try:
@@ -63,10 +62,10 @@ def create_exclusive(path: Path, data: bytes) -> bool:
 
 
 def _is_at(path: Path, status: os.stat_result) -> bool:
-    """Whether the file of this status is the one at `path`, whatever link(2) or rename(2) said.
+    """Whether `path` is the file with this status, regardless of the error of link(2) or rename(2).
 
-    When the reply of an NFS server is lost, its client asks again, and the second answer is of a world in which the
-    first has succeeded: the link is there already, or the file to rename is gone.
+    If the reply of an NFS server is lost, its client repeats the call. The repeated call fails although the first one
+    succeeded: the link exists already, or the file to rename is gone.
     """
     try:
         return os.path.samestat(status, os.stat(path))
@@ -76,7 +75,7 @@ def _is_at(path: Path, status: os.stat_result) -> bool:
 
 @contextmanager
 def _temporary(path: Path, data: bytes) -> Iterator[tuple[Path, os.stat_result]]:
-    """A flushed temporary file beside `path`, readable by its owner only; gone afterwards unless it was renamed."""
+    """A flushed temporary file in the folder of `path`, readable by its owner only. Removed after the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -88,7 +87,7 @@ def _temporary(path: Path, data: bytes) -> Iterator[tuple[Path, os.stat_result]]
             status = os.fstat(file.fileno())
         yield temporary, status
     finally:
-        with suppress(OSError):  # what was done stays done; readers pass over names that begin with a dot
+        with suppress(OSError):  # the caller's rename or link stands; readers skip names that begin with a dot
             temporary.unlink(missing_ok=True)
 
 
@@ -98,7 +97,7 @@ def write_document(path: Path, document: Any) -> None:
 
 
 def create_document(path: Path, document: Any) -> bool:
-    """Create a sealed JSON document if none is there; True for the one caller that did."""
+    """Create a sealed JSON document if the path is free; True for the one caller that did."""
     return create_exclusive(path, seal(msgspec.json.encode(document)))
 
 

@@ -1,10 +1,8 @@
-"""Messages that only who holds the world's secret can have written.
+"""Signed messages for torch's stores and object collectives, which accept any peer and unpickle any bytes.
 
-Owns the signature (HMAC-SHA256) on what goes through torch's stores and object collectives, which listen to everybody
-and unpickle what they are given. Promises that nothing is unpickled, and no address believed, before its signature is
-checked; that what was signed under one key of a store is nothing under another; and that the secret itself never
-travels. A stranger can still disturb: delete a key, or raise a counter, which carries no signature. Must not know what
-is sent.
+The signature is HMAC-SHA256 with the run's secret, which is never sent. No value is unpickled, and no address is used,
+before its signature is verified. A value signed for one key of a store is invalid under another key. An outsider can
+still disturb a run: delete a key, or increment a counter, since counters carry no signature.
 
     store = SignedStore(TCPStore(...), secret)
     with signed_objects(secret):
@@ -29,42 +27,42 @@ _OBJECT = "an object of a collective"
 
 
 def sign(secret: str, purpose: str, body: bytes) -> bytes:
-    """`body` after its tag, which belongs to this `purpose` alone."""
+    """`body` prefixed with its 32-byte tag, which is valid for this `purpose` only."""
     return _tag(secret, purpose, body) + body
 
 
 def verified(secret: str, purpose: str, data: bytes) -> bytes:
-    """The body of what `sign` wrote with the same secret for the same purpose; `SignatureError` for anything else."""
+    """The body of bytes that `sign` made with the same secret and purpose; `SignatureError` for any other bytes."""
     tag, body = data[:_TAG_BYTES], data[_TAG_BYTES:]
     if not hmac.compare_digest(tag, _tag(secret, purpose, body)):
         raise SignatureError(
-            f"{purpose} carries no signature with this world's secret ({len(data)} bytes): somebody who is not of the "
-            "run wrote to its ports; look who else reaches them, and set cluster.network to a network of your own"
+            f"{purpose} carries no signature with this world's secret ({len(data)} bytes): a program outside the run "
+            "wrote to its ports; check which machines can reach them, and set cluster.network to a private network"
         )
     return body
 
 
 class SignedStore(Store):
-    """A store whose values are signed. Keep a reference for as long as a group uses it: torch's C++ keeps none."""
+    """A store with signed values. Hold a reference as long as a group uses it, because torch's C++ holds none."""
 
     def __init__(self, inner: Store, secret: str) -> None:
         super().__init__()
         self._inner, self._secret = inner, secret
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._inner.set(key, self._signed(key, value))  # type: ignore[arg-type]  # bytes are taken too
+        self._inner.set(key, self._signed(key, value))  # type: ignore[arg-type]  # torch accepts bytes too
 
     def get(self, key: str) -> bytes:
         return verified(self._secret, _value_of(key), self._inner.get(key))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """The value that is there now. An `expected_value` of nothing means: if there is none."""
+        """Set the key if it holds `expected_value` (empty: if it is absent). Returns the value it holds afterwards."""
         expected = self._signed(key, expected_value) if expected_value else b""
-        found = self._inner.compare_set(key, expected, self._signed(key, desired_value))  # type: ignore[arg-type]
-        return verified(self._secret, _value_of(key), found)
+        stored = self._inner.compare_set(key, expected, self._signed(key, desired_value))  # type: ignore[arg-type]
+        return verified(self._secret, _value_of(key), stored)
 
     def add(self, key: str, value: int) -> int:
-        """A counter: unsigned."""
+        """Add to a counter, which carries no signature. Returns its new value."""
         return self._inner.add(key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -93,9 +91,10 @@ class SignedStore(Store):
 
 @contextmanager
 def signed_objects(secret: str) -> Iterator[None]:
-    """Sign what every object collective of this process sends, and check what it gets, until the block ends.
+    """Sign and verify the messages of every object collective of this process until the block ends.
 
-    Torch has no such setting; its pickler and unpickler are the one place that all of them share, DCP's too.
+    Torch has no setting for this. All object collectives, also those of DCP, use the pickler and unpickler of
+    `distributed_c10d`, which are replaced here.
     """
 
     class Writer:
@@ -122,9 +121,9 @@ def signed_objects(secret: str) -> Iterator[None]:
 
 
 def _tag(secret: str, purpose: str, body: bytes) -> bytes:
-    """The purpose has a key of its own, so that no purpose and body together read like another pair."""
-    own = hmac.digest(secret.encode(), purpose.encode(), "sha256")
-    return hmac.digest(own, body, "sha256")
+    # A key per purpose: concatenating purpose and body would let two different pairs share a tag.
+    key = hmac.digest(secret.encode(), purpose.encode(), "sha256")
+    return hmac.digest(key, body, "sha256")
 
 
 def _value_of(key: str) -> str:

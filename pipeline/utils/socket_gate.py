@@ -1,10 +1,9 @@
-"""A process that lets only peers with the secret through to a Unix socket.
+"""A proxy process that admits only peers with the secret to a Unix socket.
 
-For a server that can prove nothing by itself, such as Redis: it listens on a Unix socket in a folder of the owner's,
-and the gate on the TCP port. Owns the handshake (`pipeline.utils.mutual_auth`) and the copying of bytes. Promises that
-no byte reaches the server before its client has proved that it knows the secret, that a client knows the same about the
-gate, and that a flood of strangers keeps no peer out (`pipeline.utils.connection_limits`). Reads nothing of what it
-copies.
+For a server without mutual authentication, such as Redis. The server listens on a Unix socket in a private folder, and
+the gate on the TCP port. After the handshake (`pipeline.utils.mutual_auth`) the gate copies bytes in both directions.
+No byte reaches the server before its client has proved knowledge of the secret, and the client verifies the gate
+likewise. A flood of unauthenticated connections keeps no peer out (`pipeline.utils.connection_limits`).
 """
 
 import asyncio
@@ -23,14 +22,14 @@ _BACKLOG = 1024
 def start_gate(listening: socket.socket, server: str, secret: str, service: str) -> None:
     """Fork a process that admits clients of `listening` to the Unix socket `server`, until its parent ends.
 
-    The secret stays in memory: it is in no argument and no environment.
+    The secret stays in memory and appears in no argument and no environment variable.
     """
     parent = os.getpid()
     if os.fork():
         return
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server; the kernel ends this process after it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # INT is for the server; the kernel kills this process after it
         exit_with_parent()
         if os.getppid() == parent:
             raise_open_files()
@@ -41,7 +40,7 @@ def start_gate(listening: socket.socket, server: str, secret: str, service: str)
 
 
 class Gate:
-    """Admits clients to one Unix socket."""
+    """Accepts clients, verifies their proofs, and connects them to one Unix socket."""
 
     def __init__(self, server: str, secret: str, service: str, most: int = 256) -> None:
         self.server, self.secret, self.service = server, secret, service
@@ -49,7 +48,7 @@ class Gate:
         self.connecting: set[asyncio.Task[None]] = set()
 
     async def serve(self, listening: socket.socket) -> None:
-        """Serve for good."""
+        """Serve until the process ends."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Client(self), sock=listening, backlog=_BACKLOG)
         async with server:
@@ -57,12 +56,12 @@ class Gate:
 
 
 class _Client(asyncio.Protocol):
-    """One client: its handshake, then what it sends, which goes to a connection to the server of its own."""
+    """One client's connection: its handshake, then the copying of its bytes to a separate connection to the server."""
 
     _transport: asyncio.Transport
     _server: asyncio.Transport | None = None
     _expected = b""
-    """The proof that it must give, once it has sent its nonce."""
+    """The proof that the client must send after its nonce; empty until the nonce has arrived."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate, self._received = gate, b""
@@ -85,15 +84,15 @@ class _Client(asyncio.Protocol):
             answer, self._expected = mutual_auth.welcome_answer(self._gate.secret, self._gate.service, nonce)
             self._transport.write(answer)
         if self._expected and len(self._received) >= mutual_auth.PROOF_BYTES:
-            self._judge()
+            self._check_proof()
 
-    def _judge(self) -> None:
-        given, self._received = self._received[: mutual_auth.PROOF_BYTES], self._received[mutual_auth.PROOF_BYTES :]
-        if not hmac.compare_digest(given, self._expected):
+    def _check_proof(self) -> None:
+        answer, self._received = self._received[: mutual_auth.PROOF_BYTES], self._received[mutual_auth.PROOF_BYTES :]
+        if not hmac.compare_digest(answer, self._expected):
             self._transport.abort()
             return
         self._gate.admission.release(self._transport)
-        self._transport.pause_reading()  # until there is somebody to pass it on to
+        self._transport.pause_reading()  # until the connection to the server exists
         task = asyncio.create_task(self._connect())
         self._gate.connecting.add(task)
         task.add_done_callback(self._gate.connecting.discard)
@@ -103,7 +102,7 @@ class _Client(asyncio.Protocol):
         try:
             server, _ = await loop.create_unix_connection(lambda: _Server(self._transport), self._gate.server)
         except OSError:
-            self._transport.close()  # the server is not there: a client tries again
+            self._transport.close()  # the server does not listen (yet): the client retries
             return
         if self._transport.is_closing():
             server.close()
@@ -127,7 +126,7 @@ class _Client(asyncio.Protocol):
 
 
 class _Server(asyncio.Protocol):
-    """A client's connection to the server: what comes from it goes to the client."""
+    """A client's connection to the server: copies the server's bytes to the client."""
 
     def __init__(self, client: asyncio.Transport) -> None:
         self._client = client

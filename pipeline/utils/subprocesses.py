@@ -1,9 +1,8 @@
-"""Processes that are stopped by their id, and ports that are held until used.
+"""Child processes that are stopped by their id, and ports that are held until used.
 
-Owns starting a child in its own session, shielded from the scheduler's signals, ending its whole group with a deadline,
-ending whatever a process left below itself, and holding ports. Promises that `Child.stop` returns with no process of
-the group alive, unless the kernel itself cannot end it, and that no process is ever found or ended by its name. Knows
-nothing of roles.
+A child starts in its own session, shielded from the scheduler's signals. `Child.stop` ends its whole process group
+within a deadline: afterwards no process of the group is alive, unless the kernel itself cannot end it. No process is
+ever looked up or killed by name.
 """
 
 import ctypes
@@ -28,7 +27,7 @@ from pipeline.utils.waiting import Deadline
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_SECONDS = 10.0
-"""For the kernel to end what was killed."""
+"""Time for the kernel to end a killed process."""
 _PAUSE = 0.02
 
 
@@ -38,12 +37,12 @@ def exit_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, so that `end_descendants` finds it."""
+    """Become the parent of every orphaned descendant, so that `end_descendants` can see it."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants() -> list[int]:
-    """Kill what still runs below this process; the pids that were found alive."""
+    """Kill all running descendants of this process. Returns their pids."""
     left = [child for child in psutil.Process().children(recursive=True) if child.is_running()]
     for child in left:
         try:
@@ -55,16 +54,16 @@ def end_descendants() -> list[int]:
 
 
 def exit_after(work: Callable[[], object]) -> NoReturn:
-    """Do the work, then end this process without the interpreter's own ending: with 0, or with 1 after the traceback.
+    """Do the work, then exit without the interpreter's finalization: with 0, or with 1 after printing the traceback.
 
-    For a role whose work closes what it wrote, however it ends. A thread that is still inside a library's C++ (a gloo
-    group whose peer has left, memory that is being made) would meet a half-ended interpreter and abort the process,
-    which then looks killed.
+    For a role whose work closes its own files, also when it raises. A thread that is still inside a library's C++ (a
+    gloo group whose peer has left, an allocation in progress) would run into a half-finalized interpreter and abort the
+    process, which would then look killed.
     """
     code = 0
     try:
         work()
-    except Exception:  # noqa: BLE001 (the process's own boundary: told as the interpreter would)
+    except Exception:  # noqa: BLE001 (the process boundary: print the traceback as the interpreter would)
         traceback.print_exc()
         code = 1
     logging.shutdown()
@@ -74,12 +73,12 @@ def exit_after(work: Callable[[], object]) -> NoReturn:
 
 
 def hold_port() -> socket.socket:
-    """A port that is free on every address of this machine, held without listening.
+    """Bind a port that is free on every address of this machine, without listening on it.
 
     The bind is exclusive, so no other holder and no outgoing connection gets the same port. Afterwards SO_REUSEPORT is
-    allowed, and SO_REUSEADDR is not: then the kernel lets a socket bind and listen there if it allows SO_REUSEPORT too
-    and belongs to the same user (`pipeline.utils.listeners.listen_on_held`), and refuses everybody else, whatever they
-    set. There is no moment at which the port is free. Close the socket to give it back.
+    set, and SO_REUSEADDR is not. The kernel then admits a second socket only if it sets SO_REUSEPORT too and belongs to
+    the same user (`pipeline.utils.listeners.listen_on_held`). The port is free at no moment. Close the returned socket
+    to release it.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.bind(("", 0))
@@ -88,15 +87,16 @@ def hold_port() -> socket.socket:
 
 
 def start_resource_tracker() -> None:
-    """Start multiprocessing's resource tracker, unless it runs, and let no signal through meanwhile.
+    """Start multiprocessing's resource tracker unless it runs, without unblocking a signal of this process.
 
-    Python 3.11 unblocks TERM in whoever starts it (python/cpython#127586, mended in later ones), which everybody does
-    who spawns a process: that would end the shield of the role and of what it spawns, and the role itself, if TERM came
-    at any time before. So it is told that it has no masks. One that runs is left alone.
+    Starting a process with the spawn method also starts the tracker, and Python 3.11 then unblocks TERM in the starting
+    process (python/cpython#127586, fixed in later versions). This would remove the signal shield from the role and
+    its children; a pending TERM would end the role at once. Here the tracker is started with `_HAVE_SIGMASK` off, so
+    that it leaves the mask unchanged.
     """
     masks = vars(resource_tracker)
     had = masks["_HAVE_SIGMASK"]
-    with _blocked({signal.SIGINT, signal.SIGTERM}):  # the tracker ignores both, once it can
+    with _blocked({signal.SIGINT, signal.SIGTERM}):  # until the tracker has set its own handlers, which ignore both
         masks["_HAVE_SIGMASK"] = False
         try:
             resource_tracker.ensure_running()
@@ -106,7 +106,7 @@ def start_resource_tracker() -> None:
 
 @contextmanager
 def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Children forked in the block have these signals blocked from their first instruction on."""
+    """Block these signals in the block, and in children forked there from their first instruction on."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -115,14 +115,14 @@ def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
 
 
 class Leader:
-    """A started process, the leader of its own session.
+    """A started process, the leader of its session and process group.
 
-    Neither it nor what it starts hears TERM, USR1, USR2 or HUP (`pipeline.utils.exec_shielded`): it is asked to end
-    with INT. Must be started and stopped from a thread that outlives it: the parent-death signal follows the thread.
+    TERM, USR1, USR2 and HUP are blocked in the process and its descendants (`pipeline.utils.exec_shielded`); INT asks
+    it to end. Start it from a thread that outlives the process, since the parent-death signal follows the thread.
     """
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], *, stdin: int, output: int) -> None:
-        """Start `argv` with exactly the environment `env`, and with these descriptors; `output` is error output too."""
+        """Start `argv` with exactly the environment `env`; `output` is the descriptor of standard output and error."""
         wrapper = [sys.executable, "-I", "-S", exec_shielded.__file__, str(os.getpid())]
         with _blocked(exec_shielded.SHIELDED):
             self._process = subprocess.Popen(
@@ -141,17 +141,19 @@ class Leader:
     def poll(self) -> int | None:
         """The exit code (negative: the signal that ended it), or None while it runs.
 
-        When the leader has ended, the rest of its group is ended too. That happens before the leader is reaped: until
-        then the kernel gives its id to nobody else.
+        When the leader has ended, the rest of its group is killed too.
         """
         if self._process.returncode is None and _has_ended(self.pid):
+            # Before the leader is reaped: until then the kernel cannot reuse its id for another group.
             self._signal(signal.SIGKILL)
             self._process.wait()
         return self._process.returncode
 
     def group_is_gone(self) -> bool:
-        """Whether no process of its group is left, also none that was killed and that the kernel still ends: until then
-        that one holds its memory, also that of a GPU."""
+        """Whether no process of the group is left.
+
+        A killed process counts until the kernel has ended it, because it holds its memory, including GPU memory.
+        """
         return self.poll() is not None and not any(_is_of_group(pid, self.pid) for pid in psutil.pids())
 
     def terminate(self) -> None:
@@ -160,10 +162,10 @@ class Leader:
             self._signal(signal.SIGINT)
 
     def kill(self, seconds: float = KILL_SECONDS) -> int:
-        """End the whole group and wait until its leader is gone; its exit code.
+        """Kill the whole group and wait for its leader to end. Returns the leader's exit code.
 
-        The kernel keeps a process that waits for a device or a dead file system: one that is not gone within `seconds`
-        counts as killed, ends as soon as that answers, and `poll` says None until then.
+        A process that waits in the kernel for a device or an unreachable filesystem may outlast `seconds`. Then the
+        result is that of SIGKILL; `poll` returns None until the process has ended.
         """
         if self.poll() is None:
             self._signal(signal.SIGKILL)
@@ -173,18 +175,21 @@ class Leader:
             return -signal.SIGKILL
 
     def kill_all(self) -> int:
-        """End it and all that it started, in sessions of their own too, if whoever adopts those is still below it."""
-        below: list[psutil.Process] = []
+        """Kill the group and all descendants, also those in other sessions. Returns the leader's exit code.
+
+        Orphans are included only if a process below the leader has adopted them (`adopt_orphans`).
+        """
+        descendants: list[psutil.Process] = []
         with suppress(psutil.Error):
-            below = psutil.Process(self.pid).children(recursive=True)
+            descendants = psutil.Process(self.pid).children(recursive=True)
         code = self.kill()
-        for process in below:
+        for process in descendants:
             with suppress(psutil.Error):
                 process.kill()
         return code
 
     def stop(self, seconds: float) -> int:
-        """Ask the group to end, end it after `seconds`; the exit code of its leader."""
+        """Ask the group to end, and kill it after `seconds`. Returns the leader's exit code."""
         self.terminate()
         deadline = Deadline(f"process {self.pid} to end", seconds)
         while self.poll() is None and not deadline.passed:
@@ -215,7 +220,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _is_of_group(pid: int, group: int) -> bool:
-    """Whether this process is of that group and has a thread left: one that has none waits for its parent alone."""
+    """Whether the process belongs to the group and still has a running thread, so is not just waiting to be reaped."""
     try:
         if os.getpgid(pid) != group:
             return False
@@ -226,12 +231,12 @@ def _is_of_group(pid: int, group: int) -> bool:
 
 
 def describe_exit(code: int) -> str:
-    """`killed by SIGKILL` or `exited with code 1`."""
+    """An exit code in words: `killed by SIGKILL` or `exited with code 1`."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def tail(log: Path, lines: int = 20, limit: int = 1 << 16) -> list[str]:
-    """The last lines of a log that is still being written."""
+    """The last `lines` lines of a log, of at most its last `limit` bytes. The log may still be growing."""
     if not log.exists():
         return []
     with log.open("rb") as file:

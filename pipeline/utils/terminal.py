@@ -1,13 +1,12 @@
-"""Text from outside in a terminal: shown, never obeyed.
+"""Printing of untrusted text: control characters are shown, never executed.
 
 Samples, failures, rows of a dataset and names of metrics may hold escape sequences, which set a terminal's title, clear
-it, or write to the clipboard (OSC 52). Owns what becomes of them. Promises that no control character but line ends,
-tabs and carriage returns (of progress bars) reaches the terminal from what a launcher prints. rich's own sequences,
-which draw what is ours, do.
+it, or write to the clipboard (OSC 52). Of the control characters that a launcher prints, only line ends, tabs and
+carriage returns (of progress bars) reach the terminal. Exception: the sequences with which rich draws our own output.
 
     with clean_output():                 # a launcher, once
         print(failure)
-    console().print(Text(failure))       # in the place of rich's Console()
+    console().print(Text(failure))       # instead of rich's Console()
 """
 
 import sys
@@ -25,9 +24,11 @@ _REMOVED = dict.fromkeys(_CONTROLS)
 
 
 def escape_controls(text: str) -> str:
-    """Text in which nothing is hidden: what cannot be printed, but line ends and tabs, as Unicode's pictures of control
-    characters, and what has no picture as its number."""
-    return "".join(each if each.isprintable() or each in "\n\t" else _picture(each) for each in text)
+    """The text with visible substitutes for unprintable characters, except line ends and tabs.
+
+    A control character below U+0020 becomes Unicode's picture of it (`␛`), any other one its number (`\\u009b`).
+    """
+    return "".join(char if char.isprintable() or char in "\n\t" else _picture(char) for char in text)
 
 
 def _picture(character: str) -> str:
@@ -36,11 +37,11 @@ def _picture(character: str) -> str:
 
 
 class CleanStream:
-    """A text stream that shows control characters as `escape_controls` does; all else is the stream's own."""
+    """A text stream that writes control characters as `escape_controls` does; all else is delegated to the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
-        """What rich's consoles write to, past this one: they clean their texts themselves (`console`)."""
+        """The stream that rich's consoles write to directly: `console` cleans its text itself."""
 
     def write(self, text: str) -> int:
         self.rich_proxied_file.write(text.translate(_SHOWN))
@@ -56,14 +57,14 @@ class CleanStream:
 
 @contextmanager
 def clean_output() -> Iterator[None]:
-    """What is printed in the block, to both standard streams, goes through a `CleanStream`."""
+    """Redirect both standard streams through a `CleanStream` for the duration of the block."""
     output, errors = CleanStream(sys.stdout), CleanStream(sys.stderr)
     with redirect_stdout(cast(TextIO, output)), redirect_stderr(cast(TextIO, errors)):
         yield
 
 
 class _CleanConsole(Console):
-    """Leaves control characters out of every text, which had no width when it was laid out."""
+    """A console that removes control characters from text. Rich gave them no width, so the layout is unchanged."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -71,8 +72,8 @@ class _CleanConsole(Console):
 
 
 def console(**settings: Any) -> Console:
-    """A rich console, with these settings, for text from outside.
+    """A rich console, with these settings, for untrusted text.
 
-    It writes to the stream below a `CleanStream`, also while a live display has put a stream of its own in between.
+    It writes to the stream below a `CleanStream`, also while a live display has put another stream in between.
     """
     return _CleanConsole(**{"file": getattr(sys.stdout, "rich_proxied_file", None), **settings})

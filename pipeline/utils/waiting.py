@@ -1,13 +1,13 @@
-"""The one loop that asks again, and the one rule by which pauses grow.
+"""Deadlines, the polling loop `wait_for`, and the growth of pauses between polls.
 
-Owns how Rollcall waits for what it can only find out by asking: with a deadline, a growing pause, and a sentence about
-what is missing when it runs out, on a clock that tests replace. `pipeline.utils.fs_retry` does the same for a disk that
-fails. What needs a loop of its own, since it does other work between two questions (a stream, a lock, a process that
-ends, a copy between GPUs), has a `Deadline` and its `exponential_pauses` from here. Two kinds of waiting are not its
-matter: loops that go on as long as their process does (an agent, the controller, whoever follows a run), and waits
-inside the kernel, asyncio or a library, each of which has a time-out of its own or ends with its process.
+A wait has a deadline, growing pauses, a message about the missing thing at the deadline, and a clock that tests
+replace. `pipeline.utils.fs_retry` retries failing disks with the same parts. Loops that do other work between two polls
+(a stream, a lock, the end of a process, a copy between GPUs) use `Deadline` and `exponential_pauses` directly.
 
-    card = wait_for("the world of attempt 12-0", lambda: read_world(path), seconds=60)
+Out of scope: main loops that live as long as their process, and blocking calls of the kernel, asyncio or a library,
+which have their own timeout or end with their process.
+
+    world = wait_for("the world of attempt 12-0", lambda: read_world(path), seconds=60)
 """
 
 import time
@@ -58,7 +58,7 @@ class Deadline:
 
 
 def exponential_pauses(first: float, longest: float) -> Iterator[float]:
-    """Seconds from one try to the next, without an end: half as long again each time, from `first` to `longest`."""
+    """An endless sequence of pauses in seconds, growing by a factor of 1.5 from `first` to `longest`."""
     pause = first
     while True:
         yield pause
@@ -77,12 +77,12 @@ def wait_for(
 ) -> T:
     """The first value of `probe()` that is neither None nor False; `DeadlineError` after `seconds`.
 
-    The pause between probes grows from `pause` to `longest_pause` seconds. `missing` describes, at the deadline, who or
-    what did not appear. An exception of the probe ends the wait. The last probe begins after the deadline: a process
-    that was stopped meanwhile finds what has come while it could not look.
+    The pause between probes grows from `pause` to `longest_pause` seconds. `missing` describes, at the deadline, what
+    did not appear. An exception of the probe ends the wait.
     """
     deadline, pauses = Deadline(awaited, seconds, clock), exponential_pauses(pause, longest_pause)
     while True:
+        # The last probe starts after the deadline: a process that was suspended still sees results from meanwhile.
         last = deadline.passed
         value = probe()
         if value is not None and value is not False:

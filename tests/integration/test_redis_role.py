@@ -20,7 +20,7 @@ from pipeline.transport import Streams, connect, redis_streams
 from pipeline.transport.redis_streams import RedisStreams
 from pipeline.transport.sample_records import Reissue, encode_record
 from pipeline.utils import mutual_auth
-from pipeline.utils.connection_limits import MOST_UNPROVED
+from pipeline.utils.connection_limits import MAX_UNPROVED
 from pipeline.utils.subprocesses import hold_port
 from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
@@ -78,7 +78,7 @@ def test_a_flood_of_silent_strangers_keeps_no_peer_out(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, _), ExitStack() as opened:
         place = (ADDRESS, context.placement.ports[0])
         with connect(context) as streams:
-            for _ in range(3 * MOST_UNPROVED):
+            for _ in range(3 * MAX_UNPROVED):
                 opened.enter_context(socket.create_connection(place, timeout=5))
             streams.publish_many("reissue", numbers(1))
         assert role.is_answering(*place, context.world.password)

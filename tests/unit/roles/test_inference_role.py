@@ -21,7 +21,7 @@ from pipeline.inference.vllm.kv_cache_size import SHARED
 from pipeline.inference.vllm.plugin import MODEL
 from pipeline.roles import inference
 from pipeline.topology.plan import Placement
-from pipeline.utils.network_interfaces import KEPT_SECONDS
+from pipeline.utils.network_interfaces import KEEPALIVE_SECONDS
 from tests.fakes.configs import make_config
 from tests.fakes.http_server import PASSWORD, HttpServer, Request
 
@@ -99,7 +99,7 @@ def test_only_a_server_of_adapters_gets_a_folder_for_them(tmp_path: Path) -> Non
 
 def test_a_server_keeps_a_connection_for_longer_than_its_clients() -> None:
     environment = inference.server_environment(config(), place(), WORLD)
-    assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > KEPT_SECONDS
+    assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > KEEPALIVE_SECONDS
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -317,7 +317,7 @@ def test_a_request_that_servers_die_of_is_given_up_and_takes_no_other_with_it() 
             *sound, last = await asyncio.gather(*(asked[at] for at in (0, 1, 3, 2)), return_exceptions=True)
             assert [isinstance(each, list) for each in sound] == [True] * 3, sound
             assert isinstance(last, RolloutError)
-            assert f"{MAX_SERVER_CRASHES} servers died" in str(last)
+            assert f"{MAX_SERVER_CRASHES} servers crashed" in str(last)
             assert server.deaths == MAX_SERVER_CRASHES
 
     run(story())

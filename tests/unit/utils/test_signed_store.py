@@ -86,7 +86,7 @@ def test_the_first_value_stays_when_it_is_to_be_set_once(ours: SignedStore) -> N
 def test_what_a_stranger_puts_into_the_store_is_not_believed(ours: SignedStore, open_store: TCPStore) -> None:
     ours.set("address of rank 0", "10.0.0.1")
     TCPStore("127.0.0.2", open_store.port, is_master=False).set("address of rank 0", "10.0.0.66")
-    with pytest.raises(SignatureError, match="somebody who is not of the run wrote to its ports"):
+    with pytest.raises(SignatureError, match="a program outside the run wrote to its ports"):
         ours.get("address of rank 0")
 
 
