@@ -55,8 +55,8 @@ cover the servers: it does not show whether vLLM can serve a family and update i
 TAIL = """\
 
 Checkpoints with a vision tower (Gemma 3 4B and 12B, Gemma 4, Qwen3.5) need torchvision in vLLM. An installation \
-without it, such as the one for CPUs, cannot serve them: the server fails as it starts. Text-only checkpoints, such as \
-`gemma3_text` (Gemma 3 1B), do not need it.
+without it, such as the one for CPUs, cannot serve them: submission warns of it, and the server fails as it starts. \
+Text-only checkpoints, such as `gemma3_text` (Gemma 3 1B), do not need it.
 """
 
 

@@ -97,6 +97,11 @@ def expert_count(model: ModelConfig) -> int:
     return max((count for count in counts if isinstance(count, int) and count > 1), default=0)
 
 
+def has_vision_tower(model: ModelConfig) -> bool:
+    """Whether the model sees images as well, as its config says; only its language model is trained."""
+    return isinstance(_settings(model, model_directory(model)).get("vision_config"), dict)
+
+
 def located_model(model: ModelConfig) -> ModelConfig:
     """The same model from whatever directory one looks: a name of `conf/models/`, or an absolute path; the adapter to
     go on from by its absolute path; and `init` decided, so that weights which appear later change nothing."""

@@ -53,6 +53,26 @@ def test_a_template_that_ignores_the_tools_of_a_task_is_warned_of(tmp_path: Path
         assert ["ignores `tools`, which task.name=tools has" in line for line in said] == [True] * warned
 
 
+def test_a_vision_tower_without_torchvision_is_warned_of_where_servers_have_to_load_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    sft = make_config(**rows_with_tools(tmp_path, CHATML))
+    rl = make_config(model={"path": sft.model.path, "init": "random"})
+    assert warnings_of(rl) == []
+    file = Path(sft.model.path) / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "vision_config": {"depth": 1}, "text_config": settings}))
+    (said,) = warnings_of(rl)
+    assert said.startswith(f"{sft.model.path} has a vision tower, and torchvision is not installed here")
+    assert warnings_of(sft) == [], "it has no servers"
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision")
+    assert warnings_of(rl) == []
+
+
 def a_model_of_the_users(folder: Path) -> Path:
     """With weights in bfloat16, for up to 4096 positions."""
     model = make_chat_model(folder, CHATML)
