@@ -72,12 +72,13 @@ def check_parallel(config: RunConfig, heads: int | None) -> None:
 
 def check_adapters(config: RunConfig, experts: int) -> None:
     """`ConfigError` where servers on CPUs would have to serve adapters on a mixture of so many experts."""
-    adapters = config.serve.enabled or config.model.lora.rank
+    adapters = config.serve.enabled or config.model.lora.travels_alone
     if adapters and experts and config.has_servers and config.resources.device == "cpu":
         expected = (
             f"a model without experts (it has {experts}) for adapters on CPUs, where vLLM serves none on mixtures"
         )
-        raise ConfigError("model.path", config.model.path, expected, "choose another model, or resources.device=cuda")
+        hint = "choose another model" if config.serve.enabled else "set model.lora.merge=true"
+        raise ConfigError("model.path", config.model.path, expected, f"{hint}, or resources.device=cuda")
 
 
 def check_mini_batches(config: RunConfig, prompts: int, says: str) -> None:
@@ -161,7 +162,7 @@ def _servers_have_gpus(config: RunConfig) -> None:
         raise ConfigError("resources.inference.gpus", gpus, expected, "set it")
     if config.weights_backend == "nccl" and device != "cuda":
         raise ConfigError("inference.backend", "nccl", "gloo with resources.device=cpu", "leave it out")
-    if device == "cuda" and config.weights_backend == "gloo" and gpus > 1 and not config.model.lora.rank:
+    if device == "cuda" and config.weights_backend == "gloo" and gpus > 1 and not config.model.lora.travels_alone:
         expected = "1 for a whole model over gloo (inference.backend=gloo), which feeds one process"
         raise ConfigError("resources.inference.gpus", gpus, expected, "set it to 1, or leave inference.backend out")
 
@@ -260,6 +261,10 @@ def _only_groups_are_filtered(config: RunConfig) -> None:
 
 def _adapters_are_there(config: RunConfig) -> None:
     lora = config.model.lora
+    if lora.merge and lora.adapter and config.evaluation.alone:
+        raise ConfigError(
+            "model.lora.merge", True, "false to evaluate an adapter, which only a trainer merges", "remove it"
+        )
     if lora.adapter and not Path(lora.adapter).is_dir():
         raise ConfigError(
             "model.lora.adapter", lora.adapter, "the directory of an adapter", "there is none; mend the path"

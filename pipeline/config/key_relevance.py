@@ -54,6 +54,7 @@ READ_WITH: Mapping[str, KeyReader] = {
     "model.lora.alpha": _LORA,
     "model.lora.targets": _LORA,
     "model.lora.adapter": _LORA,
+    "model.lora.merge": _LORA,
 }
 
 

@@ -48,6 +48,16 @@ class LoraConfig(Section):
         description="Names of the linear layers with an adapter.",
     )
     adapter: str = Field("", description="Directory of an adapter to start from; empty: a new adapter.")
+    merge: bool = Field(
+        False,
+        description="Send the servers whole weights, with the adapters merged into them, and export the whole model. "
+        "Mixtures of experts need it where servers cannot take adapters.",
+    )
+
+    @property
+    def travels_alone(self) -> bool:
+        """Whether the adapter leaves the trainer, and not whole weights: to the servers, and as the trained model."""
+        return self.rank > 0 and not self.merge
 
 
 class ModelConfig(Section):
@@ -370,5 +380,5 @@ class RunConfig(Section):
     def weights_backend(self) -> Literal["gloo", "nccl"]:
         """How weights travel, decided."""
         if self.inference.backend == "auto":
-            return "nccl" if self.resources.device == "cuda" and not self.model.lora.rank else "gloo"
+            return "nccl" if self.resources.device == "cuda" and not self.model.lora.travels_alone else "gloo"
         return self.inference.backend

@@ -124,7 +124,7 @@ def adapter_environment(config: RunConfig, folder: Path) -> dict[str, str]:
     to find the adapter there, once the trainer has brought it (`pipeline.inference.vllm.adapter_loading`)."""
     if config.serve.enabled:
         return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    if not config.model.lora.rank or config.evaluation.alone:
+    if not config.model.lora.travels_alone or config.evaluation.alone:
         return {}
     folder.mkdir(parents=True, exist_ok=True)
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}
@@ -181,7 +181,7 @@ def _program(config: RunConfig, place: Placement) -> tuple[str, ...]:
 
 
 def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
-    loads_adapters = config.serve.enabled or (config.model.lora.rank and not config.evaluation.alone)
+    loads_adapters = config.serve.enabled or (config.model.lora.travels_alone and not config.evaluation.alone)
     processes = 1 if loads_adapters else config.inference.api_processes  # an adapter is loaded into one of them
     return (
         *("--tensor-parallel-size", str(len(place.gpus))),
@@ -204,7 +204,7 @@ def _policy_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
             *("--lora-target-modules", *ATTENTION_LAYERS, *MLP_LAYERS),
         )
     lora, alone = config.model.lora, config.evaluation.alone
-    if not lora.rank:
+    if not lora.travels_alone:
         return ("--served-model-name", MODEL, *(() if alone else ("--load-format", "dummy")))
     return (
         *("--served-model-name", "base", "--enable-lora", "--max-loras", "1"),

@@ -61,7 +61,8 @@ class RlServices:
         patience, told = config.cluster.startup_seconds, self._board.post_server
         device = self._dispatch.device if config.weights_backend == "nccl" else CPU
         on_host = config.training.publish_from == "host"
-        return WeightSender(servers, meeting, config.inference, patience, told, config.model.lora, device, on_host)
+        lora = config.model.lora if config.model.lora.travels_alone else None
+        return WeightSender(servers, meeting, config.inference, patience, told, lora, device, on_host)
 
     @property
     def is_near_budget(self) -> bool:

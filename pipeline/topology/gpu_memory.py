@@ -268,12 +268,12 @@ def _publishes(config: RunConfig) -> bool:
 
 def _published_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a version of the weights: of adapters these alone, in float32."""
-    return _MASTER * sizes.trained if config.model.lora.rank else sizes.weights
+    return _MASTER * sizes.trained if config.model.lora.travels_alone else sizes.weights
 
 
 def _receive_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of it that each GPU of a server takes: its part of a whole model, or all of an adapter."""
-    return _shard(_published_bytes(config, sizes), 1 if config.model.lora.rank else _server_gpus(config))
+    return _shard(_published_bytes(config, sizes), 1 if config.model.lora.travels_alone else _server_gpus(config))
 
 
 def _server_gpus(config: RunConfig) -> int:

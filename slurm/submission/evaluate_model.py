@@ -179,8 +179,9 @@ def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> tuple[R
     if trained is None:
         raise ConfigError("run", run.root.name, "a run with a readable config.json", f"see {run.config}")
     chosen, step, model = find_model(run, trained, checkpoint)
-    lora = trained.model.lora.rank > 0
-    placed = {"lora": {"adapter": str(model)}} if lora else {"path": str(model), "init": "pretrained"}
+    lora = trained.model.lora.travels_alone
+    whole = {"path": str(model), "init": "pretrained", "lora": {"adapter": ""}}  # a merged one has its adapter in it
+    placed = {"lora": {"adapter": str(model)}} if lora else whole
     step_of = {"evaluation": {"step": step}, "name": f"{run.root.name[:50]}-eval-{chosen}"}
     own = {} if trained.has_rollouts or trained.evaluation.sets else _asks_builtin("run", run.root.name, overrides)
     begun = _merged(

@@ -139,6 +139,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     if config.has_servers:
         check_parallel(config, head_count(config.model))
         check_adapters(config, expert_count(config.model))
+        _check_served_adapters(config.model)
         find_vllm()
         check_extra_args(config)
     if config.has_rollouts and config.streams.backend == "redis":
@@ -176,6 +177,16 @@ def _check_context(model: ModelConfig, cp: int) -> None:
 
     located = model.model_copy(update={"path": str(model_directory(model))})
     check_context_packing(located, cp, supports_packing(located, wanted=True))
+
+
+@cache
+def _check_served_adapters(model: ModelConfig) -> None:
+    """Once for all points of a sweep."""
+    if not (model.lora.travels_alone and expert_count(model)):
+        return
+    from pipeline.train.model.model_size import check_served_adapters  # torch and transformers take seconds
+
+    check_served_adapters(model)
 
 
 @cache

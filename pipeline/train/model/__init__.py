@@ -11,7 +11,8 @@
 | `optimizer` | AdamW, its schedule, clipping, skipped steps |
 | `cpu_offload` | parts that leave the device and come back |
 | `weight_loading`, `checkpoint_layout`, `safetensors_files` | initial weights; file tensors to network tensors |
-| `lora`, `expert_lora`, `hf_export` | adapters, those of experts; model directories that others load |
+| `lora`, `expert_lora`, `adapter_merge` | adapters, those of experts, and whole weights with them |
+| `hf_export` | model directories that others load |
 | `adapter_swap`, `token_queries` | several adapters that take turns on a model; answers about given tokens |
 | `model_size`, `tiny_config`, `packing_probe` | a model's size; a tiny copy; whether packing changes results |
 | `to_device` | numbers from the host to the device |

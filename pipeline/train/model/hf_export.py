@@ -49,7 +49,7 @@ def write_model(
     """
     path.mkdir(parents=True, exist_ok=True)
     write_settings(path, network, config)
-    if config.lora.rank:
+    if config.lora.travels_alone:
         _adapters().save_adapter(path, dict(tensors), config)
         return
     if untrained:
@@ -67,7 +67,7 @@ def write_settings(path: Path, network: Any, config: ModelConfig) -> None:
     """
     source = Path(config.path)
     _copy_tokenizer(source, path)
-    if config.lora.rank:
+    if config.lora.travels_alone:
         return
     if config.init == "random":
         _typed(network.config, config.dtype, type(network).__name__).to_json_file(path / "config.json")

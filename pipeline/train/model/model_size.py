@@ -67,14 +67,23 @@ def check_experts(config: ModelConfig, ep: int) -> None:
     refuse_unspreadable(_meta_model(model_directory(config), config), ep)
 
 
+def check_served_adapters(config: ModelConfig) -> None:
+    """`ConfigError` for adapters on experts that servers would have to serve."""
+    if _adapts_experts(config):
+        expected = "attention layers alone where servers take adapters, or a run that merges them"
+        raise ConfigError("model.lora.targets", ",".join(config.lora.targets), expected, "set model.lora.merge=true")
+
+
 def check_client_adapters(config: ModelConfig, ep: int, served: bool) -> None:
     """`ConfigError` for adapters on experts that a client cannot have: spread over `ep` ranks, where what is packed of
     several adapters lies in the order of ranks, or where servers would have to serve them."""
-    if not config.lora.rank or not (served or ep > 1):
-        return
-    if any(hasattr(each, ADAPTERS) for each in fused_experts(_meta_model(model_directory(config), config))):
+    if config.lora.rank and (served or ep > 1) and _adapts_experts(config):
         expected = "attention layers alone for adapters of clients on experts with servers or training.mesh.ep above 1"
         raise ConfigError("model.lora.targets", ",".join(config.lora.targets), expected, "set train_mlp to false")
+
+
+def _adapts_experts(config: ModelConfig) -> bool:
+    return any(hasattr(each, ADAPTERS) for each in fused_experts(_meta_model(model_directory(config), config)))
 
 
 def _experts(network: Any) -> dict[str, int]:

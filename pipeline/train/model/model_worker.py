@@ -9,7 +9,6 @@ the same number of micro-batches. Knows ranks; must not know tasks, rewards or w
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.train.algorithms import LossSpec, MetricsLevel, ValueLoss, loss_metrics, total, total_value
 from pipeline.train.batching.packing import Packing
 from pipeline.train.batching.sequences import Batch
+from pipeline.train.model.adapter_merge import gatherer
 from pipeline.train.model.collate import MicroBatch, collate
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.cpu_offload import Memory, Offloadable, Part, allocated, empty_cache
@@ -44,7 +44,6 @@ from pipeline.train.model.models import (
     recompute_activations,
 )
 from pipeline.train.model.optimizer import AdamSettings, Optimizer, OptimizerStep
-from pipeline.train.model.row_shards import gather
 from pipeline.train.model.weight_loading import WeightLoader
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils import heartbeat
@@ -183,8 +182,8 @@ class ModelWorker:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All that was or could be trained, whole, in compute type, as the tensors of a Hugging Face checkpoint: in the
         form that the model's directory has, and of a tied head the embedding alone. Buffers that such a checkpoint
-        holds keep their type. Of a policy with adapters, theirs alone, as the tensors of a peft checkpoint.
-        A critic's have the names that they have in memory.
+        holds keep their type. Of a policy with adapters, theirs alone, as the tensors of a peft checkpoint, or with
+        `lora.merge` the whole weights with them. A critic's have the names that they have in memory.
 
         Each item may be a collective operation: every rank must take all items.
         """
@@ -223,12 +222,12 @@ class ModelWorker:
     def save_hf_model(self, path: Path) -> None:
         """Write a directory that transformers and vLLM load, with the tokenizer of the model it came from.
 
-        Of a policy with adapters, the directory of its adapter, for peft and vLLM; always in float32, so that a job
-        which goes on from it loses nothing. Whole models are written in compute type.
+        Of a policy with adapters that are not merged, the directory of its adapter, for peft and vLLM; always in
+        float32, so that a job which goes on from it loses nothing. Whole models are written in compute type.
         """
         if not isinstance(self.model, PolicyModel):
             raise TrainingError("a critic has no Hugging Face form; only a policy can be saved as one")
-        dtype = torch.float32 if self._config.lora.rank else self.compute
+        dtype = torch.float32 if self._config.lora.travels_alone else self.compute
         tensors = self._gathered(dtype)
         try:
             if dist.get_rank() == 0:
@@ -268,7 +267,7 @@ class ModelWorker:
         return WeightLayout.of(self._public(dtype, shape))
 
     def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for each in self._public(dtype, partial(gather, group=self.group)):
+        for each in self._public(dtype, gatherer(self.model.network, self._config.lora, self.group)):
             heartbeat.beat()
             yield each
 
@@ -276,7 +275,7 @@ class ModelWorker:
         self, dtype: torch.dtype, whole: Callable[[Tensor, torch.dtype], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that leaves the trainer, by its public name; `whole` makes it of what this rank has."""
-        adapted = self._config.lora.rank > 0
+        adapted = self._config.lora.travels_alone
         if adapted or not isinstance(self.model, PolicyModel):
             for name, parameter in self.model.named_parameters():
                 own_name = name.removeprefix("network.")

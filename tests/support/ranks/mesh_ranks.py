@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from peft import PeftModel
+from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.checkpoints import Fence, TrainerState, newest_checkpoint
 from pipeline.tinker.tinker_records import Adapter
@@ -140,7 +144,27 @@ def move_adapters(dispatch: RankGroup, model: Path, folder: Path) -> None:
     for mesh in ({}, {"ep": 4}):
         make(dispatch, model, model=adapted["model"].model_copy(update={"lora": lora}), **mesh)
         assert_equal(parameters(dispatch), written)
+    merge_on_every_mesh(dispatch, model, folder)
     refuse_spread_clients(dispatch, model, folder)
+
+
+def merge_on_every_mesh(dispatch: RankGroup, model: Path, folder: Path) -> None:
+    """What servers get of a merged policy, and its export, are the base and what peft adds of the exported adapter."""
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(folder / "exported"))
+    whole = peft.merge_and_unload()
+    wanted = dict(revert_weight_conversion(whole, whole.state_dict()))
+    lora = model_config(model, lora=2).lora.model_copy(update={"merge": True, "adapter": str(folder / "exported")})
+    for number, mesh in enumerate(({}, {"ep": 4}, {"ep": 2, "dp_replicate": 2})):
+        make(dispatch, model, model=model_config(model).model_copy(update={"lora": lora}), **mesh)
+        sent = parameters(dispatch)
+        assert sent.keys() == wanted.keys()
+        for name, tensor in sent.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-6)
+        dispatch.save_hf_model("policy", folder / f"merged-{number}")
+        assert_equal(load_file(folder / f"merged-{number}" / "model.safetensors"), sent)
+    base = load_file(model / "model.safetensors")
+    changed = {name for name, tensor in sent.items() if not torch.equal(tensor, base[name])}
+    assert changed == {name for name in base if "_proj." in name}
 
 
 def refuse_spread_clients(dispatch: RankGroup, model: Path, folder: Path) -> None:

@@ -118,6 +118,10 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
         (["loss=reinforce_pp", "training.zero_advantage=drop"], "samples that score alike teach there"),
         (["model.lora.adapter=somewhere"], "or set model.lora.rank above 0"),
         (["model.lora.adapter=/nowhere/at/all", "model.lora.rank=4"], "expected the directory of an adapter"),
+        (
+            ["evaluation.alone=true", "model.lora.rank=4", "model.lora.merge=true", "model.lora.adapter=/nowhere"],
+            "model.lora.merge=True: expected false to evaluate an adapter, which only a trainer merges; remove it",
+        ),
         (["rollout.min_samples=9"], "at most rollout.samples (8)"),
         (["reward.weights=[1]"], "one for each of reward.functions (0)"),
         (["reward.functions=[a:b,c:d]", "reward.weights=[1]"], "one for each of reward.functions (2)"),

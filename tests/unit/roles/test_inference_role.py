@@ -74,6 +74,13 @@ def adapted(rank: int) -> RunConfig:
     return make_config(model={"path": "/models/tiny", "lora": {"rank": rank, "targets": ["q_proj", "o_proj"]}})
 
 
+def test_a_server_of_merged_adapters_is_one_of_whole_weights(tmp_path: Path) -> None:
+    merged = make_config(model={"path": "/models/tiny", "lora": {"rank": 4, "merge": True}})
+    whole = make_config(model={"path": "/models/tiny"})
+    assert inference.server_command(merged, place()) == inference.server_command(whole, place())
+    assert inference.adapter_environment(merged, tmp_path) == {}
+
+
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (8, 8), (9, 16), (500, 512)])
 def test_a_server_of_adapters_has_its_base_from_disk_and_room_for_one_adapter(rank: int, room: int) -> None:
     command = inference.server_command(adapted(rank), place())

@@ -155,6 +155,20 @@ def test_an_adapter_is_served_on_the_base_that_it_was_trained_on(run: FakeRun, t
     assert command[command.index("--lora-modules") + 1] == f"policy={adapted.paths.model}"
 
 
+def test_a_merged_adapter_is_served_as_the_whole_model_that_was_exported(run: FakeRun, tmp_path: Path) -> None:
+    base, adapter = a_model(tmp_path / "base"), tmp_path / "adapter"
+    adapter.mkdir()
+    lora = ["model.lora.rank=4", "model.lora.merge=true", f"model.lora.adapter={adapter}"]
+    config = compose_config(["experiment=demo", "name=lora", f"model.path={base}", "model.init=pretrained", *lora])
+    merged = FakeRun(tmp_path / "lora", config)
+    merged.paths.model.mkdir()
+    merged.finish(5)
+    config = composed([f"run={merged.root}"])
+    command = server_command(config, Placement(role="inference", index=0, rank=0, address="127.0.0.2", ports=(8000,)))
+    assert command[command.index("--model") + 1] == str(merged.paths.model)
+    assert "--enable-lora" not in command
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

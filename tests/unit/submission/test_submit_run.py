@@ -90,9 +90,9 @@ def test_adapters_on_a_mixture_are_refused_where_servers_have_no_gpus(
     for name in ("tokenizer.json", "model.safetensors"):
         (model / name).touch()
     changed = (f"model.path={model}", "model.init=pretrained", "model.lora.rank=8")
-    assert "expected a model without experts (it has 128) for adapters on CPUs" in answer(
-        capsys, tmp_path / "runs", *changed
-    )
+    told = answer(capsys, tmp_path / "runs", *changed)
+    assert "expected a model without experts (it has 128) for adapters on CPUs" in told
+    assert "set model.lora.merge=true" in told
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ from transformers import JetMoeConfig, LlamaConfig, Qwen2MoeConfig, Qwen3Config,
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.train.model.model_size import _cache, check_experts, sizes_of
+from pipeline.train.model.model_size import (
+    _cache,
+    check_client_adapters,
+    check_experts,
+    check_served_adapters,
+    sizes_of,
+)
 from pipeline.train.model.models import build_model, build_on_meta
 
 SHAPE = {
@@ -135,6 +141,23 @@ def test_the_experts_of_a_mixture_are_counted_with_those_that_a_token_meets(tmp_
     assert sizes.experts_of_layer == 6
     dense = sizes_of(saved(tmp_path, Qwen3Config(**SHAPE)))
     assert (dense.experts, dense.experts_layer, dense.experts_per_token) == (0, 0, 0)
+
+
+def test_adapters_on_experts_are_refused_where_servers_or_clients_exchange_them(tmp_path: Path) -> None:
+    mixture = saved(tmp_path, Qwen3MoeConfig(**SHAPE, **MIXTURE))
+    torch.save({}, tmp_path / "model.safetensors")
+    mixture = mixture.model_copy(update={"init": "pretrained", "lora": LoraConfig(rank=4)})
+    attention = mixture.model_copy(update={"lora": LoraConfig(rank=4, targets=("q_proj", "o_proj"))})
+    check_served_adapters(attention)
+    check_client_adapters(attention, ep=2, served=True)
+    check_client_adapters(mixture, ep=1, served=False)
+    for check in (
+        lambda: check_served_adapters(mixture),
+        lambda: check_client_adapters(mixture, ep=2, served=False),
+        lambda: check_client_adapters(mixture, ep=1, served=True),
+    ):
+        with pytest.raises(ConfigError, match=r"model\.lora\.targets.*expected attention layers alone"):
+            check()
 
 
 def test_experts_that_cannot_be_spread_are_refused_with_the_allowed_values(tmp_path: Path) -> None:
