@@ -56,12 +56,12 @@ class Measured(NamedTuple):
         return settings_of(self.model) | {"tie_word_embeddings": True} | small
 
 
-SAVED = ("reshard", "activation_checkpointing")
+SAVED = ("reshard_after_forward", "activation_checkpointing")
 MEASURED = (
     Measured("0.6B", 1, 15_600, 39.4),
     Measured("0.6B", 1, 15_600, 9.1, SAVED),
     Measured("0.6B", 2, 13_000, 24.1, ("compile",)),
-    Measured("0.6B", 2, 13_000, 23.3, ("compile", "reshard")),
+    Measured("0.6B", 2, 13_000, 23.3, ("compile", "reshard_after_forward")),
     Measured("4B", 2, 15_600, 34.6, ("compile", *SAVED)),
     Measured("8B", 2, 15_600, 63.4, ("compile", *SAVED)),
 )
@@ -89,7 +89,7 @@ def config_of(
     return load_config(
         {
             "name": "memory",
-            "cluster": {"kind": "local"},
+            "cluster": {"scheduler": "local"},
             "model": {"path": "any", "init": "random", "dtype": "bfloat16", "max_length": LENGTH},
             "task": {"name": "arithmetic"},
             "loss": {"name": "grpo"},
@@ -147,7 +147,7 @@ _HEADS = (
 def _trainer_rows(name: str, sizes: Sizes) -> Iterator[str]:
     saved = ", resharded and recomputed"
     for ways, place, words in (((), "gpu", ", all kept"), (SAVED, "gpu", saved), (SAVED, "host", f"{saved}, host")):
-        config = config_of("compile", *ways, publish_from=place)
+        config = config_of("compile", *ways, staging_device=place)
         totals = [trainer_memory(config, sizes, ranks).total / GIB for ranks in _RANKS]
         yield f"| {name}{words} | " + " | ".join(f"{total:.0f}" for total in totals) + " |"
 

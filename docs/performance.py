@@ -69,7 +69,7 @@ def _loop(result: Result, asked: Result, alone: Result) -> Row:
         "relative to the slower half": _number(result.get("efficiency"), ".2f"),
         "s a step": f"{128 / result['samples_per_second']:.2f}",
         "s training": f"{result['seconds/train']:.2f}",
-        "s blocked by weights": f"{result['sync/start_seconds']:.2f}",
+        "s blocked by weights": f"{result['sync/handover_seconds']:.2f}",
         "s to the first step": f"{result['start_seconds']:.0f}",
     }
 
@@ -114,7 +114,7 @@ def _tail(result: Result) -> Row:
         "running samples, mean": f"{statistics.mean(_beats(result, 'running')):.0f}",
         "trainer idle": f"{result['idle/trainer']:.0%}",
         "refused groups a step": _number(_settled(result, "groups/stale"), ".1f"),
-        "tokens masked": f"{_settled(result, 'lag/masked'):.0%}",
+        "tokens masked": f"{_settled(result, 'staleness/masked'):.0%}",
         "servers alone": _number(alone.get("generation_samples_per_second"), ".1f"),
         "relative to the slower half": _number(result.get("efficiency"), ".2f"),
     }
@@ -309,7 +309,7 @@ def _way(way: str) -> str:
     """The variant with the keys that were the defaults of `grpo` at the time, where they have an effect."""
     if not way.startswith("max_lag=") or way == "max_lag=0":
         return way
-    then = ("loss.proximal=sampler", "loss.correction=none")
+    then = ("loss.old_logprobs=sampler", "loss.tis=none")
     return " ".join([way, *(key for key in then if key.partition("=")[0] not in way)])
 
 

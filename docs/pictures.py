@@ -35,7 +35,7 @@ def draw(result: Result, folder: Path) -> None:
     begin = few[0]["time"] - few[0]["seconds/step"]
     for row in few:
         start = row["time"] - row["seconds/step"] - begin
-        data, train, hand = row["seconds/data"], row["seconds/train"], row["sync/start_seconds"]
+        data, train, hand = row["seconds/data"], row["seconds/train"], row["sync/handover_seconds"]
         axes.broken_barh([(start, data)], (10, 8), color="lightgray")
         axes.broken_barh([(start + data, train)], (10, 8), color="tab:blue")
         axes.broken_barh([(start + data + train, hand)], (10, 8), color="tab:orange")

@@ -8,7 +8,7 @@ from pipeline.config.value_types import Memory, Network, NotNegative, Positive, 
 
 
 class ServicesComponent(Section):
-    """The CPU component of a heterogeneous job (`resources.layout=het`), if its settings differ."""
+    """The CPU component of a heterogeneous job (`resources.hetjob=true`), if its settings differ."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -25,7 +25,7 @@ class ClusterConfig(Section):
 
     model_config = ConfigDict(coerce_numbers_to_str=True)  # `cluster.memory=0`, `cluster.account=4711`
 
-    kind: Literal["local", "slurm"] = Field(
+    scheduler: Literal["local", "slurm"] = Field(
         description="Where the job runs. `local`: virtual nodes on this machine; `slurm`: one Slurm job."
     )
     rendezvous_seconds: Seconds = Field(
@@ -34,7 +34,7 @@ class ClusterConfig(Section):
     startup_seconds: Seconds = Field(
         240, description="Deadline for a role to become ready after its process has started."
     )
-    silence_seconds: Seconds = Field(
+    heartbeat_seconds: Seconds = Field(
         180,
         description="Watchdog timeout: a ready role without a heartbeat for this long counts as hung. A role "
         "announces operations that may take longer.",
@@ -45,7 +45,7 @@ class ClusterConfig(Section):
     grace_seconds: Seconds = Field(
         25, description="Time for the trainer to save a checkpoint when the job is stopped or another role has failed."
     )
-    late_seconds: NotNegative = Field(
+    fs_visibility_seconds: NotNegative = Field(
         90,
         description="Longest delay until a file from another node is visible on the shared filesystem: NFS clients "
         "cache a folder for up to 60 s. 0 if all nodes see files at once. Waits that decide the end of a job "
@@ -110,7 +110,7 @@ class ClusterConfig(Section):
     @property
     def lateness(self) -> float:
         """Seconds by which what one rank writes may be late for another: none where all are on one machine."""
-        return 0.0 if self.kind == "local" else float(self.late_seconds)
+        return 0.0 if self.scheduler == "local" else float(self.fs_visibility_seconds)
 
 
 class TrainerResources(Section):
@@ -128,7 +128,7 @@ class InferenceResources(Section):
     nodes: Positive = Field(1, description="Nodes that serve.")
     servers: Positive = Field(1, description="vLLM servers on each inference node.")
     gpus: NotNegative = Field(0, description="GPUs for each server.")
-    per_gpu: Positive = Field(
+    servers_per_gpu: Positive = Field(
         1,
         description="Servers that share one GPU, each with its part of inference.gpu_memory: two engines keep a GPU "
         "busier with a small model than one.",
@@ -148,14 +148,14 @@ class ResourcesConfig(Section):
     trainer: TrainerResources = TrainerResources()
     inference: InferenceResources = InferenceResources()
     services: ServiceResources = ServiceResources()
-    spares: NotNegative = Field(0, description="Spare nodes, which replace nodes with a failed preflight check.")
+    spare_nodes: NotNegative = Field(0, description="Spare nodes, which replace nodes with a failed preflight check.")
     nodes: NotNegative = Field(0, description="Nodes of the allocation; 0: the number that the plan needs.")
     gpus_per_node: NotNegative = Field(
         0,
         description="GPUs of each node. Trainer and servers are packed onto as few nodes as possible; the number of "
         "trainer nodes is kept. 0: trainer and servers have separate nodes.",
     )
-    share_gpus: bool = Field(
+    colocate: bool = Field(
         False,
         description="Colocate the servers on the trainer's GPUs, for machines with one or few GPUs; "
         "inference.gpu_memory must leave enough memory for the trainer.",
@@ -168,8 +168,8 @@ class ResourcesConfig(Section):
     device: Literal["cpu", "cuda"] = Field(
         "cpu", description="Device of trainer and servers; with `cpu` GPUs stay idle."
     )
-    layout: Literal["one", "het"] = Field(
-        "one",
-        description="`one`: all nodes are alike; `het`: a heterogeneous Slurm job of two components, with services "
-        "on nodes without GPUs.",
+    hetjob: bool = Field(
+        False,
+        description="A heterogeneous Slurm job of two components, with services on nodes without GPUs. Otherwise all "
+        "nodes are alike.",
     )

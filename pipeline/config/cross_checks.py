@@ -54,7 +54,7 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
 
 def check_config(config: RunConfig, positions: int | None = None) -> None:
     """Raise `ConfigError` for the first rule that is broken; `positions` is the model's longest sequence, if known."""
-    rollout_rules = _ROLLOUT_RULES if config.has_rollouts else _EVALUATION_RULES if config.evaluation.alone else ()
+    rollout_rules = _ROLLOUT_RULES if config.has_rollouts else _EVALUATION_RULES if config.evaluation.only else ()
     for rule in (*_RULES, *rollout_rules):
         rule(config)
     if positions is not None and config.model.max_length > positions:
@@ -107,21 +107,21 @@ def check_address(key: str, url: str, hint: str) -> None:
 def _a_phase_is_configured(config: RunConfig) -> None:
     training = config.training
     if config.serve.enabled and (training.jobs or config.has_sft):
-        key, value = ("training.jobs", training.jobs) if training.jobs else ("training.warm_start", "set")
+        key, value = ("training.jobs", training.jobs) if training.jobs else ("training.sft", "set")
         raise ConfigError(key, value, "nothing where clients say what is trained (serve.enabled)", "leave it out")
     if training.jobs:
-        start = training.warm_start
-        asked = {"steps": training.steps, "warm_start.steps": start.steps, "warm_start.epochs": start.epochs}
+        start = training.sft
+        asked = {"steps": training.steps, "sft.steps": start.steps, "sft.epochs": start.epochs}
         for key, steps in asked.items():
             if steps:
                 expected = "0 with training.jobs: each job says its own steps"
                 raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
-    elif config.evaluation.alone:
+    elif config.evaluation.only:
         if config.has_rollouts or config.has_sft or config.serve.enabled:
-            raise ConfigError("evaluation.alone", True, "a run that does nothing else", "use launchers/evaluate.py")
+            raise ConfigError("evaluation.only", True, "a run that does nothing else", "use launchers/evaluate.py")
     elif not config.has_rollouts and not config.has_sft and not config.serve.enabled:
-        hint = "set it, or training.warm_start.steps for SFT alone"
-        raise ConfigError("training.steps", 0, "1 or more where training.warm_start.steps is 0 too", hint)
+        hint = "set it, or training.sft.steps for SFT alone"
+        raise ConfigError("training.steps", 0, "1 or more where training.sft.steps is 0 too", hint)
 
 
 def _whole_servers_have_models(config: RunConfig) -> None:
@@ -137,18 +137,18 @@ def _whole_servers_have_models(config: RunConfig) -> None:
 
 
 def _epochs_are_of_data(config: RunConfig) -> None:
-    start = config.training.warm_start
+    start = config.training.sft
     if start.epochs and start.steps:
-        raise ConfigError("training.warm_start.epochs", start.epochs, f"0 with {start.steps} steps", "set one of them")
+        raise ConfigError("training.sft.epochs", start.epochs, f"0 with {start.steps} steps", "set one of them")
     if start.epochs and not config.data.path:
-        expected = f"a dataset, whose rows the epochs count ({start.epochs:g} training.warm_start.epochs)"
-        raise ConfigError("data.path", "", expected, "set it, or training.warm_start.steps in place of epochs")
+        expected = f"a dataset, whose rows the epochs count ({start.epochs:g} training.sft.epochs)"
+        raise ConfigError("data.path", "", expected, "set it, or training.sft.steps in place of epochs")
 
 
 def _data_is_trained(config: RunConfig) -> None:
     data = config.data
     if data.path and not config.has_sft:
-        hint = "set training.warm_start.epochs, or for RL task.options.path"
+        hint = "set training.sft.epochs, or for RL task.options.path"
         raise ConfigError("data.path", data.path, "nothing without supervised fine-tuning", hint)
     for key in ("eval_path", "eval_split", "eval_rows"):
         if getattr(data, key) and not data.path:
@@ -169,13 +169,15 @@ def _servers_have_gpus(config: RunConfig) -> None:
 
 def _shared_gpus_have_room(config: RunConfig) -> None:
     wanted, memory = config.resources, config.inference.gpu_memory
-    if wanted.inference.per_gpu > 1 and wanted.inference.gpus != 1:
+    if wanted.inference.servers_per_gpu > 1 and wanted.inference.gpus != 1:
         expected = "1, where each server has one GPU only (resources.inference.gpus=1)"
-        raise ConfigError("resources.inference.per_gpu", wanted.inference.per_gpu, expected, "leave it out")
-    if wanted.share_gpus and wanted.device == "cpu":
-        raise ConfigError("resources.share_gpus", True, "false with resources.device=cpu", "leave it out")
-    if wanted.share_gpus and memory > MAX_COLOCATED_SHARE:
-        expected = f"at most {MAX_COLOCATED_SHARE} with resources.share_gpus, since the trainer needs the rest"
+        raise ConfigError(
+            "resources.inference.servers_per_gpu", wanted.inference.servers_per_gpu, expected, "leave it out"
+        )
+    if wanted.colocate and wanted.device == "cpu":
+        raise ConfigError("resources.colocate", True, "false with resources.device=cpu", "leave it out")
+    if wanted.colocate and memory > MAX_COLOCATED_SHARE:
+        expected = f"at most {MAX_COLOCATED_SHARE} with resources.colocate, since the trainer needs the rest"
         hint = "--dry-run says what the trainer needs; 0.4 is a good start"
         raise ConfigError("inference.gpu_memory", memory, expected, hint)
 
@@ -190,27 +192,27 @@ def _trainer_processes_have_one_gpu(config: RunConfig) -> None:
 
 
 def _slurm_keys_need_slurm(config: RunConfig) -> None:
-    if config.cluster.kind == "slurm":
+    if config.cluster.scheduler == "slurm":
         if config.cluster.max_jobs and (waits := config.cluster.sbatch.get("dependency")):
             expected = "no dependency of your own with cluster.max_jobs, which makes each job wait for an earlier one"
             raise ConfigError("cluster.sbatch.dependency", waits, expected, "set one of the two")
         return
-    plain = ClusterConfig(kind="local")
+    plain = ClusterConfig(scheduler="local")
     for key in SLURM_KEYS:
         value = getattr(config.cluster, key)
         if value != getattr(plain, key):
             raise ConfigError(f"cluster.{key}", value, "nothing, without Slurm", "set cluster=slurm, or leave it out")
-    if config.resources.layout == "het":
-        raise ConfigError("resources.layout", "het", "one, without Slurm", "set cluster=slurm, or leave it out")
+    if config.resources.hetjob:
+        raise ConfigError("resources.hetjob", True, "false, without Slurm", "set cluster=slurm, or leave it out")
 
 
 def _hetjob_needs_aux_nodes(config: RunConfig) -> None:
-    if config.resources.layout == "het" and not config.has_rollouts:
+    if config.resources.hetjob and not config.has_rollouts:
         expected = "one with training.steps=0: the trainer is the only role"
-        raise ConfigError("resources.layout", "het", expected, "leave it out")
-    if config.resources.layout == "het" and not config.resources.services.nodes:
-        expected = "1 with resources.layout=het, whose first component they are"
-        raise ConfigError("resources.services.nodes", 0, expected, "set it, or resources.layout=one")
+        raise ConfigError("resources.hetjob", True, expected, "leave it out")
+    if config.resources.hetjob and not config.resources.services.nodes:
+        expected = "1 with resources.hetjob=true, whose first component they are"
+        raise ConfigError("resources.services.nodes", 0, expected, "set it, or resources.hetjob=false")
 
 
 def _changed_keys_are_read(config: RunConfig) -> None:
@@ -248,20 +250,23 @@ def _teacher_logprobs_are_used(config: RunConfig) -> None:
     if config.rollout.temperature != 1:
         expected = "1 with teacher.url, which knows no other"
         raise ConfigError("rollout.temperature", config.rollout.temperature, expected, "leave it out")
-    if config.training.zero_advantage == "drop":
+    if config.training.zero_variance_groups == "drop":
         expected = "keep with teacher.url: samples that score alike teach there"
-        raise ConfigError("training.zero_advantage", "drop", expected, "leave it out")
+        raise ConfigError("training.zero_variance_groups", "drop", expected, "leave it out")
 
 
 def _only_groups_are_filtered(config: RunConfig) -> None:
-    if config.training.zero_advantage == "drop" and config.loss.advantage in ("batch", "gae"):
-        expected = f"keep with loss.advantage={config.loss.advantage}: samples that score alike teach there"
-        raise ConfigError("training.zero_advantage", "drop", expected, "leave it out, or choose a group's baseline")
+    if config.training.zero_variance_groups == "drop" and config.loss.advantage_estimator in ("batch", "gae"):
+        estimator = config.loss.advantage_estimator
+        expected = f"keep with loss.advantage_estimator={estimator}: samples that score alike teach there"
+        raise ConfigError(
+            "training.zero_variance_groups", "drop", expected, "leave it out, or choose a group's baseline"
+        )
 
 
 def _adapters_are_there(config: RunConfig) -> None:
     lora = config.model.lora
-    if lora.merge and lora.adapter and config.evaluation.alone:
+    if lora.merge and lora.adapter and config.evaluation.only:
         raise ConfigError(
             "model.lora.merge", True, "false to evaluate an adapter, which only a trainer merges", "remove it"
         )
@@ -286,8 +291,8 @@ def _rewards_have_functions(config: RunConfig) -> None:
 
 def _groups_can_succeed(config: RunConfig) -> None:
     rollout = config.rollout
-    if rollout.min_samples > rollout.samples:
-        expected = f"at most rollout.samples ({rollout.samples})"
+    if rollout.min_samples > rollout.group_size:
+        expected = f"at most rollout.group_size ({rollout.group_size})"
         raise ConfigError("rollout.min_samples", rollout.min_samples, expected, "lower min_samples or raise samples")
 
 
@@ -309,7 +314,7 @@ def _samples_fit_micro_batches(config: RunConfig) -> None:
 
 
 def _eval_sets_have_servers(config: RunConfig) -> None:
-    if config.evaluation.command and not config.evaluation.alone:
+    if config.evaluation.command and not config.evaluation.only:
         expected = "nothing in a run that trains, whose servers take tokens only"
         raise ConfigError("evaluation.command", config.evaluation.command[0], expected, "use launchers/evaluate.py")
     check_sets(config.evaluation, config.model.max_length, config.rollout.max_tokens)
@@ -324,9 +329,9 @@ def _stale_mask_needs_a_lag(config: RunConfig) -> None:
 def _groups_fit_streams(config: RunConfig) -> None:
     token = _TOKEN_BYTES + (_TAUGHT_BYTES if config.teacher.url else 0)
     sample = config.model.max_length * token + _SAMPLE_BYTES
-    least = 2 * config.rollout.samples * sample
+    least = 2 * config.rollout.group_size * sample
     if config.streams.budget_bytes < least:
-        expected = f"at least {least}, two of the largest groups (rollout.samples × model.max_length tokens)"
+        expected = f"at least {least}, two of the largest groups (rollout.group_size × model.max_length tokens)"
         raise ConfigError("streams.budget_bytes", config.streams.budget_bytes, expected, "raise it")
 
 

@@ -51,8 +51,8 @@ class EvalSetConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation sets in addition to the run's held-out prompts, by name; see docs/evaluation.md."""
 
-    own: bool = Field(True, description="Evaluate the run's built-in held-out prompts in addition to the sets.")
-    alone: bool = Field(
+    builtin_set: bool = Field(True, description="Evaluate the run's built-in held-out prompts in addition to the sets.")
+    only: bool = Field(
         False, description="Train nothing and only evaluate the model; `launchers/evaluate.py` starts such a run."
     )
     step: NotNegative = Field(0, description="Evaluation-only runs: the training step of the model.")
@@ -70,8 +70,10 @@ class EvaluationConfig(Section):
 
 def check_sets(evaluation: EvaluationConfig, max_length: int, longest_turn: int) -> None:
     """`ConfigError` for the first set that cannot be asked; `longest_turn` is what a set without `max_tokens` has."""
-    if evaluation.alone and not evaluation.own and not evaluation.sets:
-        raise ConfigError("evaluation.own", False, "true where there is no set", "name one: evaluation.sets.<name>.…")
+    if evaluation.only and not evaluation.builtin_set and not evaluation.sets:
+        raise ConfigError(
+            "evaluation.builtin_set", False, "true where there is no set", "name one: evaluation.sets.<name>.…"
+        )
     for name, each in evaluation.sets.items():
         if name == BUILTIN_SET:
             raise ConfigError(

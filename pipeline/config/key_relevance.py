@@ -35,7 +35,7 @@ class KeyReader:
 
 
 _CLIPPED = KeyReader("loss.name", ("ppo", "grpo", "gspo", "dr_grpo", "dapo", "cispo", "reinforce_pp"))
-_CRITIC = KeyReader("loss.advantage", ("gae",))
+_CRITIC = KeyReader("loss.advantage_estimator", ("gae",))
 _KL, _LORA = KeyReader("loss.kl"), KeyReader("model.lora.rank")
 
 READ_WITH: Mapping[str, KeyReader] = {
@@ -43,12 +43,12 @@ READ_WITH: Mapping[str, KeyReader] = {
     "loss.clip_high": _CLIPPED,
     "loss.ratio_cap": KeyReader("loss.name", ("reinforce", "rloo")),
     "loss.beta": KeyReader("loss.name", ("dro",)),
-    "loss.correction": KeyReader("loss.proximal", ("recompute",)),
-    "loss.correction_cap": KeyReader("loss.correction", ("truncate", "mask")),
+    "loss.tis": KeyReader("loss.old_logprobs", ("recompute",)),
+    "loss.tis_cap": KeyReader("loss.tis", ("truncate", "mask")),
     "loss.kl_in": _KL,
     "loss.kl_estimator": _KL,
     "loss.reference_every": _KL,
-    "loss.trace": _CRITIC,
+    "loss.gae_lambda": _CRITIC,
     "critic.lr": _CRITIC,
     "critic.clip": _CRITIC,
     "model.lora.alpha": _LORA,

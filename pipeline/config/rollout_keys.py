@@ -13,10 +13,10 @@ from pipeline.config.value_types import Bytes, Fraction, NotNegative, Positive, 
 class RolloutConfig(Section):
     """How the actor samples."""
 
-    samples: Annotated[int, Field(ge=2)] = Field(8, description="Samples of each prompt (the group size).")
-    extra_samples: NotNegative = Field(
+    group_size: Annotated[int, Field(ge=2)] = Field(8, description="Samples of each prompt (the group size).")
+    oversample: NotNegative = Field(
         0,
-        description="Over-sampling: additional samples started for each prompt. The first rollout.samples that end "
+        description="Over-sampling: additional samples started for each prompt. The first rollout.group_size that end "
         "form the group, and the stragglers are canceled. Favors short samples (docs/algorithms.md).",
     )
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature of training rollouts.")
@@ -25,7 +25,7 @@ class RolloutConfig(Section):
     request_seconds: Seconds = Field(
         120, description="Timeout of a request on one server; then another server continues it from its sampled tokens."
     )
-    request_tokens: Positive = Field(
+    max_tokens_per_request: Positive = Field(
         4096,
         description="Largest number of tokens sampled by one request; longer turns are requested in pieces of this "
         "length.",
@@ -35,12 +35,12 @@ class RolloutConfig(Section):
         description="Timeout of the task's own time in one sample, such as for tools, in seconds; then the sample "
         "fails with this reason. Waiting for the servers does not count. 0: no limit.",
     )
-    kept_bytes: NotNegative = Field(
+    sample_store_bytes: NotNegative = Field(
         1 << 30,
         description="Largest size of the readable samples in the run directory, in bytes (docs/rollouts.md); 0: none.",
     )
     min_samples: Positive = Field(2, description="A group with fewer successful samples is recorded as failed.")
-    give_up_after: Positive = Field(
+    max_consecutive_failures: Positive = Field(
         256, description="The run stops when this many samples in a row have failed because of the task."
     )
 
@@ -53,18 +53,18 @@ class InferenceConfig(Section):
         description="Transport of the weights: `gloo`, over TCP; `nccl`, from GPU to GPU. Servers are paused only for "
         "an update of full weights over gloo. `auto`: nccl with resources.device=cuda, but gloo for adapters.",
     )
-    update: Literal["keep", "wait", "abort"] = Field(
+    pause_mode: Literal["keep", "wait", "abort"] = Field(
         "keep",
         description="Requests in flight during an update: `keep` them running, `wait` for their end, or `abort` and "
         "retry them.",
     )
-    recompute_kv: bool = Field(
+    reset_kv_cache_on_update: bool = Field(
         False, description="With `keep`: prefill the requests in flight again with the new weights."
     )
     update_seconds: Seconds = Field(60, description="Deadline of one update; a server that misses it is evicted.")
     kv_cache_bytes: Bytes = Field(1 << 26, description="Memory of the KV cache of each server (CPU).")
     gpu_memory: Fraction = Field(0.85, description="Fraction of the GPU's memory for a server.")
-    api_processes: Positive = Field(
+    api_server_count: Positive = Field(
         4,
         description="HTTP processes of each server (GPU); small models use more. Always one if a server loads "
         "adapters.",
@@ -73,7 +73,7 @@ class InferenceConfig(Section):
     restarts: NotNegative = Field(
         3, description="Number of restarts of a crashed or hung server before it ends the attempt."
     )
-    fast_logprobs: bool = Field(
+    compact_logprobs: bool = Field(
         True,
         description="Send log-probabilities from vLLM's engine as plain numbers, which costs the engine less; the "
         "values are the same. With vLLM 0.25 this also sends the policy version of each token.",

@@ -83,26 +83,26 @@ class LossConfig(Section):
     name: Literal["reinforce", "ppo", "grpo", "gspo", "dr_grpo", "dapo", "cispo", "rloo", "reinforce_pp", "dro"] = (
         Field(description="The policy loss.")
     )
-    advantage: Literal["group", "group_std", "leave_one_out", "batch", "group_batch", "gae"] = Field(
+    advantage_estimator: Literal["group", "group_std", "leave_one_out", "batch", "group_batch", "gae"] = Field(
         "group_std",
         description="Estimator of the advantages. `group`: reward minus the group mean; `group_std`: the same "
         "divided by the group's standard deviation; `leave_one_out`: reward minus the mean of the other samples; "
         "`batch`: reward whitened over the batch; `group_batch`: reward minus the group mean, whitened over the "
         "batch; `gae`: with a critic's values.",
     )
-    proximal: Literal["sampler", "recompute"] = Field(
+    old_logprobs: Literal["sampler", "recompute"] = Field(
         "sampler",
         description="Policy in the denominator of the ratio. `sampler`: the policy that sampled; `recompute`: the "
         "trainer's policy at the start of the step, whose log-probabilities are recomputed if a batch takes several "
         "optimizer steps.",
     )
-    correction: Literal["none", "truncate", "mask"] = Field(
+    tis: Literal["none", "truncate", "mask"] = Field(
         "none",
         description="Importance-sampling correction of each token, by the ratio of the recomputed policy to the "
-        "sampling policy. `truncate`: weight by the ratio, at most correction_cap; `mask`: drop tokens outside of 1 "
-        "/ correction_cap … correction_cap.",
+        "sampling policy. `truncate`: weight by the ratio, at most tis_cap; `mask`: drop tokens outside of 1 "
+        "/ tis_cap … tis_cap.",
     )
-    correction_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Bound of the correction's ratio.")
+    tis_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Bound of the correction's ratio.")
     clip_low: Annotated[float, Field(ge=0, le=1)] = Field(
         0.2, description="The ratio is clipped from below at 1 − clip_low."
     )
@@ -131,12 +131,12 @@ class LossConfig(Section):
     beta: Annotated[float, Field(ge=0)] = Field(
         0.05, description="Weight of the squared distance from the sampling policy."
     )
-    discount: Fraction = Field(1.0, description="Discount of a reward for each sampled token (γ).")
-    trace: Fraction = Field(0.95, description="Decay of the temporal differences in GAE (λ).")
+    gamma: Fraction = Field(1.0, description="Discount of a reward for each sampled token (γ).")
+    gae_lambda: Fraction = Field(0.95, description="Decay of the temporal differences in GAE (λ).")
 
 
 class CriticConfig(Section):
-    """The value model of `loss.advantage=gae`; it starts as the policy with a new head for one number."""
+    """The value model of `loss.advantage_estimator=gae`; it starts as the policy with a new head for one number."""
 
     lr: Rate = Field(1e-4, description="The critic's learning rate; its optimizer otherwise has the policy's settings.")
     clip: Annotated[float, Field(ge=0)] = Field(
@@ -193,7 +193,7 @@ class TrainingConfig(Section):
     """Steps, batches, memory and checkpoints of training."""
 
     steps: NotNegative = Field(
-        description="Steps of RL; each trains one batch. 0: no RL: the run is the SFT phase (training.warm_start) "
+        description="Steps of RL; each trains one batch. 0: no RL: the run is the SFT phase (training.sft) "
         "alone, with the trainer as the only role."
     )
     prompts_per_step: Positive = Field(description="Groups (prompts) in a batch, which one step trains.")
@@ -227,28 +227,29 @@ class TrainingConfig(Section):
         description="Compute a common prefix of several samples in a micro-batch, such as their prompt, once, if "
         "samples are packed. Unset: on for CPUs without compiled layers.",
     )
-    zero_advantage: Literal["keep", "drop"] = Field(
+    zero_variance_groups: Literal["keep", "drop"] = Field(
         "keep", description="Groups whose samples all have the same reward: `keep` or `drop` them."
     )
-    overlong: Literal["keep", "mask"] = Field(
-        "keep",
-        description="Tokens of truncated samples: `keep` or `mask` them in the loss; their rewards always count.",
+    mask_truncated: bool = Field(
+        False,
+        description="Exclude the tokens of truncated samples from the loss (DAPO's overlong filtering); their rewards "
+        "always count.",
     )
     activation_checkpointing: bool = Field(
         False, description="Recompute each layer's activations in the backward pass instead of keeping them."
     )
     compile: bool = Field(False, description="Compile the model's layers (torch.compile).")
-    reshard: bool = Field(
+    reshard_after_forward: bool = Field(
         False,
         description="Reshard parameters and gradients after every pass through a layer (ZeRO-3): less memory. "
         "Otherwise every rank holds both whole from the first micro-batch of an operation to its last (ZeRO-2).",
     )
     mesh: MeshConfig = MeshConfig()
-    offload: bool = Field(
+    offload_idle_models: bool = Field(
         False,
         description="Keep only the computing model on the device; the others are offloaded to host memory or disk.",
     )
-    publish_from: Literal["gpu", "host"] = Field(
+    staging_device: Literal["gpu", "host"] = Field(
         "gpu",
         description="Memory for weights that wait for servers on GPUs: the trainer's first `gpu`, or its `host`, "
         "which is slower.",
@@ -274,7 +275,7 @@ class TrainingConfig(Section):
     async_checkpoints: bool = Field(True, description="Continue training while a checkpoint is written.")
     keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Number of complete checkpoints to keep.")
     data_seconds: Seconds = Field(600, description="Timeout of the trainer's wait for a batch; then the run fails.")
-    warm_start: SftPhaseConfig = SftPhaseConfig()
+    sft: SftPhaseConfig = SftPhaseConfig()
     jobs: str = Field(
         "",
         description="A job file, or a folder of job files, for the trainer to execute (docs/jobs.md); the run then "
@@ -289,7 +290,7 @@ class TrainingConfig(Section):
     @property
     def masked_finish(self) -> str | None:
         """How samples ended of which no token counts."""
-        return "length" if self.overlong == "mask" else None
+        return "length" if self.mask_truncated else None
 
 
 class StreamsConfig(Section):
@@ -369,12 +370,12 @@ class RunConfig(Section):
     @property
     def has_servers(self) -> bool:
         """Whether there are servers: for rollouts, for what clients sample, or for evaluations alone."""
-        return self.has_rollouts or self.evaluation.alone or (self.serve.enabled and self.serve.sampling)
+        return self.has_rollouts or self.evaluation.only or (self.serve.enabled and self.serve.sampling)
 
     @property
     def has_sft(self) -> bool:
         """Whether the run begins with supervised fine-tuning."""
-        return self.training.warm_start.steps > 0 or self.training.warm_start.epochs > 0
+        return self.training.sft.steps > 0 or self.training.sft.epochs > 0
 
     @property
     def weights_backend(self) -> Literal["gloo", "nccl"]:

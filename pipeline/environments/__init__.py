@@ -86,17 +86,17 @@ def check_task(task: Task, config: RunConfig) -> None:
 
     RL needs prompts to train and prompts to evaluate. SFT without a dataset needs demonstrations.
     """
-    name, sft_steps = config.task.name, config.training.warm_start.steps
+    name, sft_steps = config.task.name, config.training.sft.steps
     if config.has_rollouts:
         with user_import_errors("task.name", name, "a task with prompts and held-out prompts"):
             if len(task) == 0:
                 raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
-            if config.cluster.kind == "local":
+            if config.cluster.scheduler == "local":
                 check_sandbox(task, config.task)
             if len(task.held_out()) == 0:
                 raise ConfigError("task.name", name, "a task with held-out prompts", "its held_out() is empty")
     if sft_steps and not config.data.path:
-        check_demonstrations(task, name, "training.warm_start.steps", sft_steps)
+        check_demonstrations(task, name, "training.sft.steps", sft_steps)
 
 
 def check_demonstrations(task: Task, name: str, key: str, value: object = "demonstrations") -> None:

@@ -204,7 +204,7 @@ class Task(ABC):
 
     def demonstration(self, index: int) -> Demonstration:
         """Demonstration `index` = 0, 1, 2, … without end, none of them held out. Only SFT needs it."""
-        raise NotImplementedError(f"task {self.name} has no demonstrations; set training.warm_start.steps=0")
+        raise NotImplementedError(f"task {self.name} has no demonstrations; set training.sft.steps=0")
 
 
 def user_prompt(question: str, answer: Any = None) -> Prompt:

@@ -24,7 +24,7 @@ Rows = Sequence[MetricRecord]
 def all_charts(history: History) -> list[Chart]:
     """Every chart of a run, in the order of the page."""
     rows, config = history.rows, history.config
-    if config and config.evaluation.alone:
+    if config and config.evaluation.only:
         return []
     if config and not config.has_rollouts:
         found = [chart for job, name in _KINDS.items() if _has(rows, job) for chart in _of_trainer(rows, job, name)]
@@ -44,7 +44,7 @@ def all_charts(history: History) -> list[Chart]:
 def unmeasured(history: History) -> list[str]:
     """What a run of RL could measure besides, as `entropy: training.metrics=with_entropy`."""
     config, rows = history.config, history.rows
-    if config is None or not config.has_rollouts or config.evaluation.alone or not _has(rows, "rl"):
+    if config is None or not config.has_rollouts or config.evaluation.only or not _has(rows, "rl"):
         return []
     keys = {
         "entropy": "entropy: training.metrics=with_entropy",
@@ -95,7 +95,7 @@ def _learning(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> l
             "Groups and samples that teach little",
             "Groups whose samples all have the same reward, which gives no advantage; samples cut off at "
             "rollout.max_tokens.",
-            {"equal rewards": "groups/zero_variance", "cut off": "samples/cut"},
+            {"equal rewards": "groups/zero_variance", "cut off": "samples/truncated"},
             (rows, resumes, LEARNING),
             percent=True,
         ),
@@ -194,10 +194,10 @@ def _optional(
 
 def _lag(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> Chart:
     limit = config.training.max_lag if config else None
-    curves = [Curve("most", series(rows, "lag/max")), Curve("mean", series(rows, "lag/mean"))]
+    curves = [Curve("most", series(rows, "staleness/max")), Curve("mean", series(rows, "staleness/mean"))]
     bound = "" if limit is None else f" The dashed line is max_lag = {limit}."
     note = f"Steps between the weights that sampled and those that train.{bound}"
-    return chart("Lag", note, curves, resumes, "lag/mean, lag/max", limit=limit, section=SPEED)
+    return chart("Lag", note, curves, resumes, "staleness/mean, staleness/max", limit=limit, section=SPEED)
 
 
 def _throughput(rows: Rows, resumes: Sequence[int], job: str, section: str) -> Chart:

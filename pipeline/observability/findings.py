@@ -98,21 +98,22 @@ def _equal(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding
 
 
 def _truncated(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
-    cut = _median(steps, "samples/cut")
-    if cut >= CUT and config.training.overlong != "mask":
+    cut = _median(steps, "samples/truncated")
+    if cut >= CUT and not config.training.mask_truncated:
         yield Finding(
             f"{cut:.0%} of the samples are cut off at rollout.max_tokens: their rewards are of unfinished answers.",
-            "Raise rollout.max_tokens and model.max_length, or leave them out of the loss: training.overlong=mask.",
+            "Raise rollout.max_tokens and model.max_length, or leave them out of the loss: "
+            "training.mask_truncated=true.",
             "docs/algorithms.md#which-samples-count",
         )
 
 
 def _clipped(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
-    clipped, over_sampler = _median(steps, "clip_fraction"), config.loss.proximal == "sampler"
+    clipped, over_sampler = _median(steps, "clip_fraction"), config.loss.old_logprobs == "sampler"
     if clipped >= CLIPPED and config.loss.name in CLIPS and over_sampler and config.training.max_lag:
         yield Finding(
             f"The clip holds {clipped:.0%} of the tokens: the policy has moved too far from the one that sampled them.",
-            "Set loss.proximal=recompute loss.correction=truncate, or lower optim.lr or training.max_lag.",
+            "Set loss.old_logprobs=recompute loss.tis=truncate, or lower optim.lr or training.max_lag.",
             "docs/algorithms.md#lag",
         )
 
@@ -132,7 +133,7 @@ def _refused(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Findi
 
 def _idle(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
     """Which half waits for the other; only where each has GPUs of its own, and computes nothing meanwhile."""
-    if config.resources.device != "cuda" or config.resources.share_gpus:
+    if config.resources.device != "cuda" or config.resources.colocate:
         return
     names = ("idle/trainer", "idle/servers", "idle/actor")
     if not all(_values(steps, name) for name in names):
@@ -168,13 +169,13 @@ def _resplit(config: RunConfig, idle_trainer: float, idle_servers: float, slower
     """Which split of the run's GPUs would be faster, and the keys that set it."""
     trainer, inference = config.resources.trainer, config.resources.inference
     training = trainer.nodes * trainer.processes * trainer.gpus
-    serving = inference.nodes * inference.servers * inference.gpus // inference.per_gpu
+    serving = inference.nodes * inference.servers * inference.gpus // inference.servers_per_gpu
     split = best_split(training, serving, inference.gpus, idle_trainer, idle_servers) if training and serving else None
     if split is None:
         return f"No other split of these GPUs is faster; give the {slower} more of them: resources.{KEYS[slower]}."
     keys = "resources.trainer, resources.inference"
     if trainer.nodes == inference.nodes == 1:
-        servers = split.servers * inference.per_gpu // inference.gpus
+        servers = split.servers * inference.servers_per_gpu // inference.gpus
         keys = f"resources.trainer.processes={split.trainer // trainer.gpus} resources.inference.servers={servers}"
     return (
         f"Train on {split.trainer} GPUs and serve on {split.servers}: a step would take 1/{split.factor:.1f} of the "

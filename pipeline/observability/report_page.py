@@ -74,7 +74,7 @@ def state(history: History) -> State:
 def tiles(history: History) -> list[Tile]:
     """The headline: (value, what it is)."""
     config, rows = history.config, history.rows
-    if config and config.evaluation.alone:
+    if config and config.evaluation.only:
         return [_wall_tile(history), *_set_tiles(config, rows)]
     steps, rewards = series(rows, "reward/mean"), [value for _, value in series(rows, "reward/mean")]
     speeds = _speeds(row for row in rows if row["job"] == "rl")
@@ -87,7 +87,10 @@ def tiles(history: History) -> list[Tile]:
         _wall_tile(history),
         _held_out_tile([value for _, value in series(rows, "eval/accuracy")], measures_accuracy(config, rows)),
         _first_last(rewards, "mean reward, first → last tenth"),
-        (number(max((value for _, value in series(rows, "lag/max")), default=None), ".0f"), f"largest lag{limit}"),
+        (
+            number(max((value for _, value in series(rows, "staleness/max")), default=None), ".0f"),
+            f"largest lag{limit}",
+        ),
         _speed_tile(speeds),
     ]
 
@@ -110,7 +113,7 @@ def _trainer_tiles(history: History, training: TrainingConfig) -> list[Tile]:
     done = str(rows[-1]["step"] if rows else 0)
     if training.jobs:
         return [(done, "steps of all jobs"), _wall_tile(history), _speed_tile(_speeds(rows))]
-    total = training.warm_start.steps or max((int(steps) for _, steps in series(rows, "steps", job="sft")), default=0)
+    total = training.sft.steps or max((int(steps) for _, steps in series(rows, "steps", job="sft")), default=0)
     best = min(series(history.rows, "eval/loss", job="sft"), key=lambda point: point[1], default=None)
     return [
         (f"{done} / {total or '?'}", "steps of SFT"),
@@ -179,8 +182,8 @@ def _what_it_does(config: RunConfig) -> list[str]:
     """What it learns from, and how: of SFT the data, since a task has a name even where nobody asks it anything."""
     if config.training.jobs:
         return ["jobs", config.training.jobs]
-    if config.evaluation.alone:
-        return ["evaluation", config.task.name] if config.evaluation.own else ["evaluation"]
+    if config.evaluation.only:
+        return ["evaluation", config.task.name] if config.evaluation.builtin_set else ["evaluation"]
     if not config.has_rollouts:
         return ["SFT", config.data.path or f"demonstrations of {config.task.name}"]
     return [config.task.name, config.loss.name]

@@ -109,7 +109,7 @@ def _range(text: str) -> tuple[float, float]:
 def _show(run: RunPaths, options: argparse.Namespace) -> None:
     kept = read_samples(run)
     if not len(kept):
-        hint = "a run keeps them as it goes on, unless rollout.kept_bytes=0"
+        hint = "a run keeps them as it goes on, unless rollout.sample_store_bytes=0"
         raise ConfigError("run", run.root.name, f"a run that kept samples, and {run.rollouts} has none", hint)
     found = kept.where(_filter(options))
     chosen = _ordered(found, options)

@@ -123,7 +123,7 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
             [placement.endpoint for placement in world.of_role("inference")],
             world.password,
             config.rollout.request_seconds,
-            request_tokens=config.rollout.request_tokens,
+            max_tokens_per_request=config.rollout.max_tokens_per_request,
             max_lag=config.training.max_lag,
             server_seconds=2 * config.cluster.startup_seconds,
             vocabulary=chat.vocabulary,
@@ -158,7 +158,7 @@ async def work_until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> No
 async def _run_until_signal(context: RoleContext) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-    if context.config.evaluation.alone:
+    if context.config.evaluation.only:
         from pipeline.roles.evaluator import Evaluator
 
         await work_until(stop, Evaluator(context).work())

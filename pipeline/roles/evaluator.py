@@ -80,7 +80,7 @@ class Evaluator:
             self._endpoints,
             world.password,
             config.rollout.request_seconds,
-            request_tokens=config.rollout.request_tokens,
+            max_tokens_per_request=config.rollout.max_tokens_per_request,
             vocabulary=chat.vocabulary,
             fixed=True,
         )

@@ -101,12 +101,12 @@ def server_environment(config: RunConfig, place: Placement, world: Path) -> dict
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEEPALIVE_SECONDS),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        SWITCH: str(int(config.inference.fast_logprobs and not config.serve.enabled)),
+        SWITCH: str(int(config.inference.compact_logprobs and not config.serve.enabled)),
     }
     if place.gpus:
         common["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
     if config.resources.device == "cuda":
-        shared = config.resources.share_gpus or config.resources.inference.per_gpu > 1
+        shared = config.resources.colocate or config.resources.inference.servers_per_gpu > 1
         return common | {SHARED: str(int(shared))}
     return common | {
         # Compiling a few lines of the sampler would cost the first request seconds.
@@ -124,7 +124,7 @@ def adapter_environment(config: RunConfig, folder: Path) -> dict[str, str]:
     to find the adapter there, once the trainer has brought it (`pipeline.inference.vllm.adapter_loading`)."""
     if config.serve.enabled:
         return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    if not config.model.lora.travels_alone or config.evaluation.alone:
+    if not config.model.lora.travels_alone or config.evaluation.only:
         return {}
     folder.mkdir(parents=True, exist_ok=True)
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}
@@ -147,7 +147,7 @@ def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
     """How weights come, and that no text is made, which only clients of the API and a benchmark's harness ask for."""
     if config.serve.enabled:
         return _scale_out()
-    if config.evaluation.alone:
+    if config.evaluation.only:
         return _scale_out() if config.evaluation.command else ("--tokens-only",)
     return (
         "--tokens-only",
@@ -181,11 +181,11 @@ def _program(config: RunConfig, place: Placement) -> tuple[str, ...]:
 
 
 def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
-    loads_adapters = config.serve.enabled or (config.model.lora.travels_alone and not config.evaluation.alone)
-    processes = 1 if loads_adapters else config.inference.api_processes  # an adapter is loaded into one of them
+    loads_adapters = config.serve.enabled or (config.model.lora.travels_alone and not config.evaluation.only)
+    processes = 1 if loads_adapters else config.inference.api_server_count  # an adapter is loaded into one of them
     return (
         *("--tensor-parallel-size", str(len(place.gpus))),
-        *("--gpu-memory-utilization", str(config.inference.gpu_memory / config.resources.inference.per_gpu)),
+        *("--gpu-memory-utilization", str(config.inference.gpu_memory / config.resources.inference.servers_per_gpu)),
         *("--api-server-count", str(processes)),
     )
 
@@ -203,7 +203,7 @@ def _policy_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
             *("--max-cpu-loras", str(2 * MAX_ADAPTERS), "--max-lora-rank", str(_least_rank(config.serve.max_rank))),
             *("--lora-target-modules", *ATTENTION_LAYERS, *MLP_LAYERS),
         )
-    lora, alone = config.model.lora, config.evaluation.alone
+    lora, alone = config.model.lora, config.evaluation.only
     if not lora.travels_alone:
         return ("--served-model-name", MODEL, *(() if alone else ("--load-format", "dummy")))
     return (

@@ -52,7 +52,7 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
 
     `malformed: …` when a sample makes no sense: the trainer asks for the position again. `failed: …` when fewer than
     `rollout.min_samples` samples succeeded; `filtered: …` when no sample can teach anything and
-    `training.zero_advantage` is `drop`.
+    `training.zero_variance_groups` is `drop`.
     """
     try:
         for sample in group.samples:
@@ -64,9 +64,9 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
         reason = group.failures[0].partition(":")[0] if group.failures else "too few samples"
         return PreparedGroup(group=group, outcome=f"failed: {reason}")
     rewards = [sample.reward for sample in group.samples]
-    if config.training.zero_advantage == "drop" and has_zero_variance(rewards):
+    if config.training.zero_variance_groups == "drop" and has_zero_variance(rewards):
         return PreparedGroup(group=group, outcome=FILTERED)
-    return PreparedGroup(group=group, advantages=tuple(advantages(rewards, config.loss.advantage).tolist()))
+    return PreparedGroup(group=group, advantages=tuple(advantages(rewards, config.loss.advantage_estimator).tolist()))
 
 
 def attach_references(prepared: PreparedGroup, references: References | str) -> PreparedGroup:
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> None:
 
     def keep(prepared: PreparedGroup) -> None:
         if prepared.outcome.partition(":")[0] != MALFORMED:
-            kept.add(records_of_group(prepared, config.task.name, config.loss.advantage))
+            kept.add(records_of_group(prepared, config.task.name, config.loss.advantage_estimator))
 
     try:
         with connect(context) as streams, sample_store_for(context, TRAIN) as kept:

@@ -60,7 +60,7 @@ class RlServices:
         meeting = MeetingPoint(place.address, place.ports[1], context.world.password)
         patience, told = config.cluster.startup_seconds, self._board.post_server
         device = self._dispatch.device if config.weights_backend == "nccl" else CPU
-        on_host = config.training.publish_from == "host"
+        on_host = config.training.staging_device == "host"
         lora = config.model.lora if config.model.lora.travels_alone else None
         return WeightSender(servers, meeting, config.inference, patience, told, lora, device, on_host)
 

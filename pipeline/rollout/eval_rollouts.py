@@ -175,7 +175,7 @@ def eval_sets(task: Task, calls: TaskCalls, config: RunConfig) -> dict[str, Eval
         sampling=Sampling(0.0, rollout.max_tokens, config.model.max_length, rollout.episode_seconds),
         whole_answers=bool(config.reward.functions),
     )
-    asked = {"": own} if config.evaluation.own else {}
+    asked = {"": own} if config.evaluation.builtin_set else {}
     return asked | {name: _of_config(own, each, config) for name, each in config.evaluation.sets.items()}
 
 

@@ -1,9 +1,9 @@
 """All rollouts of the prompt of a position, as one group.
 
 Owns the building of groups and the patience with a task that fails. Promises that `build` always returns a group, of
-samples and of reasons that together are `rollout.samples`; with `rollout.extra_samples` at most so many samples, the
-first that ended, and every reason until then. It raises only `TaskError`, when `rollout.give_up_after` samples in a row
-failed.
+samples and of reasons that together are `rollout.group_size`; with `rollout.oversample` at most so many samples, the
+first that ended, and every reason until then. It raises only `TaskError`, when `rollout.max_consecutive_failures`
+samples in a row failed.
 """
 
 from collections import Counter
@@ -42,7 +42,8 @@ class FailureStreak:
         self.failed = 0 if succeeded else self.failed + len(failures)
         if self.failed >= self.limit:
             raise TaskError(
-                f"{self.failed} samples in a row failed (rollout.give_up_after={self.limit}); the last: {failures[-1]}"
+                f"{self.failed} samples in a row failed (rollout.max_consecutive_failures={self.limit}); the last: "
+                f"{failures[-1]}"
             )
 
 
@@ -55,11 +56,11 @@ class GroupBuilder:
         """The episodes of `task` run here; its prompts and rewards are had by `calls`."""
         rollout = config.rollout
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
-        self._seed, self._size, self._extra = config.seed, rollout.samples, rollout.extra_samples
+        self._seed, self._size, self._extra = config.seed, rollout.group_size, rollout.oversample
         self._whole_answers = bool(config.reward.functions)
         length, seconds = config.model.max_length, rollout.episode_seconds
         self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
-        self.patience = FailureStreak(rollout.give_up_after)
+        self.patience = FailureStreak(rollout.max_consecutive_failures)
 
     async def build(self, position: int) -> Group:
         """The group at a position; `TaskError` when the task keeps failing."""

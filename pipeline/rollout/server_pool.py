@@ -8,7 +8,7 @@ such server, at most `server_seconds`. Must not know tasks, streams or how weigh
 A sample goes on where it stopped, whether a weight update or the time limit of a request cut it off: it keeps its
 tokens, log-probabilities and versions, and the rest is asked for. To sample it anew would favour short samples, which
 are cut off less often. A lost server takes what it had not answered with it, so a long sample is asked for in pieces of
-at most `request_tokens`: however long it is, a lost server costs it no more than one piece.
+at most `max_tokens_per_request`: however long it is, a lost server costs it no more than one piece.
 
     async with InferenceClient(["127.0.0.3:8000"], password, request_seconds=120) as client:
         client.update("127.0.0.3:8000", 0)
@@ -49,7 +49,7 @@ class InferenceClient:
         password: str,
         request_seconds: float,
         *,
-        request_tokens: int | None = None,
+        max_tokens_per_request: int | None = None,
         max_lag: int = 1,
         server_seconds: float = 600.0,
         vocabulary: int | None = None,
@@ -61,14 +61,14 @@ class InferenceClient:
             servers: `host:port` of each.
             password: the world's, which every server asks for.
             request_seconds: how long one server may work on a request; then it goes on elsewhere.
-            request_tokens: most tokens that one request samples; None: no bound.
+            max_tokens_per_request: most tokens that one request samples; None: no bound.
             max_lag: most versions that a server may be behind the newest one to be asked.
             server_seconds: how long to wait for a server that may be asked.
             fixed: whether the servers have their weights from disk, for good.
             vocabulary: token ids are below this. vLLM without a tokenizer does not check, and would die of one above.
         """
         self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
-        self._password, self._seconds, self._piece = password, request_seconds, request_tokens
+        self._password, self._seconds, self._piece = password, request_seconds, max_tokens_per_request
         self._max_lag, self._server_seconds, self._vocabulary = max_lag, server_seconds, vocabulary
         self._changed, self._suspects = asyncio.Event(), PoisonRequestGuard()
         self._eligible: list[Server] | None = []

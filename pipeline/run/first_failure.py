@@ -21,7 +21,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
     ("ModuleNotFoundError", "a package is missing: install the project again in this environment"),
     ("Address already in use", "a port was taken by a foreign process: submit again"),
     ("to become ready", "it started too slowly: read its log, or raise cluster.startup_seconds"),
-    ("hung: ", "its log ends with its stacks, where it has any; if it was only slow, raise cluster.silence_seconds"),
+    ("hung: ", "its log ends with its stacks, where it has any; if it was only slow, raise cluster.heartbeat_seconds"),
     ("SIGKILL", "it was killed from outside, often by the kernel when memory ran out: see dmesg, then submit again"),
 )
 """What to do, by the first phrase that occurs in the cause or in the last log lines."""

@@ -147,7 +147,7 @@ def roll_back_file(
 class Console:
     """Logs a short line for each row."""
 
-    NAMES = ("loss", "eval/loss", "reward/mean", "eval/accuracy", "lag/max", "tokens_per_second")
+    NAMES = ("loss", "eval/loss", "reward/mean", "eval/accuracy", "staleness/max", "tokens_per_second")
 
     def write(self, row: MetricRecord) -> None:
         numbers = " ".join(f"{name}={row[name]:.4g}" for name in self.NAMES if row.get(name) is not None)

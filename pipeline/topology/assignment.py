@@ -124,7 +124,9 @@ def _shortage(plan: Plan, cards: Sequence[NodeInfo], filled: Sequence[tuple[int,
     shown = "; ".join(reasons[:8]) + (f"; and {len(reasons) - 8} more" if len(reasons) > 8 else "")
     seats = ", ".join(seat.name for seat in empty[:4]) + (f" and {len(empty) - 4} more" if len(empty) > 4 else "")
     spares = plan.spare_nodes + len(empty)
-    return f"no rank is left for {seats}: {shown}; mend these nodes, exclude them, or set resources.spares={spares}"
+    return (
+        f"no rank is left for {seats}: {shown}; mend these nodes, exclude them, or set resources.spare_nodes={spares}"
+    )
 
 
 def _unusable(card: NodeInfo | None, rank: int, seat: NodeBundle) -> str:

@@ -168,7 +168,7 @@ def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
     """Sequences of `model.max_length` that fit in a server's cache on GPUs of so many bytes; 0 or less for too few, or
     unknown."""
     each = sequence_bytes(config, sizes)
-    mine = config.inference.gpu_memory * memory / config.resources.inference.per_gpu
+    mine = config.inference.gpu_memory * memory / config.resources.inference.servers_per_gpu
     room = mine - _shard(sizes.weights, _server_gpus(config)) - ENGINE
     return int(room // each) if each else 0
 
@@ -177,10 +177,10 @@ def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
     """What rank 0 of the trainer takes of its node's memory beside the few GiB that torch and CUDA take."""
     shards = dp_shard(config, trainer_ranks(config))
     state = _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, shards)
-    moved = state + _other_models_bytes(config, sizes, shards) if config.training.offload else 0
+    moved = state + _other_models_bytes(config, sizes, shards) if config.training.offload_idle_models else 0
     published = (
         _PUBLISHED * _published_bytes(config, sizes)
-        if _publishes(config) and config.training.publish_from == "host"
+        if _publishes(config) and config.training.staging_device == "host"
         else 0
     )
     return MemoryBudget(
@@ -201,7 +201,7 @@ def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
 
 def _describe_servers(config: RunConfig, sizes: Sizes) -> Iterator[str]:
     yield f"GPU of a server, at least: {server_memory(config, sizes)}"
-    if config.resources.share_gpus:
+    if config.resources.colocate:
         shared = min_vllm_bytes(config, sizes) + colocated_bytes(config, sizes)
         yield f"GPU that they share, at least: {shared / GIB:.1f} GiB"
     if each := kv_bytes(config, sizes):
@@ -238,27 +238,27 @@ def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
     training, cp = config.training, config.training.mesh.cp
     if training.jobs or config.serve.enabled:
         return training.micro_batch_tokens
-    rl = training.prompts_per_step * config.rollout.samples if config.has_rollouts else 0
-    rows = math.ceil(max(rl, training.warm_start.batch if config.has_sft else 0) * cp / ranks)
+    rl = training.prompts_per_step * config.rollout.group_size if config.has_rollouts else 0
+    rows = math.ceil(max(rl, training.sft.batch if config.has_sft else 0) * cp / ranks)
     return min(training.micro_batch_tokens, math.ceil(rows * config.model.max_length / cp))
 
 
 def min_vllm_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a GPU that vLLM needs inside of `inference.gpu_memory`, for all servers there."""
     parts = server_memory(config, sizes).parts
-    return config.resources.inference.per_gpu * (parts["weights"] + parts["one sequence"] + parts["vLLM"])
+    return config.resources.inference.servers_per_gpu * (parts["weights"] + parts["one sequence"] + parts["vLLM"])
 
 
 def colocated_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a server's GPU that others need: weights that arrive, CUDA, and a trainer that shares it."""
-    trainer = trainer_memory(config, sizes).total if config.resources.share_gpus else 0
+    trainer = trainer_memory(config, sizes).total if config.resources.colocate else 0
     return trainer + non_vllm_bytes(config, sizes)
 
 
 def non_vllm_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: weights that arrive, and CUDA."""
     parts = server_memory(config, sizes).parts
-    return config.resources.inference.per_gpu * (parts["weights that arrive"] + parts["CUDA"])
+    return config.resources.inference.servers_per_gpu * (parts["weights that arrive"] + parts["CUDA"])
 
 
 def _publishes(config: RunConfig) -> bool:
@@ -287,7 +287,7 @@ def _shard(size: int, ranks: int) -> int:
 def _staging_bytes(config: RunConfig, sizes: Sizes) -> int:
     """What lies on rank 0's GPU for the servers: versions that wait there, and chunks that are brought together for
     servers which do not take a version as it lies."""
-    on_host = config.training.publish_from == "host"
+    on_host = config.training.staging_device == "host"
     servers = config.resources.inference.nodes * config.resources.inference.servers
     gathering = servers * 2 * WEIGHT_CHUNK if on_host or _server_gpus(config) > 1 else 0
     return gathering + (0 if on_host else _PUBLISHED * _published_bytes(config, sizes))
@@ -296,18 +296,19 @@ def _staging_bytes(config: RunConfig, sizes: Sizes) -> int:
 def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
     """Models beside the policy: a reference without gradients, a critic with all that a trained one has.
 
-    With `training.offload` only the one that computes is on the device, and none of them is larger than the policy.
+    With `training.offload_idle_models` only the one that computes is on the device, and none of them is larger than the
+    policy.
     """
-    if config.training.offload:
+    if config.training.offload_idle_models:
         return 0
     reference = _MASTER * sizes.parameters if config.has_reference else 0
-    trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.advantage == "gae" else 0
+    trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.advantage_estimator == "gae" else 0
     return _shard(reference + trained, shards)
 
 
 def _gathered_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Whole parameters in compute type: all, or embedding, head and two layers at a time."""
-    if not config.training.reshard:
+    if not config.training.reshard_after_forward:
         return _without_spread(config, sizes.parameters, sizes.experts) * sizes.width
     return (sizes.outside_layers + 2 * _layer(config, sizes)) * sizes.width
 
@@ -330,7 +331,7 @@ def _tables(config: RunConfig, tokens: int) -> int:
 
 
 def _gradients(config: RunConfig, sizes: Sizes, shards: int) -> int:
-    if config.training.reshard:
+    if config.training.reshard_after_forward:
         return _shard(_GRADIENT * sizes.trained, shards)
     experts = sizes.experts if sizes.trained == sizes.parameters else 0
     return _GRADIENT * _without_spread(config, sizes.trained, experts)

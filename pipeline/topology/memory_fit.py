@@ -71,7 +71,7 @@ def max_gpu_memory_utilization(config: RunConfig, sizes: Sizes, memory: int) -> 
 
 def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
     inside, beside = min_vllm_bytes(config, sizes), colocated_bytes(config, sizes)
-    if inside + beside > memory and config.resources.share_gpus:
+    if inside + beside > memory and config.resources.colocate:
         trainer = trainer_memory(config, sizes)
         servers = inside + beside - trainer.total
         hint = _hint_trainer(config, sizes, memory - servers)
@@ -83,7 +83,7 @@ def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
         raise _out_of_memory_error(config, "each GPU of a server", need, _hint_server(config, sizes, memory))
     share, most = config.inference.gpu_memory, max_gpu_memory_utilization(config, sizes, memory)
     if share > most:
-        expected = f"at most {most}: {_NOT_VLLM[config.resources.share_gpus]} take {beside / GIB:.1f} GiB outside vLLM"
+        expected = f"at most {most}: {_NOT_VLLM[config.resources.colocate]} take {beside / GIB:.1f} GiB outside vLLM"
         raise ConfigError("inference.gpu_memory", share, expected, "lower it")
     if share * memory < inside:
         expected = f"at least {math.ceil(100 * inside / memory) / 100}, for weights, vLLM and one sequence"
@@ -129,11 +129,11 @@ def _hint_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
 
 
 _SAVINGS: Sequence[dict[str, Any]] = (
-    {"publish_from": "host"},
-    {"reshard": True},
+    {"staging_device": "host"},
+    {"reshard_after_forward": True},
     {"activation_checkpointing": True},
-    {"reshard": True, "activation_checkpointing": True},
-    {"publish_from": "host", "reshard": True, "activation_checkpointing": True},
+    {"reshard_after_forward": True, "activation_checkpointing": True},
+    {"staging_device": "host", "reshard_after_forward": True, "activation_checkpointing": True},
 )
 
 

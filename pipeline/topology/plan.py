@@ -177,7 +177,7 @@ def _bundles(config: RunConfig) -> list[NodeBundle]:
     if config.serve.enabled:  # its front is where its launcher is
         inference = _inference_bundles(wanted) if config.serve.sampling else []
         return [seat for seats in _placed(_trainer_bundles(wanted, ports=1), inference, wanted) for seat in seats]
-    if config.evaluation.alone:
+    if config.evaluation.only:
         return _evaluation_bundles(wanted)
     if not config.has_rollouts:
         return _trainer_bundles(wanted, ports=1)
@@ -194,7 +194,7 @@ def _placed(
     trainer: list[NodeBundle], inference: list[NodeBundle], wanted: ResourcesConfig
 ) -> tuple[list[NodeBundle], list[NodeBundle]]:
     """On nodes of their own, or together on nodes with GPUs."""
-    if wanted.share_gpus and inference:
+    if wanted.colocate and inference:
         return [], _shared(trainer, inference, wanted)
     if wanted.gpus_per_node:
         return [], _packed([*trainer, *inference], wanted.gpus_per_node)
@@ -240,11 +240,11 @@ def _shared(
 ) -> list[NodeBundle]:
     """Each node's servers on the GPUs of its trainer, from the first on."""
     if len(trainer) != len(inference):
-        expected = f"{len(trainer)} with resources.share_gpus, as resources.trainer.nodes"
+        expected = f"{len(trainer)} with resources.colocate, as resources.trainer.nodes"
         raise PlanError("resources.inference.nodes", len(inference), expected, "set it")
     held, needed = trainer[0].gpus, inference[0].gpus
     if 0 < wanted.gpus_per_node < held:
-        expected = f"at least {held}, the GPUs of a node's trainer with resources.share_gpus, or 0"
+        expected = f"at least {held}, the GPUs of a node's trainer with resources.colocate, or 0"
         hint = "raise it, or lower resources.trainer.processes"
         raise PlanError("resources.gpus_per_node", wanted.gpus_per_node, expected, hint)
     if needed > held:
@@ -262,11 +262,11 @@ def _colocated_on(serving: NodeBundle, held: int) -> Iterator[RoleProcess]:
 
 def _ranks(wanted: ResourcesConfig, seats: Sequence[NodeBundle]) -> int:
     """Size of the allocation."""
-    least = len(seats) + wanted.spares
+    least = len(seats) + wanted.spare_nodes
     if wanted.nodes and wanted.nodes < least:
         found = Counter(_bundle_kind(seat, wanted) for seat in seats)
         services = found.pop("services", 0)
-        counts = dict(sorted(found.items(), reverse=True)) | {"services": services, "spares": wanted.spares}
+        counts = dict(sorted(found.items(), reverse=True)) | {"services": services, "spares": wanted.spare_nodes}
         parts = " + ".join(f"{name} {count}" for name, count in counts.items() if count)
         expected = f"at least {least} ({parts}): {least - wanted.nodes} missing"
         raise PlanError("resources.nodes", wanted.nodes, expected, f"set resources.nodes={least}, or 0 for a fit")
@@ -300,7 +300,7 @@ def _trainer_bundles(wanted: ResourcesConfig, ports: int) -> list[NodeBundle]:
 def _inference_bundles(wanted: ResourcesConfig) -> list[NodeBundle]:
     servers, gpus = wanted.inference.servers, wanted.inference.gpus
     count = servers * wanted.inference.nodes
-    back = [gpus if index % servers % wanted.inference.per_gpu else 0 for index in range(count)]
+    back = [gpus if index % servers % wanted.inference.servers_per_gpu else 0 for index in range(count)]
     slots = [
         RoleProcess(role="inference", index=index, ports=1, gpus=gpus, shared_gpu_offset=back[index])
         for index in range(count)

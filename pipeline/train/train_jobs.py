@@ -178,7 +178,7 @@ def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
 
 def _sft_phase(config: RunConfig, rows: int) -> SftJob:
     """Before RL, whose schedule `optim.*` is, its learning rate is constant; alone it has that schedule itself."""
-    start, optim = config.training.warm_start, config.optim.model_copy(update={"lr": config.training.warm_start.lr})
+    start, optim = config.training.sft, config.optim.model_copy(update={"lr": config.training.sft.lr})
     if config.has_rollouts:
         optim = optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
     steps = start.steps or max(1, ceil(rows_to_train(config, rows) / start.batch))
@@ -188,13 +188,13 @@ def _sft_phase(config: RunConfig, rows: int) -> SftJob:
 
 def rows_to_train(config: RunConfig, rows: int) -> int:
     """How many rows the epochs of a dataset of so many rows are, in all."""
-    return round(config.training.warm_start.epochs * rows)
+    return round(config.training.sft.epochs * rows)
 
 
 def steps_of_sft(run: RunPaths, config: RunConfig) -> int:
     """Steps of the run's fine-tuning; of epochs 0 until the trainer has counted the rows, and written its job."""
-    if not config.training.warm_start.epochs:
-        return config.training.warm_start.steps
+    if not config.training.sft.epochs:
+        return config.training.sft.steps
     file = run.training_job("sft")
     return read_job(file).steps if file.exists() else 0
 

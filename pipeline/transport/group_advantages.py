@@ -38,7 +38,7 @@ def advantages(rewards: Sequence[float], baseline: Baseline) -> Rewards:
 
 
 FILTERED = "filtered: zero advantage"
-"""What becomes of a group without a signal, with `training.zero_advantage=drop`."""
+"""What becomes of a group without a signal, with `training.zero_variance_groups=drop`."""
 
 
 def has_zero_variance(rewards: Sequence[float]) -> bool:

@@ -136,7 +136,7 @@ def _run_attempt(
     contexts = [RoleContext(paths, config, world, place) for place in world.of_rank(environment.rank)]
     agent, ranks = agent_name(environment.rank), environment.ranks
     variables = held.enter_context(scratch_folder())
-    seconds = max(config.cluster.silence_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
+    seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
     with NeighborWatch(paths, environment.rank, ranks, seconds, partial(_record_lost_rank, paths)):
         end = Supervisor(contexts, agent, paths, config.cluster, notice, ranks=ranks, variables=variables).run()
     if end == "finished" and environment.rank == world.leader:
@@ -315,7 +315,7 @@ def _steps_of(run: RunPaths, config: RunConfig) -> int:
     """How many steps a finished run did: of RL, else of SFT, or of all the jobs of its files."""
     if config.training.jobs:
         return max((row["step"] for row in read_rows(run.metrics)), default=0)
-    if config.evaluation.alone:
+    if config.evaluation.only:
         return config.evaluation.step
     return config.training.steps or steps_of_sft(run, config)
 

@@ -107,7 +107,7 @@ class Supervisor:
         return SupervisedRole(context, launch, self._vitals(context.placement.name, launch))
 
     def _vitals(self, name: str, launch: RoleCommand) -> LivenessMonitor:
-        return LivenessMonitor(name, launch, self._cluster.silence_seconds, self._clock)
+        return LivenessMonitor(name, launch, self._cluster.heartbeat_seconds, self._clock)
 
     def run(self) -> End:
         """Start all roles and return how the attempt ended on this rank, when everything here is down."""

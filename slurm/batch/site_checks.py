@@ -38,7 +38,7 @@ def check_site(config: RunConfig, plan: Plan, scheduler: Scheduler, batch_text: 
         _check_batch(batch_text, chosen, scheduler)
     except SchedulerError as error:
         hint = f"{error}; try again later, or ask those who run the cluster"
-        raise ConfigError("cluster.kind", "slurm", "a scheduler that answers", hint) from None
+        raise ConfigError("cluster.scheduler", "slurm", "a scheduler that answers", hint) from None
 
 
 def warnings(config: RunConfig, scheduler: Scheduler) -> list[str]:
@@ -164,12 +164,12 @@ def _check_nodes(key: str, component: Component, partition: Partition, config: R
     if component.nodes <= there:
         return
     resources = config.resources
-    parts = {} if config.evaluation.alone else {"resources.trainer.nodes": resources.trainer.nodes}
+    parts = {} if config.evaluation.only else {"resources.trainer.nodes": resources.trainer.nodes}
     if config.has_servers:
         parts["resources.inference.nodes"] = resources.inference.nodes
     if config.has_rollouts:
         parts["resources.services.nodes"] = resources.services.nodes
-    parts["resources.spares"] = resources.spares
+    parts["resources.spare_nodes"] = resources.spare_nodes
     with_gpus = f" with {wanted} {kind or 'GPU'}{'' if wanted == 1 or kind else 's'}" if wanted else ""
     expected = f"at most {there}, the nodes{with_gpus} of partition {partition.name}"
     if resources.nodes:
@@ -233,7 +233,7 @@ def _largest_component(component: Component) -> NodeBundle:
 def _asking_key(component: Component, config: RunConfig) -> tuple[str, int, str]:
     """The key that asks for most GPUs of a node, its value, and what else to change."""
     roles = {slot.role for slot in _largest_component(component).roles}
-    if config.resources.share_gpus and "inference" in roles:
+    if config.resources.colocate and "inference" in roles:
         hint = "lower it and raise resources.trainer.nodes and resources.inference.nodes"
         return "resources.trainer.processes", config.resources.trainer.processes, hint
     if config.resources.gpus_per_node and config.has_rollouts:

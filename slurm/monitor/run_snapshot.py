@@ -265,7 +265,7 @@ def _progress(rows: list[MetricRecord], mine: list[MetricRecord], config: RunCon
         return _progress_of_file(trained[-1], mine)
     steps = 0
     if config:
-        counted = int(trained[-1].get("steps") or config.training.warm_start.steps)  # of epochs only the trainer knows
+        counted = int(trained[-1].get("steps") or config.training.sft.steps)  # of epochs only the trainer knows
         steps = config.training.steps if job == "rl" else counted
     return Progress(job, step, steps, _seconds_left([row for row in mine if row["job"] == job], steps))
 
@@ -278,7 +278,7 @@ def _progress_of_file(last: MetricRecord, mine: list[MetricRecord]) -> Progress:
 
 
 def _ahead(config: RunConfig) -> Progress:
-    first = config.training.warm_start.steps
+    first = config.training.sft.steps
     return Progress("sft", 0, first, None) if config.has_sft else Progress("rl", 0, config.training.steps, None)
 
 

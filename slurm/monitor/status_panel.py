@@ -245,12 +245,12 @@ def figures_of(snapshot: Snapshot) -> list[tuple[str, str, str]]:
     first_last = (
         f"{scores[0]:.3f} → {scores[-1]:.3f}" if len(scores) > 1 else number(scores[-1] if scores else None, ".3f")
     )
-    lag = f"{number(numbers.get('lag/mean'), '.1f')} / {number(numbers.get('lag/max'), '.0f')}"
+    lag = f"{number(numbers.get('staleness/mean'), '.1f')} / {number(numbers.get('staleness/max'), '.0f')}"
     limit = "mean / largest" + (f", limit {snapshot.max_lag}" if snapshot.max_lag is not None else "")
     return [
         ("reward", number(snapshot.rewards[-1] if snapshot.rewards else None, ".3f"), sparkline(snapshot.rewards)),
         ("held-out", first_last, sparkline(scores)),
-        ("lag", lag if "lag/mean" in numbers else "—", limit if "lag/mean" in numbers else ""),
+        ("lag", lag if "staleness/mean" in numbers else "—", limit if "staleness/mean" in numbers else ""),
         speed,
     ]
 

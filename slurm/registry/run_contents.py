@@ -68,7 +68,7 @@ def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
         hint = f"submit it as it was, or give the new one another name (name={config.name}-2)"
         raise RunStateError("name", config.name, f"the config this run was made with, but {changes}", hint)
     if has_begun(run) and not (
-        config.evaluation.alone or config.training.jobs
+        config.evaluation.only or config.training.jobs
     ):  # those keep no checkpoints of the run's own
         _refuse_lost_checkpoints(run, root, elsewhere=bool(config.training.checkpoints))
     return known

@@ -198,7 +198,7 @@ def _refuse_queued(run: RunPaths, config: RunConfig, scheduler: Callable[[], Sch
     """
     last = submitted_job(run)
     recorded = last if last is not None and last.kind == "slurm" else None
-    if recorded is None and (config.cluster.kind != "slurm" or not run.run.exists()):
+    if recorded is None and (config.cluster.scheduler != "slurm" or not run.run.exists()):
         return
     try:
         queued = live_job(run, scheduler())

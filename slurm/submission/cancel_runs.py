@@ -174,7 +174,7 @@ def request_end(run: RunPaths, scheduler: FindScheduler) -> Cancellation | None:
     job, config, ending = run_registry.submitted_job(run), read_frozen_config(run), None
     if job is None or job.kind == "local":
         ending = _end_local(run)
-        if config is None or config.cluster.kind == "local":
+        if config is None or config.cluster.scheduler == "local":
             return ending
         if ending is not None:  # a launcher that is submitting: it ends when its job is queued, or is not
             wait_for(f"the submission of {run.root.name} to end", ending.over, _SUBMISSION_SECONDS)

@@ -39,12 +39,12 @@ EXPORT_SECONDS = 3600.0
 KEYS = ("run", "checkpoint", "model")
 """The launcher's own arguments; all other arguments are keys of the config."""
 EVALUATION_ONLY: Mapping[str, Any] = {
-    "evaluation": {"alone": True},
-    "training": {"steps": 0, "jobs": "", "warm_start": {"steps": 0, "epochs": 0}},
+    "evaluation": {"only": True},
+    "training": {"steps": 0, "jobs": "", "sft": {"steps": 0, "epochs": 0}},
     "data": {"path": "", "eval_path": "", "eval_split": "", "eval_rows": 0},
     "serve": {"enabled": False},
     "tracking": {"wandb": "off"},
-    "resources": {"nodes": 0, "spares": 0, "share_gpus": False, "layout": "one", "services": {"nodes": 0}},
+    "resources": {"nodes": 0, "spare_nodes": 0, "colocate": False, "hetjob": False, "services": {"nodes": 0}},
 }
 """Settings of an evaluation-only run, which replace those that its model was trained with."""
 _CHANGEABLE = ("resources", "tracking")
@@ -169,7 +169,7 @@ def _asks_builtin(key: str, value: str, overrides: Sequence[str]) -> Mapping[str
     if any(re.match(r"\+*(task|experiment)\b", text) for text in overrides):
         return {}
     if any(re.match(r"\+*evaluation\.sets\b", text) for text in overrides):
-        return {"evaluation": {"own": False}}
+        return {"evaluation": {"builtin_set": False}}
     hint = "name it: task=countdown, say, with its options, or evaluation.sets.<name>.task.name=…"
     raise ConfigError(key, value, "a task as well, whose prompts the model gets", hint)
 

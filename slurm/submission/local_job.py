@@ -54,7 +54,7 @@ def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> 
     on one GPU fail after minutes, one of them within an allocation. The `ConfigError` notes that the memory was
     measured.
     """
-    if not config.resources.share_gpus or config.resources.gpu_memory:
+    if not config.resources.colocate or config.resources.gpu_memory:
         return
     known = [gpu.total for gpu in find_gpus(gpus_of_user()) if gpu.total]
     if not known:

@@ -65,7 +65,7 @@ def serve(config: RunConfig) -> int:
     if live is None:
         print_plan(config, check_submission(config))
     with start_gateway(config, paths):
-        if config.cluster.kind == "local":
+        if config.cluster.scheduler == "local":
             return _serve_here(config)
         with recorded_signals() as interrupted:
             if live is None:
@@ -141,7 +141,7 @@ def _serve_here(config: RunConfig) -> int:
 
 def _live_job(config: RunConfig, paths: RunPaths) -> RunJob | None:
     """The run's live Slurm job, started by an earlier command; None if there is none."""
-    if config.cluster.kind == "local" or not paths.run.exists():
+    if config.cluster.scheduler == "local" or not paths.run.exists():
         return None
     scheduler = find_slurm()
     queued = run_registry.live_job(paths, scheduler)

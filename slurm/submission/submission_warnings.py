@@ -52,7 +52,7 @@ _NO_URL = "it is not a URL that begins with http:// or https://"
 def check_agents(config: RunConfig) -> None:
     """Raise `ConfigError` if an agent's command does not exist on this machine and the run is local."""
     for key, command in _commands(config):
-        if config.cluster.kind == "local" and (fault := _fault(command)):
+        if config.cluster.scheduler == "local" and (fault := _fault(command)):
             raise ConfigError(key, list(command), "a command that can be started here", f"{fault}; change the command")
 
 
@@ -216,16 +216,16 @@ def _no_answer(url: str, error: Exception) -> str:
 
 
 def _tasks(config: RunConfig) -> Iterator[tuple[str, TaskConfig]]:
-    if config.has_rollouts or (config.evaluation.alone and config.evaluation.own):
+    if config.has_rollouts or (config.evaluation.only and config.evaluation.builtin_set):
         yield "task", config.task
-    if config.has_rollouts or config.evaluation.alone:
+    if config.has_rollouts or config.evaluation.only:
         for name, eval_set in config.evaluation.sets.items():
             if eval_set.task:
                 yield f"evaluation.sets.{name}.task", eval_set.task
 
 
 def _rewards(config: RunConfig) -> Iterator[tuple[str, RewardConfig]]:
-    if config.has_rollouts or config.evaluation.alone:
+    if config.has_rollouts or config.evaluation.only:
         yield "reward", config.reward
         for name, eval_set in config.evaluation.sets.items():
             if eval_set.reward:
@@ -234,7 +234,7 @@ def _rewards(config: RunConfig) -> Iterator[tuple[str, RewardConfig]]:
 
 def _cpu_overload(config: RunConfig) -> Iterator[str]:
     """Warn if a local run has too many threads or task processes for the cores of this machine."""
-    if config.cluster.kind != "local":
+    if config.cluster.scheduler != "local":
         return
     cores, resources = len(os.sched_getaffinity(0)), config.resources
     threads = resources.trainer.nodes * resources.trainer.processes * resources.trainer.threads

@@ -77,7 +77,7 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         if options.cfg:
             print(config.model_dump_json(indent=2))
             return 0
-        if options.detach and config.cluster.kind == "local":
+        if options.detach and config.cluster.scheduler == "local":
             hint = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", hint)
         plan = check_submission(config)
@@ -146,12 +146,12 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
         find_server()
     run_registry.examine(config)
     # The memory model covers neither the adapters that clients of a serving run create, nor servers without a trainer.
-    if config.resources.device == "cuda" and not (config.serve.enabled or config.evaluation.alone):
+    if config.resources.device == "cuda" and not (config.serve.enabled or config.evaluation.only):
         if config.resources.gpu_memory:
             check_memory(config, _sizes(config.model))
-        elif config.cluster.kind == "local":
+        elif config.cluster.scheduler == "local":
             check_shared_gpus(config, lambda placed: check_memory(placed, _sizes(placed.model)))
-    if config.cluster.kind == "slurm":
+    if config.cluster.scheduler == "slurm":
         scheduler = find_slurm()
         accepted = [] if accepted is None else accepted
         text, shape = batch_text(config, plan, scheduler), (config.cluster, config.resources, plan)
@@ -222,9 +222,9 @@ def check_inputs(config: RunConfig) -> None:
         check_data(config)
         if config.has_rollouts:
             check_rewards(config.reward, task, config.task.name)
-        if config.evaluation.alone and config.evaluation.own:
+        if config.evaluation.only and config.evaluation.builtin_set:
             check_held_out(config.task, config.reward, config.seed)
-        if config.has_rollouts or config.evaluation.alone:
+        if config.has_rollouts or config.evaluation.only:
             check_eval_tasks(config)
         return
     path = Path(config.training.jobs).resolve()
@@ -250,7 +250,7 @@ def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
 
 def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[str]:
     """The warnings about a run; `dry_run` adds a lack of free GPUs on this machine."""
-    if config.cluster.kind == "slurm":
+    if config.cluster.scheduler == "slurm":
         return [*warnings_of(config), *warnings(config, find_slurm())]
     lacking = lacking_gpus(plan) if dry_run else ""
     return [*warnings_of(config), *([f"this machine, now: {lacking}"] if lacking else [])]
@@ -263,11 +263,11 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
     """
     console = terminal.console(highlight=False)
     console.print(f"[bold]{config.name}[/]  {escape(_what_it_trains(config))}", soft_wrap=True)
-    services = len(split_components(plan)[0]) if config.resources.layout == "het" else 0
+    services = len(split_components(plan)[0]) if config.resources.hetjob else 0
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
     console.print(f"  {escape(describe_weights(config.model))}", soft_wrap=True)
-    if whole and trainer_ranks(config) > 1 and not config.evaluation.alone:
+    if whole and trainer_ranks(config) > 1 and not config.evaluation.only:
         print(f"  mesh of the trainer: {describe_mesh(config)}", flush=True)
     for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
@@ -278,18 +278,18 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
         warned = [*warned, endless] if endless else warned
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
-    if whole and config.cluster.kind == "slurm":
+    if whole and config.cluster.scheduler == "slurm":
         print(f"\n{batch_text(config, plan, find_slurm())}", end="", flush=True)
 
 
 def _what_it_trains(config: RunConfig) -> str:
     if config.serve.enabled:
         return f"adapters on {config.model.path}, as clients of the Tinker API request"
-    if config.evaluation.alone:
+    if config.evaluation.only:
         return f"evaluation of {config.model.lora.adapter or config.model.path}"
     if config.training.jobs:
         return f"the jobs of {config.training.jobs}"
-    start = config.training.warm_start
+    start = config.training.sft
     if not config.has_rollouts:
         length = f"{start.steps} steps" if start.steps else f"{start.epochs:g} epochs"
         return f"{config.data.path or config.task.name}, SFT alone, {length}"
@@ -298,7 +298,7 @@ def _what_it_trains(config: RunConfig) -> str:
 
 def start_run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
     """Start the job and follow it to its end. Returns its exit code; 0 for a detached job, which is not followed."""
-    if config.cluster.kind == "local":
+    if config.cluster.scheduler == "local":
         return run_here(config, plan)
     with recorded_signals() as interrupted:
         job = submit_one(config, plan)

@@ -68,7 +68,7 @@ class PreparedSweep:
 
     @property
     def local(self) -> bool:
-        return self.entries[0].config.cluster.kind == "local"
+        return self.entries[0].config.cluster.scheduler == "local"
 
     @property
     def open(self) -> list[tuple[PlannedTrial, Plan]]:
@@ -157,10 +157,10 @@ def _submitted_elsewhere(paths: SweepPaths, who: str) -> RunStateError:
 
 
 def _refuse_unlike(configs: Sequence[RunConfig]) -> None:
-    """Raise `ConfigError` unless all points have one `cluster.kind`: a sweep is submitted in one way."""
-    kinds = {config.cluster.kind: None for config in configs}
+    """Raise `ConfigError` unless all points have one `cluster.scheduler`: a sweep is submitted in one way."""
+    kinds = {config.cluster.scheduler: None for config in configs}
     if len(kinds) > 1:
-        raise ConfigError("cluster.kind", ", ".join(kinds), "one kind for the sweep", "submit a sweep for each")
+        raise ConfigError("cluster.scheduler", ", ".join(kinds), "one kind for the sweep", "submit a sweep for each")
 
 
 def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig]) -> None:
@@ -192,6 +192,6 @@ def _is_live(run: RunPaths, config: RunConfig, scheduler: FindScheduler) -> bool
         return True
     job = run_registry.submitted_job(run)
     scheduled = job is not None and job.kind == "slurm"
-    if not scheduled and (config.cluster.kind != "slurm" or not run.run.exists()):
+    if not scheduled and (config.cluster.scheduler != "slurm" or not run.run.exists()):
         return False
     return run_registry.live_job(run, scheduler()) is not None

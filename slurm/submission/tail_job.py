@@ -182,7 +182,7 @@ def _results_text(paths: RunPaths) -> str:
     config = read_frozen_config(paths)
     if config is not None and config.training.jobs:
         return f"  jobs        {config.training.jobs}"
-    if config is not None and config.evaluation.alone:
+    if config is not None and config.evaluation.only:
         return f"  found       {paths.evaluation}"
     return f"  checkpoint  {log_newest(paths, '{}', 'none')}\n  model       {paths.model}"
 

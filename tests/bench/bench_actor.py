@@ -102,7 +102,7 @@ def config_of(model: Path, turns: int) -> RunConfig:
     return make_config(
         model={"path": str(model), "init": "random", "max_length": 512},
         task={"name": "tests.bench.bench_actor:Turns", "options": {"turns": turns}, "processes": 4},
-        rollout={"samples": SAMPLES, "max_tokens": TURN_TOKENS},
+        rollout={"group_size": SAMPLES, "max_tokens": TURN_TOKENS},
     )
 
 

@@ -30,12 +30,12 @@ LEAST_GAIN, MOST_SECONDS = 0.25, 360
 WAYS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "gspo": ("loss=gspo",),
-    "dapo": ("loss=dapo", "training.zero_advantage=drop", "training.overlong=mask"),
+    "dapo": ("loss=dapo", "training.zero_variance_groups=drop", "training.mask_truncated=true"),
     "ppo": ("loss=ppo",),
     "lag0": ("training.max_lag=0",),
     "lag1": ("training.max_lag=1",),
     "lag4": ("training.max_lag=4",),
-    "lora": ("model.init=pretrained", "model.lora.rank=8", "optim.lr=1e-3", "training.warm_start.steps=0"),
+    "lora": ("model.init=pretrained", "model.lora.rank=8", "optim.lr=1e-3", "training.sft.steps=0"),
 }
 COLUMNS = (
     *("way", "seed", "warm start", "after RL", "gain", "minutes", "lag max"),
@@ -71,7 +71,7 @@ def measure(rows: list[dict[str, Any]], seconds: float, way: str, seed: int) -> 
         "after RL": f"{accuracy[-1]:.3f}",
         "gain": accuracy[-1] - accuracy[0],
         "minutes": seconds / 60,
-        "lag max": max(row["lag/max"] for row in train),
+        "lag max": max(row["staleness/max"] for row in train),
         "s a step": middle["seconds/step"],
         "of it: data": middle["seconds/data"],
         "train": middle["seconds/train"],

@@ -71,7 +71,7 @@ def run_ours(output: Path, name: str, model: Path, given: argparse.Namespace, ov
         name,
         f"model.path={model}",
         "model.init=pretrained",
-        "training.warm_start.steps=0",
+        "training.sft.steps=0",
         f"training.steps={given.steps}",
         "training.eval_every=0",
         *overrides,
@@ -90,7 +90,7 @@ def run_theirs(folder: Path, model: Path, config: RunConfig, given: argparse.Nam
         "rows": [{"prompt": list(prompt.messages), "answer": prompt.answer} for prompt in prompts],
         "steps": given.steps,
         "prompts_per_step": training.prompts_per_step,
-        "samples": rollout.samples,
+        "samples": rollout.group_size,
         "max_tokens": rollout.max_tokens,
         "lr": config.optim.lr,
         "betas": (config.optim.beta1, config.optim.beta2),
@@ -109,7 +109,7 @@ def run_theirs(folder: Path, model: Path, config: RunConfig, given: argparse.Nam
     if done.returncode:
         sys.exit(f"TRL's side ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
     found = json.loads((folder / "trl.json").read_text())
-    pace = Pace.of(found["ends"], found["rewards"], training.prompts_per_step * rollout.samples)
+    pace = Pace.of(found["ends"], found["rewards"], training.prompts_per_step * rollout.group_size)
     return pace, f"TRL {found['trl']}, transformers {found['transformers']}"
 
 

@@ -40,7 +40,7 @@ from tests.support.ranks.forked_ranks import run_ranks
 
 LIMIT, TOKENS = 1e-4, 512
 OPTIM = OptimConfig(lr=1e-3, clip_norm=0.5)
-LOSS = LossConfig(name="dapo", clip_low=0.2, clip_high=0.28, proximal="sampler", correction="none")
+LOSS = LossConfig(name="dapo", clip_low=0.2, clip_high=0.28, old_logprobs="sampler", tis="none")
 NAMES = ("log-probability", "loss", "gradient norm")
 Steps = list[list[float]]
 """The three numbers of `NAMES` for each step."""

@@ -73,7 +73,7 @@ def make_config(model: Path, data: Path, given: argparse.Namespace) -> RunConfig
     return load_config(
         {
             "name": "bench",
-            "cluster": {"kind": "local"},
+            "cluster": {"scheduler": "local"},
             "model": {
                 "path": str(model),
                 "max_length": 1024,
@@ -83,7 +83,7 @@ def make_config(model: Path, data: Path, given: argparse.Namespace) -> RunConfig
             "loss": {"name": "grpo"},
             "data": {"path": str(data)},
             "optim": {"schedule": "cosine"},
-            "training": {"steps": 0, "prompts_per_step": 1, "warm_start": start, "micro_batch_tokens": 1 << 16},
+            "training": {"steps": 0, "prompts_per_step": 1, "sft": start, "micro_batch_tokens": 1 << 16},
         }
     )
 
@@ -118,7 +118,7 @@ def tokens_per_second(steps: list[list[float]]) -> float:
 
 def train_with_trl(python: str, folder: Path, config: RunConfig, order: list[int]) -> dict[str, Any]:
     """TRL's side: what `tests/bench/trl_sft.py` wrote."""
-    start, lora = config.training.warm_start, config.model.lora
+    start, lora = config.training.sft, config.model.lora
     asked = {
         "model": config.model.path,
         "data": config.data.path,

@@ -59,7 +59,7 @@ PROMPTS, SAMPLES, MEDIAN, SIGMA, LONGEST = 4, 8, 24, 1.0, 440
 WARM = 4
 """Steps until as much is in flight as at the end; what is counted begins there."""
 WAYS = [(0, "refuse", 0), (0, "refuse", 2), (0, "refuse", 4), (1, "refuse", 0), (1, "refuse", 2), (1, "mask", 0)]
-"""`training.max_lag`, `training.stale` and `rollout.extra_samples`."""
+"""`training.max_lag`, `training.stale` and `rollout.oversample`."""
 COLUMNS = "max_lag", "stale", "extra", "samples/s", "ratio", "tokens/s", "ratio", "refused", "masked", "kept"
 
 
@@ -97,7 +97,7 @@ def config_of(model: Path, way: tuple[int, str, int], steps: int) -> RunConfig:
     return make_config(
         model={"path": str(model), "init": "random", "max_length": 512},
         task={"name": "tests.bench.bench_actor:Turns"},
-        rollout={"samples": SAMPLES, "max_tokens": LONGEST, "extra_samples": extra},
+        rollout={"group_size": SAMPLES, "max_tokens": LONGEST, "oversample": extra},
         training={"steps": steps, "prompts_per_step": PROMPTS, "max_lag": max_lag, "stale": stale},
         streams={"backend": "files"},
     )
@@ -152,7 +152,7 @@ class Loop:
                 oldest = step - training.max_lag
                 counted += sum(row.counted for row in rows_of(groups, oldest=oldest))
                 metrics = batch_metrics(groups, step, oldest)
-                masked.append(metrics["lag/masked"])
+                masked.append(metrics["staleness/masked"])
                 refused += batches.counts["stale"]
                 samples += int(metrics["samples"])
                 batches.trained(step)

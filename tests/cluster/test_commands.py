@@ -170,7 +170,7 @@ def test_the_demo_with_gpus_passes_all_checks_and_is_not_queued(
     layout: str, cluster: SlurmCluster, slurm: SlurmCommands, tmp_path: Path
 ) -> None:
     gpus = ["resources.trainer.gpus=1", "resources.inference.gpus=1"]
-    check(slurm, tmp_path, f"resources.layout={layout}", "cluster.time=1-0", "cluster.account=any", *gpus)
+    check(slurm, tmp_path, f"resources.hetjob={layout}", "cluster.time=1-0", "cluster.account=any", *gpus)
     assert cluster.run("squeue", "--noheader") == ""
 
 

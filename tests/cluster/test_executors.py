@@ -27,8 +27,8 @@ from tests.patience import WAIT_SECONDS
 pytestmark = pytest.mark.cluster
 
 RANKS = 4
-HET = {"layout": "het", "inference": {"nodes": 2, "gpus": 2}, "trainer": {"gpus": 1}}
-ONE = HET | {"layout": "one"}
+HET = {"hetjob": True, "inference": {"nodes": 2, "gpus": 2}, "trainer": {"gpus": 1}}
+ONE = HET | {"hetjob": False}
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def submit(folder: Path, function: Callable[[], Any], resources: dict[str, Any],
     """A job of a run that is finished already, so that its epilogue ends it."""
     run = RunPaths(folder / "it's a run")
     config = make_config(
-        cluster={"kind": "slurm", **cluster}, resources=resources, task={"name": "arithmetic", "processes": 1}
+        cluster={"scheduler": "slurm", **cluster}, resources=resources, task={"name": "arithmetic", "processes": 1}
     )
     shared_files.write_document(run.config, config.model_dump(mode="json"))
     shared_files.write_document(run.run, RunIdentity(run_id="test-1", created=0.0))

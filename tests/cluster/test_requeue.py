@@ -77,7 +77,8 @@ def start(slurm: SlurmCluster, root: Path, name: str, *script: str, **cluster: A
     sections = {"services": {"nodes": 0}}
     config = make_config(
         name=name,
-        cluster={"kind": "slurm", "cpus": 1, "notice_seconds": 0, "stop_seconds": 1, "late_seconds": 1} | cluster,
+        cluster={"scheduler": "slurm", "cpus": 1, "notice_seconds": 0, "stop_seconds": 1, "fs_visibility_seconds": 1}
+        | cluster,
         model={"path": "tiny_qwen3", "init": "random"},
         resources=sections,
     )

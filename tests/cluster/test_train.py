@@ -38,7 +38,12 @@ def queue(tmp_path: Path) -> Path:
 def train(slurm: SlurmCluster, queue: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     root = queue.parent
     own = ("cluster=slurm", f"output={root / 'runs'}", f"model.path={root / 'base'}", "resources.trainer.nodes=2")
-    keys = ("resources.trainer.processes=1", "model.init=pretrained", "model.max_length=48", "cluster.late_seconds=2")
+    keys = (
+        "resources.trainer.processes=1",
+        "model.init=pretrained",
+        "model.max_length=48",
+        "cluster.fs_visibility_seconds=2",
+    )
     return launch(slurm, root, "queue", str(queue), *own, *keys, *arguments, script="train.py", seconds=PATIENCE)
 
 

@@ -17,7 +17,7 @@ from tests.support.runs.launched import STEPS, TWO_RANKS
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SHAPE = (
-    "resources.layout=het",
+    "resources.hetjob=true",
     "resources.inference.nodes=1",
     "resources.trainer.gpus=1",
     "resources.inference.gpus=2",

@@ -31,7 +31,7 @@ from tests.cluster.trial_page import COLD, Trial, page, problem_of
 STEPS, WARM, PROMPTS = 30, 300, 16
 CONFIG = (
     f"training.steps={STEPS}",
-    f"training.warm_start.steps={WARM}",
+    f"training.sft.steps={WARM}",
     f"training.prompts_per_step={PROMPTS}",
     "training.checkpoint_every=5",
     "training.eval_every=0",
@@ -82,7 +82,7 @@ def _try(way: str, phase: str, seed: int, results: Path) -> None:
 
 def _make(trial: Trial, folder: Path) -> None:
     chance = random.Random(f"{trial.way} {trial.phase} {trial.seed}")
-    config = (*CONFIG, "training.warm_start.steps=0", "training.steps=3") if trial.phase == COLD else CONFIG
+    config = (*CONFIG, "training.sft.steps=0", "training.steps=3") if trial.phase == COLD else CONFIG
     partition = f"cluster.partition={PARTITIONS.get(trial.way, 'low')}"
     with SlurmCluster(folder / "slurm") as slurm:
         run = SlurmRun.start(slurm, folder, "r", *config, f"seed={trial.seed}", partition)

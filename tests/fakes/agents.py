@@ -231,5 +231,5 @@ class _Signal(StopRequest):
 
 def make_cluster(root: Path, lags: Mapping[int, float], **story: Any) -> Cluster:
     """A cluster on Slurm, whose filesystem is that of many machines."""
-    config = make_config(cluster={"kind": "slurm"}, model={"path": "tiny_qwen3", "init": "random"})
+    config = make_config(cluster={"scheduler": "slurm"}, model={"path": "tiny_qwen3", "init": "random"})
     return Cluster(FakeRun(root / "run", config), lags, **story)

@@ -9,7 +9,7 @@ def make_config(**sections: Any) -> RunConfig:
     """The smallest config that loads, with the given sections in place of its own."""
     tree: dict[str, Any] = {
         "name": "test",
-        "cluster": {"kind": "local"},
+        "cluster": {"scheduler": "local"},
         "model": {"path": "tiny"},
         "task": {"name": "arithmetic"},
         "loss": {"name": "grpo"},

@@ -24,7 +24,7 @@ class Cluster:
     def __init__(self, root: Path, **limits: int) -> None:
         self.run = FakeRun(root / "run")
         tree = self.run.config.model_dump(mode="json")
-        tree["cluster"] |= {"kind": "slurm"} | limits
+        tree["cluster"] |= {"scheduler": "slurm"} | limits
         shared_files.write_document(self.run.paths.config, tree)
         self.scheduler, self.restart = FakeScheduler(), -1
         self.clock = FakeClock()

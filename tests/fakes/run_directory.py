@@ -177,8 +177,8 @@ def _numbers(job: str, step: int) -> dict[str, float]:
     return {
         "loss": 0.02 * wobble,
         "reward/mean": _skill(step) + 0.06 * wobble,
-        "lag/mean": 0.8 + 0.3 * wobble,
-        "lag/max": 1.0 + (step % 7 == 0),
+        "staleness/mean": 0.8 + 0.3 * wobble,
+        "staleness/max": 1.0 + (step % 7 == 0),
         "tokens_per_second": 9_000 + 1_500 * wobble,
         "idle/trainer": 0.3 + 0.1 * wobble,
         "idle/servers": 0.18 - 0.06 * wobble,

@@ -10,7 +10,7 @@ from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.fakes.scheduler import FakeScheduler
 
-TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
+TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "sft": {"steps": 20}}
 
 
 def make_run(folder: Path, steps: int = 0, job: str = "1") -> FakeRun:

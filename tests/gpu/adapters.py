@@ -100,7 +100,7 @@ def config_of(model: Path, lora: LoraConfig, chosen: argparse.Namespace) -> RunC
         model=whole | {"dtype": "bfloat16"},
         resources={
             "device": "cuda",
-            "share_gpus": chosen.share,
+            "colocate": chosen.share,
             "inference": {"gpus": chosen.tensor},
             "trainer": {"gpus": 1},
         },

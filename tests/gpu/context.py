@@ -184,7 +184,7 @@ def describe(given: argparse.Namespace, model: Path, length: int, ranks: int, cp
         training={
             "steps": 0,
             "prompts_per_step": 1,
-            "warm_start": {"steps": 1, "batch": ranks // cp},
+            "sft": {"steps": 1, "batch": ranks // cp},
             "micro_batch_tokens": length // cp,
             "activation_checkpointing": True,
             "compile": given.compile,

@@ -250,11 +250,11 @@ def describe_spread(shape: str, way: str, ep: int, ranks: int) -> str:
             training={
                 "steps": 0,
                 "prompts_per_step": 1,
-                "warm_start": {"steps": 1, "batch": rows * ranks},
+                "sft": {"steps": 1, "batch": rows * ranks},
                 "micro_batch_tokens": rows * length,
                 "compile": "compiled" in way,
                 "activation_checkpointing": "recomputed" in way,
-                "reshard": "resharded" in way,
+                "reshard_after_forward": "resharded" in way,
                 "mesh": {"ep": ep},
             },
         )

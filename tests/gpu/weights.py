@@ -233,8 +233,8 @@ def visible_gpus() -> list[int]:
 def gpu_config(model: Path, tensor: int, api: int, per_gpu: int = 1, length: int = 1024, **keys: Any) -> RunConfig:
     return make_config(
         model={"path": str(model), "init": "random", "max_length": length, "dtype": "bfloat16"},
-        resources={"device": "cuda", "inference": {"gpus": tensor, "per_gpu": per_gpu}, "trainer": {"gpus": 1}},
-        inference={"gpu_memory": 0.6, "max_sequences": 512, "api_processes": api} | keys,
+        resources={"device": "cuda", "inference": {"gpus": tensor, "servers_per_gpu": per_gpu}, "trainer": {"gpus": 1}},
+        inference={"gpu_memory": 0.6, "max_sequences": 512, "api_server_count": api} | keys,
     )
 
 

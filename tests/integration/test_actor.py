@@ -96,11 +96,11 @@ def a_trainer(
     **rollout: Any,
 ) -> Trainer:
     config = make_config(
-        cluster={"kind": "local", "startup_seconds": startup_seconds},
+        cluster={"scheduler": "local", "startup_seconds": startup_seconds},
         model={"path": "tiny_qwen3", "init": "random", "max_length": 64},
         task={"name": task},
         training={"steps": 100, "prompts_per_step": PROMPTS, "max_lag": MAX_LAG},
-        rollout={"samples": SAMPLES, "max_tokens": 8, "concurrency": 16, **rollout},
+        rollout={"group_size": SAMPLES, "max_tokens": 8, "concurrency": 16, **rollout},
     )
     running = [stack.enter_context(a_policy_server()) for _ in range(servers)]
     attempt = stack.enter_context(an_attempt(run, config, tuple((ADDRESS, server.port) for server in running)))
@@ -188,7 +188,9 @@ def test_rewards_that_fail_are_counted_by_reason_and_training_goes_on(stack: Exi
 
 
 def test_a_task_that_always_fails_stops_the_run_with_its_reason(stack: ExitStack, tmp_path: Path) -> None:
-    trainer = a_trainer(stack, tmp_path, task="tests.support.tasks.failing_tasks:AlwaysRaises", give_up_after=16)
+    trainer = a_trainer(
+        stack, tmp_path, task="tests.support.tasks.failing_tasks:AlwaysRaises", max_consecutive_failures=16
+    )
     child = trainer.attempt.start("actor")
     trainer.begin()
     assert "16 samples in a row failed" in failure_of(trainer, child)

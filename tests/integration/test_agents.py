@@ -50,7 +50,7 @@ def config(options: dict[str, Any], **rollout: Any) -> RunConfig:
     return make_config(
         model={"path": "tiny_text", "max_length": 256},
         task={"name": "agent", "options": {"of": of, **options}, "processes": 2},
-        rollout={"samples": 2, "max_tokens": 16, "give_up_after": 1000, **rollout},
+        rollout={"group_size": 2, "max_tokens": 16, "max_consecutive_failures": 1000, **rollout},
     )
 
 

@@ -66,7 +66,7 @@ def a_run(
         task={"name": "arithmetic", "options": {"held_out": 8}},
         training={"steps": 0, "prompts_per_step": 1},
         rollout={"max_tokens": 8},
-        evaluation={"alone": True, "step": STEP, "sets": sets, **evaluation},
+        evaluation={"only": True, "step": STEP, "sets": sets, **evaluation},
     )
     running = [stack.enter_context(a_policy_server({"/v1/chat/completions": echo})) for _ in range(servers)]
     attempt = stack.enter_context(an_attempt(root, config, tuple((ADDRESS, server.port) for server in running)))

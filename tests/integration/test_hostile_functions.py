@@ -33,7 +33,7 @@ async def groups_of(count: int, notes: Path, seconds: float) -> list[Group]:
     name = "tests.support.tasks.hostile_functions:hostile"
     reward = RewardConfig(functions=(name,), options={"hostile": {"notes": str(notes)}})
     config = make_config(
-        model={"path": str(TINY_TEXT), "max_length": 64}, rollout={"samples": SAMPLES, "max_tokens": 16}
+        model={"path": str(TINY_TEXT), "max_length": 64}, rollout={"group_size": SAMPLES, "max_tokens": 16}
     )
     chat, slots = ChatTokenizer(TINY_TEXT), asyncio.Semaphore(16)
     servers, setup = Provoking(chat), Setup(task, 0, TINY_TEXT, reward)

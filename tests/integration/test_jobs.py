@@ -244,7 +244,7 @@ def test_a_file_that_is_written_anew_is_a_new_job(dispatch: RankGroup, config: R
 def test_a_job_goes_on_with_the_moments_of_the_one_before_and_with_its_own_schedule(
     dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_critic = config.model_copy(update={"loss": config.loss.model_copy(update={"advantage": "gae"})})
+    with_critic = config.model_copy(update={"loss": config.loss.model_copy(update={"advantage_estimator": "gae"})})
     seen: list[tuple[set[float], list[dict[str, int]]]] = []
     inherited = JobState.inherit
 
@@ -263,7 +263,7 @@ def test_a_job_goes_on_with_the_moments_of_the_one_before_and_with_its_own_sched
 def test_a_job_that_takes_over_moments_has_its_own_betas_epsilon_and_weight_decay(
     dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_critic = config.model_copy(update={"loss": config.loss.model_copy(update={"advantage": "gae"})})
+    with_critic = config.model_copy(update={"loss": config.loss.model_copy(update={"advantage_estimator": "gae"})})
     run_job_file(write_job(tmp_path, "rl", "first"), dispatch, with_critic)
     seen: list[list[tuple[Any, ...]]] = []
     inherited = JobState.inherit

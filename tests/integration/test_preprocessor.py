@@ -24,10 +24,10 @@ pytestmark = pytest.mark.integration
 def a_config(advantage: str = "group", teacher: str = "", **training: Any) -> RunConfig:
     return make_config(
         model={"path": "tiny_qwen3", "init": "random"},
-        loss={"name": "grpo", "advantage": advantage, "kl": 1.0 if teacher else 0.0},
+        loss={"name": "grpo", "advantage_estimator": advantage, "kl": 1.0 if teacher else 0.0},
         teacher={"url": teacher, "model": "wise" if teacher else ""},
         training={"steps": 1, "prompts_per_step": 1, **training},
-        rollout={"samples": 4, "min_samples": 2},
+        rollout={"group_size": 4, "min_samples": 2},
     )
 
 
@@ -92,7 +92,7 @@ def test_a_group_that_cannot_be_trained_is_passed_on_with_its_reason(group: Grou
 def test_samples_that_score_alike_are_kept_or_dropped_as_configured() -> None:
     alike = a_group(0, 1, 1, 1, 1)
     assert prepare_group(alike, a_config()).advantages == (0, 0, 0, 0)
-    assert prepare_group(alike, a_config(zero_advantage="drop")).outcome == "filtered: zero advantage"
+    assert prepare_group(alike, a_config(zero_variance_groups="drop")).outcome == "filtered: zero advantage"
 
 
 @pytest.fixture

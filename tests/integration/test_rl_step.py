@@ -115,7 +115,7 @@ def test_samples_that_were_cut_off_count_no_token_when_they_are_masked() -> None
 
 def test_a_step_whose_samples_were_all_cut_off_is_over_like_any_other(tmp_path: Path) -> None:
     sizes = [f"training.prompts_per_step={PROMPTS}", "training.steps=2", "training.eval_every=0"]
-    config = compose_config(["experiment=demo", "training.overlong=mask", *sizes])
+    config = compose_config(["experiment=demo", "training.mask_truncated=true", *sizes])
     dispatch, ledger, job = CountingDispatch(), Ledger(), cast(RlJob, jobs_of(config)[-1])
     publisher: Any = Mock(**{"wait_until_synced.return_value": {}, "start.return_value": {}})
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
@@ -151,14 +151,14 @@ def test_a_run_whose_servers_do_not_compute_with_the_trainers_weights_ends(tmp_p
 
 def test_a_batch_with_lag_says_nothing_of_the_servers() -> None:
     agreement = Agreement()
-    agreement.check({"mismatch": 2.0, "lag/max": 1.0})
-    agreement.check({"mismatch": float("nan"), "lag/max": 0.0})
+    agreement.check({"mismatch": 2.0, "staleness/max": 1.0})
+    agreement.check({"mismatch": float("nan"), "staleness/max": 0.0})
     assert not agreement.known
     with pytest.raises(TrainingError, match=r"by 2\.00 nats"):
-        agreement.check({"log_ratio": 2.0, "lag/max": 0.0})
-    agreement.check({"mismatch": 0.01, "log_ratio": 9.0, "lag/max": 0.0})
+        agreement.check({"log_ratio": 2.0, "staleness/max": 0.0})
+    agreement.check({"mismatch": 0.01, "log_ratio": 9.0, "staleness/max": 0.0})
     assert agreement.known
-    agreement.check({"mismatch": 2.0, "lag/max": 0.0})
+    agreement.check({"mismatch": 2.0, "staleness/max": 0.0})
 
 
 def prepared(position: int, finish: Literal["stop", "length"] = "stop") -> PreparedGroup:

@@ -179,7 +179,7 @@ def assert_whole(launched: Launched) -> None:
     """The run did exactly its steps, trained every position once and none too late, and left what it promises."""
     rows = launched.rows()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert max(row["lag/max"] for row in rows) <= 2
+    assert max(row["staleness/max"] for row in rows) <= 2
     assert rows[0]["mismatch_max"] < 1e-4, "trainer and servers disagree on the first batch, which has no lag"
     assert [row["step"] for row in launched.rows("eval")] == [0, STEPS]
     settled = sorted(json.loads(line)["position"] for line in launched.run.ledger.read_text().splitlines())

@@ -51,7 +51,7 @@ def config_of(data: Path, **model: Any) -> RunConfig:
             "prompts_per_step": 1,
             "eval_every": EVERY,
             "checkpoint_every": 100,
-            "warm_start": start,
+            "sft": start,
         },
         tracking={"wandb": "off"},
         resources={"trainer": {"nodes": 1, "processes": 1}},

@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.trial]
 STEPS = 100
 SFT = (
     "training.steps=0",
-    f"training.warm_start.steps={STEPS}",
-    "training.warm_start.batch=8",
+    f"training.sft.steps={STEPS}",
+    "training.sft.batch=8",
     "training.checkpoint_every=1000",
     "resources.trainer.nodes=2",
     "resources.trainer.processes=1",
@@ -48,7 +48,7 @@ def test_sft_alone_runs_on_trainers_only_and_goes_on_where_it_was_interrupted(la
 
 
 def test_ctrl_c_loses_no_step_that_takes_longer_than_the_grace(launches: Launches) -> None:
-    longer = ("training.warm_start.batch=12000", "cluster.grace_seconds=0.5", "cluster.stop_seconds=0.5")
+    longer = ("training.sft.batch=12000", "cluster.grace_seconds=0.5", "cluster.stop_seconds=0.5")
     run = launches.submit("slow", *SFT, *longer)
     run.wait("a step", lambda: bool(steps_of(run)), 300)
     run.interrupt(signal.SIGINT)

@@ -59,9 +59,9 @@ SUMS = [
     "training.eval_every=20",
     "training.checkpoint_every=60",
     "training.max_lag=2",
-    "training.warm_start.steps=400",
-    "training.warm_start.batch=128",
-    "training.warm_start.lr=1.5e-3",
+    "training.sft.steps=400",
+    "training.sft.batch=128",
+    "training.sft.lr=1.5e-3",
     "rollout.max_tokens=8",
     "rollout.concurrency=64",
     "optim.lr=1e-4",
@@ -163,7 +163,7 @@ def test_a_policy_comes_closer_to_the_teacher_who_is_served(tmp_path: Path) -> N
     served = make_config(
         model={"path": str(tmp_path / "teacher" / "model"), "max_length": 64},
         training={"steps": 0, "prompts_per_step": 1},
-        evaluation={"alone": True, "command": ["true"]},
+        evaluation={"only": True, "command": ["true"]},
     )
     (tmp_path / "key").write_text(SECRET)
     with starting_of(served, "127.0.0.1") as ready:
@@ -172,7 +172,7 @@ def test_a_policy_comes_closer_to_the_teacher_who_is_served(tmp_path: Path) -> N
             *(f"teacher.{key}={value}" for key, value in teacher.items()),
             "task=arithmetic",
             "+task.options={last_digit_first: true, slips: 0.6}",
-            "evaluation.own=false",
+            "evaluation.builtin_set=false",
             "+evaluation.sets.sums={task: {name: arithmetic, options: {last_digit_first: true}}}",
         ]
         first, last = learned(tmp_path, "distillation", "eval/sums/accuracy", [*SUMS, *words])

@@ -152,13 +152,13 @@ def bounded(name: str, model: Path) -> Iterator[tuple[NDArray[np.float64], float
         yield np.abs(given - of_rows([row.values for row in rows])), objective.clip
     if isinstance(objective, LossConfig):
         sampler_logprobs = of_rows([row.sampler_logprobs for row in rows])
-        proximal = of_rows([row.proximal for row in rows]) if RECIPES[name].proximal else sampler_logprobs
+        old_logprobs = of_rows([row.old_logprobs for row in rows]) if RECIPES[name].old_logprobs else sampler_logprobs
         if objective.name in (*CLIPPED, "cispo"):
-            yield np.exp(given - proximal), 1 - objective.clip_low
-            yield np.exp(given - proximal), 1 + objective.clip_high
-        if objective.correction != "none":
-            yield np.exp(proximal - sampler_logprobs), objective.correction_cap
-            yield np.exp(proximal - sampler_logprobs), 1 / objective.correction_cap
+            yield np.exp(given - old_logprobs), 1 - objective.clip_low
+            yield np.exp(given - old_logprobs), 1 + objective.clip_high
+        if objective.tis != "none":
+            yield np.exp(old_logprobs - sampler_logprobs), objective.tis_cap
+            yield np.exp(old_logprobs - sampler_logprobs), 1 / objective.tis_cap
 
 
 @pytest.mark.trial

@@ -93,7 +93,7 @@ def taken(worker: ModelWorker) -> int:
 
 
 def test_the_first_ratio_of_a_step_is_exactly_one(dispatch: RankGroup, model: Path) -> None:
-    update = begun(dispatch, a_config(model, {"name": "grpo", "proximal": "recompute"}))
+    update = begun(dispatch, a_config(model, {"name": "grpo", "old_logprobs": "recompute"}))
     metrics = update.run(some_rows(), 0)
     assert (metrics["ratio_min"], metrics["ratio_max"], metrics["log_ratio_max"]) == (1.0, 1.0, 0.0)
     assert metrics["mismatch"] > 0.01
@@ -101,7 +101,7 @@ def test_the_first_ratio_of_a_step_is_exactly_one(dispatch: RankGroup, model: Pa
 
 
 def test_a_single_optimizer_step_takes_its_ratios_over_its_own_pass(dispatch: RankGroup, model: Path) -> None:
-    loss = {"name": "grpo", "proximal": "recompute", "correction": "truncate", "correction_cap": 1.1}
+    loss = {"name": "grpo", "old_logprobs": "recompute", "tis": "truncate", "tis_cap": 1.1}
     config, rows = a_config(model, loss), some_rows()
     update = begun(dispatch, config)
     calls: list[str] = []
@@ -113,20 +113,20 @@ def test_a_single_optimizer_step_takes_its_ratios_over_its_own_pass(dispatch: Ra
 
     begun(dispatch, config)
     said = dispatch.forward("policy", Batch.of(rows, temperature=config.rollout.temperature))
-    complete = [replace(row, proximal=proximal) for row, proximal in zip(rows, said, strict=True)]
+    complete = [replace(row, old_logprobs=old_logprobs) for row, old_logprobs in zip(rows, said, strict=True)]
     whole = Batch.of(complete, temperature=config.rollout.temperature)
     expected = dispatch.forward_backward("policy", whole, config.loss)
     dispatch.optim_step("policy")
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-5)
-    assert 0 < metrics["correction_fraction"] < 1
+    assert 0 < metrics["tis_fraction"] < 1
     for name, tensor in parameters(dispatch).items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_what_rows_say_of_the_policy_of_a_step_is_not_believed(dispatch: RankGroup, model: Path, epochs: int) -> None:
-    config = a_config(model, {"name": "grpo", "proximal": "recompute"}, update_epochs=epochs)
-    of_a_file = [replace(row, proximal=np.full(len(row), -9.0, np.float32)) for row in some_rows()]
+    config = a_config(model, {"name": "grpo", "old_logprobs": "recompute"}, update_epochs=epochs)
+    of_a_file = [replace(row, old_logprobs=np.full(len(row), -9.0, np.float32)) for row in some_rows()]
     found, expected = (begun(dispatch, config).run(rows, 0) for rows in (of_a_file, some_rows()))
     assert found == expected
 
@@ -135,8 +135,8 @@ def test_what_rows_say_of_the_policy_of_a_step_is_not_believed(dispatch: RankGro
 def test_a_step_is_epochs_times_mini_batches_optimizer_steps_on_what_was_said_at_its_begin(
     dispatch: RankGroup, model: Path, offload: bool
 ) -> None:
-    loss = {"name": "ppo", "proximal": "recompute", "advantage": "gae", "kl": 0.1, "kl_in": "reward"}
-    config = a_config(model, loss, update_epochs=2, mini_batches=2, offload=offload)
+    loss = {"name": "ppo", "old_logprobs": "recompute", "advantage_estimator": "gae", "kl": 0.1, "kl_in": "reward"}
+    config = a_config(model, loss, update_epochs=2, mini_batches=2, offload_idle_models=offload)
     update, rows = begun(dispatch, config), some_rows()
     metrics = update.run(rows, 3)
     assert metrics["optimizer_steps"] == 4
@@ -158,9 +158,9 @@ def by_hand(dispatch: RankGroup, config: RunConfig, rows: list[TrainSequence], s
     assert due.returns is not None
     complete = [
         TrainSequence(
-            row.tokens, row.mask, advantages, row.sampler_logprobs, None, row.prompt, proximal, values, returns
+            row.tokens, row.mask, advantages, row.sampler_logprobs, None, row.prompt, old_logprobs, values, returns
         )
-        for row, advantages, proximal, values, returns in zip(
+        for row, advantages, old_logprobs, values, returns in zip(
             rows, due.advantages, said["policy"], said["critic"], due.returns, strict=True
         )
     ]
@@ -175,7 +175,7 @@ def by_hand(dispatch: RankGroup, config: RunConfig, rows: list[TrainSequence], s
 
 
 def test_a_fresh_job_copies_the_policy_into_reference_and_critic(dispatch: RankGroup, model: Path) -> None:
-    config = a_config(model, {"name": "ppo", "advantage": "gae", "kl": 0.1})
+    config = a_config(model, {"name": "ppo", "advantage_estimator": "gae", "kl": 0.1})
     update = begun(dispatch, config)
     update.run(some_rows(), 0)
     assert not alike(parameters(dispatch), parameters(dispatch, "reference"))
@@ -199,7 +199,7 @@ def test_the_reference_becomes_the_policy_of_its_time(dispatch: RankGroup, model
 
 
 def test_with_adapters_the_reference_is_the_base_until_it_is_refreshed(dispatch: RankGroup, model: Path) -> None:
-    loss = {"name": "ppo", "advantage": "gae", "kl": 0.1, "reference_every": 2}
+    loss = {"name": "ppo", "advantage_estimator": "gae", "kl": 0.1, "reference_every": 2}
     update = begun(dispatch, a_config(model, loss, rank=2))
     assert all(".lora_A." in name or ".lora_B." in name for name in parameters(dispatch))
     divergences = [update.run(some_rows(step), step)["reference_kl"] for step in range(3)]
@@ -207,7 +207,7 @@ def test_with_adapters_the_reference_is_the_base_until_it_is_refreshed(dispatch:
 
 
 def test_a_batch_without_a_counted_token_trains_nothing(dispatch: RankGroup, model: Path) -> None:
-    loss = {"name": "ppo", "proximal": "recompute", "advantage": "gae", "kl": 0.1}
+    loss = {"name": "ppo", "old_logprobs": "recompute", "advantage_estimator": "gae", "kl": 0.1}
     update = begun(dispatch, a_config(model, loss, mini_batches=2))
     before = parameters(dispatch)
     blank = [
@@ -237,7 +237,7 @@ def test_rows_that_do_not_count_change_nothing(dispatch: RankGroup, model: Path)
 
 
 def test_a_number_that_is_not_finite_is_named_and_nothing_is_trained(dispatch: RankGroup, model: Path) -> None:
-    update = begun(dispatch, a_config(model, {"name": "ppo", "advantage": "gae"}))
+    update = begun(dispatch, a_config(model, {"name": "ppo", "advantage_estimator": "gae"}))
     before = parameters(dispatch)
     rows = some_rows()
     rows[3] = a_row([1, 2, 3], 1, float("nan"), 0)
@@ -251,7 +251,9 @@ def test_a_number_that_is_not_finite_is_named_and_nothing_is_trained(dispatch: R
 def test_rows_without_what_the_sampling_policy_said_are_refused_and_nothing_is_trained(
     dispatch: RankGroup, model: Path
 ) -> None:
-    update = begun(dispatch, a_config(model, {"name": "ppo", "advantage": "gae", "proximal": "recompute"}))
+    update = begun(
+        dispatch, a_config(model, {"name": "ppo", "advantage_estimator": "gae", "old_logprobs": "recompute"})
+    )
     before, unsampled = parameters(dispatch), [replace(row, sampler_logprobs=None) for row in some_rows()]
     with pytest.raises(TrainingError, match="row 0 has no sampler_logprobs, which a policy loss needs"):
         update.run(unsampled, 0)
@@ -283,7 +285,7 @@ def test_models_are_not_intact_when_a_step_ends_in_between(
 
 
 def test_a_job_that_goes_on_takes_the_steps_of_one_that_never_stopped(dispatch: RankGroup, model: Path) -> None:
-    loss = {"name": "ppo", "advantage": "gae", "kl": 0.1, "kl_in": "reward", "reference_every": 2}
+    loss = {"name": "ppo", "advantage_estimator": "gae", "kl": 0.1, "kl_in": "reward", "reference_every": 2}
     config = a_config(model, loss, update_epochs=2, mini_batches=2)
     update, names = begun(dispatch, config), ("policy", "reference", "critic")
     update.run(some_rows(0), 0)
@@ -304,7 +306,7 @@ def snapshot(worker: ModelWorker) -> dict[str, Any]:
 
 
 def test_ppo_with_a_critic_learns_what_is_rewarded(dispatch: RankGroup, model: Path) -> None:
-    loss = {"name": "ppo", "advantage": "gae", "proximal": "recompute"}
+    loss = {"name": "ppo", "advantage_estimator": "gae", "old_logprobs": "recompute"}
     config = a_config(model, loss, update_epochs=2)
     update, draw = begun(dispatch, config), np.random.default_rng(0)
     rewards, errors = [], []

@@ -68,7 +68,7 @@ def group_of(tmp_path: Path, environment: str, say: Say, samples: int = 2, **opt
     config = make_config(
         model={"path": "tiny", "max_length": options.pop("max_length", 2048)},
         task={"name": "verifiers", "options": settings},
-        rollout={"samples": samples, "max_tokens": 64, "give_up_after": 1000},
+        rollout={"group_size": samples, "max_tokens": 64, "max_consecutive_failures": 1000},
     )
     task, chat = load_task(config.task, 0), ChatTokenizer(model)
     servers = Saying(chat, say)
@@ -109,7 +109,7 @@ def test_turns_of_a_user_are_read_and_all_turns_of_the_policy_are_one_row(tmp_pa
             low, high = (int(guess) + 1, high) if told == "higher" else (low, int(guess) - 1)
         return str((low + high) // 2)
 
-    group, servers = group_of(tmp_path, "vf-guess", bisect, samples=2)
+    group, servers = group_of(tmp_path, "vf-guess", bisect, group_size=2)
     assert group.failures == ()
     sample = group.samples[0]
     assert (sample.reward, sample.branches) == (1.0, ())

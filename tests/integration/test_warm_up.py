@@ -34,7 +34,7 @@ LENGTHS = [(3, 9, 7, 5), (12, 2, 4, 10), (15,), (6, 6, 6, 6, 11, 8, 16, 16, 14)]
 """Of the rows of each step; in the third the second rank has none."""
 LOSSES: dict[str, dict[str, Any]] = {
     "one model": {"name": "grpo"},
-    "three models": {"name": "ppo", "advantage": "gae", "kl": 0.1, "proximal": "recompute"},
+    "three models": {"name": "ppo", "advantage_estimator": "gae", "kl": 0.1, "old_logprobs": "recompute"},
 }
 
 
@@ -44,7 +44,7 @@ def a_config(path: Path, ranks: int, loss: str, compiled: bool) -> RunConfig:
         loss=LOSSES[loss],
         optim={"lr": 1e-2},
         training={"steps": len(LENGTHS), "prompts_per_step": 1, "micro_batch_tokens": 48, "compile": compiled},
-        rollout={"samples": 16},
+        rollout={"group_size": 16},
         resources={"trainer": {"processes": ranks}},
     )
 

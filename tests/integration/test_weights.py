@@ -160,7 +160,9 @@ def test_the_purity_check_notices_a_request_that_saw_other_weights(servers: list
             check_purity(traffic, {1: model, 2: other}, kept=kept)
 
 
-@pytest.mark.parametrize("settings", [{"update": "abort"}, {"update": "wait"}, {"recompute_kv": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"pause_mode": "abort"}, {"pause_mode": "wait"}, {"reset_kv_cache_on_update": True}], ids=str
+)
 def test_no_update_loses_a_request_however_it_pauses(servers: list[Served], settings: dict[str, Any]) -> None:
     traffic, models = run_traffic(servers, *two_models(servers[0].model), tokens=64, **settings)
     check_purity(traffic, models, kept=False)
@@ -298,7 +300,7 @@ def test_requests_that_are_cut_off_go_on_and_their_logprobs_are_the_models(serve
     the cores are busy, a server may hear that it should stop only when it is done; then it is asked again."""
 
     async def ask() -> tuple[list[Completion], int]:
-        async with InferenceClient([servers[0].endpoint], SECRET, 0.1, request_tokens=200) as client:
+        async with InferenceClient([servers[0].endpoint], SECRET, 0.1, max_tokens_per_request=200) as client:
             client.update(servers[0].endpoint, 0)
             while "aborted" not in client.retries:
                 made = await client.generate(PROBE, n=4, temperature=1.0, max_tokens=240, stop_token_ids=[])

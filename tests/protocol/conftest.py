@@ -16,18 +16,18 @@ from tests.protocol.small_roles import FOREVER, RANKS, UNTIL_TOLD, Attempt
 def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Attempt]:
     def make(
         startup_seconds: float = 20,
-        silence_seconds: float = 60,
+        heartbeat_seconds: float = 60,
         gpus: dict[RoleName, tuple[int, ...]] | None = None,
         restarts: int = 0,
         ports: dict[RoleName, tuple[int, ...]] | None = None,
         **scripts: str,
     ) -> Attempt:
         cluster = ClusterConfig(
-            kind="local",
+            scheduler="local",
             startup_seconds=startup_seconds,
             stop_seconds=1,
             grace_seconds=3,
-            silence_seconds=silence_seconds,
+            heartbeat_seconds=heartbeat_seconds,
         )
         usual = dict.fromkeys(RANKS, FOREVER) | {"trainer": UNTIL_TOLD}
         distinct = {role: f"{(usual | scripts)[role]}\n# {role}" for role in RANKS}

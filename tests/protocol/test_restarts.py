@@ -118,7 +118,7 @@ def test_a_server_that_hangs_is_started_again_and_one_that_does_not_come_back_en
     once = (
         "import pathlib, sys\nat = pathlib.Path(sys.argv[1]).parent / 'once'\nif at.exists(): sys.exit(3)\nat.touch()"
     )
-    run = attempt(restarts=2, silence_seconds=2, inference=f"{once}\n{BEATS}\nwork()")
+    run = attempt(restarts=2, heartbeat_seconds=2, inference=f"{once}\n{BEATS}\nwork()")
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     os.kill(run.pid_of("inference"), signal.SIGSTOP)
     assert run.join() == {"failed"}

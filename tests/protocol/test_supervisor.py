@@ -147,7 +147,7 @@ def test_a_question_that_raises_is_told_when_the_time_is_up(attempt: Callable[..
 
 
 def test_a_role_that_is_stopped_is_found_ended_and_named_with_its_stacks(attempt: Callable[..., Attempt]) -> None:
-    run = attempt(silence_seconds=2, actor=f"{BEATS}\nwork()")
+    run = attempt(heartbeat_seconds=2, actor=f"{BEATS}\nwork()")
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     os.kill(run.pid_of("actor"), signal.SIGSTOP)
     assert run.join() == {"failed"}
@@ -157,13 +157,13 @@ def test_a_role_that_is_stopped_is_found_ended_and_named_with_its_stacks(attempt
     assert " has been stopped (SIGSTOP) for " in failure.cause
     assert any(" in work" in line for line in failure.stacks)
     assert " in work" in run.paths.log("actor", 0).read_text()
-    assert "cluster.silence_seconds" in failure.hint
+    assert "cluster.heartbeat_seconds" in failure.hint
     assert run.left() == set()
 
 
 def test_a_role_that_tells_seldom_that_it_works_is_said_to_be_stopped_too(attempt: Callable[..., Attempt]) -> None:
     """What it told last of its work is older than what its thread told: the longer silence is not the reason."""
-    run = attempt(silence_seconds=3, actor=f"{BEATS}\nwhile True: heartbeat.beat(); time.sleep(2)")
+    run = attempt(heartbeat_seconds=3, actor=f"{BEATS}\nwhile True: heartbeat.beat(); time.sleep(2)")
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     os.kill(run.pid_of("actor"), signal.SIGSTOP)
     assert run.join() == {"failed"}
@@ -173,7 +173,7 @@ def test_a_role_that_tells_seldom_that_it_works_is_said_to_be_stopped_too(attemp
 def test_a_program_that_is_not_ours_and_is_stopped_is_named_before_those_that_wait_for_it(
     attempt: Callable[..., Attempt],
 ) -> None:
-    run = attempt(silence_seconds=8, redis=FOREVER)
+    run = attempt(heartbeat_seconds=8, redis=FOREVER)
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     os.kill(run.pid_of("redis"), signal.SIGSTOP)
     assert run.join() == {"failed"}
@@ -190,7 +190,7 @@ def starts(program: str) -> str:
 
 
 def test_a_stopped_torchrun_is_named_although_its_ranks_run(attempt: Callable[..., Attempt]) -> None:
-    run = attempt(silence_seconds=4, trainer=starts(f"{BEATS}\nwork()"))
+    run = attempt(heartbeat_seconds=4, trainer=starts(f"{BEATS}\nwork()"))
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     torchrun = run.pid_of("trainer")
     os.kill(torchrun, signal.SIGSTOP)
@@ -208,7 +208,7 @@ def test_an_engine_that_is_stopped_behind_its_server_is_named_and_shows_its_stac
     engine = "from pipeline.utils import heartbeat\nheartbeat.show_stacks()\nimport time\n" + (
         "def answer():\n    print('engine', flush=True)\n    time.sleep(600)\nanswer()"
     )
-    run = attempt(silence_seconds=4, inference=starts(engine))
+    run = attempt(heartbeat_seconds=4, inference=starts(engine))
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     log = run.paths.log("inference", 0)
     wait_for("the engine", lambda: "engine" in log.read_text(), WAIT_SECONDS)
@@ -238,7 +238,7 @@ def test_an_agent_that_shows_no_sign_of_life_fails_the_attempt_and_is_named(
 
 def test_a_role_whose_work_is_stuck_is_found_although_its_process_runs(attempt: Callable[..., Attempt]) -> None:
     stuck = f"{BEATS}{STUCK}\nwith heartbeat.busy_with('stepping', 1):\n    get_stuck()"
-    run = attempt(silence_seconds=2, trainer=stuck)
+    run = attempt(heartbeat_seconds=2, trainer=stuck)
     assert run.join() == {"failed"}
     failure = run.first_failure
     assert failure.role == "trainer.0"
@@ -248,7 +248,7 @@ def test_a_role_whose_work_is_stuck_is_found_although_its_process_runs(attempt: 
 
 def test_a_silence_while_the_attempt_ends_is_no_failure(attempt: Callable[..., Attempt]) -> None:
     until_told = UNTIL_TOLD.replace("time.sleep", "heartbeat.beat() or time.sleep")
-    run = attempt(silence_seconds=2, trainer=f"{BEATS}\n{until_told}\ntime.sleep(2.6)")
+    run = attempt(heartbeat_seconds=2, trainer=f"{BEATS}\n{until_told}\ntime.sleep(2.6)")
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     run.notices[0].reason = "SIGTERM"
     assert run.join() == {"preempted"}
@@ -391,7 +391,7 @@ def test_a_launcher_that_waits_no_longer_leaves_the_trainer_its_grace_from_then_
 
 
 def test_a_trainer_that_hangs_while_its_launcher_waits_is_found(attempt: Callable[..., Attempt]) -> None:
-    run = attempt(silence_seconds=2, trainer=f"{BEATS}{STUCK}\nget_stuck()")
+    run = attempt(heartbeat_seconds=2, trainer=f"{BEATS}{STUCK}\nget_stuck()")
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     by_launcher(run)
     assert run.join() == {"failed"}

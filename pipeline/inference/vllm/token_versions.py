@@ -3,8 +3,8 @@
 In the engine's process a step is marked with the version that the model has when it is scheduled. Releases that say
 versions label a step's outputs when they are processed, with the version that a server received last: right where it is
 paused for an update, and without a pause a step too late or too early. There the label becomes the mark. In older
-releases, log-probabilities that go the cheaper way (`fast_logprobs`) take the mark along, a number for each token. An
-API process collects the numbers of a request, and its answer has them in the form of later releases. Promises that a
+releases, log-probabilities that go the cheaper way (`compact_logprobs`) take the mark along, a number for each token.
+An API process collects the numbers of a request, and its answer has them in the form of later releases. Promises that a
 token is said to be of the very weights that sampled it, and that an answer says nothing where it does not know the
 version of every token. Where vLLM's code is not what this was written for, it says so once and changes nothing.
 """

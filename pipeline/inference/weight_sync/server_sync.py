@@ -255,7 +255,7 @@ class ServerSync:
     def _swap(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
         """Change the model of a server that has the bytes. It is paused meanwhile for a whole model over gloo, and
         where its requests are to end, or to be computed again."""
-        mode, recompute = self._config.update, self._config.recompute_kv
+        mode, recompute = self._config.pause_mode, self._config.reset_kv_cache_on_update
         clear = recompute or mode != "keep"
         pause = clear or not (payload.adapter or payload.device.type == "cuda")
         if pause:

@@ -93,11 +93,11 @@ def _supervised(tokens: LossTokens) -> Terms:
 
 def _reinforced(tokens: LossTokens, config: LossConfig) -> Terms:
     """All terms of an RL loss for each token: [N]."""
-    # `policy_update` recomputes proximal log-probabilities for batches of several optimizer steps. Here the batch has
-    # one: the policy has not moved since the step began, so its own log-probabilities, detached, are the proximal ones.
-    # The ratio is then 1 in value and still has the policy's gradient.
-    if config.proximal == "recompute" and tokens.proximal_N is None:
-        tokens = replace(tokens, proximal_N=tokens.logprobs_N.detach())
+    # `policy_update` recomputes old log-probabilities for batches of several optimizer steps. Here the batch has
+    # one: the policy has not moved since the step began, so its own log-probabilities, detached, are the old_logprobs
+    # ones. The ratio is then 1 in value and still has the policy's gradient.
+    if config.old_logprobs == "recompute" and tokens.old_logprobs_N is None:
+        tokens = replace(tokens, old_logprobs_N=tokens.logprobs_N.detach())
     loss_N, watched = _policy_loss(config.name)(tokens, config)
     loss_N, mismatch = apply_correction(loss_N, tokens, config)
     watched |= mismatch | _basics(tokens)
@@ -131,7 +131,7 @@ def _entropy(tokens: LossTokens) -> Tensor:
 
 
 def _basics(tokens: LossTokens) -> dict[str, Tensor]:
-    """Metrics of every policy loss, [N] each; `ratio_kl` is KL(proximal ‖ policy), estimated by k3."""
+    """Metrics of every policy loss, [N] each; `ratio_kl` is KL(old ‖ policy), estimated by k3."""
     log_ratio_N = tokens.log_ratio_N.detach()
     return {
         "logprob": tokens.logprobs_N,

@@ -1,8 +1,8 @@
-"""Importance weights that correct the mismatch between the sampling policy and the trainer's proximal policy.
+"""Importance weights that correct the mismatch between the sampling policy and the trainer's old policy.
 
 The two differ because another program (the inference engine) computed the sampler's log-probabilities, or because
-the sampler had older weights. With w = exp(proximal − sampler_logprobs) of each token, the policy loss is multiplied by
-a bounded weight without a gradient. KL and entropy terms are not weighted.
+the sampler had older weights. With w = exp(old_logprobs − sampler_logprobs) of each token, the policy loss is
+multiplied by a bounded weight without a gradient. KL and entropy terms are not weighted.
 """
 
 import torch
@@ -19,30 +19,28 @@ def apply_correction(loss_N: Tensor, tokens: LossTokens, config: LossConfig) -> 
     """The loss of each token times its weight by `correction`: [N], and metrics.
 
     - `none`: 1.
-    - `truncate`: min(w, correction_cap), truncated importance sampling (Yao et al. 2025).
-    - `mask`: w, or 0 outside of 1 / correction_cap … correction_cap: masked importance sampling.
+    - `truncate`: min(w, tis_cap), truncated importance sampling (Yao et al. 2025).
+    - `mask`: w, or 0 outside of 1 / tis_cap … tis_cap: masked importance sampling.
 
-    Raises `TrainingError` if `correction` is not `none` and the rows have no proximal log-probabilities.
+    Raises `TrainingError` if `correction` is not `none` and the rows have no old log-probabilities.
     """
-    if tokens.proximal_N is None:
-        if config.correction != "none":
-            raise TrainingError(
-                f"loss.correction={config.correction} needs proximal log-probabilities, and the rows have none"
-            )
+    if tokens.old_logprobs_N is None:
+        if config.tis != "none":
+            raise TrainingError(f"loss.tis={config.tis} needs old log-probabilities, and the rows have none")
         return loss_N, {}
-    log_w_N = tokens.proximal_N - tokens.sampler_logprobs_N
+    log_w_N = tokens.old_logprobs_N - tokens.sampler_logprobs_N
     watched = {"mismatch": log_w_N.abs(), "mismatch_kl": k3(-log_w_N)}
-    if config.correction == "none":
+    if config.tis == "none":
         return loss_N, watched
     w_N = ratio(log_w_N)
-    weight_N = _truncated(w_N, config) if config.correction == "truncate" else _masked(w_N, config)
-    return loss_N * weight_N, watched | {"correction": weight_N, "correction_fraction": weight_N != w_N}
+    weight_N = _truncated(w_N, config) if config.tis == "truncate" else _masked(w_N, config)
+    return loss_N * weight_N, watched | {"correction": weight_N, "tis_fraction": weight_N != w_N}
 
 
 def _truncated(w_N: Tensor, config: LossConfig) -> Tensor:
-    return w_N.clamp(max=config.correction_cap)
+    return w_N.clamp(max=config.tis_cap)
 
 
 def _masked(w_N: Tensor, config: LossConfig) -> Tensor:
-    inside_N = (w_N >= 1 / config.correction_cap) & (w_N <= config.correction_cap)
+    inside_N = (w_N >= 1 / config.tis_cap) & (w_N <= config.tis_cap)
     return torch.where(inside_N, w_N, 0)

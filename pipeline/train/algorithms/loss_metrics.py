@@ -26,7 +26,7 @@ def means(sums: Mapping[str, float], counted: int) -> dict[str, float]:
     `loss` and extremes are copied, all others are divided by `counted`. Squares (`…_squared`) are inputs of the derived
     metrics only:
 
-    - `effective_samples` = (Σ r)² / (counted · Σ r²), the effective sample size of the importance ratios as a fraction
+    - `ess` = (Σ r)² / (counted · Σ r²), the effective sample size of the importance ratios as a fraction
       of the tokens: 0 … 1;
     - `advantage_std`, `return_std` = √(mean of the squares − square of the mean);
     - `explained_variance` = 1 − Var(return − value) / Var(return): at most 1; omitted when all returns are equal.
@@ -64,7 +64,7 @@ def _explained_variance(averages: Means) -> float | None:
 
 
 _DERIVED: dict[str, tuple[str, Callable[[Means], float | None]]] = {
-    "effective_samples": ("ratio_squared", _effective_samples),
+    "ess": ("ratio_squared", _effective_samples),
     "advantage_std": ("advantage_squared", lambda averages: _variance(averages, "advantage") ** 0.5),
     "return_std": ("return_squared", lambda averages: _variance(averages, "return") ** 0.5),
     "explained_variance": ("error_squared", _explained_variance),

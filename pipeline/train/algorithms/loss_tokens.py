@@ -22,8 +22,8 @@ class LossTokens:
         advantages_N: advantage of each token.
         sampler_logprobs_N: log-probability under the policy that sampled it; equals `logprobs_N.detach()` in supervised
             rows.
-        proximal_N: log-probability under the proximal policy, the denominator of the ratio; None: `sampler_logprobs_N`
-            or `logprobs_N.detach()`, by `LossConfig.proximal`.
+        proximal_N: log-probability under the old policy, the denominator of the ratio; None: `sampler_logprobs_N`
+            or `logprobs_N.detach()`, by `LossConfig.old_logprobs`.
         rows_N: int64, row of each token, 0 … rows − 1.
         rows: R.
         reference_N: log-probability under the reference model, or None.
@@ -38,12 +38,12 @@ class LossTokens:
     rows: int
     reference_N: Tensor | None = None
     entropy_N: Tensor | None = None
-    proximal_N: Tensor | None = None
+    old_logprobs_N: Tensor | None = None
 
     @property
     def log_ratio_N(self) -> Tensor:
-        """log(policy / proximal policy) of each token."""
-        return self.logprobs_N - (self.sampler_logprobs_N if self.proximal_N is None else self.proximal_N)
+        """log(policy / old policy) of each token."""
+        return self.logprobs_N - (self.sampler_logprobs_N if self.old_logprobs_N is None else self.old_logprobs_N)
 
     def row_mean(self, values_N: Tensor) -> Tensor:
         """Mean of the values over each token's row, for every token: [N] → [N]. Exact, since no row is ever split."""

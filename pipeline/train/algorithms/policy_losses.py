@@ -5,7 +5,7 @@ unweighted loss of each token and metrics of each token, all `[N]`. `pipeline.tr
 weights and sums, so nothing here divides by a count. Several names share one formula; their other settings (advantages,
 normalization, bounds) are in `conf/loss/`. docs/losses.md has the table.
 
-Below, r = exp(logprob − proximal) is the importance ratio, A the advantage, and sg(·) stops the gradient.
+Below, r = exp(logprob − old_logprob) is the importance ratio, A the advantage, and sg(·) stops the gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,8 +64,8 @@ def clipped(tokens: LossTokens, config: LossConfig) -> Terms:
 def sequence_clipped(tokens: LossTokens, config: LossConfig) -> Terms:
     """The clipped surrogate with one ratio for the whole row, the geometric mean of its tokens' ratios: [N].
 
-    s = exp(mean over the row of (logprob − proximal)). Every counted token of a row has the same s, and the gradient of
-    s reaches all tokens of the row. With sequence normalization this is GSPO (Zheng et al. 2025).
+    s = exp(mean over the row of (logprob − old_logprob)). Every counted token of a row has the same s, and the gradient
+    of s reaches all tokens of the row. With sequence normalization this is GSPO (Zheng et al. 2025).
     """
     return _surrogate(tokens.row_mean(tokens.log_ratio_N), tokens.advantages_N, config)
 

@@ -4,7 +4,7 @@ The scalar of a sample is its group-relative advantage, or its plain reward for 
 `pipeline.transport.group_advantages.REWARDS_ONLY`. Promises that only counted tokens are actions: tokens of prompts and
 tools have no reward and no discount. All statistics are over the whole batch. Pure; must not know models or ranks.
 
-Notation: a row has T tokens; n of them are counted, with k = 1 … n. γ is `loss.discount`, λ is `loss.trace`. a is the
+Notation: a row has T tokens; n of them are counted, with k = 1 … n. γ is `loss.gamma`, λ is `loss.gae_lambda`. a is the
 scalar of the row's sample, KL_k the estimate of KL(policy ‖ reference) from token k by `loss.kl_estimator`, and
 β = `loss.kl` if `loss.kl_in` is `reward`, else 0:
 
@@ -53,7 +53,7 @@ def has_kl_in_reward(loss: LossConfig) -> bool:
 
 def needs_token_advantages(loss: LossConfig) -> bool:
     """Whether the advantage of a token differs from the scalar of its sample."""
-    return loss.advantage in ("batch", "group_batch", "gae") or has_kl_in_reward(loss) or loss.discount < 1
+    return loss.advantage_estimator in ("batch", "group_batch", "gae") or has_kl_in_reward(loss) or loss.gamma < 1
 
 
 def assign_advantages(
@@ -69,8 +69,8 @@ def assign_advantages(
     zeros. Whitening over samples includes the scalars of rows without counted tokens.
     """
     scalars = _row_scalars(rows)
-    batchwide = loss.advantage in ("batch", "group_batch")
-    if not has_kl_in_reward(loss) and loss.discount == 1 and loss.advantage != "gae":
+    batchwide = loss.advantage_estimator in ("batch", "group_batch")
+    if not has_kl_in_reward(loss) and loss.gamma == 1 and loss.advantage_estimator != "gae":
         # β = 0 and γ = 1: the return is the same at every token of a row, so one number per row suffices.
         per_row = _whitened_samples(rows, scalars) if batchwide else scalars
         return TokenAdvantages(
@@ -82,10 +82,10 @@ def assign_advantages(
         else [np.zeros(row.counted) for row in rows]
     )
     rewards = [_token_rewards(penalty, scalar) for penalty, scalar in zip(penalties, scalars, strict=True)]
-    if loss.advantage == "gae":
-        advantages, returns = gae(rewards, _counted(rows, values, "values"), loss.discount, loss.trace)
+    if loss.advantage_estimator == "gae":
+        advantages, returns = gae(rewards, _counted(rows, values, "values"), loss.gamma, loss.gae_lambda)
         return TokenAdvantages(_scatter_to_tokens(rows, whiten(advantages)), _scatter_to_tokens(rows, returns))
-    returns = discounted_sums(rewards, loss.discount)
+    returns = discounted_sums(rewards, loss.gamma)
     return TokenAdvantages(_scatter_to_tokens(rows, whiten(returns) if batchwide else returns))
 
 

@@ -23,9 +23,9 @@ from pipeline.errors import TrainingError
 from pipeline.train.batching.packing import Packing, PrefixGroup, group_by_prefix
 
 Normalization = Literal["token", "sequence", "prompt", "fixed"]
-Column = Literal["advantages", "sampler_logprobs", "proximal", "reference", "values", "returns"]
+Column = Literal["advantages", "sampler_logprobs", "old_logprobs", "reference", "values", "returns"]
 """A field of `TrainSequence` with one number per token."""
-COLUMNS: tuple[Column, ...] = ("advantages", "sampler_logprobs", "proximal", "reference", "values", "returns")
+COLUMNS: tuple[Column, ...] = ("advantages", "sampler_logprobs", "old_logprobs", "reference", "values", "returns")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +39,8 @@ class TrainSequence:
         advantages: one number for the whole row, or float32[T].
         sampler_logprobs: float32[T], log-probability (nats, at the sampling temperature) of each counted token under
             the policy that sampled it; None for supervised rows.
-        proximal: float32[T], log-probability under the proximal policy, the denominator of the ratio; None: by
-            `LossConfig.proximal`, `sampler_logprobs` or the policy's own in the pass that trains the row.
+        old_logprobs: float32[T], log-probability under the old policy, the denominator of the ratio; None: by
+            `LossConfig.old_logprobs`, `sampler_logprobs` or the policy's own in the pass that trains the row.
         reference: float32[T], log-probability under the reference model; None without a KL term.
         values: float32[T], the critic's value of the tokens before each counted one, when the step began; None without
             a critic.
@@ -55,7 +55,7 @@ class TrainSequence:
     sampler_logprobs: NDArray[np.float32] | None = None
     reference: NDArray[np.float32] | None = None
     prompt: int = 0
-    proximal: NDArray[np.float32] | None = None
+    old_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
     episode: int = -1

@@ -45,8 +45,13 @@ def run_role_of_rank(config: RunConfig, secret: str, algorithm: Callable[[RankGr
     training, resources = config.training, config.resources
     most = training.micro_batch_budget, training.micro_batch_rows or None
     budget = Budget(*most, packed=training.packing, shared=config.shares_prefixes)
-    shared = resources.share_gpus and config.has_servers
+    shared = resources.colocate and config.has_servers
     allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None
     run_controller_or_worker(
-        algorithm, budget, device=resources.device, colocated=training.offload, secret=secret, allowance=allowance
+        algorithm,
+        budget,
+        device=resources.device,
+        colocated=training.offload_idle_models,
+        secret=secret,
+        allowance=allowance,
     )

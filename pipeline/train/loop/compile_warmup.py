@@ -117,7 +117,7 @@ def empty_row(
     tokens = (np.arange(length, dtype=np.int32) * (1 + number // vocabulary) + number) % vocabulary
     tokens[: len(prefix)] = prefix
     return TrainSequence(
-        tokens, mask, sampler_logprobs=zeros, proximal=zeros, reference=zeros, values=zeros, returns=zeros
+        tokens, mask, sampler_logprobs=zeros, old_logprobs=zeros, reference=zeros, values=zeros, returns=zeros
     )
 
 

@@ -48,7 +48,7 @@ class Note(Protocol):
 def schedules_of(config: RunConfig) -> dict[str, Schedule]:
     """The schedules of a run's evaluation sets by name; the default set comes first, with the empty name."""
     every = config.training.eval_every
-    own = {"": Schedule(every, config.training.data_seconds)} if config.evaluation.own else {}
+    own = {"": Schedule(every, config.training.data_seconds)} if config.evaluation.builtin_set else {}
     return own | {
         name: Schedule(every if eval_set.every is None else eval_set.every, eval_set.seconds)
         for name, eval_set in config.evaluation.sets.items()
@@ -134,7 +134,7 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
     """An evaluation as metrics; names of a set contain its name, such as `eval/<set>/accuracy`."""
     metrics = {
         "eval/accuracy": result.accuracy,
-        "eval/error": result.error,
+        "eval/stderr": result.error,
         "eval/prompts": float(result.prompts),
         "eval/failed": float(result.failed),
         "eval/version_min": float(result.version_min),
@@ -142,7 +142,7 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
         "eval/seconds": result.seconds,
     }
     if result.set:
-        metrics |= {"eval/samples": float(result.samples), "eval/late": float(result.timed_out)}
+        metrics |= {"eval/samples": float(result.samples), "eval/timed_out": float(result.timed_out)}
     metrics |= {f"eval/pass@{k}": share for k, share in result.pass_at.items()}
     metrics |= {f"eval/{name}": value for name, value in result.metrics.items()}
     prefix = f"eval/{result.set}/" if result.set else "eval/"

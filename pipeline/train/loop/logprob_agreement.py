@@ -31,7 +31,7 @@ class Agreement:
         Raises `TrainingError` if log-probabilities differ by more than `MAX_MISMATCH` nats on average.
         """
         mismatch = metrics.get("mismatch", metrics.get("log_ratio", nan))
-        if self.known or not isfinite(mismatch) or metrics["lag/max"]:
+        if self.known or not isfinite(mismatch) or metrics["staleness/max"]:
             return
         if mismatch > MAX_MISMATCH:
             raise TrainingError(

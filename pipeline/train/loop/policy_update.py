@@ -4,8 +4,9 @@ Owns the algorithm, independent of ranks (`dispatch`), of the source of samples,
 
     1. Split the rows into mini-batches by prompt, and fix the weight of each row in the loss.
     2. Compute forward passes with the models of the step's begin: the policy's log-probabilities (for a KL in the
-       reward, or for `loss.proximal=recompute` with several optimizer steps; a single one has them in its own pass),
-       the reference model's (`loss.kl`; a teacher's come with the rows), the critic's values (`loss.advantage=gae`).
+       reward, or for `loss.old_logprobs=recompute` with several optimizer steps; a single one has them in its own
+       pass), the reference model's (`loss.kl`; a teacher's come with the rows), the critic's values
+       (`loss.advantage_estimator=gae`).
     3. Compute the advantage of each token (`token_advantages`), over the whole batch.
     4. Take the optimizer steps, `update_epochs` times over the mini-batches: first all of the critic, then all of the
        policy.
@@ -104,8 +105,8 @@ class PolicyUpdate:
     def _mini_batches(self, rows: Sequence[TrainSequence], step: int) -> list[MiniBatch]:
         """The mini-batches that have counted tokens, each with its rows that have some."""
         refuse_unsampled_rows(rows)
-        if self._loss.proximal == "recompute":  # a packed file may have values of an earlier policy
-            rows = [replace(row, proximal=None) for row in rows]
+        if self._loss.old_logprobs == "recompute":  # a packed file may have values of an earlier policy
+            rows = [replace(row, old_logprobs=None) for row in rows]
         mini_batches: list[MiniBatch] = []
         for row_indices in split_by_prompt(rows, self._config.training.mini_batches, [self._config.seed, step]):
             # The weights count all rows of the mini-batch; only then are rows without counted tokens removed, which
@@ -135,8 +136,8 @@ class PolicyUpdate:
         """Add the results of the forward passes and the advantages to the staged rows."""
         outputs = self._forward_all(staged)
         columns: dict[str, Column] = {"reference": "reference", "critic": "values"}
-        if self._loss.proximal == "recompute":
-            columns["policy"] = "proximal"
+        if self._loss.old_logprobs == "recompute":
+            columns["policy"] = "old_logprobs"
         for name, column in columns.items():
             if name in outputs:
                 self._dispatch.set_column(staged, column, outputs[name])
@@ -160,7 +161,7 @@ class PolicyUpdate:
         names = self._models_to_query
         if not names:
             return {}
-        if self._config.training.offload:
+        if self._config.training.offload_idle_models:
             # Models share the device in turns: all mini-batches of one model first, so that each is loaded once.
             return {name: [self._dispatch.forward(name, batch) for batch in staged.batches] for name in names}
         outputs = [self._dispatch.forward_each(names, batch) for batch in staged.batches]
@@ -171,9 +172,10 @@ class PolicyUpdate:
         """The models with a forward pass before the first optimizer step."""
         several = self._config.training.update_epochs * self._config.training.mini_batches > 1
         needs = {
-            "policy": (self._loss.proximal == "recompute" and several) or token_advantages.has_kl_in_reward(self._loss),
+            "policy": (self._loss.old_logprobs == "recompute" and several)
+            or token_advantages.has_kl_in_reward(self._loss),
             "reference": self._config.has_reference,
-            "critic": self._loss.advantage == "gae",
+            "critic": self._loss.advantage_estimator == "gae",
         }
         return [name for name, needed in needs.items() if needed]
 
@@ -181,7 +183,7 @@ class PolicyUpdate:
     def _objectives(self) -> dict[str, LossSpec]:
         """The trained models, in order, with their losses."""
         critic: dict[str, LossSpec] = {"critic": ValueLoss(self._config.critic.clip)}
-        return (critic if self._loss.advantage == "gae" else {}) | {"policy": self._loss}
+        return (critic if self._loss.advantage_estimator == "gae" else {}) | {"policy": self._loss}
 
     def _optimize(self, staged: Staged, mini_batches: Sequence[MiniBatch], step: int) -> dict[str, float]:
         """Take all optimizer steps: the critic's, then the policy's, since neither depends on the other in a step."""

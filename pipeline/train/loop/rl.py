@@ -85,8 +85,8 @@ class ReinforcementLearning:
         discarded = self._batches.counts
         counts = {
             "tokens/batch": float(sum(map(len, rows))),
-            "set_aside": float(discarded.total()),
-            "groups/malformed": float(discarded["malformed"]),
+            "groups/discarded": float(discarded.total()),
+            "groups/invalid": float(discarded["malformed"]),
             "groups/stale": float(discarded["stale"]),
             "groups/zero_variance": zero_variance(groups, dropped=discarded[FILTERED]),
         }
@@ -161,12 +161,12 @@ def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "samples": float(len(samples)),
-        "samples/cut": float(np.mean([sample.finish == "length" for sample in samples])),
+        "samples/truncated": float(np.mean([sample.finish == "length" for sample in samples])),
         "completion_length/mean": float(lengths.mean()),
         "completion_length/max": float(lengths.max()),
         "groups/failed_samples": float(sum(len(prepared.group.failures) for prepared in groups)),
-        "groups/abandoned_samples": float(len(abandoned)),
-        "groups/abandoned_time": wasted / (used + wasted) if wasted else 0.0,
+        "oversample/canceled_samples": float(len(abandoned)),
+        "oversample/wasted_fraction": wasted / (used + wasted) if wasted else 0.0,
     }
     return metrics | _lag_metrics(samples, version, oldest) | mean_metrics(samples)
 
@@ -186,8 +186,8 @@ def _lag_metrics(samples: Sequence[Sample], version: int, oldest: int) -> dict[s
     fresh = [np.concatenate([row.versions[is_fresh(row, oldest)] for row in rows]) for rows in rows_by_sample]
     lags = [version - versions.min() for versions in fresh if versions.size] or [0]
     return {
-        "lag/mean": float(np.mean(lags)),
-        "lag/max": float(max(lags)),
-        "lag/masked": float(1 - sum(map(len, fresh)) / max(1, sampled)),
+        "staleness/mean": float(np.mean(lags)),
+        "staleness/max": float(max(lags)),
+        "staleness/masked": float(1 - sum(map(len, fresh)) / max(1, sampled)),
         "samples/masked": float(np.mean([not versions.size for versions in fresh])),
     }

@@ -21,7 +21,7 @@ MAX_EQUAL = 5
 """Steps in a row with equal rewards before the warning; one or two are chance in small batches."""
 LIKELY_FRACTION = (
     "Likely reasons: the prompts are too hard or too easy for this model; answers are cut off before they are scored "
-    "(samples/cut, rollout.max_tokens); or the reward looks for another form than the model writes. Read some: "
+    "(samples/truncated, rollout.max_tokens); or the reward looks for another form than the model writes. Read some: "
     "python launchers/rollouts.py"
 )
 MAX_SKIPPED = 5
@@ -62,7 +62,7 @@ class EqualRewards:
     """
 
     def __init__(self, loss: LossConfig) -> None:
-        self._by_group = loss.advantage in ("group", "group_std", "leave_one_out", "group_batch")
+        self._by_group = loss.advantage_estimator in ("group", "group_std", "leave_one_out", "group_batch")
         self._row, self._warned = 0, False
 
     def note(self, groups: Sequence[Sequence[float]]) -> None:

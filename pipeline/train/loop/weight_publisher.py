@@ -33,7 +33,7 @@ class WeightPublisher:
         self._sender.start(version, self._dispatch.full_parameters("policy"), self._dispatch.layout("policy"))
         self._dispatch.finish_weight_sync("policy")
         self._under_way = True
-        return {"sync/start_seconds": time.monotonic() - started}
+        return {"sync/handover_seconds": time.monotonic() - started}
 
     def wait_until_synced(self) -> dict[str, float]:
         """Wait until the servers have what was started; what became of it, nothing if all was settled before.

@@ -74,7 +74,7 @@ class MicroBatch:
             rows=max(1, len(rows)),
             reference_N=self._given("reference", logprobs_N),
             entropy_N=entropy_N,
-            proximal_N=self._given("proximal", logprobs_N),
+            old_logprobs_N=self._given("old_logprobs", logprobs_N),
         )
 
     def value_tokens(self, values_N: Tensor) -> ValueTokens:

@@ -18,7 +18,7 @@ Notation: R rows of T₁ … T_R tokens. Each array is a file of little-endian n
     tokens      int32[Σ T]
     mask        uint8[Σ T]           1 for the tokens that the loss counts
     advantages  float32[R or Σ T]    one for each row, or one for each token
-    sampler_logprobs, proximal, reference, values, returns    float32[Σ T], each there for all rows or for none
+    sampler_logprobs, old_logprobs, reference, values, returns    float32[Σ T], each there for all rows or for none
     manifest.json                    version, vocabulary, rows, tokens, and form, size and SHA-256 of each array; last
 """
 

@@ -23,7 +23,7 @@ def wait_until_visible(dispatch: RankGroup, folder: Path, seconds: float) -> Non
     missing = [rank for rank, sees in enumerate(seen) if not sees]
     if missing:
         ranks = ", ".join(map(str, missing))
-        hint = "it must lie on a file system that all nodes share; raise cluster.late_seconds if that one is slower"
+        hint = "it must lie on a file system that all nodes share; raise cluster.fs_visibility_seconds if it is slower"
         raise CheckpointError(f"rank {ranks} does not see {folder} as rank 0 does, after {seconds:g} s; {hint}")
 
 

@@ -238,7 +238,7 @@ class ServedModels:
             seed=self._config.seed,
             activation_checkpointing=training.activation_checkpointing,
             compile=training.compile,
-            reshard=training.reshard,
+            reshard=training.reshard_after_forward,
             ep=training.mesh.ep,
         )
 

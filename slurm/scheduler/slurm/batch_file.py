@@ -144,7 +144,7 @@ def _directives(config: RunConfig, part: Component, comment: str, *, first: bool
 def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
     """The parts of the allocation in the order of their ranks: one, or the services' and then the others'."""
     cluster, resources = config.cluster, config.resources
-    services, others = split_components(plan) if resources.layout == "het" else ((), plan.bundles)
+    services, others = split_components(plan) if resources.hetjob else ((), plan.bundles)
     last = Component(
         nodes=plan.ranks - len(services),
         seats=others,

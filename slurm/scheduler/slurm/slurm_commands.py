@@ -40,7 +40,7 @@ def find_slurm(seconds: float = CALL_SECONDS) -> "SlurmCommands":
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         hint = f"{', '.join(missing)} not found: log in to a node of the cluster, or set cluster=local"
-        raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH", hint)
+        raise ConfigError("cluster.scheduler", "slurm", "Slurm's commands on PATH", hint)
     return SlurmCommands(seconds)
 
 

@@ -103,7 +103,7 @@ class TrialBatches:
             if refusal is not None:
                 raise refusal
             print(f"{entry.point}: {name}", flush=True)
-            if entry.config.cluster.kind == "local":
+            if entry.config.cluster.scheduler == "local":
                 jobs[name], job = LocalTrialJob(entry.config, plan), "local"
             else:
                 job = self._launch.submit(entry.config, plan)

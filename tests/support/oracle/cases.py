@@ -31,14 +31,14 @@ class Recipe:
 
     Attributes:
         objective, normalize, temperature: of the loss.
-        proximal: whether the ratio is taken over other log-probabilities than those of the sampling policy.
+        old_logprobs: whether the ratio is taken over other log-probabilities than those of the sampling policy.
         lora: rank of the adapters that alone are trained; 0: all parameters are.
     """
 
     objective: LossSpec
     normalize: Normalization
     temperature: float = 1.0
-    proximal: bool = False
+    old_logprobs: bool = False
     lora: int = 0
 
     @property
@@ -52,15 +52,15 @@ def _loss(name: str, **settings: object) -> LossConfig:
 
 RECIPES: dict[str, Recipe] = {
     "reinforce": Recipe(_loss("reinforce", ratio_cap=1.2), "fixed", 1.3),
-    "ppo": Recipe(_loss("ppo", kl=0.2, entropy=0.1), "prompt", 0.8, proximal=True),
+    "ppo": Recipe(_loss("ppo", kl=0.2, entropy=0.1), "prompt", 0.8, old_logprobs=True),
     "grpo": Recipe(_loss("grpo", clip_low=0.2, clip_high=0.3), "token", 0.8),
     "gspo": Recipe(_loss("gspo", clip_low=0.1, clip_high=0.2), "sequence"),
     "dr_grpo": Recipe(_loss("dr_grpo", kl=0.1, kl_estimator="k2"), "fixed"),
-    "dapo": Recipe(_loss("dapo", clip_high=0.28, correction="truncate", correction_cap=1.3), "token", proximal=True),
-    "cispo": Recipe(_loss("cispo", correction="mask", correction_cap=1.4, entropy=0.1), "token", 0.9, proximal=True),
+    "dapo": Recipe(_loss("dapo", clip_high=0.28, tis="truncate", tis_cap=1.3), "token", old_logprobs=True),
+    "cispo": Recipe(_loss("cispo", tis="mask", tis_cap=1.4, entropy=0.1), "token", 0.9, old_logprobs=True),
     "rloo": Recipe(_loss("rloo", ratio_cap=1.5), "sequence", 1.1),
     "reinforce_pp": Recipe(_loss("reinforce_pp", kl=0.3, kl_in="reward", kl_estimator="k1"), "token"),
-    "dro": Recipe(_loss("dro", beta=0.2, kl=0.1, kl_estimator="k1"), "prompt", proximal=True),
+    "dro": Recipe(_loss("dro", beta=0.2, kl=0.1, kl_estimator="k1"), "prompt", old_logprobs=True),
     "sft": Recipe(SFT, "token"),
     "value": Recipe(ValueLoss(clip=0.4), "token"),
     "value_free": Recipe(ValueLoss(clip=0.0), "sequence"),
@@ -116,7 +116,7 @@ def make_rows(name: str = "grpo") -> list[TrainSequence]:
             mask=mask,
             advantages=of_tokens[1] if index == 8 else float(of_tokens[1, 0]),
             sampler_logprobs=sampler_logprobs,
-            proximal=sampler_logprobs + of_tokens[2] * 0.4 if recipe.proximal else None,
+            old_logprobs=sampler_logprobs + of_tokens[2] * 0.4 if recipe.old_logprobs else None,
             reference=of_tokens[3] * 0.7 - 3,
             values=of_tokens[4] if recipe.model == "critic" else None,
             returns=of_tokens[2] + of_tokens[4] if recipe.model == "critic" else None,

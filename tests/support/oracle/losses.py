@@ -1,7 +1,7 @@
 """The losses of the oracle, from their definitions: plain numbers in, one float64 scalar for each counted token out.
 
-Shares no code with `pipeline`. In each formula r = exp(logprob − proximal) is the ratio, A the advantage, and sg(·) a
-number without a gradient.
+Shares no code with `pipeline`. In each formula r = exp(logprob − old_logprob) is the ratio, A the advantage, and sg(·)
+a number without a gradient.
 """
 
 import math
@@ -23,7 +23,7 @@ class Sequence64:
     counted: list[bool]
     advantages: list[float]
     sampler_logprobs: list[float]
-    proximal: list[float]
+    old_logprobs: list[float]
     reference: list[float]
     values: list[float]
     returns: list[float]
@@ -45,7 +45,7 @@ class Goal:
     entropy: float = 0.0
     max_length: int = 1
     correction: str = "none"
-    correction_cap: float = 2.0
+    tis_cap: float = 2.0
     beta: float = 0.05
     value_clip: float = 0.2
 
@@ -56,11 +56,11 @@ def policy_losses(table: Tensor, row: Sequence64, goal: Goal) -> list[Tensor]:
     logprobs = [table[t - 1, row.tokens[t]] for t in places]
     if goal.name == "sft":
         return [-logprob for logprob in logprobs]
-    logs = [logprob - row.proximal[t] for t, logprob in zip(places, logprobs, strict=True)]
+    logs = [logprob - row.old_logprobs[t] for t, logprob in zip(places, logprobs, strict=True)]
     losses = []
     for place, t in enumerate(places):
         loss = policy_loss(logprobs[place], logs, place, row.advantages[t], row.sampler_logprobs[t], goal)
-        loss = loss * correction(row.proximal[t] - row.sampler_logprobs[t], goal)
+        loss = loss * correction(row.old_logprobs[t] - row.sampler_logprobs[t], goal)
         if goal.kl:
             loss = loss + goal.kl * divergence(logprobs[place] - row.reference[t], goal.kl_estimator)
         if goal.entropy:
@@ -112,12 +112,12 @@ def clipped(ratio: Tensor, advantage: float, goal: Goal) -> Tensor:
 
 
 def correction(difference: float, goal: Goal) -> float:
-    """The factor for log(proximal / sampler_logprobs) = `difference`."""
+    """The factor for log(old_logprobs / sampler_logprobs) = `difference`."""
     weight = math.exp(difference)
     if goal.correction == "truncate":
-        return min(weight, goal.correction_cap)
+        return min(weight, goal.tis_cap)
     if goal.correction == "mask":
-        return weight if 1 / goal.correction_cap <= weight <= goal.correction_cap else 0.0
+        return weight if 1 / goal.tis_cap <= weight <= goal.tis_cap else 0.0
     return 1.0
 
 

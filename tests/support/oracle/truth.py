@@ -128,8 +128,8 @@ def goal_of(recipe: Recipe) -> Goal:
         kl_estimator=objective.kl_estimator,
         entropy=objective.entropy,
         max_length=MAX_LENGTH,
-        correction=objective.correction,
-        correction_cap=objective.correction_cap,
+        correction=objective.tis,
+        tis_cap=objective.tis_cap,
         beta=objective.beta,
     )
 
@@ -141,7 +141,7 @@ def shape_of(recipe: Recipe) -> oracle.Shape:
 
 
 def plain(row: TrainSequence) -> Sequence64:
-    """The row in plain numbers; without a proximal policy the ratio is over the one that sampled."""
+    """The row in plain numbers; without a old policy the ratio is over the one that sampled."""
 
     def numbers(values: object) -> list[float]:
         if values is None:
@@ -153,7 +153,7 @@ def plain(row: TrainSequence) -> Sequence64:
         counted=[bool(counted) for counted in row.mask],
         advantages=numbers(row.advantages),
         sampler_logprobs=numbers(row.sampler_logprobs),
-        proximal=numbers(row.sampler_logprobs if row.proximal is None else row.proximal),
+        old_logprobs=numbers(row.sampler_logprobs if row.old_logprobs is None else row.old_logprobs),
         reference=numbers(row.reference),
         values=numbers(row.values),
         returns=numbers(row.returns),

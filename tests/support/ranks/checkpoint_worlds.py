@@ -52,7 +52,7 @@ Algorithm = Callable[[RankGroup, RunRecorder, Path], None]
 def config_of(model: Path) -> RunConfig:
     return make_config(
         model={"path": str(model), "init": "random", "max_length": 16},
-        loss={"name": "ppo", "kl": 0.1, "advantage": "gae"},
+        loss={"name": "ppo", "kl": 0.1, "advantage_estimator": "gae"},
         optim={"lr": 1e-2, "schedule": "cosine"},
         training={"steps": 9, "prompts_per_step": 2},
     )

@@ -126,7 +126,7 @@ class Script:
 
     def _answer_and_amend(self, dispatch: RankGroup) -> object:
         answers = dispatch.forward_each(("policy", "reference", "critic"), self._rows)
-        dispatch.set_column(self._staged[-1], "proximal", [answers["policy"]])
+        dispatch.set_column(self._staged[-1], "old_logprobs", [answers["policy"]])
         return answers, dispatch.forward_each(("policy", "critic"), make_batch("grpo"))
 
     def _gather(self, dispatch: RankGroup) -> object:

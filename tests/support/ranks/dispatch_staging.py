@@ -43,7 +43,7 @@ def the_first_ratio_of_amended_rows_is_exactly_one(dispatch: RankGroup, path: Pa
     old = [dispatch.forward("policy", each) for each in staged.batches]
     before = [dispatch.forward_backward("policy", each, GRPO) for each in staged.batches]
     assert all(metrics["log_ratio_max"] > 0.1 for metrics in before)
-    dispatch.set_column(staged, "proximal", old)
+    dispatch.set_column(staged, "old_logprobs", old)
     for each in staged.batches:
         assert dispatch.forward_backward("policy", each, GRPO)["log_ratio_max"] == 0
     dispatch.optim_step("policy")

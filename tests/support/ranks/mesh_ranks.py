@@ -98,7 +98,11 @@ def spread_experts(dispatch: RankGroup, model: Path, folder: Path) -> None:
     first = dispatch.forward("policy", batch)
     plain = [step(dispatch, batch) for _ in range(3)]
     wanted = parameters(dispatch)
-    for mesh in ({"ep": 4}, {"ep": 2, "reshard": True, "activation_checkpointing": True}, {"ep": 2, "dp_replicate": 2}):
+    for mesh in (
+        {"ep": 4},
+        {"ep": 2, "reshard_after_forward": True, "activation_checkpointing": True},
+        {"ep": 2, "dp_replicate": 2},
+    ):
         make(dispatch, model, **mesh)
         assert dispatch.run_on_all_models(experts_at_once) == [EXPERTS // mesh["ep"]] * 4
         for found, answer in zip(dispatch.forward("policy", batch), first, strict=True):
@@ -131,7 +135,7 @@ def move_adapters(dispatch: RankGroup, model: Path, folder: Path) -> None:
     make(dispatch, model, **adapted)
     plain = [step(dispatch, batch) for _ in range(3)]
     wanted = parameters(dispatch)
-    for mesh in ({"ep": 4}, {"ep": 2, "reshard": True}, {"ep": 2, "dp_replicate": 2}):
+    for mesh in ({"ep": 4}, {"ep": 2, "reshard_after_forward": True}, {"ep": 2, "dp_replicate": 2}):
         make(dispatch, model, **mesh, **adapted)
         assert_same_steps(dispatch, batch, plain, wanted)
     assert_replicas_are_equal(dispatch)

@@ -41,7 +41,7 @@ def a_config(**streams: Any) -> RunConfig:
     return load_config(
         {
             "name": "streams",
-            "cluster": {"kind": "local"},
+            "cluster": {"scheduler": "local"},
             "model": {"path": "tiny_qwen3", "init": "random"},
             "task": {"name": "arithmetic"},
             "loss": {"name": "grpo"},

@@ -52,7 +52,13 @@ def others_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     config = make_config(
-        cluster={"kind": "slurm", "late_seconds": 0, "max_restarts": 1, "stop_seconds": 0.5, "grace_seconds": 0.5},
+        cluster={
+            "scheduler": "slurm",
+            "fs_visibility_seconds": 0,
+            "max_restarts": 1,
+            "stop_seconds": 0.5,
+            "grace_seconds": 0.5,
+        },
         model={"path": "tiny_qwen3", "init": "random"},
     )
     return FakeRun(tmp_path / "run", config)

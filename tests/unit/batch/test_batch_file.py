@@ -20,7 +20,7 @@ RUN = RunPaths(Path("/runs/demo"))
 
 
 def config_of(resources: dict[str, Any] | None = None, **cluster: Any) -> RunConfig:
-    return make_config(name="demo", cluster={"kind": "slurm", **cluster}, resources=resources or {})
+    return make_config(name="demo", cluster={"scheduler": "slurm", **cluster}, resources=resources or {})
 
 
 def text_of(config: RunConfig, run: RunPaths = RUN) -> str:
@@ -142,7 +142,7 @@ def test_the_file_of_a_job_whose_nodes_are_alike() -> None:
 
 
 def test_the_file_of_a_job_of_two_components() -> None:
-    resources = {"layout": "het", "inference": {"gpus": 2}, "spares": 1}
+    resources = {"hetjob": True, "inference": {"gpus": 2}, "spare_nodes": 1}
     services = {"partition": "cpu", "constraint": "ib", "memory": "16G"}
     config = config_of(resources, partition="gpu", nodelist="n[1-4]", notice_seconds=60, services=services)
     assert text_of(config) == HET
@@ -176,17 +176,17 @@ def test_every_node_has_the_cpus_of_the_most_demanding_seat() -> None:
 
 
 def test_cpus_that_are_set_are_taken() -> None:
-    config = config_of({"layout": "het"}, cpus=16, services={"cpus": 3})
+    config = config_of({"hetjob": True}, cpus=16, services={"cpus": 3})
     assert [part["cpus-per-task"] for part in options_of(config)] == ["3", "16"]
     assert "--cpus-per-task=16" in text_of(config)
 
 
 def test_services_use_the_job_s_partition_unless_they_have_one() -> None:
-    assert [part["partition"] for part in options_of(config_of({"layout": "het"}, partition="main"))] == ["main"] * 2
+    assert [part["partition"] for part in options_of(config_of({"hetjob": True}, partition="main"))] == ["main"] * 2
 
 
 def test_features_of_the_gpu_nodes_are_not_asked_of_the_services() -> None:
-    first, second = options_of(config_of({"layout": "het"}, constraint="h100", memory="200G", exclude="n9"))
+    first, second = options_of(config_of({"hetjob": True}, constraint="h100", memory="200G", exclude="n9"))
     assert ("constraint" in first, "mem" in first, first["exclude"]) == (False, False, "n9")
     assert (second["constraint"], second["mem"], second["exclude"]) == ("h100", "200G", "n9")
 

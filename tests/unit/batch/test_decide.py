@@ -12,7 +12,7 @@ from slurm.batch.attempt_summary import AttemptSummary
 from slurm.batch.requeue import decide
 from slurm.scheduler.scheduler_protocol import RUNNING, QueuedJob
 
-CLUSTER = ClusterConfig(kind="slurm", max_restarts=9, max_failures=3)
+CLUSTER = ClusterConfig(scheduler="slurm", max_restarts=9, max_failures=3)
 TOLD = AttemptSummary(restart=2, stop_reason="told to end (SIGUSR2, agent.1)", trained=True)
 FAILED = AttemptSummary(restart=2, failure="trainer.0 on rank 1: exited with code 1", trained=True)
 LOST = AttemptSummary(restart=2, lost=(1, 2), code=137)
@@ -136,7 +136,9 @@ def live(ends: list[dict[str, object]], cluster: ClusterConfig) -> list[Outcome]
     return outcomes
 
 
-LIMITS = st.builds(ClusterConfig, kind=st.just("slurm"), max_restarts=st.integers(0, 6), max_failures=st.integers(1, 4))
+LIMITS = st.builds(
+    ClusterConfig, scheduler=st.just("slurm"), max_restarts=st.integers(0, 6), max_failures=st.integers(1, 4)
+)
 
 
 @given(st.lists(ENDS, max_size=20), LIMITS)

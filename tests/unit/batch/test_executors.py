@@ -42,7 +42,7 @@ def write(sbatch: Path, script: str) -> None:
 
 
 def submit(run: RunPaths, slurm: FakeScheduler, clock: FakeClock | None = None) -> RunJob:
-    config = make_config(cluster={"kind": "slurm"})
+    config = make_config(cluster={"scheduler": "slurm"})
     nodes = SlurmHetExecutor(
         run, config, make_plan(config), run_id="demo-1", scheduler=slurm, clock=clock or FakeClock()
     )

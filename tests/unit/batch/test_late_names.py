@@ -50,7 +50,7 @@ def test_a_run_that_finished_is_finished_on_every_rank(
 def test_a_trainer_that_needed_all_its_time_to_become_ready_is_ready_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lags: Mapping[int, float]
 ) -> None:
-    last = make_config(cluster={"kind": "slurm"}).cluster.startup_seconds - 1.0
+    last = make_config(cluster={"scheduler": "slurm"}).cluster.startup_seconds - 1.0
     cluster = make_cluster(tmp_path, lags, ready_at=last, trained=last + 2 * LATE)
     assert cluster.start(monkeypatch) == ["finished"] * RANKS
     assert first_failure(cluster) is None
@@ -95,7 +95,7 @@ def test_a_role_that_ends_well_though_nothing_ended_fails_once_no_reason_can_com
     failure = first_failure(cluster)
     assert failure is not None
     assert (failure.role, failure.cause) == ("actor.0", "exited with code 0")
-    assert cluster.time >= 30.0 + make_config(cluster={"kind": "slurm"}).cluster.lateness
+    assert cluster.time >= 30.0 + make_config(cluster={"scheduler": "slurm"}).cluster.lateness
 
 
 def test_while_it_trains_a_node_looks_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def check(
     *sites: Partition, scheduler: FakeScheduler | None = None, resources: dict[str, Any] | None = None, **cluster: Any
 ) -> None:
     """Check the smallest config: services, one trainer and one server, on a node each."""
-    config = make_config(cluster={"kind": "slurm"} | cluster, resources=resources or {})
+    config = make_config(cluster={"scheduler": "slurm"} | cluster, resources=resources or {})
     check_site(
         config, make_plan(config), scheduler or FakeScheduler(*(sites or (CPU, GPU, PLAIN, CLOSED))), "#!/bin/sh"
     )
@@ -60,17 +60,19 @@ def test_times_are_read_as_slurm_reads_them(time: str, seconds: int | None) -> N
 
 
 def test_a_run_with_trainers_only_is_told_of_no_other_role() -> None:
-    training = {"steps": 0, "prompts_per_step": 1, "warm_start": {"steps": 1}}
-    resources = {"trainer": {"nodes": 9}, "inference": {"nodes": 2}, "spares": 1}
-    config = make_config(cluster={"kind": "slurm"}, training=training, resources=resources)
-    with pytest.raises(PlanError, match=r"lower one of resources.trainer.nodes \(9\), resources.spares \(1\), or set"):
+    training = {"steps": 0, "prompts_per_step": 1, "sft": {"steps": 1}}
+    resources = {"trainer": {"nodes": 9}, "inference": {"nodes": 2}, "spare_nodes": 1}
+    config = make_config(cluster={"scheduler": "slurm"}, training=training, resources=resources)
+    with pytest.raises(
+        PlanError, match=r"lower one of resources.trainer.nodes \(9\), resources.spare_nodes \(1\), or set"
+    ):
         check_site(config, make_plan(config), FakeScheduler(CPU), "#!/bin/sh")
 
 
 @pytest.mark.parametrize("time", ["2h", "1:2:3:4", "-5", "1-", "soon", "90m", 60, 43200])
 def test_a_time_in_a_wrong_form_is_refused_with_the_right_forms(time: str | int) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_config(cluster={"kind": "slurm", "time": time})
+        make_config(cluster={"scheduler": "slurm", "time": time})
     assert str(caught.value).startswith(
         f"cluster.time={time!r}: expected a time as 90:00 (M:S), 12:00:00 (H:M:S), 1-12"
     )
@@ -79,11 +81,11 @@ def test_a_time_in_a_wrong_form_is_refused_with_the_right_forms(time: str | int)
 
 def test_every_form_of_a_time_that_is_told_is_taken() -> None:
     with pytest.raises(ConfigError) as caught:
-        make_config(cluster={"kind": "slurm", "time": "2h"})
+        make_config(cluster={"scheduler": "slurm", "time": "2h"})
     told = re.findall(r"[\d:-]*\d[:-][\d:-]*\d", caught.value.expected)
     assert len(told) == 5
     for time in told:
-        assert make_config(cluster={"kind": "slurm", "time": time}).cluster.time == time
+        assert make_config(cluster={"scheduler": "slurm", "time": time}).cluster.time == time
         assert seconds_of(time)
 
 
@@ -122,7 +124,7 @@ def test_a_job_that_fits_is_tried_out_with_its_whole_file() -> None:
         ({"partition": "nope"}, {}, r"partition='nope': .*this cluster; choose from: closed, cpu, gpu, plain"),
         ({"partition": "cpu,nope"}, {}, r"partition='nope'"),
         ({"partition": "closed"}, {}, r"partition='closed': .*is up; choose from: cpu, gpu, plain"),
-        ({"services": {"partition": "cqu"}}, {"layout": "het"}, r"cluster.services.partition='cqu'.*mean cpu\?"),
+        ({"services": {"partition": "cqu"}}, {"hetjob": True}, r"cluster.services.partition='cqu'.*mean cpu\?"),
         (
             {"partition": "gpu", "time": "12:00:01"},
             {},
@@ -159,7 +161,7 @@ def test_what_the_site_does_not_have_is_refused_with_what_it_has(
         ),
         (
             {"partition": "plain"},
-            with_gpus(1, device="cuda", share_gpus=True, gpus_per_node=4, trainer={"gpus": 1, "processes": 4}),
+            with_gpus(1, device="cuda", colocate=True, gpus_per_node=4, trainer={"gpus": 1, "processes": 4}),
             r"trainer.processes=4: .*at most 2 GPUs .*raise resources.trainer.nodes and resources.inference.nodes",
         ),
         (
@@ -170,7 +172,7 @@ def test_what_the_site_does_not_have_is_refused_with_what_it_has(
         ({"partition": "gpu", "gpu_type": "a100"}, with_gpus(1), r"at most 2, the nodes with 1 a100 of partition gpu"),
         (
             {},
-            {"inference": {"nodes": 9}, "spares": 1},
+            {"inference": {"nodes": 9}, "spare_nodes": 1},
             r"'12 nodes': .*at most 8, .*trainer.nodes \(1\), .*nodes \(9\), .*nodes \(1\), .*spares \(1\), or",
         ),
         ({}, {"nodes": 9}, r"resources.nodes=9: .*at most 8"),
@@ -186,10 +188,10 @@ def test_a_plan_that_the_partition_cannot_hold_is_refused(
 def test_a_heterogeneous_job_is_checked_component_by_component() -> None:
     nodes = {"trainer": {"gpus": 1, "nodes": 2}, "inference": {"gpus": 4}}
     with pytest.raises(PlanError, match="at most 3"):
-        check(partition="gpu", resources=nodes | {"layout": "one"})
-    check(partition="gpu", services={"partition": "cpu"}, resources=nodes | {"layout": "het"})
+        check(partition="gpu", resources=nodes | {"hetjob": False})
+    check(partition="gpu", services={"partition": "cpu"}, resources=nodes | {"hetjob": True})
     with pytest.raises(ConfigError, match="those that do: gpu, plain"):
-        check(services={"partition": "gpu"}, resources=nodes | {"layout": "het"})
+        check(services={"partition": "gpu"}, resources=nodes | {"hetjob": True})
 
 
 def test_of_several_partitions_one_that_fits_is_enough() -> None:
@@ -249,7 +251,7 @@ def test_nodes_that_are_down_make_a_job_wait_and_do_not_refuse_it(down: int) -> 
 def test_a_scheduler_that_does_not_answer_is_named(operation: str) -> None:
     scheduler = FakeScheduler()
     scheduler.fail(operation)
-    with pytest.raises(ConfigError, match=r"cluster.kind='slurm': expected a scheduler that answers; .*timed out"):
+    with pytest.raises(ConfigError, match=r"cluster.scheduler='slurm': expected a scheduler that answers; .*timed out"):
         check(scheduler=scheduler, account="physics")
 
 
@@ -261,7 +263,7 @@ def test_nothing_of_the_tried_file_stays(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_site_that_kills_before_a_run_can_commit_is_a_warning() -> None:
     scheduler = FakeScheduler()
-    config = make_config(cluster={"kind": "slurm", "grace_seconds": 25, "stop_seconds": 6})
+    config = make_config(cluster={"scheduler": "slurm", "grace_seconds": 25, "stop_seconds": 6})
     scheduler.seconds_to_kill = 37
     assert warnings(config, scheduler) == []
     scheduler.seconds_to_kill = 30
@@ -269,7 +271,7 @@ def test_a_site_that_kills_before_a_run_can_commit_is_a_warning() -> None:
     assert "kills a job 30 s after" in line
     assert "may need 37 s" in line
     assert "set cluster.grace_seconds=18" in line
-    mended = make_config(cluster={"kind": "slurm", "grace_seconds": 18, "stop_seconds": 6})
+    mended = make_config(cluster={"scheduler": "slurm", "grace_seconds": 18, "stop_seconds": 6})
     assert warnings(mended, scheduler) == []
     scheduler.seconds_to_kill = 10
     assert "lower cluster.stop_seconds" in warnings(config, scheduler)[0]

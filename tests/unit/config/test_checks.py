@@ -22,15 +22,15 @@ def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
     [
         ["loss.kl=0.1"],
         ["loss.kl=0.1", "loss.kl_in=reward", "loss.reference_every=10"],
-        ["loss.proximal=recompute", "loss.correction=mask"],
+        ["loss.old_logprobs=recompute", "loss.tis=mask"],
         ["training.update_epochs=2", "training.mini_batches=8"],
-        ["training.overlong=mask", "training.zero_advantage=drop", "loss.advantage=group_batch"],
-        ["training.compile=true", "training.activation_checkpointing=true", "training.offload=true"],
+        ["training.mask_truncated=true", "training.zero_variance_groups=drop", "loss.advantage_estimator=group_batch"],
+        ["training.compile=true", "training.activation_checkpointing=true", "training.offload_idle_models=true"],
         ["model.lora.rank=4", "loss.kl=0.1"],
         ["model.lora.rank=4", "model.lora.alpha=8"],
         ["loss.kl=0.1", "loss.kl_estimator=k2"],
         ["loss.kl=0.1", "loss.kl_estimator=k1", "loss.kl_in=reward"],
-        ["loss=ppo", "critic.lr=1e-3", "critic.clip=0", "loss.trace=0.9"],
+        ["loss=ppo", "critic.lr=1e-3", "critic.clip=0", "loss.gae_lambda=0.9"],
         ["loss=rloo", "loss.ratio_cap=2"],
         ["loss.kl=1", "teacher.url=http://127.0.0.1:8000/v1", "teacher.model=wise"],
     ],
@@ -39,7 +39,7 @@ def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
     check_run(compose_config(["experiment=demo", *overrides]))
 
 
-SFT = ("training.steps=0", "training.warm_start.steps=5")
+SFT = ("training.steps=0", "training.sft.steps=5")
 TAUGHT = ("teacher.url=http://x/v1", "teacher.model=wise")
 
 
@@ -48,7 +48,7 @@ TAUGHT = ("teacher.url=http://x/v1", "teacher.model=wise")
     [
         [],
         ["model.max_length=16", "rollout.max_tokens=32"],
-        ["rollout.samples=64", "streams.budget_bytes=65536"],
+        ["rollout.group_size=64", "streams.budget_bytes=65536"],
         ["resources.device=cuda", "resources.trainer.gpus=1"],
     ],
 )
@@ -59,12 +59,12 @@ def test_sft_alone_is_held_to_no_rule_of_what_is_sampled(overrides: list[str]) -
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["training.steps=0", "training.warm_start.steps=0"], "training.steps=0: expected 1 or more where training"),
-        (["experiment=sft"], "data.path='': expected a dataset, whose rows the epochs count (1 training.warm_start.ep"),
-        (["data.path=x", "training.warm_start.steps=0"], "data.path='x': expected nothing without supervised fine-"),
-        ([*SFT, "data.path=x", "training.warm_start.epochs=2"], "epochs=2.0: expected 0 with 5 steps; set one of them"),
+        (["training.steps=0", "training.sft.steps=0"], "training.steps=0: expected 1 or more where training"),
+        (["experiment=sft"], "data.path='': expected a dataset, whose rows the epochs count (1 training.sft.ep"),
+        (["data.path=x", "training.sft.steps=0"], "data.path='x': expected nothing without supervised fine-"),
+        ([*SFT, "data.path=x", "training.sft.epochs=2"], "epochs=2.0: expected 0 with 5 steps; set one of them"),
         ([*SFT, "data.eval_rows=5"], "data.eval_rows=5: expected nothing without data.path; set that too"),
-        ([*SFT, "cluster=slurm", "resources.layout=het"], "expected one with training.steps=0: the trainer is the"),
+        ([*SFT, "cluster=slurm", "resources.hetjob=true"], "expected one with training.steps=0: the trainer is the"),
     ],
 )
 def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list[str], said: str) -> None:
@@ -88,7 +88,7 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
         ([*TAUGHT, "loss.kl=1", "teacher.key_file=/none"], "teacher.key_file='/none': expected a file with the key"),
         ([*TAUGHT, "loss.kl=1", "loss.reference_every=5"], "loss.reference_every=5: expected 0 with teacher.url"),
         ([*TAUGHT, "loss.kl=1", "rollout.temperature=0.7"], "rollout.temperature=0.7: expected 1 with teacher.url"),
-        ([*TAUGHT, "loss.kl=1", "training.zero_advantage=drop"], "expected keep with teacher.url"),
+        ([*TAUGHT, "loss.kl=1", "training.zero_variance_groups=drop"], "expected keep with teacher.url"),
         ([*SFT, *TAUGHT], "expected nothing in a run that samples nothing to train"),
         (["loss.kl=0.1", "loss.kl_estimator=k1"], "the gradient of k1 has mean zero; set loss.kl_estimator=k2"),
         (["loss.beta=0.1"], "loss.beta=0.1: expected its default (0.05), since loss.name=grpo does not read it"),
@@ -99,12 +99,13 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
         (["loss.ratio_cap=2"], "or set loss.name=reinforce or rloo"),
         (["loss=dro", "loss.clip_high=0.3"], "or set loss.name=ppo, grpo, gspo, dr_grpo, dapo, cispo or reinforce_pp"),
         (
-            ["loss.trace=0.5"],
-            "since loss.advantage=group_std does not read it; set that or leave it out, or set loss.advantage=gae",
+            ["loss.gae_lambda=0.5"],
+            "since loss.advantage_estimator=group_std does not read it; set that or leave it out, or set "
+            "loss.advantage_estimator=gae",
         ),
-        (["critic.lr=1e-3"], "or set loss.advantage=gae"),
-        (["critic.clip=0"], "or set loss.advantage=gae"),
-        (["loss.correction=none", "loss.correction_cap=3"], "or set loss.correction=truncate or mask"),
+        (["critic.lr=1e-3"], "or set loss.advantage_estimator=gae"),
+        (["critic.clip=0"], "or set loss.advantage_estimator=gae"),
+        (["loss.tis=none", "loss.tis_cap=3"], "or set loss.tis=truncate or mask"),
         (
             ["model.lora.alpha=8"],
             "since model.lora.rank=0 does not read it; set that or leave it out, or set model.lora.rank above 0",
@@ -112,17 +113,17 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
         (["training.checkpoints=s3://"], "training.checkpoints='s3://': expected a bucket or a folder after s3://"),
         (["training.stale=mask", "training.max_lag=0"], "training.stale='mask': expected refuse with training.max_lag"),
         (["training.checkpoints=s3:///"], "expected a bucket or a folder after s3://"),
-        (["loss=cispo", "loss.correction=truncate"], "or set loss.proximal=recompute"),
-        (["loss.proximal=sampler"], "loss.correction='truncate': expected its default ('none')"),
-        (["loss=ppo", "training.zero_advantage=drop"], "samples that score alike teach there"),
-        (["loss=reinforce_pp", "training.zero_advantage=drop"], "samples that score alike teach there"),
+        (["loss=cispo", "loss.tis=truncate"], "or set loss.old_logprobs=recompute"),
+        (["loss.old_logprobs=sampler"], "loss.tis='truncate': expected its default ('none')"),
+        (["loss=ppo", "training.zero_variance_groups=drop"], "samples that score alike teach there"),
+        (["loss=reinforce_pp", "training.zero_variance_groups=drop"], "samples that score alike teach there"),
         (["model.lora.adapter=somewhere"], "or set model.lora.rank above 0"),
         (["model.lora.adapter=/nowhere/at/all", "model.lora.rank=4"], "expected the directory of an adapter"),
         (
-            ["evaluation.alone=true", "model.lora.rank=4", "model.lora.merge=true", "model.lora.adapter=/nowhere"],
+            ["evaluation.only=true", "model.lora.rank=4", "model.lora.merge=true", "model.lora.adapter=/nowhere"],
             "model.lora.merge=True: expected false to evaluate an adapter, which only a trainer merges; remove it",
         ),
-        (["rollout.min_samples=9"], "at most rollout.samples (8)"),
+        (["rollout.min_samples=9"], "at most rollout.group_size (8)"),
         (["reward.weights=[1]"], "one for each of reward.functions (0)"),
         (["reward.functions=[a:b,c:d]", "reward.weights=[1]"], "one for each of reward.functions (2)"),
         (["reward.functions=[a:b,a:b]"], "expected each function once; a:b is there twice"),

@@ -90,7 +90,7 @@ def test_the_warm_start_has_its_own_progress(run: FakeRun, attempt: FakeAttempt)
 
 
 def test_sft_alone_shows_its_loss_and_nothing_of_what_is_sampled(tmp_path: Path) -> None:
-    training = {"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}}
+    training = {"steps": 0, "prompts_per_step": 4, "sft": {"steps": 20}}
     run = FakeRun(tmp_path / "sft", make_config(name="sft", training=training))
     attempt = run.attempt("local1-0")
     attempt.meet()

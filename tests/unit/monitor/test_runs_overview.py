@@ -91,7 +91,7 @@ def test_without_an_answer_files_stand_alone_and_nothing_is_called_dead(
 
 def test_a_machine_without_slurm_shows_what_the_files_say(tmp_path: Path, scheduler: FakeScheduler) -> None:
     def none() -> Scheduler:
-        raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH")
+        raise ConfigError("cluster.scheduler", "slurm", "Slurm's commands on PATH")
 
     queued(make_run(tmp_path / "demo", steps=3), scheduler)
     overview = Overview(tmp_path, scheduler=none)

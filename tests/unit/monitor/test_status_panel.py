@@ -22,7 +22,7 @@ RUN = Snapshot(
     ),
     progress=Progress("rl", 30, 60, 60.0),
     upcoming_phases=None,
-    numbers={"lag/mean": 0.5, "lag/max": 2.0, "tokens_per_second": 1234.0, "idle/trainer": 0.25},
+    numbers={"staleness/mean": 0.5, "staleness/max": 2.0, "tokens_per_second": 1234.0, "idle/trainer": 0.25},
     has_rollouts=True,
     losses=(),
     rewards=(0.1, 0.2, 0.4),

@@ -28,7 +28,7 @@ PREEMPTED = "told to end (SIGTERM, agent.0): it goes on from its newest commit"
 
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
-    made = FakeRun(tmp_path / "demo", make_config(name="demo", training=TRAINING, cluster={"kind": "slurm"}))
+    made = FakeRun(tmp_path / "demo", make_config(name="demo", training=TRAINING, cluster={"scheduler": "slurm"}))
     made.submit("1")
     return made
 
@@ -277,7 +277,7 @@ def test_files_are_enough_where_the_scheduler_gives_no_answer(run: FakeRun, sche
     assert Watcher(run.root, scheduler=lambda: scheduler).look().state == "queued"
 
     def missing() -> Scheduler:
-        raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH")
+        raise ConfigError("cluster.scheduler", "slurm", "Slurm's commands on PATH")
 
     assert Watcher(run.root, scheduler=missing).look().state == "queued"
 

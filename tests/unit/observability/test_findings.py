@@ -16,16 +16,16 @@ from tests.fakes.configs import make_config
 ROOT = Path(__file__).resolve().parents[3]
 TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 4}
 ASYNCHRONOUS = {"training": TRAINING}
-MASKED = {"training": TRAINING | {"overlong": "mask"}}
-SFT_ALONE = {"training": TRAINING | {"steps": 0, "warm_start": {"steps": 20}}}
-RECOMPUTED = ASYNCHRONOUS | {"loss": {"name": "grpo", "proximal": "recompute"}}
+MASKED = {"training": TRAINING | {"mask_truncated": True}}
+SFT_ALONE = {"training": TRAINING | {"steps": 0, "sft": {"steps": 20}}}
+RECOMPUTED = ASYNCHRONOUS | {"loss": {"name": "grpo", "old_logprobs": "recompute"}}
 GSPO = ASYNCHRONOUS | {"loss": {"name": "gspo"}}
 GPUS = ASYNCHRONOUS | {"resources": {"device": "cuda", "gpus_per_node": 2}}
 SYNCHRONOUS = GPUS | {"training": TRAINING | {"max_lag": 0}}
-ONE_GPU = ASYNCHRONOUS | {"resources": {"device": "cuda", "gpus_per_node": 1, "share_gpus": True}}
+ONE_GPU = ASYNCHRONOUS | {"resources": {"device": "cuda", "gpus_per_node": 1, "colocate": True}}
 CALM = {
     "skipped": 0.0,
-    "samples/cut": 0.1,
+    "samples/truncated": 0.1,
     "reward/std": 0.4,
     "clip_fraction": 0.01,
     "groups/stale": 0.0,
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
         {"reward/std": 0.0, "reward/mean": 0.0},
         "All samples of a step have one reward, 0",
     ),
-    "cut": (ASYNCHRONOUS, {"samples/cut": 0.4}, "40% of the samples are cut off"),
+    "cut": (ASYNCHRONOUS, {"samples/truncated": 0.4}, "40% of the samples are cut off"),
     "clip": (ASYNCHRONOUS, {"clip_fraction": 0.27}, "The clip holds 27% of the tokens"),
     "stale": (ASYNCHRONOUS, {"groups/stale": 1.0}, "For every 100 groups that were trained, 25 were sampled in vain"),
     "synchronous": (SYNCHRONOUS, {"idle/trainer": 0.6}, "as one half always does with max_lag=0"),
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
 }
 SILENT: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "nothing stands out": (ASYNCHRONOUS, {}),
-    "cut samples are left out": (MASKED, {"samples/cut": 0.4}),
+    "cut samples are left out": (MASKED, {"samples/truncated": 0.4}),
     "ratios over the trainer's own policy": (RECOMPUTED, {"clip_fraction": 0.3}),
     "a clip that holds whole samples": (GSPO, {"clip_fraction": 0.3}),
     "halves that share a GPU": (ONE_GPU, {"idle/trainer": 0.6, "idle/actor": 0.5}),
@@ -168,7 +168,7 @@ def test_a_step_that_takes_longer_than_the_grace_is_told_in_every_run_with_a_tra
         | {"checkpoint/seconds": 12.0}
         for step in (1, 2, 3, 4)
     ]
-    config = make_config(training={"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}})
+    config = make_config(training={"steps": 0, "prompts_per_step": 4, "sft": {"steps": 20}})
     (found,) = findings_of(config, rows)
     assert found.observation.startswith(
         "A step takes 60 s and its checkpoint 12 s, longer than cluster.grace_seconds=25: "

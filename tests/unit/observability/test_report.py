@@ -25,7 +25,7 @@ from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.support.strangers import NOBODY, needs_another_user, shared_directory
 
-TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "warm_start": {"steps": 20}}
+TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2, "sft": {"steps": 20}}
 
 
 class Links(HTMLParser):
@@ -51,7 +51,7 @@ def test_the_headline_gives_state_steps_wall_time_accuracy_and_lag(finished: Fak
 
 
 def test_the_page_of_sft_alone_tells_of_its_steps_and_its_loss(tmp_path: Path) -> None:
-    training = {"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}}
+    training = {"steps": 0, "prompts_per_step": 4, "sft": {"steps": 20}}
     run = FakeRun(tmp_path / "sft", make_config(name="sft", training=training))
     attempt = run.attempt("local1-0")
     attempt.train("sft", range(1, 21))
@@ -65,7 +65,7 @@ def test_the_page_of_sft_alone_tells_of_its_steps_and_its_loss(tmp_path: Path) -
 
 
 def test_the_page_of_sft_names_its_data_and_its_loss_is_in_nats(tmp_path: Path) -> None:
-    training = {"steps": 0, "prompts_per_step": 4, "warm_start": {"steps": 20}, "eval_every": 10}
+    training = {"steps": 0, "prompts_per_step": 4, "sft": {"steps": 20}, "eval_every": 10}
     run = FakeRun(tmp_path / "sft", make_config(name="sft", training=training, data={"path": "/data/chats.jsonl"}))
     attempt = run.attempt("local1-0")
     attempt.train("sft", range(1, 21), grad_norm=2.5)
@@ -135,7 +135,7 @@ def test_what_an_optimizer_does_and_what_samples_are_like_is_drawn_where_it_was_
         "completion_length/mean": 120.0,
         "completion_length/max": 512.0,
         "groups/zero_variance": 0.4,
-        "samples/cut": 0.1,
+        "samples/truncated": 0.1,
     }
     drawn = {
         "Gradient norm",

@@ -232,7 +232,7 @@ def test_a_wrong_option_is_one_line(
 def test_a_run_that_kept_nothing_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = FakeRun(tmp_path / "empty")
     assert main([f"run={empty.root}"]) == 2
-    assert "unless rollout.kept_bytes=0" in capsys.readouterr().err
+    assert "unless rollout.sample_store_bytes=0" in capsys.readouterr().err
     assert gallery(read_history(empty.root)) == ([], "")
 
 
@@ -299,7 +299,7 @@ def test_a_terminal_shows_what_was_sampled_and_does_not_obey_it() -> None:
 
 def test_the_page_of_a_run_that_only_evaluates_has_its_sets_and_no_training(tmp_path: Path) -> None:
     sets = {"hard": {"samples": 2, "temperature": 1.0}}
-    alone = {"alone": True, "step": 5, "sets": sets}
+    alone = {"only": True, "step": 5, "sets": sets}
     model = {"path": str(BUILT_IN / "tiny_qwen3"), "init": "random"}
     training = {"steps": 0, "prompts_per_step": 1}
     made = FakeRun(tmp_path / "e", make_config(name="e", model=model, training=training, evaluation=alone))

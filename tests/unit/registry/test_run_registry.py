@@ -321,7 +321,7 @@ def test_a_scheduler_that_cannot_be_asked_never_means_that_the_job_is_over(tmp_p
         run_registry.examine(demo(tmp_path), lambda: scheduler)
 
     def no_slurm() -> Scheduler:
-        raise ConfigError("cluster.kind", "slurm", "Slurm's commands on PATH")
+        raise ConfigError("cluster.scheduler", "slurm", "Slurm's commands on PATH")
 
     with pytest.raises(RunStateError, match=r"Slurm's commands on PATH.*remove .*job\.json"):
         run_registry.examine(demo(tmp_path), no_slurm)

@@ -26,7 +26,7 @@ def plan_of(trainer: int = 1, inference: int = 1, spares: int = 0, gpus: int = 0
         "trainer": {"nodes": trainer, "gpus": min(gpus, 1)},
         "inference": {"nodes": inference, "gpus": gpus},
         "services": {"nodes": services},
-        "spares": spares,
+        "spare_nodes": spares,
     }
     return make_plan(make_config(resources=resources))
 
@@ -225,14 +225,14 @@ def test_clusters_of_any_size_survive_their_leader(ranks):
 
 @pytest.mark.parametrize("last", range(14))
 def test_the_leader_may_die_between_any_two_of_its_operations(last):
-    plan = plan_of(inference=2, spares=1)
+    plan = plan_of(inference=2, spare_nodes=1)
     simulation = Simulation(plan, make_cards(plan.ranks), Faults(deaths={0: last})).run()
     assert violations(simulation) == []
     assert all(rank.world for rank in simulation.ranks[1:])
 
 
 def test_every_successor_of_a_dying_leader_opens_an_epoch_of_its_own():
-    plan = plan_of(inference=2, spares=3)
+    plan = plan_of(inference=2, spare_nodes=3)
     simulation = Simulation(plan, make_cards(plan.ranks), Faults(deaths={0: 4, 1: 20, 2: 30})).run()
     assert violations(simulation) == []
     claims = [entry for entry in simulation.disk.created if entry[0].startswith("claim-")]
@@ -250,7 +250,7 @@ def test_four_thousand_ranks_meet_with_a_constant_number_of_operations_each():
 
 
 def test_a_bad_node_is_replaced_by_a_spare():
-    plan, cards = plan_of(spares=1), make_cards(4)
+    plan, cards = plan_of(spare_nodes=1), make_cards(4)
     cards[1] = replace(cards[1], problems=("GPU 0 is held",))
     simulation = Simulation(plan, cards).run()
     world = simulation.ranks[0].world
@@ -265,7 +265,7 @@ def test_without_a_spare_every_rank_learns_which_node_is_bad_and_what_to_do():
     simulation = Simulation(plan, cards).run()
     for rank in simulation.ranks:
         assert "rank 1 (node1): disk is full" in str(rank.error)
-        assert "resources.spares=1" in str(rank.error)
+        assert "resources.spare_nodes=1" in str(rank.error)
     assert max(rank.ended for rank in simulation.ranks) < 2
 
 
@@ -278,7 +278,7 @@ def test_a_rank_that_never_comes_is_named_before_the_deadline():
 
 
 def test_a_rank_that_never_comes_is_replaced_by_a_spare_at_half_time():
-    plan = plan_of(spares=1)
+    plan = plan_of(spare_nodes=1)
     simulation = Simulation(plan, make_cards(4)[:3], seconds=30).run()
     assert all(rank.world and 14 < rank.ended < 18 for rank in simulation.ranks)
 

@@ -57,7 +57,7 @@ def test_a_server_gets_the_path_of_its_secret_and_asks_for_no_key_of_the_users()
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_way_of_log_probabilities_is_as_configured(fast: bool) -> None:
-    chosen = config(inference={"fast_logprobs": fast})
+    chosen = config(inference={"compact_logprobs": fast})
     assert inference.server_environment(chosen, place(), WORLD)[SWITCH] == str(int(fast))
 
 
@@ -117,7 +117,7 @@ def test_a_server_sees_the_gpus_it_was_given_and_no_others(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("resources", "shared"),
-    [({}, "0"), ({"share_gpus": True, "gpus_per_node": 1}, "1"), ({"inference": {"gpus": 1, "per_gpu": 2}}, "1")],
+    [({}, "0"), ({"colocate": True, "gpus_per_node": 1}, "1"), ({"inference": {"gpus": 1, "servers_per_gpu": 2}}, "1")],
 )
 def test_a_server_knows_whether_it_has_neighbours(resources: dict[str, Any], shared: str) -> None:
     given = config(resources={"device": "cuda"} | resources)

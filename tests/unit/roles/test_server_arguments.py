@@ -34,7 +34,7 @@ def test_vllm_is_not_asked_without_need(monkeypatch: pytest.MonkeyPatch) -> None
         raise AssertionError(arguments)
 
     monkeypatch.setattr(server_arguments, "_parse_in_server", asked)
-    alone = {"steps": 0, "prompts_per_step": 1, "warm_start": {"steps": 1}}
+    alone = {"steps": 0, "prompts_per_step": 1, "sft": {"steps": 1}}
     for config in (make_config(), make_config(training=alone, inference={"extra_args": ["--no-such"]})):
         check_extra_args(config)
         assert unchecked_arguments(config) == ""

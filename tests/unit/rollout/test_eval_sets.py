@@ -36,7 +36,7 @@ class Scripted:
 
 def config(**sets: dict[str, Any]) -> RunConfig:
     model = {"path": str(TINY), "max_length": 32}
-    return make_config(model=model, rollout={"samples": 4, "max_tokens": 8}, evaluation={"sets": sets})
+    return make_config(model=model, rollout={"group_size": 4, "max_tokens": 8}, evaluation={"sets": sets})
 
 
 def evaluate(servers: Scripted, task: Task | None = None, own: Any = None, **wanted: Any) -> EvalResult:

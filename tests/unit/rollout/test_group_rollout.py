@@ -65,7 +65,7 @@ class Refusing(Answering):
 
 def config(**rollout: Any) -> RunConfig:
     return make_config(
-        model={"path": "tiny_qwen3", "max_length": 32}, rollout={"samples": 4, "max_tokens": 8, **rollout}
+        model={"path": "tiny_qwen3", "max_length": 32}, rollout={"group_size": 4, "max_tokens": 8, **rollout}
     )
 
 
@@ -246,7 +246,7 @@ class Late(Answering):
 
 def test_of_more_samples_than_are_wanted_the_first_are_the_group_and_the_others_are_ended() -> None:
     servers = Late(6, answered=(0, 2, 3, 5))
-    group = build(a_task(), servers, extra_samples=2)
+    group = build(a_task(), servers, oversample=2)
     assert [n for _, n, _, _ in servers.asked] == [1] * 6, "each ends on its own"
     assert (len(group.samples), group.failures, len(group.abandoned)) == (4, (), 2)
     assert set(servers.cancelled) == {1, 4}
@@ -256,7 +256,7 @@ def test_of_samples_that_end_together_the_first_in_order_are_kept() -> None:
     said = [Said((*FOUR[:1], 7 + place, FOUR[-1])) for place in range(6)]
     servers = Answering()
     servers.generate = lambda *_, **__: asyncio.sleep(0, [said.pop(0)])  # type: ignore[method-assign]
-    group = build(a_task(), servers, extra_samples=2)
+    group = build(a_task(), servers, oversample=2)
     assert [sample.token_array().tolist()[-2] for sample in group.samples] == [7, 8, 9, 10]
     assert len(group.abandoned) == 2
 
@@ -272,13 +272,13 @@ def test_a_failure_is_neither_kept_nor_abandoned(bad: int, samples: int, abandon
         return Episode.begin(policy.prompt).append_turn(turn, "4")
 
     calls = iter(range(6))
-    group = build(a_task(rollout=rollout), extra_samples=2)
+    group = build(a_task(rollout=rollout), oversample=2)
     assert (len(group.samples), len(group.failures), len(group.abandoned)) == (samples, bad, abandoned)
 
 
 def test_an_evaluation_begins_no_sample_more_than_it_says() -> None:
     servers = Answering()
-    evaluation = Evaluation(a_task(), InlineCalls(a_task()), CHAT, servers, config(extra_samples=3))
+    evaluation = Evaluation(a_task(), InlineCalls(a_task()), CHAT, servers, config(oversample=3))
     asyncio.run(evaluation.run(EvalRequest(id="e", policy_version=5)))
     assert len(servers.asked) == 2
 
@@ -290,7 +290,7 @@ def test_a_rollout_that_hangs_fails_its_samples_at_its_deadline() -> None:
 
 
 def test_a_task_that_always_fails_ends_with_its_reason() -> None:
-    builder = a_builder(a_task(reward=raising), Answering(), give_up_after=8)
+    builder = a_builder(a_task(reward=raising), Answering(), max_consecutive_failures=8)
 
     async def three_groups() -> None:
         for position in range(3):
@@ -325,7 +325,7 @@ def test_an_evaluation_is_greedy_and_over_all_held_out_prompts() -> None:
     servers = Answering()
     result = evaluate(a_task(), servers)
     assert {(n, temperature) for _, n, temperature, _ in servers.asked} == {(1, 0.0)}
-    assert (result.id, result.weights, result.prompts, result.accuracy) == ("e", 5, 2, 0.5)
+    assert (result.id, result.policy_version, result.prompts, result.accuracy) == ("e", 5, 2, 0.5)
     assert (result.version_min, result.version_max) == (5, 6)
 
 

@@ -41,7 +41,7 @@ def test_a_lost_server_costs_a_long_sample_no_more_than_a_short_one() -> None:
 
     async def story(tokens: int) -> int:
         script = Script([answer for _ in range(tokens) for answer in (hangs_up, works)])
-        async with client_and(script, request_tokens=2) as client:
+        async with client_and(script, max_tokens_per_request=2) as client:
             (completion,) = await ask(client, tokens=tokens)
             assert (completion.tokens, completion.finish) == ((7,) * tokens, "length")
             assert client.retries.keys() == {"disconnected"}
@@ -55,7 +55,7 @@ def test_a_lost_server_costs_a_long_sample_no_more_than_a_short_one() -> None:
 
 def test_a_turn_that_ends_before_its_piece_does_is_asked_for_once() -> None:
     async def story(script: Script) -> list[Completion]:
-        async with client_and(script, request_tokens=2) as client:
+        async with client_and(script, max_tokens_per_request=2) as client:
             return await ask(client)
 
     script = Script([always(choice([7, 2], "stop"))])

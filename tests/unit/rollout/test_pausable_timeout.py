@@ -35,7 +35,7 @@ async def with_a_tool(self: Task, prompt: Prompt, policy: Policy) -> Episode:
 
 
 def build(seconds: float, **methods: Any) -> Group:
-    return run_jumping(a_builder(a_task(**methods), Slow(), episode_seconds=seconds, samples=2).build(0))
+    return run_jumping(a_builder(a_task(**methods), Slow(), episode_seconds=seconds, group_size=2).build(0))
 
 
 def test_servers_that_take_longer_than_an_episode_may_cost_no_sample() -> None:

@@ -33,7 +33,7 @@ def test_one_line_names_role_rank_cause_last_word_and_mend() -> None:
         ),
         ("killed by SIGKILL", "RuntimeError: CUDA out of memory", "micro_batch_tokens"),
         ("exited with code 1", "OSError: [Errno 28] No space left on device", "disk is full"),
-        ("hung: its process 0 (pid 7) makes no progress for 181 s", "", "cluster.silence_seconds"),
+        ("hung: its process 0 (pid 7) makes no progress for 181 s", "", "cluster.heartbeat_seconds"),
         ("waited 240.0 s for inference.0 to become ready", "", "cluster.startup_seconds"),
         ("exited with code 1", "something unheard of", "a.log"),
     ],

@@ -47,7 +47,7 @@ def steps(path: Path, kind: str = "train", job: str = "rl") -> list[int]:
 
 def test_a_row_holds_what_the_spec_names(path: Path) -> None:
     with MetricSinks(path, "12-0", clock=lambda: 5.0) as sinks:
-        sinks.log("train", "rl", 1, {"reward/mean": 0.5, "lag/max": 2.0})
+        sinks.log("train", "rl", 1, {"reward/mean": 0.5, "staleness/max": 2.0})
     assert json.loads(path.read_text()) == {
         "kind": "train",
         "job": "rl",
@@ -55,7 +55,7 @@ def test_a_row_holds_what_the_spec_names(path: Path) -> None:
         "time": 5.0,
         "attempt": "12-0",
         "reward/mean": 0.5,
-        "lag/max": 2.0,
+        "staleness/max": 2.0,
     }
 
 

@@ -178,7 +178,7 @@ def test_without_slurm_the_missing_commands_are_named(monkeypatch: pytest.Monkey
     put(tmp_path, "sinfo", "true")
     with pytest.raises(ConfigError) as caught:
         find_slurm()
-    assert caught.value.key == "cluster.kind"
+    assert caught.value.key == "cluster.scheduler"
     assert "Slurm's commands on PATH; sbatch, scontrol, squeue, scancel not found: log in to a node" in str(
         caught.value
     )

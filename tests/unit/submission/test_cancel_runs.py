@@ -159,7 +159,7 @@ def test_a_run_that_nobody_runs_has_nothing_to_cancel(run: FakeRun, capsys: pyte
 
 
 def test_a_job_that_is_not_on_record_is_found_and_cancelled(tmp_path: Path, scheduler: FakeScheduler) -> None:
-    run = FakeRun(tmp_path / "demo", make_config(cluster={"kind": "slurm"}))
+    run = FakeRun(tmp_path / "demo", make_config(cluster={"scheduler": "slurm"}))
     assert cancel([run.paths], lambda: scheduler) == 0
     assert scheduler.cancelled == []
     job = scheduler.submit("demo", comment=f"rollcall {run.identity.run_id}")
@@ -170,7 +170,7 @@ def test_a_job_that_is_not_on_record_is_found_and_cancelled(tmp_path: Path, sche
 def test_a_launcher_that_is_submitting_ends_first_and_then_its_job_is_cancelled(
     tmp_path: Path, scheduler: FakeScheduler
 ) -> None:
-    run = FakeRun(tmp_path / "demo", make_config(cluster={"kind": "slurm"}))
+    run = FakeRun(tmp_path / "demo", make_config(cluster={"scheduler": "slurm"}))
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(run.root)], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout
         assert launcher.stdout.readline() == "held\n"

@@ -38,16 +38,16 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ("loss=grop", "did you mean grpo?"),
         ("optim.lrr=1", "optim.lrr=1: expected a known key; did you mean optim.lr?"),
         (
-            "training.warm_start={steps: 3}",
-            "one key at a time; set training.warm_start.steps, ",
+            "training.sft={steps: 3}",
+            "one key at a time; set training.sft.steps, ",
         ),
-        ("rollout=3", "set rollout.samples, rollout.extra_samples"),
+        ("rollout=3", "set rollout.group_size, rollout.oversample"),
         ("optim.lr=fast", "optim.lr='fast': expected a valid number"),
         ("optim.lr=-1", "expected greater than 0"),
         ("optim.lr=1e-4,1e-5", "expected one value"),
         ("optim.lr", "expected key=value"),
         ("loss.name=grop", "did you mean grpo?"),
-        ("rollout.samples=1", "greater than or equal to 2"),
+        ("rollout.group_size=1", "greater than or equal to 2"),
         ("optim.beta1=1", "less than 1"),
         ("optim.beta2=1.0", "less than 1"),
         ("optim.weight_decay=inf", "finite number"),
@@ -113,7 +113,7 @@ def test_a_resumed_run_may_change_every_key_that_it_is_advised_to(advice: str) -
 
 def test_deadlines_and_sizes_do_not_make_another_run() -> None:
     one = compose_config.compose_config(["experiment=demo"])
-    changed = ["cluster.startup_seconds=900", "training.micro_batch_tokens=999", "resources.spares=1", "output=x"]
+    changed = ["cluster.startup_seconds=900", "training.micro_batch_tokens=999", "resources.spare_nodes=1", "output=x"]
     other = compose_config.compose_config(["experiment=demo", *changed])
     assert differences(one, other) == []
     assert identity_digest(one) == identity_digest(other)
@@ -184,7 +184,7 @@ def test_what_cannot_be_swept_is_named_with_its_mend(override: str, said: str) -
     ("axis", "tried"),
     [
         ("optim.lr=tag(log,interval(1e-5,1e-2))", ["optim.lr=1e-05", "optim.lr=0.01"]),
-        ("rollout.samples=int(interval(2,8))", ["rollout.samples=2", "rollout.samples=8"]),
+        ("rollout.group_size=int(interval(2,8))", ["rollout.group_size=2", "rollout.group_size=8"]),
         ("+seed=range(1,9)", ["seed=1", "seed=2", "seed=3"]),
         ("loss=grpo,gspo", ["loss=grpo", "loss=gspo"]),
     ],

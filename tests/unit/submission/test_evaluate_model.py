@@ -74,14 +74,14 @@ def test_a_finished_run_is_evaluated_by_its_model_as_it_was_evaluated_in_trainin
     config = composed([f"run={run.root}"])
     assert (config.name, config.directory) == ("demo-eval-model", run.root.with_name("demo-eval-model"))
     assert (config.model.path, config.model.init) == (str(run.paths.model), "pretrained")
-    assert (config.evaluation.alone, config.evaluation.step) == (True, 150)
+    assert (config.evaluation.only, config.evaluation.step) == (True, 150)
     assert (config.evaluation.sets, config.task) == (run.config.evaluation.sets, run.config.task)
     assert {config.has_rollouts, config.has_sft, config.serve.enabled} == {False}
 
 
 def test_keys_and_groups_are_laid_over_the_runs_own(run: FakeRun) -> None:
     config = composed([f"run={run.root}", "cluster=slurm", "cluster.partition=gpu", "evaluation.sets.p.samples=8"])
-    assert (config.cluster.kind, config.cluster.partition) == ("slurm", "gpu")
+    assert (config.cluster.scheduler, config.cluster.partition) == ("slurm", "gpu")
     assert (config.evaluation.sets["p"].samples, config.evaluation.sets["p"].temperature) == (8, 0.8)
     assert config.model.path == str(run.paths.model)
 
@@ -106,7 +106,7 @@ def test_resources_and_tracking_are_the_users_to_change_for_a_run_and_for_a_dire
 
 def test_a_model_of_which_only_sets_are_asked_has_no_held_out_prompts_of_its_own(run: FakeRun) -> None:
     config = composed([f"model={run.paths.model}", "evaluation.sets.sums.task.name=arithmetic"])
-    assert not config.evaluation.own
+    assert not config.evaluation.builtin_set
     task = load_task(config.task, 0)
     assert list(eval_sets(task, InlineCalls(task), config)) == ["sums"]
     assert list(schedules_of(config)) == ["sums"]
@@ -187,7 +187,7 @@ def test_a_merged_adapter_is_served_as_the_whole_model_that_was_exported(run: Fa
         (["model={run}/model", "checkpoint=latest", "task=countdown"], "expected no checkpoint= together with model=…"),
         (["run={run}", "experiment=countdown"], "experiment='countdown': expected a group without a defaults list"),
         (["run={run}", "evaluation.sets.p.smaples=3"], "did you mean evaluation.sets.<name>.samples?"),
-        (["run={run}", "evaluation.alone=false", "training.steps=4", "--dry-run"], ""),
+        (["run={run}", "evaluation.only=false", "training.steps=4", "--dry-run"], ""),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line_and_nothing_is_started(

@@ -36,7 +36,7 @@ def rows_with_tools(tmp_path: Path, template: str) -> dict[str, Any]:
     return {
         "model": {"path": str(make_chat_model(tmp_path / "model", template)), "init": "random", "max_length": 256},
         "data": {"path": str(tmp_path / "rows.jsonl")},
-        "training": {"steps": 0, "prompts_per_step": 1, "warm_start": {"epochs": 1}},
+        "training": {"steps": 0, "prompts_per_step": 1, "sft": {"epochs": 1}},
     }
 
 
@@ -119,7 +119,7 @@ def test_an_agent_that_is_not_there_is_refused_here_and_warned_of_elsewhere(comm
         check_agents(make_config(task=task))
     assert str(caught.value).startswith("task.options.command=")
     assert fault in str(caught.value)
-    elsewhere = make_config(model={"path": "tiny_text", "init": "random"}, cluster={"kind": "slurm"}, task=task)
+    elsewhere = make_config(model={"path": "tiny_text", "init": "random"}, cluster={"scheduler": "slurm"}, task=task)
     check_agents(elsewhere)
     (said,) = warnings_of(elsewhere)
     assert said == f"task.options.command: {fault}: each sample fails if the nodes of the job lack it too"

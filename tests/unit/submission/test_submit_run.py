@@ -41,12 +41,12 @@ def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) ->
         ("rollout.max_tokens=64", "rollout.max_tokens=64: expected less than model.max_length (64)"),
         ("model.max_length=513", "expected at most 512, the model's max_position_embeddings"),
         ("training.micro_batch_tokens=63", "expected at least model.max_length (64)"),
-        ("streams.budget_bytes=65536 rollout.samples=64", "expected at least 147456, two of the largest groups"),
-        ("rollout.min_samples=9", "at most rollout.samples (8); lower min_samples or raise samples"),
+        ("streams.budget_bytes=65536 rollout.group_size=64", "expected at least 147456, two of the largest groups"),
+        ("rollout.min_samples=9", "at most rollout.group_size (8); lower min_samples or raise samples"),
         ("loss.kl_in=reward", "since loss.kl=0.0 does not read it; set that or leave it out, or set loss.kl above 0"),
         ("resources.device=cuda", "resources.inference.gpus=0: expected 1 or more with resources.device=cuda"),
         ("cluster.partition=gpu", "cluster.partition='gpu': expected nothing, without Slurm; set cluster=slurm"),
-        ("resources.layout=het", "resources.layout='het': expected one, without Slurm"),
+        ("resources.hetjob=true", "resources.hetjob='het': expected one, without Slurm"),
         (
             "resources=gpus_4 resources.inference.servers=1 resources.inference.gpus=3",
             "resources.inference.gpus=3: expected a divisor of 4, the model's num_attention_heads",
@@ -98,7 +98,7 @@ def test_adapters_on_a_mixture_are_refused_where_servers_have_no_gpus(
 @pytest.mark.parametrize(
     ("kind", "arguments", "said"),
     [
-        ("Endless", "~task.options", "training.warm_start.steps=400: expected 0, since the task"),
+        ("Endless", "~task.options", "training.sft.steps=400: expected 0, since the task"),
         ("Empty", "~task.options", "expected a task with training prompts; its __len__ is 0"),
         ("NothingHeldOut", "~task.options", "expected a task with held-out prompts; its held_out() is empty"),
         ("Endless", "", "this task has no options; ~task.options removes them"),
@@ -224,7 +224,7 @@ def test_sft_alone_asks_for_no_server_of_any_kind(
 
     monkeypatch.setattr(submit_run, "find_vllm", absent)
     monkeypatch.setattr(submit_run, "find_server", absent)
-    overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.warm_start.steps=7"]
+    overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.sft.steps=7"]
     assert submit_run.main([*overrides, "--dry-run"]) == 0
     said = capsys.readouterr().out.splitlines()
     shape = "  weights: random ones in the shape of tiny_qwen3"

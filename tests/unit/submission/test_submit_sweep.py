@@ -329,7 +329,7 @@ def test_a_wrong_sweep_is_one_line(
 
 def test_a_sweeps_names_tell_its_overrides() -> None:
     assert run_name(3, ["optim.lr=0.0001", "loss=gspo"]) == "3-lr_0.0001-loss_gspo"
-    assert run_name(0, ["optim.lr=1", "training.warm_start.lr=2"]) == "0-optim.lr_1-training.warm_start.lr_2"
+    assert run_name(0, ["optim.lr=1", "training.sft.lr=2"]) == "0-optim.lr_1-training.sft.lr_2"
     assert run_name(12, []) == "12"
     assert run_name(1, ["+task.options.digits=3", "model.path='/a b/c'"]) == "1-digits_3-path_a_b_c"
 

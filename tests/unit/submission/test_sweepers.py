@@ -297,11 +297,11 @@ def test_a_study_keeps_its_direction(cluster: Cluster) -> None:
         ((*OPTUNA, "name=a,b"), "each point of a sweep gets its own directory"),
         ((*OPTUNA, AXIS, "loss=grpo,gpo"), "point optim.lr=1e-05 loss=gpo: loss='gpo': expected one of"),
         (
-            (*OPTUNA, AXIS, "training.steps=0", "training.warm_start.steps=2"),
+            (*OPTUNA, AXIS, "training.steps=0", "training.sft.steps=2"),
             "hydra.launcher.job='rl': expected sft, the only training job of the run (training.steps=0); set it to sft",
         ),
         (
-            (*OPTUNA, "hydra.launcher.job=sft", "training.warm_start.steps=0", AXIS),
+            (*OPTUNA, "hydra.launcher.job=sft", "training.sft.steps=0", AXIS),
             "hydra.launcher.job='sft': expected rl",
         ),
         (("hydra.sweeper.n_trials=3", AXIS), "add hydra/sweeper=optuna, or leave them out"),

@@ -59,10 +59,10 @@ def test_at_the_end_of_a_run_it_is_told_what_its_numbers_say_should_be_changed(
     *_, report, first, second, third = capsys.readouterr().out.splitlines()
     assert report == f"  report      {run.paths.report}"
     assert first.startswith("  to change   The clip holds 27% of the tokens")
-    assert "loss.proximal=recompute" in second
+    assert "loss.old_logprobs=recompute" in second
     assert third.startswith(" " * 14)
     assert third.endswith(" docs/algorithms.md#lag")
-    assert "<b>Set loss.proximal=recompute" in run.paths.report.read_text()
+    assert "<b>Set loss.old_logprobs=recompute" in run.paths.report.read_text()
 
 
 def test_no_checkpoint_is_promised_where_there_is_none(
@@ -280,7 +280,7 @@ def late_names(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeClock, dict[Path, S
 
 
 def on_slurm(run: RunPaths) -> None:
-    tree = make_config(cluster={"kind": "slurm"}).model_dump(mode="json")
+    tree = make_config(cluster={"scheduler": "slurm"}).model_dump(mode="json")
     shared_files.write_document(run.config, tree)
 
 
@@ -328,7 +328,7 @@ def test_an_end_that_never_shows_is_waited_for_no_longer_than_it_may_be_late(
     begin(run, f"{job.job_id}-0")
     slurm.set(job.job_id, "COMPLETED")
     assert conclude_job(job, clock) == 1
-    assert clock.now() == pytest.approx(make_config(cluster={"kind": "slurm"}).cluster.lateness)
+    assert clock.now() == pytest.approx(make_config(cluster={"scheduler": "slurm"}).cluster.lateness)
     assert "failed: the job ended without a reason (COMPLETED)" in capsys.readouterr().err
 
 

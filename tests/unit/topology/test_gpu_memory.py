@@ -25,7 +25,7 @@ from pipeline.topology.gpu_memory import (
 from pipeline.topology.memory_fit import check_memory, max_gpu_memory_utilization, trainer_allowance
 from tests.fakes.configs import make_config
 
-SAVING = {"reshard": True, "activation_checkpointing": True}
+SAVING = {"reshard_after_forward": True, "activation_checkpointing": True}
 
 B8 = Sizes(
     parameters=8_000_000_000,
@@ -89,12 +89,20 @@ def test_what_is_kept_is_divided_by_the_processes_and_what_crosses_them_is_not()
     assert few["parameters and moments"] == 4 * many["parameters and moments"] == 12 * B8.parameters // 2
     assert few["gradients"] == many["gradients"] == 4 * B8.parameters
     assert few["weights for the servers"] == many["weights for the servers"] == 2 * B8.weights
-    assert trainer_memory(config_of(processes=8, reshard=True), B8).parts["gradients"] == 4 * B8.parameters // 8
+    assert (
+        trainer_memory(config_of(processes=8, reshard_after_forward=True), B8).parts["gradients"]
+        == 4 * B8.parameters // 8
+    )
 
 
 @pytest.mark.parametrize(
     "saving",
-    [{"reshard": True}, {"activation_checkpointing": True}, {"compile": True}, {"publish_from": "host"}],
+    [
+        {"reshard_after_forward": True},
+        {"activation_checkpointing": True},
+        {"compile": True},
+        {"staging_device": "host"},
+    ],
     ids=str,
 )
 def test_each_way_to_save_memory_saves(saving: dict[str, Any]) -> None:
@@ -105,7 +113,7 @@ def test_each_way_to_save_memory_saves(saving: dict[str, Any]) -> None:
 def test_weights_wait_on_the_gpu_or_its_host_and_chunks_of_them_for_who_takes_no_version_as_it_lies(
     place: str, gpus: int, parts: int
 ) -> None:
-    config = config_of(gpus=gpus, publish_from=place)
+    config = config_of(gpus=gpus, staging_device=place)
     waiting, chunks = 2 * B8.weights, parts * 2 * WEIGHT_CHUNK
     on_gpu = place == "gpu"
     assert trainer_memory(config, B8).parts["weights for the servers"] == on_gpu * waiting + chunks
@@ -118,7 +126,7 @@ def test_half_of_two_nodes_of_eight_trains_8b_and_half_of_four_32b_on_80_gb(
 ) -> None:
     ways = ("compile", *page.SAVED)
     sizes = page.sizes_from(page.settings_of(model))
-    config = page.config_of(*ways, processes=processes, gpus=gpus, memory="80G", publish_from="host")
+    config = page.config_of(*ways, processes=processes, gpus=gpus, memory="80G", staging_device="host")
     fitting = with_share(config, max_gpu_memory_utilization(config, sizes, 80 * GIB))
     check_memory(fitting, sizes)
     assert sequences(fitting, sizes, 80 * GIB) > 64
@@ -130,10 +138,10 @@ def test_smaller_micro_batches_need_less_and_small_batches_never_fill_them() -> 
 
 
 def test_other_models_take_their_part_unless_they_wait_elsewhere() -> None:
-    losses = [{"kl": 0.1}, {"advantage": "gae"}, {"kl": 0.1, "advantage": "gae"}]
+    losses = [{"kl": 0.1}, {"advantage_estimator": "gae"}, {"kl": 0.1, "advantage_estimator": "gae"}]
     parts = [trainer_memory(config_of(loss=loss), B8).parts["other models"] for loss in losses]
     assert parts == [2 * B8.parameters, 8 * B8.parameters, 10 * B8.parameters]
-    waiting = config_of(loss=losses[2], offload=True)
+    waiting = config_of(loss=losses[2], offload_idle_models=True)
     assert trainer_memory(waiting, B8).parts["other models"] == 0
     assert host_memory(waiting, B8).total > host_memory(config_of(loss=losses[2]), B8).total
 
@@ -158,7 +166,7 @@ def test_the_cache_of_a_server_is_spread_over_its_gpus_as_far_as_it_has_heads() 
 
 
 def test_a_run_without_rl_has_no_servers() -> None:
-    config = config_of(processes=4, memory="80G", steps=0, warm_start={"steps": 1, "batch": 4}, **SAVING)
+    config = config_of(processes=4, memory="80G", steps=0, sft={"steps": 1, "batch": 4}, **SAVING)
     assert micro_batch_tokens(config, ranks=4) == 4096
     assert trainer_memory(config, B8).parts["weights for the servers"] == 0
     assert not any("server" in line for line in describe_memory(config, B8))
@@ -179,10 +187,10 @@ def with_share(config: RunConfig, share: float) -> RunConfig:
 def test_a_trainer_that_does_not_fit_is_refused_with_what_makes_it_fit() -> None:
     told = said(config_of(processes=8, memory="80G"))
     assert told.startswith("resources.gpu_memory='80G': expected enough for a trainer process, ")
-    assert told.endswith("; set training.reshard=true training.activation_checkpointing=true")
+    assert told.endswith("; set training.reshard_after_forward=true training.activation_checkpointing=true")
     told = said(config_of(processes=8, memory="40G"))
     assert told.endswith(
-        "; set training.publish_from=host training.reshard=true training.activation_checkpointing=true"
+        "; set training.staging_device=host training.reshard_after_forward=true training.activation_checkpointing=true"
     )
     check_memory(with_share(config_of(processes=8, memory="80G", **SAVING), 0.7), B8)
 
@@ -190,15 +198,15 @@ def test_a_trainer_that_does_not_fit_is_refused_with_what_makes_it_fit() -> None
 def test_the_mend_of_a_trainer_that_needs_more_processes_says_how_many() -> None:
     told = said(config_of(processes=2, memory="60G"))
     assert told.endswith(
-        "; set training.publish_from=host training.reshard=true training.activation_checkpointing=true "
+        "; set training.staging_device=host training.reshard_after_forward=true training.activation_checkpointing=true "
         "and spread the trainer over 4 processes"
     )
-    config = config_of(processes=4, memory="60G", publish_from="host", **SAVING)
+    config = config_of(processes=4, memory="60G", staging_device="host", **SAVING)
     check_memory(with_share(config, 0.7), B8)
 
 
 def test_a_trainer_whose_replicas_do_not_fit_is_told_to_have_one() -> None:
-    told = said(config_of(processes=8, memory="60G", mesh={"dp_replicate": 4}, **SAVING, publish_from="host"))
+    told = said(config_of(processes=8, memory="60G", mesh={"dp_replicate": 4}, **SAVING, staging_device="host"))
     assert told.endswith("; set training.mesh.dp_replicate=1")
 
 
@@ -230,9 +238,9 @@ def test_a_part_of_the_gpu_that_is_too_large_or_too_small_is_refused(share: floa
 
 def shared(config: RunConfig, servers: int = 1) -> RunConfig:
     resources = config.resources
-    inference = resources.inference.model_copy(update={"servers": servers, "per_gpu": servers})
+    inference = resources.inference.model_copy(update={"servers": servers, "servers_per_gpu": servers})
     return config.model_copy(
-        update={"resources": resources.model_copy(update={"share_gpus": True, "inference": inference})}
+        update={"resources": resources.model_copy(update={"colocate": True, "inference": inference})}
     )
 
 
@@ -246,7 +254,7 @@ def test_a_gpu_that_is_shared_holds_trainer_and_servers() -> None:
     assert told.startswith(
         "resources.gpu_memory='80G': expected enough for its servers, 34.9 GiB, and a trainer process, "
     )
-    assert told.endswith("; set training.publish_from=host")
+    assert told.endswith("; set training.staging_device=host")
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -320,8 +328,8 @@ def test_spread_experts_are_gathered_by_none_and_tokens_travel_instead() -> None
 def test_spread_experts_are_proposed_before_more_processes() -> None:
     wide = replace(B8, layer=1_000_000_000, experts_layer=900_000_000, experts_of_layer=6, experts_per_token=2)
     with pytest.raises(ConfigError) as refused:
-        check_memory(config_of(processes=8, memory="34G", publish_from="host", **SAVING), wide)
-    saving = "training.publish_from=host training.reshard=true training.activation_checkpointing=true"
+        check_memory(config_of(processes=8, memory="34G", staging_device="host", **SAVING), wide)
+    saving = "training.staging_device=host training.reshard_after_forward=true training.activation_checkpointing=true"
     assert str(refused.value).endswith(f"; set {saving} training.mesh.ep=2")
 
 

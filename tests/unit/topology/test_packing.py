@@ -30,7 +30,7 @@ def config_of(
         "trainer": {"nodes": nodes, "processes": processes, "gpus": 1},
         "inference": {"servers": servers, "gpus": gpus},
     }
-    return make_config(resources=resources | more, cluster={"kind": "slurm"})
+    return make_config(resources=resources | more, cluster={"scheduler": "slurm"})
 
 
 def cards_for(plan: Plan, gpus: int) -> list[NodeInfo]:
@@ -180,7 +180,7 @@ def test_what_no_node_holds_is_refused_by_key(config: RunConfig, said: str) -> N
 
 def test_too_few_nodes_are_refused_with_what_they_are_for() -> None:
     config = config_of(8, 6, 4, nodes=2, services=1)
-    resources = config.resources.model_copy(update={"nodes": 3, "spares": 1})
+    resources = config.resources.model_copy(update={"nodes": 3, "spare_nodes": 1})
     with pytest.raises(PlanError) as caught:
         make_plan(config.model_copy(update={"resources": resources}))
     assert str(caught.value) == (

@@ -35,8 +35,8 @@ def test_every_kind_of_role_has_nodes_of_its_own_by_default():
 
 
 def test_without_steps_of_rl_the_trainer_is_the_only_role():
-    training = {"steps": 0, "prompts_per_step": 1, "warm_start": {"steps": 5}}
-    resources = {"trainer": {"nodes": 2}, "inference": {"nodes": 2}, "spares": 1}
+    training = {"steps": 0, "prompts_per_step": 1, "sft": {"steps": 5}}
+    resources = {"trainer": {"nodes": 2}, "inference": {"nodes": 2}, "spare_nodes": 1}
     plan = make_plan(make_config(training=training, resources=resources))
     assert roles(plan) == ["trainer.0", "trainer.1"]
     assert (plan.ranks, plan.spare_nodes, plan.ports_per_rank) == (3, 1, 1)
@@ -72,13 +72,13 @@ def test_services_without_a_node_go_where_fewer_threads_work(trainer_threads, ex
 
 
 def test_spares_and_explicit_nodes_add_ranks_without_seats():
-    assert plan_of(spares=2).spare_nodes == 2
-    assert plan_of(spares=1, nodes=6).spare_nodes == 3
+    assert plan_of(spare_nodes=2).spare_nodes == 2
+    assert plan_of(spare_nodes=1, nodes=6).spare_nodes == 3
 
 
 def test_too_few_nodes_are_refused_with_what_is_missing():
     with pytest.raises(PlanError) as caught:
-        plan_of(nodes=2, spares=1)
+        plan_of(nodes=2, spare_nodes=1)
     assert str(caught.value) == (
         "resources.nodes=2: expected at least 4 (trainer 1 + inference 1 + services 1 + spares 1): 2 missing; "
         "set resources.nodes=4, or 0 for a fit"
@@ -96,16 +96,16 @@ def test_too_few_nodes_are_refused_with_what_is_missing():
     ids=["a service with servers", "a service without", "servers on the trainer's GPUs"],
 )
 def test_too_few_nodes_are_counted_as_the_plan_has_them(sections: dict[str, Any], parts: str) -> None:
-    resources: dict[str, Any] = {"nodes": 1, "inference": {"nodes": 2}, "spares": int("spares" in parts)}
+    resources: dict[str, Any] = {"nodes": 1, "inference": {"nodes": 2}, "spare_nodes": int("spares" in parts)}
     if not sections:
         gpu = {"gpus": 1, "nodes": 2}
-        resources |= {"share_gpus": True, "device": "cuda", "trainer": gpu, "inference": gpu}
+        resources |= {"colocate": True, "device": "cuda", "trainer": gpu, "inference": gpu}
     with pytest.raises(PlanError, match=f"at least {parts}"):
         make_plan(make_config(resources=resources, **sections))
 
 
 def test_a_plan_is_described_rank_by_rank():
-    assert describe_plan(plan_of(trainer={"processes": 2, "gpus": 1}, inference={"gpus": 1}, spares=1)) == (
+    assert describe_plan(plan_of(trainer={"processes": 2, "gpus": 1}, inference={"gpus": 1}, spare_nodes=1)) == (
         "rank 0: trainer.0 (2 GPUs)",
         "rank 1: inference.0 (1 GPU)",
         "rank 2: redis.0, preprocessor.0, actor.0",
@@ -139,7 +139,7 @@ def test_redis_is_started_first_of_its_rank():
 
 @given(st.permutations(make_cards(7)))
 def test_the_order_of_the_cards_does_not_matter(cards):
-    plan = plan_of(trainer={"nodes": 2}, inference={"nodes": 3}, spares=1)
+    plan = plan_of(trainer={"nodes": 2}, inference={"nodes": 3}, spare_nodes=1)
     assert assigned(plan, cards) == assigned(plan, make_cards(7))
 
 
@@ -166,7 +166,7 @@ def test_whenever_some_assignment_exists_one_is_found(needs, haves):
 
 
 def test_a_shortage_names_each_rank_and_its_problem():
-    plan = plan_of(trainer={"gpus": 1}, inference={"gpus": 1}, spares=1)
+    plan = plan_of(trainer={"gpus": 1}, inference={"gpus": 1}, spare_nodes=1)
     cards = make_cards(4, gpus=1)[:3]
     cards[1] = replace(cards[1], problems=("disk is full", "no memory"))
     cards[2] = replace(cards[2], gpus=())
@@ -174,14 +174,14 @@ def test_a_shortage_names_each_rank_and_its_problem():
         assigned(plan, cards)
     assert str(caught.value) == (
         "no rank is left for inference.0: rank 1 (node1): disk is full, no memory; rank 3: no card; "
-        "mend these nodes, exclude them, or set resources.spares=2"
+        "mend these nodes, exclude them, or set resources.spare_nodes=2"
     )
 
 
 def test_a_long_shortage_is_cut_short():
     plan = plan_of(inference={"nodes": 20})
     cards = [replace(card, problems=("bad",)) for card in make_cards(plan.ranks)]
-    with pytest.raises(RendezvousError, match=r"and 14 more; mend these nodes.*spares=22"):
+    with pytest.raises(RendezvousError, match=r"and 14 more; mend these nodes.*spare_nodes=22"):
         assigned(plan, cards)
 
 

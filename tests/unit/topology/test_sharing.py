@@ -19,7 +19,7 @@ def sharing(memory: float = 0.4, **resources: Any) -> RunConfig:
     """One process that trains and one server on one GPU, or as `resources` say otherwise."""
     wanted = {
         "device": "cuda",
-        "share_gpus": True,
+        "colocate": True,
         "services": {"nodes": 0},
         "trainer": {"gpus": 1},
         "inference": {"gpus": 1},
@@ -41,7 +41,7 @@ SHARED: list[tuple[str, RunConfig, Table]] = [
     ),
     (
         "two servers on the one",
-        sharing(inference={"gpus": 1, "servers": 2, "per_gpu": 2}),
+        sharing(inference={"gpus": 1, "servers": 2, "servers_per_gpu": 2}),
         [("trainer.0:0", "inference.0:0", "inference.1:0")],
     ),
     (
@@ -51,12 +51,12 @@ SHARED: list[tuple[str, RunConfig, Table]] = [
     ),
     (
         "two servers on a GPU of their own",
-        sharing(share_gpus=False, gpus_per_node=2, inference={"gpus": 1, "servers": 2, "per_gpu": 2}),
+        sharing(colocate=False, gpus_per_node=2, inference={"gpus": 1, "servers": 2, "servers_per_gpu": 2}),
         [("trainer.0:0", "inference.0:1", "inference.1:1")],
     ),
     (
         "three on two",
-        sharing(share_gpus=False, gpus_per_node=3, inference={"gpus": 1, "servers": 3, "per_gpu": 2}),
+        sharing(colocate=False, gpus_per_node=3, inference={"gpus": 1, "servers": 3, "servers_per_gpu": 2}),
         [("trainer.0:0", "inference.0:1", "inference.1:1", "inference.2:2")],
     ),
 ]
@@ -81,7 +81,7 @@ def test_a_plan_says_whose_gpus_are_shared() -> None:
 
 
 def test_a_rank_refuses_a_world_whose_roles_share_more_than_planned() -> None:
-    plan = make_plan(sharing(share_gpus=False, gpus_per_node=2))
+    plan = make_plan(sharing(colocate=False, gpus_per_node=2))
     cards = cards_for(plan, gpus=2)
     world = assigned(plan, cards)
     placements = tuple(replace(place, gpus=(0,)) if place.gpus else place for place in world.placements)
@@ -108,8 +108,8 @@ def test_a_plan_that_cannot_share_names_the_key(resources: dict[str, Any], key: 
     ("config", "key"),
     [
         (sharing(memory=0.85), "inference.gpu_memory"),
-        (sharing(device="cpu"), "resources.share_gpus"),
-        (sharing(inference={"gpus": 2, "per_gpu": 2}), "resources.inference.per_gpu"),
+        (sharing(device="cpu"), "resources.colocate"),
+        (sharing(inference={"gpus": 2, "servers_per_gpu": 2}), "resources.inference.servers_per_gpu"),
     ],
     ids=["memory for nobody else", "no GPUs at all", "parts of several GPUs"],
 )

@@ -32,7 +32,7 @@ class Token:
 
     logprob: float
     frozen: float
-    proximal: float
+    old_logprobs: float
     sampler_logprobs: float
     reference: float
     advantage: float
@@ -44,7 +44,7 @@ Row = list[Token]
 
 
 def log_ratios(row: Row) -> list[float]:
-    return [t.logprob - t.proximal for t in row]
+    return [t.logprob - t.old_logprobs for t in row]
 
 
 def surrogate(ratio: float, advantage: float) -> float:
@@ -61,16 +61,16 @@ def sequence_clipped(row: Row) -> list[float]:
 
 
 def reinforce(row: Row) -> list[float]:
-    return [-min(math.exp(t.frozen - t.proximal), CAP) * t.advantage * t.logprob for t in row]
+    return [-min(math.exp(t.frozen - t.old_logprobs), CAP) * t.advantage * t.logprob for t in row]
 
 
 def whole_row(row: Row) -> list[float]:
-    product = math.prod(math.exp(t.frozen - t.proximal) for t in row)
+    product = math.prod(math.exp(t.frozen - t.old_logprobs) for t in row)
     return [-min(product, CAP) * t.advantage * t.logprob for t in row]
 
 
 def cispo(row: Row) -> list[float]:
-    return [-min(max(math.exp(t.frozen - t.proximal), LOW), HIGH) * t.advantage * t.logprob for t in row]
+    return [-min(max(math.exp(t.frozen - t.old_logprobs), LOW), HIGH) * t.advantage * t.logprob for t in row]
 
 
 def dro(row: Row) -> list[float]:
@@ -92,11 +92,11 @@ FORMULAS: dict[str, Callable[[Row], list[float]]] = {
 
 
 def correction(token: Token, config: LossConfig) -> float:
-    w = math.exp(token.proximal - token.sampler_logprobs)
-    if config.correction == "truncate":
-        return min(w, config.correction_cap)
-    if config.correction == "mask":
-        return w if 1 / config.correction_cap <= w <= config.correction_cap else 0.0
+    w = math.exp(token.old_logprobs - token.sampler_logprobs)
+    if config.tis == "truncate":
+        return min(w, config.tis_cap)
+    if config.tis == "mask":
+        return w if 1 / config.tis_cap <= w <= config.tis_cap else 0.0
     return 1.0
 
 
@@ -141,7 +141,7 @@ def tokens(seed: int = 0, **changed: torch.Tensor | None) -> LossTokens:
         rows=3,
         reference_N=normal() * 0.5 - 2,
         entropy_N=normal().abs(),
-        proximal_N=normal() * 0.5 - 2,
+        old_logprobs_N=normal() * 0.5 - 2,
     )
     return replace(plain, **changed)
 
@@ -156,8 +156,16 @@ def rows_by_hand(t: LossTokens) -> list[Row]:
     """The same tokens as plain numbers."""
     assert t.reference_N is not None
     assert t.entropy_N is not None
-    proximal_N = t.sampler_logprobs_N if t.proximal_N is None else t.proximal_N
-    columns = [t.logprobs_N, t.logprobs_N, proximal_N, t.sampler_logprobs_N, t.reference_N, t.advantages_N, t.entropy_N]
+    old_logprobs_N = t.sampler_logprobs_N if t.old_logprobs_N is None else t.old_logprobs_N
+    columns = [
+        t.logprobs_N,
+        t.logprobs_N,
+        old_logprobs_N,
+        t.sampler_logprobs_N,
+        t.reference_N,
+        t.advantages_N,
+        t.entropy_N,
+    ]
     flat = [Token(*numbers) for numbers in zip(*(c.tolist() for c in [*columns, t.weights_N]), strict=True)]
     return [[token for token, row in zip(flat, t.rows_N.tolist(), strict=True) if row == r] for r in range(t.rows)]
 
@@ -166,7 +174,15 @@ def rows_of(whole: LossTokens, rows: list[int]) -> LossTokens:
     """The tokens of some rows, renumbered as their own micro-batch would number them."""
     chosen = torch.isin(whole.rows_N, torch.tensor(rows))
     number = {row: index for index, row in enumerate(rows)}
-    fields = ("logprobs_N", "weights_N", "advantages_N", "sampler_logprobs_N", "reference_N", "entropy_N", "proximal_N")
+    fields = (
+        "logprobs_N",
+        "weights_N",
+        "advantages_N",
+        "sampler_logprobs_N",
+        "reference_N",
+        "entropy_N",
+        "old_logprobs_N",
+    )
     flat = {field: getattr(whole, field)[chosen] for field in fields}
     renumbered = torch.tensor([number[row] for row in whole.rows_N[chosen].tolist()], dtype=torch.int64)
     return LossTokens(rows_N=renumbered, rows=max(1, len(rows)), **flat)
@@ -174,7 +190,7 @@ def rows_of(whole: LossTokens, rows: list[int]) -> LossTokens:
 
 def everything(name: str) -> LossConfig:
     """The loss with all the terms that may stand beside it."""
-    more = {"correction": "mask", "kl": 0.1, "entropy": 0.1}
+    more = {"tis": "mask", "kl": 0.1, "entropy": 0.1}
     return LossConfig.model_validate({"name": name, **BOUNDS, **more})
 
 

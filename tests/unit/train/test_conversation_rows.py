@@ -33,7 +33,7 @@ def config(path: str, epochs: float = 1, steps: int = 0, model: str = "tiny_qwen
     return make_config(
         model={"path": model, "init": "random", "max_length": 64},
         data={"path": path, **data},
-        training={"steps": 0, "prompts_per_step": 1, "warm_start": start},
+        training={"steps": 0, "prompts_per_step": 1, "sft": start},
     )
 
 

@@ -51,7 +51,7 @@ def test_a_trainer_keeps_to_what_servers_on_its_gpu_leave(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
     config = make_config(
         model={"path": str(TINY), "init": "random", "dtype": "bfloat16"},
-        resources={"device": "cuda", "trainer": {"gpus": 1}, "inference": {"gpus": 1}, "share_gpus": share},
+        resources={"device": "cuda", "trainer": {"gpus": 1}, "inference": {"gpus": 1}, "colocate": share},
         inference={"gpu_memory": 0.25},
     )
     with pytest.raises(ValueError, match="RANK expected"):

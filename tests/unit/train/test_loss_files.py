@@ -33,14 +33,14 @@ def test_a_loss_is_what_its_row_of_the_page_says(name: str) -> None:
     functions = table(r"^\| ([a-z ]+) \| −.* \| `policy\.(\w+)` \|$")
     functions |= table(r"^\| (clipped surrogate of the sequence) \| .* \| `policy\.(\w+)` \|$")
     formula, advantage, normalize, rest = table(r"^\| `(\w+)` \| ([a-z ]+) \| `(\w+)` \| `(\w+)` \| (.*?) \| ")[name]
-    assert (loss.name, loss.advantage, loss.normalize) == (name, advantage, normalize)
+    assert (loss.name, loss.advantage_estimator, loss.normalize) == (name, advantage, normalize)
     assert functions[formula] == (POLICY_LOSSES[name].__name__,)
     for key, value in re.findall(r"`(ratio_cap|clip_high|beta)` ([\d.]+)", rest):
         assert getattr(loss, key) == float(value)
     if "clips 0.2" in rest:
         assert (loss.clip_low, loss.clip_high) == (0.2, 0.2)
-    recomputed = "`proximal` recompute, `correction` truncate" in rest
-    assert (loss.proximal, loss.correction) == (("recompute", "truncate") if recomputed else ("sampler", "none"))
+    recomputed = "`old_logprobs` recompute, `tis` truncate" in rest
+    assert (loss.old_logprobs, loss.tis) == (("recompute", "truncate") if recomputed else ("sampler", "none"))
     assert (loss.kl > 0) == ("`kl` 0.01" in rest)
 
 
@@ -48,7 +48,7 @@ def test_the_other_numbers_of_the_page_are_those_of_the_files() -> None:
     gspo, cispo, ppo, plus = chosen("gspo"), chosen("cispo"), chosen("ppo"), chosen("reinforce_pp")
     assert (gspo.clip_low, gspo.clip_high) == (0.0003, 0.0004)
     assert (1 - cispo.clip_low, 1 + cispo.clip_high) == (0, 5)
-    assert (ppo.discount, ppo.trace) == (1, 0.95)
+    assert (ppo.gamma, ppo.gae_lambda) == (1, 0.95)
     assert (plus.kl, plus.kl_in, plus.kl_estimator) == (0.01, "reward", "k1")
 
 
@@ -69,7 +69,7 @@ def gradient(loss: LossConfig, rounding: float, length: int) -> tuple[Tensor, fl
         sampler_logprobs_N=own + rounding * torch.randn(len(rows), generator=draw, dtype=torch.float64),
         rows_N=rows,
         rows=ROWS,
-        proximal_N=own if loss.proximal == "recompute" else None,
+        old_logprobs_N=own if loss.old_logprobs == "recompute" else None,
     )
     value, sums = total(tokens, loss)
     (found,) = torch.autograd.grad(value, logprobs)

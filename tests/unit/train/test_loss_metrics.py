@@ -80,7 +80,7 @@ def test_ratios_and_their_clips_are_counted_on_either_side() -> None:
 
     logs = column(0.5, -0.5, 0.5, -0.5, 0.0, 0.0, 0.0, 0.0)  # ratios 1.65, 0.61, 1.65, 0.61, 1 …
     advantages = column(1, 1, -1, -1, 1, 1, 1, 1)  # the first is clipped from above, the fourth from below
-    t = tokens(logprobs_N=logs, proximal_N=0 * logs, advantages_N=advantages)
+    t = tokens(logprobs_N=logs, old_logprobs_N=0 * logs, advantages_N=advantages)
     found = measured([t], LossConfig(name="grpo"))
     assert found["clip_fraction_high"] == found["clip_fraction_low"] == 1 / 8
     assert found["clip_fraction"] == 2 / 8
@@ -89,7 +89,7 @@ def test_ratios_and_their_clips_are_counted_on_either_side() -> None:
     assert found["log_ratio"] == 0.25
     assert found["log_ratio_max"] == 0.5
     ratios = logs.exp()
-    assert found["effective_samples"] == pytest.approx((ratios.sum() ** 2 / (8 * (ratios**2).sum())).item())
+    assert found["ess"] == pytest.approx((ratios.sum() ** 2 / (8 * (ratios**2).sum())).item())
     assert found["ratio_kl"] == pytest.approx((ratios - 1 - logs).mean().item())
     assert found["advantage"] == pytest.approx(advantages.mean().item())
     assert found["advantage_std"] == pytest.approx(advantages.std(correction=0).item())
@@ -97,20 +97,20 @@ def test_ratios_and_their_clips_are_counted_on_either_side() -> None:
 
 def test_the_mismatch_is_that_of_the_trainer_and_the_sampler_not_of_the_ratio() -> None:
     t = tokens()
-    assert t.proximal_N is not None
-    log_w = t.proximal_N - t.sampler_logprobs_N
-    found = measured([t], LossConfig(name="grpo", correction="truncate", correction_cap=1.5))
+    assert t.old_logprobs_N is not None
+    log_w = t.old_logprobs_N - t.sampler_logprobs_N
+    found = measured([t], LossConfig(name="grpo", tis="truncate", tis_cap=1.5))
     assert found["mismatch"] == pytest.approx(log_w.abs().mean().item())
     assert found["mismatch_max"] == pytest.approx(log_w.abs().max().item())
     assert found["mismatch_kl"] == pytest.approx((log_w.exp() - 1 - log_w).mean().item())
     assert found["correction"] == pytest.approx(log_w.exp().clamp(max=1.5).mean().item())
-    assert found["correction_fraction"] == pytest.approx((log_w.exp() > 1.5).double().mean().item())
-    assert "mismatch" not in measured([tokens(proximal_N=None)], LossConfig(name="grpo"))
+    assert found["tis_fraction"] == pytest.approx((log_w.exp() > 1.5).double().mean().item())
+    assert "mismatch" not in measured([tokens(old_logprobs_N=None)], LossConfig(name="grpo"))
 
 
 def test_effective_samples_are_all_when_every_ratio_is_alike_and_fewer_otherwise() -> None:
-    assert means({"ratio": 8.0, "ratio_squared": 8.0}, 8)["effective_samples"] == 1
-    assert means({"ratio": 8.0, "ratio_squared": 64.0}, 8)["effective_samples"] == 1 / 8
+    assert means({"ratio": 8.0, "ratio_squared": 8.0}, 8)["ess"] == 1
+    assert means({"ratio": 8.0, "ratio_squared": 64.0}, 8)["ess"] == 1 / 8
 
 
 @settings(max_examples=20, deadline=None)

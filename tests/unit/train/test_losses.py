@@ -31,7 +31,7 @@ from tests.unit.train.losses_by_hand import (
 )
 
 CORRECTIONS = st.sampled_from(["none", "truncate", "mask"])
-PLAIN = {"reference_N": None, "entropy_N": None, "proximal_N": None}
+PLAIN = {"reference_N": None, "entropy_N": None, "old_logprobs_N": None}
 
 
 def gradient(given_tokens: LossTokens, config: LossConfig) -> list[float]:
@@ -57,7 +57,7 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula(
     name: str, seed: int, correction: Correction, kl: Estimator
 ) -> None:
     config = LossConfig.model_validate(
-        {"name": name, **BOUNDS, "correction": correction, "kl": 0.3, "kl_estimator": kl, "entropy": 0.1}
+        {"name": name, **BOUNDS, "tis": correction, "kl": 0.3, "kl_estimator": kl, "entropy": 0.1}
     )
     t = tokens(seed)
     rows = rows_by_hand(t)
@@ -79,8 +79,8 @@ def test_a_loss_reads_the_keys_that_the_table_says(name: str, changed: dict[str,
 def test_without_a_proximal_policy_the_ratio_is_over_the_one_that_sampled(name: str) -> None:
     config = LossConfig.model_validate({"name": name, **BOUNDS})
     t = tokens()
-    same = replace(t, proximal_N=t.sampler_logprobs_N)
-    assert total(replace(t, proximal_N=None), config)[0].item() == total(same, config)[0].item()
+    same = replace(t, old_logprobs_N=t.sampler_logprobs_N)
+    assert total(replace(t, old_logprobs_N=None), config)[0].item() == total(same, config)[0].item()
     assert total(t, config)[0].item() != total(same, config)[0].item() or name == "dro"
 
 
@@ -89,13 +89,15 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str) -> None:
     plain = tokens()
     of_rows = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)[plain.rows_N]
     here = plain.logprobs_N.detach()
-    t = replace(plain, sampler_logprobs_N=here, proximal_N=here, weights_N=of_rows, advantages_N=of_rows - 1)
+    t = replace(plain, sampler_logprobs_N=here, old_logprobs_N=here, weights_N=of_rows, advantages_N=of_rows - 1)
     assert gradient(t, LossConfig(name=name)) == pytest.approx((-of_rows * (of_rows - 1)).tolist())
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "dr_grpo", "dapo", "reinforce_pp", "gspo"])
 def test_a_clipped_token_pulls_no_further_in_its_direction(name: str) -> None:
-    t = tokens(logprobs_N=all_at(-1).requires_grad_(), proximal_N=all_at(-2))  # every ratio is e, above 1 + clip_high
+    t = tokens(
+        logprobs_N=all_at(-1).requires_grad_(), old_logprobs_N=all_at(-2)
+    )  # every ratio is e, above 1 + clip_high
     config = LossConfig.model_validate({"name": name, **BOUNDS})
     up, down = (gradient(replace(t, advantages_N=all_at(advantage)), config) for advantage in (1, -1))
     assert up == [0.0] * N
@@ -103,7 +105,7 @@ def test_a_clipped_token_pulls_no_further_in_its_direction(name: str) -> None:
 
 
 def test_cispo_leaves_a_clipped_token_its_gradient() -> None:
-    t = tokens(logprobs_N=all_at(-1).requires_grad_(), proximal_N=all_at(-2), advantages_N=all_at(1))
+    t = tokens(logprobs_N=all_at(-1).requires_grad_(), old_logprobs_N=all_at(-2), advantages_N=all_at(1))
     assert gradient(t, LossConfig(name="cispo", clip_high=0.4)) == pytest.approx((-1.4 * t.weights_N).tolist())
 
 
@@ -111,12 +113,12 @@ def test_gspo_spreads_a_rows_gradient_over_all_its_tokens() -> None:
     t = tokens()
     one_token = torch.zeros(N, dtype=torch.float64)
     one_token[0] = 1.0
-    t = replace(t, weights_N=one_token, advantages_N=all_at(1), proximal_N=t.logprobs_N.detach())
+    t = replace(t, weights_N=one_token, advantages_N=all_at(1), old_logprobs_N=t.logprobs_N.detach())
     assert gradient(t, LossConfig(name="gspo")) == pytest.approx([-1 / 3] * 3 + [0.0] * 5)
 
 
 def test_rloo_weighs_all_tokens_of_a_row_alike() -> None:
-    t = tokens(weights_N=all_at(1), advantages_N=all_at(1), proximal_N=all_at(-2), logprobs_N=all_at(-1.9))
+    t = tokens(weights_N=all_at(1), advantages_N=all_at(1), old_logprobs_N=all_at(-2), logprobs_N=all_at(-1.9))
     slopes = gradient(replace(t, logprobs_N=t.logprobs_N.requires_grad_()), LossConfig(name="rloo", ratio_cap=1.4))
     e = 2.718281828459045
     assert slopes == pytest.approx([-(e**0.3)] * 3 + [-(e**0.1)] + [-1.4] * 4)
@@ -130,25 +132,25 @@ def test_dro_pulls_no_more_where_the_penalty_balances_the_advantage() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("distance", [200.0, -200.0])
 def test_a_policy_far_off_makes_nothing_infinite(name: str, distance: float) -> None:
-    t = tokens(proximal_N=all_at(-2 - distance).float(), advantages_N=all_at(0).float())
+    t = tokens(old_logprobs_N=all_at(-2 - distance).float(), advantages_N=all_at(0).float())
     t = replace(t, logprobs_N=t.logprobs_N.detach().float().requires_grad_(), sampler_logprobs_N=all_at(-2).float())
-    loss, sums = total(replace(t, reference_N=None), LossConfig(name=name, correction="truncate"))
+    loss, sums = total(replace(t, reference_N=None), LossConfig(name=name, tis="truncate"))
     assert loss.isfinite()
     assert all(value.isfinite() for value in sums.values())
 
 
 def test_masked_tokens_keep_their_kl_and_lose_their_policy_term() -> None:
-    t = tokens(proximal_N=all_at(-2), sampler_logprobs_N=all_at(-4))  # e², above the cap of every token
-    config = LossConfig(name="grpo", correction="mask", correction_cap=2.0)
+    t = tokens(old_logprobs_N=all_at(-2), sampler_logprobs_N=all_at(-4))  # e², above the cap of every token
+    config = LossConfig(name="grpo", tis="mask", tis_cap=2.0)
     loss, sums = total(t, config)
     assert loss.item() == 0
-    assert sums["correction_fraction"] == N
+    assert sums["tis_fraction"] == N
     assert total(t, config.model_copy(update={"kl": 0.1}))[0].item() != 0
 
 
 def test_a_correction_without_a_proximal_policy_is_refused() -> None:
-    with pytest.raises(TrainingError, match="correction=mask needs proximal log-probabilities"):
-        total(tokens(proximal_N=None), LossConfig(name="grpo", correction="mask"))
+    with pytest.raises(TrainingError, match="tis=mask needs old log-probabilities"):
+        total(tokens(old_logprobs_N=None), LossConfig(name="grpo", tis="mask"))
 
 
 def test_a_kl_in_the_reward_is_no_term_of_the_loss_but_is_watched() -> None:
@@ -182,7 +184,7 @@ def test_a_reference_far_off_makes_no_loss_and_no_gradient_infinite() -> None:
     far = replace(
         far, **{name: getattr(t, name).float() for name in ("weights_N", "advantages_N", "sampler_logprobs_N")}
     )
-    loss, sums = total(replace(far, proximal_N=far.logprobs_N.detach()), LossConfig(name="grpo", kl=0.1))
+    loss, sums = total(replace(far, old_logprobs_N=far.logprobs_N.detach()), LossConfig(name="grpo", kl=0.1))
     (slopes,) = torch.autograd.grad(loss, far.logprobs_N)
     assert loss.isfinite()
     assert slopes.isfinite().all()

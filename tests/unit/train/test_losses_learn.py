@@ -29,10 +29,10 @@ def reward_of(answers_RT: Tensor) -> Tensor:
 
 def advantages_of(rewards_R: Tensor, loss: LossConfig) -> Tensor:
     """Those of the loss; where they need the whole batch or a critic, the rewards over their mean and deviation."""
-    if loss.advantage in ("batch", "gae"):
+    if loss.advantage_estimator in ("batch", "gae"):
         return (rewards_R - rewards_R.mean()) / (rewards_R.std() + 1e-6)
     groups = rewards_R.view(PROMPTS, SAMPLES).tolist()
-    return torch.from_numpy(np.concatenate([advantages(group, loss.advantage) for group in groups]))
+    return torch.from_numpy(np.concatenate([advantages(group, loss.advantage_estimator) for group in groups]))
 
 
 def weights_of(loss: LossConfig) -> float:
@@ -58,7 +58,7 @@ def learned(loss: LossConfig) -> float:
             rows_N=torch.arange(len(answers_RT)).repeat_interleave(LENGTH),
             rows=len(answers_RT),
             reference_N=sampler_logprobs_N,
-            proximal_N=sampler_logprobs_N,
+            old_logprobs_N=sampler_logprobs_N,
         )
         for _ in range(2):
             train(adam, replace(samples, logprobs_N=logprobs_of(logits_TV, answers_RT)), loss)

@@ -92,7 +92,7 @@ def test_a_step_is_lost_when_all_its_optimizer_steps_were_skipped(taken: float, 
 def test_rewards_that_teach_nothing_for_several_steps_are_warned_of_once(
     advantage: str, groups: list[list[float]], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    equal = EqualRewards(make_config(loss={"name": "grpo", "advantage": advantage}).loss)
+    equal = EqualRewards(make_config(loss={"name": "grpo", "advantage_estimator": advantage}).loss)
     for _ in range(4):
         equal.note(groups)
     equal.note([[0.0, 1.0]])  # one step that teaches starts the count again

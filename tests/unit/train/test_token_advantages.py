@@ -38,21 +38,21 @@ def arrays(*rows: list[float]) -> list[Any]:
     return [np.array(row, np.float32) for row in rows]
 
 
-@given(rows=batches, discount=fractions, trace=fractions)
+@given(rows=batches, gamma=fractions, gae_lambda=fractions)
 def test_gae_is_the_discounted_sum_of_temporal_differences(
-    rows: list[list[tuple[float, float]]], discount: float, trace: float
+    rows: list[list[tuple[float, float]]], gamma: float, gae_lambda: float
 ) -> None:
     rewards = [np.array([reward for reward, _ in row]) for row in rows]
     values = [np.array([value for _, value in row]) for row in rows]
-    advantages, returns = gae(rewards, values, discount, trace)
+    advantages, returns = gae(rewards, values, gamma, gae_lambda)
     assert len(advantages) == len(returns) == len(rows)
     for row, found, promised in zip(rows, advantages, returns, strict=True):
         for k in range(len(row)):
             expected = 0.0
             for later in range(k, len(row)):
                 after = row[later + 1][1] if later + 1 < len(row) else 0.0
-                difference = row[later][0] + discount * after - row[later][1]
-                expected += (discount * trace) ** (later - k) * difference
+                difference = row[later][0] + gamma * after - row[later][1]
+                expected += (gamma * gae_lambda) ** (later - k) * difference
             assert found[k] == pytest.approx(expected, abs=1e-9)
             assert promised[k] == pytest.approx(expected + row[k][1], abs=1e-9)
 
@@ -66,20 +66,20 @@ def test_a_discounted_sum_counts_what_follows_in_its_own_row(rows: list[list[flo
 
 
 def test_without_a_discount_the_first_return_is_what_the_sample_got() -> None:
-    loss = a_loss(advantage="gae", trace=1.0)
+    loss = a_loss(advantage_estimator="gae", gae_lambda=1.0)
     credit = assign_advantages([a_row("0111", 2.0)], loss, values=arrays([9, 0.5, 1, 1.5]))
     assert credit.returns is not None
     assert credit.returns[0].tolist() == [0, 2, 2, 2]
 
 
 def test_tokens_of_tools_are_no_actions_and_discount_nothing() -> None:
-    loss = a_loss(advantage="group", discount=0.5)
+    loss = a_loss(advantage_estimator="group", gamma=0.5)
     (found,) = assign_advantages([a_row("0100010", 8.0)], loss).advantages
     assert found.tolist() == [0, 4, 0, 0, 0, 8, 0]
 
 
 def test_the_advantages_of_gae_are_whitened_over_the_counted_tokens_of_the_batch() -> None:
-    loss = a_loss(advantage="gae", discount=1.0, trace=0.5)
+    loss = a_loss(advantage_estimator="gae", gamma=1.0, gae_lambda=0.5)
     rows = [a_row("011", 1.0), a_row("001", 0.0)]
     credit = assign_advantages(rows, loss, values=arrays([7, 0.2, 0.4], [7, 7, 0.3]))
     raw = [0.4 - 0.2 + 0.5 * 0.6, 1 - 0.4, 0 - 0.3]
@@ -91,7 +91,9 @@ def test_the_advantages_of_gae_are_whitened_over_the_counted_tokens_of_the_batch
 def test_the_batch_baseline_standardises_the_rewards_of_all_samples_long_or_short() -> None:
     rewards = [1.0, 0.0, 0.0, 1.0, 5.0]
     masks = ["01", "0111", "01", "011", "000"]
-    found = assign_advantages([a_row(*each) for each in zip(masks, rewards, strict=True)], a_loss(advantage="batch"))
+    found = assign_advantages(
+        [a_row(*each) for each in zip(masks, rewards, strict=True)], a_loss(advantage_estimator="batch")
+    )
     expected = [(each - fmean(rewards)) / (pstdev(rewards) + EPSILON) for each in rewards]
     assert [float(each.max(initial=-9, where=each != 0)) for each in found.advantages[:4]] == pytest.approx(
         expected[:4], abs=1e-6
@@ -100,7 +102,7 @@ def test_the_batch_baseline_standardises_the_rewards_of_all_samples_long_or_shor
 
 
 def test_group_advantages_are_divided_by_the_deviation_of_the_batch() -> None:
-    loss = a_loss(advantage="group_batch")
+    loss = a_loss(advantage_estimator="group_batch")
     found = assign_advantages([a_row("01", each) for each in (0.5, -0.5, 0.0, 0.0)], loss)
     assert [each[1] for each in found.advantages] == pytest.approx([2**0.5, -(2**0.5), 0, 0], abs=1e-5)
 
@@ -114,26 +116,26 @@ REFERENCE = arrays([0, -1.5, -1.5, -1.0])
     [("k1", [0.5, -0.5, 0.5]), ("k2", [0.125, 0.125, 0.125])],
 )
 def test_a_kl_in_the_reward_is_charged_to_the_tokens_before_it(estimator: str, estimates: list[float]) -> None:
-    loss = a_loss(advantage="group", kl=0.1, kl_in="reward", kl_estimator=estimator)
+    loss = a_loss(advantage_estimator="group", kl=0.1, kl_in="reward", kl_estimator=estimator)
     (found,) = assign_advantages([a_row("0111", 3.0)], loss, POLICY, REFERENCE).advantages
     expected = [3 - 0.1 * sum(estimates[k:]) for k in range(3)]
     assert found.tolist() == pytest.approx([0, *expected], abs=1e-6)
 
 
 def test_with_k1_and_no_discount_each_token_answers_for_its_own_divergence_from_a_teacher() -> None:
-    loss = a_loss(advantage="group", kl=0.5, kl_in="reward", kl_estimator="k1", discount=0)
+    loss = a_loss(advantage_estimator="group", kl=0.5, kl_in="reward", kl_estimator="k1", gamma=0)
     found = assign_advantages([a_row("0101", 0.0)], loss, arrays([0, -1, 0, -3]), arrays([0, -2, 0, -1]))
     assert found.advantages[0].tolist() == [0, -0.5, 0, 1]
 
 
 def test_a_kl_in_the_loss_leaves_the_advantages_alone() -> None:
-    loss = a_loss(advantage="group", kl=0.1)
+    loss = a_loss(advantage_estimator="group", kl=0.1)
     assert not needs_token_advantages(loss)
     assert assign_advantages([a_row("0111", 3.0)], loss, POLICY, REFERENCE).advantages[0].tolist() == [0, 3, 3, 3]
 
 
 def test_with_a_kl_in_the_reward_the_batch_baseline_is_over_tokens() -> None:
-    loss = a_loss(advantage="batch", kl=0.1, kl_in="reward", kl_estimator="k1")
+    loss = a_loss(advantage_estimator="batch", kl=0.1, kl_in="reward", kl_estimator="k1")
     (found,) = assign_advantages([a_row("0111", 3.0)], loss, POLICY, REFERENCE).advantages
     assert found[1:].mean() == pytest.approx(0, abs=1e-6)
     assert found[1:].std() == pytest.approx(1, abs=1e-4)
@@ -144,23 +146,23 @@ def test_with_a_kl_in_the_reward_the_batch_baseline_is_over_tokens() -> None:
 def test_a_batch_that_scores_alike_teaches_nothing(advantage: str, shift: float, mask: str) -> None:
     rows = [a_row(mask, shift) for _ in range(3)]
     values = [np.full(len(mask), shift, np.float32) for _ in rows]
-    credit = assign_advantages(rows, a_loss(advantage=advantage, trace=1.0), values=values)
+    credit = assign_advantages(rows, a_loss(advantage_estimator=advantage, gae_lambda=1.0), values=values)
     assert all(np.abs(each).max() < 1e-3 for each in credit.advantages)
 
 
 @pytest.mark.parametrize("advantage", ["group", "batch", "gae"])
 def test_a_batch_without_a_counted_token_is_credited_with_nothing(advantage: str) -> None:
     credit: TokenAdvantages = assign_advantages(
-        [a_row("000", 1.0)], a_loss(advantage=advantage), values=arrays([0, 0, 0])
+        [a_row("000", 1.0)], a_loss(advantage_estimator=advantage), values=arrays([0, 0, 0])
     )
     assert [each.tolist() for each in credit.advantages] == [[0, 0, 0]]
 
 
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(TrainingError, match="without values"):
-        assign_advantages([a_row("01", 1.0)], a_loss(advantage="gae"))
+        assign_advantages([a_row("01", 1.0)], a_loss(advantage_estimator="gae"))
     with pytest.raises(TrainingError, match="without references"):
         assign_advantages([a_row("01", 1.0)], a_loss(kl=0.1, kl_in="reward"), logprobs=arrays([0, 0]))
     row = TrainSequence(np.zeros(2, np.int32), np.array([0, 1], np.uint8), np.ones(2, np.float32))
     with pytest.raises(TrainingError, match="row 0 has an advantage for each token"):
-        assign_advantages([row], a_loss(advantage="batch"))
+        assign_advantages([row], a_loss(advantage_estimator="batch"))

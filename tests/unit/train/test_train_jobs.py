@@ -106,7 +106,7 @@ def test_a_file_that_is_no_job_at_all_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_has_its_two_jobs_in_the_same_form(tmp_path: Path) -> None:
-    training = {"steps": 7, "prompts_per_step": 3, "warm_start": {"steps": 5, "batch": 2, "lr": 0.5}}
+    training = {"steps": 7, "prompts_per_step": 3, "sft": {"steps": 5, "batch": 2, "lr": 0.5}}
     config = make_config(training=training, optim={"lr": 0.25, "schedule": "linear"})
     for job in jobs_of(config):
         write_job(tmp_path / "jobs" / f"{job.name}.json", job)
@@ -124,7 +124,7 @@ def test_a_run_without_a_warm_start_has_one_job() -> None:
 
 
 def test_sft_alone_makes_the_runs_model_on_the_schedule_of_the_config() -> None:
-    training = {"steps": 0, "prompts_per_step": 1, "warm_start": {"steps": 5, "batch": 2, "lr": 0.5}}
+    training = {"steps": 0, "prompts_per_step": 1, "sft": {"steps": 5, "batch": 2, "lr": 0.5}}
     schedule = {"schedule": "cosine", "warmup_steps": 2, "clip_norm": 3.0}
     (job,) = jobs_of(make_config(training=training, optim={"lr": 0.25, **schedule}))
     assert (job.kind, job.steps, job.output) == ("sft", 5, "../model")

@@ -170,7 +170,7 @@ class Measured(Diary):
 def test_a_step_that_takes_longer_than_the_grace_is_warned_of_once(
     kind: Literal["slurm", "local"], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    diary, cluster = Measured(), ClusterConfig(kind=kind, grace_seconds=60)
+    diary, cluster = Measured(), ClusterConfig(scheduler=kind, grace_seconds=60)
     TrainLoop(diary, CheckpointCadence(3, cluster=cluster), clock=Clock(60.0)).run(Counting(diary, 9), 0)
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith("a step takes 60 s and its checkpoint 12 s, longer than cluster.grace_seconds=60: ")
@@ -179,20 +179,20 @@ def test_a_step_that_takes_longer_than_the_grace_is_warned_of_once(
 
 
 def test_a_step_within_the_grace_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    cluster = ClusterConfig(kind="slurm", grace_seconds=75)
+    cluster = ClusterConfig(scheduler="slurm", grace_seconds=75)
     TrainLoop(Measured(), CheckpointCadence(3, cluster=cluster), clock=Clock(60.0)).run(Counting(Diary(), 9), 0)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_time_that_a_step_waits_for_data_does_not_count_against_the_grace() -> None:
-    cluster = ClusterConfig(kind="slurm", grace_seconds=60)
+    cluster = ClusterConfig(scheduler="slurm", grace_seconds=60)
     rows = [{"seconds/step": 100.0, "seconds/data": 80.0, "checkpoint/seconds": 12.0}] * 2
     assert grace_warning(cluster, rows) is None
     assert "a step takes 60 s" in str(grace_warning(cluster, [row | {"seconds/data": 40.0} for row in rows]))
 
 
 def test_one_slow_step_is_not_enough_for_a_warning() -> None:
-    cluster = ClusterConfig(kind="slurm", grace_seconds=60)
+    cluster = ClusterConfig(scheduler="slurm", grace_seconds=60)
     rows = [{"seconds/step": seconds, "checkpoint/seconds": 12.0} for seconds in (200.0, 5.0)]
     assert grace_warning(cluster, rows) is None
     assert grace_warning(cluster, rows[:1]) is None

@@ -138,10 +138,10 @@ def test_tokens_that_are_too_old_count_in_no_denominator_and_are_told() -> None:
     assert Batch.of(rows, "sequence").weights == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     metrics = batch_metrics([group], 4, oldest=2)
     assert {type(value) for value in metrics.values()} == {float}, "what a sink can write"
-    assert (metrics["lag/mean"], metrics["lag/max"]) == (2, 2)
-    assert (metrics["lag/masked"], metrics["samples/masked"]) == (0.5, 0.5)
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (2, 2)
+    assert (metrics["staleness/masked"], metrics["samples/masked"]) == (0.5, 0.5)
     unmasked = batch_metrics([group], 4)
-    assert (unmasked["lag/max"], unmasked["lag/masked"], unmasked["samples/masked"]) == (3, 0, 0)
+    assert (unmasked["staleness/max"], unmasked["staleness/masked"], unmasked["samples/masked"]) == (3, 0, 0)
 
 
 def test_a_sequence_is_an_episode() -> None:
@@ -160,7 +160,7 @@ def test_rows_of_other_prompts_are_other_episodes() -> None:
 
 def test_the_deviation_of_a_batch_counts_an_episode_once() -> None:
     """Rewards 1 and 0 have the deviation one half, however many rows the first has."""
-    loss = make_config(loss={"name": "reinforce_pp", "advantage": "batch"}).loss
+    loss = make_config(loss={"name": "reinforce_pp", "advantage_estimator": "batch"}).loss
     assert loss.name in POLICY_LOSSES
     rows = [
         TrainSequence(row.tokens, row.sampled, reward, row.logprobs, prompt=3, episode=number)
@@ -178,5 +178,5 @@ def test_what_was_abandoned_beside_a_batch_is_told() -> None:
     samples = tuple(msgspec.structs.replace(sample, seconds=3.0) for sample in prepared.group.samples)
     group = msgspec.structs.replace(prepared.group, samples=samples, abandoned=(1.0, 1.0))
     metrics = batch_metrics([msgspec.structs.replace(prepared, group=group)], 1)
-    assert (metrics["groups/abandoned_samples"], metrics["groups/abandoned_time"]) == (2, 0.25)
-    assert batch_metrics([prepared], 1)["groups/abandoned_time"] == 0
+    assert (metrics["oversample/canceled_samples"], metrics["oversample/wasted_fraction"]) == (2, 0.25)
+    assert batch_metrics([prepared], 1)["oversample/wasted_fraction"] == 0
