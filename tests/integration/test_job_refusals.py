@@ -76,7 +76,7 @@ def claim_another_vocabulary(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, r"sampler_logprobs\.bin has 8 bytes; its manifest says \d+: it is truncated or torn"),
+        (truncate, r"sampler_logprobs\.bin has 8 bytes, its manifest \d+: it is truncated or torn"),
         (spoil, "row 7: advantages holds a value that is not finite"),
         (claim_another_vocabulary, "was packed for a vocabulary of 151936; the model has 17"),
         (lambda folder: (folder / "manifest.json").unlink(), "holds no packed rows"),

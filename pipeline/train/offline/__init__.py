@@ -1,14 +1,15 @@
-"""Jobs of files: each says what to train on which packed rows, and where the model goes.
+"""Offline training jobs: each job file specifies the training, its packed rows, and the output of the model.
 
-They stand alone: they name all that they need, and a run that does them (`training.jobs`) is only their place.
+A job file names everything that the job needs. A run that executes job files (`training.jobs`) only supplies the
+machines.
 
 | module | owns |
 |---|---|
-| `job_execution` | one job, or a folder of them, from the file to the announcement |
+| `job_execution` | the execution of one job file, or of a folder of them |
 | `offline_algorithms` | SFT and RL on packed rows |
 | `packed_dataset` | the rows as memory-mapped files |
-| `job_resume` | commits of a job, and what it goes on from |
-| `job_queue`, `job_log` | which job is next; what is told of it |
-| `job_observer` | who is told how it goes on |
-| `shared_visibility` | that all nodes see what a job starts from |
+| `job_resume` | checkpoints of a job, and its state at the start |
+| `job_queue`, `job_log` | the order of jobs; the log of one |
+| `job_observer` | callbacks for the progress of jobs |
+| `shared_visibility` | the wait until all nodes see the files that a job starts from |
 """

@@ -1,19 +1,19 @@
-"""Executing the jobs of files: from a file, or a folder of them, to the announcement that it is done.
+"""The execution of job files: of one file, or of a folder of them.
 
-Owns the order of an execution and of its end. Promises that nothing is trained before all that the job names is
-there and checked; that an execution which is cut short anywhere before its announcement can be started again, and goes
-on from its last commit; and that by the time a job is announced as finished
+Owns the order of an execution and of its end. Promises that training starts only after all inputs of the job exist and
+are valid; and that an execution that is interrupted before the log has `finished` can be repeated, and continues from
+its last checkpoint. When the log has `finished`,
 
-1. its model is at `output`, whole, and its state is committed,
-2. nothing maps its packed files any more,
-3. every rank has given its device memory back,
-4. its data folder is removed, and its file has left the queue.
+1. the model at `output` is complete, and the last checkpoint is durable,
+2. the packed files are no longer mapped,
+3. every rank has released its device memory,
+4. the data folder is removed, and the job file has left the queue.
 
-Of two executions of a job, the later owns all that the job names, its log and its file: the earlier one looks
-before each of its writes, and ends with `SupersededError`.
+If two executions of a job overlap, the later one owns the job's files, including its log. The earlier one checks the
+ownership before each of its writes, and ends with `SupersededError`.
 
-A job that fails keeps its data; so does one that is told to end early, after a commit of the steps that are done. Rank
-0 alone looks at folders and files; the others learn of a job by what they are told to do.
+A job that fails keeps its data. So does a job that is stopped early, after a checkpoint of its completed steps. Rank 0
+alone reads folders and job files; the other ranks receive operations.
 """
 
 import logging
@@ -65,12 +65,12 @@ def run_job_files(
     pulse: Pulse | None = None,
     observer: Observer = NO_OBSERVER,
 ) -> None:
-    """Execute the job of a file, or those of a folder until none is left that can be executed.
+    """Execute the job of a file, or the jobs of a folder until no executable one is left.
 
-    Raises what a single job raised. A job of a folder that fails is set aside and the next one goes on, as far as it
-    needs nothing of the failed one; then `TrainingError` at the end says what failed, here or in an execution before,
-    and what waits. A `pulse` that raises `Interrupted` ends everything: the job stays where it is. So does an
-    `SupersededError`: the folder is another execution's by now.
+    For a single file, its error is raised. In a folder, a failed job is moved to `failed/`, and the jobs that do not
+    depend on it are executed; `TrainingError` at the end lists the failed jobs, also of earlier executions, and those
+    that wait for them. `Interrupted` from `pulse` ends everything and leaves the job in its place. So does
+    `SupersededError`: another execution owns the folder.
     """
     if not path.is_dir():
         observer.before_claim()
@@ -85,7 +85,7 @@ def run_job_files(
             raise
         except RollcallError as error:
             queue.failed(file, first_line(error))
-            if dispatch.broken:
+            if dispatch.broken:  # without its ranks this process can execute no further job
                 raise
     waits = [f"{file.name} waits for {needed}" for file, needed in queue.left.items()]
     if failures := queue.failures:
@@ -103,33 +103,33 @@ def run_job_file(
     pulse: Pulse | None = None,
     observer: Observer = NO_OBSERVER,
 ) -> None:
-    """Do the job of a file and announce it; raises what it failed with, which its log then says too.
+    """Execute the job of a file; an error is also written to the job's log.
 
-    `SupersededError`, of which the log says nothing, when another execution of the job began meanwhile and owns all.
-    `put_away` is called with the file right before the announcement, `pulse` (by default `dispatch.idle`) before each
-    step: if it raises `Interrupted`, the steps that are done are committed and the log says so.
+    `SupersededError`, without a line in the log, if another execution of the job began meanwhile and owns its files.
+    `put_away` is called with the file right before the log's `finished`. `pulse` (by default `dispatch.keepalive`) is
+    called before each step: if it raises `Interrupted`, the completed steps are saved and logged as `interrupted`.
     """
     job = read_job(file)
-    identity = f"{job.digest}-{file.stat().st_mtime_ns}"  # a file that is written anew is another job
+    identity = f"{job.digest}-{file.stat().st_mtime_ns}"  # a rewritten file with equal content is a new job
     check_offline(file, job, config)
-    told = JobLog(Path(job.log))
-    told.clear()
-    told.write("started", job=str(file), kind=job.kind, steps=job.steps)
+    job_log = JobLog(Path(job.log))
+    job_log.clear()
+    job_log.write("started", job=str(file), kind=job.kind, steps=job.steps)
     log.info("%s: %s", file, job.kind)
-    with _log_failures(dispatch, told):
+    with _log_failures(dispatch, job_log):
         state = JobState(job, identity, dispatch)
         state.claim()
         with state.unless_overtaken():
-            JobExecution(file, job, state, dispatch, config, told, pulse or dispatch.keepalive, observer).run()
+            JobExecution(file, job, state, dispatch, config, job_log, pulse or dispatch.keepalive, observer).run()
             state.check()
             put_away(file)
-    told.write("finished", job=str(file), output=job.output)
+    job_log.write("finished", job=str(file), output=job.output)
     log.info("%s: finished", file)
 
 
 @contextmanager
-def _log_failures(dispatch: RankGroup, told: JobLog) -> Iterator[None]:
-    """Have the log say what ends the block early, and no model be left; `OSError` becomes `TrainingError`."""
+def _log_failures(dispatch: RankGroup, job_log: JobLog) -> Iterator[None]:
+    """A block whose errors are written to the job's log, and leave no model; `OSError` becomes `TrainingError`."""
     try:
         yield
     except Interrupted:
@@ -140,9 +140,9 @@ def _log_failures(dispatch: RankGroup, told: JobLog) -> Iterator[None]:
     except Exception as error:
         forget_models(dispatch)
         try:
-            told.write("failed", error=first_line(error))
+            job_log.write("failed", error=first_line(error))
         except OSError as unwritable:
-            log.error("%s does not say why its job failed: %s", told.path, unwritable)
+            log.error("the failure of the job cannot be written to %s: %s", job_log.path, unwritable)
         if isinstance(error, OSError):
             raise TrainingError(f"rank 0: {first_line(error)}") from error
         raise
@@ -152,7 +152,7 @@ class JobExecution:
     """One execution of one job, and its `train_loop.ProgressRecorder`.
 
     Attributes:
-        done: the steps that it did or found committed.
+        done: number of completed steps, including those of earlier executions.
         checkpoint_seconds: see `train_loop.ProgressRecorder`.
     """
 
@@ -163,12 +163,12 @@ class JobExecution:
         state: JobState,
         dispatch: RankGroup,
         config: RunConfig,
-        told: JobLog,
+        job_log: JobLog,
         pulse: Pulse,
         observer: Observer,
     ) -> None:
         self._file, self._observer = file, observer
-        self._job, self._state, self._dispatch, self._told, self._pulse = job, state, dispatch, told, pulse
+        self._job, self._state, self._dispatch, self._log, self._pulse = job, state, dispatch, job_log, pulse
         self._output, self.done = Path(job.output), 0
         self.checkpoint_seconds = 0.0
         for folder in filter(None, (job.output, job.checkpoint)):
@@ -177,11 +177,11 @@ class JobExecution:
         log.info("%s", describe_weights(self._config.model))
 
     def run(self) -> None:
-        """Train what is left of the job, write its model, and give everything back."""
+        """Train the remaining steps, write the model, and release the devices and the data."""
         try:
             self._run(self._job)
         except Interrupted:
-            self._tell("interrupted", step=self.done, of=self._job.steps)
+            self._write_log("interrupted", step=self.done, of=self._job.steps)
             raise
 
     def _run(self, job: Job) -> None:
@@ -189,7 +189,8 @@ class JobExecution:
             try:
                 self._train_rest(job)
                 break
-            except DamagedCheckpointError:  # what was to be gone on from; it is refused by now
+            except DamagedCheckpointError:
+                # `JobState` has excluded the damaged checkpoint, so each repetition starts from an older one: it ends.
                 forget_models(self._dispatch)
         if not self._dispatch.run_on_ranks("policy", steps_taken)[0]:
             hint = "look for what is not finite in the model and its rows, or lower schedule.optim.lr"
@@ -201,13 +202,13 @@ class JobExecution:
             remove_packed(Path(job.inputs.folder))
 
     def _train_rest(self, job: Job) -> None:
-        """Go on from the newest commit and train what is left; `DamagedCheckpointError` if it is not what was
-        committed."""
+        """Load the newest checkpoint and train the remaining steps; `DamagedCheckpointError` if its content differs
+        from what was saved."""
         done = self.done = self._state.find()
         if job.checkpoint:
             wait_until_visible(self._dispatch, Path(job.checkpoint), self._config.cluster.lateness)
         models = models_of(self._config, job.kind, job.optim, job.steps)
-        for name in models if done else ("policy",):  # the algorithm of a fresh job makes the others itself
+        for name in models if done else ("policy",):  # in a new job the algorithm creates the other models
             self._dispatch.init_model(name, models[name])
         expect_save(self._dispatch, self._dispatch.models)
         if done:
@@ -217,7 +218,7 @@ class JobExecution:
             self._train(done)
 
     def _train(self, done: int) -> None:
-        """The steps that are left. When this returns, nothing maps the packed files."""
+        """Train the remaining steps. On return the packed files are not mapped any more."""
         job, training = self._job, self._config.training
         machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
         runner = TrainLoop(self, CheckpointCadence.of(self._config), machine)
@@ -242,10 +243,10 @@ class JobExecution:
         self._dispatch.save_hf_model("policy", part)
         atomic_dirs.replace(self._output, part, self._state.check)
 
-    def _tell(self, event: str, **details: Any) -> None:
-        """Write to the log, which is another execution's once that has claimed the job."""
+    def _write_log(self, event: str, **details: Any) -> None:
+        """Write to the job's log; `SupersededError` if another execution has claimed the job and so the log."""
         self._state.check()
-        self._told.write(event, **details)
+        self._log.write(event, **details)
 
     @property
     def is_checkpointable(self) -> bool:
@@ -254,12 +255,12 @@ class JobExecution:
 
     @property
     def is_near_budget(self) -> bool:
-        """See `train_loop.ProgressRecorder`; packed rows wait for no commit."""
+        """See `train_loop.ProgressRecorder`; no stream entries wait for a checkpoint."""
         return False
 
     @property
     def is_saving(self) -> bool:
-        """See `train_loop.ProgressRecorder`; every commit is durable when `commit` returns."""
+        """See `train_loop.ProgressRecorder`; every checkpoint is durable when `save_checkpoint` returns."""
         return False
 
     def save_checkpoint(self, job: Job, done: int, wait: bool) -> None:
@@ -273,13 +274,13 @@ class JobExecution:
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """See `train_loop.ProgressRecorder`."""
         self.done = step
-        self._tell("step", step=step, of=job.steps, **metrics)
+        self._write_log("step", step=step, of=job.steps, **metrics)
         self._observer.stepped(job, step, metrics)
         log.info("%s step %d of %d: loss %.4g", job.kind, step, job.steps, metrics.get("loss", float("nan")))
 
 
 def resolve_start(job: Job, config: RunConfig) -> RunConfig:
-    """The config whose model is what the job starts from; `CheckpointError` if the job's checkpoint is not there."""
+    """The config with the job's initial model; `CheckpointError` if the job's `checkpoint` does not exist."""
     model = config.model
     if job.checkpoint:
         model = _from_adapter(job, model) if model.lora.rank else _from_model(job, model)
@@ -306,5 +307,5 @@ def _require_files(job: Job, patterns: tuple[str, ...], what: str) -> None:
 
 
 def steps_taken(worker: ModelWorker) -> int:
-    """Optimizer steps of this job that changed the model."""
+    """Number of optimizer steps of this job that changed the model."""
     return worker.optimizer.taken if worker.optimizer else 0

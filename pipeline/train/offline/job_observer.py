@@ -1,6 +1,6 @@
-"""Who is told how an execution of jobs goes on.
+"""Callbacks for the progress of offline jobs.
 
-Owns what is told, and when. By itself an observer does nothing: jobs need none. Must not know runs.
+The methods of `Observer` do nothing; a run overrides them. Must not know runs.
 """
 
 from collections.abc import Mapping
@@ -10,23 +10,24 @@ from pipeline.train.train_jobs import Job
 
 
 class Observer:
-    """Told by rank 0, between two operations. What it raises ends the execution, as an error of the job's own would."""
+    """Receives the events of an execution, on rank 0, between two operations. An error that it raises ends the
+    execution like an error of the job."""
 
     def before_claim(self) -> None:
-        """A job is about to take the right to write. What this raises is no failure of the job, which stays: such as
-        `SupersededError` if whoever executes it may not."""
+        """Called before a job claims the right to write. An error here, such as `SupersededError` if this attempt was
+        replaced, is no failure of the job, which stays in its place."""
 
     def began(self, file: Path, job: Job, done: int) -> None:
-        """A job goes on from its step `done`, 0 for a new one; called again when that turns out to be damaged."""
+        """Called when a job starts from its step `done`, 0 for a new one; again if that checkpoint was damaged."""
 
     def checkpoint_begins(self) -> None:
-        """New steps of the job that began last are about to be committed."""
+        """Called before a checkpoint of the current job is saved."""
 
     def checkpoint_completed(self) -> None:
-        """They are durable."""
+        """Called when the checkpoint is durable."""
 
     def stepped(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` of that job is done."""
+        """Called after step `step` of the current job."""
 
     def exhausted(self) -> None:
-        """Nothing of a folder is left but jobs that failed and those that wait for them: it ends with an error."""
+        """Called when a folder has only failed jobs and jobs that wait for them; the execution ends with an error."""

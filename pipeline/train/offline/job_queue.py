@@ -1,9 +1,9 @@
-"""A folder of jobs, and which of them is next.
+"""A folder of job files as a queue.
 
 Owns the names in the folder and the order. Promises that the oldest job is next; that a job leaves the folder only when
-it is done or has failed, in one rename; and that no job runs on what another should have made and did not: as long as a
-job lies in `failed/`, jobs that need something of it wait, in a later process too, and all others go on. Looked at by
-one process, the controller.
+it is done or has failed, in one rename; and that no job runs without the outputs of its predecessors: while a job is in
+`failed/`, the jobs that need its outputs wait, also in later processes, and all others run. Used by one process, the
+controller.
 
     queue/
       007-rl.json               waits
@@ -31,9 +31,9 @@ class JobQueue:
         self._waiting_for: dict[Path, str] = {}
 
     def next(self) -> Path | None:
-        """The oldest job that can be executed; None when there is none.
+        """The oldest executable job; None if there is none.
 
-        A file that is no job raises the `ConfigError` that says why, and stays: what others need of it is not known.
+        An invalid job file raises its `ConfigError` and stays: the outputs that other jobs need of it are unknown.
         """
         for path in waiting(self.folder):
             if path not in self._waiting_for and not self._must_wait(path):
@@ -41,23 +41,23 @@ class JobQueue:
         return None
 
     def done(self, path: Path) -> None:
-        """Put a job that is done away."""
+        """Move a finished job to `done/`."""
         self._move(path, DONE)
 
     def failed(self, path: Path, error: str) -> None:
-        """Set a job aside with its error; what it would have made is missing from now on."""
+        """Move a job to `failed/`, with its error; its outputs count as missing from now on."""
         self._missing |= made_by(read_job(path))
         shared_files.write_atomic(self.folder / FAILED / f"{path.stem}.error", f"{error}\n".encode())
         self._move(path, FAILED)
 
     @property
     def left(self) -> dict[Path, str]:
-        """Jobs that wait for something that a failed one should have made, and for what."""
+        """The jobs that wait for an output of a failed one, with its path."""
         return {path: needed for path, needed in self._waiting_for.items() if path.exists()}
 
     @property
     def failures(self) -> list[str]:
-        """The names of the jobs in `failed/`, whichever execution they failed in."""
+        """The names of the jobs in `failed/`, also of earlier executions."""
         return sorted(path.name for path in (self.folder / FAILED).glob("*.json"))
 
     def _must_wait(self, path: Path) -> bool:
@@ -65,7 +65,7 @@ class JobQueue:
         missing = sorted(needed_by(job) & self._missing)
         if missing:
             self._waiting_for[path] = missing[0]
-            self._missing |= made_by(job)
+            self._missing |= made_by(job)  # waiting is transitive: its own outputs will not exist either
         return bool(missing)
 
     def _move(self, path: Path, to: str) -> None:
@@ -75,27 +75,27 @@ class JobQueue:
 
 
 def waiting_at(path: Path) -> list[Path]:
-    """The job files that an execution of a file, or of a folder, has left to do, as far as they are there by now."""
+    """The job files that an execution of a file, or of a folder, would execute now."""
     return waiting(path) if path.is_dir() else [path] if path.is_file() else []
 
 
 def waiting(folder: Path) -> list[Path]:
     """The jobs of a folder, the oldest first: by the time of their last change, then by name."""
-    found = []
+    jobs = []
     for path in folder.glob("*.json"):
-        with suppress(FileNotFoundError):  # done, or failed, since it was listed
+        with suppress(FileNotFoundError):  # moved to `done/` or `failed/` since it was listed
             status = path.stat()
             if stat.S_ISREG(status.st_mode):
-                found.append((status.st_mtime_ns, path.name, path))
-    return [path for *_, path in sorted(found)]
+                jobs.append((status.st_mtime_ns, path.name, path))
+    return [path for *_, path in sorted(jobs)]
 
 
 def made_by(job: Job) -> set[str]:
-    """What a job writes for others."""
+    """The paths of a job's outputs."""
     return {path for path in (job.output, job.optimizer_state) if path}
 
 
 def needed_by(job: Job) -> set[str]:
-    """What a job reads that another may have written."""
+    """The paths of a job's inputs, which another job may write."""
     inputs = job.inputs.folder if isinstance(job.inputs, PackedInput) else ""
     return {path for path in (job.checkpoint, job.optimizer_state, inputs) if path}

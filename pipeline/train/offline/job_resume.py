@@ -1,18 +1,18 @@
-"""What a job that stands alone keeps between its steps and hands on to the next of its kind.
+"""Checkpoints of offline jobs, and the optimizer state that one job inherits from the job before.
 
-Owns `optimizer_state`: commits of all models with their optimizers below that address (see `pipeline.checkpoints`).
-Promises that a job which was interrupted goes on with exactly what it committed; that a new one takes over the moments
-of the optimizer, the critic and the reference of the job before it, but neither its policy, its schedule nor any other
-setting of AdamW; and that SFT and RL never share a state. Steps are counted over all jobs: `rl-7` is the seventh step
-from this state on.
+Owns `optimizer_state`: the checkpoints of all models with their optimizers below that address (see
+`pipeline.checkpoints`). Promises that an interrupted job continues with exactly its last checkpoint. A new job inherits
+the moments of the optimizers, the critic and the reference model of the job before it, but not its policy, its schedule
+or other settings of AdamW. SFT and RL never share a state. Steps are counted over all jobs of a state: `rl-7` is the
+seventh step since its beginning.
 
     state = JobState(job, identity, dispatch)
-    state.claim()                      # before anything of the job is read, mended or written
-    done = state.find()                # steps of this very job that are committed
+    state.claim()                      # before any file of the job is read, repaired or written
+    done = state.find()                # completed steps of this job in its last checkpoint
     if done: state.restore()
     else: state.inherit()              # after the algorithm has begun
-    state.commit(step)
-    state.check()                      # before anything else that another execution could be at work on
+    state.save_checkpoint(step)
+    state.check()                      # before any other write to files that a later execution could own
 """
 
 import logging
@@ -35,14 +35,14 @@ from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.train_jobs import Job
 
 log = logging.getLogger(__name__)
-KEPT_STATES = 2
-"""Commits of a state."""
+MAX_CHECKPOINTS = 2
+"""Checkpoints of a state that are kept; older ones are deleted."""
 
 
 class JobState:
-    """The state of one execution of a job, which `identity` names; the newest execution alone may write.
+    """The state of the job `identity`, for one execution of it; only the newest execution may write.
 
-    `attempt` is a name of this execution that no other has.
+    `attempt` is the unique name of this execution.
     """
 
     def __init__(self, job: Job, identity: str, dispatch: RankGroup) -> None:
@@ -51,20 +51,20 @@ class JobState:
         self._fence = Fence(job.optimizer_state, self.attempt)
         self._base = 0
         self._commits: list[Checkpoint] | None = None
-        self._found: TrainerState | None = None
+        self._newest_state: TrainerState | None = None
 
     def claim(self) -> None:
         """Take the right to write, from other executions of this job and from other jobs of this state."""
         self._fence.claim()
 
     def check(self) -> None:
-        """Raise `SupersededError` if another execution has claimed the state since."""
+        """Raise `SupersededError` if another execution has claimed the state since `claim`."""
         self._fence.check()
 
     @contextmanager
     def unless_overtaken(self) -> Iterator[None]:
-        """A block whose errors are all `SupersededError` once another execution has claimed the state: files that are
-        gone, for instance, are then that one's doing."""
+        """A block whose errors become `SupersededError` if another execution has claimed the state: that execution may
+        have caused them, such as by removing files."""
         try:
             yield
         except SupersededError:
@@ -75,53 +75,55 @@ class JobState:
             except SupersededError:
                 raise
             except CheckpointError as unreadable:
-                log.warning("whether another execution has taken over is not known: %s", unreadable)
+                log.warning("the owner of the job's state cannot be determined: %s", unreadable)
             raise error
 
     def find(self) -> int:
-        """Committed steps of this job, in the newest commit that is not known to be damaged.
+        """Completed steps of this job, from the newest checkpoint that is not known to be damaged; 0 for a new job.
 
-        `CheckpointError` for a state of the other kind, and for one whose commits are all damaged.
+        `CheckpointError` for a state of another kind of job, and for one whose checkpoints are all damaged.
         """
         root, self._base = self._job.optimizer_state, 0
-        self._found = self._newest()
-        if self._found is None:
+        self._newest_state = self._newest()
+        if self._newest_state is None:
             refuse_damaged_state(root)
             return 0
-        if self._found.job != self._job.kind:
+        if self._newest_state.job != self._job.kind:
             raise CheckpointError(
-                f"{root} is the state of {self._found.job} jobs; give this {self._job.kind} job another optimizer_state"
+                f"{root} is the state of {self._newest_state.job} jobs; "
+                f"give this {self._job.kind} job another optimizer_state"
             )
-        if self._found.alone is None:
-            raise CheckpointError(f"{root} holds the checkpoints of a run; give this job an optimizer_state of its own")
-        if self._found.alone.identity != self._identity:
-            self._base = self._found.step
+        if self._newest_state.alone is None:
+            raise CheckpointError(f"{root} holds the checkpoints of a run; give this job another optimizer_state")
+        if self._newest_state.alone.identity != self._identity:
+            self._base = self._newest_state.step
             return 0
-        self._base = self._found.alone.before
-        return self._found.step - self._base
+        self._base = self._newest_state.alone.before
+        return self._newest_state.step - self._base
 
     def restore(self) -> None:
-        """Fill all models and optimizers with what this job committed last.
+        """Load this job's last checkpoint into all models and optimizers.
 
-        `DamagedCheckpointError` if a rank reads something else than that: then begin again, with new models. `find`
-        goes past it.
+        `DamagedCheckpointError` if a rank reads other content than was saved; then begin again with new models, and
+        `find` skips this checkpoint.
         """
         self._load(())
 
     def inherit(self) -> None:
-        """Fill what a new job takes over, if there is a state at all; models that it does not hold stay as they are.
+        """Load the inherited part of the state into a new job's models; without a state, nothing.
 
-        It starts from its checkpoint and at the beginning of its own schedule, for every model. Raises as `restore`.
+        The policy's parameters stay those of the job's `checkpoint`, and every schedule starts at its beginning. Models
+        that are not in the state are unchanged. Raises the errors of `restore`.
         """
         self._load(("policy/model", *(f"{name}/progress" for name in self._dispatch.models)))
 
     def save_checkpoint(self, done: int) -> None:
-        """Commit all models after `done` steps of this job; durable on return."""
+        """Save all models after `done` steps of this job; durable on return."""
         names = tuple(self._dispatch.models)
         parts = stage_models(self._dispatch, names)
         alone = OfflineProgress(identity=self._identity, before=self._base)
         state = TrainerState(job=self._job.kind, step=self._base + done, models=names, alone=alone)
-        start_save(self._dispatch, self._job.optimizer_state, self.attempt, state, parts, KEPT_STATES)
+        start_save(self._dispatch, self._job.optimizer_state, self.attempt, state, parts, MAX_CHECKPOINTS)
         await_save(self._dispatch, f"the commit of {state.job}-{state.step}")
         log.info("committed %s", self._dispatch.saver.result())
 
@@ -136,11 +138,11 @@ class JobState:
         return None
 
     def _load(self, without: tuple[str, ...]) -> None:
-        """Fill models with what was found, if there is something, and have no other commit but those count."""
+        """Load the newest checkpoint, if there is one; then only the known checkpoints stay valid."""
         commits = self._commits or []
-        if self._found is not None:
+        if self._newest_state is not None:
             log.info("taking over %s", commits[0])
-            names = [name for name in self._dispatch.models if name in self._found.models]
+            names = [name for name in self._dispatch.models if name in self._newest_state.models]
             try:
                 load_models(self._dispatch, commits[0], names, without)
             except DamagedCheckpointError as damage:

@@ -1,7 +1,6 @@
-"""The algorithms of jobs that stand alone.
+"""The algorithms of offline jobs: `pipeline.train.loop.sft` and `policy_update` on rows from files.
 
-Owns where such a job's rows come from: packed files, or the task's demonstrations. The learning itself is that of a
-run: `pipeline.train.loop.sft` and `pipeline.train.loop.policy_update`.
+Owns the source of rows: packed files, or the task's demonstrations.
 """
 
 import time
@@ -27,13 +26,13 @@ from pipeline.train.train_jobs import Job, RlJob, SftJob
 def build_algorithm(
     job: Job, config: RunConfig, dispatch: RankGroup, state: JobState, packed: PackedRows | None, pulse: Pulse
 ) -> Algorithm:
-    """What trains the job: on the packed rows, or without them on the task's demonstrations. Each step begins with a
+    """The job's algorithm, on the packed rows, or without them on the task's demonstrations. Each step begins with a
     `pulse`, which may raise `Interrupted`."""
     if isinstance(job, SftJob):
         rows = partial(_cycle_rows, packed) if packed else TaskDemonstrations(config)
         return OfflineFineTuning(job, dispatch, rows, config.training.metrics, state, pulse)
     if packed is None:
-        raise TrainingError("a job of RL that stands alone trains packed rows")
+        raise TrainingError("an RL job from a file needs packed rows as inputs")
     return OfflineLearning(job, config, dispatch, state, packed, pulse)
 
 
@@ -42,7 +41,7 @@ def _cycle_rows(packed: PackedRows, step: int, count: int) -> list[TrainSequence
 
 
 class OfflineFineTuning(SupervisedFineTuning):
-    """The `Algorithm` of an `SftJob` that stands alone: a fresh one goes on with the moments of the one before."""
+    """The `Algorithm` of an offline `SftJob`: a new job inherits the optimizer's moments from the job before."""
 
     def __init__(
         self, job: SftJob, dispatch: RankGroup, rows: Demonstrate, level: MetricsLevel, state: JobState, pulse: Pulse
@@ -57,7 +56,7 @@ class OfflineFineTuning(SupervisedFineTuning):
 
 
 class OfflineLearning:
-    """The `Algorithm` of an `RlJob` on packed rows, whose advantages (or rewards) they bring."""
+    """The `Algorithm` of an `RlJob` on packed rows, which contain their advantages (or rewards)."""
 
     def __init__(
         self, job: RlJob, config: RunConfig, dispatch: RankGroup, state: JobState, packed: PackedRows, pulse: Pulse
@@ -69,7 +68,7 @@ class OfflineLearning:
 
     @property
     def is_checkpointable(self) -> bool:
-        """See `PolicyUpdate.intact`."""
+        """See `PolicyUpdate.is_checkpointable`."""
         return self._update.is_checkpointable
 
     def begin(self, step: int) -> None:
@@ -87,9 +86,9 @@ class OfflineLearning:
         return metrics | timing | {"tokens/batch": float(sum(map(len, rows)))}
 
     def after_step(self, done: int) -> Mapping[str, float]:
-        """Raises `TrainingError` when the last steps were all skipped: the model is lost."""
+        """Raise `TrainingError` if the last steps were all skipped: the model has diverged."""
         self._skips.check()
         return {}
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: `JobExecution` exports the model."""

@@ -1,15 +1,15 @@
-"""Rows in a folder, mapped into memory and not read until they are used.
+"""Training rows in a folder of memory-mapped files.
 
-Owns the form of the folder and its checks. Promises that a folder without its manifest is not one, that what is torn,
-not finite or of another version is named before a row of it is trained, and that no file of it stays mapped once
-`close` has returned. The folder itself is only read. Must not know models, jobs or ranks.
+Owns the format of the folder and its validation. Promises that a folder without a manifest is invalid; that torn data,
+numbers that are not finite and other versions raise an error before any row is trained; and that no file stays mapped
+after `close`. Pages are read when rows are used; the folder is never changed. Must not know models, jobs or ranks.
 
     write_packed(folder, rows, vocabulary=len(tokenizer))
     with PackedRows(folder) as packed:
         packed.check(vocabulary=model.vocabulary, longest=config.model.max_length)
         batch = packed.rows(packed.of_prompts(0, 32))
         …
-        del batch                # rows are views of the maps: none may outlive them
+        del batch                # rows are views of the maps, and must be deleted before these close
 
 Notation: R rows of T₁ … T_R tokens. Each array is a file of little-endian numbers without a header.
 
@@ -19,7 +19,8 @@ Notation: R rows of T₁ … T_R tokens. Each array is a file of little-endian n
     mask        uint8[Σ T]           1 for the tokens that the loss counts
     advantages  float32[R or Σ T]    one for each row, or one for each token
     sampler_logprobs, old_logprobs, reference, values, returns    float32[Σ T], each there for all rows or for none
-    manifest.json                    version, vocabulary, rows, tokens, and form, size and SHA-256 of each array; last
+    manifest.json                    version, vocabulary, rows, tokens, and type, size and SHA-256 of each array; it is
+                                     written last
 """
 
 import gc
@@ -47,7 +48,7 @@ _ALWAYS = ("lengths", "prompts", "tokens", "mask", "advantages")
 
 
 class Array(msgspec.Struct, frozen=True):
-    """One file: numpy's name of its type, its size in bytes, the hex SHA-256 of its content."""
+    """One file: its numpy type, its size in bytes, and the hex SHA-256 of its content."""
 
     dtype: str
     size: int
@@ -55,7 +56,7 @@ class Array(msgspec.Struct, frozen=True):
 
 
 class PackedManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`manifest.json`: what the folder holds; it is written last."""
+    """`manifest.json`, the list of a folder's arrays; it is written last."""
 
     version: int
     vocabulary: int
@@ -65,9 +66,9 @@ class PackedManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_packed(folder: Path, rows: Sequence[TrainSequence], vocabulary: int) -> PackedManifest:
-    """Write the rows, whose tokens are below `vocabulary`, to a folder that is not there yet, or has no manifest.
+    """Write the rows to a new folder, or one without a manifest; token ids are below `vocabulary`.
 
-    Raises `TrainingError` for a row that could not be trained; then nothing was written.
+    Raises `TrainingError` for a row that cannot be trained; then nothing is written.
     """
     if (folder / MANIFEST).exists():
         raise TrainingError(f"{folder} holds packed rows already; write these to another folder")
@@ -123,10 +124,10 @@ def _write(path: Path, name: str, array: NDArray[Any]) -> Array:
 
 
 class PackedRows:
-    """The rows of a folder, as views of its files. Everything but their content is checked when it opens."""
+    """The rows of a folder, as views of its files. Opening validates everything except the values; see `check`."""
 
     def __init__(self, folder: Path) -> None:
-        """Map the folder; `TrainingError` if it is none of this version, or torn."""
+        """Map the folder; `TrainingError` if it is torn, or of another version."""
         self.folder = folder
         self.manifest = _read_manifest(folder)
         self._maps: dict[str, mmap.mmap] = {}
@@ -158,30 +159,30 @@ class PackedRows:
 
     @property
     def prompts(self) -> int:
-        """How many prompts the rows answer."""
+        """Number of different prompts."""
         return len(self._prompts)
 
     def cycle(self, step: int, count: int) -> list[int]:
-        """Rows `step · count` and those after it, in the folder's order, from its beginning again after the last."""
+        """The `count` row indices of a step, in the folder's order, continued at its beginning after the last row."""
         return [number % len(self) for number in range(step * count, (step + 1) * count)]
 
     def of_prompts(self, step: int, count: int) -> list[int]:
-        """All rows of prompt `step · count` and of those after it, in the same way; a prompt comes once in a step."""
+        """The row indices of a step of `count` prompts, in the same order; a prompt occurs once in a step."""
         if count > self.prompts:
             raise TrainingError(f"a step of {count} prompts is more than the {self.prompts} of {self.folder}")
         chosen = [number % self.prompts for number in range(step * count, (step + 1) * count)]
         return [row for number in chosen for row in self._prompts[number]]
 
     def rows(self, indices: Sequence[int]) -> list[TrainSequence]:
-        """These rows; views that must be gone before `close`."""
+        """The rows at `indices`, as views, which must be deleted before `close`."""
         return [self._row(index) for index in indices]
 
     def check(self, vocabulary: int, longest: int, sampled: bool = False) -> None:
-        """Raise `TrainingError` unless every row can be trained by a model of this vocabulary and length, and if they
-        must be `sampled`, by a policy loss.
+        """Raise `TrainingError` unless a model of this vocabulary and length can train every row; with `sampled`, by a
+        policy loss.
 
-        Names the first row that cannot: a number that is not finite, a token that the model does not know, more tokens
-        than `longest`.
+        The error names the first invalid row: a number that is not finite, a token outside of the vocabulary, more than
+        `longest` tokens.
         """
         if sampled:
             refuse_unsampled_rows([self._row(0)], f"{self.folder}: row")
@@ -199,7 +200,7 @@ class PackedRows:
                 raise TrainingError(f"{name} has a token outside of the vocabulary of {vocabulary}")
 
     def close(self) -> None:
-        """Unmap all files. `TrainingError` if a row of them is still in use; then those files stay mapped."""
+        """Unmap all files. `TrainingError` if a row is still in use; then its files stay mapped."""
         self._views.clear()
         for name in list(self._maps):
             try:
@@ -209,12 +210,12 @@ class PackedRows:
             del self._maps[name]
 
     def _abandon(self) -> None:
-        """Close after an error. What the frames of its traceback hold is unmapped when they are gone."""
+        """Close after an error. Files of rows in its traceback are unmapped when the traceback is freed."""
         with suppress(TrainingError):
             self.close()
 
     def _close_unreferenced(self, name: str) -> None:
-        """Rows in a reference cycle, such as that of an exception, live until they are collected."""
+        """Close a map after a garbage collection: a reference cycle, such as of an exception, may hold rows."""
         gc.collect()
         try:
             self._maps[name].close()
@@ -231,7 +232,7 @@ class PackedRows:
         return TrainSequence(views["tokens"][part], views["mask"][part], advantages, prompt=prompt, **columns)
 
     def _check_counts(self) -> None:
-        """Sizes agree with the manifest already; here the numbers in it agree with each other."""
+        """Raise `TrainingError` unless the manifest's counts and the arrays' lengths agree."""
         manifest, lengths = self.manifest, self._views["lengths"]
         if int(lengths.sum()) != manifest.tokens or int(lengths.min()) < 1:
             raise TrainingError(f"{self.folder}: lengths add up to {lengths.sum()}, not to {manifest.tokens} tokens")
@@ -245,10 +246,10 @@ class PackedRows:
 
 def _by_prompt(prompts: NDArray[np.int64]) -> list[list[int]]:
     """The rows of each prompt, prompts in the order in which they first appear."""
-    found: dict[int, list[int]] = {}
+    by_prompt: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts.tolist()):
-        found.setdefault(prompt, []).append(index)
-    return list(found.values())
+        by_prompt.setdefault(prompt, []).append(index)
+    return list(by_prompt.values())
 
 
 def _read_manifest(folder: Path) -> PackedManifest:
@@ -263,10 +264,11 @@ def _read_manifest(folder: Path) -> PackedManifest:
     try:
         manifest = msgspec.convert(header, PackedManifest)
     except msgspec.ValidationError as error:
-        raise TrainingError(f"{path} is of another form: {error}") from None
+        raise TrainingError(f"{path} has an invalid format: {error}") from None
     types = {name: array.dtype for name, array in manifest.arrays.items()}
     if manifest.rows < 1 or not set(_ALWAYS) <= types.keys() or any(_TYPES.get(n) != t for n, t in types.items()):
-        raise TrainingError(f"{path} is of another form: it lists {manifest.rows} rows with {', '.join(sorted(types))}")
+        arrays = ", ".join(sorted(types))
+        raise TrainingError(f"{path} has an invalid format: it lists {manifest.rows} rows with {arrays}")
     return manifest
 
 
@@ -275,20 +277,20 @@ def _map(path: Path, array: Array) -> mmap.mmap:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != array.size:
-                raise TrainingError(f"{path} has {size} bytes; its manifest says {array.size}: it is truncated or torn")
+                raise TrainingError(f"{path} has {size} bytes, its manifest {array.size}: it is truncated or torn")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (FileNotFoundError, ValueError) as error:
         raise TrainingError(f"{path} cannot be mapped: {error}") from None
     if hashlib.sha256(mapped).hexdigest() != array.sha256:
         mapped.close()
-        raise TrainingError(f"{path} has not the content that its manifest says (SHA-256 differs)")
+        raise TrainingError(f"{path} differs from the content in its manifest (SHA-256)")
     return mapped
 
 
 def remove_packed(folder: Path) -> None:
-    """Remove packed rows, the manifest first, and their folder unless something else is in it.
+    """Remove packed rows, the manifest first, and their folder unless it has other files.
 
-    What is gone already is no error: a removal that was cut short is ended by the next.
+    Missing files are no error, so a repeated call completes an interrupted removal.
     """
     for path in (folder / MANIFEST, *(folder / f"{name}.bin" for name in _TYPES)):
         path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""That all nodes see what a job starts from.
+"""The wait until all nodes see the files that a job starts from.
 
-Owns the wait between a job that wrote its model on one node and the next, which reads that on all. A client of a shared
-file system may remember for a while what lay there before: no such folder, or the model of the job before. Promises
-that the ranks read the same files as rank 0 sees, or that the job says which rank does not.
+A job writes its model on one node, and the next job reads it on all nodes. A client of a shared file system may cache
+an older state for a while: no folder, or the model of an earlier job. Promises that all ranks read the files that rank
+0 sees, or that the error names the ranks that do not see them.
 """
 
 from pathlib import Path
@@ -14,13 +14,13 @@ from pipeline.utils import heartbeat
 from pipeline.utils.waiting import wait_for
 
 Files = dict[str, tuple[int, int]]
-"""By name: size in bytes, and when it was changed (ns, by the server's clock)."""
+"""Name → (size in bytes, time of the last change in ns by the server's clock)."""
 
 
 def wait_until_visible(dispatch: RankGroup, folder: Path, seconds: float) -> None:
     """Wait until every rank sees the files of the folder as rank 0 does; `CheckpointError` after `seconds`."""
-    seen = dispatch.run_on_all_models(sees_files, folder, files_in(folder), seconds)
-    missing = [rank for rank, sees in enumerate(seen) if not sees]
+    visible = dispatch.run_on_all_models(sees_files, folder, files_in(folder), seconds)
+    missing = [rank for rank, is_visible in enumerate(visible) if not is_visible]
     if missing:
         ranks = ", ".join(map(str, missing))
         hint = "it must lie on a file system that all nodes share; raise cluster.fs_visibility_seconds if it is slower"
@@ -28,7 +28,7 @@ def wait_until_visible(dispatch: RankGroup, folder: Path, seconds: float) -> Non
 
 
 def sees_files(_site: RankState, folder: Path, expected: Files, seconds: float) -> bool:
-    """On every rank: whether the folder has these files by then."""
+    """Whether the folder has these files on this rank within `seconds`; runs on every rank."""
     try:
         with heartbeat.busy_with(f"looking for {folder.name}", seconds + 60):
             wait_for(str(folder), lambda: files_in(folder) == expected, seconds, longest_pause=5.0)
@@ -38,11 +38,10 @@ def sees_files(_site: RankState, folder: Path, expected: Files, seconds: float) 
 
 
 def files_in(folder: Path) -> Files:
-    """The files right in a folder; none where there is none. Lists the one above too, which renews what a client
-    remembers of it."""
+    """The files directly in a folder; empty if it does not exist."""
     try:
-        list(folder.parent.iterdir())
-        found = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
-    except OSError:  # gone between two looks, or not there yet
+        list(folder.parent.iterdir())  # listing the parent makes an NFS client revalidate its cached entry
+        files = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
+    except OSError:  # removed between the two calls, or not there yet
         return {}
-    return {name: (status.st_size, status.st_mtime_ns) for name, status in found.items()}
+    return {name: (status.st_size, status.st_mtime_ns) for name, status in files.items()}

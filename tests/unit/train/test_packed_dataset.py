@@ -170,7 +170,7 @@ def test_a_folder_whose_writer_did_not_end_is_none(folder: Path) -> None:
 def test_a_truncated_file_is_named(folder: Path) -> None:
     with (folder / "tokens.bin").open("r+b") as file:
         file.truncate(70)
-    with pytest.raises(TrainingError, match=r"tokens\.bin has 70 bytes; its manifest says 80: it is truncated or torn"):
+    with pytest.raises(TrainingError, match=r"tokens\.bin has 70 bytes, its manifest 80: it is truncated or torn"):
         PackedRows(folder)
     assert (folder / MANIFEST).exists()
 
@@ -183,7 +183,7 @@ def test_a_file_that_is_gone_is_named(folder: Path) -> None:
 
 def test_a_changed_byte_is_noticed(folder: Path) -> None:
     damage(folder, "sampler_logprobs.bin", 5, b"\x55")
-    with pytest.raises(TrainingError, match=r"sampler_logprobs\.bin has not the content that its manifest says"):
+    with pytest.raises(TrainingError, match=r"sampler_logprobs\.bin differs from the content in its manifest"):
         PackedRows(folder)
 
 
@@ -198,9 +198,9 @@ def test_a_torn_manifest_is_named(folder: Path) -> None:
     ("changes", "said"),
     [
         ({"version": 9}, "has version 9; this code reads version 1"),
-        ({"rows": "many"}, "is of another form"),
-        ({"rows": 0}, "is of another form: it lists 0 rows"),
-        ({"arrays": {}}, "is of another form"),
+        ({"rows": "many"}, "has an invalid format"),
+        ({"rows": 0}, "has an invalid format: it lists 0 rows"),
+        ({"arrays": {}}, "has an invalid format"),
         ({"tokens": 21}, "lengths add up to 20, not to 21 tokens"),
         ({"rows": 6}, "has 5 numbers for 6 rows"),
     ],
