@@ -1,7 +1,8 @@
-"""The agent: one on every rank, and what the scheduler's signals are for.
+"""The agent: the process on every rank that runs one attempt, and the handler of the scheduler's signals.
 
-Reads like the life of an attempt: meet the other ranks, learn the world, run this rank's roles, come down. Promises
-that nothing it started outlives it, and that the reason of a failure is on disk before it returns.
+The functions follow an attempt: rendezvous with the other ranks, get the assignment ("world"), run this rank's roles,
+shut down. Promises that no process it started outlives it, and that the reason of a failure is on disk before it
+returns.
 """
 
 import os
@@ -43,25 +44,25 @@ from slurm.rendezvous.rank_meeting import rendezvous
 from slurm.scheduler.slurm.slurm_environment import Environment
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""What schedulers and users send to an agent to say that the job should end soon."""
+"""The signals by which schedulers and users request an agent's end."""
 
 OWNERSHIP_SECONDS = 180.0
-"""How long an agent waits until its own job is on record as the run's: the launcher may be slow to record it."""
+"""Seconds until its job must be on record as the run's: the launcher may record it late."""
 _SLACK_SECONDS = 5.0
 
 
 class StoppedBeforeWorld(RollcallError):
-    """The attempt was told to end before this rank had a world."""
+    """The attempt ended before this rank had an assignment."""
 
 
 @dataclass(frozen=True)
 class Agent:
-    """What submitit pickles and calls on every rank."""
+    """The callable that submitit pickles and calls on every rank."""
 
     run: Path
 
     def __call__(self) -> End:
-        """The end of this attempt; raises `RollcallError` (exit code 1) if it failed."""
+        """Run this rank. Returns the attempt's end; raises `RollcallError` (exit code 1) if it failed."""
         notice = note_signals()
         subprocesses.exit_with_parent()
         subprocesses.adopt_orphans()
@@ -69,9 +70,9 @@ class Agent:
 
 
 def run_agent(run: RunPaths, environment: Environment, notice: StopRequest) -> End:
-    """One rank's part of one attempt. When it returns or raises, this rank is down and says so.
+    """Run one rank's part of one attempt. When it returns or raises, this rank is down and has its exit marker.
 
-    In a finished run nothing is started, and in one that is another job's by now nothing is touched.
+    In a finished run it starts nothing. In a run that now belongs to another job it writes nothing.
     """
     if retry_transient("the end of the run", lambda: is_finished(run), FINAL_WRITE_TIMEOUT):
         return "finished"
@@ -86,10 +87,10 @@ def run_agent(run: RunPaths, environment: Environment, notice: StopRequest) -> E
 
 
 def _attempt(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest) -> End:
-    with ExitStack() as held:  # until nothing runs below this process that may still use it
+    with ExitStack() as resources:  # held until no descendant that may use them runs
         try:
             _make_folders(paths)
-            end = _run_attempt(run, paths, environment, notice, held)
+            end = _run_attempt(run, paths, environment, notice, resources)
         except Exception as error:
             _record_failure(paths, environment.rank, error)
             raise
@@ -102,40 +103,42 @@ def _attempt(run: RunPaths, paths: AttemptPaths, environment: Environment, notic
 
 
 def _make_folders(paths: AttemptPaths) -> None:
-    """Make the folders in which ranks look for each other's files: before anybody looks, since a client of a shared
-    filesystem that found no folder may go on finding none."""
+    """Create the folders in which ranks read each other's files, before any rank reads them.
+
+    A client of a shared file system may cache a folder's absence.
+    """
     for folder in paths.shared:
         retry_transient(str(folder), partial(folder.mkdir, parents=True, exist_ok=True), FINAL_WRITE_TIMEOUT)
 
 
 def _first_failure(paths: AttemptPaths) -> str:
-    """What failed first in an attempt of which a failure was told."""
+    """The first failure of a failed attempt, in one line."""
     attempt = FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)
-    failure, told = attempt.read(FIRST_FAILURE, FirstFailure), Events(paths, attempt).get("failed")
+    failure, event = attempt.read(FIRST_FAILURE, FirstFailure), Events(paths, attempt).get("failed")
     if failure is not None:
         return failure.one_line()
-    return told.detail if told else "a rank failed without a reason on disk"
+    return event.detail if event else "a rank failed without a reason on disk"
 
 
 def _run_attempt(
-    run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest, held: ExitStack
+    run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest, resources: ExitStack
 ) -> End:
-    """Meet, and run the roles; `held` is what the agent holds for them."""
+    """Rendezvous, then run the roles. `resources` keeps the ports, GPUs and folders that the agent holds for them."""
     config = read_config(run)
     if environment.restart > config.cluster.max_restarts:
         limit = f"cluster.max_restarts={config.cluster.max_restarts}"
         raise RollcallError(f"this is restart {environment.restart} of the job and {limit}; raise it and submit again")
     try:
-        world = _meet(paths, config, environment, notice, held)
+        world = _meet(paths, config, environment, notice, resources)
     except StoppedBeforeWorld as reason:
         events = Events(paths, FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT))
         if events.get("failed"):
             return "failed"
         events.publish("draining", agent_name(environment.rank), str(reason))
         return "preempted"
-    contexts = [RoleContext(paths, config, world, place) for place in world.of_rank(environment.rank)]
+    contexts = [RoleContext(paths, config, world, placement) for placement in world.of_rank(environment.rank)]
     agent, ranks = agent_name(environment.rank), environment.ranks
-    variables = held.enter_context(scratch_folder())
+    variables = resources.enter_context(scratch_folder())
     seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
     with NeighborWatch(paths, environment.rank, ranks, seconds, partial(_record_lost_rank, paths)):
         end = Supervisor(contexts, agent, paths, config.cluster, notice, ranks=ranks, variables=variables).run()
@@ -145,9 +148,10 @@ def _run_attempt(
 
 
 def _require_ownership(run: RunPaths, environment: Environment, notice: StopRequest) -> None:
-    """Refuse a run that was submitted again as another job, which the scheduler may have queued before this one ended.
+    """Raise `RollcallError` if the run was submitted again as another job, which may have been queued meanwhile.
 
-    The job may start before its launcher has recorded it, so this waits a little, unless it is told to end.
+    The job may start before its launcher has recorded it, so this waits up to `OWNERSHIP_SECONDS`, or until a stop
+    request.
     """
     if environment.scheduler == "local":
         return
@@ -158,22 +162,22 @@ def _require_ownership(run: RunPaths, environment: Environment, notice: StopRequ
     with suppress(DeadlineError):
         wait_for("the run to be this job's", lambda: ours() or bool(notice.reason), OWNERSHIP_SECONDS)
     if not ours():
-        told = f"{run.job} names another job than {environment.job}"
-        raise RollcallError(f"{told}: the run was submitted again, and this job must not go on with it")
+        mismatch = f"{run.job} names another job than {environment.job}"
+        raise RollcallError(f"{mismatch}: the run was submitted again, and this job must not continue it")
 
 
 def _wait_for_other_agents(run: RunPaths, attempt: SharedDir, ranks: int, clock: Clock = CLOCK) -> None:
-    """Let the other agents come down before this one fails: `srun --kill-on-bad-exit` then ends those that are left.
+    """Wait for the other agents' exit markers before this agent fails, since `srun --kill-on-bad-exit` kills the rest.
 
-    One that it ended would look like one that was lost with its node. They may hear late of the failure, and their
-    marks may be seen late.
+    A killed agent would look like one that was lost with its node. Both the failure and the markers may be visible
+    late, hence twice `lateness`.
     """
     try:
         cluster = read_config(run).cluster
         seconds = max_shutdown_seconds(cluster) + 2 * cluster.lateness + _SLACK_SECONDS
         wait_for("the other agents to leave", lambda: _have_exited(attempt, ranks), seconds, clock=clock)
     except RollcallError:
-        return  # the failure is told, whoever is missing
+        return  # the failure is reported even if agents are missing
 
 
 def _have_exited(attempt: SharedDir, ranks: int) -> bool:
@@ -184,14 +188,14 @@ def _have_exited(attempt: SharedDir, ranks: int) -> bool:
 
 
 def _meet(
-    paths: AttemptPaths, config: RunConfig, environment: Environment, notice: StopRequest, held: ExitStack
+    paths: AttemptPaths, config: RunConfig, environment: Environment, notice: StopRequest, resources: ExitStack
 ) -> World:
-    """Publish this rank's card and wait for the world; `held` keeps its ports and GPUs."""
+    """Publish this rank's node record and wait for the assignment. `resources` keeps its ports and GPUs."""
     plan, interface = make_plan(config), environment.interface
     if environment.ranks != plan.ranks:
         raise RendezvousError(f"the job has {environment.ranks} ranks and the plan {plan.ranks}; submit the run again")
-    gpus, unfit = _find_node(paths, plan, environment, held)
-    holders = [held.enter_context(subprocesses.hold_port()) for _ in range(plan.ports_per_rank)]
+    gpus, unfit = _find_node(paths, plan, environment, resources)
+    holders = [resources.enter_context(subprocesses.hold_port()) for _ in range(plan.ports_per_rank)]
     addresses, token = environment.addresses_on(config.cluster.network), secrets.token_hex(16)
     if len(addresses) == 1:
         interface = addresses[0]
@@ -221,53 +225,53 @@ def _meet(
 
 
 def _find_node(
-    paths: AttemptPaths, plan: Plan, environment: Environment, held: ExitStack
+    paths: AttemptPaths, plan: Plan, environment: Environment, resources: ExitStack
 ) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """The GPUs that this rank may use, and what makes its node unfit.
+    """The GPUs that this rank may use, and the node's problems.
 
-    Slurm gave this job its GPUs, so each must be free; on a machine without a scheduler this rank claims what it needs
-    of those that are.
+    Slurm allocates the GPUs of a job, so each must be free. On a machine without a scheduler this rank claims as many
+    free GPUs as it needs.
     """
-    needs, visible = [seat.gpus for seat in plan.bundles], environment.visible_gpus
+    needs, visible = [bundle.gpus for bundle in plan.bundles], environment.visible_gpus
     if environment.scheduler == "slurm":
-        found, problem = find_gpus(visible), parts_of_gpus(visible) if any(needs) else ""
+        gpus, problem = find_gpus(visible), parts_of_gpus(visible) if any(needs) else ""
     else:
         claimant = Claimant(run_id=paths.run_id, attempt=paths.attempt, rank=environment.rank)
-        claimed = claim_visible(visible, needs, claimant, held)
-        found, problem = claimed.gpus, claimed.problem
-    unfit = preflight(paths.run, found, NodeRequirements(free_gpus=any(needs)))
-    return found, (*unfit, problem) if problem else unfit
+        claimed = claim_visible(visible, needs, claimant, resources)
+        gpus, problem = claimed.gpus, claimed.problem
+    unfit = preflight(paths.run, gpus, NodeRequirements(free_gpus=any(needs)))
+    return gpus, (*unfit, problem) if problem else unfit
 
 
-def _off_network(addresses: Sequence[str], wanted: str) -> list[str]:
-    """Why no address of this node will do; empty if one may."""
+def _off_network(addresses: Sequence[str], network: str) -> list[str]:
+    """The problem of a node without an address on `cluster.network`; empty if it has one."""
     if addresses:
         return []
-    there = network_interfaces.describe_interfaces()
-    return [f"no interface that is up is on cluster.network={wanted} (there are: {there})"]
+    interfaces = network_interfaces.describe_interfaces()
+    return [f"no interface that is up is on cluster.network={network} (there are: {interfaces})"]
 
 
 class StoppableClock(Clock):
-    """The clock of a rendezvous: a pause ends with `StoppedBeforeWorld` when there is no point in meeting any more."""
+    """The clock of a rendezvous. A pause raises `StoppedBeforeWorld` once the attempt ends or a signal has arrived."""
 
     def __init__(self, paths: AttemptPaths, notice: StopRequest, ranks: int) -> None:
-        self._listener, self._notice = EventPoller(Events(paths), ranks), notice
+        self._poller, self._notice = EventPoller(Events(paths), ranks), notice
 
     def sleep(self, seconds: float) -> None:
         super().sleep(seconds)
-        heard = self._listener.poll()
-        ending = heard.get("failed") or heard.get("draining")
+        events = self._poller.poll()
+        ending = events.get("failed") or events.get("draining")
         if self._notice.reason or ending:
             raise StoppedBeforeWorld(f"{ending.name} by {ending.by}" if ending else self._notice.reason)
 
 
 def _record_failure(paths: AttemptPaths, rank: int, error: Exception) -> None:
-    """Make this rank's failure the attempt's, unless another came first."""
+    """Record this rank's failure as the attempt's, unless another one was recorded first."""
     _log_failure(paths, rank, one_line(error))
 
 
 def _record_lost_rank(paths: AttemptPaths, rank: int, cause: str) -> None:
-    """Make it the attempt's failure that another rank's agent shows no sign of life, unless the attempt ends anyway."""
+    """Record a lost rank as the attempt's failure, unless the attempt is ending anyway."""
     with suppress(OSError):
         if Events(paths, FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)).read_all():
             return
@@ -280,8 +284,8 @@ def _log_failure(paths: AttemptPaths, rank: int, cause: str) -> None:
     try:
         attempt.create(FIRST_FAILURE, failure)
         Events(paths, attempt).publish("failed", failure.role, failure.one_line())
-    except OSError as untold:
-        print(f"rollcall: the disk did not take that {failure.one_line()} ({untold})", flush=True)
+    except OSError as error:
+        print(f"rollcall: the disk refused the record of a failure: {failure.one_line()} ({error})", flush=True)
 
 
 def _finish(
@@ -292,17 +296,17 @@ def _finish(
     attempt: SharedDir | None = None,
     clock: Clock = CLOCK,
 ) -> None:
-    """Close the run, once every role on every rank is down, as `attempt`, the directory at `paths.root`, shows.
+    """Mark the run as finished once every role on every rank is down, by the markers in `attempt`.
 
-    The others may have heard late that it is finished, and their marks may be seen late.
+    `attempt` is the directory at `paths.root`. The end and the markers may be visible late, hence twice `lateness`.
     """
     pause = poll_interval(len(world.placements))
-    marks = ExitMarkers(attempt or FileSharedDir(paths.root), pause, clock)
+    markers = ExitMarkers(attempt or FileSharedDir(paths.root), pause, clock)
     wait_for(
         "every role to be down",
-        lambda: all(marks.is_down(place) for place in world.placements),
+        lambda: all(markers.is_down(placement) for placement in world.placements),
         max_shutdown_seconds(config.cluster) + 2 * config.cluster.lateness,
-        missing=lambda: ", ".join(place.name for place in world.placements if not marks.is_down(place)),
+        missing=lambda: ", ".join(other.name for other in world.placements if not markers.is_down(other)),
         pause=pause,
         clock=clock,
     )
@@ -312,7 +316,7 @@ def _finish(
 
 
 def _steps_of(run: RunPaths, config: RunConfig) -> int:
-    """How many steps a finished run did: of RL, else of SFT, or of all the jobs of its files."""
+    """The steps of a finished run: RL steps, else SFT steps; for job files the largest step of any job."""
     if config.training.jobs:
         return max((row["step"] for row in read_rows(run.metrics)), default=0)
     if config.evaluation.only:
@@ -321,11 +325,10 @@ def _steps_of(run: RunPaths, config: RunConfig) -> int:
 
 
 def note_signals() -> StopRequest:
-    """From now on the first signal that means "end soon" leaves a note of its name, and those after it do nothing.
+    """Install handlers for `END_SIGNALS`: the first signal sets the returned request, and later ones do nothing.
 
-    Those that came before it was called, and were blocked until then (see `slurm.scheduler.slurm.batch_file`), count
-    too. For good: a late signal must not end a process that is about to end, nor reach submitit, which would take it
-    for a request to save and requeue.
+    Signals that were blocked until this call (see `slurm.scheduler.slurm.batch_file`) count too. The handlers stay: a
+    late signal must neither kill a process that is about to exit, nor reach submitit, which would save and requeue.
     """
     notice = StopRequest()
 

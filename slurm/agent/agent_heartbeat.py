@@ -1,10 +1,10 @@
-"""What an agent leaves on disk about itself: that it lives, and that it is down.
+"""An agent's heartbeat file and the exit markers on disk.
 
-Owns `attempts/<attempt>/alive/<rank>`, touched every few seconds for as long as the agent's process runs, and the
-folder `down/`, with a mark for each role that is down and, as an agent's last word, `agent.<rank>`. Promises that a
-filesystem which fails for a while ends neither the agent nor the touches, and that whoever waits for marks lists their
-folder, once for all of them. A rank whose agent is gone without its last word is lost: it was killed, or died with its
-node. An agent that is stopped ends nothing, so each agent watches the signs of the next rank's (`NeighborWatch`).
+Owns `attempts/<attempt>/alive/<rank>`, which the agent touches every few seconds while its process runs, and the folder
+`down/`, which has a marker for each role that is down and `agent.<rank>` for each agent that has exited. Promises that
+a temporary failure of the file system ends neither the agent nor the touches, and that one listing of the folder serves
+all waits for markers. A rank without an agent and without its marker is lost: a signal or its node's crash ended the
+agent. A stopped agent (SIGSTOP) does not exit, so each agent monitors the heartbeat of the next rank (`NeighborWatch`).
 """
 
 import os
@@ -23,7 +23,7 @@ TOUCH_SECONDS = 5.0
 
 
 class HeartbeatFile:
-    """Touches the file of a rank while the block runs."""
+    """Touches the heartbeat file of a rank while the block runs."""
 
     def __init__(self, paths: AttemptPaths, rank: int, seconds: float = TOUCH_SECONDS) -> None:
         self._file, self._seconds = paths.sign_of_life(rank), seconds
@@ -36,7 +36,7 @@ class HeartbeatFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._over.set()
-        self._thread.join(timeout=1.0)  # a touch may hang with its filesystem
+        self._thread.join(timeout=1.0)  # a touch may hang on a dead file system
 
     def _live(self) -> None:
         while True:
@@ -49,22 +49,22 @@ class HeartbeatFile:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.touch()
         except OSError:
-            return  # whoever watches sees that the sign is late
+            return  # the neighbor then observes a late heartbeat
 
 
 class NeighborWatch:
-    """Watches the agent of the next rank, the last one that of the first, while the block runs.
+    """Monitors the agent of the next rank while the block runs; the last rank monitors the first.
 
-    In a ring each agent is watched once, however many there are, and of those that are stopped together one has a
-    watcher that runs. What is seen late by NFS clients is to be part of `seconds`.
+    In this ring each agent has one monitor, for any number of ranks. If several agents are stopped, at least one of
+    them has a monitor that runs. `seconds` must include the visibility delay of NFS.
     """
 
     def __init__(
-        self, paths: AttemptPaths, rank: int, ranks: int, seconds: float, tell: Callable[[int, str], None]
+        self, paths: AttemptPaths, rank: int, ranks: int, seconds: float, report: Callable[[int, str], None]
     ) -> None:
-        """`tell` is called once with the rank and what was seen, when its sign has not changed for `seconds`."""
+        """`report` is called once, with the rank and the cause, when its heartbeat has not changed for `seconds`."""
         self.neighbor = NeighborCheck(paths, (rank + 1) % ranks, seconds)
-        self._tell, self._over = tell, threading.Event()
+        self._report, self._over = report, threading.Event()
         self._thread = threading.Thread(target=self._watch, name="neighbor", daemon=True) if ranks > 1 else None
 
     def __enter__(self) -> "NeighborWatch":
@@ -75,17 +75,17 @@ class NeighborWatch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._over.set()
         if self._thread:
-            self._thread.join(timeout=1.0)  # a look may hang with its filesystem
+            self._thread.join(timeout=1.0)  # a poll may hang on a dead file system
 
     def _watch(self) -> None:
         while not self._over.wait(TOUCH_SECONDS):
             if lost := self.neighbor.look():
-                self._tell(self.neighbor.rank, lost)
+                self._report(self.neighbor.rank, lost)
                 return
 
 
 class NeighborCheck:
-    """The signs of life of one rank, as another one sees them."""
+    """The heartbeat of one rank, observed by another rank."""
 
     def __init__(self, paths: AttemptPaths, rank: int, seconds: float, clock: Clock = CLOCK) -> None:
         self.rank = rank
@@ -93,30 +93,30 @@ class NeighborCheck:
         self._silence = StallTimer(clock, 2 * TOUCH_SECONDS)
 
     def look(self) -> str:
-        """What is wrong with it, in words; empty while it shows that it lives, and where the disk fails here."""
+        """Why the rank counts as lost; empty while its heartbeat changes, and if the disk fails on this rank."""
         try:
-            with self._file.open("rb") as file:  # an NFS client asks its server for the time only when it opens
+            with self._file.open("rb") as file:  # opening makes an NFS client fetch the time from its server
                 sign = os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             sign = 0
         except OSError:
             return ""
         silent = self._silence.look(sign)
-        told = f"no sign of life for {silent:.0f} s: its agent is stopped (SIGSTOP), or its node or its disk is away"
-        return told if silent > self._seconds else ""
+        cause = f"no sign of life for {silent:.0f} s: its agent is stopped (SIGSTOP), or its node or its disk is away"
+        return cause if silent > self._seconds else ""
 
 
 class ExitMarkers:
-    """Which roles and agents are down: the folder of marks, as it was when it was looked at last."""
+    """The roles and agents that are down, from the last listing of the markers' folder."""
 
     def __init__(self, attempt: SharedDir, pause: float, clock: Clock = CLOCK) -> None:
-        """Looks at the disk at most every `pause` seconds, and only when it is asked."""
+        """Lists the folder at most every `pause` seconds, and only within a query."""
         self._attempt, self._pause, self._clock = attempt, pause, clock
         self._names: frozenset[str] = frozenset()
         self._due = float("-inf")
 
     def is_down(self, placement: Placement) -> bool:
-        """Whether a role is down, or its agent has left and nothing of it can be up. False while the disk fails."""
+        """Whether a role is down, or its agent has exited, which implies the same. False while the disk fails."""
         self._look()
         return not self._names.isdisjoint((placement.name, agent_name(placement.rank)))
 
@@ -127,26 +127,26 @@ class ExitMarkers:
         try:
             self._names = frozenset(self._attempt.names(DOWN))
         except OSError:
-            return  # a mark that is seen later changes nothing but the time
+            return  # a late marker only delays the shutdown
 
 
 def agent_name(rank: int) -> str:
-    """What the agent of a rank is called where roles are called `trainer.0`."""
+    """The name of a rank's agent in events and markers, as `trainer.0` is that of a role."""
     return f"agent.{rank}"
 
 
 def mark_down(attempt: SharedDir, rank: int, clock: Clock = CLOCK) -> None:
-    """Say that this rank's agent and everything that it started is down; it does not fail where the disk does."""
+    """Write the marker that this rank's agent and all its processes are down. A disk failure is only printed."""
     try:
         retry_transient(
-            "the last word", lambda: attempt.replace(down_mark(agent_name(rank)), "left"), FINAL_WRITE_TIMEOUT, clock
+            "the exit marker", lambda: attempt.replace(down_mark(agent_name(rank)), "left"), FINAL_WRITE_TIMEOUT, clock
         )
     except OSError as error:
-        print(f"rollcall: agent {rank} could not say that it left: {error}", flush=True)
+        print(f"rollcall: agent {rank} could not write its exit marker: {error}", flush=True)
 
 
 def unexited_ranks(attempt: SharedDir, ranks: int) -> tuple[int, ...]:
-    """The ranks, of so many, that did not say that they are down; in order. While agents live, they are among them."""
-    attempt.names()  # the folder of marks may itself be one that was absent a moment ago on this machine
+    """The ranks below `ranks` without an exit marker, in order. They include the ranks of running agents."""
+    attempt.names()  # this machine may have cached the absence of the markers' folder
     marks = attempt.names(DOWN)
     return tuple(rank for rank in range(ranks) if agent_name(rank) not in marks)

@@ -1,22 +1,22 @@
-"""Whether a role is there, and whether it still lives.
+"""Health checks and the watchdog of a role.
 
-Owns who is asked or listened to, and from when on a silence is a hang. Promises that a question which hangs, or raises,
-holds up only its own thread; that a silence is judged by this agent's clock alone, from a counter that does not change;
-and that time in which this agent itself did not run (a suspended job, a stopped machine) counts for nobody's silence.
-Must not know what a role does, nor what becomes of one that hangs.
+Owns the probed or observed signs of a role, and the timeouts after which it counts as hung. Promises that a probe which
+hangs or raises blocks only its own thread; that a stall is measured by this agent's clock alone, from a counter that
+does not change; and that time in which this agent did not run (a suspended job, a stopped machine) is not part of any
+stall. Must not know the work of a role, nor the consequence of a hang.
 
-A role that is ours tells heartbeats, one process each (`pipeline.utils.heartbeat`); two silences count:
+A role of this project has one heartbeat per process (`pipeline.utils.heartbeat`). Two stalls count:
 
-    its process does not tick         longer than `seconds`: it is stopped, gone, or its interpreter is stuck
-    its work does not go on           longer than `seconds`, or than it declared where that is more
+    no tick of the process            longer than `seconds`: it is stopped, gone, or its interpreter is stuck
+    no progress of the work           longer than `seconds`, or than its declared duration if that is longer
 
-A role that is not ours (Redis, vLLM) is asked whether it is ready for as long as it lives: `seconds` without a yes.
+A role of another project (Redis, vLLM) is probed while it runs, and hangs after `seconds` without a success.
 
-While a process of the role waits inside the kernel for a disk (a file server that is away), its silence is no hang yet:
-such time counts against `FS_OUTAGE_TIMEOUT` alone, as for everybody who meets a disk that fails.
+While a process of the role waits inside the kernel for a disk (such as an absent file server), its stall is not a hang
+yet: that time counts against `FS_OUTAGE_TIMEOUT` only, the limit for every process that meets a failed disk.
 
-A process that is stopped (SIGSTOP) is found earlier, since the kernel tells it, and before those that wait for it give
-up: the first process of a role, which may be torchrun, those that tell heartbeats, and all of a role that is not ours.
+The kernel reports a stopped process (SIGSTOP), so it is detected earlier, before its peers time out. This check covers
+the first process of a role, which may be torchrun, the processes with heartbeats, and all of another project's role.
 """
 
 import os
@@ -37,19 +37,19 @@ from slurm.agent import os_processes
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
 MAX_POLL_SECONDS = 1.0
-"""Most seconds that one look adds to a silence: a look that comes later was delayed on this side."""
+"""Most seconds that one poll adds to a stall: a later poll was delayed on this side."""
 STOPPED_SECONDS = 10.0
-"""For which a process may be stopped, or for half of a role's silence where that is less."""
+"""Seconds for which a process may be stopped, or half of a role's timeout if that is less."""
 STACKS_SECONDS = 2.0
-"""How long all hung processes of a role have to write their stacks."""
+"""Seconds within which all hung processes of a role must write their stacks."""
 
 
 class HealthProbe:
-    """One question, asked again and again from `start` to `close`.
+    """A readiness probe that repeats in its own thread from `start` to `close`.
 
     Attributes:
-        answers: how often the answer was yes.
-        trouble: what the question raised last, in words; empty if it never did.
+        success_count: the number of successful probes.
+        last_error: the last error of a probe, in one line; empty if there was none.
     """
 
     def __init__(self, ask: Callable[[], bool], name: str) -> None:
@@ -61,7 +61,7 @@ class HealthProbe:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more. A question under way is left to its own deadline."""
+        """Stop probing. A probe in progress ends by its own deadline."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -69,12 +69,12 @@ class HealthProbe:
         while not self._closed.wait(LONGEST_PAUSE if self.success_count else next(pauses)):
             try:
                 self.success_count += bool(self._ask())
-            except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever waits for an answer tells it
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread; the supervisor reports the error
                 self.last_error = one_line(error)
 
 
 class StallTimer:
-    """For how long a sign has not changed: seconds of this clock in which somebody looked."""
+    """Seconds for which a sign has not changed, measured by this clock between polls."""
 
     def __init__(self, clock: Clock, longest_look: float = MAX_POLL_SECONDS) -> None:
         self._clock, self._looked, self._seconds = clock, clock.now(), 0.0
@@ -83,7 +83,7 @@ class StallTimer:
         self._sign: Hashable = None
 
     def look(self, sign: Hashable) -> float:
-        """The silence so far, if this is the sign now."""
+        """Record the current sign. Returns the seconds since its last change."""
         now = self._clock.now()
         if sign == self._sign:
             self._last = min(now - self._looked, self._longest_look)
@@ -94,9 +94,9 @@ class StallTimer:
         return self._seconds
 
     def lasts(self, allowed: float, waits_for_disk: Callable[[], bool]) -> bool:
-        """Whether the silence is longer than `allowed`, apart from what of it was spent waiting for a disk.
+        """Whether the stall is longer than `allowed`, without the time spent waiting for a disk.
 
-        `waits_for_disk` is asked only in the second half: a role whose disk is back has the first half to say so.
+        `waits_for_disk` is called only in the second half: a role whose disk is back has the first half to progress.
         """
         if self._seconds > allowed / 2 and waits_for_disk():
             self._excused += self._last
@@ -105,11 +105,11 @@ class StallTimer:
 
 @dataclass(frozen=True)
 class Stall:
-    """Who does not live any more.
+    """A hang of a role.
 
     Attributes:
-        cause: what was seen, in words.
-        pid: the process that hangs; 0 if that is not known.
+        cause: the observation, in one line.
+        pid: the process that hangs; 0 if unknown.
     """
 
     cause: str
@@ -117,7 +117,7 @@ class Stall:
 
 
 class LivenessMonitor:
-    """Of one role on this rank: `start` with its process, `watch` from when it is ready, `close` when it is down."""
+    """Monitors one role of this rank: call `watch` once it is ready, `close` when it is down."""
 
     def __init__(self, name: str, launch: RoleCommand, seconds: float, clock: Clock = CLOCK) -> None:
         self.probe, self.board = HealthProbe(launch.ready, name), heartbeat.HeartbeatBoard(launch.has_heartbeat)
@@ -128,7 +128,7 @@ class LivenessMonitor:
         self._due = 0.0
 
     def watch(self, pid: int) -> Stall | None:
-        """Whether the role, whose first process is `pid`, hangs. To be called about as often as once a second."""
+        """The hang of the role whose first process is `pid`; None if it progresses. Call about once a second."""
         if not self._works:
             self._runs = [StallTimer(self._clock) for _ in range(self._beats)]
             self._works = [StallTimer(self._clock) for _ in range(max(1, self._beats))]
@@ -138,73 +138,76 @@ class LivenessMonitor:
             self._due = self._clock.now() + MAX_POLL_SECONDS
             if hang := self._find_stopped(pid):
                 return hang
-        return self._listen(pid) if self._beats else self._answered(pid)
+        return self._check_heartbeats(pid) if self._beats else self._check_probe(pid)
 
     def _find_stopped(self, pid: int) -> Stall | None:
-        """The process that has been stopped for longest, if that is too long."""
-        stopped = [each for each in self._processes(pid) if os_processes.is_stopped(each)]
-        self._stopped = {each: self._stopped.get(each) or StallTimer(self._clock) for each in stopped}
-        seconds, longest = max(((self._stopped[each].look(True), each) for each in stopped), default=(0.0, 0))
+        """A hang of the process that has been stopped for longest, if that is too long."""
+        stopped = [process for process in self._processes(pid) if os_processes.is_stopped(process)]
+        self._stopped = {process: self._stopped.get(process) or StallTimer(self._clock) for process in stopped}
+        seconds, longest = max(
+            ((timer.look(True), process) for process, timer in self._stopped.items()), default=(0.0, 0)
+        )
         if seconds < min(STOPPED_SECONDS, self._seconds / 2):
             return None
         who = f"its process {longest} ({os_processes.name_of(longest)})"
         return Stall(f"hung: {who} has been stopped (SIGSTOP) for {seconds:.0f} s", longest)
 
     def _processes(self, leader: int) -> list[int]:
-        """Those of the role that do its work. What ours start for code of others may stop itself."""
+        """The role's working processes. Our roles also start processes for user code, which may stop themselves."""
         if not self._beats:
             return [leader, *os_processes.descendants(leader)]
-        told = (record.pid for record in self.board.read())
-        return [leader, *(each for each in told if os_processes.parent_of(each) == leader)]
+        recorded = (record.pid for record in self.board.read())
+        return [leader, *(process for process in recorded if os_processes.parent_of(process) == leader)]
 
-    def _answered(self, pid: int) -> Stall | None:
-        silence = self._works[0].look(self.probe.success_count)
+    def _check_probe(self, pid: int) -> Stall | None:
+        stalled = self._works[0].look(self.probe.success_count)
         if not self._works[0].lasts(self._seconds, lambda: _waits_for_disk(pid)):
             return None
         trouble = f"; {self.probe.last_error}" if self.probe.last_error else ""
-        return Stall(f"hung: it has not answered for {silence:.0f} s{_state(pid)}{trouble}", pid)
+        return Stall(f"hung: it has not answered for {stalled:.0f} s{_state(pid)}{trouble}", pid)
 
-    def _listen(self, leader: int) -> Stall | None:
-        """The process that stands still comes before those that wait for it; then the longest silence counts."""
-        found: list[tuple[bool, float, Stall]] = []
+    def _check_heartbeats(self, leader: int) -> Stall | None:
+        """The hang with the likeliest cause: a process without ticks comes first, then the longest stall."""
+        stalls: list[tuple[bool, float, Stall]] = []
         for slot, record in enumerate(self.board.read()):
             runs = self._runs[slot].look((record.pid, record.ticks))
             works = self._works[slot].look((record.pid, record.beats))
             who = f"process {slot} (pid {record.pid})" if record.pid else f"process {slot}"
             if self._runs[slot].lasts(self._seconds, lambda: _waits_for_disk(leader)):
                 cause = f"hung: its {who} has shown no sign of life for {runs:.0f} s{_state(record.pid)}"
-                found.append((True, runs, Stall(cause, record.pid)))
+                stalls.append((True, runs, Stall(cause, record.pid)))
             elif self._works[slot].lasts(max(self._seconds, record.seconds), lambda: _waits_for_disk(leader)):
                 doing = f" in {record.doing!r}" if record.doing else ""
                 cause = f"hung: its {who} makes no progress{doing} for {works:.0f} s{_state(record.pid)}"
-                found.append((False, works, Stall(cause, record.pid)))
-        return max(found, key=lambda one: one[:2])[2] if found else None
+                stalls.append((False, works, Stall(cause, record.pid)))
+        return max(stalls, key=lambda stall: stall[:2])[2] if stalls else None
 
     def stacks(self, pid: int) -> dict[int, str]:
-        """Where the role's processes are, by id; `pid` is the first one's.
+        """The stacks of the role's processes, by process id; `pid` is the first process.
 
-        Those of Python that can write them tell their stacks; of the others (Redis, torchrun, a library's) the kernel
-        tells where their threads wait. That is read first: to tell, a stopped process has to be continued.
+        Python processes with our handler write their stacks. For the others (Redis, torchrun, a library's processes),
+        the kernel shows where their threads wait. The kernel's state is read first, since a stopped process must be
+        continued to write its stacks.
         """
         deadline = Deadline("the stacks", STACKS_SECONDS)
-        told = [record.pid for record in self.board.read()] if self._beats else os_processes.descendants(pid)
-        those = list(dict.fromkeys([pid, *_descendants_of(pid, told)]))
-        waits = {each: os_processes.threads_of(each) for each in those}
-        return {each: self._stacks_of(each, deadline) or waits[each] for each in those}
+        candidates = [record.pid for record in self.board.read()] if self._beats else os_processes.descendants(pid)
+        processes = list(dict.fromkeys([pid, *_descendants_of(pid, candidates)]))
+        waits = {process: os_processes.threads_of(process) for process in processes}
+        return {process: self._stacks_of(process, deadline) or waits[process] for process in processes}
 
     def close(self) -> None:
-        """Ask and listen no more."""
+        """Stop the probe and release the heartbeats."""
         self.probe.close()
         self.board.close()
 
     def _stacks_of(self, pid: int, deadline: Deadline) -> str:
-        """One process after the other, so that what they write does not mix; empty for one that cannot write."""
+        """The stacks that one process writes, or empty without our handler. Called for one process at a time."""
         if not os_processes.handles(pid, heartbeat.STACKS):
             return ""
         self.board.drop_stacks()
         with suppress(ProcessLookupError):
             os.kill(pid, heartbeat.STACKS)
-            os.kill(pid, signal.SIGCONT)  # a stopped one writes before it does anything else, and is ended after it
+            os.kill(pid, signal.SIGCONT)  # a stopped process writes first when continued, and is killed afterwards
         before, text = "", ""
         while not deadline.passed and (not text or text != before):
             CLOCK.sleep(0.05)
@@ -213,7 +216,7 @@ class LivenessMonitor:
 
 
 def _descendants_of(leader: int, pids: Iterable[int]) -> list[int]:
-    """Those that are the leader or below it: an id that a process told may be somebody else's by now."""
+    """The pids that are the leader or its descendants: a recorded pid may belong to an unrelated process by now."""
     try:
         below = {child.pid for child in psutil.Process(leader).children(recursive=True)}
     except psutil.NoSuchProcess:
@@ -227,7 +230,7 @@ def _waits_for_disk(leader: int) -> bool:
 
 
 def _state(pid: int) -> str:
-    """What the kernel says of a process, where that explains a silence."""
+    """The kernel's state of a process if it explains a stall, else an empty text."""
     words = {psutil.STATUS_STOPPED: ", it is stopped (SIGSTOP)", psutil.STATUS_DISK_SLEEP: ", it waits for a disk"}
     try:
         return words.get(psutil.Process(pid).status(), "") if pid else ""

@@ -1,8 +1,8 @@
-"""Whether the kernel ended processes for lack of memory, as far as that explains the end of a role.
+"""Detection of out-of-memory kills, as an explanation of a role's exit.
 
-Owns the kernel's count of the processes that it ended so: that of this agent's control group, where the kernel counts
-by group, else that of the node. Either may count processes of others, as jobs may share a group. So the count alone
-proves nothing: it explains a process of ours that was killed, at about the time at which it grew.
+Owns the reading of the kernel's count of out-of-memory kills: the count of this agent's control group if the kernel
+counts per group, else the node's. Both may include processes of other users, as jobs may share a group. So the count
+alone proves nothing: it explains a role's killed process only if it grew at about the same time.
 """
 
 import re
@@ -19,21 +19,21 @@ GROUPS = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 LOOK_SECONDS = 1.0
 WINDOW_SECONDS = 60.0
-"""From the kernel's decision to the end of a role: a process with much memory takes long to end, and torchrun asks the
-other ranks to end before it tells."""
+"""Seconds from the kernel's decision to a role's exit: a process with much memory exits slowly, and torchrun stops the
+other ranks before it reports."""
 _KILLED = re.compile(rf"Signal {signal.SIGKILL.value} \(SIGKILL\) received by PID \d+")
-"""What torchrun says of a rank, and our plugin of a process of vLLM's (`pipeline.inference.vllm.plugin`)."""
+"""The report of torchrun about a rank, and of our plugin about a process of vLLM (`pipeline.inference.vllm.plugin`)."""
 
 
 @dataclass(frozen=True)
 class OomCounter:
-    """A file with a line `oom_kill <count>`, and whose processes it counts."""
+    """A file with a line `oom_kill <count>`, and a description of the counted processes."""
 
     file: Path
     whose: str
 
     def read(self) -> int | None:
-        """The count; None where the kernel has none."""
+        """The count; None if the kernel has no such count."""
         try:
             lines = self.file.read_text().splitlines()
         except OSError:
@@ -43,12 +43,12 @@ class OomCounter:
 
 
 def find_counter() -> OomCounter | None:
-    """The narrowest counter that counts this process; None where the kernel has none."""
+    """The narrowest counter that includes this process; None if the kernel has no counter."""
     return next((counter for counter in _counters() if counter.read() is not None), None)
 
 
 class OomWatch:
-    """The count over the last minute. `look` as often as there is time, then `explains` when a role has ended."""
+    """The counts of the last minute. Call `look` in each loop, and `explains` when a role has exited."""
 
     def __init__(self, clock: Clock = CLOCK) -> None:
         self._counter, self._clock = find_counter(), clock
@@ -57,24 +57,26 @@ class OomWatch:
         self.look()
 
     def look(self) -> None:
-        """Read the count, if that was not done within the last second."""
+        """Read the count, at most once a second."""
         if self._clock.now() >= self._due:
             self._read()
 
     def explains(self, code: int, last_lines: Sequence[str]) -> str:
-        """Words about a role that ended with `code`, if a process of it was killed: who, and whether the kernel ended
-        processes for lack of memory at that time. Empty if none was killed."""
-        told = "" if code == -signal.SIGKILL else next((line for line in last_lines if _KILLED.search(line)), "")
-        if code != -signal.SIGKILL and not told:
+        """An explanation of a role's exit with `code` if SIGKILL ended one of its processes, else an empty text.
+
+        It notes whether the kernel counted out-of-memory kills within the window.
+        """
+        report = "" if code == -signal.SIGKILL else next((line for line in last_lines if _KILLED.search(line)), "")
+        if code != -signal.SIGKILL and not report:
             return ""
         self._read()
         recent = self._seen[-1][1] - self._seen[0][1] if self._seen else 0
         whose = self._counter.whose if self._counter else ""
-        who = ", after one of its processes was killed by SIGKILL" if told else ""
+        who = ", after one of its processes was killed by SIGKILL" if report else ""
         return f"{who}, as the kernel ended {recent} of {whose} for lack of memory" if recent > 0 else who
 
     def _read(self) -> None:
-        """Keep the counts of the window, and the last one before it."""
+        """Read the count, and drop counts older than the window, except for the last one before it."""
         now, count = self._clock.now(), self._counter.read() if self._counter else None
         self._due = now + LOOK_SECONDS
         if count is not None:
@@ -84,7 +86,7 @@ class OomWatch:
 
 
 def _counters() -> Iterator[OomCounter]:
-    """From the narrowest to the widest: the groups of this process and those above them, then the node."""
+    """Possible counters, narrowest first: the groups of this process, their parents, then the node."""
     group, node = "the processes of its control group", "the processes of this node"
     for mount, path, name in _groups():
         for folder in (path, *path.parents):
@@ -93,7 +95,7 @@ def _counters() -> Iterator[OomCounter]:
 
 
 def _groups() -> Iterator[tuple[Path, PurePosixPath, str]]:
-    """Where the kernel may count: the mount of each hierarchy, this process's group in it, and the file there."""
+    """The mount, this process's group and the counter's file name in each control-group hierarchy with memory."""
     try:
         lines = GROUPS.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""What the kernel tells of a process, whosever program it is.
+"""The kernel's state of a process of any program.
 
-Owns reading /proc: whether a process is stopped, what is below it, and where its threads wait. Promises that a process
-which is gone, or whose files this user may not read, raises nothing. Must not know roles.
+Owns reading /proc: whether a process is stopped, its descendants, and where its threads wait. Promises that an exited
+process, or one whose files this user may not read, raises no error. Must not know roles.
 """
 
 import signal
@@ -22,45 +22,47 @@ _MAX_THREADS = 256
 
 
 def parent_of(pid: int) -> int:
-    """The id of its parent; 0 if it is gone."""
+    """The id of the process's parent; 0 if the process has exited."""
     fields = _fields(PROC / str(pid) / "stat")
     return int(fields[1]) if fields else 0
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether it was stopped by a signal, and does nothing until it is continued."""
+    """Whether a signal stopped the process, which then does nothing until it is continued."""
     return _fields(PROC / str(pid) / "stat")[:1] == ["T"]
 
 
 def states_of(pid: int) -> set[str]:
-    """The letters by which the kernel calls the states of its threads; empty if it is gone."""
+    """The kernel's state letters of the process's threads; empty if the process has exited."""
     return {fields[0] for task in _tasks(pid) if (fields := _fields(task / "stat"))}
 
 
 def name_of(pid: int) -> str:
-    """The kernel's name of its program; empty if it is gone."""
+    """The kernel's name of the process's program; empty if the process has exited."""
     return _text(PROC / str(pid) / "comm")
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that it and its descendants have started, and that are still there."""
-    found: list[int] = []
+    """The ids of the process's running descendants, depth first."""
+    below: list[int] = []
     for task in _tasks(pid):
         for child in map(int, _text(task / "children").split()):
-            found += [child, *descendants(child)]
-    return found
+            below += [child, *descendants(child)]
+    return below
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
-    """Whether it has a handler for a signal."""
+    """Whether the process has a handler for a signal."""
     lines = (line.partition(":") for line in _text(PROC / str(pid) / "status").splitlines())
     caught = next((int(mask, 16) for name, _, mask in lines if name == "SigCgt"), 0)
     return bool(caught >> (number - 1) & 1)
 
 
 def threads_of(pid: int) -> str:
-    """Where its threads are: state, the function of the kernel that each waits in, and its stack there, which only a
-    privileged user may read. One line for those that are alike."""
+    """The process's threads: state, kernel function in which each waits, and kernel stack if this user may read it.
+
+    Equal threads share one line.
+    """
     seen = Counter(_where(task) for task in _tasks(pid)[:_MAX_THREADS])
     lines = [f"  {count} × {where}" if count > 1 else f"  {where}" for where, count in seen.items()]
     return "\n".join((f"{name_of(pid) or 'a process that is gone'} (pid {pid})", *lines)) + "\n"
@@ -82,7 +84,7 @@ def _tasks(pid: int) -> list[Path]:
 
 
 def _fields(stat: Path) -> list[str]:
-    """What follows the program's name, which may itself have blanks: state, parent, …"""
+    """The fields after the program's name, which may contain blanks: state, parent, …"""
     return _text(stat).rpartition(")")[2].split()
 
 

@@ -1,8 +1,8 @@
-"""Is this node fit to work?
+"""A rank's check of its node before the rendezvous.
 
-Owns what a rank finds out about its own node before it publishes its card: its identity, GPUs, memory, and what is
-wrong. Promises sentences, not exceptions: a node with problems still publishes its card, so that the leader can choose
-a spare and name the reason. Reads no environment variable; the caller passes in what the scheduler said.
+Owns the content of a node record that the rank reads from its node: identity, GPUs, memory, and problems. Promises
+sentences, not exceptions: a node with problems still publishes its record, so that the leader can choose a spare node
+and name the reason. Reads no environment variable; the caller passes the scheduler's values.
 """
 
 import os
@@ -21,11 +21,11 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 BUSY_FRACTION = 0.1
-"""Share of a GPU's memory above which another process counts as its holder."""
+"""Fraction of a GPU's memory above which the GPU counts as held by another process."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU of this node; memory in bytes, 0 where it is not known, as `uuid` and `name` are then empty."""
+    """A GPU of this node; memory in bytes. If unknown, memory is 0 and `uuid` and `name` are empty."""
 
     index: int
     uuid: str = ""
@@ -35,7 +35,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held(self) -> str:
-        """A sentence about who holds its memory; empty if nobody does, or nobody can tell."""
+        """A sentence if another process holds the GPU's memory; empty if none does, or if that is unknown."""
         return f"another process holds {self.used / GIB:.1f} GiB of GPU {self.index}" if self._is_busy else ""
 
     @property
@@ -44,12 +44,12 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRequirements(msgspec.Struct, frozen=True, kw_only=True):
-    """The least that a node must have.
+    """The minimum that a node must have.
 
     Attributes:
         disk, memory: free bytes.
-        free_gpus: whether the run uses GPUs, so that GPUs held by others are a problem. How many a rank needs is known
-            only once it has a role: `pipeline.topology.assignment` counts them.
+        free_gpus: whether the run uses GPUs, so that GPUs held by other processes are a problem. The number that a rank
+            needs depends on its roles: `pipeline.topology.assignment` counts them.
     """
 
     disk: int = 1 * GIB
@@ -58,25 +58,25 @@ class NodeRequirements(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def preflight(folder: Path, gpus: Sequence[Gpu], needs: NodeRequirements) -> tuple[str, ...]:
-    """What makes this node unfit, one sentence each; empty if nothing does. `folder` is the run directory."""
+    """The problems of this node, one sentence each; empty for a fit node. `folder` is the run directory."""
     return (*_disk_problems(folder, needs), *_memory_problems(needs), *_gpu_problems(gpus, needs))
 
 
 def find_gpus(visible: str | None) -> tuple[Gpu, ...]:
     """The GPUs that this job may use, by index.
 
-    `visible` is CUDA_VISIBLE_DEVICES as the scheduler or the user set it (indices or UUIDs), None if nobody did.
-    Without a working nvidia-smi its indices are believed.
+    `visible` is CUDA_VISIBLE_DEVICES as the scheduler or the user set it (indices or UUIDs); None if it is not set.
+    Without a working nvidia-smi, its indices are returned unchecked.
     """
     listed = None if visible is None else _words(visible)
-    found = [_parse_gpu(line) for line in _nvidia_smi().splitlines() if line.count(",") >= 4]
-    if found:
-        return tuple(gpu for gpu in found if listed is None or _is_listed(gpu, listed))
+    gpus = [_parse_gpu(line) for line in _nvidia_smi().splitlines() if line.count(",") >= 4]
+    if gpus:
+        return tuple(gpu for gpu in gpus if listed is None or _is_listed(gpu, listed))
     return tuple(Gpu(index=int(word)) for word in listed or () if word.isdecimal())
 
 
 def parts_of_gpus(visible: str | None) -> str:
-    """A sentence if CUDA_VISIBLE_DEVICES names parts of GPUs (MIG), which `find_gpus` passes over; else empty."""
+    """A sentence if CUDA_VISIBLE_DEVICES names parts of GPUs (MIG), which `find_gpus` skips; else empty."""
     parts = [word for word in _words(visible or "") if word.startswith("MIG-")]
     return f"CUDA_VISIBLE_DEVICES names parts of GPUs ({', '.join(parts)}); a role needs whole ones" if parts else ""
 
@@ -94,7 +94,7 @@ def free_memory() -> int:
 
 
 def node_id() -> str:
-    """Identity of this node as a network sees it: the boot of the machine, and the network that processes are in."""
+    """The identity of this node on a network: the boot id of the machine, and the network namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/net').readlink()}"
 
 
@@ -119,7 +119,7 @@ def _gpu_problems(gpus: Sequence[Gpu], needs: NodeRequirements) -> list[str]:
 
 
 def _nvidia_smi() -> str:
-    """One line a GPU, `index, uuid, name, used MiB, total MiB`; empty where there is no working nvidia-smi."""
+    """One line per GPU, `index, uuid, name, used MiB, total MiB`; empty without a working nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)

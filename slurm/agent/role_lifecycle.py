@@ -1,7 +1,7 @@
-"""The life of one role on one rank, and how a run comes down.
+"""The states of one role on one rank, and the shutdown order of a run.
 
-Owns the states of a role as a table of transitions with one choke point, and the order in which roles end. Pure: no
-process, file or clock.
+Owns the states of a role as a table of transitions, which only `advance` applies, and the order in which roles stop.
+Pure: no process, file or clock.
 """
 
 from typing import Literal
@@ -11,35 +11,36 @@ from pipeline.topology.plan import Placement, RoleName, World
 
 State = Literal["waiting", "starting", "ready", "restarting", "stopping", "stopped", "failed"]
 RoleEvent = Literal[
-    "start", "became_ready", "finished", "asked_to_stop", "ended", "died", "overslept", "hung", "replaced"
+    "start", "became_ready", "finished", "stop_requested", "ended", "crashed", "startup_timeout", "hung", "replaced"
 ]
 
 TRANSITIONS: dict[tuple[State, RoleEvent], State] = {
     ("waiting", "start"): "starting",
-    ("waiting", "asked_to_stop"): "stopped",
+    ("waiting", "stop_requested"): "stopped",
     ("starting", "became_ready"): "ready",
-    ("starting", "asked_to_stop"): "stopping",
+    ("starting", "stop_requested"): "stopping",
     ("starting", "finished"): "stopped",
-    ("starting", "died"): "failed",
-    ("starting", "overslept"): "failed",
-    ("ready", "asked_to_stop"): "stopping",
+    ("starting", "crashed"): "failed",
+    ("starting", "startup_timeout"): "failed",
+    ("ready", "stop_requested"): "stopping",
     ("ready", "finished"): "stopped",
-    ("ready", "died"): "failed",
+    ("ready", "crashed"): "failed",
     ("ready", "hung"): "failed",
     ("ready", "replaced"): "restarting",
     ("starting", "replaced"): "restarting",
     ("restarting", "start"): "starting",
-    ("restarting", "died"): "failed",
-    ("restarting", "asked_to_stop"): "stopped",
+    ("restarting", "crashed"): "failed",
+    ("restarting", "stop_requested"): "stopped",
     ("stopping", "ended"): "stopped",
 }
-"""What may happen to a role in each state. A role that ends while it is `stopping` was told to, whatever its exit code;
-one that ends before has `finished` if the end of the attempt was told and its exit code is 0, and `died` otherwise, or
-is `replaced`, if it is one that others can do without for a while: then it is `restarting` until its new process is
-started."""
+"""The events that each state accepts, and the next state.
+
+A role that exits in the state `stopping` has `ended`, with any exit code. A role that exits earlier has `finished` if
+the attempt's end was published and the exit code is 0. Otherwise it has `crashed`, or is `replaced` if it is in
+`REPLACEABLE`: it is then `restarting` until its new process starts."""
 
 REPLACEABLE: frozenset[RoleName] = frozenset({"inference"})
-"""Roles whose process another can take the place of within an attempt: nothing is lost with a server but time."""
+"""Roles whose process can be replaced within an attempt: a server's crash costs only time."""
 
 SHUTDOWN_ORDER: tuple[frozenset[RoleName], ...] = (
     frozenset({"actor", "preprocessor"}),
@@ -47,17 +48,17 @@ SHUTDOWN_ORDER: tuple[frozenset[RoleName], ...] = (
     frozenset({"inference"}),
     frozenset({"redis"}),
 )
-"""Order in which a run comes down: nobody loses what it still talks to."""
+"""The stages of a shutdown, so that no role loses a service that it still uses."""
 
 _STAGES = {role: stage for stage, roles in enumerate(SHUTDOWN_ORDER) for role in roles}
 
 
-def advance(role: str, state: State, happening: RoleEvent) -> State:
-    """The state after `happening`; `InvalidTransitionError` if the table does not have it."""
+def advance(role: str, state: State, event: RoleEvent) -> State:
+    """The state after `event`; `InvalidTransitionError` if the table does not have the transition."""
     try:
-        return TRANSITIONS[state, happening]
+        return TRANSITIONS[state, event]
     except KeyError:
-        raise InvalidTransitionError(role, state, happening) from None
+        raise InvalidTransitionError(role, state, event) from None
 
 
 def shutdown_stage(role: RoleName) -> int:
@@ -66,9 +67,9 @@ def shutdown_stage(role: RoleName) -> int:
 
 
 def must_wait_for(placement: Placement, world: World, *, failed: bool = False) -> tuple[Placement, ...]:
-    """Those that have to be down, on any rank, before this one is asked to stop.
+    """The placements, on any rank, that must be down before this one is asked to stop.
 
-    In an attempt that failed nobody generates for anybody any more; only Redis waits, for the trainer may commit still.
+    In a failed attempt only Redis waits, since the trainer may still save a checkpoint; no role needs samples any more.
     """
     if failed and placement.role != "redis":
         return ()

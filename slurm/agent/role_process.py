@@ -1,7 +1,7 @@
-"""One role of a rank, as its supervisor sees it: its state, its process, and its deadlines.
+"""One role of a rank: its state, its process, and its deadlines.
 
-Owns these facts, and how the process is ended. Which state may follow another is in `lifecycle`; what is done about it
-is in `supervisor`.
+Owns these values, and how the process is killed. `role_lifecycle` owns the transitions between states, and `supervisor`
+the actions.
 """
 
 from collections.abc import Iterator
@@ -18,27 +18,27 @@ from slurm.agent.liveness import LivenessMonitor
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before the first restart of a server, and before any later one."""
 _KILL_SECONDS = 2.0
-"""How long the loop waits for the kernel to end a role; one that takes longer is checked again at the end."""
+"""Seconds that the loop waits for a killed process to exit. A slower exit is checked again at the end."""
 FROZEN = "; the kernel keeps it, as if it waited for a device or a file system that is gone"
 
 
 @dataclass
 class SupervisedRole:
-    """One role of this rank and where it is in its life."""
+    """One role of this rank with its state and process."""
 
     context: RoleContext
     launch: RoleCommand
-    vitals: LivenessMonitor
+    monitor: LivenessMonitor
     state: role_lifecycle.State = "waiting"
     child: subprocesses.Child | None = None
     deadline: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
     reason: Deadline | None = None
-    """Until when it may show why the role, which has ended with exit code 0, did so."""
+    """Deadline for the published reason of a role that exited with code 0."""
     replaced: int = 0
-    """How often its process was replaced."""
+    """Number of replacements of its process."""
     pauses: Iterator[float] = field(default_factory=lambda: exponential_pauses(FIRST_PAUSE, LONGEST_PAUSE))
     pause: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
-    """Until when it is not started again."""
+    """The pause before the next restart."""
 
     @property
     def name(self) -> str:
@@ -53,13 +53,13 @@ class SupervisedRole:
         return self.state in ("stopped", "failed")
 
     def taken_ports(self) -> str:
-        """Words about who listens on the ports of a role that ended before it was ready: it could not."""
+        """Names the listeners on the ports of a role that exited before it was ready; empty if the ports were free."""
         ports = self.context.placement.ports if self.state == "starting" else ()
         listeners = {port: listening_process(port) for port in ports}
         return "".join(f"; its port {port} is taken by {who}" for port, who in listeners.items() if who != NO_LISTENER)
 
     def kill(self, seconds: float = _KILL_SECONDS) -> str:
-        """End it; words about it if the kernel has not let it go within `seconds`."""
+        """Kill the process group. Returns a note if the process has not exited within `seconds`, else an empty text."""
         if self.child is None:
             return ""
         self.child.kill(seconds)

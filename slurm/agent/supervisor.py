@@ -1,12 +1,12 @@
-"""Runs the roles of one rank, from the world to a clean end.
+"""Supervision of one rank's roles, from the assignment to a clean end.
 
-Owns starting, watching and stopping this rank's roles. Promises that the loop waits for no role's answer; that a server
-which fails after it was ready is started again, up to `inference.restarts` times, once nothing is left of its group and
-after a pause that grows; that the first other failure on any rank stops every role of every rank, a trainer that is
-ready after it had time to commit (`cluster.grace_seconds`; as long as it needs where a launcher waits for it); that an
-orderly end comes down in the order of `role_lifecycle.SHUTDOWN_ORDER`; that when `run` returns nothing it started is
-alive, but for what the kernel itself cannot end; that what other ranks tell may be seen `lateness` later and changes no
-end; and that a disk which fails for a while is tolerated (`pipeline.utils.fs_retry`). Must not know what a role does.
+Owns starting, monitoring and stopping this rank's roles. Promises that the loop never blocks on a role. A server that
+fails after it was ready is restarted, up to `inference.restarts` times, once its process group has exited and after a
+backoff. The first other failure on any rank stops every role of every rank; a ready trainer first gets
+`cluster.grace_seconds` to save a checkpoint, or unlimited time if a launcher waits for it. An orderly shutdown follows
+`role_lifecycle.SHUTDOWN_ORDER`. When `run` returns, no process that it started is alive, except those that the kernel
+cannot end. Events of other ranks may be visible `lateness` later without changing the end, and a temporary failure of
+the disk is tolerated (`pipeline.utils.fs_retry`). Must not know the work of a role.
 
     end = Supervisor(contexts, f"agent.{rank}", paths, config.cluster).run()
 """
@@ -52,23 +52,23 @@ ENDINGS: tuple[tuple[EventName, End], ...] = (
     ("training_finished", "finished"),
     ("draining", "preempted"),
 )
-"""Which event means which end, the strongest first; but nothing that is told after `training_finished` counts."""
+"""The end that each event means, strongest first. Events after `training_finished` do not count."""
 
 POLL_SECONDS = 0.1
 _MIN_TIME_TO_STOP = 0.5
 _MAX_LINES = 200
-"""Most lines of stacks in `first_failure.json`; the role's log has all of them."""
+"""Most lines of stacks in `first_failure.json`; the role's log has all lines."""
 
 
 @dataclass
 class StopRequest:
-    """A note that a signal handler leaves: why the attempt should drain; empty if nobody asked."""
+    """The reason why the attempt should drain, as a signal handler sets it; empty without a request."""
 
     reason: str = ""
 
 
 class Supervisor:
-    """The roles of one rank. Single-threaded: a signal only leaves a note, the loop does the rest."""
+    """The roles of one rank. Single-threaded: a signal handler only sets the `StopRequest`, on which the loop acts."""
 
     def __init__(
         self,
@@ -83,163 +83,159 @@ class Supervisor:
         attempt: SharedDir | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`contexts` are this rank's roles in the order to start them; `name` is the agent's own.
+        """`contexts` are this rank's roles in the order of their start; `name` is the agent's name in events.
 
-        `ranks` is how many look at the disk like this one; `attempt` is the directory at `paths.root`; `variables` are
-        those that every role gets.
+        `ranks` agents poll the shared disk, which sets the poll interval; `attempt` is the directory at `paths.root`;
+        `variables` are environment variables for every role.
         """
         self._variables = dict(variables or {})
         self._name, self._paths, self._cluster = name, paths, cluster
         self._notice, self._clock = notice, clock
         self._attempt = attempt or FileSharedDir(paths.root)
         self._events = Events(paths, self._attempt)
-        self._listener = EventPoller(self._events, ranks, clock)
+        self._poller = EventPoller(self._events, ranks, clock)
         self._marks = ExitMarkers(self._attempt, poll_interval(ranks), clock)
-        self._outbox, self._said = DeferredWrites(), list[EventName]()
-        self._roles = [self._supervised(context) for context in contexts]
-        self._shortage = OomWatch(clock)
+        self._outbox, self._published = DeferredWrites(), list[EventName]()
+        self._roles = [self._make_role(context) for context in contexts]
+        self._oom_watch = OomWatch(clock)
         self._end: End | None = None
         self._ending_since = 0.0
         self._patient = False
 
-    def _supervised(self, context: RoleContext) -> SupervisedRole:
+    def _make_role(self, context: RoleContext) -> SupervisedRole:
         launch = role_command(context)
-        return SupervisedRole(context, launch, self._vitals(context.placement.name, launch))
+        return SupervisedRole(context, launch, self._monitor(context.placement.name, launch))
 
-    def _vitals(self, name: str, launch: RoleCommand) -> LivenessMonitor:
+    def _monitor(self, name: str, launch: RoleCommand) -> LivenessMonitor:
         return LivenessMonitor(name, launch, self._cluster.heartbeat_seconds, self._clock)
 
     def run(self) -> End:
-        """Start all roles and return how the attempt ended on this rank, when everything here is down."""
+        """Start all roles. Returns how the attempt ended, once every role of this rank is down."""
         try:
             for role in self._roles:
                 self._start(role)
             while not (self._end and all(role.down for role in self._roles)):
                 self._step()
                 self._clock.sleep(POLL_SECONDS)
-            self._listen(at_once=True)
+            self._poll_events(at_once=True)
             self._flush_events()
         finally:
             for role in self._roles:
                 role.kill(0.0)
             for role in self._roles:
                 role.kill(subprocesses.KILL_SECONDS)
-                role.vitals.close()
+                role.monitor.close()
         return self._end
 
     def _step(self) -> None:
         self._outbox.flush()
-        self._listen()
-        self._shortage.look()
+        self._poll_events()
+        self._oom_watch.look()
         for role in self._roles:
             if not role.down:
                 self._watch(role)
         if self._end is not None:
             self._stop_next_stage()
 
-    def _listen(self, at_once: bool = False) -> None:
-        """Learn how the attempt ends; a failure overrides an orderly end until the roles are down."""
-        heard = self._listener.poll(at_once)
-        self._apply_timeouts(heard)
-        if reason := self._listener.outage or ("" if "draining" in heard else self._notice.reason):
-            self._say("draining", reason)
-        end = shutdown_reason([*heard, *(event for event in self._said if event not in heard)])
+    def _poll_events(self, at_once: bool = False) -> None:
+        """Update the attempt's end from its events; a failure overrides an orderly end until the roles are down."""
+        events = self._poller.poll(at_once)
+        self._apply_timeouts(events)
+        if reason := self._poller.outage or ("" if "draining" in events else self._notice.reason):
+            self._publish("draining", reason)
+        end = shutdown_reason([*events, *(event for event in self._published if event not in events)])
         if end is None or end == self._end:
             return
-        if (self._end, end) != ("preempted", "failed"):  # else the trainer commits already
+        if (self._end, end) != ("preempted", "failed"):  # else the trainer is already saving, and its grace has begun
             self._ending_since = self._clock.now()
         self._end = end
 
-    def _apply_timeouts(self, heard: Mapping[EventName, Event]) -> None:
-        """The trainer takes as long as it needs while the launcher waits for it: until this agent is told to end too,
-        or something else ends the attempt. Then the grace begins."""
-        draining = heard.get("draining")
-        asked = draining is not None and draining.patient and not self._notice.reason
-        patient = asked and "failed" not in (*heard, *self._said)
+    def _apply_timeouts(self, events: Mapping[EventName, Event]) -> None:
+        """Start the grace period when a patient shutdown (no time limit, the launcher waits for the trainer) becomes an
+        ordinary one: when this agent gets a stop request too, or a failure ends the attempt."""
+        draining = events.get("draining")
+        requested = draining is not None and draining.patient and not self._notice.reason
+        patient = requested and "failed" not in (*events, *self._published)
         if self._patient and not patient:
             self._ending_since = self._clock.now()
         self._patient = patient
 
-    def _say(self, event: EventName, detail: str, by: str = "") -> None:
-        """Tell an event, once; here it counts from now on, whenever the disk takes it."""
-        if event not in self._said:
-            self._said.append(event)
+    def _publish(self, event: EventName, detail: str, by: str = "") -> None:
+        """Publish an event once. It counts on this rank at once, even while the disk fails."""
+        if event not in self._published:
+            self._published.append(event)
             self._outbox.submit(lambda: self._events.publish(event, by or self._name, detail))
 
     def _flush_events(self) -> None:
         try:
-            wait_for("the disk to take what was said", self._outbox.flush, FINAL_WRITE_TIMEOUT, clock=self._clock)
+            wait_for("the disk to take the events", self._outbox.flush, FINAL_WRITE_TIMEOUT, clock=self._clock)
         except DeadlineError as late:
             print(late, flush=True)
 
     def _start(self, role: SupervisedRole, patience: float = FINAL_WRITE_TIMEOUT) -> None:
-        """Start its process; a disk that takes no log is borne for `patience` seconds, in which the loop stands."""
+        """Start the role's process. The loop blocks up to `patience` seconds while the log cannot be created."""
         argv, log = role.launch.argv, self._log(role)
-        hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # others' are not for the taking
-        variables = child_environment({**self._variables, **role.launch.env, **role.vitals.board.environment, **hidden})
+        hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # no access to GPUs of other roles
+        heartbeat = role.monitor.board.environment
+        variables = child_environment({**self._variables, **role.launch.env, **heartbeat, **hidden})
         role.child = retry_transient("the log", lambda: subprocesses.Child(argv, log, variables), patience, self._clock)
         role.deadline = Deadline(f"{role.name} to become ready", self._time_to_start(role), self._clock)
         self._advance(role, "start")
-        role.vitals.probe.start()
+        role.monitor.probe.start()
 
     def _time_to_start(self, role: SupervisedRole) -> float:
-        """Another node, which tells that the role is ready, may see the world late, and its word be seen late here."""
+        """Seconds until the role must be ready. If another node reports that, both directions may be visible late."""
         late = 2 * self._cluster.lateness if role.launch.reports_state else 0.0
         return self._cluster.startup_seconds + late
 
     def _watch(self, role: SupervisedRole) -> None:
         code = role.child.poll() if role.child and role.state != "restarting" else None
         if code is not None:
-            self._ended(role, code)
+            self._exited(role, code)
             return
         match role.state:
             case "restarting" if self._end is None and role.pause.passed:
                 self._restart(role)
-            case "starting" if role.vitals.probe.success_count:
+            case "starting" if role.monitor.probe.success_count:
                 self._advance(role, "became_ready")
             case "starting" if role.deadline.passed:
-                self._failed(
-                    role,
-                    "overslept",
-                    self._failure_record(role, str(role.deadline.error(role.vitals.probe.last_error))),
-                )
+                late = str(role.deadline.error(role.monitor.probe.last_error))
+                self._failed(role, "startup_timeout", self._failure_record(role, late))
             case "stopping" if role.deadline.passed:
                 self._kill(role)
-            case "ready" if self._is_watched(role) and (hang := role.vitals.watch(role.pid)):
+            case "ready" if self._is_monitored(role) and (hang := role.monitor.watch(role.pid)):
                 self._hung(role, hang)
 
-    def _is_watched(self, role: SupervisedRole) -> bool:
-        """Whether a hang of the role is looked for: it has a deadline in an attempt that comes down, unless that waits
-        for the trainer."""
+    def _is_monitored(self, role: SupervisedRole) -> bool:
+        """Whether the watchdog applies. During a shutdown a role has a deadline instead, except a patient trainer."""
         return self._end is None or (self._patient and role.context.placement.role == "trainer")
 
     def _hung(self, role: SupervisedRole, hang: Stall) -> None:
-        """Have all its processes tell where they are, those that hang and those that wait for them, then end it."""
-        stacks = role.vitals.stacks(role.pid)
+        """Log the stacks of all processes of the role, since the cause may be in any of them, then fail the role."""
+        stacks = role.monitor.stacks(role.pid)
         failure = self._failure_record(role, hang.cause, stacks=stacks.get(hang.pid, "").splitlines()[:_MAX_LINES])
-        told = [f"\nStacks of process {pid}, as its role was taken for hung:\n{text}" for pid, text in stacks.items()]
+        texts = [f"\nStacks of process {pid}, whose role hangs:\n{text}" for pid, text in stacks.items()]
         with suppress(OSError):
-            _append(self._log(role), "".join(told).encode())
+            _append(self._log(role), "".join(texts).encode())
         self._failed(role, "hung", failure)
 
-    def _ended(self, role: SupervisedRole, code: int) -> None:
-        self._listen(at_once=role.reason is None)
+    def _exited(self, role: SupervisedRole, code: int) -> None:
+        self._poll_events(at_once=role.reason is None)
         if role.state == "stopping":
             self._advance(role, "ended", subprocesses.describe_exit(code))
         elif self._end is not None and code == 0:
             self._advance(role, "finished")
         elif code != 0 or not self._may_learn_cause(role):
-            self._failed(role, "died", self._failure_record(role, self._cause(role, code), code))
+            self._failed(role, "crashed", self._failure_record(role, self._cause(role, code), code))
 
     def _cause(self, role: SupervisedRole, code: int) -> str:
-        """Why a role ended, as far as anybody told. When one of its processes is killed, torchrun exits with 1 and vLLM
-        with 0."""
-        explained = self._shortage.explains(code, _last_lines(self._log(role)))
+        """The cause of a role's exit: its code, an out-of-memory kill, its own report, and listeners on its ports. The
+        code alone hides a killed process: torchrun then exits with 1, and vLLM with 0."""
+        explained = self._oom_watch.explains(code, _last_lines(self._log(role)))
         return f"{subprocesses.describe_exit(code)}{explained}{_own_failure(role)}{role.taken_ports()}"
 
     def _may_learn_cause(self, role: SupervisedRole) -> bool:
-        """Whether the reason of a role that ended well may be on its way: the trainer tells it on one rank alone, and
-        ends on all."""
+        """Whether the event behind an exit with code 0 may still appear: one rank of the trainer publishes it."""
         if role.reason is None:
             role.reason = Deadline(f"the reason why {role.name} ended", self._cluster.lateness, self._clock)
         return not role.reason.passed
@@ -261,10 +257,10 @@ class Supervisor:
     def _log(self, role: SupervisedRole) -> Path:
         return self._paths.log(role.context.placement.role, role.context.placement.index)
 
-    def _failed(self, role: SupervisedRole, happening: role_lifecycle.RoleEvent, failure: FirstFailure) -> None:
-        """Record the first failure of the attempt, and end what is left of the role; a server gets a new process.
+    def _failed(self, role: SupervisedRole, event: role_lifecycle.RoleEvent, failure: FirstFailure) -> None:
+        """Kill the role's processes, and replace a server or record the attempt's first failure.
 
-        While an attempt comes down, only the failure of a trainer that was ready still counts: it was to commit.
+        During a shutdown only the failure of a ready trainer counts, since it had to save a checkpoint.
         """
         stuck = role.kill()
         if not stuck and self._may_replace(role):
@@ -272,30 +268,30 @@ class Supervisor:
             return
         trains = role.context.placement.role == "trainer" and role.state == "ready"
         if self._end is None or (self._end == "preempted" and trains):
-            print(failure.one_line(), flush=True)  # the disk may take nothing
+            print(failure.one_line(), flush=True)  # the disk may refuse the record
             self._outbox.submit(lambda: self._attempt.create(FIRST_FAILURE, failure))
-            self._say("failed", failure.one_line(), role.name)
-        self._advance(role, happening, failure.cause + stuck)
+            self._publish("failed", failure.one_line(), role.name)
+        self._advance(role, event, failure.cause + stuck)
 
     def _may_replace(self, role: SupervisedRole) -> bool:
-        """Whether a new process may do better: one that never was ready would fail again."""
+        """Whether the role may be replaced. A role that never was ready would fail again."""
         once_ready = role.state == "ready" or (role.state == "starting" and role.replaced > 0)
         left = role.replaced < role.context.config.inference.restarts
         return self._end is None and once_ready and left and role.context.placement.role in role_lifecycle.REPLACEABLE
 
     def _replace(self, role: SupervisedRole, cause: str) -> None:
         role.replaced += 1
-        told = f"{cause}; started again, {role.replaced} of inference.restarts={role.context.config.inference.restarts}"
-        print(f"{role.name}: {told}", flush=True)
-        role.vitals.close()
-        role.vitals, role.reason = self._vitals(role.name, role.launch), None
+        detail = f"{cause}; restarted, {role.replaced} of inference.restarts={role.context.config.inference.restarts}"
+        print(f"{role.name}: {detail}", flush=True)
+        role.monitor.close()
+        role.monitor, role.reason = self._monitor(role.name, role.launch), None
         role.pause = Deadline("its pause", next(role.pauses), self._clock)
-        role.deadline = Deadline(f"{role.name} to be started again", FS_OUTAGE_TIMEOUT, self._clock)
-        self._advance(role, "replaced", told)
+        role.deadline = Deadline(f"{role.name} to be restarted", FS_OUTAGE_TIMEOUT, self._clock)
+        self._advance(role, "replaced", detail)
 
     def _restart(self, role: SupervisedRole) -> None:
-        """Start its new process, unless the disk takes no log, or the kernel still ends one of the processes before: it
-        may hold the memory of their GPUs. Then again at the next step, until its deadline."""
+        """Start the role's new process, or try again at the next step, until its deadline. It cannot start while the
+        disk refuses its log, or while a process of the old group is exiting and may hold GPU memory."""
         missing = f"the end of its processes{FROZEN}"
         if role.child is None or role.child.group_is_gone():
             try:
@@ -307,13 +303,13 @@ class Supervisor:
             else:
                 return
         if role.deadline.passed:
-            self._failed(role, "died", self._failure_record(role, str(role.deadline.error(missing))))
+            self._failed(role, "crashed", self._failure_record(role, str(role.deadline.error(missing))))
 
     def _stop_next_stage(self) -> None:
-        """Ask those roles to stop whose turn has come."""
+        """Request the stop of each role whose predecessors in `SHUTDOWN_ORDER` are down or timed out."""
         for role in self._roles:
             if role.state in ("waiting", "starting", "ready", "restarting") and self._may_stop(role):
-                self._advance(role, "asked_to_stop")
+                self._advance(role, "stop_requested")
                 role.deadline = Deadline(f"{role.name} to stop", self._time_to_stop(), self._clock)
                 if role.child is not None:
                     role.child.terminate()
@@ -323,7 +319,7 @@ class Supervisor:
         if self._shutdown_seconds() > self._patience(role_lifecycle.shutdown_stage(placement.role)):
             return True
         if placement.role == "trainer":
-            # Once it is ready it commits and ends by itself; and that it is, one rank knows before the others.
+            # A ready trainer saves and exits by itself. The first rank knows that it is ready before the others do.
             first = role.context.world.of_role("trainer")[0]
             return role.state == "starting" and (placement == first or self._marks.is_down(first))
         before = role_lifecycle.must_wait_for(placement, role.context.world, failed=self._end == "failed")
@@ -333,9 +329,9 @@ class Supervisor:
         return self._clock.now() - self._ending_since
 
     def _patience(self, stage: int) -> float:
-        """Seconds after which a role is asked to stop although others, before it in the descent, are still up.
+        """Seconds after which a role of this stage is asked to stop although earlier stages are still up.
 
-        In a run that finished there is time: what others still talk to stays until they must have heard of the end.
+        In a finished run, servers and Redis stay until the end is visible to all roles that use them.
         """
         stop = self._cluster.stop_seconds
         grace = math.inf if self._patient else self._cluster.grace_seconds
@@ -344,7 +340,7 @@ class Supervisor:
         return trainer + (stage - 1) * stop / 2 + late if stage else 0.0
 
     def _time_to_stop(self) -> float:
-        """Seconds between asking a role to stop and ending it: less for those whose turn came late."""
+        """Seconds between a role's stop request and its kill: fewer for a role whose stage began late."""
         stop = self._cluster.stop_seconds
         last_call = self._patience(len(role_lifecycle.SHUTDOWN_ORDER) - 1) + stop / 2
         return max(_MIN_TIME_TO_STOP, min(stop, last_call - self._shutdown_seconds()))
@@ -352,18 +348,18 @@ class Supervisor:
     def _kill(self, role: SupervisedRole) -> None:
         self._advance(role, "ended", f"killed after {role.deadline.seconds:g} s{role.kill()}")
 
-    def _advance(self, role: SupervisedRole, happening: role_lifecycle.RoleEvent, detail: str = "") -> None:
-        role.state = role_lifecycle.advance(role.name, role.state, happening)
+    def _advance(self, role: SupervisedRole, event: role_lifecycle.RoleEvent, detail: str = "") -> None:
+        role.state = role_lifecycle.advance(role.name, role.state, event)
         rank = role.context.placement.rank
         line = {"time": time.time(), "role": role.name, "rank": rank, "state": role.state, "detail": detail}
-        with suppress(OSError):  # it is for people: nothing waits for it
+        with suppress(OSError):  # the timeline is for people only
             _append(self._paths.timeline_of(rank), msgspec.json.encode(line) + b"\n")
         if role.down:
             self._outbox.submit(lambda: self._attempt.replace(down_mark(role.name), role.state))
 
 
 def _own_failure(role: SupervisedRole) -> str:
-    """What the role itself said of its failure, if it could."""
+    """The failure that the role itself reported; empty if it did not."""
     status = role.context.status()
     return f": {status.detail}" if status is not None and status.state == "failed" else ""
 
@@ -381,20 +377,19 @@ def _append(path: Path, line: bytes) -> None:
         file.write(line)
 
 
-def shutdown_reason(told: Sequence[EventName]) -> End | None:
-    """How an attempt ends in which this was told, in this order; None while it does not."""
-    if "training_finished" in told:  # then all that a failure could prevent is done
-        told = told[: told.index("training_finished") + 1]
-    return next((end for event, end in ENDINGS if event in told), None)
+def shutdown_reason(events: Sequence[EventName]) -> End | None:
+    """The end of an attempt with these events, in this order; None while no event ends it."""
+    if "training_finished" in events:  # a later failure can prevent nothing
+        events = events[: events.index("training_finished") + 1]
+    return next((end for event, end in ENDINGS if event in events), None)
 
 
 def max_shutdown_seconds(cluster: ClusterConfig) -> float:
-    """Seconds within which an agent that heard of the end is down, whatever its roles do; `lateness` comes on top where
-    it waits for others."""
+    """Seconds within which an agent is down after it observed the end. Waits for other ranks add `lateness`."""
     return cluster.grace_seconds + 2 * cluster.stop_seconds
 
 
 def role_command(context: RoleContext) -> RoleCommand:
-    """How the role's own module wants to be started."""
+    """The command that starts the role, from the role's own module."""
     launch: RoleCommand = import_module(f"pipeline.roles.{context.placement.role}").launch(context)
     return launch

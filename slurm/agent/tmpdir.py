@@ -1,11 +1,11 @@
-"""Where the roles of a node keep temporary files and what their libraries compile.
+"""Directories for the temporary files and the compiled-code caches of a node's roles.
 
-vLLM makes sockets and files in the folder for temporary files, torchrun and wandb folders, and none of them removes
-all; where many share a node they add up. So each attempt has a folder of its own, which goes with it.
+vLLM creates sockets and files in the folder for temporary files, torchrun and wandb create folders, and none of them
+removes all. On shared nodes these accumulate. So each attempt has its own folder, which is removed at its end.
 
-Caches of compiled code stay, since the next attempt starts sooner with them. The libraries load them as code: a cache
-is used only if no other user can write to it. torch and CUTLASS would put theirs in /tmp under a name that anybody can
-take first; they get a directory that is checked, and so do the caches of a home directory that others can write to.
+Caches of compiled code stay, since they shorten the next start. The libraries execute their content, so a cache is used
+only if no other user can write to it. By default torch and CUTLASS use names in /tmp that any user can create first;
+they get a checked directory instead. So do the caches in a home directory that other users can write to.
 """
 
 import os
@@ -18,33 +18,38 @@ from pipeline.utils.private_files import is_safe, make_private
 
 FOLDER, SOCKETS, COMPILED = "TMPDIR", "VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR"
 MAX_PATH = 107 - 40
-"""Characters of a folder in which a socket's name, an id of 36, fits into what the kernel takes."""
+"""Most characters of a folder's path, so that a socket in it (an id of 36) has a path that the kernel accepts."""
 TEMPORARY_CACHES = (COMPILED, "CUTE_DSL_CACHE_DIR")
-"""Variables of caches that are in /tmp unless they are set."""
+"""Variables of caches whose default is in /tmp."""
 HOME_CACHES = ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE", "TORCH_EXTENSIONS_DIR")
-"""Variables of caches that are in the home directory unless they are set."""
+"""Variables of caches whose default is in the home directory."""
 
 
 @contextmanager
-def scratch_folder(given: Mapping[str, str] = os.environ) -> Iterator[dict[str, str]]:
-    """Variables for the roles of a rank; their `TMPDIR` is removed when the block ends.
+def scratch_folder(environment: Mapping[str, str] = os.environ) -> Iterator[dict[str, str]]:
+    """Environment variables for the roles of a rank; their `TMPDIR` is removed when the block ends.
 
-    Variables that the user set keep their values. In a folder with a long name vLLM's sockets stay outside of it.
+    Variables that the user set keep their values. If the folder's path is too long, vLLM's sockets are outside of it.
     """
     outside = tempfile.gettempdir()
     with tempfile.TemporaryDirectory(prefix="rollcall-", ignore_cleanup_errors=True) as folder:
-        kept = _caches(Path(outside), Path(folder))
+        caches = _caches(Path(outside), Path(folder))
         if len(folder) > MAX_PATH:
-            kept[SOCKETS] = outside
-        yield {FOLDER: folder} | {name: value for name, value in kept.items() if name not in given}
+            caches[SOCKETS] = outside
+        yield {FOLDER: folder} | {name: value for name, value in caches.items() if name not in environment}
 
 
 def _caches(outside: Path, folder: Path) -> dict[str, str]:
-    """The caches that would be where others can write: below a directory of this user in `outside`, or below `folder`,
-    which goes with the attempt, if that one is another user's."""
-    place = outside / f"rollcall-cache-{os.getuid()}"
-    if not make_private(place):
-        print(f"rollcall: {place} is not this user's alone: compiled code is not kept for the next attempt", flush=True)
-        place = folder
+    """Variables for the caches whose default is writable by other users.
+
+    They are below this user's directory in `outside`, or below the attempt's `folder` if another user has that name.
+    """
+    directory = outside / f"rollcall-cache-{os.getuid()}"
+    if not make_private(directory):
+        print(
+            f"rollcall: {directory} is not private to this user: compiled code is not kept for the next attempt",
+            flush=True,
+        )
+        directory = folder
     names = TEMPORARY_CACHES if is_safe(Path.home()) else (*TEMPORARY_CACHES, *HOME_CACHES)
-    return {name: str(place / name.lower()) for name in names}
+    return {name: str(directory / name.lower()) for name in names}

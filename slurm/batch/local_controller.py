@@ -66,7 +66,7 @@ class LocalController(Controller):
         """Exit codes of all agents, None for those that had to be killed."""
         codes = self._wait()
         try:
-            wait_for("the disk to take what was said", self._outbox.flush, _FINAL_SECONDS)
+            wait_for("the disk to take the events", self._outbox.flush, _FINAL_SECONDS)
         except DeadlineError as late:
             print(late, flush=True)
         return codes

@@ -1,10 +1,10 @@
-"""What a user looks at while runs live: what is the case, and how it looks in a terminal.
+"""The state of runs for a user, and its display in a terminal.
 
 | module | owns |
 |---|---|
-| `run_watcher` | looking: from files, and from the scheduler where files cannot tell |
-| `run_snapshot` | what is the case in a run |
-| `status_panel`, `log_lines` | a snapshot as a panel; as lines, for a log |
-| `live_view`, `refresh_loop` | a run followed live; look, show, pause |
-| `runs_overview`, `runs_table` | all runs, a line each; how the lines are shown |
+| `run_watcher` | reading a run's files, and the scheduler if files are inconclusive |
+| `run_snapshot` | the state of a run |
+| `status_panel`, `log_lines` | a snapshot as a panel; a snapshot as log lines |
+| `live_view`, `refresh_loop` | a run's live display; its loop |
+| `runs_overview`, `runs_table` | all runs, with a line each; the table of these lines |
 """

@@ -1,14 +1,14 @@
-"""Following a run from any machine that sees its files: state, roles, progress and numbers, live in a terminal.
+"""The live display of a run, on any machine that has access to its files: state, roles, progress and metrics.
 
-Owns what the terminal shows and when. Promises that it only reads, so that ending it leaves the job alone, and that it
-prints plain lines without control codes where there is no terminal; and that a disk which fails for a while ends
-nothing: the last picture stands meanwhile. Must not know the processes.
+Owns the output and its refreshes. Promises that it only reads, so that its end does not affect the job; that it prints
+plain lines without control codes if the output is not a terminal; and that a temporary failure of the disk leaves the
+last state on the screen. Must not know the processes.
 
-    follow_run(run_dir, until=job.done)    the launcher, which knows its job
-    watch_run(run_dir)                     anybody else; goes on over requeues and ends with the run
+    follow_run(run_dir, until=job.done)    for the launcher, which has the job's handle
+    watch_run(run_dir)                     for other commands; continues over requeues and ends with the run
 
-`slurm.monitor.run_watcher` looks, `slurm.monitor.run_snapshot` says what is the case, `slurm.monitor.status_panel` and
-`slurm.monitor.log_lines` how it looks.
+`slurm.monitor.run_watcher` reads the run, `slurm.monitor.run_snapshot` derives its state, and
+`slurm.monitor.status_panel` and `slurm.monitor.log_lines` render it.
 """
 
 import sys
@@ -34,11 +34,11 @@ from slurm.scheduler.slurm.slurm_commands import find_slurm
 
 REFRESH_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
-"""Nobody waits longer than this for the scheduler: meanwhile the picture stands still."""
+"""Longest wait for the scheduler, during which the display does not refresh."""
 EXIT_CODES = {"failed": 1, "not submitted": 1, "interrupted": 130}
-"""By the state in which a run ended; the launcher's exit codes."""
+"""The exit codes by a run's final state, the same as the launcher's."""
 Look = tuple[Snapshot, bool]
-"""A run as it is, and whether that is the last to show."""
+"""A snapshot, and whether it is the last one to show."""
 
 
 def follow_run(
@@ -49,10 +49,9 @@ def follow_run(
     console: Console | None = None,
     clock: Clock = CLOCK,
 ) -> Snapshot:
-    """Show the run until `until()`; the last snapshot.
+    """Show the run until `until()` is true. Returns the last snapshot.
 
-    `attempt` is the one to show; without a name it is always the newest. A run without an end is followed without one:
-    the caller's `until` is what bounds it.
+    `attempt` is the attempt to show; default: always the newest. There is no deadline except `until`.
     """
     watcher = _SteadyLook(Watcher(run_dir, attempt), clock)
 
@@ -70,9 +69,10 @@ def watch_run(
     scheduler: Callable[[], Scheduler] | None = None,
     clock: Clock = CLOCK,
 ) -> Snapshot:
-    """Show the run, over all its attempts, until it ended, or at once if there is nothing to wait for.
+    """Show the run over all its attempts until it has ended. Returns the last snapshot.
 
-    `scheduler` is asked where files cannot tell: without it, a job that was cancelled in the queue is waited for.
+    `scheduler` answers if files are inconclusive. Without it, the display waits for a job that was cancelled in the
+    queue.
     """
     watcher = _SteadyLook(Watcher(run_dir, scheduler=scheduler, clock=clock), clock)
 
@@ -84,9 +84,9 @@ def watch_run(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`run=<name or directory>`: watch a run; the exit code says how it ended, as the launcher's would.
+    """Watch the run of `run=<name or directory>`. Returns the exit code for its end, as the launcher does.
 
-    `sweep=<name or directory>`: see `slurm.monitor.runs_table.watch`.
+    For `sweep=<name or directory>`, see `slurm.monitor.runs_table.watch_sweep`.
     """
     if any(argument.startswith("sweep=") for argument in arguments):
         return runs_table.watch_sweep(arguments)
@@ -96,20 +96,20 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("left; the run goes on")
+        print("left; the run continues")
         return 0
     return EXIT_CODES.get(snapshot.state, 0)
 
 
 class _SteadyLook:
-    """A watcher whose last snapshot stands while the disk fails for a transient reason."""
+    """A watcher that repeats its last snapshot while the disk fails for a transient reason."""
 
     def __init__(self, watcher: Watcher, clock: Clock) -> None:
         self._watcher, self._clock = watcher, clock
         self._last: Snapshot | None = None
 
     def look(self) -> Snapshot:
-        """The run as it is now, or was when the disk last gave it; at first `FS_OUTAGE_TIMEOUT` are waited for that."""
+        """The newest readable snapshot. The first one is awaited for `FS_OUTAGE_TIMEOUT`."""
         if self._last is None:
             self._last = retry_transient("the run to be readable", self._watcher.look, FS_OUTAGE_TIMEOUT, self._clock)
             return self._last
@@ -122,7 +122,7 @@ class _SteadyLook:
 
 
 def _follow(look: Callable[[], Look], console: Console | None, clock: Clock) -> Snapshot:
-    """Show one look after the other until the last."""
+    """Show the snapshots of `look` until its last one."""
     console = console or terminal.console()
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
@@ -131,10 +131,10 @@ def _follow(look: Callable[[], Look], console: Console | None, clock: Clock) -> 
                 live.update(render_run(now), refresh=True)
 
             return show_until_last(look, draw, REFRESH_SECONDS, clock)
-    ticker = LogLines()
+    log_lines = LogLines()
 
-    def tell(now: Snapshot, last: bool) -> None:
-        for line in ticker.lines(now, clock.now(), last=last):
+    def print_lines(now: Snapshot, last: bool) -> None:
+        for line in log_lines.lines(now, clock.now(), last=last):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    return show_until_last(look, tell, REFRESH_SECONDS, clock)
+    return show_until_last(look, print_lines, REFRESH_SECONDS, clock)

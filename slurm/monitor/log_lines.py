@@ -1,7 +1,7 @@
-"""Snapshots as lines, for where there is no terminal: a log, a pipe.
+"""Snapshots as log lines, for output that is not a terminal.
 
-Owns what is told when. Promises each thing once, in the order in which a reader needs it. Reads no file and knows no
-clock.
+Owns which changes are printed when. Promises each change once, in the order in which a reader needs it. Reads no file
+and no clock.
 """
 
 from collections.abc import Iterable
@@ -28,13 +28,13 @@ class LogLines:
     def __init__(self) -> None:
         self._state, self._attempt, self._past = ("", ""), "", set[str]()
         self._roles, self._silent = dict[str, str](), set[int]()
-        self._told, self._next = ("", 0, 0), 0.0
+        self._printed, self._next = ("", 0, 0), 0.0
         self._troubled = False
         self._evaluated: EvaluationProgress | None = None
         self._next_evaluation = 0.0
 
     def lines(self, snapshot: Snapshot, now: float, *, last: bool = False) -> list[str]:
-        """What is new since the call before; `last` tells the progress whenever it was told."""
+        """The lines for all changes since the last call; `last` prints the progress regardless of `LINE_SECONDS`."""
         return [
             *self._past_lines(snapshot),
             *self._state_lines(snapshot),
@@ -53,8 +53,8 @@ class LogLines:
     def _state_lines(self, snapshot: Snapshot) -> Iterable[str]:
         began = snapshot.attempt not in ("", self._attempt) and snapshot.job is not None and not snapshot.is_over
         lines = [f"{snapshot.name}: {attempt_text(snapshot)}"] if began else []
-        told = snapshot.state in ("queued", "left", "not submitted")
-        why = nothing_runs(snapshot) if told else snapshot.reason
+        without_roles = snapshot.state in ("queued", "left", "not submitted")
+        why = nothing_runs(snapshot) if without_roles else snapshot.reason
         state = state_text(snapshot)
         if (state, why) != self._state:
             lines.append(f"{snapshot.name}: {state}" + (f": {why}" if why else ""))
@@ -65,7 +65,7 @@ class LogLines:
         return lines
 
     def _trouble_lines(self, snapshot: Snapshot) -> Iterable[str]:
-        """Once: that the scheduler is silent is no news a minute later."""
+        """The line for a scheduler that does not answer, once."""
         if self._troubled or snapshot.job is None or not snapshot.job.trouble:
             return []
         self._troubled = True
@@ -74,8 +74,8 @@ class LogLines:
     def _silence_lines(self, snapshot: Snapshot) -> Iterable[str]:
         silent, before, self._silent = set(snapshot.silent), self._silent, set(snapshot.silent)
         back = sorted(before - silent) if not snapshot.is_over else []
-        told = [f"  {silence_text(snapshot)}"] if silent - before else []
-        return [*told, *(f"  rank {rank} shows signs of life again" for rank in back)]
+        lines = [f"  {silence_text(snapshot)}"] if silent - before else []
+        return [*lines, *(f"  rank {rank} shows signs of life again" for rank in back)]
 
     def _role_lines(self, snapshot: Snapshot) -> Iterable[str]:
         changed = [role for role in snapshot.roles if self._roles.get(role.name) != role.state]
@@ -84,20 +84,20 @@ class LogLines:
         return [f"  {role.name} on rank {role.rank}: {role.state}" for role in new if role.state in ("ready", "failed")]
 
     def _evaluation_lines(self, snapshot: Snapshot, now: float) -> Iterable[str]:
-        """Of an evaluation that training waits for; later ones run beside it."""
-        found = snapshot.evaluation
-        if found is None or not found.first or found == self._evaluated or now < self._next_evaluation:
+        """The progress of the first evaluation, for which training waits; later ones run concurrently."""
+        evaluation = snapshot.evaluation
+        if evaluation is None or not evaluation.first or evaluation == self._evaluated or now < self._next_evaluation:
             return []
-        self._evaluated, self._next_evaluation = found, now + LINE_SECONDS
-        return [f"  {evaluation_text(found)}"]
+        self._evaluated, self._next_evaluation = evaluation, now + LINE_SECONDS
+        return [f"  {evaluation_text(evaluation)}"]
 
     def _progress_lines(self, snapshot: Snapshot, now: float, last: bool) -> Iterable[str]:
         progress, evaluations = snapshot.progress, len(snapshot.accuracies)
-        if progress is None or (progress.job, progress.step, evaluations) == self._told:
+        if progress is None or (progress.job, progress.step, evaluations) == self._printed:
             return []
-        if not last and now < self._next and evaluations == self._told[2]:
+        if not last and now < self._next and evaluations == self._printed[2]:
             return []
-        self._told, self._next = (progress.job, progress.step, evaluations), now + LINE_SECONDS
+        self._printed, self._next = (progress.job, progress.step, evaluations), now + LINE_SECONDS
         return [f"  {job_text(snapshot, progress)} {step_text(progress)}{_known(snapshot)}"]
 
 

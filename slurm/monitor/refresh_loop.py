@@ -1,7 +1,7 @@
-"""The loop of whoever follows runs: look, show, pause.
+"""The loop of a live display: read, show, pause.
 
-Owns its order. Promises that what is shown last is what was seen last. It has no deadline: a run takes as long as it
-takes, and whoever follows it may leave at any time.
+Owns the order of these steps. Promises that the last reading is shown. The loop has no deadline, since a run has none;
+the user may end the display at any time.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ T = TypeVar("T")
 def show_until_last(
     look: Callable[[], tuple[T, bool]], show: Callable[[T, bool], None], pause: float, clock: Clock
 ) -> T:
-    """Show what `look` sees, every `pause` seconds, up to what it calls the last; that."""
+    """Call `look` every `pause` seconds and show its readings up to the last one, which is returned."""
     while True:
         seen, last = look()
         show(seen, last)

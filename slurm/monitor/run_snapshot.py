@@ -1,7 +1,7 @@
-"""What is the case in a run right now.
+"""The state of a run at one time.
 
-Owns the `Snapshot` and how it follows from what was read of a run. Pure: reads no file, asks nobody and knows no clock
-(`slurm.monitor.run_watcher` does). Must not know how it is shown.
+Owns the `Snapshot` and its derivation from the run's records. Pure: reads no file, scheduler or clock, which
+`slurm.monitor.run_watcher` does. Must not know the rendering.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,12 @@ _RECENT = 20
 
 @dataclass(frozen=True)
 class RoleLine:
-    """One role: where it is, its state, since when (seconds since the epoch; 0 before it started), a detail, and since
-    when its rank is silent (0 while it is not)."""
+    """The state of one role.
+
+    Attributes:
+        since: start of the state, in seconds since the epoch; 0 before the role started.
+        silent: since when its rank has no heartbeat, in seconds since the epoch; 0 while it has one.
+    """
 
     name: str
     rank: int
@@ -43,9 +47,9 @@ class RoleLine:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is: steps done of all, and the seconds left at its recent pace (None while unknown).
+    """The progress of a training job: completed and total steps, and the seconds left (None while unknown).
 
-    `file` is the name of the file that the job is from, if it is from one.
+    `file` is the name of its job file, if it has one.
     """
 
     job: str
@@ -57,9 +61,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """An evaluation under way: what it is, and how many of its prompts are done.
+    """A running evaluation: its label, and its completed and total prompts.
 
-    `first` is whether RL has not begun: then the trainer waits for it.
+    `first` is whether RL has not begun; the trainer then waits for the evaluation.
     """
 
     what: str
@@ -70,8 +74,14 @@ class EvaluationProgress:
 
 @dataclass(frozen=True)
 class PastAttempt:
-    """An attempt that is over: when it began (0 if no role of it ever started), for how many seconds it had roles, what
-    it ended with (`requeued`, `left`, `stopped`, `finished`, `failed`, `interrupted`, or `cut off`), and why."""
+    """An ended attempt.
+
+    Attributes:
+        began: the start of its first role; 0 if no role started.
+        seconds: the time during which it had roles.
+        end: `requeued`, `left`, `stopped`, `finished`, `failed`, `interrupted`, or `cut off`.
+        why: the reason of the end.
+    """
 
     name: str
     began: float
@@ -85,11 +95,11 @@ class JobLine:
     """The job of a run at its scheduler.
 
     Attributes:
-        id: as the scheduler knows it.
-        restart, most_restarts: how often it was requeued before the newest attempt, and how often it may be.
-        live: whether it runs or may run again; None when the scheduler was not asked, or gave no answer.
-        word: the scheduler's state of it, with the reason while it waits; empty if not asked.
-        trouble: why the scheduler gave no answer when it was asked; empty if it did.
+        id: the scheduler's id of the job.
+        restart, most_restarts: the requeues before the newest attempt, and their limit.
+        live: whether the job runs or may run again; None without an answer of the scheduler.
+        word: the scheduler's state of the job, with the reason while it is pending; empty without an answer.
+        trouble: why the scheduler did not answer; empty if it did, or was not queried.
     """
 
     id: str
@@ -105,24 +115,25 @@ class Snapshot:
     """A run at the moment `time`.
 
     Attributes:
-        attempt: the newest; empty before the first.
-        state: of the newest attempt and its job; see `pipeline.observability.run_status`.
-        job: None unless it is a scheduler's.
-        began: when its first role was started; 0 before.
-        roles: by rank, then in the order to start them.
-        silent: since when which ranks show no sign of life.
-        past: the attempts that are over, the oldest first.
-        progress: of the job that trains; None before its first step.
-        evaluation: that goes on, if one does.
-        ahead: the progress of a run before its first step; None while its config is unreadable.
-        numbers: the latest value of each number of that job.
-        has_rollouts: whether the run samples, so that there are rewards; True while its config is unreadable.
-        losses: of every step so far, all attempts; empty with rollouts.
-        rewards: mean reward of every RL step so far, all attempts.
-        accuracies: (step, held-out accuracy), all attempts.
-        events: what the attempt told, by time.
-        failure: the first of the attempt.
-        reason: why the attempt failed or its job stopped, in one line; empty if it did neither.
+        attempt: the newest attempt; empty before the first.
+        state: the state of the newest attempt and its job; see `pipeline.observability.run_status`.
+        job: the scheduler's job; None for a local run.
+        began: the start of the attempt's first role; 0 before.
+        roles: by rank, then in start order.
+        silent: the ranks without a heartbeat, with the time of their last one.
+        past: the ended attempts, oldest first.
+        progress: the progress of the training job; None before its first step.
+        upcoming_phases: the progress of a run before its first step; None while its config is unreadable.
+        numbers: the latest metrics of the training job.
+        has_rollouts: whether the run samples, so that it has rewards; True while its config is unreadable.
+        losses: the loss of every step of all attempts; empty with rollouts.
+        rewards: the mean reward of every RL step of all attempts.
+        accuracies: (step, held-out accuracy) of all attempts.
+        max_lag: the staleness limit; None while the config is unreadable.
+        events: the attempt's events, by time.
+        failure: the attempt's first failure.
+        reason: why the attempt failed or its job stopped, in one line; empty if neither is the case.
+        evaluation: the running evaluation, if there is one.
     """
 
     name: str
@@ -149,22 +160,22 @@ class Snapshot:
 
     @property
     def ended(self) -> bool:
-        """Whether the run came to an end that it does not leave by itself."""
+        """Whether the run has ended: it does not continue by itself."""
         return self.state in ENDED
 
     @property
     def is_over(self) -> bool:
-        """Whether the attempt is, whatever becomes of the run."""
+        """Whether the attempt has ended, even if the run continues."""
         return self.ended or self.state in ("queued", "left")
 
     @property
     def is_inconclusive(self) -> bool:
-        """Whether only the scheduler knows if there is anything to wait for."""
+        """Whether only the scheduler can show if the run continues."""
         return self.job is not None and (self.state in ("queued", "left") or bool(self.silent))
 
     @property
     def until(self) -> float:
-        """Now, or when the last role came down if the attempt is over."""
+        """The snapshot's time, or the last role's end if the attempt has ended."""
         return max((role.since for role in self.roles), default=self.time) if self.is_over else self.time
 
 
@@ -181,7 +192,7 @@ def compose_snapshot(
     job: JobLine | None,
     now: float,
 ) -> Snapshot:
-    """The snapshot of what was read; pure. An attempt of an earlier job than the one `submitted` last is over."""
+    """Compose the snapshot from the run's records. An attempt of an earlier job than `submitted` counts as ended."""
     newest = current_state(attempt, submitted)
     state = state_of(newest, submitted, rows, finished=finished, alive=alive)
     if attempt and (attempt.outcome or newest is None):
@@ -217,25 +228,25 @@ def compose_snapshot(
 
 
 def past_of(attempt: Attempt) -> PastAttempt:
-    """What is kept of an attempt that is over."""
+    """The summary of an ended attempt."""
     began, ended = attempt.span or (0.0, 0.0)
     end, why = attempt.end
     return PastAttempt(attempt.name, began, ended - began, end or "cut off", why)
 
 
 def _roles(attempt: Attempt, silent: Mapping[int, float]) -> tuple[RoleLine, ...]:
-    placements = {place.name: place for place in attempt.world.placements} if attempt.world else {}
+    placements = {other.name: other for other in attempt.world.placements} if attempt.world else {}
     states = attempt.states
     lines = []
     for name in [*placements, *(name for name in states if name not in placements)]:
-        place, last, status = placements.get(name), states.get(name), attempt.statuses.get(name)
-        rank = place.rank if place else last.rank if last else -1
+        placement, last, status = placements.get(name), states.get(name), attempt.statuses.get(name)
+        rank = placement.rank if placement else last.rank if last else -1
         detail = status.detail if status and last and last.state == "ready" else last.detail if last else ""
         lines.append(
             RoleLine(
                 name=name,
                 rank=rank,
-                address=place.address if place else "",
+                address=placement.address if placement else "",
                 state=last.state if last else "waiting",
                 since=last.time if last else 0.0,
                 detail=detail,
@@ -265,13 +276,15 @@ def _progress(rows: list[MetricRecord], mine: list[MetricRecord], config: RunCon
         return _progress_of_file(trained[-1], mine)
     steps = 0
     if config:
-        counted = int(trained[-1].get("steps") or config.training.sft.steps)  # of epochs only the trainer knows
+        counted = int(
+            trained[-1].get("steps") or config.training.sft.steps
+        )  # the steps of epochs are in the trainer's rows only
         steps = config.training.steps if job == "rl" else counted
     return Progress(job, step, steps, _seconds_left([row for row in mine if row["job"] == job], steps))
 
 
 def _progress_of_file(last: MetricRecord, mine: list[MetricRecord]) -> Progress:
-    """How far the job is that the last row is of. The rows count the steps of all jobs on."""
+    """The progress of the job file in the last row. The rows number the steps over all job files."""
     same = [row for row in mine if (row.get("file"), row.get("written")) == (last["file"], last["written"])]
     left = _seconds_left(same, last["step"] - last["done"] + last["of"])
     return Progress(last["job"], last["done"], last["of"], left, last["file"])
@@ -295,6 +308,6 @@ def _losses(rows: list[MetricRecord]) -> tuple[float, ...]:
 
 
 def _numbers(rows: list[MetricRecord]) -> dict[str, float]:
-    """The last training row's numbers."""
+    """The metrics of the last training row."""
     last = next((row for row in reversed(rows) if row["kind"] == "train"), {})
     return {name: value for name, value in last.items() if isinstance(value, float) and name != "time"}

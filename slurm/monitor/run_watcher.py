@@ -1,7 +1,7 @@
-"""Looking at a run: from its files, and from its scheduler where files cannot tell.
+"""Reading a run's state from its files, and from its scheduler if the files are inconclusive.
 
-Owns what is read how often. Promises that it only reads, that it can look at any moment of a run's life from any
-machine that sees the directory, and that the scheduler may be asked but need not answer.
+Owns what is read how often. Promises that it only reads, that it works at any time and on any machine with access to
+the run directory, and that it works without an answer of the scheduler.
 """
 
 import time
@@ -24,13 +24,13 @@ from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import Scheduler
 
 ASK_SECONDS = 10.0
-"""How often the scheduler is asked at most."""
+"""Seconds between two queries to the scheduler, at least."""
 
 
 class Watcher:
-    """Takes snapshots of one run, and reads each metrics row and each attempt that is over only once.
+    """Takes snapshots of one run. It reads each metrics row and each ended attempt only once.
 
-    What the newest attempt costs is `AttemptReader`'s matter.
+    `AttemptReader` reads the newest attempt incrementally.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Watcher:
         scheduler: Callable[[], Scheduler] | None = None,
         clock: Clock = CLOCK,
     ) -> None:
-        """`attempt` is the one to look at, also before it exists; empty: always the newest.
+        """`attempt` is the attempt to read, also before it exists; empty: always the newest.
 
-        `scheduler` is asked for the run's job when files cannot tell whether there is anything to wait for. Nobody
-        minds when it raises that it cannot be asked.
+        `scheduler` is queried for the run's job if the files do not show whether the job continues. An error of the
+        scheduler becomes part of the snapshot.
         """
         self._run, self._attempt = RunPaths(root), attempt
         self._rows = RowReader(self._run.metrics)
@@ -52,11 +52,11 @@ class Watcher:
         self._readers: dict[str, AttemptReader] = {}
         self._began: dict[str, float] = {}
         self._scheduler, self._clock = scheduler, clock
-        self._asked: tuple[float, JobLine] | None = None
-        """When the scheduler answered last, or was silent, and what it said."""
+        self._answered: tuple[float, JobLine] | None = None
+        """The time of the last query to the scheduler, and its result."""
 
     def look(self, live: bool | None = None) -> Snapshot:
-        """The run as it is now; `live` as in `read_snapshot`."""
+        """The current snapshot of the run; `live` as in `read_snapshot`."""
         self._rows.read()
         self._config = self._config or read_frozen_config(self._run)
         submitted = shared_files.read_document(self._run.job, SubmittedJob)
@@ -95,34 +95,34 @@ class Watcher:
 
     def _past(self, name: str) -> PastAttempt:
         if name not in self._over:
-            self._readers.pop(name, None)  # all of it is read once more
+            self._readers.pop(name, None)  # read the whole attempt once more: it may have got last records
             self._over[name] = past_of(self._read(name))
             self._readers.pop(name, None)
         return self._over[name]
 
     def _ask(self, job: JobLine) -> JobLine:
-        """The job with what the scheduler says of it, as it was told at most `ASK_SECONDS` ago."""
+        """The job with the scheduler's state, which is at most `ASK_SECONDS` old."""
         if self._scheduler is None:
             return job
-        when, said = self._asked or (0.0, None)
-        if said is None or said.id != job.id or self._clock.now() - when >= ASK_SECONDS:
-            said = self._answer(job, self._scheduler)
-            self._asked = self._clock.now(), said
-        return replace(job, live=said.live, word=said.word, trouble=said.trouble)
+        when, answer = self._answered or (0.0, None)
+        if answer is None or answer.id != job.id or self._clock.now() - when >= ASK_SECONDS:
+            answer = self._query(job, self._scheduler)
+            self._answered = self._clock.now(), answer
+        return replace(job, live=answer.live, word=answer.word, trouble=answer.trouble)
 
-    def _answer(self, job: JobLine, scheduler: Callable[[], Scheduler]) -> JobLine:
+    def _query(self, job: JobLine, scheduler: Callable[[], Scheduler]) -> JobLine:
         try:
-            found = scheduler().job(job.id)
+            queued = scheduler().job(job.id)
         except (SchedulerError, ConfigError) as error:
             return replace(job, trouble=str(error))
-        if found is None or not run_registry.is_job_of(self._run, found):
+        if queued is None or not run_registry.is_job_of(self._run, queued):
             return replace(job, live=False)
-        return replace(job, live=found.live, word=found.word)
+        return replace(job, live=queued.live, word=queued.word)
 
 
 def read_snapshot(run_dir: Path, live: bool | None = None) -> Snapshot:
-    """The run as it is now, its newest attempt, from its files.
+    """The current snapshot of a run and its newest attempt, from its files.
 
-    `live` is what the scheduler says of its job, if it was asked: whether it runs or may run again.
+    `live` is the scheduler's answer whether the run's job runs or may run again; None without an answer.
     """
     return Watcher(run_dir).look(live)

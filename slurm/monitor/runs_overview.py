@@ -1,7 +1,7 @@
-"""All runs below a directory, a line each.
+"""All runs below a directory, with a summary line each.
 
-Owns what a line says and where it comes from. Promises that it only reads, that a run which cannot be read is a line
-and no error, and that it knows whether the scheduler answered or the files stand alone. Must not know how it is shown.
+Owns the content of a line and its sources. Promises that it only reads, that an unreadable run is a line and no error,
+and that `source` names whether the scheduler answered. Must not know the rendering.
 
     Overview(Path("runs"), scheduler=find_slurm).look()
 """
@@ -25,19 +25,19 @@ NEVER, UNREADABLE = "not submitted", "unreadable"
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run.
+    """The summary line of one run.
 
     Attributes:
-        sweep, name: where it is below the output directory; `sweep` is empty for a run of its own.
+        sweep, name: its path below the output directory; `sweep` is empty for a run outside a sweep.
         job: id of the job that was submitted last.
-        scheduler: what the scheduler says of that job now; empty when it was not asked or knows nothing.
-        state: as `slurm.monitor.run_snapshot` reads it from the files, `not submitted`, or `unreadable`.
-        live: whether its job runs or may run; None when that could not be told.
-        stage, step, steps: the part that trains (`sft` or `rl`), the steps done and wanted.
+        scheduler: the scheduler's current state of that job; empty without an answer.
+        state: the state of `slurm.monitor.run_snapshot`, `not submitted`, or `unreadable`.
+        live: whether its job runs or may run; None if unknown.
+        stage, step, steps: the training job (`sft` or `rl`), its completed steps, and its total steps.
         reward, accuracy: the latest mean reward and held-out accuracy.
-        attempts: how many there were.
-        age: seconds since the run was made; None before.
-        failure: why it failed, was refused, or cannot be read, in one line.
+        attempts: the number of attempts.
+        age: seconds since the run was created; None before.
+        failure: why the run failed, was refused, or cannot be read, in one line.
     """
 
     sweep: str
@@ -57,13 +57,13 @@ class RunSummary:
 
     @property
     def path(self) -> str:
-        """How launchers call it: `run=<path>`."""
+        """The run's path in commands: `run=<path>`."""
         return f"{self.sweep}/{self.name}" if self.sweep else self.name
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A run before the scheduler was asked; `line` is set where there is nothing to ask."""
+    """A run before the query to the scheduler; `line` is set if the run needs no query."""
 
     sweep: str
     paths: RunPaths
@@ -74,14 +74,14 @@ class _Run:
 
 
 class Overview:
-    """All runs below `output`, or those of one sweep; a run that finished is read only once.
+    """All runs below `output`, or those of one sweep. A finished run is read only once.
 
-    Each look asks the scheduler one question, about all jobs that it has not yet called over. `source` says what the
-    lines of the last look are based on.
+    Each `look` sends one query to the scheduler, for all jobs that are not over by an earlier answer. `source` names
+    the sources of the last result.
     """
 
     def __init__(self, output: Path, sweep: str = "", scheduler: Callable[[], Scheduler] | None = None) -> None:
-        """`scheduler` is called when the first job of one is met; it may raise that there is none."""
+        """`scheduler` is called once a run has a job of a scheduler; it may raise that there is none."""
         self._output, self._sweep, self._make = output, sweep, scheduler
         self._scheduler: Scheduler | None = None
         self._finished: dict[Path, RunSummary] = {}
@@ -90,25 +90,25 @@ class Overview:
         self.source = "files"
 
     def look(self) -> list[RunSummary]:
-        """The lines now: runs of their own by name, then the points of each sweep by number."""
-        found = [] if self._sweep else [self._find("", file.parent) for file in _found(self._output, RUN)]
-        sweeps = [self._sweep] if self._sweep else [file.parent.name for file in _found(self._output, SWEEP)]
+        """The current lines: runs outside sweeps by name, then the points of each sweep by number."""
+        runs = [] if self._sweep else [self._find("", file.parent) for file in _files(self._output, RUN)]
+        sweeps = [self._sweep] if self._sweep else [file.parent.name for file in _files(self._output, SWEEP)]
         for name in sweeps:
-            found += self._points(SweepPaths(self._output / name))
-        answers = self._ask([run for run in found if run.line is None and run.job and run.job.kind == "slurm"])
-        return [run.line or self._line(run, answers) for run in found]
+            runs += self._points(SweepPaths(self._output / name))
+        answers = self._ask([run for run in runs if run.line is None and run.job and run.job.kind == "slurm"])
+        return [run.line or self._line(run, answers) for run in runs]
 
     def _points(self, paths: SweepPaths) -> Iterator[_Run]:
         try:
-            kept = sweep_manifest.load_manifest(paths)
+            manifest = sweep_manifest.load_manifest(paths)
         except RollcallError as error:
             yield _unreadable(_Run("", RunPaths(paths.root)), error)
             return
-        for point in kept.points if kept else ():
+        for point in manifest.points if manifest else ():
             yield self._find(paths.root.name, paths.point(point.name).root, point.refused)
 
     def _find(self, sweep: str, folder: Path, refused: str = "") -> _Run:
-        """What the files say of the run before its scheduler is asked."""
+        """The run from its files, before the query to its scheduler."""
         run = _Run(sweep, RunPaths(folder), refused)
         if folder in self._finished:
             return replace(run, line=self._finished[folder])
@@ -119,12 +119,12 @@ class Overview:
         except (RollcallError, OSError) as error:
             return _unreadable(run, error)
 
-    def _ask(self, found: Sequence[_Run]) -> Mapping[str, QueuedJob] | None:
-        """What the scheduler says of the jobs of these runs by id; None when it gave no answer."""
+    def _ask(self, runs: Sequence[_Run]) -> Mapping[str, QueuedJob] | None:
+        """The scheduler's state of these runs' jobs by id; None if the scheduler did not answer."""
         self.source = "files"
-        if not found or self._make is None:
+        if not runs or self._make is None:
             return None
-        ids = [run.job.job for run in found if run.job and self._known_end(run) is None]
+        ids = [run.job.job for run in runs if run.job and self._known_end(run) is None]
         try:
             self._scheduler = self._scheduler or self._make()
             answers = self._scheduler.known(ids) if ids else {}
@@ -132,19 +132,19 @@ class Overview:
             self.source = f"files alone; the scheduler gave no answer: {error}"
             return None
         self.source = "the scheduler and files"
-        for run in found:
+        for run in runs:
             queued = answers.get(run.job.job) if run.job else None
             if run.job and run.job.job in ids and (queued is None or not queued.live):
                 self._over[run.paths.root] = run.job, queued
         return answers
 
     def _known_end(self, run: _Run) -> tuple[SubmittedJob, QueuedJob | None] | None:
-        """What the scheduler said last of a job that it called over, or did not know."""
+        """The scheduler's last state of a job that is over, or unknown to it."""
         known = self._over.get(run.paths.root)
         return known if known and known[0] == run.job else None
 
     def _line(self, run: _Run, answers: Mapping[str, QueuedJob] | None) -> RunSummary:
-        """The run with what its scheduler said."""
+        """The run's line, with its scheduler's answer."""
         try:
             line = self._read(run, answers)
         except (RollcallError, OSError) as error:
@@ -175,7 +175,7 @@ class Overview:
         )
 
     def _watcher(self, run: _Run) -> Watcher:
-        """One for each run, so that its metrics are read only once."""
+        """The run's watcher, which is kept so that metrics are read only once."""
         known = self._watchers.get(run.paths.root)
         if known is None or known[0] != run.identity:
             assert run.identity
@@ -183,7 +183,7 @@ class Overview:
         return known[1]
 
     def _standing(self, run: _Run, answers: Mapping[str, QueuedJob] | None) -> tuple[QueuedJob | None, bool | None]:
-        """The job as its scheduler sees it, and whether the run is live; None where only a scheduler could tell."""
+        """The job's state at its scheduler, and whether the run is live; None if the scheduler did not answer."""
         if run.job is None or run.job.kind == "local":
             return None, run_registry.is_live_here(run.paths)
         over = self._known_end(run)
@@ -196,19 +196,19 @@ class Overview:
 
 
 def _failure_text(run: _Run, now: Snapshot, live: bool | None) -> str:
-    """Why the run failed, or why its last submission was refused; empty while it is well."""
+    """Why the run failed, or why its last submission was refused; empty otherwise."""
     if now.state == "failed":
         return now.reason
     return run.refused if live is False and now.state != "finished" else ""
 
 
 def _unreadable(run: _Run, error: Exception) -> _Run:
-    """A run of which nothing can be told; what the disk refused now it may give later."""
+    """The run with an `unreadable` line. After an error of the disk it may be live, so `live` is None."""
     live = None if isinstance(error, OSError) else False
     return replace(
         run, line=RunSummary(run.sweep, run.paths.root.name, state=UNREADABLE, live=live, failure=str(error))
     )
 
 
-def _found(output: Path, name: str) -> list[Path]:
+def _files(output: Path, name: str) -> list[Path]:
     return sorted(output.glob(f"*/{name}"))

@@ -1,7 +1,7 @@
-"""The table of runs: on a terminal, in a pipe, as JSON, and live.
+"""The table of runs: in a terminal, in a pipe, as JSON, and live.
 
-Owns how an `Overview` looks. Promises plain columns without control codes where there is no terminal, and that
-ending it leaves all jobs alone.
+Owns the rendering of an `Overview`. Promises plain columns without control codes if the output is not a terminal, and
+that the end of a live table does not affect any job.
 
     python launchers/runs.py [output=runs] [sweep=<name>] [--json]
 """
@@ -35,12 +35,12 @@ REFRESH_SECONDS = 2.0
 COLUMNS = ("run", "job", "scheduler", "state", "step", "reward", "held-out", "attempts", "age")
 _NUMBERS = COLUMNS[4:]
 _AROUND = 4
-"""Lines around the rows of a table: its header, an empty one, how many more there are, and the summary."""
+"""Lines of a table in addition to its rows: header, empty line, number of hidden runs, and summary."""
 _MAX_FAILURES = 3
 
 
 class LineSource(Protocol):
-    """What a table is followed from: an `Overview`, or one that something is done beside at each look."""
+    """The source of a live table's lines: an `Overview`, or a wrapper of it."""
 
     @property
     def source(self) -> str: ...
@@ -50,8 +50,14 @@ class LineSource(Protocol):
 
 @dataclass(frozen=True)
 class _TableSpec:
-    """How wide a table is: its columns after the name, spaces between them, whether a waiting job says why, and how
-    much of the longest name there must be room for."""
+    """The layout of a table for one range of widths.
+
+    Attributes:
+        columns: the columns after the name.
+        gap: spaces between columns.
+        reasons: whether the scheduler's state includes the reason of a pending job.
+        least_name: characters of the longest name for which the table must have room.
+    """
 
     columns: tuple[str, ...]
     gap: int = 2
@@ -65,12 +71,12 @@ _TABLE_SPECS = (
     _TableSpec(COLUMNS[1:], gap=1, reasons=False, least_name=24),
     _TableSpec(tuple(column for column in COLUMNS[1:] if column not in ("scheduler", "attempts")), gap=1, least_name=0),
 )
-"""The widest first."""
+"""The layouts, widest first."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of the table as texts."""
+    """A row of the table, as texts."""
 
     line: RunSummary
 
@@ -78,11 +84,11 @@ class _Row:
     def name(self) -> str:
         return f"  {self.line.name}" if self.line.sweep else self.line.name
 
-    def cell(self, column: str, form: _TableSpec) -> str:
+    def cell(self, column: str, spec: _TableSpec) -> str:
         text = dict(zip(COLUMNS, cells_of(self.line), strict=True))[column]
         if column == "state":
             return f"● {text}"
-        return text if form.reasons or column != "scheduler" else text.partition(" ")[0]
+        return text if spec.reasons or column != "scheduler" else text.partition(" ")[0]
 
     def style(self, column: str) -> str:
         if column == "state":
@@ -91,7 +97,7 @@ class _Row:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table once; 0, or 2 for a wrong argument."""
+    """Print the table once. Returns 0, or 2 for a wrong argument."""
     try:
         output, sweep, as_json = _read(arguments)
     except RollcallError as error:
@@ -108,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def print_table(lines: Sequence[RunSummary], source: str, console: Console) -> None:
-    """The table once."""
+    """Print the table once."""
     if console.is_terminal:
         console.print(render_table(lines, source, console.width))
         return
@@ -117,9 +123,9 @@ def print_table(lines: Sequence[RunSummary], source: str, console: Console) -> N
 
 
 def watch_sweep(arguments: Sequence[str], clock: Clock = CLOCK) -> int:
-    """`sweep=<name or directory>`: follow a sweep; 0 when all its runs finished, or it was left, else 1.
+    """Show the sweep of `sweep=<name or directory>` live. Returns 0 if all its runs finished or after Ctrl-C, else 1.
 
-    Between two points none is live: as long as a launcher is at the sweep, it may start further ones.
+    Between two points no run is live, so the table also waits while a launcher holds the sweep's lock.
     """
     try:
         output, sweep, _ = _read(arguments)
@@ -131,13 +137,13 @@ def watch_sweep(arguments: Sequence[str], clock: Clock = CLOCK) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("left; the jobs go on")
+        print("left; the jobs continue")
         return 0
     return 0 if all(line.state == "finished" for line in lines) else 1
 
 
 def all_over(lines: Sequence[RunSummary]) -> bool:
-    """Whether no job of these runs is live any more."""
+    """Whether no job of these runs is live."""
     return all(line.live is False for line in lines)
 
 
@@ -147,10 +153,10 @@ def follow_table(
     clock: Clock = CLOCK,
     until: Callable[[Sequence[RunSummary]], bool] = all_over,
 ) -> list[RunSummary]:
-    """Show the table `until(lines)`, by default until no job of it is live any more; the last lines.
+    """Show the table until `until(lines)`, by default until no job is live. Returns the last lines.
 
-    Jobs end when they end: this waits as long, and whoever follows may leave at any time. On a terminal the table keeps
-    to its size until the end, when all of it is shown.
+    There is no deadline; the user may end the display at any time. In a terminal the table fits the screen until the
+    end, when the whole table is printed.
     """
     console = console or terminal.console()
 
@@ -167,31 +173,31 @@ def follow_table(
             lines = show_until_last(look, fit, REFRESH_SECONDS, clock)
             live.update(render_table(lines, overview.source, console.width))
             return lines
-    told: dict[str, str] = {}
+    printed: dict[str, str] = {}
 
-    def tell(lines: Sequence[RunSummary], _: bool) -> None:
+    def print_changes(lines: Sequence[RunSummary], _: bool) -> None:
         for line in lines:
             text = f"{line.path}: {line.state}" + (f": {line.failure}" if line.failure else "")
-            if told.get(line.path) != text:
-                told[line.path] = text
+            if printed.get(line.path) != text:
+                printed[line.path] = text
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    lines = show_until_last(look, tell, REFRESH_SECONDS, clock)
+    lines = show_until_last(look, print_changes, REFRESH_SECONDS, clock)
     print_table(lines, overview.source, console)
     return lines
 
 
 def render_table(lines: Sequence[RunSummary], source: str, width: int, height: int = 0) -> RenderableType:
-    """The table for a terminal of so many columns; with `height` of at most so many lines, of which none wraps.
+    """The table for a terminal of `width` columns. With `height`, it has at most that many lines, and none wraps.
 
-    What does not fit is left out: runs that finished first, then those that failed; failures beyond a few.
+    Lines that do not fit are hidden: first finished runs, then failed ones, and all failures but a few.
     """
-    told = failure_lines(lines)
-    more = len(told) - _MAX_FAILURES if height else 0
+    failures = failure_lines(lines)
+    more = len(failures) - _MAX_FAILURES if height else 0
     if more > 0:
-        told = [*told[:_MAX_FAILURES], f"and {more} more"]
-    shown = lines_that_fit(lines, height - len(told) - _AROUND) if height else lines
-    notes = [Text(text, "red", no_wrap=height > 0, overflow="ellipsis") for text in told]
+        failures = [*failures[:_MAX_FAILURES], f"and {more} more"]
+    shown = lines_that_fit(lines, height - len(failures) - _AROUND) if height else lines
+    notes = [Text(text, "red", no_wrap=height > 0, overflow="ellipsis") for text in failures]
     if len(shown) < len(lines):
         notes.append(Text(f"and {len(lines) - len(shown)} more runs", "bright_black"))
     notes.append(Text(_summary(lines, source), "bright_black", no_wrap=height > 0, overflow="ellipsis"))
@@ -199,29 +205,29 @@ def render_table(lines: Sequence[RunSummary], source: str, width: int, height: i
 
 
 def _table(lines: Sequence[RunSummary], width: int) -> Table:
-    """As many columns as fit; where even the fewest leave too little for the names, these are shortened."""
+    """The table with the widest layout that fits. If none has room for the names, these are shortened."""
     rows = [_Row(line) for line in lines]
     names = max((len(row.name) for row in rows), default=0)
-    for form in _TABLE_SPECS:
+    for spec in _TABLE_SPECS:
         left = width - sum(
-            form.gap + max(len(column), *(len(row.cell(column, form)) for row in rows), 0) for column in form.columns
+            spec.gap + max(len(column), *(len(row.cell(column, spec)) for row in rows), 0) for column in spec.columns
         )
-        if left >= min(names, form.least_name):
+        if left >= min(names, spec.least_name):
             break
-    table = Table(box=None, padding=(0, form.gap, 0, 0), pad_edge=False, header_style="bright_black")
+    table = Table(box=None, padding=(0, spec.gap, 0, 0), pad_edge=False, header_style="bright_black")
     table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=max(left, 4))
-    for column in form.columns:
+    for column in spec.columns:
         table.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=True)
     for sweep, members in groupby(rows, key=lambda row: row.line.sweep):
         if sweep:
             table.add_row(Text(sweep, "bold"))
         for row in members:
-            table.add_row(row.name, *(Text(row.cell(column, form), row.style(column)) for column in form.columns))
+            table.add_row(row.name, *(Text(row.cell(column, spec), row.style(column)) for column in spec.columns))
     return table
 
 
 def lines_that_fit(lines: Sequence[RunSummary], most: int) -> list[RunSummary]:
-    """At most `most` rows, headings counted. If these are fewer: what is not over comes first, then what failed."""
+    """At most `most` rows, including headings. Live runs take precedence, then failed ones."""
     if len(lines) + len({line.sweep for line in lines} - {""}) <= most:
         return list(lines)
     urgent = sorted(lines, key=lambda line: (line.live is False, line.state == "finished"))
@@ -236,9 +242,9 @@ def _headings(lines: Sequence[RunSummary]) -> list[str]:
 
 
 def aligned_lines(lines: Sequence[RunSummary]) -> list[str]:
-    """The table as aligned text, a header first."""
+    """The table as aligned text, with a header."""
     rows = [COLUMNS, *(cells_of(line) for line in lines)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
@@ -258,12 +264,12 @@ def cells_of(line: RunSummary) -> tuple[str, ...]:
 
 
 def failure_lines(lines: Sequence[RunSummary]) -> list[str]:
-    """Why runs failed or were refused, a line each."""
+    """Why runs failed or were refused, one line each."""
     return [f"{line.path}: {line.failure}" for line in lines if line.failure]
 
 
 def age(seconds: float | None) -> str:
-    """`12 s`, `5 min`, `3 h` or `4 d`; a dash for None."""
+    """An age such as `12 s`, `5 min`, `3 h` or `4 d`; a dash for None."""
     if seconds is None:
         return "—"
     for most, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
@@ -283,23 +289,23 @@ def _summary(lines: Sequence[RunSummary], source: str) -> str:
     counts = {
         state: sum(line.state == state for line in lines) for state in dict.fromkeys(line.state for line in lines)
     }
-    told = ", ".join(f"{amount} {state}" for state, amount in counts.items()) or "no runs"
-    return f"{told} (from {source})"
+    states = ", ".join(f"{amount} {state}" for state, amount in counts.items()) or "no runs"
+    return f"{states} (from {source})"
 
 
 def _read(arguments: Sequence[str]) -> tuple[Path, str, bool]:
-    """Output directory, sweep, and whether JSON is wanted."""
-    given = {"output": "", "sweep": ""}
+    """The output directory, the sweep, and whether to print JSON; `ConfigError` for another argument."""
+    settings = {"output": "", "sweep": ""}
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key in given and value:
-            given[key] = value
+        if key in settings and value:
+            settings[key] = value
         elif argument != "--json":
             raise ConfigError("arguments", argument, "output=<directory>, sweep=<name or directory>, or --json")
-    output, sweep = Path(given["output"] or RUNS), given["sweep"]
-    if not output.is_dir() and (given["output"] or not sweep):
+    output, sweep = Path(settings["output"] or RUNS), settings["sweep"]
+    if not output.is_dir() and (settings["output"] or not sweep):
         raise ConfigError("output", str(output), "a directory with runs", "submit one first, or name its output=…")
     if sweep:
-        root = sweep_manifest.find_sweep(sweep, output if given["output"] else None).root
+        root = sweep_manifest.find_sweep(sweep, output if settings["output"] else None).root
         output, sweep = root.parent, root.name
     return output, sweep, "--json" in arguments

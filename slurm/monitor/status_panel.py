@@ -1,6 +1,6 @@
-"""How a snapshot looks in a terminal: one panel.
+"""Rendering of a snapshot in a terminal, as one panel.
 
-Owns layout, colours, words and rounding. Pure: a snapshot in, a renderable out; reads no file and knows no clock.
+Owns layout, colors, texts and rounding. Pure: a snapshot in, a renderable out; reads no file and no clock.
 """
 
 import time
@@ -39,13 +39,13 @@ COLORS = {
     "failed": "bold red",
     "finished": "bold green",
 }
-"""The colour of each state of a run, a role and an attempt; only what works is green."""
+"""The color of each state of a run, a role and an attempt; only working states are green."""
 UNSURE = "yellow"
-"""What nobody knows to be well."""
+"""The color of states that need attention."""
 
 
 def render_run(snapshot: Snapshot) -> RenderableType:
-    """The whole picture of a run in one panel."""
+    """The whole state of a run in one panel."""
     parts: list[RenderableType] = [
         _roles_table(snapshot),
         Text(),
@@ -102,20 +102,20 @@ def _roles_table(snapshot: Snapshot) -> RenderableType:
 
 
 def _role_state(role: RoleLine, snapshot: Snapshot) -> Text:
-    """The last state that is known of a role."""
+    """The last known state of a role."""
     cut_off = snapshot.is_over and role.state not in ("stopped", "failed")
     color = UNSURE if role.silent else "bright_black" if cut_off else COLORS.get(role.state, "")
     return Text(f"{'○' if cut_off or role.silent else '●'} {role.state}", color)
 
 
 def state_text(snapshot: Snapshot) -> str:
-    """`training`, or `interrupted (CANCELLED)`: at the end with the scheduler's word for it, if it was asked."""
+    """The state, such as `training` or `interrupted (CANCELLED)`: at the end with the scheduler's state, if known."""
     word = snapshot.job.word if snapshot.job and snapshot.ended else ""
     return f"{snapshot.state} ({word})" if word else snapshot.state
 
 
 def attempt_text(snapshot: Snapshot) -> str:
-    """Which attempt it is, and how many more there may be."""
+    """The attempt's name, with its restart number and their limit."""
     job = snapshot.job
     if not snapshot.attempt:
         return f"job {job.id} · no attempt yet" if job else "no attempt yet"
@@ -126,21 +126,21 @@ def attempt_text(snapshot: Snapshot) -> str:
 
 
 def nothing_runs(snapshot: Snapshot) -> str:
-    """Why there are no roles to see."""
+    """Why there are no roles to show."""
     if snapshot.state == "not submitted":
         return "no job of this run was submitted; the command that made it (launchers/submit.py …) submits it"
     if snapshot.ended:
         return "the job ended before its roles were started"
     if snapshot.job is None or snapshot.state not in ("queued", "left"):
         return "the ranks are meeting …" if snapshot.attempt else "waiting for the job to start …"
-    said = f": {snapshot.job.word}" if snapshot.job.word else ""
+    word = f": {snapshot.job.word}" if snapshot.job.word else ""
     if snapshot.state == "left":
-        return f"job {snapshot.job.id} was ended by the scheduler, or queued again; launchers/runs.py asks which"
-    return f"{'queued again' if snapshot.attempt else 'queued'} as job {snapshot.job.id}{said} …"
+        return f"job {snapshot.job.id} was ended by the scheduler, or queued again; launchers/runs.py shows which"
+    return f"{'queued again' if snapshot.attempt else 'queued'} as job {snapshot.job.id}{word} …"
 
 
 def _past_table(snapshot: Snapshot) -> RenderableType:
-    """The last attempts that are over, one line each."""
+    """The last attempts that have ended, one line each."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", expand=True)
     table.add_column("attempt", no_wrap=True)
     table.add_column("ran", no_wrap=True, justify="right")
@@ -156,7 +156,7 @@ def _past_table(snapshot: Snapshot) -> RenderableType:
 
 
 def silence_text(snapshot: Snapshot) -> str:
-    """Which ranks are silent, and for how long."""
+    """The ranks without a heartbeat, with the seconds since their last one."""
     ranks = [f"{rank} ({clock(snapshot.time - since)})" for rank, since in sorted(snapshot.silent.items())]
     more = f" and {len(ranks) - MAX_ROLES} more" if len(ranks) > MAX_ROLES else ""
     noun = "rank" if len(ranks) == 1 else "ranks"
@@ -164,12 +164,12 @@ def silence_text(snapshot: Snapshot) -> str:
 
 
 def no_answer(job: JobLine) -> str:
-    """That the scheduler was asked and is silent, and why."""
-    return f"no answer about job {job.id}, files alone tell: {job.trouble}"
+    """The note that the scheduler did not answer, and why."""
+    return f"no answer about job {job.id}; the state is from files alone: {job.trouble}"
 
 
 def most_relevant(roles: Sequence[RoleLine], most: int) -> list[RoleLine]:
-    """At most `most` roles, in their order; those that are not ready or silent are preferred."""
+    """At most `most` roles, in their order. Roles that are not ready or silent take precedence."""
     if len(roles) <= most:
         return list(roles)
     chosen = sorted(range(len(roles)), key=lambda index: (_is_well(roles[index]), index))[:most]
@@ -186,9 +186,9 @@ def _progress_line(snapshot: Snapshot) -> RenderableType:
 
 
 def _evaluation_line(snapshot: Snapshot) -> list[RenderableType]:
-    """The evaluation under way, if there is one."""
-    found = snapshot.evaluation
-    return [_bar("evaluation", found.done, found.prompts, evaluation_text(found))] if found else []
+    """The bar of the running evaluation, if there is one."""
+    evaluation = snapshot.evaluation
+    return [_bar("evaluation", evaluation.done, evaluation.prompts, evaluation_text(evaluation))] if evaluation else []
 
 
 def _bar(name: str, done: int, total: int, text: str) -> RenderableType:
@@ -201,14 +201,14 @@ def _bar(name: str, done: int, total: int, text: str) -> RenderableType:
     return row
 
 
-def evaluation_text(found: EvaluationProgress) -> str:
-    """`first evaluation: evaluating held_out, 3 / 32 prompts`."""
-    first = "first evaluation: " if found.first else ""
-    return f"{first}{found.what}, {found.done} / {found.prompts} prompts"
+def evaluation_text(evaluation: EvaluationProgress) -> str:
+    """A text such as `first evaluation: evaluating held_out, 3 / 32 prompts`."""
+    first = "first evaluation: " if evaluation.first else ""
+    return f"{first}{evaluation.what}, {evaluation.done} / {evaluation.prompts} prompts"
 
 
 def job_text(snapshot: Snapshot, progress: Progress) -> str:
-    """What the job that trains is called: SFT before RL is the warm start, and one of a file has its name."""
+    """The label of the training job: SFT before RL is the warm start, and a job file has its name."""
     if progress.file:
         return progress.file
     if progress.job == "sft":
@@ -217,7 +217,7 @@ def job_text(snapshot: Snapshot, progress: Progress) -> str:
 
 
 def step_text(progress: Progress) -> str:
-    """`40 / 60 · 0:08 left`."""
+    """A text such as `40 / 60 · 0:08 left`."""
     text = f"{progress.step} / {progress.steps}" if progress.steps else f"{progress.step}"
     left = progress.seconds_left
     return f"{text} · {clock(left)} left" if left else text
@@ -236,7 +236,7 @@ def _figures(snapshot: Snapshot) -> RenderableType:
 
 
 def figures_of(snapshot: Snapshot) -> list[tuple[str, str, str]]:
-    """(name, value, more) of each number that matters, an em dash where there is none yet."""
+    """The (name, value, details) of each displayed number; a number without a value is an em dash."""
     numbers, scores = snapshot.numbers, [value for _, value in snapshot.accuracies]
     speed = ("tokens/s", _count(numbers.get("tokens_per_second")), _idle_text(numbers))
     if not snapshot.has_rollouts:

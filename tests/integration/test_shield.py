@@ -164,13 +164,13 @@ def test_redis_serves_through_a_storm_and_ends_well_when_asked(tmp_path: Path) -
 def test_a_redis_that_is_stopped_is_found_by_asking_it(tmp_path: Path) -> None:
     with (
         a_redis(tmp_path, "7-0") as (context, child),
-        closing(LivenessMonitor("redis.0", redis.launch(context), 2.0)) as vitals,
+        closing(LivenessMonitor("redis.0", redis.launch(context), 2.0)) as monitor,
     ):
-        vitals.probe.start()
-        wait_for("an answer", lambda: vitals.probe.success_count, WAIT_SECONDS)
-        assert vitals.watch(child.pid) is None
+        monitor.probe.start()
+        wait_for("an answer", lambda: monitor.probe.success_count, WAIT_SECONDS)
+        assert monitor.watch(child.pid) is None
         os.kill(child.pid, signal.SIGSTOP)
-        hang = wait_for("the hang", lambda: vitals.watch(child.pid), WAIT_SECONDS)
+        hang = wait_for("the hang", lambda: monitor.watch(child.pid), WAIT_SECONDS)
         assert "stopped (SIGSTOP)" in hang.cause
         os.kill(child.pid, signal.SIGCONT)
 
@@ -255,18 +255,18 @@ def test_torchrun_ends_soon_when_one_of_its_ranks_is_lost_but_not_in_a_storm(tmp
 
 
 def test_a_rank_that_is_stopped_while_it_waits_for_an_order_is_found_and_named(tmp_path: Path) -> None:
-    vitals = LivenessMonitor("trainer.0", RoleCommand(TORCHRUN, lambda: True, 2), seconds=3.0)
-    with closing(vitals), started(TORCHRUN, tmp_path / "log", vitals.board.environment) as child:
+    monitor = LivenessMonitor("trainer.0", RoleCommand(TORCHRUN, lambda: True, 2), seconds=3.0)
+    with closing(monitor), started(TORCHRUN, tmp_path / "log", monitor.board.environment) as child:
         wait_for_text(tmp_path / "log", idle_ranks.READY, child)
-        rank = vitals.board.read()[1]
-        wait_for("it to wait", lambda: "orders" in vitals.board.read()[1].doing, WAIT_SECONDS)
+        rank = monitor.board.read()[1]
+        wait_for("it to wait", lambda: "orders" in monitor.board.read()[1].doing, WAIT_SECONDS)
         os.kill(rank.pid, signal.SIGSTOP)
-        hang = wait_for("the hang", lambda: vitals.watch(child.pid), WAIT_SECONDS)
+        hang = wait_for("the hang", lambda: monitor.watch(child.pid), WAIT_SECONDS)
         assert hang.pid == rank.pid
         assert f"process {rank.pid} " in hang.cause
         assert "stopped (SIGSTOP)" in hang.cause
-        stacks = vitals.stacks(child.pid)
-        assert "in lead" in stacks[vitals.board.read()[0].pid]
+        stacks = monitor.stacks(child.pid)
+        assert "in lead" in stacks[monitor.board.read()[0].pid]
         assert "in serve" in stacks[rank.pid]
 
 

@@ -102,7 +102,7 @@ def test_a_server_that_cannot_be_started_again_for_long_fails_the_attempt(
     os.kill(run.pid_of("inference"), 9)
     assert run.join() == {"failed"}
     assert run.first_failure.cause.startswith(
-        "waited 2.0 s for inference.0 to be started again; missing: the end of its processes"
+        "waited 2.0 s for inference.0 to be restarted; missing: the end of its processes"
     )
 
 

@@ -113,10 +113,10 @@ def _leads_into(descriptor: Path, folder: Path) -> bool:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda folder: folder.write_text(""), "it is no folder"),
-        (lambda folder: folder.symlink_to("/"), "it is no folder"),
+        (lambda folder: folder.write_text(""), "it is not a folder"),
+        (lambda folder: folder.symlink_to("/"), "it is not a folder"),
         (lambda folder: (folder.mkdir(), (folder / "GPU-0").symlink_to("/etc/passwd")), "Too many levels of symbolic"),
-        (lambda folder: (folder.mkdir(), os.mkfifo(folder / "GPU-0")), "GPU-0 is no plain file"),
+        (lambda folder: (folder.mkdir(), os.mkfifo(folder / "GPU-0")), "GPU-0 is not a regular file"),
         (lambda folder: (folder.mkdir(), (folder / "turn").mkdir()), "Is a directory"),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_folder_that_somebody_spoilt_is_named_with_the_mend(spoil, said, tmp_p
     spoil(tmp_path / "gpus")
     problem = claim_gpus(MACHINE, [1], RUN, held, tmp_path / "gpus").problem
     assert problem.startswith(f"cannot claim GPUs in {tmp_path / 'gpus'}: {said}")
-    assert problem.endswith("; have it removed by its owner")
+    assert problem.endswith("; its owner must remove it")
 
 
 def test_whoever_is_stopped_while_it_claims_holds_up_nobody_for_ever(tmp_path: Path, held: ExitStack) -> None:
@@ -134,7 +134,7 @@ def test_whoever_is_stopped_while_it_claims_holds_up_nobody_for_ever(tmp_path: P
     with (folder / "turn").open() as stopped:
         fcntl.flock(stopped, fcntl.LOCK_EX)
         problem = claim_gpus(MACHINE, [1], RUN, held, folder, Impatient()).problem
-    assert "waited 30.0 s for others to claim theirs; a process that claims there is stopped" in problem
+    assert "waited 30.0 s for other processes to claim GPUs; a process that claims there is stopped" in problem
 
 
 class Impatient(Clock):

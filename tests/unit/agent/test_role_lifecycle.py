@@ -15,8 +15,8 @@ from tests.fakes import agents
 
 def test_a_role_lives_from_waiting_to_stopped() -> None:
     state: role_lifecycle.State = "waiting"
-    for happening in ("start", "became_ready", "asked_to_stop", "ended"):
-        state = role_lifecycle.advance("actor.0", state, happening)  # type: ignore[arg-type]
+    for event in ("start", "became_ready", "stop_requested", "ended"):
+        state = role_lifecycle.advance("actor.0", state, event)  # type: ignore[arg-type]
     assert state == "stopped"
 
 
@@ -26,9 +26,9 @@ def test_what_the_table_does_not_have_is_refused_by_name() -> None:
 
 
 def test_nothing_leaves_an_end_state() -> None:
-    for state, happening in itertools.product(("stopped", "failed"), get_args(role_lifecycle.RoleEvent)):
+    for state, event in itertools.product(("stopped", "failed"), get_args(role_lifecycle.RoleEvent)):
         with pytest.raises(InvalidTransitionError):
-            role_lifecycle.advance("redis.0", state, happening)  # type: ignore[arg-type]
+            role_lifecycle.advance("redis.0", state, event)  # type: ignore[arg-type]
 
 
 def test_every_role_has_one_place_in_the_descent() -> None:

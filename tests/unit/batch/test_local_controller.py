@@ -131,4 +131,4 @@ def test_a_disk_that_takes_nothing_any_more_leaves_the_others_their_time(
 ) -> None:
     fail_writes(1_000_000, monkeypatch)
     assert list(controlled.wait()) == [-9, 0]
-    assert "the disk to take what was said" in capsys.readouterr().out
+    assert "the disk to take the events" in capsys.readouterr().out

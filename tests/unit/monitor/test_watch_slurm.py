@@ -233,7 +233,7 @@ def test_a_scheduler_without_an_answer_is_told_of_once_in_lines_and_as_long_as_i
         clock.sleep(ASK_SECONDS)
     silent = "job: Socket timed out on send/recv operation"
     assert troubles == [silent, silent, ""]
-    assert told == [f"  no answer about job 1, files alone tell: {silent}"]
+    assert told == [f"  no answer about job 1; the state is from files alone: {silent}"]
 
 
 def test_a_slow_scheduler_is_left_in_peace_after_it_answered(run: FakeRun, scheduler: FakeScheduler) -> None:
@@ -314,7 +314,7 @@ def test_watching_goes_on_over_requeues_and_ends_with_the_run(run: FakeRun) -> N
         "demo: queued: queued again as job 1 …",
         "demo: attempt 1-1 · restart 1 of 100",
         "demo: stopping",
-        "demo: left: job 1 was ended by the scheduler, or queued again; launchers/runs.py asks which",
+        "demo: left: job 1 was ended by the scheduler, or queued again; launchers/runs.py shows which",
         "demo: attempt 1-3 · restart 3 of 100",
         "demo: training",
         "demo: finished",
