@@ -1,37 +1,37 @@
-"""Committed checkpoints on any filesystem that fsspec knows.
+"""Atomic checkpoints on any filesystem that fsspec supports.
 
 | module | owns |
 |---|---|
 | `checkpoint_store`, `pruning` | which checkpoints exist and which one counts; which are removed |
-| `trainer_state` | what a checkpoint holds beside tensors |
-| `run_progress` | what shows that a run has committed, and what it needs to go on |
-| `fencing` | who may write, and whose commits count |
-| `checkpoint_location`, `fsspec_storage` | where a run keeps them; a folder of files behind a URL |
-| `sharded_state`, `async_save` | saving and loading as collective operations; while training goes on |
+| `trainer_state` | the content of a checkpoint in addition to tensors |
+| `run_progress` | the evidence that a run has saved a checkpoint, and the files that it needs to resume |
+| `fencing` | which attempt may write, and which checkpoints count |
+| `checkpoint_location`, `fsspec_storage` | the address of a run's checkpoints; a folder of files behind a URL |
+| `sharded_state`, `async_save` | saving and loading as collective operations; saving in the background of training |
 | `shard_io`, `block_hashes`, `safe_metadata` | files of shards; block hashes; metadata without unpickling |
 
-Owns the form of a checkpoint, which of them counts, and which are kept. Promises that a checkpoint is whole or does not
-exist, that the newest committed one survives everything done here, and that a half-written one is never loaded. Must
-not know the model or the algorithm: it takes a tree of (sharded) tensors and a `TrainerState`.
+Owns the layout of a checkpoint, which checkpoints count, and which are removed. Promises that a checkpoint is complete
+or does not exist, that the newest complete one survives every operation, and that an incomplete one is never loaded.
+Must not know the model or the algorithm: the input is a tree of (sharded) tensors and a `TrainerState`.
 
-    checkpoints/OWNER                    the attempt that may write (see `fence`)
-    checkpoints/lines/<attempt>          the commits before its own that count (see `fence`)
-    checkpoints/RUN, CONFIG              copies of `run.json` and `config.json` (see `progress`)
+    checkpoints/OWNER                    the attempt that may write (`fencing`)
+    checkpoints/lines/<attempt>          its ancestry: the earlier checkpoints that count (`fencing`)
+    checkpoints/RUN, CONFIG              copies of `run.json` and `config.json` (`run_progress`)
     checkpoints/rl-50/<attempt>/         shards, `state.msgpack`, and `manifest.json` with sizes and hashes of both
-    checkpoints/rl-50/<attempt>/COMMIT   written last; holds the hash of the manifest
+    checkpoints/rl-50/<attempt>/COMMIT   written last, with the hash of the manifest: the checkpoint is complete
 
-Each attempt writes into folders of its own, so what a killed or cut-off attempt left is never mixed with a live one's
-files, and the same order of writes is safe on a disk and on an object store (no rename is needed). This package is
-light; the parts that need torch are `pipeline.checkpoints.sharded_state` and `pipeline.checkpoints.async_save`:
+Each attempt writes into separate folders, so the remains of a killed or cut-off attempt never mix with the files of a
+running one. No rename is needed, so the order of writes is safe on a disk and on an object store. This package imports
+no torch, except in `pipeline.checkpoints.sharded_state`, `async_save`, `shard_io` and `safe_metadata`:
 
-    root = root_of(config, run, run_id)               or recorded_root(run): what the run directory says
-    fence.claim()                                     rank 0, once, when an attempt starts
-    for found in committed(root):                     rank 0, until one can be loaded
-        state = load(found, worker.state())           every rank; all of them raise `DamagedCheckpointError`, or none
-    fence.keep(…)                                     rank 0: that one, and those after it
-    remove_unfinished(root, attempt)                  rank 0: saves of earlier attempts that did not end
-    done = save(root, attempt, state, worker.state()) every rank
-    prune(done, keep=2)                               rank 0
+    root = root_of(config, run, run_id)                     or recorded_root(run), from the run directory
+    fence.claim()                                           rank 0, once, when an attempt starts
+    for checkpoint in complete_checkpoints(root):           rank 0, until one can be loaded
+        state = load_shards(checkpoint, worker.state())     every rank; all raise `DamagedCheckpointError`, or none
+    fence.keep(…)                                           rank 0: that checkpoint and the older ones
+    remove_unfinished(root, attempt)                        rank 0: interrupted saves of earlier attempts
+    checkpoint = save(root, attempt, state, worker.state()) every rank
+    prune(checkpoint, keep=2)                               rank 0
 """
 
 from pipeline.checkpoints.checkpoint_location import log_newest, recorded_root, root_of

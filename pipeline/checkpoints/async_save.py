@@ -1,16 +1,16 @@
-"""Saving while training goes on.
+"""Asynchronous saving: training continues while a background thread writes copies of the tensors.
 
-Owns the copies that a save is written from, the thread that makes the memory for them early, and the one that writes
-them, on one rank. Promises that tensors may change as soon as `stage` returned, that at most one save is under way, and
-that whatever ends it badly is one `CheckpointError`. Must not know models, nor when to save.
+One rank's saver owns the copies in host memory, the threads that allocate this memory early, and the thread that
+writes. Tensors may change as soon as `stage` has returned. At most one save is in progress. Any failure becomes a
+`CheckpointError`.
 
 On every rank, in the same order, with the one `AsyncSaver` of its `RankState`:
 
-    saver.expect("policy", worker.state())                    # early: memory for the copies
-    saver.stage("policy", worker.state())                     # only this holds training up
-    saver.start(root, attempt, state, ["policy"], 2, group)   # returns at once; `group` is for saves alone
+    saver.expect("policy", worker.state())                    # early: allocates memory for the copies
+    saver.stage("policy", worker.state())                     # the only call that blocks training
+    saver.start(root, attempt, state, ["policy"], 2, group)   # returns at once; `group` is used for saves only
     …steps…
-    if saver.idle: checkpoint = saver.result()                # every rank learns the same
+    if saver.idle: checkpoint = saver.result()                # the same outcome on every rank
 """
 
 import copy
@@ -35,62 +35,66 @@ from pipeline.utils.pinned_memory import current_device, pinned_like
 
 log = logging.getLogger(__name__)
 COMPLETION_SECONDS = 60.0
-"""By how much the slowest rank may end a save later than the first."""
+"""Maximum delay between the first and the slowest rank at the end of a save."""
 BUFFER_SECONDS = 300.0
-"""For memory that is still being made when it is needed; less than an operation of a rank may take."""
+"""Time limit for a running allocation that is needed now. Shorter than the timeout of a rank's operation."""
 
 
 class AsyncSaver:
     """One rank's part of the saves of a trainer, one at a time.
 
     Attributes:
-        ended: when the last save did, by `time.monotonic`.
+        ended: end time of the last save, by `time.monotonic`.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, dict[str, Tensor]] = {}
-        """Of each model that was in the newest save, or is staged for the next, by the place in its tree."""
+        """For each model of the newest save, or staged for the next one: buffers by path in the model's tree."""
         self._staged: dict[str, Tensors] = {}
         self._save: Future[Checkpoint] | None = None
-        self._making: list[threading.Thread] = []
+        self._allocations: list[threading.Thread] = []
         self.ended = 0.0
 
     @property
     def idle(self) -> bool:
-        """Whether no save is under way."""
+        """Whether no save is in progress."""
         return self._save is None or self._save.done()
 
     def expect(self, name: str, tensors: Tensors) -> None:
-        """Begin to make the memory for copies of a model on CUDA, after what was begun before. Without it the first
-        `stage` does, and takes seconds for every ten GB. Called again, it makes what does not fit any more."""
+        """Start to allocate pinned memory for the copies of a model's CUDA tensors, after earlier allocations.
+
+        Without this call the first `stage` allocates, which takes seconds per 10 GB. Another call with other tensors
+        replaces the buffers that no longer fit.
+        """
         buffers = self._buffers.setdefault(name, {})
         shapes = {
-            place: torch.empty_like(each, device="meta") for place, each in _nested_places("", tensors) if each.is_cuda
+            path: torch.empty_like(tensor, device="meta")
+            for path, tensor in _tensor_paths("", tensors)
+            if tensor.is_cuda
         }
-        device, before = current_device(), self._making[-1:]
+        device, before = current_device(), self._allocations[-1:]
 
-        def make() -> None:
+        def allocate() -> None:
             for thread in before:
                 thread.join(BUFFER_SECONDS)
             try:
                 with torch.cuda.device(device):
-                    for place, shape in shapes.items():
-                        if not _same_shapes(buffers.get(place), shape):
-                            buffers[place] = _pinned(shape)
+                    for path, shape in shapes.items():
+                        if not _same_shapes(buffers.get(path), shape):
+                            buffers[path] = _pinned(shape)
             except Exception as error:  # noqa: BLE001 (the boundary of the thread: `stage` tries again, and raises it)
                 log.warning("memory for the copies of %s could not be made in time: %s", name, one_line(error))
 
         if shapes:
-            self._making.append(threading.Thread(target=make, name="memory", daemon=True))
-            self._making[-1].start()
+            self._allocations.append(threading.Thread(target=allocate, name="memory", daemon=True))
+            self._allocations[-1].start()
 
     def stage(self, name: str, tensors: Tensors) -> None:
-        """Copy a model's tensors to host memory, into the buffers of the last time if they fit.
+        """Copy a model's tensors to host memory, into the buffers of the previous save if they fit.
 
-        Waits for a save that is still under way: the ranks end one a moment after another; and for what was begun by
-        `expect`.
+        Waits for allocations that `expect` has started, and for a running save: its ranks end at different times.
         """
-        self._settle()
+        self._wait_until_idle()
         self._staged[name] = _copied("", tensors, self._buffers.setdefault(name, {}))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -104,11 +108,11 @@ class AsyncSaver:
         keep: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Begin to commit `state` and what was staged under `names`, then to prune down to `keep` checkpoints.
+        """Start a thread that saves `state` and the models staged under `names`, then prunes to `keep` checkpoints.
 
-        See `sharded.save`, whose tree has these names. A pruning that fails is left to the next save.
+        `sharded_state.save` gets a tree with these names. A failed pruning is repeated by the next save.
         """
-        self._settle()
+        self._wait_until_idle()
         self._staged = {name: self._staged[name] for name in names}
         self._buffers = {name: self._buffers[name] for name in names}
         outcome: Future[Checkpoint] = Future()
@@ -127,7 +131,7 @@ class AsyncSaver:
                 fail(CheckpointError(f"cannot save {state.job}-{state.step}: {reason}"))
 
         def fail(error: CheckpointError) -> None:
-            if leads:  # at once: whoever asks for the result may be held up, and be ended before
+            if leads:  # logged at once: the process may be ended before it asks for the result
                 log.warning("%s-%d is not committed: %s", state.job, state.step, error)
             self.ended = time.monotonic()
             outcome.set_exception(error)
@@ -136,61 +140,61 @@ class AsyncSaver:
         threading.Thread(target=work, name="checkpoint", daemon=True).start()
 
     def result(self) -> Checkpoint:
-        """What the last save made, or its `CheckpointError`; only when it is idle."""
+        """The checkpoint of the last save, or its `CheckpointError`. Call this only while the saver is idle."""
         if self._save is None:
             raise CheckpointError("no save was started")
         return self._save.result(timeout=0)
 
     def forget(self) -> None:
-        """Give the memory of the copies back; no save is under way."""
-        self._settle()
+        """Release the memory of the copies, after allocations and a running save have ended."""
+        self._wait_until_idle()
         self._buffers.clear()
         self._staged.clear()
 
-    def _settle(self) -> None:
+    def _wait_until_idle(self) -> None:
         until = time.monotonic() + BUFFER_SECONDS
-        for thread in self._making:
+        for thread in self._allocations:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                told = f"memory for a commit is still being made after {BUFFER_SECONDS:g} s"
-                raise CheckpointError(f"{told}: the node may be short of it; --dry-run says how much a trainer needs")
-        self._making.clear()
+                problem = f"memory for a checkpoint is still being allocated after {BUFFER_SECONDS:g} s"
+                raise CheckpointError(f"{problem}: the node may be short of it; --dry-run prints a trainer's memory")
+        self._allocations.clear()
         if self._save is None:
             return
         try:
             self._save.exception(timeout=COMPLETION_SECONDS)
         except TimeoutError:
-            raise CheckpointError(f"the save before is still under way after {COMPLETION_SECONDS:.0f} s") from None
+            raise CheckpointError(f"the previous save is still running after {COMPLETION_SECONDS:.0f} s") from None
 
 
 @torch.no_grad()
-def _copied(place: str, value: Any, buffers: dict[str, Tensor]) -> Any:
-    """A copy in host memory of what lies at this place of a tree, in the buffers that fit."""
+def _copied(path: str, value: Any, buffers: dict[str, Tensor]) -> Any:
+    """A copy in host memory of the subtree `value` at `path`, in existing buffers if they fit."""
     if isinstance(value, dict):
-        return {name: _copied(f"{place}.{name}", inner, buffers) for name, inner in value.items()}
+        return {name: _copied(f"{path}.{name}", inner, buffers) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(f"{place}.{index}", inner, buffers) for index, inner in enumerate(value))
+        return type(value)(_copied(f"{path}.{index}", inner, buffers) for index, inner in enumerate(value))
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    if not _same_shapes(buffers.get(place), value):
-        buffers[place] = _pinned(value) if value.is_cuda else torch.empty_like(value, device="cpu", requires_grad=False)
-    buffer = buffers[place]
+    if not _same_shapes(buffers.get(path), value):
+        buffers[path] = _pinned(value) if value.is_cuda else torch.empty_like(value, device="cpu", requires_grad=False)
+    buffer = buffers[path]
     _local(buffer).copy_(_local(value), non_blocking=True)
     return buffer
 
 
-def _nested_places(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a tree and where they are, named as `_copied` names them."""
+def _tensor_paths(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree with their paths, as in `_copied`."""
     if isinstance(value, Tensor):
-        yield place, value
+        yield path, value
     elif isinstance(value, dict | list | tuple):
-        inner = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, each in inner:
-            yield from _nested_places(f"{place}.{name}", each)
+        children = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, child in children:
+            yield from _tensor_paths(f"{path}.{name}", child)
 
 
 def _pinned(value: Tensor) -> Tensor:
-    """Pinned memory for a copy; of a distributed tensor, for this rank's shard."""
+    """Pinned memory for a copy of a tensor; for a distributed tensor, of this rank's shard."""
     memory = pinned_like(_local(value))
     if not isinstance(value, DTensor):
         return memory
@@ -206,7 +210,7 @@ def _prune(checkpoint: Checkpoint, keep: int, group: dist.ProcessGroup | None) -
     try:
         prune(checkpoint, keep)
     except CheckpointError as error:
-        log.warning("old checkpoints stay until the next commit: %s", error)
+        log.warning("old checkpoints stay until the next checkpoint: %s", error)
 
 
 def _leads(group: dist.ProcessGroup | None) -> bool:
@@ -214,12 +218,12 @@ def _leads(group: dist.ProcessGroup | None) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
+    """This rank's shard of a distributed tensor; any other tensor itself."""
     return cast(Tensor, cast(Any, tensor).to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def _same_shapes(one: Tensor | None, other: Tensor) -> bool:
-    """Whether `one` can hold what `other` does, at the same place of the whole tensor."""
+    """Whether buffer `one` fits `other`: same shape, type and, for distributed tensors, same mesh and placements."""
     if one is None:
         return False
     mine, theirs = _local(one), _local(other)

@@ -1,12 +1,11 @@
-"""The content of a file, told block by block.
+"""SHA-256 hashes of a checkpoint's files, per block of 4 MiB.
 
-Owns the hashes of a checkpoint's files. Promises that a hash is of the bytes that were handed over, whatever the disk
-then made of them; that nothing is returned from a file before it was compared; and that whoever reads a part of a file
-reads and compares little more than that part: the blocks that it lies in. Must not know what a file means.
+A hash covers the bytes in memory, before the disk can corrupt them. No byte of a file is returned before its hash has
+been compared. Reading a part of a file reads and hashes only the blocks that contain it.
 
-    recorder = Recorder(stream)               # a writer's own stream
+    recorder = Recorder(stream)               # wraps the writer's stream
     recorder.write(data)
-    record = recorder.record()                # to be written down elsewhere
+    record = recorder.record()                # store it in another file
     …
     VerifiedFile(stream, record, name).around(offset, length)
 """
@@ -41,7 +40,7 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class Recorder(io.RawIOBase):
-    """Writes to `stream` and keeps the record of what it was given."""
+    """Writes to `stream`, and computes the size and the hashes of the written bytes."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -49,7 +48,7 @@ class Recorder(io.RawIOBase):
         self._block = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, anything with bytes in it."""
+        """Write all of `data`, any object with the buffer protocol."""
         rest = memoryview(data).cast("B")
         self._stream.write(rest)
         written = len(rest)
@@ -64,7 +63,7 @@ class Recorder(io.RawIOBase):
         return written
 
     def record(self) -> FileRecord:
-        """What was written so far."""
+        """Size and hashes of the bytes written so far."""
         last = [self._block.hexdigest()] if self._size % BLOCK else []
         return FileRecord(self._size, (*self._done, *last))
 
@@ -79,45 +78,46 @@ class Recorder(io.RawIOBase):
         return int(self._stream.fileno())
 
     def close(self) -> None:
-        """Flush and close `stream` too."""
+        """Flush and close this recorder and `stream`."""
         if not self.closed:
             super().close()
             self._stream.close()
 
 
 class VerifiedFile:
-    """Reads parts of a file that has to be as its record says; `name` is for errors."""
+    """Reads parts of a file and compares them with its record. `name` is for errors."""
 
     def __init__(self, stream: IO[bytes], record: FileRecord, name: str) -> None:
         self._stream, self._record, self._name = stream, record, name
         self._at, self._data = 0, b""
 
     def around(self, offset: int, length: int) -> tuple[bytes, int]:
-        """The whole blocks that hold `length` bytes from `offset`, and the offset at which they begin.
+        """The blocks that contain `length` bytes from `offset`, and the offset at which the first one begins.
 
-        `DamagedCheckpointError` if one of them is another than was recorded.
+        `DamagedCheckpointError` if the hash of a block differs from the record.
         """
         end = offset + length
         if not 0 <= offset <= end <= self._record.size:
-            raise DamagedCheckpointError(f"{self._name} has {self._record.size} bytes; {offset} to {end} are asked for")
+            size = self._record.size
+            raise DamagedCheckpointError(f"{self._name} has {size} bytes; bytes {offset} to {end} were requested")
         if not self._at <= offset <= end <= self._at + len(self._data):
             self._fill(range(offset // BLOCK, -(-end // BLOCK)))
         return self._data, self._at
 
     def verify(self) -> None:
-        """Read all of it."""
+        """Read the whole file and compare every block. `DamagedCheckpointError` at the first difference."""
         for index in range(len(self._record.sha256)):
             self._fill(range(index, index + 1))
 
     def _fill(self, blocks: range) -> None:
-        """Hold these blocks, and no other."""
+        """Read and verify these blocks, and replace the buffered ones."""
         start = blocks.start * BLOCK
         self._stream.seek(start)
         data = self._stream.read(min(blocks.stop * BLOCK, self._record.size) - start)
         parts = [memoryview(data)[index * BLOCK - start :][:BLOCK] for index in blocks]
         with ThreadPoolExecutor(HASHERS) as hashers:
-            for index, found in zip(blocks, hashers.map(_sha256, parts), strict=True):
-                if found != self._record.sha256[index]:
+            for index, digest in zip(blocks, hashers.map(_sha256, parts), strict=True):
+                if digest != self._record.sha256[index]:
                     where = f"between bytes {index * BLOCK} and {min((index + 1) * BLOCK, self._record.size)}"
                     raise DamagedCheckpointError(f"{self._name} is not what was committed (SHA-256 differs {where})")
         self._at, self._data = start, data

@@ -1,8 +1,7 @@
-"""Where a run keeps its checkpoints.
+"""The address of a run's checkpoints, the same on every node.
 
-Owns the one rule that turns `training.checkpoints` into an address: below a URL every run has a folder of its own,
-named by its run_id, which begins with the run's name; without one they are in the run directory. Promises that whoever
-looks at a run's checkpoints, on whatever node, looks at the same place.
+If `training.checkpoints` is a URL, every run has a folder below it, named by the run_id (which begins with the run's
+name). If it is empty, the checkpoints are in the run directory.
 """
 
 from pipeline.checkpoints.checkpoint_store import newest_checkpoint
@@ -21,7 +20,7 @@ def root_of(config: RunConfig, run: RunPaths, run_id: str) -> str:
 
 
 def recorded_root(run: RunPaths) -> str:
-    """The same, as the run directory tells it. `CheckpointError` if it has a URL and does not say whose run this is."""
+    """The address of a run's checkpoints, read from its directory. `CheckpointError` if a URL needs a lost run_id."""
     config = read_frozen_config(run)
     if config is None or not config.training.checkpoints:
         return str(run.checkpoints)
@@ -31,16 +30,17 @@ def recorded_root(run: RunPaths) -> str:
     return root_of(config, run, identity.run_id)
 
 
-def log_newest(run: RunPaths, found: str, otherwise: str) -> str:
-    """For people: `found` with the newest commit for its `{}`, or `otherwise` when there is none.
+def log_newest(run: RunPaths, template: str, default: str) -> str:
+    """A message: `template` with the newest checkpoint for its `{}`, or `default` if there is none.
 
-    A place that cannot be reached from here is said to be so, and is no error. Jobs of files commit where they say.
+    If the folder cannot be reached from this machine, the message reports it; no error is raised. Jobs of files have
+    checkpoints in several folders, which are not listed.
     """
     config = read_frozen_config(run)
     if config is not None and config.training.jobs:
-        return found.format("the last commit of each job")
+        return template.format("the last checkpoint of each job")
     try:
         checkpoint = newest_checkpoint(recorded_root(run))
     except CheckpointError as error:
         return f"its checkpoints cannot be seen from here ({error})"
-    return found.format(checkpoint) if checkpoint else otherwise
+    return template.format(checkpoint) if checkpoint else default

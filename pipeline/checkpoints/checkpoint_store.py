@@ -1,12 +1,12 @@
-"""Which checkpoints exist, and which one counts.
+"""The existing checkpoints, and the rule which of them counts.
 
-Owns the manifest, the commit mark and the rules about them. Promises that the manifest says what was written, not what
-lies there; and that a commit of which a file is missing, torn or another's is not returned. Must not know torch: shards
-are files with a size and hashes here.
+Owns the manifest and the completion marker. The manifest lists the bytes that were written, not those on the disk. A
+checkpoint with a file that is missing, truncated or of another save is never returned. Must not know torch: here a
+shard is a file with a size and hashes.
 
-To find a commit costs a few small files: sizes are compared with the manifest. The hashes of what is read are compared
-where it is read (`Checkpoint.read`, `sharded.load_shards`): who finds a commit damaged goes on to the next of
-`complete_checkpoints`.
+Finding a checkpoint reads a few small files and compares sizes with the manifest. Hashes are compared when content is
+read (`Checkpoint.read`, `sharded_state.load_shards`). A reader that finds a checkpoint damaged continues with the next
+one of `complete_checkpoints`.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from pipeline.utils import shared_files as files
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.msgpack"
 MANIFEST_VERSION = 2
 READERS = 8
-"""Files that are read at once when hashes are checked."""
+"""Number of files that are read concurrently to compare hashes."""
 _NAME = re.compile(rf"({'|'.join(PHASES)})-(\d+)")
 _log = logging.getLogger(__name__)
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`manifest.json`: what a checkpoint consists of, who wrote it, with how many ranks, and when."""
+    """`manifest.json`: the files of a checkpoint, its attempt, its number of ranks, and its time (Unix seconds)."""
 
     job: PhaseName
     step: int
@@ -47,52 +47,52 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionMarker(msgspec.Struct, frozen=True, kw_only=True):
-    """`COMMIT`: the hash of the manifest beside it."""
+    """`COMMIT`: the hash of the manifest in the same folder."""
 
     manifest_sha256: str
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint below the URL `root`."""
+    """A complete checkpoint below the URL `root`."""
 
     root: str
     manifest: CheckpointManifest
 
     @property
     def name(self) -> str:
-        """`<job>-<step>`."""
+        """Phase and step, as `<job>-<step>`."""
         return checkpoint_name(self.manifest.job, self.manifest.step)
 
     @property
-    def place(self) -> str:
-        """`<job>-<step>/<attempt>`, the folder with its files."""
+    def folder(self) -> str:
+        """The folder of the files, relative to `root`: `<job>-<step>/<attempt>`."""
         return f"{self.name}/{self.manifest.attempt}"
 
     @property
     def location(self) -> str:
-        """URL (or path) of that folder."""
-        return Storage(self.root).url(self.place)
+        """URL (or path) of the folder of the files."""
+        return Storage(self.root).url(self.folder)
 
     def state(self) -> TrainerState:
         """The position that was saved with the tensors."""
         return decode_state(self.read(STATE), f"{self.location}/{STATE}")
 
     def read(self, file: str) -> bytes:
-        """A small file of it; `DamagedCheckpointError` if it is not what was committed."""
+        """The content of a small file. `DamagedCheckpointError` if its hash differs from the manifest."""
         record, data = self.record(file), Storage(self.location).get(file)
         if data is None or FileRecord.of(data) != record:
             raise DamagedCheckpointError(f"{self.location}/{file} is not what was committed (SHA-256 differs)")
         return data
 
     def record(self, file: str) -> FileRecord:
-        """Size and hashes of one of its files; `DamagedCheckpointError` if it has none of that name."""
+        """Size and hashes of a file; `DamagedCheckpointError` if the manifest does not list it."""
         if file not in self.manifest.files:
             raise DamagedCheckpointError(f"{self.location} has no {file} in its manifest")
         return self.manifest.files[file]
 
     def verify(self) -> None:
-        """Read every byte of it; `DamagedCheckpointError` if one is not what was committed."""
+        """Read every file and compare its hashes. `DamagedCheckpointError` at the first difference."""
         with ThreadPoolExecutor(READERS) as readers:
             for _ in readers.map(self._verify_file, self.manifest.files):
                 pass
@@ -110,22 +110,22 @@ def checkpoint_name(job: PhaseName, step: int) -> str:
 
 
 def parse_checkpoint_name(name: str) -> tuple[PhaseName, int] | None:
-    """Job and step of a `checkpoint_name`; None for every other text."""
+    """Phase and step of a `checkpoint_name`; None for any other text."""
     match = _NAME.fullmatch(name)
     return (PHASES[PHASES.index(match[1])], int(match[2])) if match else None
 
 
 def complete_checkpoints(root: str, *, hashes: bool = False) -> Iterator[Checkpoint]:
-    """The commits that count, the newest first. Those that are not whole are skipped with a warning that says why.
+    """The checkpoints that count, the newest first. Incomplete ones are skipped with a warning that has the reason.
 
-    RL is newer than the warm start before it; within a job the step decides. Sizes are always compared with the
-    manifest; hashes, which means reading all of it, only when asked.
+    RL is newer than SFT; within a phase the step decides. Sizes are always compared with the manifest. With `hashes`,
+    every file is read and verified too.
     """
     storage = Storage(root)
-    counting = read_ownership(storage)
+    ownership = read_ownership(storage)
     for name in folder_names(storage):
         try:
-            checkpoint = _copies_that_count(storage, name, counting)
+            checkpoint = _copy_that_counts(storage, name, ownership)
             if hashes:
                 checkpoint.verify()
         except DamagedCheckpointError as error:
@@ -140,11 +140,11 @@ def newest_checkpoint(root: str, *, hashes: bool = False) -> Checkpoint | None:
 
 
 def begin_checkpoint(storage: Storage, state: TrainerState, attempt: str) -> Checkpoint | None:
-    """Prepare an empty folder for a save; or the checkpoint itself, when this attempt committed this step already."""
+    """Prepare an empty folder for a save, or return the checkpoint if this attempt has saved this step already."""
     Fence(storage.url(), attempt).check()
     name = checkpoint_name(state.job, state.step)
     try:
-        return _complete_copies(storage, name, attempt)
+        return _complete_copy(storage, name, attempt)
     except DamagedCheckpointError:
         storage.remove(f"{name}/{attempt}")
         return None
@@ -153,9 +153,10 @@ def begin_checkpoint(storage: Storage, state: TrainerState, attempt: str) -> Che
 def complete_checkpoint(
     storage: Storage, state: TrainerState, attempt: str, shards: Mapping[str, FileRecord], world_size: int
 ) -> Checkpoint:
-    """Write state, manifest and, last, COMMIT beside the shards that are already there, as they were written.
+    """Write the state, the manifest and, last, COMMIT next to the shards, which are on disk already.
 
-    `CheckpointError` if one of them is not there any more, or not as long, or if another attempt took over.
+    `shards` are the records of the written bytes. `CheckpointError` if a shard is missing or has another size, or if
+    another attempt has taken over.
     """
     name = checkpoint_name(state.job, state.step)
     folder = f"{name}/{attempt}"
@@ -182,47 +183,47 @@ def complete_checkpoint(
 
 
 def folder_names(storage: Storage) -> list[str]:
-    """All checkpoint folders, committed or not, the newest first."""
-    found = [match for match in map(_NAME.fullmatch, storage.folders()) if match]
-    found.sort(key=lambda match: (PHASES.index(match[1]), int(match[2])), reverse=True)
-    return [match[0] for match in found]
+    """Names (`<job>-<step>`) of all checkpoint folders, complete or not, the newest first."""
+    matches = [match for match in map(_NAME.fullmatch, storage.folders()) if match]
+    matches.sort(key=lambda match: (PHASES.index(match[1]), int(match[2])), reverse=True)
+    return [match[0] for match in matches]
 
 
 def copies_of(storage: Storage, name: str) -> list[str]:
-    """The folders of attempts in one of them."""
+    """The attempts' folders below the checkpoint `name`, as `<job>-<step>/<attempt>`."""
     return [f"{name}/{attempt}" for attempt in storage.folders(name)]
 
 
-def valid_copy(storage: Storage, name: str, counting: Ownership) -> set[str]:
-    """The folder of the one whole commit of that name that counts, if there is one."""
+def valid_copy(storage: Storage, name: str, ownership: Ownership) -> set[str]:
+    """The folder of the complete copy of the checkpoint `name` that counts; empty if there is none."""
     try:
-        return {_copies_that_count(storage, name, counting).place}
+        return {_copy_that_counts(storage, name, ownership).folder}
     except DamagedCheckpointError:
         return set()
 
 
-def _copies_that_count(storage: Storage, name: str, counting: Ownership) -> Checkpoint:
-    """The one whole commit of that name that counts; `DamagedCheckpointError` with what is wrong with the others.
+def _copy_that_counts(storage: Storage, name: str, ownership: Ownership) -> Checkpoint:
+    """The complete copy of the checkpoint `name` that counts. `DamagedCheckpointError` with the reasons if none does.
 
-    There may be two where an attempt that was cut off ended its commit late: the owner's is taken, else the later.
+    Two copies count if a cut-off attempt completed its save late. Then the owner's copy is returned, else the later.
     """
-    found, wrong = list[Checkpoint](), list[str]()
+    copies, reasons = list[Checkpoint](), list[str]()
     for attempt in storage.folders(name):
         try:
-            if not counting.counts(name, attempt):
+            if not ownership.counts(name, attempt):
                 raise DamagedCheckpointError(
-                    f"{name}/{attempt} was refused, or came after attempt {counting.owner} took over"
+                    f"{name}/{attempt} was refused, or came after attempt {ownership.owner} took over"
                 )
-            found.append(_complete_copies(storage, name, attempt))
+            copies.append(_complete_copy(storage, name, attempt))
         except DamagedCheckpointError as error:
-            wrong.append(str(error))
-    if not found:
-        raise DamagedCheckpointError("; ".join(wrong) or "nothing is in it")
-    return max(found, key=lambda each: (each.manifest.attempt == counting.owner, each.manifest.time))
+            reasons.append(str(error))
+    if not copies:
+        raise DamagedCheckpointError("; ".join(reasons) or "the folder is empty")
+    return max(copies, key=lambda copy: (copy.manifest.attempt == ownership.owner, copy.manifest.time))
 
 
-def _complete_copies(storage: Storage, name: str, attempt: str) -> Checkpoint:
-    """What an attempt committed under a name; `DamagedCheckpointError` if it has no COMMIT or is not all there."""
+def _complete_copy(storage: Storage, name: str, attempt: str) -> Checkpoint:
+    """An attempt's copy of the checkpoint `name`. `DamagedCheckpointError` if COMMIT is missing or a file differs."""
     folder = f"{name}/{attempt}"
     manifest = _read_manifest(storage, folder, _read_marker(storage, folder))
     _check_sizes(storage, folder, manifest)
@@ -233,8 +234,8 @@ def _check_sizes(storage: Storage, folder: str, manifest: CheckpointManifest) ->
     sizes = storage.sizes(folder)
     for file, record in manifest.files.items():
         if sizes.get(file) != record.size:
-            found = f"{sizes[file]} bytes" if file in sizes else "missing"
-            raise DamagedCheckpointError(f"{folder}/{file} is {found}; its manifest says {record.size} bytes")
+            actual = f"{sizes[file]} bytes" if file in sizes else "missing"
+            raise DamagedCheckpointError(f"{folder}/{file} is {actual}; its manifest has {record.size} bytes")
 
 
 def _read_marker(storage: Storage, folder: str) -> CompletionMarker:
@@ -252,10 +253,17 @@ def _read_marker(storage: Storage, folder: str) -> CompletionMarker:
 
 
 def _refuse_older_format(storage: Storage, name: str) -> None:
-    """A commit of version 1 has its COMMIT one folder further up. To skip it would be to start over without a word."""
+    """Raise `CheckpointError` for a checkpoint of version 1, which has its COMMIT in the parent folder.
+
+    Skipping it would start the run over silently.
+    """
     if storage.get(f"{name}/{COMMIT}") is not None:
-        found = f"{storage.url(name)} has version 1; this code reads version {MANIFEST_VERSION}"
-        raise CheckpointError(f"{found}; go on with the Rollcall that wrote it, or start anew elsewhere")
+        raise _version_error(storage.url(name), 1)
+
+
+def _version_error(path: str, version: int) -> CheckpointError:
+    hint = "use the version of Rollcall that wrote it, or start over elsewhere"
+    return CheckpointError(f"{path} has version {version}; this code reads version {MANIFEST_VERSION}; {hint}")
 
 
 def _read_manifest(storage: Storage, folder: str, marker: CompletionMarker) -> CheckpointManifest:
@@ -269,6 +277,5 @@ def _read_manifest(storage: Storage, folder: str, marker: CompletionMarker) -> C
     except msgspec.DecodeError as error:
         raise DamagedCheckpointError(f"{folder}/{MANIFEST} is of another form: {error}") from error
     if manifest.version != MANIFEST_VERSION:
-        found = f"{folder}/{MANIFEST} has version {manifest.version}; this code reads version {MANIFEST_VERSION}"
-        raise CheckpointError(f"{found}; go on with the Rollcall that wrote it, or start anew elsewhere")
+        raise _version_error(f"{folder}/{MANIFEST}", manifest.version)
     return manifest

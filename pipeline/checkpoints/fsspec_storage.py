@@ -1,8 +1,7 @@
-"""A folder of files behind an fsspec URL.
+"""A folder of files behind an fsspec URL, with the few operations that checkpoints need.
 
-Owns the few operations that checkpoints need of a filesystem. Promises that on a local disk `put` is atomic and
-flushed, that listings are never taken from a cache, and that any failure of the filesystem is a `CheckpointError` that
-names the folder. Knows nothing of what the files mean.
+On a local disk, `put` is atomic and flushed. Listings never come from a cache. Any failure of the filesystem becomes a
+`CheckpointError` that names the folder.
 """
 
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ class Storage:
         return path if self.local else str(self._fs.unstrip_protocol(path))
 
     def put(self, name: str, data: bytes) -> None:
-        """Replace a file, whole; on a local disk for as long as `get`, if what it fails with may pass."""
+        """Replace a file atomically. A local disk's transient errors are retried for `FINAL_WRITE_TIMEOUT` seconds."""
         with self._translated("write", name):
             if self.local:
                 path = Path(self._path(name))
@@ -45,7 +44,7 @@ class Storage:
                 self._fs.pipe_file(self._path(name), data)
 
     def get(self, name: str) -> bytes | None:
-        """The content of a file, or None when there is none."""
+        """The content of a file, or None if it is absent. Transient errors are retried, as in `put`."""
         with self._translated("read", name):
             try:
                 return retry_transient(
@@ -55,7 +54,7 @@ class Storage:
                 return None
 
     def folders(self, name: str = "") -> list[str]:
-        """Names of the folders in a folder; empty when there is none."""
+        """Names of the folders in a folder; empty if the folder is absent."""
         with self._translated("list", name):
             self._fs.invalidate_cache()
             try:
@@ -65,7 +64,7 @@ class Storage:
             return sorted(_last(entry["name"]) for entry in entries if entry["type"] == "directory")
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Size in bytes of each file directly in a folder; empty when there is none."""
+        """Size in bytes of each file directly in a folder; empty if the folder is absent."""
         with self._translated("list", name):
             self._fs.invalidate_cache()
             try:
@@ -76,14 +75,14 @@ class Storage:
 
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """A file to read from, anywhere."""
+        """Open a file for random-access reading."""
         with self._translated("read", name):
             self._fs.invalidate_cache()
             with self._fs.open(self._path(name), "rb") as file:
                 yield file
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing happens when it is absent."""
+        """Remove a file, or a folder with its content. Does nothing if it is absent."""
         with self._translated("remove", name):
             self._fs.invalidate_cache()
             try:
@@ -92,7 +91,7 @@ class Storage:
                 return
 
     def remove_empty(self, name: str) -> None:
-        """Remove a folder that nothing is in; on an object store there is none then."""
+        """Remove a folder if it is empty. Does nothing on an object store, which has no empty folders."""
         if self.local:
             with suppress(OSError):
                 Path(self._path(name)).rmdir()
@@ -108,7 +107,7 @@ class Storage:
             raise
         except OSError as error:
             raise CheckpointError(f"cannot {doing} {self.url(name)}: {error.strerror or error}") from error
-        except Exception as error:  # each driver has errors of its own kind
+        except Exception as error:  # each driver of fsspec defines other error classes
             reason = one_line(error)
             raise CheckpointError(f"cannot {doing} {self.url(name)}: {reason}") from error
 

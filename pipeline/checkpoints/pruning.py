@@ -1,8 +1,7 @@
-"""Which checkpoints are removed.
+"""Removal of old and of unfinished checkpoints.
 
-Owns the removal of old checkpoints and of unfinished ones. Promises that `prune` never removes the commit that it is
-called for; that nothing is removed once another attempt took over; and that a removal which is cut short leaves nothing
-that looks committed. Must not know torch.
+`prune` never removes the checkpoint for which it is called. Nothing is removed once another attempt has taken over. A
+removal starts with the COMMIT file, so an interrupted one leaves no folder that looks complete.
 """
 
 import logging
@@ -16,58 +15,58 @@ _log = logging.getLogger(__name__)
 
 
 def prune(newest: Checkpoint, keep: int) -> list[str]:
-    """Remove what is older than `newest`, which was just committed, and the `keep - 1` commits before it; what went.
+    """Remove checkpoints older than `newest`, except the `keep - 1` before it. Returns the removed folders.
 
-    Of those that stay, the folders of other attempts go too. Whatever is younger stays untouched. Left-overs of a dead
-    attempt go once a newer checkpoint is committed. Everything is listed first, and `SupersededError` ends the removal
-    when another attempt took over: what is listed is then none of that one's. A removal begins with COMMIT, so one that
-    is cut short leaves nothing that looks committed.
+    `newest` has just been completed. For each remaining step, the folders of other attempts are removed too; so
+    remains of a killed attempt disappear once a newer checkpoint is complete. Newer folders stay untouched. Raises
+    `SupersededError` if another attempt has taken over.
     """
     storage, fence = Storage(newest.root), Fence(newest.root, newest.manifest.attempt)
-    counting, names = read_ownership(storage), folder_names(storage)
-    kept, doomed = {newest.place}, list[str]()
+    # All folders are listed before the first check of the fence: none of a later owner's can be among them.
+    ownership, names = read_ownership(storage), folder_names(storage)
+    retained, removed = {newest.folder}, list[str]()
     for name in names[names.index(newest.name) :]:
-        if name != newest.name and len(kept) < keep:
-            kept |= valid_copy(storage, name, counting)
-        doomed += [place for place in copies_of(storage, name) if place not in kept]
-    _remove(storage, fence, doomed)
-    return doomed
+        if name != newest.name and len(retained) < keep:
+            retained |= valid_copy(storage, name, ownership)
+        removed += [folder for folder in copies_of(storage, name) if folder not in retained]
+    _remove(storage, fence, removed)
+    return removed
 
 
 def remove_unfinished(root: str, owner: str, *, over: bool = False) -> list[str]:
-    """Remove the folders of other attempts than `owner` that have no COMMIT: saves that did not end; what went.
+    """Remove other attempts' folders without a COMMIT file, left by interrupted saves. Returns the removed folders.
 
-    For whoever owns the run and has restored from it: such an attempt is over, or was cut off and may commit no more;
-    or, with `over`, for whoever knows that the owner's attempt is over too: then its own go as well. A
-    folder that cannot be removed stays, with a warning; `prune` tries again. `SupersededError` if another attempt took
-    over.
+    Call this as the owner of the run, after restoring: the other attempts have ended, or were cut off and can complete
+    no checkpoint. With `over`, the owner's attempt has ended too, and its unfinished folders are removed as well. A
+    folder that cannot be removed stays, with a warning, until the next `prune`. `SupersededError` if another attempt
+    has taken over.
     """
     storage, fence = Storage(root), Fence(root, owner)
     try:
-        places = [place for name in folder_names(storage) for place in copies_of(storage, name)]
-        ended = [place for place in places if over or place.partition("/")[2] != owner]
-        unfinished = [place for place in ended if COMMIT not in storage.sizes(place)]
+        folders = [folder for name in folder_names(storage) for folder in copies_of(storage, name)]
+        ended = [folder for folder in folders if over or folder.partition("/")[2] != owner]
+        unfinished = [folder for folder in ended if COMMIT not in storage.sizes(folder)]
         _remove(storage, fence, unfinished)
     except SupersededError:
         raise
     except CheckpointError as error:
-        _log.warning("unfinished checkpoints stay until the next commit: %s", error)
+        _log.warning("unfinished checkpoints stay until the next checkpoint: %s", error)
         return []
     if unfinished:
-        _log.info("removed what unfinished saves left: %s", ", ".join(unfinished))
+        _log.info("removed the remains of interrupted saves: %s", ", ".join(unfinished))
     return unfinished
 
 
 def complete_folders(storage: Storage) -> list[str]:
-    """The folders that count and have a COMMIT, whole or not, as `<job>-<step>/<attempt>`, the newest first."""
-    counting = read_ownership(storage)
-    places = [place for name in folder_names(storage) for place in copies_of(storage, name)]
-    return [place for place in places if counting.counts(*place.split("/")) and COMMIT in storage.sizes(place)]
+    """The folders that count and have a COMMIT file, damaged or not, as `<job>-<step>/<attempt>`, the newest first."""
+    ownership = read_ownership(storage)
+    folders = [folder for name in folder_names(storage) for folder in copies_of(storage, name)]
+    return [folder for folder in folders if ownership.counts(*folder.split("/")) and COMMIT in storage.sizes(folder)]
 
 
-def _remove(storage: Storage, fence: Fence, places: list[str]) -> None:
-    for place in places:
+def _remove(storage: Storage, fence: Fence, folders: list[str]) -> None:
+    for folder in folders:
         fence.check()
-        storage.remove(f"{place}/{COMMIT}")
-        storage.remove(place)
-        storage.remove_empty(place.partition("/")[0])
+        storage.remove(f"{folder}/{COMMIT}")
+        storage.remove(folder)
+        storage.remove_empty(folder.partition("/")[0])

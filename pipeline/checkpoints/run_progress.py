@@ -1,26 +1,26 @@
-"""What a run directory shows of progress, and what must be there to go on.
+"""The rule by which a run resumes or is refused.
 
-Owns the one rule by which a run resumes or is refused. A run that has committed must not start over because a mount is
-missing or a folder was swept: it is refused, with what is missing and what remains, until the missing part is restored
-or the user starts over with `resume=scratch`. Steps that no checkpoint covered are no progress in this sense: an
-attempt that was cut off before its first checkpoint begins again without a word.
+A run that has saved a checkpoint must not start over because a mount is missing or a folder was purged. It is refused,
+with a list of missing and remaining parts, until the missing part is restored or the user starts over with
+`resume=scratch`. Steps without a checkpoint do not count: an attempt that was cut off before its first checkpoint
+starts over silently.
 
-    evidence of a commit       attempts/<attempt>/committed, made once by each attempt that commits
-                               a COMMIT file below the run's checkpoints, whole or damaged
+    evidence of a checkpoint   attempts/<attempt>/committed, created once by each attempt that completes a checkpoint
+                               a COMMIT file below the run's checkpoints, valid or damaged
                                rows in metrics.jsonl or ledger.jsonl although attempts/ is gone
-    needed to go on            run.json, or the copy of it beside the checkpoints, or the name of rendezvous/<run_id>
-                               config.json, or the copy of it beside the checkpoints
-                               with evidence of a commit: a whole commit that counts
+    required to resume         run.json, or its copy next to the checkpoints, or the name of rendezvous/<run_id>
+                               config.json, or its copy next to the checkpoints
+                               with evidence of a checkpoint: a complete checkpoint that counts
 
-    refuse_restart(run, root)              # whoever found no commit to go on from, before anything is rolled back
-    copy_identity(run, root)                 # each attempt, once it may write
-    mark_checkpointed(paths)                  # each attempt, once a commit is durable
+    refuse_restart(run, root)              # if no checkpoint can be restored, before any file is rolled back
+    copy_identity(run, root)               # each attempt, once it may write
+    mark_checkpointed(paths)               # each attempt, once a checkpoint is durable
 
-The job of a file keeps its checkpoints in its `optimizer_state`, which jobs share. Its run records in `jobs/` which
-states it has checkpoints in, and of which job the newest one is. A job is refused where those checkpoints are gone.
+The job of a file keeps its checkpoints in its `optimizer_state`, which jobs share. Its run records in `jobs/` the
+states in which it has checkpoints, and the job of the newest one. A job is refused if these checkpoints are gone.
 
-    refuse_damaged_state(root)             # a job that found no checkpoint in its state
-    refuse_lost_state(run, root, job, done)    # a job that goes on from step `done`
+    refuse_damaged_state(root)                    # a job that finds no checkpoint in its state
+    refuse_lost_state(run, root, job, done)       # a job that resumes from step `done`
     mark_job_checkpointed(run, root, job, done)   # once a checkpoint of a job is durable
 """
 
@@ -43,45 +43,45 @@ from pipeline.utils import shared_files
 from pipeline.utils.shared_dir import FileSharedDir
 
 RUN, CONFIG = "RUN", "CONFIG"
-"""The copies of `run.json` and `config.json`. Under the name of the first, a folder would pass for a run's."""
+"""The copies of `run.json` and `config.json`. Named `run.json`, the copy would make the folder look like a run's."""
 log = logging.getLogger(__name__)
 
 
 def refuse_restart(run: RunPaths, root: str) -> None:
-    """Raise `CheckpointError` if the run has committed: nobody may begin it again who found no commit to go on from.
+    """Raise `CheckpointError` if there is evidence of a checkpoint. Call this before a run without one starts over.
 
-    `root` is the address of its checkpoints.
+    `root` is the address of the run's checkpoints.
     """
-    torn = complete_folders(Storage(root))
-    found = [f"attempt {name} committed" for name in _checkpointing_attempts(run)]
-    found += [f"{place} is damaged" for place in torn]
+    damaged = complete_folders(Storage(root))
+    evidence = [f"attempt {name} committed" for name in _checkpointing_attempts(run)]
+    evidence += [f"{folder} is damaged" for folder in damaged]
     rows = [f"{_lines(path)} lines of {path.name}" for path in (run.metrics, run.ledger) if _lines(path)]
-    if not found and (run.attempts.exists() or not rows):
+    if not evidence and (run.attempts.exists() or not rows):
         return
-    missing = f"{root} has no checkpoint to go on from" if found else f"{run.attempts} is missing"
-    raise CheckpointError(f"{missing}, but the run had progress ({', '.join(found + rows)}); {resume_options(run)}")
+    missing = f"{root} has no checkpoint to go on from" if evidence else f"{run.attempts} is missing"
+    raise CheckpointError(f"{missing}, but the run had progress ({', '.join(evidence + rows)}); {resume_options(run)}")
 
 
 def resume_options(run: RunPaths) -> str:
-    """What to do about a part of a run that is missing or damaged."""
+    """The hint for a missing or damaged part of a run."""
     return f"restore it, or start over with resume=scratch, which moves what is there to {run.aside}"
 
 
 def mark_checkpointed(paths: AttemptPaths) -> bool:
-    """Leave a mark that the attempt has committed; False if the disk takes none now, and the next commit tries again.
+    """Create the marker file of an attempt with a checkpoint. False if the disk refuses it: retry at the next one.
 
-    The checkpoint is durable whatever becomes of the mark.
+    The checkpoint is durable without the marker.
     """
     try:
         paths.checkpointed.touch()
     except OSError as error:
-        log.warning("%s is made with the next commit: %s", paths.checkpointed, error)
+        log.warning("%s is made with the next checkpoint: %s", paths.checkpointed, error)
         return False
     return True
 
 
 def copy_identity(run: RunPaths, root: str) -> None:
-    """Keep copies of `run.json` and `config.json` beside the checkpoints. Whoever calls this owns the run."""
+    """Copy `run.json` and `config.json` to the folder of the checkpoints. Only the run's owner may call this."""
     storage = Storage(root)
     for path, copy in ((run.run, RUN), (run.config, CONFIG)):
         try:
@@ -89,21 +89,21 @@ def copy_identity(run: RunPaths, root: str) -> None:
             if shared_files.unseal(data) is not None:
                 storage.put(copy, data)
         except (OSError, CheckpointError) as error:
-            log.warning("no copy of %s is kept beside the checkpoints: %s", path.name, error)
+            log.warning("%s was not copied to the folder of the checkpoints: %s", path.name, error)
 
 
 def refuse_damaged_state(root: str) -> None:
-    """Raise `CheckpointError` if checkpoints of jobs are below `root`, of which the caller found none to be whole."""
-    if torn := complete_folders(Storage(root)):
-        raise _lost_state(root, f"its checkpoints are damaged ({', '.join(torn)})")
+    """Raise `CheckpointError` if `root` has checkpoints of jobs. The caller has found all of them damaged."""
+    if damaged := complete_folders(Storage(root)):
+        raise _lost_state(root, f"its checkpoints are damaged ({', '.join(damaged)})")
 
 
 def refuse_lost_state(run: RunPaths, root: str, job: str, done: int) -> int:
-    """Raise `CheckpointError` if checkpoints are lost that a job, which begins at its first step, would go on from.
+    """Raise `CheckpointError` if a job would start at its first step although the run has recorded a checkpoint.
 
-    `root` is the job's `optimizer_state`, `job` tells it from any other, and `done` are the steps that it goes on from.
-    Checkpoints of this job must be there if the newest recorded one was its own; of any job, if the run has recorded
-    one. Returns the steps of this job that the newest recorded checkpoint covers, 0 if that is another job's.
+    `root` is the job's `optimizer_state`, `job` its identity, and `done` the step from which it resumes. If the newest
+    recorded checkpoint is of this job, a checkpoint of this job must exist; otherwise one of any job. Returns the steps
+    of this job that the newest recorded checkpoint covers, 0 if that is another job's.
     """
     recorded = shared_files.read_document(run.job_state(_digest(root)), JobStateRecord)
     if recorded is None:
@@ -118,34 +118,37 @@ def refuse_lost_state(run: RunPaths, root: str, job: str, done: int) -> int:
 
 
 def mark_job_checkpointed(run: RunPaths, root: str, job: str, done: int) -> None:
-    """Record that a checkpoint of a job below `root` is durable, which covers `done` of its steps.
+    """Record that a checkpoint of a job below `root` is durable and covers `done` of its steps.
 
-    The checkpoint is durable whatever becomes of the record.
+    The checkpoint is durable without the record.
     """
     path = run.job_state(_digest(root))
     try:
         path.parent.mkdir(exist_ok=True)
         shared_files.write_document(path, JobStateRecord(root=root, job=job, done=done))
     except OSError as error:
-        log.warning("%s is made with the next commit: %s", path, error)
+        log.warning("%s is made with the next checkpoint: %s", path, error)
 
 
 def new_aside_folder(run: RunPaths) -> Path:
-    """A folder below `aside` that is not there yet."""
+    """The first numbered folder below `aside` that does not exist yet."""
     return next(path for number in count(1) if not (path := run.aside / str(number)).exists())
 
 
-def skipped_rows(checkpoint: Checkpoint) -> list[str]:
-    """What counts, has a COMMIT and is newer than `checkpoint`, as `<job>-<step>/<attempt>`: it was found damaged."""
+def skipped_checkpoints(checkpoint: Checkpoint) -> list[str]:
+    """The damaged checkpoints that were skipped in favor of `checkpoint`, as `<job>-<step>/<attempt>`.
+
+    These are the newer ones that count and have a COMMIT file.
+    """
     storage = Storage(checkpoint.root)
     names = folder_names(storage)
     newer = names[: names.index(checkpoint.name)]
-    return [place for place in complete_folders(storage) if place.partition("/")[0] in newer]
+    return [folder for folder in complete_folders(storage) if folder.partition("/")[0] in newer]
 
 
-def _lost_state(root: str, found: str) -> CheckpointError:
+def _lost_state(root: str, problem: str) -> CheckpointError:
     hint = "move it away and start the run over with resume=scratch, or give the job another optimizer_state"
-    return CheckpointError(f"optimizer_state {root}: {found}; restore it, or {hint}")
+    return CheckpointError(f"optimizer_state {root}: {problem}; restore it, or {hint}")
 
 
 def _digest(root: str) -> str:
@@ -153,15 +156,15 @@ def _digest(root: str) -> str:
 
 
 def known_identity(run: RunPaths) -> RunIdentity | None:
-    """Who the run is, also where `run.json` is lost; None for a run that has not begun.
+    """The run's identity, from `run.json`, its copy or the rendezvous directory; None for a run that has not begun.
 
-    `CheckpointError` for one that has, and of which nothing else says its id.
+    `CheckpointError` for a run that has begun and whose id is in none of them.
     """
-    found = shared_files.read_document(run.run, RunIdentity)
-    if found is None:
-        found = shared_files.read_document(run.checkpoints / RUN, RunIdentity)
-    if found is not None:
-        return found
+    identity = shared_files.read_document(run.run, RunIdentity)
+    if identity is None:
+        identity = shared_files.read_document(run.checkpoints / RUN, RunIdentity)
+    if identity is not None:
+        return identity
     ids = [path for path in _entries(run.rendezvous) if path.is_dir()]
     if len(ids) == 1:
         return RunIdentity(run_id=ids[0].name, created=ids[0].stat().st_mtime)
@@ -173,13 +176,13 @@ def known_identity(run: RunPaths) -> RunIdentity | None:
 
 
 def known_config(run: RunPaths, root: str) -> dict[str, Any] | None:
-    """The config that the run was made with, also where `config.json` is lost; None for a run that has not begun.
+    """The run's configuration, from `config.json` or its copy; None for a run that has not begun.
 
-    `CheckpointError` for one that has, and that has no copy of it.
+    `CheckpointError` for a run that has begun and has neither.
     """
-    found = shared_files.read_document(run.config, dict[str, Any])
-    if found is not None:
-        return found
+    config = shared_files.read_document(run.config, dict[str, Any])
+    if config is not None:
+        return config
     if run.config.exists() or has_begun(run):
         copy = shared_files.unseal(Storage(root).get(CONFIG) or b"")
         if copy is None:
@@ -191,7 +194,7 @@ def known_config(run: RunPaths, root: str) -> dict[str, Any] | None:
 
 
 def has_begun(run: RunPaths) -> bool:
-    """Whether anything is there that an attempt makes."""
+    """Whether the run directory has any file that an attempt creates."""
     if any(_entries(folder) for folder in (run.attempts, run.rendezvous)):
         return True
     if any(path.is_dir() and path.name != LINES for path in _entries(run.checkpoints)):

@@ -1,9 +1,8 @@
-"""Reading what `torch.distributed.checkpoint` (DCP) wrote without running what is in it.
+"""Safe unpickling of the files of `torch.distributed.checkpoint` (DCP).
 
-Owns which names the pickles of a checkpoint may hold: those that DCP itself writes. Promises that a checkpoint which
-somebody else wrote can at worst be refused: its metadata builds values of these types and nothing else, and its plain
-values are what `torch.load` takes for weights. Its hashes do not promise that, since whoever wrote the files wrote the
-hashes too.
+The metadata's pickle may name only the classes that DCP itself writes, and plain values are loaded with
+`weights_only=True`. So a forged checkpoint can run no code; it is refused. The hashes of a checkpoint do not protect
+against forgery, since its author has written the hashes too.
 """
 
 import io
@@ -28,18 +27,18 @@ _ALLOWED: dict[tuple[str, str], Any] = {(kind.__module__, kind.__qualname__): ki
 
 
 def read_metadata(data: bytes, path: str) -> Metadata:
-    """DCP's metadata; `CheckpointError` when the file, called `path` then, holds anything else."""
+    """DCP's metadata in `data`. `CheckpointError`, which names the file `path`, for any other content."""
     try:
-        found = _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # broken pickles raise whatever comes
+        value = _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # a broken pickle can raise any exception
         raise _unexpected_class(path, one_line(error)) from error
-    if not isinstance(found, Metadata):
-        raise _unexpected_class(path, type(found).__name__)
-    return found
+    if not isinstance(value, Metadata):
+        raise _unexpected_class(path, type(value).__name__)
+    return value
 
 
 def read_value(data: io.BytesIO, name: str) -> Any:
-    """A plain value of the checkpoint, called `name` there; `CheckpointError` for what could run code."""
+    """The plain value `name` of the checkpoint. `CheckpointError` for a pickle that could run code."""
     try:
         return torch.load(data, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -50,14 +49,14 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it needs {module}.{name}")
 
 
-def _unexpected_class(where: object, found: str) -> CheckpointError:
-    said = " ".join(found.split())
+def _unexpected_class(where: object, reason: str) -> CheckpointError:
+    one_liner = " ".join(reason.split())
     return CheckpointError(
-        f"{where} is not what torch.distributed.checkpoint writes ({said}), and nothing of it was run; restore from a "
-        "checkpoint that a run of yours wrote"
+        f"{where} is not what torch.distributed.checkpoint writes ({one_liner}), and nothing of it was run; restore "
+        "from a checkpoint that a run of yours wrote"
     )

@@ -1,8 +1,7 @@
-"""The files of shards, as `torch.distributed.checkpoint` (DCP) writes and reads them.
+"""Hashing of shard files while `torch.distributed.checkpoint` (DCP) writes and reads them.
 
-Owns the streams that DCP is given. Promises that what one rank wrote is hashed on its way, and that what it reads is
-compared before DCP sees it, each tensor's part once, in the order of the file. Must not know commits, nor what the
-tensors are.
+`RecordingWriter` hashes the bytes that a rank writes. `VerifyingReader` compares the blocks of each tensor before DCP
+sees them, in the order of the file, so that each block is read once.
 """
 
 import dataclasses
@@ -27,20 +26,20 @@ from pipeline.checkpoints.block_hashes import FileRecord, Recorder, VerifiedFile
 from pipeline.checkpoints.checkpoint_store import Checkpoint
 
 METADATA = ".metadata"
-"""DCP's own file: which tensor is where."""
-Place = str | os.PathLike[str]
+"""DCP's index file: the file and offset of each tensor."""
+PathLike = str | os.PathLike[str]
 
 
 class RecordingWriter(FsspecWriter):
     """Writes one rank's files below `folder`.
 
     Attributes:
-        records: the size and the hashes of each file that was closed.
-        named: on the rank that wrote the metadata, the files that it names, and its own.
+        records: size and hashes of each closed file.
+        named: on the rank that wrote the metadata, the files that the metadata names, and the metadata file.
     """
 
     def __init__(self, folder: str, *, flush: bool) -> None:
-        """With `flush`, files are on disk when they are closed; DCP calls sync(2) where one cannot be flushed."""
+        """With `flush`, closing a file forces it to disk; DCP calls sync(2) for a file that cannot be flushed."""
         super().__init__(folder, sync_files=flush, overwrite=True)
         self.records: dict[str, FileRecord] = {}
         self.named: set[str] = set()
@@ -49,7 +48,7 @@ class RecordingWriter(FsspecWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        self.named = {written.storage_data.relative_path for each in results for written in each} | {METADATA}
+        self.named = {written.storage_data.relative_path for rank in results for written in rank} | {METADATA}
 
 
 class VerifyingReader(FsspecReader):
@@ -64,10 +63,10 @@ class VerifyingReader(FsspecReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        items = sorted(plan.items, key=self._place)
+        items = sorted(plan.items, key=self._file_and_offset)
         return super().read_data(dataclasses.replace(plan, items=items), planner)
 
-    def _place(self, item: ReadItem) -> tuple[str, int]:
+    def _file_and_offset(self, item: ReadItem) -> tuple[str, int]:
         info = self.storage_data[item.storage_index]
         return info.relative_path, info.offset
 
@@ -80,18 +79,18 @@ class VerifyingReader(FsspecReader):
 
 
 class _Recording(FileSystem):
-    """Files that are written below one folder; `records` are kept by their names."""
+    """Writes the files of one folder through a `Recorder`, and stores their records by file name."""
 
     def __init__(self, records: dict[str, FileRecord]) -> None:
         super().__init__()
         self._records = records
 
     @contextmanager
-    def create_stream(self, path: Place, mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(self, path: PathLike, mode: str) -> Generator[io.IOBase, None, None]:
         with super().create_stream(path, mode) as stream, Recorder(stream) as recorder:
             yield recorder
         self._records[Path(path).name] = recorder.record()
 
-    def rename(self, path: Place, new_path: Place) -> None:
+    def rename(self, path: PathLike, new_path: PathLike) -> None:
         super().rename(path, new_path)
         self._records[Path(new_path).name] = self._records.pop(Path(path).name)

@@ -1,12 +1,11 @@
 """Saving and loading sharded tensors, as collective operations of the trainer's ranks.
 
-Owns the use of `torch.distributed.checkpoint` (DCP). Promises that `save` returns on every rank only after the commit,
-that it raises the same `CheckpointError` on every rank when the commit did not happen, and that `load` fills the
-tensors it is given with what was committed, with any number of ranks, or says on every rank what differs. Every step is
-bounded by the process group's own timeout.
+Built on `torch.distributed.checkpoint` (DCP). `save` returns on every rank only after the checkpoint is complete, or
+raises the same `CheckpointError` on every rank. `load_shards` fills the given tensors from a checkpoint, with any
+number of ranks, or reports the differences on every rank. The process group's timeout limits every step.
 
-`save` has three parts: begin (rank 0), write shards (every rank), commit (rank 0). The tensors must stand still until
-it returns; `pipeline.checkpoints.async_save` gives it copies, so that training need not.
+`save` has three parts: begin (rank 0), write shards (every rank), complete (rank 0). The tensors must not change until
+it returns; `pipeline.checkpoints.async_save` passes copies, so that training can continue.
 """
 
 import io
@@ -40,10 +39,11 @@ T = TypeVar("T")
 def save(
     root: str, attempt: str, state: TrainerState, tensors: Tensors, *, group: dist.ProcessGroup | None = None
 ) -> Checkpoint:
-    """Commit `tensors` (each rank its shards) and `state` (rank 0's counts; job and step must be equal on all ranks).
+    """Save `tensors` (each rank its shards) and rank 0's `state`. Job and step must be equal on all ranks.
 
-    A step that this attempt committed already is returned as it is: the tensors of a step never change. One that
-    another attempt committed is replaced, in one write of COMMIT. Raises `CheckpointError` on every rank.
+    If this attempt has saved the step already, that checkpoint is returned: the tensors of a step never change. A
+    checkpoint of this step by another attempt is superseded by the write of COMMIT. Raises `CheckpointError` on every
+    rank.
     """
     ranks = Ranks(group)
     storage = Storage(root)
@@ -56,13 +56,14 @@ def save(
 
 
 def load_shards(checkpoint: Checkpoint, tensors: Tensors, *, group: dist.ProcessGroup | None = None) -> TrainerState:
-    """Fill `tensors` in place from the checkpoint and return the position it was saved at.
+    """Fill `tensors` in place from the checkpoint. Returns the saved position.
 
-    The top names of the tree say which part of the checkpoint is meant; the rest of it is not looked at. The ranks may
-    be more or fewer than those that saved; each reads and compares with its hashes only what it needs. Raises
-    `CheckpointError` if the names, shapes or types of the tensors are not those of that part; then none of them was
-    changed. Raises `DamagedCheckpointError`, on every rank, if one of them read what was not committed; then the
-    tensors are worth nothing.
+    The top-level names of the tree select a part of the checkpoint; the rest is not read. The number of ranks may
+    differ from that of the save; each rank reads and verifies only the blocks that it needs.
+
+    Raises:
+        CheckpointError: names, shapes or types of the tensors differ from the checkpoint. No tensor was changed.
+        DamagedCheckpointError: on every rank, if one rank read damaged data. The tensors are unusable.
     """
     ranks = Ranks(group)
     state, metadata = ranks.first_decides(lambda: (checkpoint.state(), checkpoint.read(METADATA)))
@@ -77,23 +78,23 @@ def load_shards(checkpoint: Checkpoint, tensors: Tensors, *, group: dist.Process
 
 
 class Ranks:
-    """The ranks that save or load together; one alone when no process group exists."""
+    """The ranks that save or load together; a single rank if no process group exists."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        together = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if together else 0
-        self.count = dist.get_world_size(group) if together else 1
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if distributed else 0
+        self.count = dist.get_world_size(group) if distributed else 1
 
     def first_decides(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises on rank 0, on every rank."""
+        """Run `work` on rank 0, and return or raise its outcome on every rank."""
         outcome: list[Any] = [_outcome(work) if self.rank == 0 else None]
         if self.count > 1:
             dist.broadcast_object_list(outcome, group_src=0, group=self.group)
         return _value(outcome[0])  # type: ignore[no-any-return]
 
     def gathered(self, work: Callable[[], dict[str, T]]) -> dict[str, T]:
-        """The dictionaries of all ranks as one, on every rank; the error of the first rank that failed."""
+        """The merged dictionaries of all ranks, on every rank. Raises the error of the lowest rank that failed."""
         outcomes: list[Any] = [None] * self.count
         mine = _outcome(work)
         if self.count > 1:
@@ -118,9 +119,9 @@ def _value(outcome: Any) -> Any:
 
 @contextmanager
 def _needs_no_group() -> Iterator[None]:
-    """DCP warns when there is no process group; here that is one process on purpose."""
+    """Silence DCP's warning about a missing process group, for a single process."""
     if dist.is_available() and dist.is_initialized():
-        yield  # the filters of warnings are for all threads: leave them alone when training goes on meanwhile
+        yield  # warning filters are global to all threads: do not touch them while training runs
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -128,7 +129,7 @@ def _needs_no_group() -> Iterator[None]:
 
 
 def _write_shards(storage: Storage, folder: str, tensors: Tensors, ranks: Ranks) -> dict[str, FileRecord]:
-    """Write every rank's shards; what was written, by file, on every rank."""
+    """Write every rank's shards. Returns the records of all files, by file name, on every rank."""
     writer = RecordingWriter(storage.url(folder), flush=storage.local)
     try:
         with _needs_no_group():
@@ -142,7 +143,7 @@ def _write_shards(storage: Storage, folder: str, tensors: Tensors, ranks: Ranks)
 
 
 class _ComparingPlanner(DefaultLoadPlanner):
-    """Refuses a checkpoint of other tensors before any is read."""
+    """A load planner that refuses a checkpoint with other names, shapes or types before any tensor is read."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -160,19 +161,19 @@ class _ComparingPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], read_value(value, name))
 
 
-def _differences(wanted: Tensors, metadata: Metadata | None, parts: tuple[str, ...]) -> list[str]:
+def _differences(expected: Tensors, metadata: Metadata | None, parts: tuple[str, ...]) -> list[str]:
     everything = metadata.state_dict_metadata if metadata else {}
-    saved = {name: form for name, form in everything.items() if f"{name}.".startswith(parts)}
-    lines = [f"{name} is not in it" for name in sorted(wanted.keys() - saved.keys())]
-    lines += [f"{name} is only in it" for name in sorted(saved.keys() - wanted.keys())]
+    saved = {name: tensor for name, tensor in everything.items() if f"{name}.".startswith(parts)}
+    lines = [f"{name} is not in it" for name in sorted(expected.keys() - saved.keys())]
+    lines += [f"{name} is only in it" for name in sorted(saved.keys() - expected.keys())]
     pairs = [
-        (name, _shape_text(wanted[name]), _shape_text(saved[name])) for name in sorted(wanted.keys() & saved.keys())
+        (name, _shape_text(expected[name]), _shape_text(saved[name])) for name in sorted(expected.keys() & saved.keys())
     ]
     return lines + [f"{name} is {mine} here and {theirs} there" for name, mine, theirs in pairs if mine != theirs]
 
 
 def _shape_text(value: Any) -> str:
-    """Shape and type of a tensor; `a value` for everything else."""
+    """Type and shape of a tensor, or `a value` for any other object."""
     if isinstance(value, TensorStorageMetadata):
         return f"{value.properties.dtype} {tuple(value.size)}".removeprefix("torch.")
     if isinstance(value, BytesStorageMetadata) or not hasattr(value, "shape"):
@@ -181,7 +182,7 @@ def _shape_text(value: Any) -> str:
 
 
 def _translate(what: str, error: CheckpointException) -> CheckpointError:
-    """What one rank read that was not committed, or else the first rank's own reason, in one line."""
+    """The error of a rank that read damaged data, if there is one, else that of the lowest failed rank, on one line."""
     rank, (reason, _) = min(
         error.failures.items(), key=lambda item: (not isinstance(item[1][0], DamagedCheckpointError), item[0])
     )

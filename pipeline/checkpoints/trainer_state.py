@@ -1,7 +1,6 @@
-"""What a checkpoint holds besides the tensors.
+"""The content of a checkpoint in addition to the tensors: `TrainerState`, its encoding and its version.
 
-Owns `TrainerState`, its wire form and its version. Promises that bytes of another version or shape raise
-`CheckpointError`. Must not know torch, nor where a checkpoint is kept.
+Bytes of another version or shape raise `CheckpointError`.
 """
 
 from typing import Literal
@@ -13,15 +12,15 @@ from pipeline.errors import CheckpointError
 STATE_VERSION = 2
 PhaseName = Literal["sft", "rl", "serve"]
 PHASES: tuple[PhaseName, ...] = ("sft", "rl", "serve")
-"""The jobs of a run in their order; a run that serves has one alone."""
+"""The phases of a run in their order. A run that serves has only one."""
 
 
 class OfflineProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a job that stands alone is.
+    """The progress of an offline job, one that is read from a file.
 
     Attributes:
-        identity: tells the job from any other.
-        before: steps that earlier jobs did on the same state; its own come on top.
+        identity: the unique identity of the job.
+        before: steps that earlier jobs trained on the same state. The job's own steps are added to them.
     """
 
     identity: str
@@ -32,17 +31,17 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a trainer, which moves together with its tensors.
 
     Attributes:
-        job: the job that was training.
-        step: steps done in that job; of jobs that stand alone, in all that had this state.
-        models: names of the models whose tensors it moves with.
-        ledger: snapshot of the ledger; of a run.
-        ledger_bytes: size of `ledger.jsonl` that the snapshot covers; of a run.
-        covered: ids of the entries of the stream `prepared` that this checkpoint covers, which may be acknowledged once
-            it is durable; of a run.
-        data: digest of the rows of the dataset that the job trains; empty without one.
-        alone: of a job that stands alone; None in a run.
-        served: of a run that serves, the models of its clients, in the trainer's own form.
-        version: of this record, and of how tensors are named beside it.
+        job: the phase that was training.
+        step: steps done in that phase; for offline jobs, the steps of all jobs on this state.
+        models: names of the models whose tensors belong to this position.
+        ledger: snapshot of the ledger (runs only).
+        ledger_bytes: size of `ledger.jsonl` that the snapshot covers (runs only).
+        covered: ids of the entries of the stream `prepared` that this checkpoint covers. They may be acknowledged once
+            the checkpoint is durable (runs only).
+        data: digest of the rows of the trained dataset; empty without one.
+        alone: the progress of an offline job; None in a run.
+        served: the clients' models of a run that serves, in the trainer's encoding.
+        version: version of this record, and of the names of the tensors next to it.
     """
 
     job: PhaseName
@@ -67,12 +66,12 @@ def encode_state(state: TrainerState) -> bytes:
 
 
 def decode_state(data: bytes, where: str) -> TrainerState:
-    """The state in `data`; `CheckpointError` naming `where` if it is none of this version."""
+    """The state in `data`. `CheckpointError`, which names `where`, for another version or shape."""
     try:
-        version = msgspec.msgpack.decode(data, type=_Header).version  # before all else: of another, nothing is known
+        version = msgspec.msgpack.decode(data, type=_Header).version  # first: the fields depend on the version
         if version == STATE_VERSION:
             return msgspec.msgpack.decode(data, type=TrainerState)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{where} is no trainer state: {error}") from error
-    hint = "go on with the Rollcall that wrote it, or start anew elsewhere"
+    hint = "use the version of Rollcall that wrote it, or start over elsewhere"
     raise CheckpointError(f"{where} has version {version}; this code reads version {STATE_VERSION}; {hint}")

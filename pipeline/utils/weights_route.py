@@ -1,10 +1,10 @@
-"""How a server is asked to load a whole model's weights, and which weights a request is for.
+"""The HTTP route that loads a whole model's weights, and the header that names the weights of a request.
 
-Shared by the servers' middleware and those who ask. A server that was started again has the weights of its start, and
-so refuses what is for others: a request never gets the answer of a model that it does not name. Pure.
+Shared by the servers' middleware and their clients. A restarted server has its initial weights and refuses requests for
+other weights, so a request never gets the answer of a model that it does not name.
 """
 
 LOAD = "/load_weights"
-"""POST {"folder": path}: load the weights of a folder, in place of those that the server has."""
+"""POST {"folder": path}: replace the server's weights by those of a folder."""
 HEADER = "X-Rollcall-Weights"
-"""Of a request that only the weights of this folder may answer; a server with other weights answers 404."""
+"""The folder of the weights that must answer the request. A server with other weights responds with status 404."""

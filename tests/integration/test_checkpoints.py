@@ -208,7 +208,7 @@ def test_an_address_of_an_unknown_kind_is_refused_with_its_name() -> None:
 def test_a_state_of_another_version_or_shape_is_refused() -> None:
     older = msgspec.msgpack.encode({"job": "rl", "step": 1, "acknowledge": {"job": ["x", "0"]}, "version": 1})
     for data, version in ((older, 1), (encode_state(TrainerState(job="rl", step=1, version=3)), 3)):
-        with pytest.raises(CheckpointError, match=f"here has version {version}; this code reads version 2; go on with"):
+        with pytest.raises(CheckpointError, match=f"here has version {version}; this code reads version 2; use the"):
             decode_state(data, "here")
     with pytest.raises(CheckpointError, match="here is no trainer state"):
         decode_state(b"\xc0", "here")
@@ -222,6 +222,6 @@ def test_a_commit_of_the_form_before_this_one_is_refused_and_not_skipped(disk: s
     checkpoint = commit(disk, 50)
     folder = Path(checkpoint.location)
     (folder / "COMMIT").rename(folder.parent / "COMMIT")
-    with pytest.raises(CheckpointError, match=r"rl-50 has version 1; this code reads version 2; go on with") as refused:
+    with pytest.raises(CheckpointError, match=r"rl-50 has version 1; this code reads version 2; use the") as refused:
         newest_checkpoint(disk)
     assert not isinstance(refused.value, DamagedCheckpointError)

@@ -118,7 +118,7 @@ def test_memory_that_was_made_early_is_what_the_copies_lie_in(
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     saver = AsyncSaver()
     saver.expect("policy", live)
-    saver._settle()
+    saver._wait_until_idle()
     assert sorted(runtime.pinned.values()) == [8, 48]
     early = {*runtime.pinned}
     save(saver, root, 1, policy=live)
@@ -143,7 +143,7 @@ def test_of_a_distributed_tensor_memory_for_the_shard_is_made(root: str, monkeyp
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "is_cuda", True, raising=False)
             saver.expect("policy", {"w": live})
-            saver._settle()
+            saver._wait_until_idle()
         assert [*runtime.pinned.values()] == [48]
         save(saver, root, 1, policy={"w": live})
         await_idle(saver)
@@ -171,7 +171,7 @@ def test_memory_that_cannot_be_made_early_is_told_and_made_when_it_is_needed(
     monkeypatch.setattr(async_save, "pinned_like", full)
     saver = AsyncSaver()
     saver.expect("policy", model(1.0))
-    saver._settle()
+    saver._wait_until_idle()
     assert "memory for the copies of policy could not be made in time: " in caplog.text
     with pytest.raises(OSError, match="Cannot allocate memory"):
         saver.stage("policy", model(1.0))
@@ -193,10 +193,10 @@ def test_memory_that_is_made_for_too_long_is_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(async_save, "BUFFER_SECONDS", 0.1)
     saver = AsyncSaver()
     saver.expect("policy", model(1.0))
-    with pytest.raises(CheckpointError, match=r"memory for a commit is still being made after 0\.1 s"):
+    with pytest.raises(CheckpointError, match=r"memory for a checkpoint is still being allocated after 0\.1 s"):
         saver.stage("policy", model(1.0))
     done.set()
-    saver._making[0].join(WAIT_SECONDS)
+    saver._allocations[0].join(WAIT_SECONDS)
 
 
 def test_what_is_expected_twice_is_made_once_and_what_changed_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_what_is_expected_twice_is_made_once_and_what_changed_is_made_anew(monke
     saver = AsyncSaver()
     for shape in [(4, 3), (4, 3), (2, 2)]:
         saver.expect("policy", {"w": torch.ones(shape), "v": torch.ones(5)})
-    saver._settle()
+    saver._wait_until_idle()
     assert sorted(runtime.pinned.values()) == [16, 20]
 
 
@@ -249,7 +249,7 @@ def test_a_save_that_does_not_end_is_waited_for_only_so_long(
     monkeypatch.setattr("pipeline.checkpoints.async_save.COMPLETION_SECONDS", 0.1)
     saver = AsyncSaver()
     save(saver, root, 1, policy=model(1.0))
-    with pytest.raises(CheckpointError, match="still under way"):
+    with pytest.raises(CheckpointError, match="the previous save is still running"):
         saver.stage("policy", model(2.0))
 
 

@@ -29,7 +29,7 @@ from pipeline.checkpoints.run_progress import (
     mark_checkpointed,
     new_aside_folder,
     refuse_restart,
-    skipped_rows,
+    skipped_checkpoints,
 )
 from pipeline.checkpoints.trainer_state import PHASES
 from pipeline.config import RunConfig
@@ -133,7 +133,7 @@ class RunRecorder:
                 forget_models(self._dispatch)
             else:
                 # `candidates` is an iterator, newest first, so what remains of it are the older checkpoints.
-                self.fence.keep([checkpoint.place, *(older.place for older in candidates)])
+                self.fence.keep([checkpoint.folder, *(older.folder for older in candidates)])
                 return position
         return None
 
@@ -156,7 +156,7 @@ class RunRecorder:
         load_models(self._dispatch, checkpoint, self._make_models(jobs[index]))
         log.info("resuming from %s", checkpoint.name)
         self.ledger, self.covered = Ledger.restore(state.ledger), state.covered
-        self._roll_back(jobs[index], state.step, state.ledger_bytes, skipped_rows(checkpoint))
+        self._roll_back(jobs[index], state.step, state.ledger_bytes, skipped_checkpoints(checkpoint))
         return PhasePosition(jobs[index], state.step, jobs[index + 1 :])
 
     def _jobs(self, newest: str) -> tuple[Job, ...]:

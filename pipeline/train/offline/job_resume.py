@@ -148,7 +148,7 @@ class JobState:
             except DamagedCheckpointError as damage:
                 self._refuse(damage)
                 raise
-        self._fence.keep(commit.place for commit in commits)
+        self._fence.keep(commit.folder for commit in commits)
         remove_unfinished(self._job.optimizer_state, self.attempt)
 
     def _refuse(self, damage: DamagedCheckpointError) -> None:

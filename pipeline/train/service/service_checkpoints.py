@@ -71,7 +71,7 @@ class ServiceCheckpoints:
                     models.remove(id)
                 forget_models(self._dispatch)
             else:
-                self.fence.keep([checkpoint.place, *(older.place for older in found)])
+                self.fence.keep([checkpoint.folder, *(older.folder for older in found)])
                 return cursors
         if self._paths is not None:
             refuse_restart(RunPaths(self._paths.run), self._root)

@@ -256,7 +256,9 @@ def test_a_line_that_cannot_be_read_counts_nothing(root: str) -> None:
     Fence(root, "12-0").keep(["rl-1/11-0"])
     line = Path(root) / "lines/12-0"
     line.write_bytes(line.read_bytes().replace(b"11-0", b"11-1"))
-    told = r"lines/12-0 is (damaged|missing), so which commits count is not known: .*write the word anybody to .*/OWNER"
+    told = (
+        r"lines/12-0 is (damaged|missing), so which checkpoints count is not known: .*write the word anybody to .*OWNER"
+    )
     with pytest.raises(CheckpointError, match=told):
         newest_checkpoint(root)
     line.unlink()

@@ -172,7 +172,7 @@ def test_a_run_is_started_over_on_demand_and_loses_nothing(tmp_path: Path) -> No
     }
     found = newest_checkpoint(str(run.aside / "1" / "checkpoints"))
     assert found is not None
-    assert found.place == "rl-3/a-0", "it counts where it was moved to"
+    assert found.folder == "rl-3/a-0", "it counts where it was moved to"
     with pytest.raises(SupersededError):
         zombie.check()
     assert not read_ownership(Storage(str(run.checkpoints))).counts("rl-9", "a-0")

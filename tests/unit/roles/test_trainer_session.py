@@ -85,7 +85,7 @@ def test_a_checkpoint_of_another_version_ends_the_attempt_and_is_not_skipped(wai
     older = TrainerState(job="rl", step=7, version=1)
     complete_checkpoint(Storage(waiting.root), older, "12-0", {}, 1)
     with pytest.raises(
-        CheckpointError, match=r"rl-7.* has version 1; this code reads version 2; go on with the Rollcall"
+        CheckpointError, match=r"rl-7.* has version 1; this code reads version 2; use the version of Rollcall"
     ):
         waiting.commits.restore()
 

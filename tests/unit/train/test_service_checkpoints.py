@@ -100,7 +100,7 @@ def test_memory_for_commits_is_made_when_the_models_are_and_moves_none_of_them(
     monkeypatch.setattr(pinned_memory, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     trainer = Trainer(run, "12-0")
-    trainer.ranks.saver._settle()
+    trainer.ranks.saver._wait_until_idle()
     early = dict(runtime.pinned)
     assert [*early.values()] == [4]
     assert trainer.ranks.moved == []
@@ -120,7 +120,7 @@ def rot(run: FakeRun, *steps: int, file: str = "__0_0.distcp") -> None:
 
 def newest(run: FakeRun) -> str:
     found = newest_checkpoint(str(run.paths.checkpoints))
-    return found.place if found else ""
+    return found.folder if found else ""
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "state.msgpack", ".metadata"])
