@@ -44,7 +44,7 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
     """`check_config`, and what the trainer is to do: of jobs (`training.jobs`)
     `pipeline.train.train_jobs.check_offline` looks at each."""
     _a_phase_is_configured(config)
-    _whole_servers_have_models(config)
+    _servers_of_clients_have_models(config)
     if config.has_servers:
         _servers_have_gpus(config)
     if config.has_rollouts:
@@ -124,16 +124,22 @@ def _a_phase_is_configured(config: RunConfig) -> None:
         raise ConfigError("training.steps", 0, "1 or more where training.sft.steps is 0 too", hint)
 
 
-def _whole_servers_have_models(config: RunConfig) -> None:
+def _servers_of_clients_have_models(config: RunConfig) -> None:
     serve, wanted = config.serve, config.resources.inference
-    if not serve.whole_servers:
-        return
-    if not (serve.sampling and serve.whole_models):
+    if serve.whole_servers and not (serve.sampling and serve.whole_models):
         expected = "0 without serve.sampling=true and serve.whole_models=true"
         raise ConfigError("serve.whole_servers", serve.whole_servers, expected, "set both, or leave it out")
-    if serve.whole_servers >= (servers := wanted.nodes * wanted.servers):
-        expected = f"fewer than the {servers} servers (resources.inference): one at least samples from adapters"
-        raise ConfigError("serve.whole_servers", serve.whole_servers, expected, "add servers, or lower it")
+    if serve.base_servers and not (serve.sampling and serve.bases):
+        expected = "0 without serve.sampling=true and serve.bases"
+        raise ConfigError("serve.base_servers", serve.base_servers, expected, "set both, or leave it out")
+    apart, servers = serve.whole_servers + serve.base_servers * len(serve.bases), wanted.nodes * wanted.servers
+    if apart and apart >= servers:
+        expected = f"more than the {apart} servers of serve.whole_servers and serve.base_servers"
+        hint = "add servers: the rest sample from the run's base and its adapters"
+        raise ConfigError("resources.inference.servers", wanted.servers, expected, hint)
+    for name in serve.bases:
+        if name in (serve.base_name or Path(config.model.path).name, config.model.path):
+            raise ConfigError("serve.bases", name, "another name than that of the run's base", "rename it")
 
 
 def _epochs_are_of_data(config: RunConfig) -> None:

@@ -7,11 +7,12 @@ imports neither torch nor transformers.
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import conf
-from pipeline.config import ModelConfig, closest_match
+from pipeline.config import LoraConfig, ModelConfig, closest_match
 from pipeline.errors import ConfigError
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -109,6 +110,23 @@ def located_model(model: ModelConfig) -> ModelConfig:
     path = model.path if is_built_in(model.path) else str(_directory(model.path).resolve())
     lora = model.lora.model_copy(update={"adapter": adapter})
     return model.model_copy(update={"lora": lora, "path": path, "init": initial_weights(model)})
+
+
+def located_bases(bases: Mapping[str, str], model: ModelConfig) -> dict[str, str]:
+    """`serve.bases` by their absolute paths; `ConfigError` for one that has no weights, or that was made for shorter
+    sequences than those of the run's `model`."""
+    located = {}
+    for name, path in bases.items():
+        base = model.model_copy(update={"path": path, "init": "pretrained", "lora": LoraConfig()})
+        try:
+            located[name] = str(model_directory(base))
+        except ConfigError as error:
+            raise ConfigError(f"serve.bases.{name}", path, error.expected, error.hint) from None
+        positions = longest_sequence(base)
+        if positions is not None and model.max_length > positions:
+            expected = f"a model of {model.max_length} positions or more (model.max_length); it has {positions}"
+            raise ConfigError(f"serve.bases.{name}", path, expected, "lower model.max_length")
+    return located
 
 
 def _directory(path: str) -> Path:

@@ -53,6 +53,7 @@ OPERATIONAL = (
     "inference.max_sequences",
     "inference.restarts",
     "inference.update_seconds",
+    "serve.base_servers",
     "serve.checkpoint_seconds",
     "serve.checkpoint_steps",
     "serve.host",
@@ -65,6 +66,7 @@ OPERATIONAL = (
     "serve.session_seconds",
     "serve.silent_seconds",
     "serve.snapshot_seconds",
+    "serve.whole_servers",
 )
 """Keys, and whole sections, that a resumed run may change: deadlines, sizes and places."""
 

@@ -40,6 +40,13 @@ class ServeConfig(Section):
         description="The number of vLLM servers, of those in `resources.inference`, that sample from whole models: "
         "each has one at a time. The others sample from adapters and the base.",
     )
+    bases: dict[str, str] = Field(
+        {},
+        description="Further base models that clients may choose: names in the API, and directories with weights.",
+    )
+    base_servers: NotNegative = Field(
+        0, description="The number of vLLM servers for each of `serve.bases`, of those in `resources.inference`."
+    )
     request_bytes: Bytes = Field(1 << 26, description="Largest size of a request, decompressed.")
     session_seconds: Seconds = Field(3600, description="Timeout of a session without heartbeats; its checkpoints stay.")
     silent_seconds: Annotated[float, Field(ge=60)] = Field(

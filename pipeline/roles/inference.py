@@ -24,6 +24,8 @@ from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.tinker.entities import BASE
 from pipeline.tinker.gateway_settings import MAX_ADAPTERS
+from pipeline.tinker.server_pools import pool_of
+from pipeline.tinker.tinker_records import Pool
 from pipeline.topology.plan import Placement
 from pipeline.utils.authenticated_http import connect
 from pipeline.utils.network_interfaces import KEEPALIVE_SECONDS, bound_to
@@ -173,7 +175,9 @@ def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:
 
 def _program(config: RunConfig, place: Placement) -> tuple[str, ...]:
     """vLLM's server and its model. Only its command line knows several API processes; the CPU build has none."""
-    model = (config.model.path, *_policy_arguments(config, place))
+    pool = pool_of(config.serve, place.index) if config.serve.enabled else Pool()
+    path = config.serve.bases.get(pool.base, config.model.path)
+    model = (path, *_policy_arguments(config, pool))
     program = (sys.executable, "-P", "-m", "pipeline.roles.held_port", str(place.ports[0]))
     if config.resources.device == "cuda":
         return (*program, "vllm.entrypoints.cli.main", "serve", *model)
@@ -190,13 +194,13 @@ def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
     )
 
 
-def _policy_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
+def _policy_arguments(config: RunConfig, pool: Pool) -> tuple[str, ...]:
     """The policy is the served model, whose weights the trainer brings; or an adapter that it brings, on a base from
     disk, which never changes. Where a run evaluates alone, both are on disk. For clients of the API, any of their
     adapters on that base; or their whole models, for which the first servers are."""
     if config.serve.enabled:
         common = ("--served-model-name", BASE, "--enable-prompt-tokens-details")
-        if place.index < config.serve.whole_servers:
+        if pool.whole:
             return common
         return (
             *(*common, "--enable-lora", "--max-loras", str(MAX_ADAPTERS)),

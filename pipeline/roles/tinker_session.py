@@ -11,7 +11,7 @@ from pipeline.checkpoints import root_of
 from pipeline.roles.rank0 import Rank0
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.run_documents import SubmittedJob
-from pipeline.tinker.tinker_records import ServerFacts
+from pipeline.tinker.server_pools import server_facts
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.train.service.service_loop import ServiceLoop
@@ -39,7 +39,7 @@ class TinkerSession(Rank0):
             context.run.api,
             root_of(context.config, context.run, context.paths.run_id),
             context.paths.attempt,
-            ServerFacts.split(servers, context.config.serve.whole_servers, context.world.password),
+            server_facts(context.config.serve, servers, context.world.password),
             self._pulse,
             self._warming_up,
             context.paths,

@@ -12,6 +12,7 @@
 | `sampling_limits` | what a client may ask of a sample |
 | `sample_queue`, `fair_queue` | requests to sample; which of them is sent to the servers next |
 | `sampler`, `generate_requests` | requests to the servers; their form, and that of the answers |
+| `server_pools` | which servers sample from what |
 | `server_weights` | which weights each server has, and how it gets others |
 | `target_logprobs` | log-probabilities of tokens that a client names at positions of a prompt |
 | `completions`, `forwarding` | OpenAI's requests and answers; how they are passed on to the servers |

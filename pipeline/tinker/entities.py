@@ -5,7 +5,7 @@ Owns their forms. Pure.
 
 import msgspec
 
-from pipeline.tinker.tinker_records import Adapter
+from pipeline.tinker.tinker_records import Adapter, Pool
 
 BASE = "base"
 """The name that servers have for the model that they were started with."""
@@ -57,15 +57,21 @@ class SavedWeights(msgspec.Struct, frozen=True):
     @property
     def sampled(self) -> "SampledWeights":
         """What samples of it are drawn from."""
-        return SampledWeights(self.folder, whole=not self.adapter.rank)
+        return SampledWeights(self.folder, not self.adapter.rank, self.adapter.base)
 
 
 class SampledWeights(msgspec.Struct, frozen=True):
     """What a sample is drawn from: the adapter in a folder below the store's weights, or, if `whole`, all weights of a
-    model; without a folder the base."""
+    model; without a folder the base. `base` is as in `Adapter`."""
 
     folder: str = ""
     whole: bool = False
+    base: str = ""
+
+    @property
+    def pool(self) -> Pool:
+        """The servers that have or can load them."""
+        return Pool(self.base, self.whole)
 
     @property
     def name(self) -> str:

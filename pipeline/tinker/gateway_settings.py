@@ -23,8 +23,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         host, port: where it listens; port 0: any that is free.
         held: the process that started the front holds the port for it.
         keys: the file of API keys; empty: one key of the run's own, in `root`.
-        base_names: what clients may call the model, the first one is told to them.
+        base_names: what clients may call the run's base, the first one is told to them.
         tokenizer: what the SDK loads the tokenizer from.
+        bases: the other base models: names, and what the SDK loads the tokenizer from.
         max_samples: sequences that a server runs at once.
         max_length, max_rank, request_bytes, session_seconds, whole_models, whole_servers, sampling, seed,
             snapshot_seconds, silent_seconds: of the config.
@@ -43,6 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     session_seconds: float
     whole_models: bool
     whole_servers: int = 0
+    bases: dict[str, str] = msgspec.field(default_factory=dict)
     sampling: bool
     seed: int
     held: bool = False
@@ -51,9 +53,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def checked_base(self, name: str) -> str:
         """`ApiError` for a name of a model that is not served."""
-        if name not in self.base_names:
-            raise ApiError(f"base_model {name!r}; served here: {', '.join(self.base_names)}")
+        if name not in self.all_bases:
+            raise ApiError(f"base_model {name!r}; served here: {', '.join(self.all_bases)}")
         return name
+
+    @property
+    def all_bases(self) -> tuple[str, ...]:
+        """All names of base models."""
+        return (*self.base_names, *self.bases)
+
+    def base_key(self, name: str) -> str:
+        """The base of this name as in `Adapter`: the run's has no name."""
+        return name if name in self.bases else ""
+
+    def tokenizer_of(self, base: str) -> str:
+        """What the SDK loads the tokenizer of a base (as in `Adapter`) from."""
+        return self.bases.get(base, self.tokenizer)
 
     @property
     def limits(self) -> Limits:
@@ -95,6 +110,7 @@ def settings_of(config: RunConfig, root: Path) -> Settings:
         session_seconds=serve.session_seconds,
         whole_models=serve.whole_models,
         whole_servers=serve.whole_servers,
+        bases=serve.bases,
         sampling=serve.sampling,
         seed=config.seed,
         snapshot_seconds=serve.snapshot_seconds,

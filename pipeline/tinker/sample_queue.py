@@ -10,6 +10,7 @@ Must not know HTTP's front, models' training, or how a server is asked.
 import asyncio
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from pipeline.tinker.fair_queue import FairQueue
 from pipeline.tinker.sampler import SampleRequest, SampleServers
 from pipeline.tinker.sampling_limits import Limits, checked_request, prompt_tokens
 from pipeline.tinker.target_logprobs import places_of, read_targets
-from pipeline.tinker.tinker_records import Failed, ServerFacts
+from pipeline.tinker.tinker_records import Failed, Pool, ServerFacts
 from pipeline.tinker.usage import UsageMeter
 
 FETCHED_SECONDS, UNFETCHED_SECONDS = 300.0, 3600.0
@@ -72,8 +73,7 @@ class SampleQueue(SampleServers):
     def __init__(self, kept: Store, weights: Path, limits: Limits, most_adapters: int, usage: UsageMeter) -> None:
         super().__init__(weights, limits, most_adapters, usage)
         self._store = kept
-        self._pools = {False: FairQueue(), True: FairQueue()}
-        """By whether samples are of whole models, which have separate servers."""
+        self._pools: defaultdict[Pool, FairQueue] = defaultdict(FairQueue)
         self._per_server = limits.samples + limits.samples // 8  # so that a server has the next one when one ends
         self._jobs: dict[str, _Job] = {}
         self._turns: dict[str, asyncio.Event] = {}
@@ -97,9 +97,8 @@ class SampleQueue(SampleServers):
 
     def set_servers(self, facts: ServerFacts | None) -> None:
         super().set_servers(facts)
-        for whole, pool in self._pools.items():
-            count = sum(server.whole == whole for server in self._servers)
-            pool.capacity = self._per_server * max(count, bool(self._servers))  # what no server does fails at once
+        for pool in {*self._pools, *(server.pool for server in self._servers)}:
+            self._set_capacity(pool)
         self._start_next()
 
     def owner_of(self, id: str) -> str | None:
@@ -122,8 +121,8 @@ class SampleQueue(SampleServers):
                 raise OverLimitError("the store took nothing just now; ask again", 429)
             self._enqueue(id, known)
             return id
-        self._check_room(self._pools[weights.whole], tinker_paths.session_of(sampler.id))
-        given = SampleRequest(sampler.id, seq, weights.folder, body, sampler.owner, weights.whole)
+        self._check_room(self._queue(weights.pool), tinker_paths.session_of(sampler.id))
+        given = SampleRequest(sampler.id, seq, weights.folder, body, sampler.owner, weights.whole, weights.base)
         read_targets(body, len(checked_request(body, self._limits)))
         written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
         job = self._jobs[id] = _Job(given)
@@ -146,7 +145,7 @@ class SampleQueue(SampleServers):
                 await turn.wait()
                 …                       # ask a server
         """
-        pool = self._pools[weights.whole]
+        pool = self._queue(weights.pool)
         self._check_room(pool, session)
         id = f"{session}:{next(self._numbers)}"
         self._turns[id] = asyncio.Event()
@@ -200,11 +199,21 @@ class SampleQueue(SampleServers):
 
     def _enqueue(self, id: str, job: _Job) -> None:
         """Have it be done, unless it is or will be."""
-        pool = self._pools[job.given.whole]
+        pool = self._queue(job.given.weights.pool)
         if job.is_stored and not job.outcome.done() and id not in pool:
             job.ended = 0.0
             pool.add(job.session, id, job.size)
             self._start_next()
+
+    def _queue(self, pool: Pool) -> FairQueue:
+        if pool not in self._pools:
+            self._set_capacity(pool)
+        return self._pools[pool]
+
+    def _set_capacity(self, pool: Pool) -> None:
+        """That of its servers. A pool without servers has that of one while others are there: its samples fail."""
+        count = sum(server.pool == pool for server in self._servers)
+        self._pools[pool].capacity = self._per_server * max(count, bool(self._servers))
 
     def _check_room(self, pool: FairQueue, session: str) -> None:
         if not pool.has_room(session, MAX_WAITING):
@@ -228,7 +237,7 @@ class SampleQueue(SampleServers):
 
     def _end(self, id: str, job: _Job, outcome: bytes | Failed | None) -> None:
         """It needs no server any more; the first outcome is the one that its client gets."""
-        self._pools[job.given.whole].remove(id)
+        self._queue(job.given.weights.pool).remove(id)
         self._stop(job)
         if outcome is not None and not job.outcome.done():
             job.outcome.set_result(outcome)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pipeline.tinker.generate_requests import request_body, sample_json, score_b
 from pipeline.tinker.sampling_limits import Limits
 from pipeline.tinker.server_weights import RequestRefused, Server, ServerWeights
 from pipeline.tinker.target_logprobs import MAX_PARALLEL_SCORES, Cell, Targets, read_targets
-from pipeline.tinker.tinker_records import Failed, ServerFacts
+from pipeline.tinker.tinker_records import Failed, Pool, ServerFacts
 from pipeline.tinker.usage import UsageMeter, usage_of_sample
 from pipeline.utils.authenticated_connector import AuthenticatedConnector
 from pipeline.utils.backoff import available
@@ -47,10 +48,11 @@ class SampleRequest(msgspec.Struct, frozen=True):
     body: dict[str, Any]
     owner: str
     whole: bool = False
+    base: str = ""
 
     @property
     def weights(self) -> SampledWeights:
-        return SampledWeights(self.folder, self.whole)
+        return SampledWeights(self.folder, self.whole, self.base)
 
 
 class ServerUnhealthy(OSError):
@@ -88,10 +90,11 @@ class SampleServers:
 
     def set_servers(self, facts: ServerFacts | None) -> None:
         """Ask these servers from now on; None: there are none."""
-        known = {(server.endpoint, server.whole) for server in self._servers}
-        wanted = [(each, False) for each in facts.servers] + [(each, True) for each in facts.whole] if facts else []
+        known = {(server.endpoint, server.pool) for server in self._servers}
+        pools = chain(facts.pools, repeat(Pool())) if facts else ()
+        wanted = list(zip(facts.servers, pools, strict=False)) if facts else []
         if facts is not None and (set(wanted) != known or facts.password != self._password):
-            self._servers = [Server(endpoint, whole) for endpoint, whole in wanted]
+            self._servers = [Server(endpoint, pool) for endpoint, pool in wanted]
             self._password = facts.password
         elif facts is None:
             self._servers = []
@@ -174,9 +177,9 @@ class SampleServers:
         raises `ServerDied` if the server is dead; `RequestRefused` where the weights cannot be loaded.
         """
         await self._there.wait()
-        apt = [server for server in self._servers if server.whole == weights.whole]
+        apt = [server for server in self._servers if server.pool == weights.pool]
         if self._servers and not apt:
-            raise RequestRefused("no server samples from whole models now: the run has serve.whole_servers=0")
+            raise RequestRefused(no_server(weights.pool))
         load = self._limits.samples if weights.whole else 0  # others' samples wait while a model is loaded
         server = min(
             available(apt), key=lambda each: each.running + (0 if weights in each.held else load), default=None
@@ -246,6 +249,14 @@ class SampleServers:
             if 400 <= response.status < 500 and response.status not in (408, 409, 429):
                 raise RequestRefused(_reason(answer))
             raise ServerUnhealthy(f"{server.endpoint}{route} answered {response.status}: {answer[:200]!r}")
+
+
+def no_server(pool: Pool) -> str:
+    """Why samples of a pool fail that has no servers."""
+    models = f"whole models of {pool.base!r}" if pool.base else "whole models"
+    what = models if pool.whole else f"{pool.base!r} and its adapters" if pool.base else "the run's base"
+    key = "serve.whole_servers, which is for the run's base" if pool.whole else "serve.base_servers"
+    return f"no server here samples from {what} ({key})"
 
 
 def _reason(answer: bytes) -> str:

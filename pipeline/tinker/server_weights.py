@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.tinker.entities import SampledWeights
+from pipeline.tinker.tinker_records import Pool
 from pipeline.utils.backoff import HasBackoff
 from pipeline.utils.weights_route import LOAD
 
@@ -30,7 +31,7 @@ class Server(HasBackoff):
     """One server: what it works on, and its adapters, the last used one at the end; or its whole model."""
 
     endpoint: str
-    whole: bool = False
+    pool: Pool = Pool()  # noqa: RUF009 (it cannot change)
     running: int = 0
     held: "OrderedDict[SampledWeights, None]" = field(default_factory=OrderedDict)
     in_use: Counter[SampledWeights] = field(default_factory=Counter)
@@ -77,7 +78,7 @@ class ServerWeights:
 
     async def _make_room(self, server: Server) -> None:
         """Have the weights that were not used for longest give way; where all are in use, wait until some are not."""
-        while len(server.held) >= (1 if server.whole else self._most):
+        while len(server.held) >= (1 if server.pool.whole else self._most):
             oldest = next((each for each in server.held if each not in server.in_use), None)
             if oldest is None:
                 server.unused.clear()

@@ -8,7 +8,6 @@ torch or SQL.
     done = Done(request=work.request, result=Passed(…))                              trainer → front
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -52,17 +51,19 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """What a model trains: adapters of a rank on some layers of the base; rank 0: all weights of a copy of the base."""
+    """What a model trains: adapters of a rank on some layers of the base; rank 0: all weights of a copy of the base.
+    `base` is the name of one of `serve.bases`; empty: the run's base."""
 
     rank: int
     seed: int = 0
     attention: bool = True
     mlp: bool = True
+    base: str = ""
 
     @property
-    def form(self) -> tuple[int, bool, bool]:
+    def form(self) -> tuple[int, bool, bool, str]:
         """What two adapters have in common that can take each other's weights."""
-        return self.rank, self.attention, self.mlp
+        return self.rank, self.attention, self.mlp, self.base
 
 
 class Create(msgspec.Struct, frozen=True, tag="create"):
@@ -179,17 +180,20 @@ class WorkResult(msgspec.Struct, frozen=True):
     result: Result
 
 
+class Pool(msgspec.Struct, frozen=True):
+    """The servers of one base and its adapters, or of whole models that were trained from it; see
+    `pipeline.tinker.server_pools`. The run's own base has no name here."""
+
+    base: str = ""
+    whole: bool = False
+
+
 class ServerFacts(msgspec.Struct, frozen=True):
-    """Where the servers are that sample: those of adapters and the base, and those of whole models."""
+    """Where the servers are that sample, and the pool of each; none: all are of the run's base."""
 
     servers: tuple[str, ...] = ()
     password: str = ""
-    whole: tuple[str, ...] = ()
-
-    @classmethod
-    def split(cls, endpoints: Sequence[str], whole_servers: int, password: str) -> "ServerFacts":
-        """The facts of all servers, in the order of their indices; the first `whole_servers` have whole models."""
-        return cls(tuple(endpoints[whole_servers:]), password, tuple(endpoints[:whole_servers]))
+    pools: tuple[Pool, ...] = ()
 
 
 class Attach(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.config.model_directory import initial_weights, model_directory
+from pipeline.config.model_directory import initial_weights, located_bases, model_directory
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.run.paths import RunPaths
 from pipeline.tinker.gateway_settings import Address, Settings, address_file, settings_of
@@ -75,7 +75,9 @@ def serve(config: RunConfig) -> int:
 
 
 def with_base(config: RunConfig) -> RunConfig:
-    """The config with a base model on disk. A base with random weights is written once, next to the run's directory."""
+    """The config with base models on disk. A base with random weights is written once, next to the run's directory."""
+    bases = located_bases(config.serve.bases, config.model)
+    config = config.model_copy(update={"serve": config.serve.model_copy(update={"bases": bases})})
     if initial_weights(config.model) == "pretrained":
         return config
     base = config.output.resolve() / f"{config.name}-base"

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config import RunConfig
-from pipeline.tinker.tinker_records import ServerFacts
+from pipeline.tinker.server_pools import server_facts
 from pipeline.train.batching.packing import Budget
 from pipeline.train.controller.lead_or_serve import run_controller_or_worker
 from pipeline.train.controller.rank_group import RankGroup
@@ -31,7 +31,7 @@ def main(config_text: str, root: str, attempt: str, *servers: str) -> None:
             if asked:
                 raise Interrupted("asked to end")
 
-        facts = ServerFacts.split(servers[1:], config.serve.whole_servers, servers[0] if servers else "")
+        facts = server_facts(config.serve, servers[1:], servers[0] if servers else "")
         engine = ServiceLoop(
             dispatch, config, Path(root), str(Path(root).parent / "checkpoints"), attempt, facts, pulse
         )

@@ -144,7 +144,8 @@ def serving_samples(
     sections = {"serve": settings, "model": model, "training": training, "inference": sampling}
     config = plain.model_copy(update=sections)
     with ExitStack() as started:
-        ready = [started.enter_context(starting_of(config, address)) for address in addresses]
+        starts = [starting_of(config, address, index=index) for index, address in enumerate(addresses)]
+        ready = [started.enter_context(start) for start in starts]
         samplers = [wait() for wait in ready]
         server = TinkerServer(root, config, servers=[SECRET, *(each.endpoint for each in samplers)])
         started.callback(server.stop)

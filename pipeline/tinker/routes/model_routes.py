@@ -31,10 +31,10 @@ class ModelRoutes:
         base = self._settings.checked_base(text(body, "base_model"))
         seq = number(body, "model_seq_id")
         _check_optimizer(body)
-        session, adapter = text(body, "session_id"), self._adapter(body.get("lora_config"), seq)
+        session, adapter = text(body, "session_id"), self._adapter(body.get("lora_config"), seq, base)
         return future(await self._registry.make_model(owner, session, seq, base, Create(adapter), metadata(body)))
 
-    def _adapter(self, wanted: Any, seq: int) -> Adapter:
+    def _adapter(self, wanted: Any, seq: int, base: str) -> Adapter:
         wanted = {"rank": 0} if wanted is None else wanted
         if not isinstance(wanted, dict):
             raise ApiError(f"lora_config={str(wanted)[:80]!r}; expected an object with a rank")
@@ -42,7 +42,7 @@ class ModelRoutes:
         if is_whole(rank, 0, 0):
             if not self._settings.whole_models:
                 raise ApiError("no lora_config, or rank=0: full fine-tuning is off here (serve.whole_models)")
-            return Adapter(0)
+            return Adapter(0, base=self._settings.base_key(base))
         if not is_whole(rank, 1, self._settings.max_rank):
             raise ApiError(f"lora_config.rank={rank!r}; expected 1 to {self._settings.max_rank} (serve.max_rank)")
         attention, mlp = flag(wanted, "train_attn"), flag(wanted, "train_mlp")
@@ -51,7 +51,8 @@ class ModelRoutes:
         seed = wanted.get("seed")
         if seed is not None and not is_whole(seed, -MAX_SEED, MAX_SEED):
             raise ApiError(f"lora_config.seed={str(seed)[:80]!r}; expected a whole number, or null")
-        return Adapter(rank, self._settings.seed + seq if seed is None else seed, attention, mlp)
+        seed = self._settings.seed + seq if seed is None else seed
+        return Adapter(rank, seed, attention, mlp, self._settings.base_key(base))
 
     async def _load_weights(self, owner: Owner, body: Body) -> Body:
         """With a session the first request of a model, which it makes; else one of a model that there is."""
@@ -73,15 +74,18 @@ class ModelRoutes:
         if not fresh:
             own = self._registry.model(owner, text(body, "model_id")).fact.adapter
             if own.form != checkpoint.adapter.form:
-                raise ApiError(f"{checkpoint.path} is of another form: rank {checkpoint.adapter.rank}, not {own.rank}")
+                found = f"rank {checkpoint.adapter.rank} on {checkpoint.base}"
+                raise ApiError(f"{checkpoint.path} is of another form: {found}, not rank {own.rank}")
         base = body.get("base_model")
         base = checkpoint.base if base is None else self._settings.checked_base(base)
+        if self._settings.base_key(base) != checkpoint.adapter.base:
+            raise ApiError(f"base_model {base!r}: {checkpoint.path} was trained from {checkpoint.base}")
         load = Load(checkpoint.folder, bool(body.get("optimizer")), checkpoint.adapter, fresh)
         return load, base
 
     async def _info(self, owner: Owner, body: Body) -> Body:
         fact = self._registry.model(owner, text(body, "model_id")).fact
-        names_of = {"model_name": fact.base, "tokenizer_id": self._settings.tokenizer}
+        names_of = {"model_name": fact.base, "tokenizer_id": self._settings.tokenizer_of(fact.adapter.base)}
         rank = fact.adapter.rank
         info = {"type": "get_info", "model_id": fact.id, "model_data": names_of, "model_name": fact.base}
         return info | {"is_lora": rank > 0, "lora_rank": rank or None}

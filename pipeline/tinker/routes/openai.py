@@ -82,7 +82,7 @@ class OpenAiRoutes:
 
     async def _list(self, owner: Owner, request: web.Request) -> web.Response:
         paths = [path for path in self._registry.shelf.checkpoints if self._is_sampled(owner, path)]
-        names = [*self._settings.base_names, *paths] if self._settings.sampling else []
+        names = [*self._settings.all_bases, *paths] if self._settings.sampling else []
         return web.json_response({"object": "list", "data": [self._described(owner, name) for name in names]})
 
     async def _get(self, owner: Owner, request: web.Request) -> web.Response:
@@ -108,12 +108,12 @@ class OpenAiRoutes:
         if not self._settings.sampling:
             raise NotFoundError("nothing samples here: this server was started without serve.sampling=true")
         if not isinstance(model, str) or not model.startswith("tinker://"):
-            if model not in self._settings.base_names:
-                known = ", ".join(self._settings.base_names)
+            if model not in self._settings.all_bases:
+                known = ", ".join(self._settings.all_bases)
                 raise NotFoundError(
                     f"model {str(model)[:200]!r}; served: {known}, and tinker:// paths of sampler weights"
                 )
-            return SampledWeights()
+            return SampledWeights(base=self._settings.base_key(model))
         checkpoint = self._registry.shelf.checkpoint(owner, model)
         if parse_path(checkpoint.path).kind != "sampler_weights":
             raise ApiError(f"{model} is for training; save_weights_for_sampler makes what can be sampled from")

@@ -53,7 +53,10 @@ class SampleRoutes:
         self._refuse_without_servers()
         sampler = self._registry.shelf.sampler(owner, text(body, "sampling_session_id"))
         self._registry.heartbeats.beat(tinker_paths.session_of(sampler.id))
-        weights = self._registry.shelf.checkpoint(owner, sampler.path).sampled if sampler.path else SampledWeights()
+        if sampler.path:
+            weights = self._registry.shelf.checkpoint(owner, sampler.path).sampled
+        else:
+            weights = SampledWeights(base=self._settings.base_key(sampler.base))
         seq = number(body, "seq_id")
         request = await self._sampling.accept(tinker_paths.request_id(sampler.id, seq), sampler, weights, seq, body)
         ids = [f"{request}:{index}" for index in range(body.get("num_samples", 1))]

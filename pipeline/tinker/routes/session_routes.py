@@ -80,6 +80,6 @@ class SessionRoutes:
     async def _capabilities(self, owner: Owner, request: web.Request) -> web.Response:
         facts = {"max_context_length": self._settings.max_length, "trainable": True}
         models = [
-            {"model_name": name, "sampleable": self._settings.sampling} | facts for name in self._settings.base_names
+            {"model_name": name, "sampleable": self._settings.sampling} | facts for name in self._settings.all_bases
         ]
         return web.json_response({"supported_models": models})

@@ -25,9 +25,10 @@ from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.model_requests import SaveNote, save_body
 from pipeline.tinker.routes.body_fields import future, metadata, number, text, time_of, ttl
 from pipeline.tinker.routes.client_router import API, Body, Router
+from pipeline.tinker.sampler import no_server
 from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_paths import WeightsPath
-from pipeline.tinker.tinker_records import Save
+from pipeline.tinker.tinker_records import Pool, Save
 from pipeline.utils.limited_site import is_authenticated
 
 URL_SECONDS = 3600.0
@@ -128,9 +129,9 @@ class _Saving:
         sampler = ""
         if self._kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
             sampler = tinker_paths.sampler_id(live.fact.session, number(body, "sampling_session_seq_id"))
-        if self._kind == "sampler_weights" and not live.fact.adapter.rank and not self._settings.whole_servers:
-            hint = "train an adapter (lora_config), or have the server's owner set serve.whole_servers"
-            raise ApiError(f"{model} is a whole model, and no server here samples from those; {hint}")
+        whole = not live.fact.adapter.rank
+        if self._kind == "sampler_weights" and whole and (live.fact.adapter.base or not self._settings.whole_servers):
+            raise ApiError(f"{no_server(Pool(live.fact.adapter.base, whole=True))}; train an adapter (lora_config)")
         if (kind := body.get("kind") or "snapshot") != "snapshot":
             raise ApiError(f"kind={kind!r} is not served; kind='snapshot' is: make a new sampling client of each save")
         if body.get("age_encryption_recipients"):

@@ -244,10 +244,11 @@ class ServedModels:
 
 
 def served_model(config: RunConfig, adapter: Adapter) -> ModelConfig:
-    """The config's model with such an adapter."""
+    """The base with such an adapter, in the form of the config's model."""
     targets = (ATTENTION_LAYERS if adapter.attention else ()) + (MLP_LAYERS if adapter.mlp else ())
     lora = LoraConfig(rank=adapter.rank, alpha=config.serve.alpha, targets=targets) if adapter.rank else LoraConfig()
-    return config.model.model_copy(update={"lora": lora})
+    base = {"path": config.serve.bases[adapter.base], "init": "pretrained"} if adapter.base else {}
+    return config.model.model_copy(update={"lora": lora, **base})
 
 
 def swap_adapters(worker: ModelWorker, leaving: str, coming: str, seed: int | None) -> None:
@@ -261,7 +262,8 @@ def swap_adapters(worker: ModelWorker, leaving: str, coming: str, seed: int | No
 
 
 def _slot_key(adapter: Adapter) -> str:
-    return f"rank-{adapter.rank}" + ("-attention" if adapter.attention else "") + ("-mlp" if adapter.mlp else "")
+    layers = ("-attention" if adapter.attention else "") + ("-mlp" if adapter.mlp else "")
+    return f"{adapter.base} rank-{adapter.rank}{layers}".strip()
 
 
 def _row(datum: Datum) -> QueryRow:

@@ -107,12 +107,13 @@ def starting_of(
     address: str,
     variables: Mapping[str, str] = MappingProxyType({}),
     gpus: tuple[int, ...] = (),
+    index: int = 0,
 ) -> Iterator[Callable[[], Served]]:
-    """As `starting`, the server of any config, on these GPUs."""
+    """As `starting`, the server of any config with this index, on these GPUs."""
     inference.check_plugin()
     model = Path(config.model.path)
     with subprocesses.hold_port() as holder:
-        place = Placement(role="inference", index=0, rank=0, address=address, ports=(port_of(holder),), gpus=gpus)
+        place = Placement(role="inference", index=index, rank=0, address=address, ports=(port_of(holder),), gpus=gpus)
         environment = dict(os.environ) | inference.server_environment(config, place, world_file(model.parent))
         environment |= inference.adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
         environment |= variables

@@ -9,6 +9,8 @@ from pipeline.config import ModelConfig, load_config
 from pipeline.config.cross_checks import check_config, check_run
 from pipeline.config.mesh_checks import check_context_heads, check_context_packing
 from pipeline.errors import ConfigError
+from pipeline.tinker.server_pools import pool_of
+from pipeline.tinker.tinker_records import Pool
 from slurm.submission.compose_config import compose_config, config_groups
 
 
@@ -245,18 +247,26 @@ def test_prefixes_are_shared_where_that_was_run_unless_one_says(overrides: list[
     assert compose_config(["experiment=demo", *overrides]).shares_prefixes is shares
 
 
+SAMPLING = "serve.sampling=true"
+WHOLE = ("serve.whole_servers=1", "serve.whole_models=true")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("serve.sampling=true",), "expected 0 without serve.sampling=true and serve.whole_models=true"),
-        (("serve.sampling=true", "serve.whole_models=true"), "expected fewer than the 1 servers"),
+        (("serve.whole_servers=1",), r"serve\.whole_servers=1: expected 0 without serve.sampling=true and"),
+        (("serve.base_servers=1", SAMPLING), r"serve\.base_servers=1: expected 0 without serve.sampling=true and"),
+        ((*WHOLE, SAMPLING), r"resources\.inference\.servers=1: expected more than the 1 servers of serve"),
+        (("serve.bases={tiny_qwen3: /models/tiny}",), r"serve\.bases='tiny_qwen3': expected another name"),
     ],
 )
-def test_servers_of_whole_models_need_models_and_leave_a_server_for_adapters(
-    overrides: tuple[str, ...], said: str
-) -> None:
-    asked = ["experiment=tinker", "serve.whole_servers=1", *overrides]
-    with pytest.raises(ConfigError, match=rf"serve\.whole_servers=1: {said}"):
-        check_run(compose_config(asked))
-    both = ["serve.sampling=true", "serve.whole_models=true", "resources.inference.servers=2"]
-    check_run(compose_config(["experiment=tinker", "serve.whole_servers=1", *both]))
+def test_servers_for_clients_need_models_and_one_is_left_for_the_base(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_run(compose_config(["experiment=tinker", *overrides]))
+
+
+def test_servers_for_clients_may_be_of_whole_models_and_other_bases() -> None:
+    bases = ["serve.bases={org/other: /models/other}", "serve.base_servers=1"]
+    run = compose_config(["experiment=tinker", SAMPLING, *WHOLE, *bases, "resources.inference.servers=3"])
+    check_run(run)
+    assert [pool_of(run.serve, index) for index in range(4)] == [Pool(whole=True), Pool("org/other"), Pool(), Pool()]

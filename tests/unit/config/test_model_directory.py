@@ -13,6 +13,7 @@ from pipeline.config.model_directory import (
     describe_weights,
     expert_count,
     head_count,
+    located_bases,
     located_model,
     model_directory,
 )
@@ -127,3 +128,18 @@ def test_the_built_in_models_are_what_their_maker_writes(tmp_path: Path) -> None
     assert {folder.name for folder in tmp_path.iterdir()} == {f.name for f in BUILT_IN.iterdir() if f.is_dir()} - {
         "__pycache__"
     }
+
+
+def test_further_bases_are_known_by_their_absolute_paths_and_have_weights_and_positions(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base.parent)
+    model = ModelConfig(path="/models/run", max_length=64)
+    (base / "model.safetensors").touch()
+    assert located_bases({"org/other": base.name}, model) == {"org/other": str(base)}
+    with pytest.raises(ConfigError, match=r"serve\.bases\.org/other='none': expected a directory with config.json"):
+        located_bases({"org/other": "none"}, model)
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 63}))
+    with pytest.raises(ConfigError, match=r"serve\.bases\.b=.*expected a model of 64 positions or more .*it has 63"):
+        located_bases({"b": str(base)}, model)

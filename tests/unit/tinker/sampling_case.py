@@ -12,7 +12,7 @@ from pipeline.tinker.durable_store import Store
 from pipeline.tinker.entities import SampledWeights, SamplingSession
 from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.sampling_limits import Limits
-from pipeline.tinker.tinker_records import Failed, ServerFacts
+from pipeline.tinker.tinker_records import Failed, Pool, ServerFacts
 from pipeline.tinker.usage import UsageMeter
 from pipeline.utils.authenticated_http import ROUTE
 from pipeline.utils.weights_route import HEADER, LOAD
@@ -118,7 +118,9 @@ def with_servers(
         limits = Limits(LONGEST, sequences)
         sampling = SampleQueue(kept, tmp_path / "weights", limits, MOST_ADAPTERS, UsageMeter(kept))
         await sampling.start()
-        sampling.set_servers(ServerFacts.split([f"127.0.0.1:{server.port}" for server in servers], whole, PASSWORD))
+        endpoints = tuple(f"127.0.0.1:{server.port}" for server in servers)
+        pools = (Pool(whole=True),) * whole + (Pool(),) * (count - whole)
+        sampling.set_servers(ServerFacts(endpoints, PASSWORD, pools))
         try:
             await play(sampling, scripts)
         finally:

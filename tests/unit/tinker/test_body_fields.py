@@ -221,5 +221,5 @@ def test_a_rank_of_0_is_a_whole_model_which_is_refused_where_it_is_off(tmp_path:
         _, result = await client.post("retrieve_future", {"request_id": f"{model}:1"}) if says else (0, {"error": ""})
         assert says in result["error"]
 
-    with_front(tmp_path / "without", lambda client: saved(client, "set serve.whole_servers"), whole_models=True)
+    with_front(tmp_path / "without", lambda client: saved(client, "serve.whole_servers"), whole_models=True)
     with_front(tmp_path / "with", lambda client: saved(client, ""), whole_models=True, whole_servers=1)

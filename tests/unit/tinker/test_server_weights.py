@@ -98,10 +98,10 @@ def test_a_model_that_no_server_takes_fails_its_sample_in_one_line(tmp_path: Pat
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         write_models(tmp_path, "a")
         assert await draw(sampling, 0, "gone") == Failed(REMOVED, "user")
-        sampling.set_servers(ServerFacts.split([server.endpoint for server in sampling._servers], 0, PASSWORD))
+        sampling.set_servers(ServerFacts(tuple(server.endpoint for server in sampling._servers), PASSWORD))
         refused = await draw(sampling, 1, "a")
         assert isinstance(refused, Failed)
-        assert "serve.whole_servers=0" in refused.error
+        assert "whole models (serve.whole_servers" in refused.error
 
     with_servers(tmp_path, play, count=2, whole=1)
 
