@@ -108,11 +108,11 @@ def test_a_damaged_checkpoint_fails_its_load_and_the_model_stays_as_it_was(
     assert later != saved
     damage(tmp_path / "weights" / "bad")
     with pytest.raises(CheckpointError, match="not what was committed"):
-        models.look_for("bad")
+        models.verify_saved("bad")
     assert asked(models, "a").logprobs == later
     with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
-        models.look_for("nothing")
-    models.look_for("good")
+        models.verify_saved("nothing")
+    models.verify_saved("good")
     models.load("a", "good", optimizer=True)
     assert asked(models, "a").logprobs == saved
 

@@ -1,14 +1,14 @@
-"""The trainer as a service: it does what clients of the API ask, in place of an algorithm.
+"""The trainer as a service: it executes the requests of the API's clients instead of an algorithm.
 
 | module | owns |
 |---|---|
-| `service_loop` | the loop: take work, do it, bring the result; when to commit |
+| `service_loop` | the loop: take a request, execute it, return the result; the schedule of checkpoints |
 | `client_models` | clients' models on the dispatch: adapters that share a base, and whole models |
-| `memory_check` | whether a model can be made |
-| `service_checkpoints` | all models in one commit, and back |
-| `random_base` | the directory of the base model |
-| `gateway_client` | the way to the front |
+| `memory_check` | the memory estimate before a model is created |
+| `service_checkpoints` | all models in one checkpoint, and back |
+| `random_base` | a base model with random weights |
+| `gateway_client` | the connection to the gateway |
 
-A request changes one model, and the requests of a model are done in the order of their numbers. So each model's state
-is a pure function of its requests, and a trainer that lost its memory comes to the same bits by doing those again that
-the last commit does not cover."""
+A request changes one model, and the requests of a model are executed in the order of their numbers. So each model's
+state is a pure function of its requests. A restarted trainer reaches the same bits by repeating the requests that its
+last checkpoint does not cover."""

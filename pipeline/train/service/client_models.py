@@ -1,11 +1,11 @@
 """Clients' models on the dispatch.
 
-Owns which model of the dispatch carries which client's model. Adapters of one form (rank, layers) take turns on one
-copy of the base (`pipeline.train.model.adapter_swap`); a whole model has a copy of its own. Promises that a client's
-mistake raises `RefusedRequest` before any rank does anything, so that every model stays as it was; and that what one
-model computes does not depend on what others do. Must not know requests' numbers, commits or the front.
+Owns the mapping of clients' models to models of the dispatch. Adapters of one shape (rank, layers) take turns on one
+copy of the base (`pipeline.train.model.adapter_swap`); a whole model has a separate copy. Promises that a client's
+mistake raises `RefusedRequest` before any operation on the ranks, so every model stays unchanged; and that the results
+of one model do not depend on requests to others. Must not know requests' numbers, checkpoints or the gateway.
 
-Whatever else is raised leaves gradients or parameters unknown: the trainer starts again from a commit then.
+After any other error the gradients or parameters are undefined, and the trainer restarts from a checkpoint.
 """
 
 import logging
@@ -29,7 +29,7 @@ from pipeline.train.batching.logprob_queries import QueryRow
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import RankState
 from pipeline.train.loop.compile_warmup import WarmUp
-from pipeline.train.model import adapter_swap as guests
+from pipeline.train.model import adapter_swap
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.optimizer import AdamSettings
 from pipeline.train.model.token_queries import answer_queries
@@ -39,20 +39,20 @@ from pipeline.utils import atomic_dirs, heartbeat
 
 log = logging.getLogger(__name__)
 OPTIM = OptimConfig(lr=1e-4)
-"""What an optimizer is made with; every step brings its own settings."""
+"""The initial settings of an optimizer; every step has its settings in its request."""
 
 
 class RefusedRequest(RollcallError):
-    """A request that cannot be done; no model was changed."""
+    """A request that cannot be executed; no model was changed."""
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A model of the dispatch: its name, and whose it is now."""
+    """A model of the dispatch, with the id of its current client model, and the ids of all that use it."""
 
     name: str
     current: str = ""
-    guests: set[str] = field(default_factory=set)
+    users: set[str] = field(default_factory=set)
     warm: bool = False
 
 
@@ -63,7 +63,7 @@ class _ClientModel:
     adapter: Adapter
     slot: _Slot
     pending: bool = False
-    """Whether it has gradients that no step has used."""
+    """Whether the model has gradients that no step has used."""
 
 
 class ServedModels:
@@ -71,7 +71,7 @@ class ServedModels:
 
     def __init__(self, dispatch: RankGroup, config: RunConfig, weights: Path, attempt: str) -> None:
         self._dispatch, self._config, self._weights, self._attempt = dispatch, config, weights, attempt
-        self._room = MemoryCheck(dispatch, config.training.mesh.ep, config.has_servers)
+        self._memory = MemoryCheck(dispatch, config.training.mesh.ep, config.has_servers)
         self._clients: dict[str, _ClientModel] = {}
         self._slots: dict[str, _Slot] = {}
 
@@ -80,7 +80,7 @@ class ServedModels:
 
     @property
     def adapters(self) -> dict[str, Adapter]:
-        """What each model trains, by id."""
+        """The adapter of each model, by id; of rank 0 for a whole model."""
         return {id: client.adapter for id, client in self._clients.items()}
 
     def pending(self, id: str) -> bool:
@@ -88,122 +88,127 @@ class ServedModels:
         return self._clients[id].pending
 
     def create(self, id: str, adapter: Adapter) -> None:
-        """Make a model, fresh; `RefusedRequest` for one that the base cannot have, or that there is no room for."""
-        shares = bool(adapter.rank) and _slot_key(adapter) in self._slots
-        if reason := self._room.refusal_reason(served_model(self._config, adapter), reuses_base=shares):
+        """Create a new model; `RefusedRequest` for one that the base does not support, or that exceeds the memory."""
+        reuses_base = bool(adapter.rank) and _slot_key(adapter) in self._slots
+        if reason := self._memory.refusal_reason(served_model(self._config, adapter), reuses_base=reuses_base):
             raise RefusedRequest(reason)
         slot = self._slot(adapter)
         self._clients[id] = _ClientModel(adapter, slot)
         if adapter.rank:
             self._enter(slot, id, adapter.seed)
         slot.current = id
-        slot.guests.add(id)
+        slot.users.add(id)
 
     def warm_up(self, warm_up: WarmUp) -> None:
-        """Have what trains each model be compiled, once. After one is made, and before it is trained."""
+        """Compile each model's passes once; called after a model's creation, before its first request."""
         for slot in self._slots.values():
             if not slot.warm:
                 warm_up.run({slot.name: SFT}, [slot.name])
                 slot.warm = True
 
     def remove(self, id: str) -> None:
-        """Forget a model; a slot that nobody needs any more is given back."""
+        """Remove a model, and its slot if no other model uses it."""
         client = self._clients.pop(id, None)
         if client is None:
             return
         slot = client.slot
-        slot.guests.discard(id)
+        slot.users.discard(id)
         if slot.current == id:
-            slot.current = ""
-        elif slot.guests:
-            self._dispatch.run_on_ranks(slot.name, guests.drop_adapter, id, needs="run_on_ranks")
-        if not slot.guests:
+            slot.current = ""  # the next adapter overwrites this one
+        elif slot.users:
+            self._dispatch.run_on_ranks(slot.name, adapter_swap.drop_adapter, id, needs="run_on_ranks")
+        if not slot.users:
             self._dispatch.remove_model(slot.name)
             del self._slots[slot.name]
 
-    def run_pass(self, id: str, given: Pass) -> PassResult:
-        """The answers about all data and the sum of the loss; with `backward`, its gradient is added."""
+    def run_pass(self, id: str, request: Pass) -> PassResult:
+        """The log-probabilities of all data and the sum of the loss; with `backward`, its gradient is accumulated."""
         client = self._find(id)
-        slot = self._bring(id)
-        rows = [_row(datum) for datum in given.data]
+        slot = self._activate(id)
+        rows = [_row(datum) for datum in request.data]
         _refuse_foreign_tokens(rows, self._dispatch.models[slot.name].vocabulary)
-        objective, budget = TokenSum(given.loss, given.settings), self._dispatch.budget
-        needs: Any = "forward_backward" if given.backward else "forward"
+        objective, budget = TokenSum(request.loss, request.settings), self._dispatch.budget
+        needs: Any = "forward_backward" if request.backward else "forward"
         outcomes = self._dispatch.run_on_ranks(
-            slot.name, answer_queries, rows, objective, budget, given.backward, needs=needs
+            slot.name, answer_queries, rows, objective, budget, request.backward, needs=needs
         )
-        client.pending = client.pending or given.backward
+        client.pending = client.pending or request.backward
+        # Each rank returns the rows of its micro-batches; `outcome.rows` are their indices in the request.
         answers: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(rows)
         for outcome in outcomes:
             for index, logprobs in zip(outcome.rows, outcome.logprobs, strict=True):
-                answers[index] = given.data[index].answer(logprobs)
+                answers[index] = request.data[index].answer(logprobs)
         metrics = {"loss:sum": float(sum(outcome.loss for outcome in outcomes))}
-        return PassResult([each.tobytes() for each in answers], [datum.width for datum in given.data], metrics)
+        return PassResult([answer.tobytes() for answer in answers], [datum.width for datum in request.data], metrics)
 
-    def step(self, id: str, given: Step) -> StepResult:
-        """One optimizer step on the gradients that were added up; one that is not finite changes nothing but them."""
+    def step(self, id: str, request: Step) -> StepResult:
+        """One optimizer step on the accumulated gradients. If they are not finite, they are dropped, and nothing else
+        changes."""
         client = self._find(id)
         if not client.pending:
             raise RefusedRequest("optim_step without gradients: forward_backward comes first")
-        slot = self._bring(id)
-        settings = AdamSettings(given.lr, given.beta1, given.beta2, given.eps, given.weight_decay, given.clip_norm)
+        slot = self._activate(id)
+        settings = AdamSettings(
+            request.lr, request.beta1, request.beta2, request.eps, request.weight_decay, request.clip_norm
+        )
         step = self._dispatch.run_on_ranks(slot.name, ModelWorker.optim_step, settings, needs="optim_step")[0]
         client.pending = False
         norm = {"grad_norm:mean": step.grad_norm, "lr:mean": step.lr, "skipped:sum": float(step.skipped)}
         return StepResult({name: value for name, value in norm.items() if np.isfinite(value)})
 
     def save(self, id: str, folder: str, *, sampler: bool) -> SaveResult:
-        """Write a model below the folder of weights; raises `CheckpointError` where the disk does not take it."""
-        slot, place = self._bring_known(id), self._weights / folder
+        """Write a model below the folder of weights, for servers (`sampler`) or as a checkpoint; `CheckpointError` if
+        the disk refuses it."""
+        slot, target = self._activate_known(id), self._weights / folder
         if sampler:
-            part = atomic_dirs.unfinished(place, self._attempt)
+            part = atomic_dirs.unfinished(target, self._attempt)
             part.parent.mkdir(parents=True, exist_ok=True)
             self._dispatch.save_hf_model(slot.name, part)
-            atomic_dirs.replace(place, part)
-            return SaveResult(sum(file.stat().st_size for file in place.rglob("*") if file.is_file()))
-        place.mkdir(parents=True, exist_ok=True)
+            atomic_dirs.replace(target, part)
+            return SaveResult(sum(file.stat().st_size for file in target.rglob("*") if file.is_file()))
+        target.mkdir(parents=True, exist_ok=True)
         needs: Any = {slot.name: "save_checkpoint"}
-        size = self._dispatch.run_on_all_models(_save, slot.name, str(place), self._attempt, needs=needs)[0]
+        size = self._dispatch.run_on_all_models(_save, slot.name, str(target), self._attempt, needs=needs)[0]
         return SaveResult(size)
 
-    def look_for(self, folder: str) -> None:
-        """`CheckpointError` unless there is what `save` wrote, every byte of it; no model is touched."""
-        if (wrong := self._dispatch.run_on_all_models(_verify, str(self._weights / folder))[0]) is not None:
-            raise wrong
+    def verify_saved(self, folder: str) -> None:
+        """Raise `CheckpointError` unless the folder has a complete, undamaged checkpoint; no model changes."""
+        if (error := self._dispatch.run_on_all_models(_verify, str(self._weights / folder))[0]) is not None:
+            raise error
 
     def load(self, id: str, folder: str, *, optimizer: bool) -> None:
-        """Take what `save` wrote and `look_for` finds; without `optimizer`, with a fresh one. If it is damaged, the
-        model is gone."""
-        slot, place = self._bring_known(id), self._weights / folder
+        """Load a checkpoint that passed `verify_saved`; without `optimizer`, with a new optimizer. If it is damaged,
+        the model is removed."""
+        slot, source = self._activate_known(id), self._weights / folder
         needs: Any = {slot.name: "load_checkpoint"}
-        damage = self._dispatch.run_on_all_models(_load, slot.name, str(place), optimizer, needs=needs)[0]
+        damage = self._dispatch.run_on_all_models(_load, slot.name, str(source), optimizer, needs=needs)[0]
         if damage is not None:
             self.remove(id)
             raise damage
         self._clients[id].pending = False
 
     def run_on_model(self, id: str, function: Any, *args: Any, needs: Any) -> list[Any]:
-        """Run `function(site, name, *args)` on every rank, with the model in its place under that name."""
-        slot = self._bring_known(id)
+        """Run `function(site, name, *args)` on every rank, with the client's model active under that name."""
+        slot = self._activate_known(id)
         return self._dispatch.run_on_all_models(function, slot.name, *args, needs={slot.name: needs})
 
-    def place(self, id: str) -> tuple[str, str | None]:
-        """The model of the dispatch that an adapter belongs to, and the key under which it is parked there; None: it is
-        the one that is on the model."""
+    def location(self, id: str) -> tuple[str, str | None]:
+        """The name of an adapter's model on the dispatch, and its key among the swapped-out adapters there; None: the
+        adapter is active."""
         slot = self._find(id).slot
         return slot.name, None if slot.current == id else id
 
     def _find(self, id: str) -> _ClientModel:
         if id not in self._clients:
-            raise RefusedRequest(f"there is no model {id}: making it failed, or it was unloaded")
+            raise RefusedRequest(f"there is no model {id}: its creation failed, or it was unloaded")
         return self._clients[id]
 
-    def _bring_known(self, id: str) -> _Slot:
+    def _activate_known(self, id: str) -> _Slot:
         self._find(id)
-        return self._bring(id)
+        return self._activate(id)
 
-    def _bring(self, id: str) -> _Slot:
-        """Have the model be in its place."""
+    def _activate(self, id: str) -> _Slot:
+        """Make a client's model the current one of its slot."""
         slot = self._clients[id].slot
         if slot.current != id:
             self._dispatch.run_on_ranks(slot.name, swap_adapters, slot.current, id, None)
@@ -214,7 +219,7 @@ class ServedModels:
         self._dispatch.run_on_ranks(slot.name, swap_adapters, slot.current, id, seed)
 
     def _slot(self, adapter: Adapter) -> _Slot:
-        """The place of a new model; made if there is none."""
+        """The slot of a new model; created if there is none."""
         name = _slot_key(adapter) if adapter.rank else self._free_name()
         if name not in self._slots:
             spec = self._spec(adapter)
@@ -223,7 +228,8 @@ class ServedModels:
         return self._slots[name]
 
     def _free_name(self) -> str:
-        """Names of whole models are used again: each costs process groups, which stay."""
+        """The first free name of a whole model."""
+        # Names are reused, since each new one creates process groups, which are never destroyed.
         number = 0
         while f"whole-{number}" in self._slots:
             number += 1
@@ -244,7 +250,7 @@ class ServedModels:
 
 
 def served_model(config: RunConfig, adapter: Adapter) -> ModelConfig:
-    """The base with such an adapter, in the form of the config's model."""
+    """The config's model on the adapter's base, with a client's adapter; a whole model for rank 0."""
     targets = (ATTENTION_LAYERS if adapter.attention else ()) + (MLP_LAYERS if adapter.mlp else ())
     lora = LoraConfig(rank=adapter.rank, alpha=config.serve.alpha, targets=targets) if adapter.rank else LoraConfig()
     base = {"path": config.serve.bases[adapter.base], "init": "pretrained"} if adapter.base else {}
@@ -252,13 +258,13 @@ def served_model(config: RunConfig, adapter: Adapter) -> ModelConfig:
 
 
 def swap_adapters(worker: ModelWorker, leaving: str, coming: str, seed: int | None) -> None:
-    """On every rank: one adapter for another; with a seed, a fresh one comes."""
+    """Replace the active adapter of a rank's model by another; with a seed, by a new one. Runs on every rank."""
     if leaving:
-        guests.swap_out(worker, leaving)
+        adapter_swap.swap_out(worker, leaving)
     if seed is None:
-        guests.swap_in(worker, coming)
+        adapter_swap.swap_in(worker, coming)
     else:
-        guests.init_adapter(worker, seed)
+        adapter_swap.init_adapter(worker, seed)
 
 
 def _slot_key(adapter: Adapter) -> str:
@@ -276,26 +282,26 @@ def _refuse_foreign_tokens(rows: Sequence[QueryRow], vocabulary: int) -> None:
     for index, row in enumerate(rows):
         for name, tokens in (("model_input", row.tokens), ("target_tokens", row.targets)):
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
-                found = f"{tokens.min()} … {tokens.max()}"
-                raise RefusedRequest(f"datum {index}: {name} holds {found}; the model knows 0 … {vocabulary - 1}")
+                ids = f"{tokens.min()} … {tokens.max()}"
+                raise RefusedRequest(f"datum {index}: {name} has token ids {ids}; expected 0 … {vocabulary - 1}")
 
 
-def _save(site: RankState, name: str, place: str, attempt: str) -> int:
-    """On every rank."""
+def _save(site: RankState, name: str, folder: str, attempt: str) -> int:
+    """Save a model and its optimizer, and return the size in bytes; runs on every rank."""
     checkpoint = save(
-        place, attempt, TrainerState(job="serve", step=0), site.worker(name).state(), group=site.background
+        folder, attempt, TrainerState(job="serve", step=0), site.worker(name).state(), group=site.background
     )
     return sum(record.size for record in checkpoint.manifest.files.values())
 
 
-def _verify(site: RankState, place: str) -> CheckpointError | None:
-    """On every rank, of which the first looks."""
+def _verify(site: RankState, folder: str) -> CheckpointError | None:
+    """The error of a missing or damaged checkpoint, or None; runs on every rank, and only rank 0 reads."""
     if site.rank:
         return None
-    checkpoint = next(iter(complete_checkpoints(place)), None)
+    checkpoint = next(iter(complete_checkpoints(folder)), None)
     if checkpoint is None:
-        return CheckpointError(f"{place} holds no whole checkpoint")
-    with heartbeat.busy_with(f"reading {place}", site.patience.checkpoint):
+        return CheckpointError(f"{folder} holds no whole checkpoint")
+    with heartbeat.busy_with(f"reading {folder}", site.patience.checkpoint):
         try:
             checkpoint.verify()
         except CheckpointError as error:
@@ -303,10 +309,11 @@ def _verify(site: RankState, place: str) -> CheckpointError | None:
     return None
 
 
-def _load(site: RankState, name: str, place: str, optimizer: bool) -> DamagedCheckpointError | None:
-    """On every rank, which all find the same. Damage is returned: an error raised on a rank ends the trainer."""
+def _load(site: RankState, name: str, folder: str, optimizer: bool) -> DamagedCheckpointError | None:
+    """Load a model; runs on every rank, with the same result on all. Damage is returned, not raised, since an error on
+    a rank ends the trainer."""
     worker = site.worker(name)
-    checkpoint = next(iter(complete_checkpoints(place)))
+    checkpoint = next(iter(complete_checkpoints(folder)))
     worker.restart_optimizer()
     state = worker.state()
     try:

@@ -1,9 +1,9 @@
-"""The trainer's way to the front.
+"""The trainer's connection to the gateway.
 
-Owns the connection: where the front is, which it tells in a file, and the form of a turn. Promises that a turn which
-was answered is on the front's disk; that one which was not is made again, as often as it takes, while `pulse` is
-called; that a front which was started anew, perhaps elsewhere, is found; and that no other program gets its secret.
-Must not know what work is."""
+Owns the discovery of the gateway's address, from a file, and the format of a turn: one HTTP request that delivers
+results and takes work. Promises that an answered turn is on the gateway's disk; that an unanswered one is repeated
+without limit, while `pulse` is called; that a restarted gateway is reconnected to, also at another address; and that
+no other program receives its secret. Must not know the content of work."""
 
 import http.client
 import logging
@@ -27,18 +27,18 @@ _work = msgspec.msgpack.Decoder(Work)
 
 
 class _Reattach(Exception):
-    """The front is not there, or does not know this trainer: attach, then make the turn again."""
+    """The gateway is unreachable, or does not know this trainer: attach, then repeat the turn."""
 
 
 class GatewayClient:
-    """One trainer's connection to the front whose folder is `root`."""
+    """One trainer's connection to the gateway whose folder is `root`."""
 
     def __init__(self, root: Path, attempt: str, facts: ServerFacts, pulse: Callable[[], None]) -> None:
         self._root, self._attempt, self._facts, self._pulse = root, attempt, facts, pulse
         self._link: http.client.HTTPConnection | None = None
         self._secret = ""
         self._attached = False
-        self._silent = False
+        self._warned = False
 
     def turn(
         self,
@@ -49,9 +49,10 @@ class GatewayClient:
         *,
         ending: bool = False,
     ) -> Work | None:
-        """Bring results and take work, if there is any within `seconds` and the trainer is not `ending`. A front that
-        does not know this trainer is told `cursors` first: what each model has behind it. `SupersededError` when
-        another trainer has come since.
+        """Deliver results and take work; None if none arrives within `seconds`, or if the trainer is `ending`.
+
+        A gateway that does not know this trainer first receives `cursors`: the last completed request of each model.
+        Raises `SupersededError` if another trainer has attached since.
         """
         while True:
             try:
@@ -84,22 +85,22 @@ class GatewayClient:
         connect(self._link, self._secret)
         status, body = self._post(ATTACH, encode(Attach(self._attempt, cursors, self._facts)))
         if status != 204:
-            raise _Reattach(f"it does not let the trainer in ({status}): {body[:200]!r}")
-        if self._silent:
-            log.info("the front is there again")
-        self._attached, self._silent = True, False
+            raise _Reattach(f"it refuses the trainer ({status}): {body[:200]!r}")
+        if self._warned:
+            log.info("the gateway is reachable again")
+        self._attached, self._warned = True, False
 
     def _post(self, route: str, body: bytes) -> tuple[int, bytes]:
         assert self._link is not None
         self._link.request("POST", route, body, {SECRET: self._secret})
-        answer = self._link.getresponse()
-        read = answer.read()
-        if answer.status == 409:
-            raise SupersededError("another trainer serves by now: this one changes nothing more")
-        return answer.status, read
+        response = self._link.getresponse()
+        content = response.read()
+        if response.status == 409:
+            raise SupersededError("another trainer serves now: this one changes nothing more")
+        return response.status, content
 
     def _lose(self, reason: Exception) -> None:
-        if not self._silent:
-            log.warning("the front is not there, which is asked for again: %s", reason)
-        self._silent, self._attached = True, False
+        if not self._warned:  # one line per outage; the turn is repeated twice a second
+            log.warning("the gateway is unreachable, and is tried again: %s", reason)
+        self._warned, self._attached = True, False
         self.close()

@@ -1,8 +1,8 @@
-"""Whether a model can be made.
+"""The memory check before a model is created.
 
-Owns the look before a model is made: an error on a rank ends the trainer, and with it what all others were doing.
-Promises that nothing is made by looking, and that the need which it tells is a lower bound: what is refused could not
-have worked."""
+Without it, a model that does not fit would end the trainer by an error on a rank, and interrupt all other clients.
+Promises that the check allocates nothing, and that its estimate is a lower bound: a refused model could not have
+worked."""
 
 import psutil
 import torch
@@ -16,16 +16,16 @@ from pipeline.train.model.model_size import check_client_adapters, sizes_of
 
 
 class MemoryCheck:
-    """The memory of a dispatch's ranks, and what models would take of it."""
+    """Compares the memory that a model needs with the free memory of a dispatch's ranks."""
 
     def __init__(self, dispatch: RankGroup, ep: int, served: bool) -> None:
-        """`ep`: ranks over which experts are spread; `served`: whether servers get what clients save."""
+        """`ep`: ranks over which experts are sharded; `served`: whether clients' saved models go to servers."""
         self._dispatch, self._ep, self._served = dispatch, ep, served
         self._sizes: dict[str, Sizes] = {}
 
     def refusal_reason(self, model: ModelConfig, *, reuses_base: bool) -> str:
-        """Why there can be no such model, in one line; empty if it seems that there can. `shares`: its base is there
-        already, and only its adapter is new."""
+        """Why the model cannot be created, in one line; empty if it seems to fit. With `reuses_base`, only the adapter
+        needs memory."""
         try:
             sizes = self._sizes_of(model)
         except ConfigError as error:
@@ -36,7 +36,7 @@ class MemoryCheck:
             return ""
         return (
             f"there is no room for this model: it needs {need / GIB:.2f} GiB on each of {len(free)} ranks, "
-            f"{min(free) / GIB:.2f} are free; end a session, or use rank and layers of a model that is there"
+            f"{min(free) / GIB:.2f} are free; end a session, or use rank and layers of an existing model"
         )
 
     def _sizes_of(self, model: ModelConfig) -> Sizes:
@@ -48,8 +48,9 @@ class MemoryCheck:
 
 
 def _free(site: RankState) -> int:
-    """On every rank: bytes that it may yet take where it computes. Ranks on one node of CPUs share them."""
+    """Free bytes of this rank's device; runs on every rank. CPU ranks of one node share them."""
     if site.device == "cuda":
+        # torch's allocator holds freed blocks, which CUDA reports as used.
         unused: int = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return int(torch.cuda.mem_get_info()[0]) + unused
     return int(psutil.virtual_memory().available)

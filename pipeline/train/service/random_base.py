@@ -1,7 +1,7 @@
-"""A base with random weights, on disk.
+"""A base model with random weights, on disk.
 
-Owns `write_base`: adapters need a base that trainer and servers read from the same files, and a model of `conf/models`
-has none. Promises that equal seeds give equal weights, and that a folder with this name is whole.
+Trainer and servers of adapters must read the base from the same files, and a model of `conf/models` has no files.
+Promises that equal seeds give equal weights, and that a folder with the target's name is complete.
 
     python -m pipeline.train.service.random_base <model directory> <folder> <seed>
 """
@@ -17,7 +17,7 @@ _SKIPPED = {"config.json"}
 
 
 def write_base(model: Path, target: Path, seed: int) -> None:
-    """Write a model of the directory's shape with random weights, and its tokenizer."""
+    """Write a model with the config of the directory and random weights, and its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,13 +28,13 @@ def write_base(model: Path, target: Path, seed: int) -> None:
     for file in model.iterdir():
         if file.is_file() and file.name not in _SKIPPED:
             shutil.copy(file, part / file.name)
-    _know_every_text(part / "tokenizer.json")
+    _ensure_unknown_token(part / "tokenizer.json")
     atomic_dirs.replace(target, part)
 
 
-def _know_every_text(tokenizer: Path) -> None:
-    """vLLM's server encodes a text of its own when it starts: a tokenizer of words has to have one for those that it
-    does not know."""
+def _ensure_unknown_token(tokenizer: Path) -> None:
+    """Give a word-level tokenizer a valid token for unknown words: vLLM's server encodes a fixed text when it starts,
+    whose words are not in a small vocabulary."""
     tree = json.loads(tokenizer.read_text())
     words = tree["model"].get("vocab", {})
     if tree["model"]["type"] == "WordLevel" and tree["model"]["unk_token"] not in words:

@@ -1,9 +1,9 @@
-"""All models of a trainer that serves, in one commit.
+"""Checkpoints of a serving trainer: all models in one.
 
-Owns what such a commit holds: every model with its optimizer, and the number of the last request that it has behind it.
-An adapter lies in `<id>/<vector>/rank-<n>`, as each of the ranks that committed it packed it.
-Promises that what is restored is one commit whole; that a model whose gradients wait for a step is saved as it was
-after its last step, and its requests since are asked for again; and that at most one commit is under way."""
+A checkpoint has every model with its optimizer, and the number of the model's last completed request (its cursor). The
+parts of an adapter are `<id>/<vector>/rank-<n>`, one for each rank that saved it. Promises that a restored state is
+exactly one checkpoint; that a model with accumulated gradients is saved with the cursor of its last step, so that the
+requests since are repeated; and that at most one save is in progress."""
 
 import logging
 import math
@@ -17,6 +17,7 @@ from pipeline.checkpoints.run_progress import copy_identity, mark_checkpointed, 
 from pipeline.errors import DamagedCheckpointError
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.tinker.tinker_records import Adapter
+from pipeline.train.controller.device_placement import Requirements
 from pipeline.train.controller.model_saving import await_save, fill, forget_models, load_model, stage_model, start_save
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import RankState
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class _Model(msgspec.Struct, frozen=True):
-    """`ranks`: how many had a part of it, each one of its own if it is an adapter."""
+    """A model in a checkpoint: its adapter, its cursor, and the number of ranks that saved it."""
 
     adapter: Adapter
     cursor: int
@@ -35,12 +36,12 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 class ServiceCheckpoints:
-    """The commits of one attempt below `root`."""
+    """Reads and writes the checkpoints below `root`, for one attempt."""
 
     def __init__(
         self, root: str, attempt: str, dispatch: RankGroup, keep: int, paths: AttemptPaths | None = None
     ) -> None:
-        """`paths` are those of the attempt, where it belongs to a run."""
+        """`paths` are those of the attempt, if it belongs to a run."""
         self._root, self._attempt, self._dispatch, self._keep = root, attempt, dispatch, keep
         self._paths, self._marked = paths, paths is None
         self.fence = Fence(root, attempt)
@@ -49,9 +50,9 @@ class ServiceCheckpoints:
         self._began = self._took = 0.0
 
     def restore(self, models: ServedModels, job: str) -> dict[str, int]:
-        """Make the models of the newest commit that is whole; the last request that each has behind it.
+        """Create the models of the newest undamaged checkpoint, and return their cursors.
 
-        `CheckpointError` where a run that had committed has no commit to go on from.
+        `CheckpointError` if the run had a checkpoint and none can be loaded.
         """
         self.fence.claim(job)
         if self._paths is not None:
@@ -61,8 +62,8 @@ class ServiceCheckpoints:
         return cursors
 
     def _newest(self, models: ServedModels) -> dict[str, int]:
-        found = complete_checkpoints(self._root)
-        for checkpoint in found:
+        candidates = complete_checkpoints(self._root)
+        for checkpoint in candidates:
             try:
                 cursors = self._load(checkpoint, models)
             except DamagedCheckpointError as damage:
@@ -71,7 +72,8 @@ class ServiceCheckpoints:
                     models.remove(id)
                 forget_models(self._dispatch)
             else:
-                self.fence.keep([checkpoint.folder, *(older.folder for older in found)])
+                # `candidates` is an iterator, newest first, so what remains of it are the older checkpoints.
+                self.fence.keep([checkpoint.folder, *(older.folder for older in candidates)])
                 return cursors
         if self._paths is not None:
             refuse_restart(RunPaths(self._paths.run), self._root)
@@ -84,46 +86,47 @@ class ServiceCheckpoints:
         for id, model in known.items():
             models.create(id, model.adapter)
             load, more = (_load_adapter, (model.ranks,)) if model.adapter.rank else (load_model, ())
-            damage = models.run_on_model(id, load, checkpoint, _place(id), *more, needs="load_checkpoint")[0]
+            damage = models.run_on_model(id, load, checkpoint, _prefix(id), *more, needs="load_checkpoint")[0]
             if damage is not None:
                 raise damage
         self._number = state.step
-        log.info("going on from %s with %d models", checkpoint.name, len(known))
+        log.info("continuing from %s with %d models", checkpoint.name, len(known))
         return {id: model.cursor for id, model in known.items()}
 
     @property
     def none_yet(self) -> bool:
-        """Whether this run has no commit."""
+        """Whether this run has no checkpoint."""
         return self._number == 0
 
     @property
     def idle(self) -> bool:
-        """Whether no commit is under way."""
+        """Whether no save is in progress."""
         return self._flight is None
 
     @property
     def rest(self) -> float:
-        """The time since the last commit began, in units of what it took."""
+        """The time since the last save began, divided by its duration."""
         return (time.monotonic() - self._began) / self._took if self._took else math.inf
 
     def start(self, models: ServedModels, cursors: Mapping[str, int]) -> None:
-        """Begin to commit all models as they are; they may change when this returns. None is under way."""
+        """Begin a checkpoint of the models in `cursors`; they may change after the return. No save may be in
+        progress."""
         self.fence.check()
         self._began = time.monotonic()
         parts: list[str] = []
         adapters = models.adapters
         for id in cursors:
             if not adapters[id].rank:
-                parts += models.run_on_model(id, stage_model, _place(id), needs="save_checkpoint")[0]
+                parts += models.run_on_model(id, stage_model, _prefix(id), needs="save_checkpoint")[0]
+        # Adapters are staged by slot, where they are: the active one, and the swapped-out ones in host memory.
         sharing: dict[str, list[tuple[str | None, str]]] = {}
         for id in cursors:
             if adapters[id].rank:
-                name, key = models.place(id)
-                sharing.setdefault(name, []).append((key, _place(id)))
-        for name, packing in sharing.items():  # one after the other: there may be room for one base only
-            parts += self._dispatch.run_on_all_models(_stage_adapters, name, packing, needs={name: "save_checkpoint"})[
-                0
-            ]
+                name, key = models.location(id)
+                sharing.setdefault(name, []).append((key, _prefix(id)))
+        for name, adapters_of_base in sharing.items():  # in turn: the device may have memory for one base only
+            needs: Requirements = {name: "save_checkpoint"}
+            parts += self._dispatch.run_on_all_models(_stage_adapters, name, adapters_of_base, needs=needs)[0]
         ranks = len(self._dispatch.run_on_all_models(_rank))
         known = {id: _Model(adapters[id], cursor, ranks) for id, cursor in cursors.items()}
         state = TrainerState(
@@ -133,7 +136,8 @@ class ServiceCheckpoints:
         self._number, self._flight = self._number + 1, dict(cursors)
 
     def collect(self) -> dict[str, int] | None:
-        """The cursors of the commit that was under way, once it is durable; `CheckpointError` if it failed. Cheap."""
+        """The cursors of the save in progress, once its checkpoint is durable; `CheckpointError` if it failed. Does not
+        wait."""
         if self._flight is None or not self._dispatch.saver.idle:
             return None
         flight, self._flight = self._flight, None
@@ -145,13 +149,14 @@ class ServiceCheckpoints:
         return flight
 
     def finish(self) -> dict[str, int] | None:
-        """Wait for the commit under way, then `collect`."""
+        """Wait for the save in progress, then `collect`."""
         if self._flight is not None and not self._dispatch.broken:
             await_save(self._dispatch, f"the commit of serve-{self._number}")
         return self.collect()
 
 
-def _place(id: str) -> str:
+def _prefix(id: str) -> str:
+    """The prefix of a model's parts in a checkpoint."""
     return id.replace(":", "-")
 
 
@@ -159,26 +164,29 @@ def _rank(site: RankState) -> int:
     return site.rank
 
 
-def _stage_adapters(site: RankState, name: str, packing: Sequence[tuple[str | None, str]]) -> list[str]:
-    """On every rank: adapters on one model, by key and place; the names of the parts."""
+def _stage_adapters(site: RankState, name: str, adapters: Sequence[tuple[str | None, str]]) -> list[str]:
+    """Copy the adapters (key, prefix) of one model for a save, and return the names of their parts; runs on every
+    rank."""
     worker, parts = site.worker(name), []
-    for key, place in packing:
+    for key, prefix in adapters:
         for vector in adapter_swap.VECTORS:
-            parts.append(f"{place}/{vector}")
+            parts.append(f"{prefix}/{vector}")
             site.saver.stage(parts[-1], {f"rank-{site.rank}": adapter_swap.packed(worker, key, vector)})
     return parts
 
 
 def _load_adapter(
-    site: RankState, name: str, checkpoint: Checkpoint, place: str, ranks: int
+    site: RankState, name: str, checkpoint: Checkpoint, prefix: str, ranks: int
 ) -> DamagedCheckpointError | None:
-    """On every rank, which all find the same: what each of `ranks` staged of an adapter."""
+    """Load an adapter that `ranks` ranks saved; runs on every rank, with the same result on all."""
     worker = site.worker(name)
+    # Every rank reads all packs and unpacks its shard, since the number of ranks may have changed since the save.
     packs = adapter_swap.empty_packs(worker, ranks)
-    wanted = {
-        f"{place}/{each}": {f"rank-{i}": pack[each] for i, pack in enumerate(packs)} for each in adapter_swap.VECTORS
+    tensors = {
+        f"{prefix}/{vector}": {f"rank-{rank}": pack[vector] for rank, pack in enumerate(packs)}
+        for vector in adapter_swap.VECTORS
     }
-    damage = fill(site, name, checkpoint, wanted)
+    damage = fill(site, name, checkpoint, tensors)
     if damage is None:
         adapter_swap.unpack(worker, packs)
     return damage

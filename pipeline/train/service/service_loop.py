@@ -1,12 +1,13 @@
-"""The loop of a trainer that serves.
+"""The loop of a trainer that serves the API's clients.
 
-Owns the order of things: restore, then take a request, do it, bring its result; and when to commit. Promises that a
-client's mistake fails its request alone; that results are told only for what was really done; that the cursor of a
-commit covers exactly what the commit holds; and that nothing is committed whose result the front lacks. What fails on a
-rank ends the trainer: the next one goes on from the commit.
+Owns the order: restore, then take a request, execute it, deliver its result; and the schedule of checkpoints. Promises
+that a client's mistake fails its request alone; that a result is delivered only for executed work; that the cursors of
+a checkpoint match its content exactly; and that no checkpoint contains a request whose result the gateway lacks. An
+error on a rank ends the trainer, and the next one continues from the checkpoint.
 
-    engine = Engine(dispatch, config, root, attempt, job, facts, pulse)
-    engine.run()              # until `pulse` raises `Interrupted`; then a last commit
+    loop = ServiceLoop(dispatch, config, root, checkpoints, attempt, facts, pulse)
+    loop.restore(job)
+    loop.run()                # until `pulse` raises `Interrupted`; then a last checkpoint
 """
 
 import logging
@@ -42,14 +43,14 @@ from pipeline.train.service.service_checkpoints import ServiceCheckpoints
 
 log = logging.getLogger(__name__)
 WAIT_SECONDS = 0.5
-"""How long one turn waits for work; between two the controller shows that it lives."""
+"""Time that one turn waits for work; between two turns the controller sends its heartbeat."""
 MAX_SAVES = 0.02
-"""The share of the time in which commits are under way, unless `serve.checkpoint_seconds` wants more. A commit holds
-all models, so it costs the more the more there are, and their steps together come no faster than those of one."""
+"""Maximum fraction of time with a save in progress, unless `serve.checkpoint_seconds` requires more. A checkpoint has
+all models, so its cost grows with their number, while the rate of steps does not."""
 
 
 class ServiceLoop:
-    """One attempt of a trainer that serves; `root` is the front's folder, `checkpoints` the URL of the commits."""
+    """One attempt of a serving trainer; `root` is the gateway's folder, `checkpoints` the URL of the checkpoints."""
 
     def __init__(
         self,
@@ -63,33 +64,34 @@ class ServiceLoop:
         phase: Phase = nullcontext,
         paths: AttemptPaths | None = None,
     ) -> None:
-        """`paths` are those of the attempt, where it belongs to a run."""
+        """`paths` are those of the attempt, if it belongs to a run."""
         self._config, self._pulse = config, pulse
         self._models = ServedModels(dispatch, config, root / "weights", attempt)
         self._commits = ServiceCheckpoints(checkpoints, attempt, dispatch, config.training.keep_checkpoints, paths)
         self._link = GatewayClient(root, attempt, facts, pulse)
         self._warm_up = WarmUp(config, dispatch, pulse, phase)
         self._cursors: dict[str, int] = {}
-        """Of each model, the last request after which it had no gradients: what a commit may say of it."""
+        """By model, the last request after which it had no accumulated gradients: the state that a checkpoint has."""
         self._done: dict[str, int] = {}
+        """By model, the last completed request."""
         self._results: list[WorkResult] = []
-        """What the front has not been told yet."""
+        """Results that are not delivered to the gateway yet."""
         self._steps = 0
         self._dirty_since: float | None = None
         self._durable: dict[str, int] | None = None
-        """The cursors of a commit that is durable, which the front has not been told yet."""
-        self._steps_told = 0
+        """The cursors of a durable checkpoint that are not delivered to the gateway yet."""
+        self._saved_steps = 0
         self.on_progress: Callable[[int, int], None] = lambda models, steps: None
 
     def restore(self, job: str = "") -> None:
-        """Be where the last commit of this run left off."""
+        """Load the last checkpoint of this run."""
         self._cursors = self._commits.restore(self._models, job)
         self._done = dict(self._cursors)
         if self._commits.none_yet:
-            self._start_commit()  # of no model: whoever looks for progress finds some, and asks for another attempt
+            self._start_commit()  # without models: the requeue decision looks for a checkpoint as a sign of progress
 
     def run(self) -> None:
-        """Serve until `pulse` raises `Interrupted`, then commit."""
+        """Serve until `pulse` raises `Interrupted`, then save a checkpoint."""
         try:
             self._serve()
         except Interrupted:
@@ -103,7 +105,7 @@ class ServiceLoop:
             self._pulse()
             self._models.warm_up(self._warm_up)
             work = self._turn(0.0 if self._durable else WAIT_SECONDS)
-            self._commit_if_due()  # here, where the front has every result
+            self._commit_if_due()  # here, where the gateway has every result and no new request has begun
             if work is not None:
                 self._results = self._do(work)
 
@@ -113,7 +115,7 @@ class ServiceLoop:
         return work
 
     def _do(self, work: Work) -> list[WorkResult]:
-        """Do one request; its result, unless its client has one from an earlier trainer."""
+        """Execute one request; its result, unless its client has one from an earlier trainer."""
         if work.seq <= self._done.get(work.model, -1):
             return []
         try:
@@ -142,7 +144,7 @@ class ServiceLoop:
                 return models.save(id, body.folder, sampler=body.sampler)
             case Load():
                 self._finish_commit()
-                models.look_for(body.folder)
+                models.verify_saved(body.folder)
                 if body.fresh:
                     models.create(id, body.adapter)
                 models.load(id, body.folder, optimizer=body.optimizer)
@@ -157,7 +159,7 @@ class ServiceLoop:
         return result
 
     def _note(self, work: Work) -> None:
-        """Where the model is now; what a `Pass` adds is not in a commit until the step after it."""
+        """Advance the model's cursors. Gradients of a `Pass` are in no checkpoint until the step after it."""
         id = work.model
         if isinstance(work.body, Unload) or id not in self._models:
             self._cursors.pop(id, None)
@@ -171,39 +173,40 @@ class ServiceLoop:
                 self._dirty_since = self._dirty_since or time.monotonic()
 
     def _commit_if_due(self) -> None:
-        """Note that a commit has become durable; begin another if it is time."""
+        """Note a checkpoint that has become durable; begin another if one is due."""
         serve = self._config.serve
         self._take_commit(self._commits.collect)
         if self._dirty_since is None or not self._commits.idle:
             return
         waited = time.monotonic() - self._dirty_since
-        if save_is_due(serve, self._steps - self._steps_told, waited, self._commits.rest):
+        if save_is_due(serve, self._steps - self._saved_steps, waited, self._commits.rest):
             self._start_commit()
 
     def _finish_commit(self) -> None:
-        """Have no commit be under way: its collectives would mix with those of what is saved or loaded now."""
+        """Wait for the save in progress: its collectives would interleave with those of a client's save or load."""
         self._take_commit(self._commits.finish)
 
     def _take_commit(self, collect: Callable[[], dict[str, int] | None]) -> None:
-        """Note the cursors of a commit that ended. One that failed costs a later trainer some work, not this one its
-        models: another is made in a while."""
+        """Note the cursors of a finished save. A failed one is only logged, and repeated later: a later trainer would
+        repeat more requests, and this one loses nothing."""
         try:
             self._durable = collect() or self._durable
         except SupersededError:
             raise
         except CheckpointError as error:
-            log.warning("a commit failed, and is tried again: %s", error)
+            log.warning("a checkpoint could not be saved, and is tried again: %s", error)
             self._dirty_since = time.monotonic()
 
     def _start_commit(self) -> None:
         ready = {id: cursor for id, cursor in self._cursors.items() if id in self._models}
         self._commits.start(self._models, ready)
-        self._steps_told, self._dirty_since = self._steps, None
+        self._saved_steps, self._dirty_since = self._steps, None
 
     def _commit_last(self) -> None:
-        """What was done since the last commit would come again; so commit it while there is time; but not what the
-        front lacks the result of, and is not there to take: nobody would ever do that again."""
+        """Save the requests since the last checkpoint, so that the next trainer need not repeat them."""
         self._finish_commit()
+        # A checkpoint with a request whose result the gateway lacks would lose the result: no trainer would execute the
+        # request again. So without the gateway there is no last checkpoint.
         if self._results:
             try:
                 self._turn(0.0, ending=True)
@@ -215,6 +218,12 @@ class ServiceLoop:
 
 
 def save_is_due(serve: ServeConfig, steps: int, waited: float, rest: float) -> bool:
-    """Whether to commit `steps` steps after the last commit, the first change since being `waited` seconds old; `rest`
-    is how many times as long as it took the last commit is over."""
+    """Whether a checkpoint is due.
+
+    Args:
+        serve: the schedule.
+        steps: optimizer steps since the last save began.
+        waited: seconds since the first change after the last save.
+        rest: seconds since the last save began, divided by its duration.
+    """
     return waited >= serve.checkpoint_seconds or (steps >= serve.checkpoint_steps and rest >= 1 / MAX_SAVES)

@@ -77,7 +77,7 @@ def an_adapter_comes_back_from_what_any_number_of_ranks_committed(dispatch: Rank
             models = ServedModels(dispatch, config_of(path), Path(folder), "1-0")
             models.create("a", MODELS["a"])
             train(models, "a", 0)
-            staged = dispatch.run_on_all_models(stage_as, models.place("a")[0], ranks, needs={})
+            staged = dispatch.run_on_all_models(stage_as, models.location("a")[0], ranks, needs={})
             parts, before = staged[0][0], [mine for _, mine in staged]
             known = {"a": service._Model(MODELS["a"], 7, ranks)}
             state = TrainerState(job="serve", step=1, models=("a",), served=msgspec.msgpack.encode(known))
@@ -88,7 +88,7 @@ def an_adapter_comes_back_from_what_any_number_of_ranks_committed(dispatch: Rank
             restored = ServedModels(dispatch, config_of(path), Path(folder), "1-1")
             commits = ServiceCheckpoints(f"{folder}/commits", "1-1", dispatch, 2)
             assert commits.restore(restored, "") == {"a": 7}
-            assert all(dispatch.run_on_all_models(is_as, restored.place("a")[0], before, needs={})), ranks
+            assert all(dispatch.run_on_all_models(is_as, restored.location("a")[0], before, needs={})), ranks
     forget_models(dispatch)
 
 
