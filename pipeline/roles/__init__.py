@@ -3,17 +3,16 @@
 | module | owns |
 |---|---|
 | `redis`, `trainer`, `inference`, `actor`, `preprocessor` | a role |
-| `role_context` | what every role's process knows when it starts |
-| `rank0` | the trainer's rank 0, whatever it trains |
-| `trainer_session`, `rl_services` | upon that, a run of ours; what it has of the other roles |
-| `offline_session`, `tinker_session` | a run that does the jobs of files; one that serves the API |
-| `evaluator`, `benchmark_command` | what the actor does in a run that only evaluates |
-| `sample_quota` | where a role keeps samples |
-| `held_port` | programs of others that listen on a held port |
+| `role_context` | the inputs of every role's process at its start |
+| `rank0` | the trainer's rank 0, for every kind of training |
+| `trainer_session`, `rl_services` | rank 0 in a training run; its connections to the other roles |
+| `offline_session`, `tinker_session` | rank 0 in a run that executes job files; in one that serves the API |
+| `evaluator`, `benchmark_command` | the actor's work in a run that only evaluates |
+| `sample_quota` | where a role stores samples |
+| `held_port` | third-party programs that listen on a held port |
 
-Every role's module has `launch(context) -> Launch`, which the agent calls to learn how to start the role and when it is
-ready, and a `main` that runs in the role's own process. Heavy imports (torch, vllm, transformers) stay inside the
-latter.
+Every role's module has `launch(context) -> RoleCommand`, which the agent calls for the role's command and its readiness
+check, and a `main` that runs in the role's process. Heavy imports (torch, vllm, transformers) stay inside the latter.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,18 +21,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RoleCommand:
-    """How to start a role.
+    """The command of a role, and its readiness check.
 
-    A role that ends before the attempt was told to end has failed, whatever its exit code.
+    A role that exits before the attempt is ending has failed, whatever its exit code.
 
     Attributes:
         argv: the command.
-        beats: how many of its processes on this node tell heartbeats (`pipeline.utils.heartbeat`). 0 for a program
-            that is not ours: it is asked whether it is `ready` as long as it lives.
-        env: variables added to the agent's own environment.
-        ready: True once the role can do its work. Asked again and again in a thread of its own; may take seconds, and
-            what it raises counts as "not yet".
-        told_elsewhere: whether another node tells that it is ready, which may be seen late here.
+        has_heartbeat: the number of its processes on this node that send heartbeats (`pipeline.utils.heartbeat`). 0 for
+            a third-party program, whose `ready` is instead polled throughout its life.
+        env: variables added to the agent's environment.
+        ready: True once the role can do its work. Polled in a separate thread; may take seconds, and an exception
+            counts as "not yet".
+        reports_state: whether another node reports that it is ready, which may become visible here with a delay.
     """
 
     argv: tuple[str, ...]

@@ -1,9 +1,9 @@
-"""The actor role: samples groups and publishes them; answers evaluations, or does nothing else (`evaluator`).
+"""The actor role: samples groups and publishes them; runs evaluations, or only evaluates (`evaluator`).
 
-Owns the wiring and the life of the process: ready when it reaches the streams and has the task; idle until the trainer
-posts its first weights; stopped by INT alone, which its agent sends when it hears of an end, never by a count. A
-task that never succeeds ends it with exit code 1 and the reason as the last line of its log; so does any other failure,
-with its traceback.
+Owns the wiring and the life of the process: ready when it has connected to the streams and loaded the task; idle until
+the trainer posts its first weights; stopped only by SIGINT, which its agent sends when the attempt ends, never by a
+count. A task that never succeeds ends it with exit code 1 and the reason as the last line of its log. Any other failure
+does the same, with a traceback.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ READ_SECONDS = 60.0
 
 
 def launch(context: RoleContext) -> RoleCommand:
-    """One process of one thread that matters, and below it those of the task's prompts and rewards."""
+    """One process with one busy thread, and below it the worker processes of the task."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.actor", *context.arguments())
     return RoleCommand(
         argv=argv, env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, has_heartbeat=1, ready=context.is_ready
@@ -50,7 +50,7 @@ def launch(context: RoleContext) -> RoleCommand:
 
 
 class Actor:
-    """The parts of the role and the loops that join them."""
+    """The components of the role, and the loops that connect them."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class Actor:
         streams: AsyncStreams,
         board: SharedState,
         client: InferenceClient,
-        kept: SampleStore,
+        store: SampleStore,
     ) -> None:
         config = context.config
         builder = GroupBuilder(task, calls, chat, client, config)
         self._context, self._streams, self._client = context, streams, client
         self._generation = IssueLoop(streams, board, builder, client, config)
-        self._evaluation = Evaluation(task, calls, chat, client, config, kept.add)
+        self._evaluation = Evaluation(task, calls, chat, client, config, store.add)
 
     async def work(self) -> None:
-        """Generate, answer and report until cancelled."""
+        """Generate, evaluate and report until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._generation.run())
             tasks.create_task(self._answer())
@@ -78,12 +78,12 @@ class Actor:
             tasks.create_task(beat())
 
     async def _answer(self) -> None:
-        """Answer evaluation requests, one at a time; those of an earlier attempt ask for weights that are gone."""
-        ours = f"{self._context.paths.attempt}:"
+        """Run evaluation requests, one at a time. Requests of an earlier attempt name weights that are gone."""
+        own_prefix = f"{self._context.paths.attempt}:"
         requests = await self._streams.reader("eval_requests", EvalRequest, "actor")
         while True:
             for entry in await self._streams.read(requests, 1, READ_SECONDS):
-                if not entry.record.id.startswith(ours):
+                if not entry.record.id.startswith(own_prefix):
                     log.info("evaluation %s is of an earlier attempt; not answered", entry.record.id)
                     await self._streams.acknowledge(requests, [entry.id])
                     continue
@@ -100,21 +100,21 @@ class Actor:
 
 
 async def beat() -> None:
-    """The loop turns. Apart from the report, whose file may be slow to write."""
+    """Beat the heartbeat while the event loop runs. Separate from the report, whose file may be slow to write."""
     while True:
         heartbeat.beat()
         await asyncio.sleep(REPORT_SECONDS)
 
 
 async def run(context: RoleContext, stop: asyncio.Event) -> None:
-    """Be the actor until `stop` is set; `TaskError` (in a group) when the task never succeeds."""
+    """Run the actor until `stop` is set; `TaskError` (in a group) when the task never succeeds."""
     config, world = context.config, context.world
     task, chat = load_task(config.task, config.seed), ChatTokenizer(Path(config.model.path))
     streams = await asyncio.to_thread(connect, context)
-    kept = sample_store_for(context, EVAL)
+    store = sample_store_for(context, EVAL)
     async with (
         aclosing(task),
-        iterate_in_thread(kept),
+        iterate_in_thread(store),
         AsyncStreams(streams) as asynchronous,
         WorkerPool(
             Setup(config.task, config.seed, Path(config.model.path), config.reward), config.cluster.startup_seconds
@@ -130,29 +130,29 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
         ) as client,
     ):
         await work_until(
-            stop, Actor(context, task, calls, chat, asynchronous, SharedState(streams), client, kept).work()
+            stop, Actor(context, task, calls, chat, asynchronous, SharedState(streams), client, store).work()
         )
 
 
 @asynccontextmanager
-async def iterate_in_thread(kept: SampleStore) -> AsyncIterator[None]:
-    """Keep samples in the block; what is left is written in a thread, since it may take a while."""
-    kept.__enter__()
+async def iterate_in_thread(store: SampleStore) -> AsyncIterator[None]:
+    """Open the store in the block. Closing it may take a while, so a thread does that."""
+    store.__enter__()
     try:
         yield
     finally:
-        await asyncio.to_thread(kept.__exit__, None, None, None)
+        await asyncio.to_thread(store.__exit__, None, None, None)
 
 
 async def work_until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work` until it ends, with what it raises, or until `stop` is set: then it is cancelled."""
+    """Run `work` to its end, raising its error, or until `stop` is set, which cancels it."""
     working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     done, running = await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
-    for left in running:
-        left.cancel()
+    for task in running:
+        task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    for ended in done:
-        ended.result()
+    for task in done:
+        task.result()
 
 
 async def _run_until_signal(context: RoleContext) -> None:
@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> None:
         asyncio.run(_run_until_signal(context))
         context.report("stopped")
         code = 0
-    except BaseException as error:  # noqa: BLE001 the end of the process: whatever it is, it is told
+    except BaseException as error:  # noqa: BLE001 the end of the process: any error is reported
         _log_error(context, _first(error))
     finally:
         logging.shutdown()
@@ -188,15 +188,15 @@ def main(arguments: list[str]) -> None:
 
 
 def _log_error(context: RoleContext, error: BaseException) -> None:
-    """Log and report why the role failed; an error that is not ours with its type and traceback."""
-    ours = isinstance(error, RollcallError)
-    text = str(error) if ours else one_line(error)
-    log.error("%s", text, exc_info=None if ours else error)
+    """Log and report the failure; errors other than Rollcall's with type and traceback."""
+    is_expected = isinstance(error, RollcallError)
+    text = str(error) if is_expected else one_line(error)
+    log.error("%s", text, exc_info=None if is_expected else error)
     context.report("failed", text)
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first error that is no group."""
+    """The first error within nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

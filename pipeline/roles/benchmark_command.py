@@ -1,8 +1,8 @@
 """A command that measures a model through an OpenAI-compatible address, such as the harness of a benchmark.
 
-Owns what the command is given, where it runs, and how it ends. Promises that over all attempts of a run it is run until
-it has succeeded once, each time with its whole deadline; that it ends with the attempt, as does all that it started;
-and that its failure is told with its last line.
+Owns the command's inputs, its folder, and its end. Promises that over all attempts of a run the command runs until it
+has succeeded once, each time with the full deadline; that it ends with the attempt, with all its child processes; and
+that its failure is reported with the last line of its log.
 """
 
 import asyncio
@@ -19,30 +19,32 @@ from pipeline.utils import subprocesses
 
 DONE = "done"
 CLIENTS = ("OPENAI", "ROLLCALL")
-"""Whose variables `…_BASE_URL` and `…_API_KEY` the command finds: OpenAI's client, and a provider of that name."""
+"""Prefixes of the variables `…_BASE_URL` and `…_API_KEY` for the command: OpenAI's client, and a provider of a custom
+name."""
 PAUSE = 0.5
 
 
 async def run_command(context: RoleContext, servers: Sequence[str]) -> None:
-    """Run `evaluation.command` unless it succeeded already; `TaskError` with its last line, or `DeadlineError`."""
-    wanted, folder = context.config.evaluation, context.run.benchmark
-    if not wanted.command or (folder / DONE).exists():
+    """Run `evaluation.command` unless it has succeeded before; `TaskError` with its last line, or `DeadlineError`."""
+    keys, folder = context.config.evaluation, context.run.benchmark
+    if not keys.command or (folder / DONE).exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    context.report("ready", f"running {wanted.command[0]}")
-    async with LoadBalancingProxy(servers, context.world.password) as relay:
-        url, key = f"{relay.url}/v1", context.world.password
-        told = {f"{whose}_BASE_URL": url for whose in CLIENTS} | {f"{whose}_API_KEY": key for whose in CLIENTS}
-        child = subprocesses.Child(filled(wanted.command, url, folder), folder / "output.log", {**os.environ, **told})
+    context.report("ready", f"running {keys.command[0]}")
+    async with LoadBalancingProxy(servers, context.world.password) as proxy:
+        url, key = f"{proxy.url}/v1", context.world.password
+        variables = {f"{prefix}_BASE_URL": url for prefix in CLIENTS} | {f"{prefix}_API_KEY": key for prefix in CLIENTS}
+        command, environment = filled(keys.command, url, folder), {**os.environ, **variables}
+        child = subprocesses.Child(command, folder / "output.log", environment)
         try:
-            await _ended(child, wanted.command_seconds)
+            await _ended(child, keys.command_seconds)
         finally:
             await asyncio.to_thread(child.kill)
     (folder / DONE).touch()
 
 
 def filled(command: Sequence[str], url: str, output: Path) -> list[str]:
-    """The command with the places of `{url}`, `{model}` and `{output}` filled; other braces stay as they are."""
+    """The command with `{url}`, `{model}` and `{output}` replaced; other braces stay unchanged."""
     values = {"{url}": url, "{model}": MODEL, "{output}": str(output)}
     return [reduce(lambda text, name: text.replace(name, values[name]), values, part) for part in command]
 

@@ -1,8 +1,8 @@
-"""The actor of a run that only evaluates: its servers have the model from disk, and every evaluation set is asked once.
+"""The actor of a run that only evaluates: servers load the model from disk, and each evaluation set runs once.
 
-Owns the life of such an attempt: it waits for the servers, evaluates the sets that no earlier attempt did, writes
-`evaluation.json` and tells the end. Promises that what is logged is not measured again, and that an attempt which
-another has replaced logs nothing. Must not know how the model came to be.
+Owns such an attempt: it waits for the servers, evaluates the sets that no earlier attempt evaluated, writes
+`evaluation.json` and publishes the end. Promises that logged results are not measured again, and that a superseded
+attempt logs nothing. Must not know the origin of the model.
 """
 
 import asyncio
@@ -39,11 +39,11 @@ from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
 JOB = "rl"
-"""The job whose steps the numbers stand at."""
+"""The job that the logged steps belong to."""
 
 
 class Evaluator:
-    """One attempt."""
+    """One attempt of a run that only evaluates."""
 
     def __init__(self, context: RoleContext) -> None:
         self._context, self._config = context, context.config
@@ -51,10 +51,10 @@ class Evaluator:
         self._fence = Fence(root_of(context.config, context.run, context.paths.run_id), context.paths.attempt)
 
     async def work(self) -> None:
-        """Evaluate what is left, then tell the end; `DeadlineError` if a server does not come up."""
+        """Evaluate the remaining sets, then publish the end; `DeadlineError` if a server does not become healthy."""
         submitted = shared_files.read_document(self._context.run.job, SubmittedJob)
         self._fence.claim(submitted.job if submitted else "")
-        self._fence.keep(())  # it commits nothing
+        self._fence.keep(())  # it saves no checkpoints
         alive = asyncio.create_task(beat())
         try:
             async with AsyncExitStack() as opened:
@@ -67,7 +67,10 @@ class Evaluator:
             alive.cancel()
         name, events = self._context.placement.name, self._context.events
         await asyncio.to_thread(
-            retry_transient, "the end to be told", partial(events.publish, "training_finished", name), FS_OUTAGE_TIMEOUT
+            retry_transient,
+            "the end to be published",
+            partial(events.publish, "training_finished", name),
+            FS_OUTAGE_TIMEOUT,
         )
 
     async def _open(self, opened: AsyncExitStack) -> Evaluation:
@@ -87,21 +90,23 @@ class Evaluator:
         await opened.enter_async_context(client)
         for endpoint in self._endpoints:
             client.update(endpoint, config.evaluation.step)
-        kept = sample_store_for(self._context, EVAL)
-        await opened.enter_async_context(iterate_in_thread(kept))
-        return Evaluation(task, calls, chat, client, config, kept.add)
+        store = sample_store_for(self._context, EVAL)
+        await opened.enter_async_context(iterate_in_thread(store))
+        return Evaluation(task, calls, chat, client, config, store.add)
 
     async def _servers_are_up(self) -> None:
         """Wait for the servers, so that no set's deadline runs while they load their weights."""
         deadline = Deadline("the servers to load the model", 2 * self._config.cluster.startup_seconds)
-        for place in self._context.world.of_role("inference"):
-            while not await asyncio.to_thread(is_healthy, place.address, place.ports[0], self._context.world.password):
+        for placement in self._context.world.of_role("inference"):
+            while not await asyncio.to_thread(
+                is_healthy, placement.address, placement.ports[0], self._context.world.password
+            ):
                 if deadline.passed:
-                    raise DeadlineError("the servers to load the model", deadline.seconds, place.name)
+                    raise DeadlineError("the servers to load the model", deadline.seconds, placement.name)
                 await asyncio.sleep(REPORT_SECONDS)
 
     async def _evaluate(self, evaluation: Evaluation) -> None:
-        """Log each set that is left, then write down all of them."""
+        """Log each remaining set, then write the results of all sets."""
         run, step = self._context.run, self._config.evaluation.step
         done = {name for name, version in results_in(read_rows(run.metrics)) if version == step}
         async with report_evaluations(self._context, evaluation), AsyncExitStack() as opened:
@@ -117,14 +122,14 @@ class Evaluator:
                 sinks.log("eval", JOB, step, metrics_of(result), eval_set=name)
                 sinks.flush()
                 self._context.paths.checkpointed.touch()
-        found = rows_of_step(read_rows(run.metrics), step)
-        document = {"model": self._config.model.path, "step": step, "sets": found}
+        results = rows_of_step(read_rows(run.metrics), step)
+        document = {"model": self._config.model.path, "step": step, "sets": results}
         shared_files.write_atomic(run.evaluation, msgspec.json.format(msgspec.json.encode(document)) + b"\n")
 
 
 @asynccontextmanager
 async def report_evaluations(context: RoleContext, evaluation: Evaluation) -> AsyncIterator[None]:
-    """Report how far the evaluation is, again and again in the block."""
+    """Report the progress of the evaluation repeatedly while the block runs."""
     ended = asyncio.Event()
 
     async def report() -> None:
@@ -142,12 +147,12 @@ async def report_evaluations(context: RoleContext, evaluation: Evaluation) -> As
 
 
 def rows_of_step(rows: Iterable[MetricRecord], step: int) -> dict[str, dict[str, float | None]]:
-    """What each set found at a step, by its name and by the names of its numbers there."""
-    found = {}
+    """The results of each set at a step, by set name and metric name."""
+    results = {}
     for row in rows:
         if row["kind"] == "eval" and row["step"] == step:
             name = row.get("set", "")
             prefix = f"eval/{name}/" if name else "eval/"
             numbers = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
-            found[name or BUILTIN_SET] = numbers
-    return found
+            results[name or BUILTIN_SET] = numbers
+    return results

@@ -1,7 +1,7 @@
 """Runs a program that listens on a held port: `python -m pipeline.roles.held_port PORT MODULE ARGUMENT…`.
 
-For vLLM and torchrun, which would bind the port with SO_REUSEADDR alone, as any stranger may try to: the kernel lets
-only SO_REUSEPORT of the same user in beside the holder (`pipeline.utils.subprocesses.hold_port`). Promises that the
+For vLLM and torchrun, which would bind the port with SO_REUSEADDR only. The kernel admits no socket next to the holder
+of the port except one of the same user with SO_REUSEPORT (`pipeline.utils.subprocesses.hold_port`). Promises that the
 program otherwise runs as `python -m MODULE ARGUMENT…` does.
 """
 
@@ -16,7 +16,7 @@ _TORCHRUN = "torch.distributed.run"
 
 
 def listen_on_held_port(port: int) -> None:
-    """Have every socket of this process that is bound to this port allow SO_REUSEPORT."""
+    """Make every socket of this process that binds to this port allow SO_REUSEPORT."""
     stock = socket.socket.bind
 
     def bind(self: socket.socket, address: Any, /) -> None:
@@ -28,7 +28,7 @@ def listen_on_held_port(port: int) -> None:
 
 
 def create_store_on_held_port(port: int) -> None:
-    """Have torchrun's store, which binds in C++, listen on a socket made here, on the master's address alone."""
+    """Make torchrun's store, which binds in C++, listen on a socket made here, on the master's address only."""
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
     rendezvous: Any = static_tcp_rendezvous

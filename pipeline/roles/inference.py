@@ -1,9 +1,9 @@
 """The inference role: one vLLM server.
 
-Owns the server's command line, its environment, and when it is ready. Promises that the server listens on its
-placement's address only, asks for the world's password on every route that can do anything, and starts without the
-policy, unless the run evaluates alone: the trainer brings it before anybody may ask (`pipeline.inference.weight_sync`).
-The role's process is vLLM.
+Owns the server's command line, its environment, and its readiness check. Promises that the server listens only on its
+placement's address, requires the world's password on every privileged route, and starts without the policy, unless the
+run only evaluates: the trainer sends the policy before any request (`pipeline.inference.weight_sync`). The role's
+process is vLLM.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def find_vllm() -> None:
-    """`ConfigError` unless vLLM can be imported here and will find our plugin. Imports neither."""
+    """`ConfigError` unless vLLM is importable and will load Rollcall's plugin. Imports neither."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "resources.inference", "vllm", "vLLM in this Python", f"{sys.executable} launchers/install.py installs it"
@@ -48,8 +48,8 @@ def find_vllm() -> None:
 def check_plugin() -> None:
     """`ConfigError` unless every vLLM of this Python will call `plugin.register`.
 
-    An installation remembers the entry points of its day. Where the module has moved since, vLLM passes over what it
-    cannot import, and ends later for want of our weight-transfer engines.
+    An installation records its entry points once. If the module has moved since, vLLM skips the plugin that it cannot
+    import, and fails later for lack of Rollcall's weight-transfer engines.
     """
     entry = f"{register.__module__}:{register.__name__}"
     installed = [plugin.value for plugin in entry_points(group=_PLUGINS, name="rollcall")]
@@ -59,30 +59,30 @@ def check_plugin() -> None:
 
 
 def launch(context: RoleContext) -> RoleCommand:
-    """How the agent starts the server; ready once it answers, although it has no weights yet. `ConfigError` where it
-    would start without our plugin."""
+    """The server's command; ready once the server answers, even without weights. `ConfigError` if it would start
+    without Rollcall's plugin."""
     check_plugin()
-    place = context.placement
+    placement = context.placement
     return RoleCommand(
-        argv=server_command(context.config, place),
-        env=server_environment(context.config, place, context.paths.world)
-        | adapter_environment(context.config, context.paths.adapters(place.name))
-        | bound_to(place.address),
-        ready=lambda: is_healthy(place.address, place.ports[0], context.world.password),
+        argv=server_command(context.config, placement),
+        env=server_environment(context.config, placement, context.paths.world)
+        | adapter_environment(context.config, context.paths.adapters(placement.name))
+        | bound_to(placement.address),
+        ready=lambda: is_healthy(placement.address, placement.ports[0], context.world.password),
     )
 
 
-def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
-    """The argv of vLLM's server. `inference.extra_args` come last, so they win."""
-    device = _gpu_arguments(config, place) if config.resources.device == "cuda" else _cpu_arguments(config)
+def server_command(config: RunConfig, placement: Placement) -> tuple[str, ...]:
+    """The argv of vLLM's server. `inference.extra_args` come last, so they take precedence."""
+    device = _gpu_arguments(config, placement) if config.resources.device == "cuda" else _cpu_arguments(config)
     return (
-        *_program(config, place),
-        *("--host", place.address, "--port", str(place.ports[0])),
+        *_program(config, placement),
+        *("--host", placement.address, "--port", str(placement.ports[0])),
         *("--middleware", "pipeline.inference.vllm.auth_middleware.AuthMiddleware"),
         *_weights_arguments(config),
         *_head_arguments(config),
         *("--dtype", config.model.dtype, "--max-model-len", str(config.model.max_length)),
-        *("--max-num-seqs", str(config.inference.max_sequences), "--seed", str(config.seed + place.index)),
+        *("--max-num-seqs", str(config.inference.max_sequences), "--seed", str(config.seed + placement.index)),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--disable-uvicorn-access-log", "--no-enable-log-requests", "--shutdown-timeout", "1"),
         *device,
@@ -90,30 +90,30 @@ def server_command(config: RunConfig, place: Placement) -> tuple[str, ...]:
     )
 
 
-def server_environment(config: RunConfig, place: Placement, world: Path) -> dict[str, str]:
-    """What the server has beyond the agent's environment. It reads its password from the file `world`: others can read
-    argv, and whatever runs as the same user the environment."""
+def server_environment(config: RunConfig, placement: Placement, world: Path) -> dict[str, str]:
+    """The server's variables in addition to the agent's environment. The server reads its password from the file
+    `world`, because other users can read argv, and other processes of the same user the environment."""
     common = {
         WORLD: str(world),
-        "VLLM_API_KEY": "",  # a user's own would be asked for as well
+        "VLLM_API_KEY": "",  # a user's own key would be required in addition
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_HOST_IP": place.address,
+        "VLLM_HOST_IP": placement.address,
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEEPALIVE_SECONDS),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         SWITCH: str(int(config.inference.compact_logprobs and not config.serve.enabled)),
     }
-    if place.gpus:
-        common["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
+    if placement.gpus:
+        common["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
     if config.resources.device == "cuda":
         shared = config.resources.colocate or config.resources.inference.servers_per_gpu > 1
         return common | {SHARED: str(int(shared))}
     return common | {
         # Compiling a few lines of the sampler would cost the first request seconds.
         "TORCH_COMPILE_DISABLE": "1",
-        # Otherwise the `uni` executor becomes one with a process more.
+        # Otherwise the `uni` executor would use an additional process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # The default binding would pin every server of a node to the same first core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -122,8 +122,8 @@ def server_environment(config: RunConfig, place: Placement, world: Path) -> dict
 
 
 def adapter_environment(config: RunConfig, folder: Path) -> dict[str, str]:
-    """What a server has beyond that when the policy is an adapter: a folder of its own, which this makes, and the right
-    to find the adapter there, once the trainer has brought it (`pipeline.inference.vllm.adapter_loading`)."""
+    """Further variables if the policy is an adapter: permission to load adapters, and a separate folder, created here,
+    to which the trainer writes the adapter (`pipeline.inference.vllm.adapter_loading`)."""
     if config.serve.enabled:
         return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if not config.model.lora.travels_alone or config.evaluation.only:
@@ -133,20 +133,20 @@ def adapter_environment(config: RunConfig, folder: Path) -> dict[str, str]:
 
 
 def is_healthy(address: str, port: int, password: str) -> bool:
-    """Whether this attempt's server answers there and its engine lives; `ImpostorError` for another program."""
-    link = HTTPConnection(address, port, timeout=_PROBE_SECONDS)
+    """Whether this attempt's server answers there and its engine runs; `ImpostorError` for another program."""
+    connection = HTTPConnection(address, port, timeout=_PROBE_SECONDS)
     try:
-        connect(link, password)
-        link.request("GET", "/health")
-        return link.getresponse().status == 200
+        connect(connection, password)
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
     except (OSError, HTTPException):
         return False
     finally:
-        link.close()
+        connection.close()
 
 
 def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
-    """How weights come, and that no text is made, which only clients of the API and a benchmark's harness ask for."""
+    """The source of the weights; and no text output, which only API clients and benchmark commands need."""
     if config.serve.enabled:
         return _scale_out()
     if config.evaluation.only:
@@ -159,45 +159,45 @@ def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
 
 
 def _scale_out() -> tuple[str, ...]:
-    """Have the server answer tokens beside texts: releases before the flag always do, and refuse it. A build from
-    source that knows no release calls itself 0.1, and is taken for a new one."""
+    """Make the server answer with tokens in addition to text. Releases before this flag always do, and reject it. A
+    build from source without a release number has version 0.1, and counts as new."""
     old = [0, 1] < [int(part) for part in re.findall(r"\d+", version("vllm"))[:2]] < [0, 30]
     return () if old else ("--enable-scale-out",)
 
 
 def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:
-    """Without compilation, which costs start-up time and gains nothing here; memory as told, not most of the node's."""
+    """No compilation, which costs start-up time without a gain here; memory as configured, not most of the node's."""
     return (
         *("--enforce-eager", "--distributed-executor-backend", "uni"),
         *("--kv-cache-memory-bytes", str(config.inference.kv_cache_bytes), "--gpu-memory-utilization", "0.05"),
     )
 
 
-def _program(config: RunConfig, place: Placement) -> tuple[str, ...]:
-    """vLLM's server and its model. Only its command line knows several API processes; the CPU build has none."""
-    pool = pool_of(config.serve, place.index) if config.serve.enabled else Pool()
+def _program(config: RunConfig, placement: Placement) -> tuple[str, ...]:
+    """vLLM's server and its model. Only its command line has several API processes; the CPU build lacks it."""
+    pool = pool_of(config.serve, placement.index) if config.serve.enabled else Pool()
     path = config.serve.bases.get(pool.base, config.model.path)
     model = (path, *_policy_arguments(config, pool))
-    program = (sys.executable, "-P", "-m", "pipeline.roles.held_port", str(place.ports[0]))
+    program = (sys.executable, "-P", "-m", "pipeline.roles.held_port", str(placement.ports[0]))
     if config.resources.device == "cuda":
         return (*program, "vllm.entrypoints.cli.main", "serve", *model)
     return (*program, "vllm.entrypoints.openai.api_server", "--model", *model)
 
 
-def _gpu_arguments(config: RunConfig, place: Placement) -> tuple[str, ...]:
+def _gpu_arguments(config: RunConfig, placement: Placement) -> tuple[str, ...]:
     loads_adapters = config.serve.enabled or (config.model.lora.travels_alone and not config.evaluation.only)
     processes = 1 if loads_adapters else config.inference.api_server_count  # an adapter is loaded into one of them
     return (
-        *("--tensor-parallel-size", str(len(place.gpus))),
+        *("--tensor-parallel-size", str(len(placement.gpus))),
         *("--gpu-memory-utilization", str(config.inference.gpu_memory / config.resources.inference.servers_per_gpu)),
         *("--api-server-count", str(processes)),
     )
 
 
 def _policy_arguments(config: RunConfig, pool: Pool) -> tuple[str, ...]:
-    """The policy is the served model, whose weights the trainer brings; or an adapter that it brings, on a base from
-    disk, which never changes. Where a run evaluates alone, both are on disk. For clients of the API, any of their
-    adapters on that base; or their whole models, for which the first servers are."""
+    """The served model. The trainer sends its weights, or an adapter on a frozen base from disk; in a run that only
+    evaluates, both are on disk. For API clients the server holds any of their adapters on the base, or, in a pool of
+    whole models, those instead."""
     if config.serve.enabled:
         common = ("--served-model-name", BASE, "--enable-prompt-tokens-details")
         if pool.whole:
@@ -218,13 +218,13 @@ def _policy_arguments(config: RunConfig, pool: Pool) -> tuple[str, ...]:
 
 
 def _least_rank(rank: int) -> int:
-    """The smallest rank that vLLM has room for and that is no less than this one."""
-    enough = [room for room in _RANKS if room >= rank]
-    if not enough:
-        raise ConfigError("model.lora.rank", rank, f"at most {_RANKS[-1]}, as vLLM serves no more", "lower it")
-    return enough[0]
+    """The smallest rank of vLLM's `MaxLoRARanks` that is at least `rank`."""
+    supported = [limit for limit in _RANKS if limit >= rank]
+    if not supported:
+        raise ConfigError("model.lora.rank", rank, f"at most {_RANKS[-1]}, vLLM's limit", "lower it")
+    return supported[0]
 
 
 def _head_arguments(config: RunConfig) -> tuple[str, ...]:
-    """The trainer's log-probabilities come from a float32 head, so the server's do too."""
+    """The trainer computes log-probabilities with a float32 head, so the server must too."""
     return () if config.model.dtype == "float32" else ("--hf-overrides", '{"head_dtype": "float32"}')

@@ -1,8 +1,8 @@
-"""One attempt of the trainer of a run that does the jobs of files, from the first that is left to `training_finished`.
+"""One attempt of the trainer of a run that executes job files, from the first remaining job to `training_finished`.
 
-Owns how such jobs appear in their run: as rows of its metrics, as the trainer's status, and as the marks from which the
-requeue learns that an attempt committed something, or that nothing is left to do. Promises that an attempt that another
-has replaced takes no job any more. Must not know how a job is done.
+Owns the appearance of such jobs in their run: rows of its metrics, the trainer's status, and the marks by which the
+requeue recognizes that an attempt saved a checkpoint, or that no job is left. Promises that a superseded attempt starts
+no further job. Must not know how a job is executed.
 """
 
 import logging
@@ -27,23 +27,23 @@ log = logging.getLogger(__name__)
 
 
 class OfflineSession(Rank0):
-    """The controller's part of one attempt."""
+    """Rank 0's part of one attempt."""
 
     def __init__(self, context: RoleContext, dispatch: RankGroup) -> None:
         super().__init__(context, dispatch)
         self._fence = Fence(root_of(context.config, context.run, context.paths.run_id), context.paths.attempt)
 
     def run(self) -> None:
-        """Do all jobs that are left; `TrainingError` at the end if one failed."""
+        """Execute all remaining jobs; `TrainingError` at the end if one failed."""
         submitted = shared_files.read_document(self._context.run.job, SubmittedJob)
         self._fence.claim(submitted.job if submitted else "")
-        self._fence.keep(())  # the run itself has no commits: each job has its own
+        self._fence.keep(())  # the run itself has no checkpoints: each job has separate ones
         with ExitStack() as opened:
             sinks = self._open_sinks(opened, self._fence.check)
             self._get_ready("looking for jobs")
-            told = RunObserver(self._context, self._fence, sinks, self._pulse)
+            observer = RunObserver(self._context, self._fence, sinks, self._pulse)
             try:
-                run_job_files(Path(self._config.training.jobs), self._dispatch, self._config, self._pulse, told)
+                run_job_files(Path(self._config.training.jobs), self._dispatch, self._config, self._pulse, observer)
             except Interrupted as reason:
                 log.info("%s; what is done is committed", reason)
                 return
@@ -51,7 +51,7 @@ class OfflineSession(Rank0):
 
 
 class RunObserver(Observer):
-    """Tells the run what its jobs do."""
+    """Reports the progress of jobs to their run."""
 
     def __init__(self, context: RoleContext, fence: Fence, sinks: MetricSinks, pulse: Pulse) -> None:
         self._context, self._fence, self._sinks, self._pulse = context, fence, sinks, pulse
@@ -72,16 +72,19 @@ class RunObserver(Observer):
         self._report()
 
     def _roll_back(self, *, is_behind: bool) -> int:
-        """Drop the rows of steps that are done again; the last step that has a row then.
+        """Drop the rows of steps that are trained again; returns the last step that still has a row.
 
-        The rows are kept aside where a checkpoint that turned out to be damaged had covered some of them.
+        If a damaged checkpoint had covered some of those steps, their rows are moved aside.
         """
         run = self._context.run
         aside = new_aside_folder(run) / run.metrics.name if is_behind else None
         if aside:
             name, done = self._at.file, self._at.done
             log.warning(
-                "%s goes on from step %d, since what is newer is damaged: rows are kept in %s", name, done, aside
+                "%s continues from step %d, since newer checkpoints are damaged: rows are moved to %s",
+                name,
+                done,
+                aside,
             )
         return roll_back_file(run.metrics, self._at, self._fence.check, aside)
 
@@ -107,10 +110,10 @@ class RunObserver(Observer):
 
 
 def _touch_mark(mark: Path) -> bool:
-    """Leave a mark. A disk that refuses it costs no step: at worst the requeue decides without it."""
+    """Create a mark. A failing disk costs no step: at worst the requeue decides without the mark."""
     try:
         mark.touch()
     except OSError as error:
-        log.warning("%s is not there: %s", mark, error)
+        log.warning("%s could not be created: %s", mark, error)
         return False
     return True

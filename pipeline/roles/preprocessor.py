@@ -1,9 +1,9 @@
-"""The preprocessor role: groups in, groups ready to train out.
+"""The preprocessor role: converts groups to groups that are ready to train.
 
-Owns what becomes of a group: its advantages, what a teacher says of it, or the reason why it is not trained. Promises
-one `PreparedGroup` for every `Group`, published together with acknowledging its input; that no group, however short or
-odd, ends it; and that it runs until it is told to stop. What needs a model of the trainer's (reference
-log-probabilities, values) or the whole batch is left to the trainer.
+Owns the preparation of a group: its advantages, a teacher's log-probabilities, or the reason why it is not trained.
+Promises one `PreparedGroup` per `Group`, published together with the acknowledgement of its input; that no group,
+however short or odd, ends it; and that it runs until it is stopped. The trainer computes everything that needs one of
+its models (reference log-probabilities, values) or the whole batch.
 """
 
 import logging
@@ -35,23 +35,23 @@ READ_LIMIT = 64
 READ_SECONDS = 0.5
 REPORT_SECONDS = 1.0
 CONNECT_FRACTION = 0.9
-"""Of `cluster.startup_seconds`, for which a teacher is awaited: what is said then names it, where the role's own
-deadline could not."""
+"""Fraction of `cluster.startup_seconds` for which a teacher is awaited. It is below 1, so that the error names the
+teacher before the role's startup deadline passes."""
 
 
 def launch(context: RoleContext) -> RoleCommand:
-    """One process of one thread."""
+    """One process with one thread."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.preprocessor", *context.arguments())
     return RoleCommand(argv=argv, env={"OMP_NUM_THREADS": "1"}, has_heartbeat=1, ready=context.is_ready)
 
 
 def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
-    """The group with its advantages, or with the reason why it is settled without training.
+    """The group with its advantages, or with the reason why it is done without training.
 
-    With the baselines `batch` and `gae` its rewards stand in the place of advantages, which the trainer makes.
+    With the baselines `batch` and `gae` the field holds the rewards, from which the trainer computes advantages.
 
-    `malformed: …` when a sample makes no sense: the trainer asks for the position again. `failed: …` when fewer than
-    `rollout.min_samples` samples succeeded; `filtered: …` when no sample can teach anything and
+    `malformed: …` when a sample is invalid: the trainer requests the position again. `failed: …` when fewer than
+    `rollout.min_samples` samples succeeded; `filtered: …` when all advantages are zero and
     `training.zero_variance_groups` is `drop`.
     """
     try:
@@ -60,7 +60,7 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
     except RecordError as error:
         return PreparedGroup(group=group, outcome=f"{MALFORMED}: {error}")
     if len(group.samples) < config.rollout.min_samples:
-        # Reasons are counted, so without what differs from one to the next.
+        # Failures are counted by reason, so the detail after the colon is dropped.
         reason = group.failures[0].partition(":")[0] if group.failures else "too few samples"
         return PreparedGroup(group=group, outcome=f"failed: {reason}")
     rewards = [sample.reward for sample in group.samples]
@@ -70,7 +70,7 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
 
 
 def attach_references(prepared: PreparedGroup, references: References | str) -> PreparedGroup:
-    """The group with what a teacher says of it; or as failed, with the reason why it says nothing."""
+    """The group with a teacher's log-probabilities; or as failed, with the reason why there are none."""
     if isinstance(references, str):
         return PreparedGroup(group=prepared.group, outcome=f"failed: {references.partition(':')[0]}")
     return structs.replace(prepared, references=references)
@@ -87,7 +87,7 @@ class Preprocessor:
         keep: Callable[[PreparedGroup], None] = lambda prepared: None,
     ) -> None:
         """`report` is called about once a second with counts, and the fractions of time since its last call; `keep`
-        with each group that was passed on, and does not wait."""
+        with each published group, and must not block."""
         self._streams, self._config, self._report, self._keep = streams, config, report, keep
         self._teacher = Teacher(config.teacher) if config.teacher.url else None
         self._outcomes: Counter[str] = Counter()
@@ -95,7 +95,7 @@ class Preprocessor:
         self._reported = float("-inf")
 
     def run(self, should_stop: Callable[[], bool]) -> None:
-        """Prepare groups until `should_stop()`; raises what `Teacher.meet` raises."""
+        """Prepare groups until `should_stop()`; raises the errors of `Teacher.meet`."""
         reader = self._streams.reader("groups", Group, "preprocessor")
 
         def stopped() -> bool:
@@ -105,7 +105,7 @@ class Preprocessor:
         if self._teacher is not None:
             self._teacher.meet(CONNECT_FRACTION * self._config.cluster.startup_seconds, stopped)
         while not stopped():
-            self._tell()
+            self._report_counts()
             with self._starved:
                 entries = reader.read(READ_LIMIT, READ_SECONDS)
             if entries:
@@ -119,26 +119,26 @@ class Preprocessor:
         with self._full:
             passed = self._streams.publish_many("prepared", prepared, acknowledging=done, should_stop=should_stop)
         if passed:
-            self._outcomes.update(each.outcome.partition(":")[0] for each in prepared)
-            for each in prepared:
-                self._keep(each)
+            self._outcomes.update(group.outcome.partition(":")[0] for group in prepared)
+            for group in prepared:
+                self._keep(group)
 
     def _ask(self, teacher: Teacher, prepared: list[PreparedGroup], should_stop: Callable[[], bool]) -> bool:
-        """Give the groups that are to be trained what the teacher says of them; False when it is time to stop."""
-        places = [place for place, each in enumerate(prepared) if each.outcome == "train"]
-        references = teacher.references([prepared[place].group for place in places], should_stop)
-        for place, said in zip(places, references or (), strict=False):
-            prepared[place] = attach_references(prepared[place], said)
-        for reason in {said for said in references or () if isinstance(said, str)}:
+        """Attach the teacher's log-probabilities to the groups to train; False when the role must stop."""
+        indices = [index for index, group in enumerate(prepared) if group.outcome == "train"]
+        references = teacher.references([prepared[index].group for index in indices], should_stop)
+        for index, reference in zip(indices, references or (), strict=False):
+            prepared[index] = attach_references(prepared[index], reference)
+        for reason in {reference for reference in references or () if isinstance(reference, str)}:
             log.warning("a group is not trained: %s", reason)
         return references is not None
 
-    def _tell(self) -> None:
+    def _report_counts(self) -> None:
         now = time.monotonic()
         if now - self._reported > REPORT_SECONDS:
             self._reported = now
-            shares = {"starved": self._starved.pop(), "backpressure": self._full.pop()}
-            self._report(shares | {f"groups/{outcome}": count for outcome, count in self._outcomes.items()})
+            fractions = {"starved": self._starved.pop(), "backpressure": self._full.pop()}
+            self._report(fractions | {f"groups/{outcome}": count for outcome, count in self._outcomes.items()})
 
 
 def main(arguments: list[str]) -> None:
@@ -155,10 +155,10 @@ def main(arguments: list[str]) -> None:
 
     def keep(prepared: PreparedGroup) -> None:
         if prepared.outcome.partition(":")[0] != MALFORMED:
-            kept.add(records_of_group(prepared, config.task.name, config.loss.advantage_estimator))
+            store.add(records_of_group(prepared, config.task.name, config.loss.advantage_estimator))
 
     try:
-        with connect(context) as streams, sample_store_for(context, TRAIN) as kept:
+        with connect(context) as streams, sample_store_for(context, TRAIN) as store:
             preprocessor = Preprocessor(streams, config, lambda numbers: context.report("ready", "", **numbers), keep)
             preprocessor.run(stop.is_set)
     except RollcallError as error:

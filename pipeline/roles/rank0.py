@@ -1,7 +1,7 @@
-"""Rank 0 of the trainer, whatever it trains: its numbers, how it hears the end, and how it tells it.
+"""Rank 0 of the trainer, for every kind of training: its metrics, its check for the end, and its publication of it.
 
-Owns what an attempt that trains a run's own steps (`session`) and one that does the jobs of files (`offline_session`)
-have in common. Must not know what is trained.
+Owns the common part of an attempt that trains a run's steps (`trainer_session`), one that executes job files
+(`offline_session`) and one that serves the API (`tinker_session`). Must not know what is trained.
 """
 
 import signal
@@ -20,33 +20,34 @@ from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT, retry_transient
 
 
 class Rank0:
-    """The controller's part of one attempt."""
+    """Rank 0's part of one attempt."""
 
     def __init__(self, context: RoleContext, dispatch: RankGroup) -> None:
         self._context, self._dispatch, self._config = context, dispatch, context.config
-        self._listener = EventPoller(context.events, ranks=1 + max(place.rank for place in context.world.placements))
+        ranks = 1 + max(placement.rank for placement in context.world.placements)
+        self._listener = EventPoller(context.events, ranks=ranks)
         self._numbers: dict[str, float] = {}
-        """What every further report of the role's state says too."""
+        """Values that are added to every further report of the role's state."""
 
     def run(self) -> None:
-        """Train what is left; returns without `training_finished` when the attempt is ending."""
+        """Run the remaining work; returns without `training_finished` when the attempt is ending."""
         raise NotImplementedError
 
     def _open_sinks(self, opened: ExitStack, check: Callable[[], None]) -> MetricSinks:
-        """Where the run's numbers go until `opened` closes; `check` as in `MetricSinks`."""
+        """The sinks of the run's metrics, until `opened` closes; `check` as in `MetricSinks`."""
         paths = self._context.paths
         tracking = tracking_sinks(self._config, paths)
         sinks = MetricSinks(self._context.run.metrics, paths.attempt, [Console(), *tracking], check=check)
         return opened.enter_context(sinks)
 
     def _get_ready(self, detail: str) -> None:
-        """From now on events say when to commit and end, and signals do not."""
+        """Report readiness. From now on events, not signals, trigger checkpoints and the end."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._context.announce("ready", detail)
 
     @contextmanager
     def _warming_up(self) -> Iterator[None]:
-        """What people see of a warm-up: that it goes on, and when the first of the attempt was, in seconds since the
+        """Report a warm-up: that it is running, and when the attempt's first one began and ended, in seconds since the
         epoch."""
         began = time.time()
         self._context.report("ready", "warming up", **self._numbers)
@@ -55,7 +56,7 @@ class Rank0:
         self._context.report("ready", "warmed up", **self._numbers)
 
     def _pulse(self) -> None:
-        """Called while the controller waits between two operations: show the ranks that it lives.
+        """Called while rank 0 waits between two operations: keeps the other ranks from timing out.
 
         Raises `Interrupted` when the attempt is ending.
         """
@@ -65,14 +66,14 @@ class Rank0:
             raise Interrupted(f"{ending.name} by {ending.by}{detail}")
 
     def _ending(self, at_once: bool = False) -> Event | None:
-        """The event that ends the attempt, if it was heard; `at_once` as in `EventPoller.poll`."""
-        heard = self._listener.poll(at_once)
-        return heard.get("failed") or heard.get("draining")
+        """The event that ends the attempt, if there is one; `at_once` as in `EventPoller.poll`."""
+        events = self._listener.poll(at_once)
+        return events.get("failed") or events.get("draining")
 
     def _finish(self) -> None:
-        """Give the devices back, then tell that the training is finished."""
+        """Release the devices, then publish that the training is finished."""
         release_device(self._dispatch)
         by = self._context.placement.name
         retry_transient(
-            "the end to be told", lambda: self._context.events.publish("training_finished", by), FS_OUTAGE_TIMEOUT
+            "the end to be published", lambda: self._context.events.publish("training_finished", by), FS_OUTAGE_TIMEOUT
         )

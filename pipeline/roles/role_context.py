@@ -1,8 +1,8 @@
-"""What every role process knows when it starts.
+"""The inputs of every role's process at its start.
 
-Owns the handover from the agent to a role: which run, which attempt, which placement. Promises that a role finds its
-config, world and files through one object and reports its state through it. The agent builds the same object to write
-the role's command line.
+Owns the handover from the agent to a role: the run, the attempt, the placement. Promises that a role gets its config,
+world and files from one object and reports its state through it. The agent builds the same object to write the role's
+command line.
 """
 
 import argparse
@@ -31,7 +31,7 @@ RoleState = Literal["starting", "ready", "stopping", "stopped", "failed"]
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Latest state of one role: replaced by its process, read by the agent and the terminal view."""
+    """Latest state of one role: written by its process, read by the agent and the terminal view."""
 
     state: RoleState
     pid: int
@@ -42,7 +42,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RoleContext:
-    """One role's place in one attempt of a run."""
+    """One role's placement in one attempt of a run."""
 
     paths: AttemptPaths
     config: RunConfig
@@ -58,14 +58,14 @@ class RoleContext:
         return Events(self.paths)
 
     def report(self, state: RoleState, detail: str = "", **numbers: float) -> None:
-        """Replace this role's status file; where the disk fails, the next report says as much and more."""
+        """Replace this role's status file. If the disk fails, the next report replaces the lost one."""
         try:
             self._write(Status(state=state, pid=os.getpid(), time=time.time(), detail=detail, numbers=numbers))
         except OSError as error:
             log.warning("%r is not reported: %s", state, error)
 
     def announce(self, state: RoleState, detail: str) -> None:
-        """A report that is not made again soon and that its agent waits for: `OSError` if the disk never takes it."""
+        """Make a report that is not repeated soon and that the agent waits for; `OSError` if the disk keeps failing."""
         status = Status(state=state, pid=os.getpid(), time=time.time(), detail=detail)
         retry_transient(f"{state!r} to be reported", lambda: self._write(status), FS_OUTAGE_TIMEOUT)
 
@@ -73,38 +73,38 @@ class RoleContext:
         shared_files.write_document(self.paths.status(self.placement.name), status)
 
     def is_ready(self) -> bool:
-        """Whether the role reported that it is ready."""
+        """Whether the role has reported that it is ready."""
         status = self.status()
         return status is not None and status.state == "ready"
 
     def status(self) -> Status | None:
-        """This role's last report; None also while the disk fails."""
+        """This role's last report; None without one, and while the disk fails."""
         try:
             return shared_files.read_document(self.paths.status(self.placement.name), Status)
         except OSError:
             return None
 
     def arguments(self) -> list[str]:
-        """Command-line arguments from which `from_arguments` builds this context again."""
-        place = self.placement
-        return [str(self.paths.run), self.paths.run_id, self.paths.attempt, place.role, str(place.index)]
+        """Command-line arguments from which `from_arguments` rebuilds this context."""
+        placement = self.placement
+        return [str(self.paths.run), self.paths.run_id, self.paths.attempt, placement.role, str(placement.index)]
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> "RoleContext":
-        """The context that `arguments()` described; reads the config and the world from the run directory."""
+        """The context of `arguments()`; reads the config and the world from the run directory."""
         parser = argparse.ArgumentParser(description="One role of a Rollcall run; started by its agent.")
         parser.add_argument("run", type=Path)
         parser.add_argument("run_id")
         parser.add_argument("attempt")
         parser.add_argument("role")
         parser.add_argument("index", type=int)
-        given = parser.parse_args(arguments)
-        paths = AttemptPaths(given.run, given.run_id, given.attempt)
-        return cls(paths, read_config(RunPaths(given.run)), *_world_and_place(paths, given.role, given.index))
+        parsed = parser.parse_args(arguments)
+        paths = AttemptPaths(parsed.run, parsed.run_id, parsed.attempt)
+        return cls(paths, read_config(RunPaths(parsed.run)), *_world_and_placement(paths, parsed.role, parsed.index))
 
 
 def read_config(run: RunPaths) -> RunConfig:
-    """The frozen config of a run for those who run it: it must be there, and `model.path` is the directory it names."""
+    """The frozen config of a run, for its processes: it must exist, and `model.path` becomes a local directory."""
     config = retry_transient("the config", lambda: read_frozen_config(run), FINAL_WRITE_TIMEOUT)
     if config is None:
         raise RendezvousError(f"no readable config at {run.config}; submit the run again")
@@ -112,7 +112,7 @@ def read_config(run: RunPaths) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def _world_and_place(paths: AttemptPaths, role: RoleName, index: int) -> tuple[World, Placement]:
+def _world_and_placement(paths: AttemptPaths, role: RoleName, index: int) -> tuple[World, Placement]:
     world = retry_transient("the world", lambda: shared_files.read_document(paths.world, World), FINAL_WRITE_TIMEOUT)
     if world is None:
         raise RendezvousError(f"no readable world in {paths.rendezvous}")

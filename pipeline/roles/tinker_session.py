@@ -1,7 +1,7 @@
 """One attempt of a trainer that serves the API.
 
-Owns the wiring: which front, which servers, which checkpoints; and how an attempt ends. A run that serves is never
-finished: it ends when it is told to, after a last commit.
+Owns the wiring (the gateway, the servers, the checkpoints) and the end of an attempt. A run that serves never finishes:
+it ends on request, after a last checkpoint.
 """
 
 import logging
@@ -22,17 +22,17 @@ REPORT_SECONDS = 2.0
 
 
 class TinkerSession(Rank0):
-    """The controller's part of one attempt."""
+    """Rank 0's part of one attempt."""
 
     def __init__(self, context: RoleContext, dispatch: RankGroup) -> None:
         super().__init__(context, dispatch)
-        self._told = 0.0
+        self._reported = 0.0
 
     def run(self) -> None:
         """Serve until the attempt is ending."""
         context = self._context
-        places = sorted(context.world.of_role("inference"), key=lambda place: place.index)
-        servers = [place.endpoint for place in places]
+        placements = sorted(context.world.of_role("inference"), key=lambda placement: placement.index)
+        servers = [placement.endpoint for placement in placements]
         engine = ServiceLoop(
             self._dispatch,
             context.config,
@@ -55,6 +55,6 @@ class TinkerSession(Rank0):
 
     def _report(self, models: int, steps: int) -> None:
         now = time.monotonic()
-        if now - self._told > REPORT_SECONDS:
-            self._told = now
+        if now - self._reported > REPORT_SECONDS:
+            self._reported = now
             self._context.report("ready", f"{models} models, {steps} steps in this attempt", **self._numbers)

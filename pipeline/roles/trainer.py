@@ -1,7 +1,7 @@
-"""The trainer role: one torchrun over its nodes, rank 0 the controller.
+"""The trainer role: one torchrun over its nodes, with rank 0 as controller.
 
-Owns its command line and its processes. What the controller does is `pipeline.roles.trainer_session`, for the jobs of
-files `pipeline.roles.offline_session`, and where the API is served `pipeline.roles.tinker_session`.
+Owns its command line and its processes. Rank 0's work is in `pipeline.roles.trainer_session`, for job files in
+`pipeline.roles.offline_session`, and for serving the API in `pipeline.roles.tinker_session`.
 """
 
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def launch(context: RoleContext) -> RoleCommand:
-    """One torchrun agent on each trainer node; static rendezvous at the first one's held port."""
+    """One torchrun agent per trainer node; static rendezvous at the first node's held port."""
     trainers, resources = context.world.of_role("trainer"), context.config.resources.trainer
     master = trainers[0]
     argv = (
@@ -44,14 +44,14 @@ def launch(context: RoleContext) -> RoleCommand:
 
 
 def is_ready(context: RoleContext) -> bool:
-    """Whether the controller reported so; the other nodes follow it."""
+    """Whether rank 0 has reported that it is ready; the other nodes follow it."""
     master = RoleContext(context.paths, context.config, context.world, context.world.of_role("trainer")[0])
-    FileSharedDir(context.paths.statuses).names()  # its report, absent until now, may be there for who lists the folder
+    FileSharedDir(context.paths.statuses).names()  # listing the folder makes NFS look for the report again
     return master.is_ready()
 
 
 def session_of(context: RoleContext, dispatch: "RankGroup") -> "Rank0":
-    """What rank 0 does in this attempt."""
+    """Rank 0's session in this attempt."""
     if context.config.serve.enabled:
         from pipeline.roles.tinker_session import TinkerSession
 

@@ -1,8 +1,8 @@
-"""One attempt of the trainer, from its newest commit to `training_finished`.
+"""One attempt of the trainer, from its newest checkpoint to `training_finished`.
 
-Owns the wiring of the controller: which jobs run on which dispatch, with which checkpoints and sinks, and with which
-other roles if the run has rollouts (`peers`); and the order of the end: last commit, exported model, weight groups torn
-down, device memory given back, and only then the event. Must not know losses, ranks or how weights travel.
+Owns the wiring of rank 0: the jobs, the rank group, the checkpoints and sinks, and the other roles if the run has
+rollouts (`rl_services`); and the order of the end: last checkpoint, exported model, weight groups closed, device memory
+released, and only then the event. Must not know losses, ranks or how weights travel.
 """
 
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class RunSession(Rank0):
-    """The controller's part of one attempt."""
+    """Rank 0's part of one attempt."""
 
     def __init__(self, context: RoleContext, dispatch: RankGroup) -> None:
         super().__init__(context, dispatch)
@@ -43,11 +43,11 @@ class RunSession(Rank0):
         self._warm_up = WarmUp(self._config, dispatch, self._pulse, self._warming_up)
 
     def run(self) -> None:
-        """Run what is left of the run's jobs; returns without `training_finished` when the attempt is ending."""
+        """Run the remaining jobs; returns without `training_finished` when the attempt is ending."""
         position = self._commits.restore()
         with ExitStack() as opened:
             self._open(opened)
-            opened.push(self._finish_commits)  # while those whom it tells are still open
+            opened.push(self._finish_commits)  # before the services close, which it still notifies
             try:
                 self._get_ready("connected")
                 if self._peers:
@@ -60,22 +60,22 @@ class RunSession(Rank0):
         self._finish()
 
     def _open(self, opened: ExitStack) -> None:
-        """Connect to everything the controller talks to; `opened` closes it in the opposite order."""
+        """Open all connections of rank 0; `opened` closes them in the opposite order."""
         self._sinks = self._open_sinks(opened, self._commits.fence.check)
         if self._config.has_rollouts:
             ledger = self._commits.ledger
             self._peers = RlServices(self._context, self._dispatch, ledger, opened, self._pulse, self._note_evaluation)
-            self._commits.on_durable = partial(self._give_up, self._peers)
+            self._commits.on_durable = partial(self._release_covered, self._peers)
 
-    def _give_up(self, peers: RlServices, covered: tuple[str, ...]) -> None:
-        """Acknowledge what a durable commit covers. An attempt that is ending leaves it to the next one if the streams
-        are away: that one begins with the same, and drops what comes twice."""
+    def _release_covered(self, peers: RlServices, covered: tuple[str, ...]) -> None:
+        """Acknowledge the entries of a durable checkpoint. If the streams are unreachable while the attempt is ending,
+        the next attempt does so: it restores the same checkpoint, and drops duplicates."""
         try:
             peers.release_covered(covered)
         except StreamError as error:
             if not self._ending(at_once=True):
                 raise
-            log.warning("the next attempt acknowledges what the last commit covers: %s", error)
+            log.warning("the next attempt acknowledges the entries of the last checkpoint: %s", error)
 
     def _run_jobs(self, position: PhasePosition) -> None:
         done = position.done
@@ -116,7 +116,7 @@ class RunSession(Rank0):
         )
 
     def _alive(self) -> None:
-        """Called while data are read: nobody is to take this process, or rank 0, for dead."""
+        """Called while data are read, so that neither this process nor rank 0 counts as hung."""
         heartbeat.beat()
         self._dispatch.keepalive()
 
@@ -147,13 +147,13 @@ class RunSession(Rank0):
         self._commits.save_checkpoint(job, done, covered, wait)
 
     def _finish_commits(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Wait for the commit that is under way; what it failed with must not hide an `error` that came before."""
+        """Wait for the checkpoint in progress. Its failure must not hide an earlier `error`."""
         try:
             self._commits.finish()
         except Exception as second:
             if takes_precedence(second, error):
                 raise
-            log.error("the commit that was under way failed too: %s", second)
+            log.error("the checkpoint in progress failed too: %s", second)
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """See `train_loop.ProgressRecorder`."""
@@ -166,11 +166,12 @@ class RunSession(Rank0):
         self._sinks.log("eval", "rl", version, metrics, eval_set=eval_set)
 
     def _pulse(self) -> None:
-        """As every controller's; then acknowledge the stream entries that a commit covers once it is durable.
+        """Run the pulse of every rank 0, then acknowledge the stream entries of a checkpoint once it is durable.
 
-        That the attempt is ending comes first, since the last commit makes up for one that failed.
+        The check for the attempt's end comes first, because the last checkpoint makes up for a failed one.
 
-        Raises `CheckpointError` for a commit that failed, or that a later attempt's right to write refused.
+        Raises `CheckpointError` for a checkpoint that failed, or that was refused because a later attempt owns the run.
         """
+
         super()._pulse()
         self._commits.collect()

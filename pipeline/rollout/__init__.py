@@ -2,17 +2,17 @@
 
 | module | owns |
 |---|---|
-| `issue_loop` | groups without end, as fast as servers and trainer allow |
+| `issue_loop` | an endless loop that issues groups, bounded by servers and trainer |
 | `issue_queue` | the order in which positions are issued |
 | `group_rollout` | all rollouts of a position's prompt, as one group |
-| `sample_rollout`, `pausable_timeout` | one rollout; the time that its task takes for itself |
-| `gateway/` | the endpoint that an agent of its own calls |
-| `eval_rollouts` | held-out accuracy, and that of further sets |
-| `server_pool`, `server_client` | the client of all inference servers; one of them |
-| `load_balancing_proxy` | one address for all of them, for other programs |
-| `teacher_client` | a served model that says how likely it finds what was sampled |
-| `sample_store` | samples that are kept to be read |
+| `sample_rollout`, `pausable_timeout` | one rollout; the timeout of its task, paused while the policy samples |
+| `gateway/` | the endpoint that an external agent calls |
+| `eval_rollouts` | evaluations of the held-out prompts and of further sets |
+| `server_pool`, `server_client` | the client of all inference servers; the client of one |
+| `load_balancing_proxy` | one address for all servers, for other programs |
+| `teacher_client` | log-probabilities of sampled tokens from a served teacher model |
+| `sample_store` | samples that are saved for inspection |
 | `time_fractions` | fractions of time |
 
-Promises that nothing a task or a server does ends the actor: it becomes a reason in the group.
+Promises that no failure of a task or a server ends the actor: the failure becomes a reason in the group.
 """

@@ -1,8 +1,9 @@
-"""Held-out prompts, asked and scored.
+"""Evaluations: held-out prompts, sampled and scored.
 
-Owns evaluations: of the run's own held-out prompts, greedily, and of each set of `evaluation.sets` as it says. Promises
-that a sample which fails, or is not done by the set's deadline, counts as reward 0 and is told, so an accuracy is over
-all prompts; that nothing a set's task does ends its caller; and that the versions which answered are told.
+Owns evaluations of the run's held-out prompts, with greedy sampling, and of each set of `evaluation.sets` with its own
+settings. Promises that a sample which fails, or is not done by the set's deadline, counts as reward 0 and is reported,
+so that an accuracy covers all prompts; that no failure of a set's task ends the caller; and that the policy versions
+that sampled are reported.
 """
 
 import asyncio
@@ -40,14 +41,14 @@ OpenCalls = Callable[[], AbstractAsyncContextManager[TaskCalls]]
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One set, ready to be asked.
+    """One evaluation set, ready to run.
 
     Attributes:
-        task, prompts: whose episodes, and of which prompts.
-        calls: opens what makes its prompts' texts and rewards, for one evaluation.
-        sampling, samples: how each prompt is sampled, and how often.
-        whole_answers: whether its rewards read more than the last turn.
-        pass_at, correct: each k of pass@k, and the least reward of a correct sample.
+        task, prompts: the task that runs the episodes, and the prompts.
+        calls: opens the task calls that render prompts and compute rewards, for one evaluation.
+        sampling, samples: the sampling parameters, and the number of samples per prompt.
+        whole_answers: whether the rewards read more than the last turn.
+        pass_at, correct: each k of pass@k, and the smallest reward of a correct sample.
         seconds: deadline of one evaluation; None: none.
     """
 
@@ -63,7 +64,7 @@ class EvalSet:
 
 
 class Evaluation:
-    """Evaluates, at most `rollout.concurrency` prompts at a time."""
+    """Runs evaluations, with at most `rollout.concurrency` prompts at a time."""
 
     def __init__(
         self,
@@ -74,10 +75,10 @@ class Evaluation:
         config: RunConfig,
         keep: Callable[[list[SampleRecord]], None] = lambda rows: None,
     ) -> None:
-        """The episodes of `task`, the run's own, run here; the text of its prompts and its rewards are had by `calls`.
+        """The run's own `task` runs its episodes in this process; `calls` renders its prompts and computes rewards.
 
-        Loads the tasks of the sets; their processes run only while a set is evaluated. `keep` gets the samples of each
-        evaluation, and does not wait.
+        Loads the tasks of the sets. Their processes run only while a set is evaluated. `keep` receives the samples of
+        each evaluation and must not block.
         """
         self._chat, self._servers, self._keep = chat, servers, keep
         self._sets = eval_sets(task, calls, config)
@@ -86,20 +87,20 @@ class Evaluation:
 
     @property
     def names(self) -> list[str]:
-        """Of all sets; the run's own held-out prompts come first, with an empty one."""
+        """Names of all sets. The run's held-out prompts come first, with an empty name."""
         return list(self._sets)
 
     @property
     def detail(self) -> str:
-        """Which evaluation goes on and how far it is, for people; empty while none does."""
+        """Name and progress of the running evaluation, for people; empty if none runs."""
         return f"{self._under_way}: {self._done} of {self._prompts} prompts" if self._under_way else ""
 
     def numbers(self) -> dict[str, float]:
-        """The prompts that the evaluation under way has, and how many of them are done; empty while none goes on."""
+        """The number of prompts of the running evaluation, and of those done; empty if none runs."""
         return {EVALUATED: float(self._done), ASKED: float(self._prompts)} if self._under_way else {}
 
     async def run(self, request: EvalRequest) -> EvalResult:
-        """The answer to a request."""
+        """Run the requested evaluation."""
         started = time.monotonic()
         chosen = self._sets[request.set]
         self._under_way, self._done, self._prompts = f"evaluating {request.set or BUILTIN_SET}", 0, len(chosen.prompts)
@@ -108,13 +109,13 @@ class Evaluation:
         finally:
             self._under_way = ""
         self._keep(records_of_evaluation(outcomes, chosen.task.name, request.set or BUILTIN_SET))
-        flat = [outcome for each in outcomes for outcome in each]
+        flat = [outcome for samples_of_prompt in outcomes for outcome in samples_of_prompt]
         samples = [outcome for outcome in flat if isinstance(outcome, Sample)]
         reasons = [outcome for outcome in flat if isinstance(outcome, str)]
         if reasons:
-            told = (request.id, len(reasons), len(flat), reasons[0])
-            log.warning("evaluation %s: %d of %d samples failed; the first: %s", *told)
-        means = [fmean(_reward(outcome) for outcome in each) for each in outcomes]
+            summary = (request.id, len(reasons), len(flat), reasons[0])
+            log.warning("evaluation %s: %d of %d samples failed; the first: %s", *summary)
+        means = [fmean(map(_reward, of_prompt)) for of_prompt in outcomes]
         return EvalResult(
             id=request.id,
             policy_version=request.policy_version,
@@ -133,7 +134,7 @@ class Evaluation:
         )
 
     async def _outcomes(self, chosen: EvalSet) -> list[list[Outcome]]:
-        """What each prompt gave by the deadline."""
+        """The outcomes of each prompt by the deadline."""
         outcomes: list[list[Outcome]] = [[TIMED_OUT] * chosen.samples for _ in chosen.prompts]
 
         async def fill(calls: TaskCalls, index: int) -> None:
@@ -146,80 +147,81 @@ class Evaluation:
         except TimeoutError:
             if not limit.expired():
                 raise
-        except (TaskError, DeadlineError) as error:  # its processes cannot be started
+        except (TaskError, DeadlineError) as error:  # the processes of its task cannot be started
             why = failure_reason("task raised", error)
-            outcomes = [[why if outcome == TIMED_OUT else outcome for outcome in each] for each in outcomes]
+            outcomes = [[why if one == TIMED_OUT else one for one in of_prompt] for of_prompt in outcomes]
         return outcomes
 
     async def _of_prompt(self, chosen: EvalSet, calls: TaskCalls, prompt: Prompt) -> list[Outcome]:
-        """The samples of a prompt, or the reason why there is none."""
+        """The outcome of each sample of a prompt."""
         async with self._slots:
-            asked = await calls.render(prompt)
-            if isinstance(asked, str):
-                return [asked] * chosen.samples
-            ended = await roll_out(
-                chosen.task, calls, self._chat, self._servers, chosen.sampling, asked, chosen.samples
+            rendered = await calls.render(prompt)
+            if isinstance(rendered, str):
+                return [rendered] * chosen.samples
+            rollouts = await roll_out(
+                chosen.task, calls, self._chat, self._servers, chosen.sampling, rendered, chosen.samples
             )
-            whole = [each.episode for each in ended if each.episode is not None]
-            scores = iter(await calls.rewards(prompt, [completion_of(each, chosen.whole_answers) for each in whole]))
-            return [each.reason if each.episode is None else _scored(each, next(scores)) for each in ended]
+            episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+            completions = [completion_of(episode, chosen.whole_answers) for episode in episodes]
+            scores = iter(await calls.rewards(prompt, completions))
+            return [one.reason if one.episode is None else _scored(one, next(scores)) for one in rollouts]
 
 
 def eval_sets(task: Task, calls: TaskCalls, config: RunConfig) -> dict[str, EvalSet]:
-    """Every set of a run by name; the empty name is that of its own held-out prompts."""
+    """Every set of a run by name; the empty name is the run's held-out prompts."""
     rollout = config.rollout
-    own = EvalSet(
+    builtin = EvalSet(
         task=task,
         prompts=task.held_out(),
         calls=lambda: nullcontext(calls),
         sampling=Sampling(0.0, rollout.max_tokens, config.model.max_length, rollout.episode_seconds),
         whole_answers=bool(config.reward.functions),
     )
-    asked = {"": own} if config.evaluation.builtin_set else {}
-    return asked | {name: _of_config(own, each, config) for name, each in config.evaluation.sets.items()}
+    sets = {"": builtin} if config.evaluation.builtin_set else {}
+    return sets | {name: _of_config(builtin, chosen, config) for name, chosen in config.evaluation.sets.items()}
 
 
-def _of_config(own: EvalSet, wanted: EvalSetConfig, config: RunConfig) -> EvalSet:
-    if wanted.task is not None:
+def _of_config(builtin: EvalSet, keys: EvalSetConfig, config: RunConfig) -> EvalSet:
+    if keys.task is not None:
         task, setup = (
-            load_task(wanted.task, config.seed),
-            Setup(wanted.task, config.seed, Path(config.model.path), wanted.reward),
+            load_task(keys.task, config.seed),
+            Setup(keys.task, config.seed, Path(config.model.path), keys.reward),
         )
-        own = replace(
-            own,
+        builtin = replace(
+            builtin,
             task=task,
             prompts=task.held_out(),
             calls=lambda: _pool(setup, config.cluster.startup_seconds),
-            whole_answers=bool(wanted.reward.functions),
+            whole_answers=bool(keys.reward.functions),
         )
     sampling = replace(
-        own.sampling,
-        temperature=wanted.temperature,
-        max_tokens=wanted.max_tokens or own.sampling.max_tokens,
-        top_p=wanted.top_p,
-        top_k=wanted.top_k,
+        builtin.sampling,
+        temperature=keys.temperature,
+        max_tokens=keys.max_tokens or builtin.sampling.max_tokens,
+        top_p=keys.top_p,
+        top_k=keys.top_k,
     )
     return replace(
-        own,
-        prompts=own.prompts[: wanted.prompts or len(own.prompts)],
+        builtin,
+        prompts=builtin.prompts[: keys.prompts or len(builtin.prompts)],
         sampling=sampling,
-        samples=wanted.samples,
-        pass_at=wanted.pass_at,
-        correct=wanted.correct,
-        seconds=wanted.seconds,
+        samples=keys.samples,
+        pass_at=keys.pass_at,
+        correct=keys.correct,
+        seconds=keys.seconds,
     )
 
 
 @asynccontextmanager
 async def _pool(setup: Setup, startup_seconds: float) -> AsyncIterator[TaskCalls]:
-    """The processes of a set's task."""
+    """The worker processes of a set's task."""
     async with WorkerPool(setup, startup_seconds) as pool:
         yield pool
 
 
-def _scored(ended: Rollout, score: Score | str) -> Outcome:
-    assert ended.episode is not None
-    return score if isinstance(score, str) else to_sample(ended.episode, score, ended.seconds)
+def _scored(rollout: Rollout, score: Score | str) -> Outcome:
+    assert rollout.episode is not None
+    return score if isinstance(score, str) else to_sample(rollout.episode, score, rollout.seconds)
 
 
 def _reward(outcome: Outcome) -> float:
@@ -227,9 +229,12 @@ def _reward(outcome: Outcome) -> float:
 
 
 def _pass_at(k: int, outcomes: Sequence[Sequence[Outcome]], correct: float) -> float:
-    """pass@k over the prompts, without bias (Chen et al. 2021, equation 1): the probability that of k samples, drawn
-    from those that there are without replacement, one is correct."""
-    return fmean(_pass_of(k, len(each), sum(_is_correct(outcome, correct) for outcome in each)) for each in outcomes)
+    """pass@k over the prompts, without bias (Chen et al. 2021, equation 1): the probability that at least one of k
+    samples, drawn without replacement from the prompt's samples, is correct."""
+    return fmean(
+        _pass_of(k, len(of_prompt), sum(_is_correct(outcome, correct) for outcome in of_prompt))
+        for of_prompt in outcomes
+    )
 
 
 def _pass_of(k: int, samples: int, correct: int) -> float:

@@ -1,9 +1,9 @@
 """All rollouts of the prompt of a position, as one group.
 
-Owns the building of groups and the patience with a task that fails. Promises that `build` always returns a group, of
-samples and of reasons that together are `rollout.group_size`; with `rollout.oversample` at most so many samples, the
-first that ended, and every reason until then. It raises only `TaskError`, when `rollout.max_consecutive_failures`
-samples in a row failed.
+Owns the building of groups and the limit on consecutive failures of a task. Promises that `build` always returns a
+group whose samples and failure reasons number `rollout.group_size`. With `rollout.oversample` the group holds at most
+that many samples, the first to end, and all failure reasons until then. Raises only `TaskError`, when
+`rollout.max_consecutive_failures` consecutive samples failed.
 """
 
 from collections import Counter
@@ -30,14 +30,14 @@ from pipeline.transport.sample_records import Group, Sample
 
 @dataclass
 class FailureStreak:
-    """Counts samples that failed in a row; one that succeeds starts the count again."""
+    """Counts consecutive failed samples; one success resets the count."""
 
     limit: int
     failed: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
     def note(self, succeeded: int, failures: Sequence[str]) -> None:
-        """Count the end of a group; `TaskError` when patience runs out."""
+        """Count the samples of a group; `TaskError` when the limit is reached."""
         self.counts.update(map(failure_kind, failures))
         self.failed = 0 if succeeded else self.failed + len(failures)
         if self.failed >= self.limit:
@@ -53,7 +53,7 @@ class GroupBuilder:
     def __init__(
         self, task: Task, calls: TaskCalls, chat: ChatTokenizer, servers: InferenceClient, config: RunConfig
     ) -> None:
-        """The episodes of `task` run here; its prompts and rewards are had by `calls`."""
+        """Episodes of `task` run in this process; `calls` makes its prompts and rewards."""
         rollout = config.rollout
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
         self._seed, self._size, self._extra = config.seed, rollout.group_size, rollout.oversample
@@ -63,29 +63,29 @@ class GroupBuilder:
         self.patience = FailureStreak(rollout.max_consecutive_failures)
 
     async def build(self, position: int) -> Group:
-        """The group at a position; `TaskError` when the task keeps failing."""
+        """The group of a position; `TaskError` when the task keeps failing."""
         index = prompt_at(position, len(self._task), self._seed)
-        asked = await self._calls.prompt(index)
-        if isinstance(asked, str):
-            group = Group(position=position, prompt=index, failures=(asked,) * self._size)
+        rendered = await self._calls.prompt(index)
+        if isinstance(rendered, str):
+            group = Group(position=position, prompt=index, failures=(rendered,) * self._size)
         else:
-            group = await self._sampled(position, index, asked)
+            group = await self._sampled(position, index, rendered)
         self.patience.note(len(group.samples), group.failures)
         return group
 
-    async def _sampled(self, position: int, index: int, asked: RenderedPrompt) -> Group:
+    async def _sampled(self, position: int, index: int, rendered: RenderedPrompt) -> Group:
         environment = self._task, self._calls, self._chat, self._servers
-        rollouts = await roll_out(*environment, self._sampling, asked, self._size, self._extra)
-        samples, failures = await self._scored(asked.prompt, rollouts)
-        abandoned = tuple(each.seconds for each in rollouts if each.abandoned)
+        rollouts = await roll_out(*environment, self._sampling, rendered, self._size, self._extra)
+        samples, failures = await self._scored(rendered.prompt, rollouts)
+        abandoned = tuple(rollout.seconds for rollout in rollouts if rollout.abandoned)
         return Group(
             position=position, prompt=index, samples=tuple(samples), failures=tuple(failures), abandoned=abandoned
         )
 
     async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[list[Sample], list[str]]:
-        """The samples of a prompt's rollouts, and the reasons of those that failed."""
-        failures = [ended.reason for ended in rollouts if ended.episode is None and not ended.abandoned]
-        ended = [(done.episode, done.seconds) for done in rollouts if done.episode is not None]
+        """The samples of a prompt's rollouts, and the reasons of failed rollouts."""
+        failures = [rollout.reason for rollout in rollouts if rollout.episode is None and not rollout.abandoned]
+        ended = [(rollout.episode, rollout.seconds) for rollout in rollouts if rollout.episode is not None]
         answers = [completion_of(episode, self._whole_answers) for episode, _ in ended]
         scores = await self._calls.rewards(prompt, answers) if ended else []
         samples = []

@@ -1,12 +1,12 @@
-"""Groups without end, as fast as the servers and the trainer allow.
+"""The loop that issues groups without end, as fast as the servers and the trainer allow.
 
-Owns what is issued when, and where it goes. Promises that positions are issued in order, under the
-staleness gate and at most `rollout.concurrency` at a time; that a full topic holds up groups and nothing else; and that
-a position is never lost: what was in flight when an actor died, was refused by the trainer, or is gone with the last
-writes of a streams' backend, is issued again. Never decides that training is over. Must not know what a task or a
-record's tokens mean.
+Owns when positions are issued, and the publishing of their groups. Promises that positions are issued in order, under
+the staleness gate, at most `rollout.concurrency` at a time; that a full topic delays only groups; and that no position
+is lost: a position is issued again if it was in flight when an actor crashed, was refused by the trainer, or was lost
+with the last writes of a streams' backend. Never decides that training is over. Must not know tasks or the meaning of
+tokens.
 
-A server that the trainer did not declare current is never asked: the board says who is.
+Only servers that the trainer declared current receive requests: the board lists them.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ READ_LIMIT = 256
 
 @dataclass
 class Counts:
-    """What was made since the actor started."""
+    """Totals since the actor started."""
 
     groups: int = 0
     samples: int = 0
@@ -44,7 +44,7 @@ class Counts:
     in_flight: int = 0
 
     def add(self, group: Group) -> None:
-        """Count a published group; tokens are those that the policy sampled."""
+        """Count a published group; `tokens` counts sampled tokens."""
         self.groups += 1
         self.samples += len(group.samples)
         self.abandoned += len(group.abandoned)
@@ -52,7 +52,7 @@ class Counts:
 
 
 class IssueLoop:
-    """Issues positions and publishes their groups; lives in one event loop."""
+    """Issues positions and publishes their groups; used by one event loop."""
 
     def __init__(
         self,
@@ -74,17 +74,17 @@ class IssueLoop:
         self.counts = Counts()
 
     async def run(self) -> None:
-        """Generate until cancelled; `TaskError` when the task never succeeds, `DeadlineError` without a trainer."""
+        """Run until cancelled; `TaskError` when the task never succeeds, `DeadlineError` without a trainer."""
         self._reissues = await self._streams.reader("reissue", Reissue, "actor")
         self._generation = self._streams.generation
-        self._queue = IssueQueue(*await self._left())
+        self._queue = IssueQueue(*await self._unissued())
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._watch())
             self._tasks.create_task(self._take_back())
             self._tasks.create_task(self._issue_all())
 
     def numbers(self) -> dict[str, float]:
-        """For the status: counts since the start, fractions of the time since the last call."""
+        """Values for the status: counts since the start, and fractions of the time since the last call."""
         counts, gate = self.counts, self._gate
         failures: Counter[str] = self._builder.patience.counts
         return {
@@ -100,10 +100,10 @@ class IssueLoop:
             "backpressure": self._full.pop(),
         } | {f"failed/{kind}": count for kind, count in failures.items()}
 
-    async def _left(self) -> tuple[list[int], int]:
-        """What is left to issue (see `Ledger.unissued`), once the trainer posted its ledger.
+    async def _unissued(self) -> tuple[list[int], int]:
+        """The positions to issue (see `Ledger.unissued`), once the trainer has posted its ledger.
 
-        The order of reading is `pipeline.transport.shared_state`'s.
+        `pipeline.transport.shared_state` explains the order of the reads.
         """
         deadline = Deadline("the trainer's ledger", self._patience)
         while await asyncio.to_thread(self._board.ledger) is None:
@@ -118,16 +118,17 @@ class IssueLoop:
         return ledger.unissued(known)
 
     async def _find_lost(self) -> None:
-        """Issue again what the streams lost. What is in flight may be made twice; the ledger counts it once."""
+        """Issue positions again that the streams lost. A position in flight may be sampled twice; the ledger counts it
+        once."""
         self._generation = self._streams.generation
-        left = await self._left()
+        unissued = await self._unissued()
         async with self._changed:
-            count = self._queue.lost(*left, self._refusals)
+            count = self._queue.lost(*unissued, self._refusals)
             self._changed.notify_all()
         log.warning("the streams were restarted: %d positions are issued again", count)
 
     async def _watch(self) -> None:
-        """Follow the trainer's progress and the servers' versions."""
+        """Follow the trainer's progress and the policy versions of the servers."""
         while True:
             progress, servers = await asyncio.to_thread(lambda: (self._board.progress(), self._board.servers()))
             for server, version in servers.items():
@@ -153,7 +154,7 @@ class IssueLoop:
             self._tasks.create_task(self._produce(position))
 
     async def _admitted(self) -> int:
-        """The next position, once the gate lets it in; one that was refused twice may not be overtaken again."""
+        """The next position, once the gate admits it. A position that was refused twice holds back later ones."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._gate.room(self._queue.outstanding(self._progress.done)))
             position = self._queue.take()
@@ -171,7 +172,7 @@ class IssueLoop:
             self._slots.release()
 
     async def _publish(self, group: Group) -> None:
-        """Publish a group, and with it settle the requests for it."""
+        """Publish a group, and acknowledge the reissue requests for it in the same operation."""
         refusals = self._refusals.pop(group.position, [])
         self._awaited.discard(group.position)
         with self._full:
@@ -182,12 +183,13 @@ class IssueLoop:
             self._changed.notify_all()
 
     async def _take_back(self) -> None:
-        """Issue again what the trainer refused. Its request is acknowledged with the new group, so it outlives this."""
+        """Issue refused positions again. A request is acknowledged together with the new group, so it survives a
+        restart of the actor."""
         while True:
             for entry in await self._streams.read(self._reissues, READ_LIMIT, READ_SECONDS):
                 position = entry.record.position
                 if entry.id in self._refusals.get(position, ()):
-                    continue  # delivered again
+                    continue  # the stream delivered the entry again
                 self._refusals.setdefault(position, []).append(entry.id)
                 if entry.record.awaited:
                     self._awaited.add(position)

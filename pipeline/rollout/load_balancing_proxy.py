@@ -1,12 +1,12 @@
 """One address for all servers of a run.
 
-Owns the passing on of HTTP requests, for programs that know one OpenAI-compatible address. Each goes to the server with
-the fewest of them, or to another if that one cannot be reached. Its answer comes back unchanged, streamed or whole.
-Promises that it lets in nothing that the servers would refuse, since it passes on the caller's key; and that it listens
-on this machine's loopback alone.
+Owns the forwarding of HTTP requests, for programs that use one OpenAI-compatible address. Each request goes to the
+server with the fewest running requests, or to another if that one is unreachable. The response is returned unchanged,
+streamed or whole. Promises that it admits nothing that the servers would refuse, because it forwards the caller's key;
+and that it listens on this machine's loopback only.
 
-    async with Relay(["127.0.0.3:8000", "127.0.0.4:8000"], key) as relay:
-        relay.url       # http://127.0.0.1:40001
+    async with LoadBalancingProxy(["127.0.0.3:8000", "127.0.0.4:8000"], key) as proxy:
+        proxy.url       # http://127.0.0.1:40001
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ MAX_BYTES = 1 << 26
 _HOP = frozenset(
     {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 )
-"""Headers that are of one connection only."""
+"""Headers that apply to a single connection."""
 
 
 @dataclass(eq=False)
@@ -36,10 +36,11 @@ class _Server(HasBackoff):
 
 
 class LoadBalancingProxy:
-    """Passes requests on while its block lasts."""
+    """Forwards requests while it is open as a context."""
 
     def __init__(self, servers: Sequence[str], key: str) -> None:
-        """`servers`: `host:port` of each, all with the same model; `key`: what each must prove to know."""
+        """`servers`: `host:port` of each, all with the same model; `key`: the password that each server must prove to
+        know."""
         self._key = key
         self._servers = [_Server(endpoint) for endpoint in servers]
         self.url = ""
@@ -67,10 +68,10 @@ class LoadBalancingProxy:
         await self._http.close()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        """The answer of the first server that can be reached; status 502 if none can, or if it is lost meanwhile."""
+        """The response of the first reachable server; status 502 if none is, or if its connection is lost."""
         body, left, trouble = await request.read(), list(self._servers), "there is no server"
         while left:
-            server = min(available(left), key=lambda each: each.running)
+            server = min(available(left), key=lambda candidate: candidate.running)
             left.remove(server)
             server.running += 1
             try:
@@ -88,8 +89,8 @@ class LoadBalancingProxy:
         try:
             async with self._http.request(request.method, url, data=body, headers=headers) as answer:
                 server.backoff.record_success()
-                kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}
-                response = web.StreamResponse(status=answer.status, headers=kept)
+                response_headers = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}
+                response = web.StreamResponse(status=answer.status, headers=response_headers)
                 await response.prepare(request)
                 async for part in answer.content.iter_any():
                     await response.write(part)
@@ -103,5 +104,5 @@ class LoadBalancingProxy:
 
 
 def _bad_gateway(why: str) -> web.Response:
-    """In the form of OpenAI's errors."""
+    """A response with status 502 in the format of OpenAI's errors."""
     return web.json_response({"error": {"message": why}}, status=502)

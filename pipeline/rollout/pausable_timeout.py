@@ -1,19 +1,19 @@
-"""The time that a task takes for itself.
+"""The timeout of an episode, which does not run while the policy samples.
 
-Owns the deadline of an episode. Promises that it runs only while the task works, and not while the policy is asked:
-that servers are slow, gone, or being restarted is not the task's doing. Knows neither.
+Owns the deadline of an episode. Promises that the deadline runs only while the task works: slow, missing or restarting
+servers are not the task's fault. Knows neither tasks nor servers.
 
     own_time = PausableTimeout(600)
-    episode = await own_time.limit(task.rollout(prompt, policy))       # DeadlineError after 600 s of its own
+    episode = await own_time.limit(task.rollout(prompt, policy))       # DeadlineError after 600 s of the task's time
 
-    with own_time.paused():                                            # in the policy
+    with own_time.pause():                                             # in the policy
         turn = await servers.generate(...)
 
-A process that works for the task, and asks the policy through an endpoint, uses the task's own time:
+A process that works for the task, and calls the policy through an endpoint, uses the task's time:
 
-    with own_time.paused():                                            # waits for a process
+    with own_time.pause():                                             # waits for a process
         ...
-        with own_time.resumed():                                       # has it, and lets it work
+        with own_time.resume():                                        # the process works
             ...
 """
 
@@ -32,11 +32,12 @@ class PausableTimeout:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = self._left = seconds
-        self._asked = 0
+        self._pauses = 0
         self._over = False
 
     async def limit(self, work: Awaitable[T]) -> T:
-        """The result of `work`; `DeadlineError` once it took more than its seconds. Its own `TimeoutError` stays."""
+        """The result of `work`; `DeadlineError` once it exceeds its time. A `TimeoutError` of `work` itself passes
+        through."""
         try:
             async with asyncio.timeout(None) as self._timeout:
                 self._run()
@@ -50,29 +51,29 @@ class PausableTimeout:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """The deadline stands still in the block; blocks of one episode may overlap."""
-        if not self._asked:
+        """Pause the deadline in the block; blocks of one episode may overlap."""
+        if not self._pauses:
             self._stop()
-        self._asked += 1
+        self._pauses += 1
         try:
             yield
         finally:
-            self._asked -= 1
-            if not self._asked:
+            self._pauses -= 1
+            if not self._pauses:
                 self._run()
 
     @contextmanager
     def resume(self) -> Iterator[None]:
-        """Within a block of `paused`: that one does not count in this block."""
-        self._asked -= 1
-        if not self._asked:
+        """Cancel one enclosing `pause` in the block."""
+        self._pauses -= 1
+        if not self._pauses:
             self._run()
         try:
             yield
         finally:
-            if not self._asked:
+            if not self._pauses:
                 self._stop()
-            self._asked += 1
+            self._pauses += 1
 
     def _run(self) -> None:
         if self._seconds and not self._ended:
@@ -86,5 +87,5 @@ class PausableTimeout:
 
     @property
     def _ended(self) -> bool:
-        """Whether there is nothing to limit any more: a task may leave a request behind that ends later."""
+        """Whether the limit is over: a task may leave a request behind that ends later."""
         return self._over or self._timeout.expired()

@@ -1,10 +1,10 @@
 """One rollout of a prompt.
 
-Owns how an episode of a task meets the servers: the policy that the task samples from, and what becomes of an
-episode: a reward and a wire record, or a reason. Promises that a task which raises, returns nonsense or overruns costs
-one sample, with its reason, and nothing else; that no wait for the servers, however long, costs a sample; that the
-rollouts of a group share one request for their first turn, unless some of them may be abandoned; and that one which is
-abandoned is ended at once, on its server too.
+Owns the connection of a task's episode with the servers: the policy that the task samples from, and the conversion of
+an episode to a reward and a wire record, or to a failure reason. Promises that a task which raises, returns nonsense or
+exceeds its time costs one sample, with its reason, and nothing else; that waiting for the servers never costs a sample,
+however long; that the rollouts of a group share one request for their first turn, unless some may be abandoned; and
+that an abandoned rollout is cancelled at once, also on its server.
 """
 
 import asyncio
@@ -30,17 +30,24 @@ from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.sample_records import MAX_VERSION_OFFSET, Branch, Sample
 
 LONG_PROMPT = 2000
-"""Characters that take longer to tokenise than to hand to a thread."""
+"""Characters of a prompt above which tokenizing takes longer than the hand-over to a thread."""
 CLEAN_UP_SECONDS = 5.0
-"""For what a task still does in a sample that is abandoned; after that its group no longer waits for it."""
+"""Timeout of a task's clean-up after its sample is abandoned; after that the group no longer waits for it."""
 MAX_IDS = 1 << 31
-"""Token ids that a record can hold: the bound where a model's config does not say its vocabulary."""
+"""Upper bound of token ids in a record, used when a model's config does not name the vocabulary size."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: temperature 0 is greedy. Most tokens of a turn; most tokens of an episode, and most `seconds` that
-    the task takes for itself in it, 0 for no bound. `top_p` and `top_k` (0: all) bound what is sampled from."""
+    """Sampling parameters and limits.
+
+    Attributes:
+        temperature: 0 is greedy.
+        max_tokens: limit of a turn in tokens.
+        max_length: limit of an episode in tokens.
+        seconds: limit of the task's own time in an episode; 0: none.
+        top_p, top_k: truncation of the sampled distribution; top_k 0: all tokens.
+    """
 
     temperature: float
     max_tokens: int
@@ -52,8 +59,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A rollout's end: its `episode`, or the `failure_reason` why there is none, or that it was `abandoned`; and the
-    `seconds` that it took, or ran until then."""
+    """The result of a rollout: its `episode`, or the failure `reason`, or that it was `abandoned`; and the `seconds`
+    that it ran."""
 
     episode: Episode | None = None
     reason: str = ""
@@ -79,11 +86,12 @@ class Sampler:
         self._opening: asyncio.Task[Sequence[Turn]] | None = None
 
     def policy(self, index: int, own_time: PausableTimeout) -> "RolloutPolicy":
-        """The policy of rollout `index`, which stops the task's `own_time` while it is asked."""
+        """The policy of rollout `index`. Sampling pauses the task's `own_time`."""
         return RolloutPolicy(self, self._chat, self._prompt, index, own_time)
 
     async def opening(self, index: int) -> Turn:
-        """The first turn of rollout `index`. One request brings those of all; who asks alone ends it with itself."""
+        """The first turn of rollout `index`. One request samples it for all rollouts; with a single rollout, cancelling
+        the rollout also cancels the request."""
         if self._count == 1:
             return await self.continuation(self._prompt)
         if self._opening is None:
@@ -92,28 +100,28 @@ class Sampler:
         return turns[index]
 
     async def continuation(self, tokens: Sequence[int]) -> Turn:
-        """A turn after `tokens`."""
+        """One turn after `tokens`."""
         return (await self._generate(tokens, 1))[0]
 
     async def continuations(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
-        """`n` turns after `tokens`, of at most `max_tokens` if that is less than the run allows."""
+        """`n` turns after `tokens`, of at most `max_tokens` if that is below the run's limit."""
         return await self._generate(tokens, n, max_tokens)
 
     def close(self) -> None:
-        """Give up a request that nobody waits for."""
+        """Cancel the shared request, which no rollout awaits any more."""
         if self._opening is not None:
             self._opening.cancel()
 
     async def _generate(self, tokens: Sequence[int], n: int, max_tokens: int | None = None) -> Sequence[Turn]:
         sampling = self.sampling
-        room = sampling.max_length - len(tokens)
-        if room < 1:
+        remaining = sampling.max_length - len(tokens)
+        if remaining < 1:
             raise RolloutError(f"{len(tokens)} tokens leave no room below model.max_length={sampling.max_length}")
         return await self._servers.generate(
             tokens,
             n=n,
             temperature=sampling.temperature,
-            max_tokens=min(sampling.max_tokens, room, max_tokens or room),
+            max_tokens=min(sampling.max_tokens, remaining, max_tokens or remaining),
             stop_token_ids=self._chat.stop_token_ids,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -139,9 +147,9 @@ class RolloutPolicy:
             return await self._sampler.continuation(tokens)
 
     def endpoint(self, form: ToolCallSyntax = "tagged", address: str = LOOPBACK) -> Endpoint:
-        return Endpoint(self._chat, self._asked, self._sampler.sampling.max_length, form, address)
+        return Endpoint(self._chat, self._sample_turns, self._sampler.sampling.max_length, form, address)
 
-    async def _asked(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
+    async def _sample_turns(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
         with self._own_time.pause():
             return await self._sampler.continuations(tokens, n, max_tokens)
 
@@ -157,19 +165,19 @@ class RolloutPolicy:
         return self._chat.encode_observation([*prompt.messages, *history[:-1]], new_messages, prompt.tools)
 
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
-        with self._own_time.pause():  # the pool has a deadline of its own, and others may be before us there
-            # An abandoned sample leaves its call to end by itself: a worker whose call is cancelled would be killed.
-            used = await asyncio.shield(self._sampler.calls.use(prompt, name, arguments))
-        if isinstance(used, str):
-            raise RolloutError(used)
-        return used.text
+        with self._own_time.pause():  # the pool has a separate deadline, and its queue is not the task's time
+            # The shield lets the call of an abandoned sample end by itself: cancelling it would kill the worker.
+            result = await asyncio.shield(self._sampler.calls.use(prompt, name, arguments))
+        if isinstance(result, str):
+            raise RolloutError(result)
+        return result.text
 
     async def run(self, prompt: Prompt, name: str, arguments: Any) -> str:
         with self._own_time.pause():
-            used = await self._sampler.calls.run(prompt, name, arguments, self._own_time.resume())
-        if isinstance(used, str):
-            raise RolloutError(used)
-        return used.text
+            result = await self._sampler.calls.run(prompt, name, arguments, self._own_time.resume())
+        if isinstance(result, str):
+            raise RolloutError(result)
+        return result.text
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._chat.decode(tokens)
@@ -181,51 +189,51 @@ async def roll_out(
     chat: ChatTokenizer,
     servers: InferenceClient,
     sampling: Sampling,
-    asked: RenderedPrompt,
+    rendered: RenderedPrompt,
     count: int,
     extra: int = 0,
 ) -> list[Rollout]:
-    """`count` rollouts of a prompt, all at once; one `Rollout` each, in order. Their tools are asked by `calls`.
+    """`count` concurrent rollouts of a prompt, as one `Rollout` each, in order. `calls` executes their tools.
 
-    With `extra`, as many more are begun, and told of; once `count` have an episode, the others are abandoned.
+    With `extra`, that many more are started and reported. Once `count` have an episode, the others are abandoned.
     """
     try:
-        tokens = await _tokens(chat, asked.text)
-    except Exception as error:  # noqa: BLE001 a task's text meets a model's tokenizer: whatever they raise is the reason
+        tokens = await _tokens(chat, rendered.text)
+    except Exception as error:  # noqa: BLE001 a tokenizer may fail on a task's text: any error is the reason
         return [Rollout(reason=failure_reason("prompt could not be tokenised", error))] * count
-    # The answer to a shared request comes when its longest sample has ended, so who may be abandoned asks alone.
+    # A shared request completes with its longest sample, so rollouts that may be abandoned use separate requests.
     sampler = Sampler(servers, calls, chat, sampling, tokens, 1 if extra else count)
     try:
-        episodes = [_episode(task, asked.prompt, sampler, index) for index in range(count + extra)]
+        episodes = [_episode(task, rendered.prompt, sampler, index) for index in range(count + extra)]
         return await (_first(episodes, count) if extra else asyncio.gather(*episodes))
     finally:
         sampler.close()
 
 
 async def _first(episodes: Sequence[Coroutine[Any, Any, Rollout]], count: int) -> list[Rollout]:
-    """What each came to, in order: the first `count` that end with an episode, all that end without one before that,
-    and the others abandoned."""
+    """The results in order: the first `count` that end with an episode, every failure before that, and the others as
+    abandoned."""
     began = time.monotonic()
     tasks = [asyncio.create_task(episode) for episode in episodes]
-    running, ended, whole = set(tasks), dict[asyncio.Task[Rollout], Rollout](), 0
+    running, ended, succeeded = set(tasks), dict[asyncio.Task[Rollout], Rollout](), 0
     try:
-        while running and whole < count:
+        while running and succeeded < count:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=tasks.index):
-                if whole < count or task.result().episode is None:
+                if succeeded < count or task.result().episode is None:
                     ended[task] = task.result()
-                    whole += ended[task].episode is not None
+                    succeeded += ended[task].episode is not None
     finally:
-        left = Rollout(seconds=time.monotonic() - began, abandoned=True)
+        abandoned = Rollout(seconds=time.monotonic() - began, abandoned=True)
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=CLEAN_UP_SECONDS)
-    return [ended.get(task, left) for task in tasks]
+    return [ended.get(task, abandoned) for task in tasks]
 
 
 async def _tokens(chat: ChatTokenizer, text: str) -> list[int]:
-    """The tokens of a prompt; of a long one in a thread, for the event loop is not to wait for it."""
+    """The tokens of a prompt. A long prompt is tokenized in a thread, off the event loop."""
     return chat.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(chat.encode, text)
 
 
@@ -240,14 +248,14 @@ async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> 
         return Rollout(reason=" ".join(str(error).split())[:REASON_LENGTH])
     except RolloutError as error:
         return Rollout(reason=failure_reason("request refused", error))
-    except Exception as error:  # noqa: BLE001 the task is foreign code: whatever it raises is this sample's reason
+    except Exception as error:  # noqa: BLE001 the task is foreign code: any error is this sample's reason
         return Rollout(reason=failure_reason("rollout raised", error))
     wrong = _unusable(episode, sampler.sampling.max_length, sampler.vocabulary)
     return Rollout(reason=wrong) if wrong else Rollout(episode, seconds=time.monotonic() - started)
 
 
 def _unusable(episode: Any, max_length: int, vocabulary: int) -> str:
-    """Why an episode cannot be trained; empty if it can."""
+    """The reason why an episode cannot be trained; empty if it can."""
     if not isinstance(episode, Episode):
         return f"rollout returned no episode: {type(episode).__name__}"
     if not any(episode.sampled):
@@ -263,19 +271,19 @@ def _unusable(episode: Any, max_length: int, vocabulary: int) -> str:
 
 
 def failure_kind(reason: str) -> str:
-    """The part of a reason that is counted: without the detail behind its first colon."""
+    """The part of a reason before its first colon, by which failures are counted."""
     return reason.partition(":")[0]
 
 
 def completion_of(episode: Episode, whole: bool = True) -> Completion:
-    """An episode as rewards see it; what is not `whole` has the last turn alone, which is all that a task reads."""
+    """An episode as rewards see it. Without `whole` only the last turn, which is all that a task's reward reads."""
     if not whole:
         return Completion(episode.text, reward=episode.reward)
-    said = episode.conversation or ({"role": "assistant", "content": episode.text},)
+    conversation = episode.conversation or ({"role": "assistant", "content": episode.text},)
     tokens = list(compress(episode.tokens, episode.sampled))
     for branch in episode.branches:
         tokens += compress(branch.tokens, branch.sampled)
-    return Completion(episode.text, said, tuple(tokens), episode.reward)
+    return Completion(episode.text, conversation, tuple(tokens), episode.reward)
 
 
 def to_sample(episode: Episode, score: Score, seconds: float) -> Sample:
@@ -300,14 +308,14 @@ def to_sample(episode: Episode, score: Score, seconds: float) -> Sample:
 
 def _branch(branch: EpisodeBranch, oldest: int) -> Branch:
     tokens, sampled, logprobs = _bytes(branch)
-    newer = _version_offsets(branch, oldest)
+    offsets = _version_offsets(branch, oldest)
     return Branch(
-        of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs, version_offsets=newer
+        of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs, version_offsets=offsets
     )
 
 
 def _bytes(row: Episode | EpisodeBranch) -> tuple[bytes, bytes, bytes]:
-    """Tokens, sampled and log-probabilities, as they travel."""
+    """Tokens, mask and log-probabilities as little-endian bytes (int32, uint8, float32)."""
     arrays = zip((row.tokens, row.sampled, row.logprobs), ("<i4", "<u1", "<f4"), strict=True)
     tokens, sampled, logprobs = (np.asarray(values, dtype=kind).tobytes() for values, kind in arrays)
     return tokens, sampled, logprobs
@@ -317,5 +325,5 @@ def _version_offsets(row: Episode | EpisodeBranch, oldest: int) -> bytes:
     """`Sample.version_offsets` of a row, where `oldest` is the sample's `version_min`."""
     if len(row.versions) != len(row.tokens):
         return b""
-    newer = (np.asarray(row.versions) - oldest).clip(0, MAX_VERSION_OFFSET)
-    return newer.astype("<u1").tobytes() if newer.any() else b""
+    offsets = (np.asarray(row.versions) - oldest).clip(0, MAX_VERSION_OFFSET)
+    return offsets.astype("<u1").tobytes() if offsets.any() else b""

@@ -1,17 +1,16 @@
-"""Samples that are kept to be looked at.
+"""Samples that are saved for inspection.
 
-Owns the Parquet segments of samples below a run's directory: their columns, how they are written, and how many stay.
-Promises that whoever hands over samples never waits: a thread writes them, what comes too fast is left out, and a disk
-that fails costs samples and a warning; that a segment is whole or has another name; that an attempt which another one
-has replaced neither adds nor removes any; and that all of them together stay below a bound: above it the newer half
-stays, and the older half is thinned out evenly.
+Owns the Parquet segments of samples below a run's directory: their columns, writing and retention. Promises that
+producers never block: a thread writes the samples, drops them when its queue is full, and logs one warning if the disk
+fails; that a segment under its final name is complete; that a superseded attempt neither adds nor removes segments; and
+that the total size stays below a bound: above it the newer half is retained, and the older half is thinned evenly.
 
-    with SampleStore(folder, attempt, bound, fence.check) as kept:
-        kept.add(records_of_group(prepared, "countdown"))
+    with SampleStore(folder, attempt, bound, fence.check) as store:
+        store.add(records_of_group(prepared, "countdown"))
 
-Any reader of Parquet reads them, one row a sample: `pandas.read_parquet("runs/demo/rollouts/train")`. Each column is
-explained at `COLUMNS`. A sample that failed has its reason and no tokens; one whose episode has several rows has them
-one after the other, and `row_lengths` says where each ends.
+Any Parquet reader can read them, one row per sample: `pandas.read_parquet("runs/demo/rollouts/train")`. `COLUMNS`
+explains each column. A failed sample has its reason and no tokens. An episode of several rows has their tokens one
+after the other, with the lengths in `row_lengths`.
 """
 
 import logging
@@ -32,57 +31,57 @@ from pipeline.transport.sample_records import PreparedGroup, Sample
 log = logging.getLogger(__name__)
 
 COLUMNS = {
-    "time": "float64",  # seconds since the epoch when it was handed over
+    "time": "float64",  # seconds since the epoch when the sample was added
     "attempt": "string",
-    "eval_set": "string",  # of a sample of training, null
+    "eval_set": "string",  # null for a training sample
     "task": "string",
-    "position": "int64",  # in the run's order of prompts (the ledger's); of an evaluation the place of the prompt
+    "position": "int64",  # in the run's order of prompts (the ledger's); in an evaluation the prompt's index
     "prompt": "int64",  # index in the task's dataset
-    "sample": "int32",  # place in its group
-    "outcome": "string",  # what the preprocessor made of its group: train, filtered: …, failed: …
-    "failure": "string",  # why there is no sample; null if there is one
+    "sample": "int32",  # index in its group
+    "outcome": "string",  # the preprocessor's verdict on its group: train, filtered: …, failed: …
+    "failure": "string",  # reason of a failed sample; else null
     "reward": "float64",
-    "advantage": "float64",  # as its group alone tells it; null where the trainer makes it
-    "metrics": "map",  # each number about it by its name
-    "finish": "string",  # stop, or length if it was cut off
+    "advantage": "float64",  # as computed from its group; null where the trainer computes it
+    "metrics": "map",  # the sample's metrics by name
+    "finish": "string",  # stop, or length if it was truncated
     "turns": "int32",
     "seconds": "float64",
     "server": "string",
-    "version_min": "int64",  # oldest and newest weights that sampled a token
+    "version_min": "int64",  # oldest and newest policy version that sampled a token
     "version_max": "int64",
     "length": "int32",  # tokens of the sample, prompt included, in all rows of its episode
-    "sampled": "int32",  # of them, those that the policy sampled
+    "sampled": "int32",  # number of sampled tokens
     "row_lengths": "list<int32>",  # tokens of each row of the episode, in the order of the rows
     "tokens": "list<int32>",
-    "mask": "list<uint8>",  # 1 where the policy sampled the token; what rows share counts in the first of them
+    "mask": "list<uint8>",  # 1 where the policy sampled the token; a shared prefix counts in the first of its rows
     "logprobs": "list<float32>",  # of the sampled tokens, 0 elsewhere
 }
 UNLOADED_COLUMNS = ("row_lengths", "tokens", "mask", "logprobs")
-"""The columns that are read of a few samples only."""
+"""Columns that readers load for a few samples only."""
 TRAIN, EVAL = "train", "eval"
-"""The folders of samples of training and of evaluations."""
+"""Folders of training samples and of evaluation samples."""
 DISK_FRACTIONS = {TRAIN: 0.75, EVAL: 0.25}
-"""Of the bound, what each may take."""
+"""Fraction of the bound per folder."""
 SUFFIX = ".parquet"
 SEGMENT_BYTES, SEGMENT_SECONDS = 1 << 22, 20.0
 MAX_WAITING = 256
-CLOSE_SECONDS, LEAST_WAIT = 5.0, 0.1
+CLOSE_SECONDS, MIN_WAIT = 5.0, 0.1
 SampleRecord = dict[str, Any]
 
 
 class SampleStore:
-    """Writes segments below `folder`, at most `bound` bytes of them; 0 keeps nothing."""
+    """Writes segments below `folder`, at most `bound` bytes of them; with 0 it stores nothing."""
 
     def __init__(self, folder: Path, attempt: str, bound: int, check: Callable[[], None] = lambda: None) -> None:
-        """`check` raises where this attempt may not write (`pipeline.checkpoints.fencing`)."""
+        """`check` raises if this attempt may no longer write (`pipeline.checkpoints.fencing`)."""
         self._folder, self._attempt, self._bound, self._check = folder, attempt, bound, check
         self._waiting: queue.Queue[list[SampleRecord] | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._write_all, name="kept samples", daemon=True)
         self._warned = self._begun = False
-        self.left_out = 0
+        self.dropped = 0
 
     def add(self, rows: list[SampleRecord]) -> None:
-        """Keep these rows, or leave them out if too many wait to be written."""
+        """Store these rows, or drop them if the queue is full."""
         if not self._bound:
             return
         for row in rows:
@@ -90,7 +89,7 @@ class SampleStore:
         try:
             self._waiting.put_nowait(rows)
         except queue.Full:
-            self.left_out += len(rows)
+            self.dropped += len(rows)
 
     def __enter__(self) -> Self:
         if self._bound:
@@ -100,7 +99,7 @@ class SampleStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what waits, for at most `CLOSE_SECONDS`."""
+        """Write the queued rows, for at most `CLOSE_SECONDS`."""
         if not self._bound:
             return
         try:
@@ -108,54 +107,55 @@ class SampleStore:
         except queue.Full:
             return
         self._thread.join(CLOSE_SECONDS)
-        if self.left_out:
-            log.warning("%d samples came too fast to be kept", self.left_out)
+        if self.dropped:
+            log.warning("%d samples came too fast to be stored", self.dropped)
 
     def _write_all(self) -> None:
-        """Write a segment whenever there is enough for one, or when its first row has waited long enough."""
-        table_of([])  # imports Arrow, and what that imports, before there is work or anybody waits for the end
+        """Write a segment whenever its rows are large enough, or its first row has waited long enough."""
+        table_of([])  # imports Arrow ahead of the first segment, and ahead of the bounded wait at the end
         rows, size, since = list[SampleRecord](), 0, time.monotonic()
-        got: list[SampleRecord] | None = []
-        while got is not None:
-            got = self._next(since + SEGMENT_SECONDS - time.monotonic())
-            for row in got or ():
+        batch: list[SampleRecord] | None = []
+        while batch is not None:
+            batch = self._next(since + SEGMENT_SECONDS - time.monotonic())
+            for row in batch or ():
                 since = since if rows else time.monotonic()
                 rows.append(row)
                 size += record_bytes(row)
                 if size >= SEGMENT_BYTES:
                     self._write(rows)
                     rows, size = [], 0
-            if rows and (got is None or time.monotonic() - since >= SEGMENT_SECONDS):
+            if rows and (batch is None or time.monotonic() - since >= SEGMENT_SECONDS):
                 self._write(rows)
                 rows, size = [], 0
             since = since if rows else time.monotonic()
 
     def _next(self, seconds: float) -> list[SampleRecord] | None:
-        """What was handed over within so many seconds, maybe nothing; None at the end."""
+        """Rows added within `seconds`, possibly none; None at the end."""
         try:
-            return self._waiting.get(timeout=max(LEAST_WAIT, seconds))
+            return self._waiting.get(timeout=max(MIN_WAIT, seconds))
         except queue.Empty:
             return []
 
     def _write(self, rows: Sequence[SampleRecord]) -> None:
         try:
             self._check()
-            if not self._begun:  # what is half written is nobody's who may write
+            if not self._begun:  # once: parts of killed attempts belong to no writer
                 remove_parts(self._folder)
                 self._begun = True
             write_segment(self._folder, self._attempt, rows, self._check)
             delete_oldest(self._folder, self._bound)
-        except Exception as error:  # noqa: BLE001 - the samples are lost, and nothing else may be
-            self.left_out += len(rows)
+        except Exception as error:  # noqa: BLE001 a failing disk may cost samples, and nothing else
+            self.dropped += len(rows)
             if not self._warned:
                 self._warned = True
-                log.warning("samples are not kept in %s: %s", self._folder, error)
+                log.warning("samples are not stored in %s: %s", self._folder, error)
 
 
 def write_segment(
     folder: Path, attempt: str, rows: Sequence[SampleRecord], check: Callable[[], None] = lambda: None
 ) -> Path:
-    """Write one segment, named by now, and return its path; nothing is left of it where `check` raises at its end."""
+    """Write one segment, named by the current time, and return its path. If `check` raises after writing, the file is
+    removed."""
     from pyarrow import parquet
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def write_segment(
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove what attempts left that were killed while they wrote; the bound does not count it."""
+    """Remove partial files of attempts that were killed while writing; the bound does not count them."""
     for part in folder.glob(f".*{SUFFIX}.part"):
         with suppress(OSError):
             part.unlink()
@@ -185,7 +185,7 @@ def table_of(rows: Sequence[SampleRecord]) -> Any:
 
 
 def schema() -> Any:
-    """The columns as Arrow's types."""
+    """The columns with Arrow's types."""
     import pyarrow as pa
 
     kinds = {
@@ -198,12 +198,12 @@ def schema() -> Any:
 
 
 def segments(folder: Path) -> list[Path]:
-    """The segments of a folder, the oldest first; none where there is no folder."""
+    """The segments of a folder, oldest first; empty if the folder does not exist."""
     return sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("."))
 
 
 def delete_oldest(folder: Path, bound: int) -> None:
-    """Remove what is beyond the bound. Another attempt that still writes here may remove some of it first."""
+    """Remove segments beyond the bound. Another attempt that still writes here may remove some of them first."""
     sizes = dict[Path, int]()
     for file in segments(folder):
         with suppress(FileNotFoundError):
@@ -213,24 +213,24 @@ def delete_oldest(folder: Path, bound: int) -> None:
 
 
 def segments_over(sizes: dict[Path, int], bound: int) -> list[Path]:
-    """Which segments, given the oldest first with their bytes, have to go for the rest to stay within `bound`.
+    """The segments to remove so that the rest fits `bound`. `sizes` has the bytes of each segment, oldest first.
 
-    The newest ones that fill half of it stay. Of those before them, the one whose neighbours are nearest to each other
-    goes first, again and again, so that what stays covers the whole time evenly; the first of all stays longest.
+    The newest segments that fill half of the bound stay. Of the older ones, the segment whose neighbors are closest to
+    each other is removed first, repeatedly, so that the rest covers the whole time evenly. The first stays longest.
     """
-    left, gone, total = list(sizes), list[Path](), sum(sizes.values())
-    places = {file: place for place, file in enumerate(sizes)}
+    left, removed, total = list(sizes), list[Path](), sum(sizes.values())
+    ranks = {file: rank for rank, file in enumerate(sizes)}
     while total > bound and len(left) > 1:
         old = len(left) - _newest(left, sizes, bound // 2)
-        gaps = {index: places[left[index + 1]] - places[left[index - 1]] for index in range(1, min(old, len(left) - 1))}
+        gaps = {index: ranks[left[index + 1]] - ranks[left[index - 1]] for index in range(1, min(old, len(left) - 1))}
         chosen = min(gaps, key=gaps.__getitem__) if gaps else 0
         total -= sizes[left[chosen]]
-        gone.append(left.pop(chosen))
-    return gone
+        removed.append(left.pop(chosen))
+    return removed
 
 
 def _newest(left: Sequence[Path], sizes: dict[Path, int], bound: int) -> int:
-    """How many of the last stay within a bound; at least one."""
+    """The number of newest segments that fit a bound; at least one."""
     total = 0
     for count, file in enumerate(reversed(left)):
         total += sizes[file]
@@ -240,28 +240,28 @@ def _newest(left: Sequence[Path], sizes: dict[Path, int], bound: int) -> int:
 
 
 def records_of_group(prepared: PreparedGroup, task: str, baseline: Baseline) -> list[SampleRecord]:
-    """The rows of a group of training, with the advantages that `baseline` gives."""
+    """The rows of a training group, with the advantages of `baseline`."""
     group = prepared.group
     trained: list[float | None] = [*prepared.advantages] if baseline not in REWARDS_ONLY else []
     advantages = trained or [None] * len(group.samples)
     head = {"task": task, "position": group.position, "prompt": group.prompt, "outcome": prepared.outcome}
-    rows = [record_of(sample) | {"advantage": each} for sample, each in zip(group.samples, advantages, strict=True)]
+    rows = [record_of(sample) | {"advantage": one} for sample, one in zip(group.samples, advantages, strict=True)]
     rows += [record_of(failure) for failure in group.failures]
-    return [{**head, "sample": place, **row} for place, row in enumerate(rows)]
+    return [{**head, "sample": index, **row} for index, row in enumerate(rows)]
 
 
 def records_of_evaluation(outcomes: Sequence[Sequence[Sample | str]], task: str, eval_set: str) -> list[SampleRecord]:
-    """The rows of an evaluation: for each prompt of the set its samples, or the reasons why there is none."""
+    """The rows of an evaluation: for each prompt its samples, or the reasons of the failed ones."""
     head = {"task": task, "eval_set": eval_set}
     return [
-        {**head, "position": prompt, "prompt": prompt, "sample": place, **record_of(outcome)}
-        for prompt, each in enumerate(outcomes)
-        for place, outcome in enumerate(each)
+        {**head, "position": prompt, "prompt": prompt, "sample": index, **record_of(outcome)}
+        for prompt, of_prompt in enumerate(outcomes)
+        for index, outcome in enumerate(of_prompt)
     ]
 
 
 def record_of(outcome: Sample | str) -> SampleRecord:
-    """What is kept of a sample, or of the reason why there is none."""
+    """The row of a sample, or of the reason of a failed sample."""
     now = {"time": time.time()}
     if isinstance(outcome, str):
         return {**now, "failure": outcome}
@@ -283,5 +283,5 @@ def record_of(outcome: Sample | str) -> SampleRecord:
 
 
 def record_bytes(row: SampleRecord) -> int:
-    """About what a row takes before it is compressed."""
+    """The approximate size of a row before compression, in bytes."""
     return 200 + 9 * int(row.get("length") or 0)

@@ -1,9 +1,9 @@
-"""One inference server as its client sees it: a request, its answer, and what they cost.
+"""The client of one inference server: requests, responses, and their cost.
 
-Owns the form of vLLM's `/inference/v1/generate` (tokens in, tokens out) and the sorting of what can go wrong:
-`TransientError` is worth another try elsewhere, `RolloutError` never works. Promises exact token ids, with the
-log-probabilities and the weight versions that sampled them; and that a request which runs into its time limit is asked
-for what it has (`/inference/v1/abort_requests`) before it is given up. Decides nothing about retries.
+Owns the format of vLLM's `/inference/v1/generate` (tokens in, tokens out) and the classification of failures: a
+`TransientError` is worth a retry on another server, a `RolloutError` is permanent. Promises exact token ids, with the
+log-probabilities and the policy versions that sampled them; and that a request which reaches its time limit is asked
+for its partial result (`/inference/v1/abort_requests`) before it is abandoned. Decides nothing about retries.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from pipeline.utils.http_errors import error_text
 ROUTE = "/inference/v1/generate"
 ABORT_ROUTE = "/inference/v1/abort_requests"
 INTERRUPTION_SECONDS = 10.0
-"""What a server may take to answer a request with what it has, once it is told to end it."""
+"""Timeout of a server's partial result after the request to end."""
 BUSY_STATUS = (408, 429)
 
 
 class TransientError(Exception):
-    """A request that did not work here and now; `reason` is what is counted. `at_work`: the server had taken it, so if
-    it died, it may have died of it."""
+    """A request that failed here and now; `reason` is its name in metrics. `at_work`: the server had accepted the
+    request, so a crash of the server may be its fault."""
 
     def __init__(self, reason: str, *, at_work: bool = False) -> None:
         super().__init__(reason)
@@ -44,14 +44,14 @@ class Completion:
     """One continuation.
 
     Attributes:
-        tokens, logprobs: what was sampled, with the stop token if there is one; natural logarithms, at the sampling
+        tokens, logprobs: the sampled tokens, with the stop token if there is one; natural logarithms, at the sampling
             temperature.
-        finish: `stop` at a stop token, `length` at the limit, `abort` when it is to go on: the server was paused for
+        finish: `stop` at a stop token, `length` at the limit, `abort` if it must continue: the server was paused for
             new weights, or the request was interrupted.
-        version_min, version_max: oldest and newest weight version that sampled a token.
-        server: who answered last.
-        seconds: from the first request to the last answer.
-        versions: the weight version that sampled each token; where nobody says, the oldest that it may have been.
+        version_min, version_max: oldest and newest policy version that sampled a token.
+        server: the server of the last response.
+        seconds: from the first request to the last response.
+        versions: the policy version that sampled each token; where unknown, the oldest possible one.
     """
 
     tokens: tuple[int, ...]
@@ -65,7 +65,7 @@ class Completion:
 
     @property
     def complete(self) -> bool:
-        """False when the policy had not finished."""
+        """False when the policy has not finished."""
         return self.finish != "abort"
 
 
@@ -75,18 +75,18 @@ class _Span(msgspec.Struct):
     end: int
 
 
-# One is made for each token of every answer: the garbage collector need not look at them.
+# One object per sampled token: gc=False excludes them from garbage collection.
 class _Token(msgspec.Struct, gc=False):
     logprob: float
     token_id: int = -1
     token: str = ""
-    """Before vLLM had `token_id`: `token_id:7`."""
+    """Releases of vLLM without `token_id` write it here, as `token_id:7`."""
 
 
 class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Token] | None = None
     weight_versions: list[_Span] | None = None
-    """As `pipeline.inference.vllm.token_versions` says them, where vLLM itself does not."""
+    """Written by `pipeline.inference.vllm.token_versions`, for releases of vLLM that do not report versions."""
 
 
 class _Choice(msgspec.Struct):
@@ -97,12 +97,12 @@ class _Choice(msgspec.Struct):
 
     @property
     def sampled(self) -> list[_Token]:
-        """The tokens with their log-probabilities; an abort before the first has none."""
+        """The tokens with their log-probabilities; empty for an abort before the first token."""
         return (self.logprobs and self.logprobs.content) or []
 
     @property
     def spans(self) -> list[_Span] | None:
-        """From where to where which weights sampled; None if nobody says."""
+        """The ranges of tokens that each policy version sampled; None if not reported."""
         if self.weight_versions is None and self.logprobs is not None:
             return self.logprobs.weight_versions
         return self.weight_versions
@@ -113,8 +113,8 @@ class _Answer(msgspec.Struct):
 
 
 FINAL_ONLY = 2
-"""vLLM's `RequestOutputKind`: one output, when all samples have ended. Releases up to 0.25 send one at each step unless
-they are told, and answer with whichever samples ended last."""
+"""vLLM's `RequestOutputKind`: one output, when all samples have ended. With the default, releases up to 0.25 send one
+output per step, and their response contains only the samples that ended last."""
 
 _token_id, _logprob = attrgetter("token_id"), attrgetter("logprob")
 _answers = msgspec.json.Decoder(_Answer)
@@ -123,7 +123,7 @@ _bodies = msgspec.json.Encoder()
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What to continue and how; temperature 0 is greedy."""
+    """A prompt and its sampling parameters; temperature 0 is greedy."""
 
     token_ids: Sequence[int]
     n: int
@@ -134,7 +134,7 @@ class GenerationRequest:
     top_k: int = 0
 
     def body(self, salt: str) -> bytes:
-        """The request as JSON. Prompts share a cache of their prefixes only under the same `salt`."""
+        """The request as JSON. Requests share cached prefixes only under the same `salt`."""
         sampling = {
             "n": self.n,
             "temperature": self.temperature,
@@ -155,9 +155,9 @@ class Server(HasBackoff):
     """The state of one server.
 
     Attributes:
-        version: what it serves; None while it must not be asked.
-        fixed: whether its weights are from disk and never change, so that it counts no versions itself.
-        samples: those it is working on.
+        version: the policy version that it serves; None while it must not get requests.
+        fixed: whether its weights are from disk and never change, so that it reports no versions itself.
+        samples: number of samples in progress.
     """
 
     endpoint: str
@@ -168,18 +168,18 @@ class Server(HasBackoff):
     running: set[asyncio.Task[bytes]] = field(default_factory=set)
 
     def leave(self) -> None:
-        """Give up on the server: what runs there ends as `TransientError`, to be tried elsewhere."""
+        """Evict the server: its running requests fail with `TransientError`, and are retried elsewhere."""
         self.version = None
         for task in self.running:
             task.cancel()
 
     async def ask(self, http: aiohttp.ClientSession, request: GenerationRequest, seconds: float) -> list[Completion]:
-        """The answer of this server, after `seconds` with what it has by then; raises `TransientError` or
+        """The server's completions, after `seconds` with a partial result; raises `TransientError` or
         `RolloutError`."""
         version = self.version
         if version is None:
             raise TransientError("evicted")
-        # Weights change the cached prefixes, so every version has its own.
+        # New weights invalidate cached prefixes, so every version has a separate salt.
         body = request.body(salt=str(version))
         with self._counted(request.n):
             started = asyncio.get_running_loop().time()
@@ -197,7 +197,7 @@ class Server(HasBackoff):
             self.samples -= samples
 
     async def _guarded(self, work: Any) -> bytes:
-        """`work` as a task that `leave` can end without ending the caller."""
+        """`work` as a task that `leave` can cancel without cancelling the caller."""
         task: asyncio.Task[bytes] = asyncio.ensure_future(work)
         self.running.add(task)
         try:
@@ -231,18 +231,18 @@ class Server(HasBackoff):
         return answer
 
     async def _interrupt(self, http: aiohttp.ClientSession, name: str, seconds: float) -> None:
-        """After `seconds`, have the server end a request and answer it with what it has sampled."""
+        """After `seconds`, make the server end a request and respond with the tokens sampled so far."""
         await asyncio.sleep(seconds)
         limit = aiohttp.ClientTimeout(total=INTERRUPTION_SECONDS)
         body = _bodies.encode({"request_ids": [f"generate-tokens-{name}"]})
-        # A server that does not hear this does not answer the request either, and that is told.
+        # If the server does not receive this, it does not respond to the request either, and that failure is reported.
         with suppress(aiohttp.ClientError, OSError):
             async with http.post(f"http://{self.endpoint}{ABORT_ROUTE}", data=body, timeout=limit) as response:
                 await response.read()
 
-    def _completion(self, choice: _Choice, asked: int, seconds: float) -> Completion:
-        latest = asked if self.version is None else self.version
-        versions = [asked] if self.fixed else _versions(choice, asked, latest)
+    def _completion(self, choice: _Choice, oldest: int, seconds: float) -> Completion:
+        latest = oldest if self.version is None else self.version
+        versions = [oldest] if self.fixed else _versions(choice, oldest, latest)
         return Completion(
             tokens=choice.token_ids,
             logprobs=tuple(map(_logprob, choice.sampled)),
@@ -251,7 +251,7 @@ class Server(HasBackoff):
             version_max=max(versions),
             server=self.endpoint,
             seconds=seconds,
-            versions=_token_versions(choice, min(versions), told=not self.fixed),
+            versions=_token_versions(choice, min(versions), reported=not self.fixed),
         )
 
 
@@ -266,36 +266,36 @@ def _parse(answer: bytes, n: int) -> list[_Choice]:
 
 
 def _is_exact(choice: _Choice) -> bool:
-    """Whether the log-probabilities are those of the tokens."""
+    """Whether the log-probabilities belong to the response's tokens."""
     sampled = choice.sampled
     if sampled and sampled[0].token:
         return [token.token for token in sampled] == [f"token_id:{token}" for token in choice.token_ids]
     return tuple(map(_token_id, sampled)) == choice.token_ids
 
 
-def _versions(choice: _Choice, asked: int, latest: int) -> list[int]:
-    """The weight versions of a choice, of which a server that lost its weights, by a restart say, has older ones.
+def _versions(choice: _Choice, oldest: int, latest: int) -> list[int]:
+    """The policy versions that sampled a choice; `TransientError` if one is older than `oldest`, the version at the
+    time of the request: the server lost its weights, for example by a restart.
 
-    A release of vLLM that says none, nor has our plugin say any, has sampled with what it had from when it was asked
-    until it answered.
+    If neither vLLM nor the plugin reports versions, any version between the request and the response is possible.
     """
     if choice.spans is None and choice.sampled and choice.sampled[0].token:
-        return [asked, latest]
+        return [oldest, latest]
     try:
         versions = [int(span.version) for span in choice.spans or ()]
     except ValueError:
         raise TransientError("stale weights") from None
     if not choice.token_ids:
-        return versions or [asked]
-    if not versions or min(versions) < asked:
+        return versions or [oldest]
+    if not versions or min(versions) < oldest:
         raise TransientError("stale weights")
     return versions
 
 
-def _token_versions(choice: _Choice, oldest: int, *, told: bool) -> tuple[int, ...]:
-    """The weight version of each token: what the answer says if it is `told`, else the `oldest` of the choice."""
+def _token_versions(choice: _Choice, oldest: int, *, reported: bool) -> tuple[int, ...]:
+    """The policy version of each token: the response's if `reported`, else the `oldest` of the choice."""
     versions = [oldest] * len(choice.token_ids)
-    for span in (choice.spans or ()) if told else ():
-        places = range(len(versions))[span.start : span.end]
-        versions[places.start : places.stop] = [int(span.version)] * len(places)
+    for span in (choice.spans or ()) if reported else ():
+        indices = range(len(versions))[span.start : span.end]
+        versions[indices.start : indices.stop] = [int(span.version)] * len(indices)
     return tuple(versions)

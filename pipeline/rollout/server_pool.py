@@ -1,14 +1,14 @@
 """The client of all inference servers.
 
-Owns which server gets a request, and what happens when it does not work: least loaded first, transient failures again
-elsewhere, with growing pauses, and without limit unless servers die of the request. Promises that only servers with
-recent enough weights are asked, and that cancelling a call ends it at once. Waits without spinning while there is no
-such server, at most `server_seconds`. Must not know tasks, streams or how weights travel.
+Owns the choice of a server for each request, and the handling of failures: the least loaded server first, transient
+failures retried elsewhere with growing pauses, and without limit unless servers crash under the request. Promises that
+only servers with recent enough weights get requests, and that cancelling a call ends it at once. Waits without polling
+while there is no such server, for at most `server_seconds`. Must not know tasks, streams or how weights travel.
 
-A sample goes on where it stopped, whether a weight update or the time limit of a request cut it off: it keeps its
-tokens, log-probabilities and versions, and the rest is asked for. To sample it anew would favour short samples, which
-are cut off less often. A lost server takes what it had not answered with it, so a long sample is asked for in pieces of
-at most `max_tokens_per_request`: however long it is, a lost server costs it no more than one piece.
+A sample that was cut off by a weight update or a request's time limit is continued: its tokens, log-probabilities and
+versions are retained, and only the rest is requested. Sampling it again would favor short samples, which are cut off
+less often. The unreturned tokens of a lost server are lost, so a long sample is requested in pieces of at most
+`max_tokens_per_request`: a lost server costs a sample at most one piece.
 
     async with InferenceClient(["127.0.0.3:8000"], password, request_seconds=120) as client:
         client.update("127.0.0.3:8000", 0)
@@ -35,13 +35,13 @@ from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES, PoisonR
 from pipeline.utils.waiting import Deadline
 
 SHOWN = 8
-"""Servers that an error names."""
+"""Number of servers that an error names."""
 COMPARED = 32
-"""Servers whose loads are compared for one request."""
+"""Number of servers whose loads are compared for one request."""
 
 
 class InferenceClient:
-    """Asks servers for continuations; lives in one event loop, shared by any number of tasks."""
+    """Requests continuations from servers; used by one event loop, shared by any number of tasks."""
 
     def __init__(
         self,
@@ -55,17 +55,18 @@ class InferenceClient:
         vocabulary: int | None = None,
         fixed: bool = False,
     ) -> None:
-        """No server is asked before `update` says that it is current.
+        """No server gets a request before `update` declares it current.
 
         Args:
             servers: `host:port` of each.
-            password: the world's, which every server asks for.
-            request_seconds: how long one server may work on a request; then it goes on elsewhere.
-            max_tokens_per_request: most tokens that one request samples; None: no bound.
-            max_lag: most versions that a server may be behind the newest one to be asked.
-            server_seconds: how long to wait for a server that may be asked.
-            fixed: whether the servers have their weights from disk, for good.
-            vocabulary: token ids are below this. vLLM without a tokenizer does not check, and would die of one above.
+            password: the run's shared secret, which every server requires.
+            request_seconds: time limit of one request on one server; the rest is then requested elsewhere.
+            max_tokens_per_request: limit of one request in tokens; None: none.
+            max_lag: largest number of versions by which a server may trail the newest one and still get requests.
+            server_seconds: timeout of the wait for an eligible server.
+            fixed: whether the servers load their weights from disk and never change them.
+            vocabulary: token ids must be below this. vLLM without a tokenizer does not check, and would crash on one
+                above.
         """
         self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
         self._password, self._seconds, self._piece = password, request_seconds, max_tokens_per_request
@@ -88,7 +89,7 @@ class InferenceClient:
         await self._http.close()
 
     def update(self, server: str, version: int | None) -> None:
-        """Say which weights a server serves; None: do not ask it, and try what runs there elsewhere."""
+        """Set the policy version of a server; None evicts it and retries its requests elsewhere."""
         state = self._servers.setdefault(server, Server(server))
         if version == state.version:
             return
@@ -111,10 +112,10 @@ class InferenceClient:
     ) -> list[Completion]:
         """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
 
-        With `top_p` or `top_k` the log-probabilities are those of the distribution that they leave.
+        With `top_p` or `top_k` the log-probabilities are those of the truncated distribution.
 
-        Tries until it works; raises `RolloutError` for a request that can never work, or that servers die of, and
-        `DeadlineError` if for `server_seconds` no server may be asked.
+        Retries until the request succeeds. Raises `RolloutError` for a request that can never succeed or under which
+        servers crash, and `DeadlineError` if no server is eligible for `server_seconds`.
         """
         self._check(token_ids)
         self.requests += 1
@@ -126,36 +127,36 @@ class InferenceClient:
         return completions
 
     def numbers(self) -> dict[str, float]:
-        """For the status: counts since the start, idle fraction of each server since the last call."""
+        """Values for the status: counts since the start, and each server's idle fraction since the last call."""
         idle = {f"idle/{endpoint}": 1 - server.busy.pop() for endpoint, server in self._servers.items()}
         retries = {f"retries/{reason}": float(count) for reason, count in self.retries.items()}
         return {"requests": self.requests, "completion_tokens": self.tokens} | idle | retries
 
     async def _somewhere(self, request: GenerationRequest) -> list[Completion]:
-        """The answer of the first server that gives one; of a long request its first piece."""
-        pauses, deaths, abandoned = _pauses(), 0, self._suspects.abandoned
+        """The completions from the first server that succeeds; for a long request only the first piece."""
+        pauses, crashes, abandoned = _pauses(), 0, self._suspects.abandoned
         piece = min(request.max_tokens, self._piece or request.max_tokens)
-        while deaths < MAX_SERVER_CRASHES:
-            async with self._suspects.attempt(deaths):
+        while crashes < MAX_SERVER_CRASHES:
+            async with self._suspects.attempt(crashes):
                 server = await self._least_loaded()
                 try:
                     completions = await server.ask(self._http, replace(request, max_tokens=piece), self._seconds)
                 except TransientError as failure:
                     self.retries[failure.reason] += 1
                     server.backoff.record_failure()
-                    deaths += failure.at_work and await is_dead(self._http, server.endpoint)
+                    crashes += failure.at_work and await is_dead(self._http, server.endpoint)
                 else:
                     server.backoff.record_success()
                     self.retries.update("aborted" for completion in completions if not completion.complete)
                     return [_marked(completion, piece, request.max_tokens) for completion in completions]
-            if abandoned != self._suspects.abandoned:
-                deaths, abandoned = 0, self._suspects.abandoned
+            if abandoned != self._suspects.abandoned:  # another request was to blame for the crashes
+                crashes, abandoned = 0, self._suspects.abandoned
             await asyncio.sleep(next(pauses))
         self._suspects.abandon()
         raise RolloutError(ABANDONED)
 
     async def _finished(self, part: Completion, request: GenerationRequest) -> Completion:
-        """`part`, continued until it ends by itself."""
+        """`part`, continued until it is complete."""
         while not part.complete:
             left = request.max_tokens - len(part.tokens)
             if left < 1:
@@ -166,7 +167,8 @@ class InferenceClient:
         return part
 
     async def _least_loaded(self) -> Server:
-        """The least loaded of all, or of `COMPARED` drawn at random: as good, and as cheap with 4,096 servers."""
+        """The least loaded of all eligible servers, or of `COMPARED` random ones: with 4,096 servers about as good, and
+        much cheaper."""
         deadline = Deadline("an inference server that may be asked", self._server_seconds)
         while not (eligible := self._current()):
             self._changed.clear()
@@ -181,7 +183,7 @@ class InferenceClient:
         return random.choice([server for server in awake if server.samples == least])
 
     def _current(self) -> list[Server]:
-        """The servers that may be asked, found anew only when a version has changed."""
+        """The eligible servers, cached until a version changes."""
         if self._eligible is None:
             versions = {server: server.version for server in self._servers.values() if server.version is not None}
             newest = max(versions.values(), default=0)
@@ -189,7 +191,7 @@ class InferenceClient:
         return self._eligible
 
     def _without_weights(self) -> str:
-        """The servers, all of which have no weights where none may be asked."""
+        """The servers that an error names: when none is eligible, all lack weights."""
         names = list(self._servers)
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         return f"weights on {', '.join(names[:SHOWN])}{more}" if names else "any server"
@@ -199,23 +201,23 @@ class InferenceClient:
             raise RolloutError("an empty prompt cannot be continued")
         highest, lowest = max(token_ids), min(token_ids)
         if lowest < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
-            wrong = lowest if lowest < 0 else highest
-            raise RolloutError(f"token id {wrong} is outside of the vocabulary of {self._vocabulary} tokens")
+            invalid = lowest if lowest < 0 else highest
+            raise RolloutError(f"token id {invalid} is outside of the vocabulary of {self._vocabulary} tokens")
 
 
-def _marked(completion: Completion, piece: int, wanted: int) -> Completion:
-    """A completion that stopped at the end of a piece and not of what was wanted is to be continued."""
-    at_the_end_of_a_piece = piece < wanted and completion.finish == "length" and len(completion.tokens) == piece
-    return replace(completion, finish="abort") if at_the_end_of_a_piece else completion
+def _marked(completion: Completion, piece: int, max_tokens: int) -> Completion:
+    """Mark a completion that stopped at the end of a piece, not at `max_tokens`, as one to be continued."""
+    is_piece_end = piece < max_tokens and completion.finish == "length" and len(completion.tokens) == piece
+    return replace(completion, finish="abort") if is_piece_end else completion
 
 
 def _joined(first: Completion, then: Completion) -> Completion:
-    """One completion of two parts."""
+    """Concatenate two parts of a completion."""
     return replace(
         then,
         tokens=first.tokens + then.tokens,
         logprobs=first.logprobs + then.logprobs,
-        # An abort before the first token has no version of its own.
+        # An abort before the first token has sampled with no version.
         version_min=min(first.version_min, then.version_min) if first.tokens else then.version_min,
         version_max=max(first.version_max, then.version_max),
         seconds=first.seconds + then.seconds,
@@ -224,6 +226,6 @@ def _joined(first: Completion, then: Completion) -> Completion:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds before each further try: doubling up to the longest, each shortened at random by up to a half."""
+    """Seconds before each retry: exponential backoff up to a maximum, each reduced at random by up to a half."""
     for failures in count():
         yield pause_after(failures) * random.uniform(0.5, 1)

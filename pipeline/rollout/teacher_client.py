@@ -1,12 +1,12 @@
-"""A teacher: a served model that says how likely it finds what the policy sampled.
+"""The client of a teacher: a served model that computes log-probabilities of the policy's tokens.
 
-Owns what is asked of the server behind `teacher.url`, and how its answer is read. Promises for every token of every row
-the teacher's log-probability of that token after those before it, or one reason why a group has none; that a teacher
-which is busy, or away for a while, is waited for; that one which was never there is told apart from it; and that who
-waits can give up at any time. Must not know what the numbers are for.
+Owns the requests to the server behind `teacher.url`, and the parsing of its responses. Promises for every token of
+every row the teacher's log-probability given the tokens before it, or one reason why a group has none; that a busy or
+temporarily unreachable teacher is waited for; that a teacher which was never reachable is reported separately; and that
+the caller can stop waiting at any time. Must not know the use of the numbers.
 
-The server is any that answers `/completions` with `prompt_logprobs`, as `vllm serve` does. It gets token ids, so it has
-to have the policy's tokenizer.
+Any server works that answers `/completions` with `prompt_logprobs`, as `vllm serve` does. It receives token ids, so it
+must have the policy's tokenizer.
 
     teacher = Teacher(config.teacher)
     teacher.meet(seconds=240, should_stop=should_stop)
@@ -61,35 +61,35 @@ class Teacher:
         self._trouble = "no answer"
 
     def meet(self, seconds: float, should_stop: Callable[[], bool]) -> None:
-        """Return once it has said how likely two tokens are, or once `should_stop()`, which is asked all the while.
+        """Wait until the teacher has scored two tokens, or until `should_stop()`, which is polled.
 
-        Raises `RolloutError` if it refuses, and `DeadlineError` with its last trouble if it does not answer within
-        `seconds`.
+        Raises `RolloutError` if the teacher refuses, and `DeadlineError` with its last error if it does not answer
+        within `seconds`.
         """
         asyncio.run(self._meet(Deadline(f"the teacher at teacher.url={self._config.url}", seconds), should_stop))
 
     def references(self, groups: Sequence[Group], should_stop: Callable[[], bool]) -> list[References | str] | None:
-        """What the teacher says of each group, or the reason why it never will; None once `should_stop()`, which is
-        asked all the while."""
+        """The teacher's log-probabilities of each group, or the reason why it refuses them; None once `should_stop()`,
+        which is polled."""
         return asyncio.run(self._all(groups, should_stop))
 
     async def _meet(self, deadline: Deadline, should_stop: Callable[[], bool]) -> None:
         async with self._session() as http:
-            asked = asyncio.create_task(self._of_row(http, [0, 0]))
+            probe = asyncio.create_task(self._of_row(http, [0, 0]))
             try:
-                while not asked.done() and not should_stop():
+                while not probe.done() and not should_stop():
                     if deadline.passed:
-                        raise deadline.error(f"{self._trouble}; start it, or mend teacher.url")
-                    await asyncio.wait([asked], timeout=LOOK_SECONDS)
-                if asked.done():
-                    asked.result()
+                        raise deadline.error(f"{self._trouble}; start it, or fix teacher.url")
+                    await asyncio.wait([probe], timeout=LOOK_SECONDS)
+                if probe.done():
+                    probe.result()
             except RolloutError as error:
                 named = f"teacher.url={self._config.url} with teacher.model={self._config.model}"
-                told = f"the teacher refuses what a run asks of it: {error}; mend these or teacher.key_file"
-                raise RolloutError(f"{named}: {told}") from None
+                reason = f"the teacher refuses a request like a run's: {error}; fix these or teacher.key_file"
+                raise RolloutError(f"{named}: {reason}") from None
             finally:
-                asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
+                probe.cancel()
+                await asyncio.gather(probe, return_exceptions=True)
 
     def _session(self) -> aiohttp.ClientSession:
         limit = aiohttp.ClientTimeout(total=self._config.seconds)
@@ -98,8 +98,8 @@ class Teacher:
 
     async def _all(self, groups: Sequence[Group], should_stop: Callable[[], bool]) -> list[References | str] | None:
         async with self._session() as http:
-            asked = [asyncio.create_task(self._of_group(http, group)) for group in groups]
-            left = set(asked)
+            tasks = [asyncio.create_task(self._of_group(http, group)) for group in groups]
+            left = set(tasks)
             try:
                 while left:
                     _, left = await asyncio.wait(left, timeout=LOOK_SECONDS)
@@ -109,7 +109,7 @@ class Teacher:
                 for task in left:
                     task.cancel()
                 await asyncio.gather(*left, return_exceptions=True)
-            return [task.result() for task in asked]
+            return [task.result() for task in tasks]
 
     async def _of_group(self, http: aiohttp.ClientSession, group: Group) -> References | str:
         rows = [row.tokens.tolist() for sample in group.samples for row in sample.rows()]
@@ -131,15 +131,15 @@ class Teacher:
         try:
             (choice,) = msgspec.json.decode(answer, type=_Answer).choices
             after = zip(tokens[1:], choice.prompt_logprobs[1:], strict=True)
-            found = [0.0, *(said[str(token)].logprob for token, said in after if said)]
+            logprobs = [0.0, *(scores[str(token)].logprob for token, scores in after if scores)]
         except (msgspec.DecodeError, ValueError, KeyError):
-            found = []
-        if len(found) != len(tokens):
+            logprobs = []
+        if len(logprobs) != len(tokens):
             raise RolloutError(f"its answer has no log-probability for each token: {answer[:120]!r}")
-        return np.asarray(found, "<f4").tobytes()
+        return np.asarray(logprobs, "<f4").tobytes()
 
     async def _answer(self, http: aiohttp.ClientSession, body: dict[str, Any]) -> bytes:
-        """The body of a good answer; waits for a teacher that is busy or away."""
+        """The body of a successful response; waits for a teacher that is busy or unreachable."""
         url = f"{self._config.url.rstrip('/')}/completions"
         failures = 0
         while True:
@@ -148,13 +148,14 @@ class Teacher:
                     answer = await response.read()
                 if response.status == 200:
                     return answer
-                why = f"status {response.status}: {error_text(answer)}"
+                reason = f"status {response.status}: {error_text(answer)}"
                 if response.status < 500 and response.status not in BUSY_STATUS:
-                    raise RolloutError(why)
+                    raise RolloutError(reason)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-                why = str(error) or type(error).__name__
-            self._trouble = why
+                reason = str(error) or type(error).__name__
+            self._trouble = reason
             if failures in (0, 10, 100):
-                log.warning("the teacher at %s is asked again: %s", url, why)
+                log.warning("the teacher at %s is retried: %s", url, reason)
+
             await asyncio.sleep(pause_after(failures))
             failures += 1

@@ -1,6 +1,6 @@
-"""Fractions of time.
+"""The fraction of time in which a condition holds.
 
-Owns `TimeFraction`: which fraction of the time something was the case. Knows nothing of what.
+Owns `TimeFraction`. Knows nothing of the condition.
 """
 
 import time
@@ -9,12 +9,12 @@ from types import TracebackType
 
 
 class TimeFraction:
-    """The fraction of the time in which at least one `with share:` block was running.
+    """The fraction of the time in which at least one `with fraction:` block was running.
 
-    blocked = Share()
+    blocked = TimeFraction()
     with blocked:
         await room()
-    blocked.take()      # 0.25: a quarter of the time since the last call
+    blocked.pop()      # 0.25: a quarter of the time since the last call
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -34,12 +34,12 @@ class TimeFraction:
         self._inside -= 1
 
     def pop(self) -> float:
-        """The fraction since the last call, and start anew."""
+        """The fraction since the last call; restarts the measurement."""
         self._count()
         elapsed = self._last - self._since
-        share = self._busy / elapsed if elapsed > 0 else 0.0
+        fraction = self._busy / elapsed if elapsed > 0 else 0.0
         self._busy, self._since = 0.0, self._last
-        return share
+        return fraction
 
     def _count(self) -> None:
         now = self._now()

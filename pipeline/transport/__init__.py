@@ -1,16 +1,16 @@
-"""How the roles talk: topics of records, read once, and small values that only matter now.
+"""Communication between roles: topics of records, each read once, and small values with only a current state.
 
 | module | owns |
 |---|---|
 | `streams` | the protocol, and the waiting that both backends share |
 | `redis_streams`, `redis_scripts` | streams in Redis; the scripts that run inside it, each one atomic step |
-| `redis_persistence`, `redis_repair` | the data that Redis starts from; the repair of data it would not load |
+| `redis_persistence`, `redis_repair` | the data that Redis starts from; the repair of damaged data |
 | `file_streams`, `topic_segments`, `topic_cursors` | streams in files; the files of a topic; its reader's cursor |
 | `async_streams` | the streams inside an event loop |
-| `ending_patience` | how long an attempt that is ending waits for a backend |
+| `ending_patience` | the timeout for a backend while the attempt is ending |
 | `shared_state` | the few values that the trainer posts and the actor watches |
 | `sample_records` | records between roles: samples, groups, evaluations |
-| `ledger`, `staleness` | which prompt is next, and its outcome; how far generation may run ahead of training |
+| `ledger`, `staleness` | the order and the outcomes of positions; the bound on generation ahead of training |
 | `group_advantages` | advantages of a sample within its group |
 
 Owns the streams between the roles. One interface (`streams.Streams`), two backends: Redis Streams (`redis`, the
@@ -18,16 +18,16 @@ default) and files in the run directory (`files`, no Redis node). Promises:
 
 - A record is safe when `publish` has returned: it survives its writer, its reader and a restart of the backend, and is
   delivered until it is acknowledged. Nothing unread is ever dropped. (A Redis that is killed may lose its last two
-  seconds, `appendfsync everysec`. The positions in them are unsettled: the next actor issues them again, or the same
-  one when Redis comes back under it, see `Streams.generation`.)
-- `publish` waits while what the topic's reader has not acknowledged would exceed `streams.budget_bytes`: a slow reader
-  slows its writer. A reader that has read everything always gets one entry more, so it may need more than the budget.
-- A reader that is opened again gets everything it read but did not acknowledge, first and in the same order. The one
-  opened last is the reader; an earlier one, of a process that was replaced and goes on, settles nothing any more.
+  seconds, `appendfsync everysec`. The positions in them are not done, so the next actor issues them again, or the same
+  actor once Redis is back, see `Streams.generation`.)
+- `publish` waits while the unacknowledged entries of the topic would exceed `streams.budget_bytes`: a slow reader slows
+  its writer. A reader that has read everything always gets one more entry, so its needs may exceed the budget.
+- A reader that is opened again gets all entries that it read but did not acknowledge, first and in the same order. The
+  reader opened last owns the topic; an earlier one, of a replaced process that still runs, can acknowledge no more.
 - A topic has one reader. On Redis it may have several writers; on files it has one.
 
-Topics outlive an attempt; values (`put`, `get`) belong to the attempt that wrote them, so no attempt ever sees a stale
-version. Knows nothing of what the records mean, nor who runs where.
+Topics outlive an attempt. Values (`put`, `get`) belong to the attempt that wrote them, so no attempt ever sees a stale
+version. Knows neither the meaning of records nor the placement of roles.
 
     streams = connect(context)
     reader = streams.reader("groups", Group, "preprocessor")
@@ -51,7 +51,7 @@ __all__ = ["AsyncStreams", "Depth", "Entry", "Reader", "Rejected", "Streams", "c
 
 
 class StreamsPlace(Protocol):
-    """What `connect` needs to know of a role's place; `pipeline.roles.role_context.RoleContext` is one."""
+    """The part of a role's context that `connect` needs, such as `pipeline.roles.role_context.RoleContext`."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -61,11 +61,11 @@ class StreamsPlace(Protocol):
     def world(self) -> World: ...
 
 
-def connect(place: StreamsPlace) -> Streams:
-    """The streams of the attempt that `place` belongs to; `StreamError` when the backend does not answer."""
-    cluster = place.config.cluster
+def connect(context: StreamsPlace) -> Streams:
+    """The streams of the context's attempt; `StreamError` when the backend does not answer."""
+    cluster = context.config.cluster
     startup, grace = cluster.startup_seconds, cluster.grace_seconds
-    return open_streams(place.config.streams, place.paths, place.world, startup, grace)
+    return open_streams(context.config.streams, context.paths, context.world, startup, grace)
 
 
 def open_streams(
@@ -73,9 +73,9 @@ def open_streams(
 ) -> Streams:
     """The streams of an attempt: in Redis at the world's `redis` placement, or in the run directory.
 
-    A Redis that still starts, or loads, is waited for `startup` seconds; one that is away is not waited for any more
-    once the attempt has failed, so that a trainer can commit instead. In one that was told to end within `grace`
-    seconds it is waited for as `pipeline.transport.ending_patience` says.
+    A Redis that is starting or loading is awaited for `startup` seconds. While Redis is unreachable, waiting ends as
+    soon as the attempt has failed, so that the trainer can save a checkpoint instead. In an attempt that must end
+    within `grace` seconds, `pipeline.transport.ending_patience` bounds the wait.
     """
     if config.backend == "files":
         from pipeline.transport.file_streams import FileStreams

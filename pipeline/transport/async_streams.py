@@ -1,8 +1,8 @@
 """The streams inside an event loop.
 
-Owns the bridge from asyncio to `Streams`: every exchange with the backend runs in a small pool of threads, every wait
-(for room, for an entry) sleeps in the loop. So a full topic holds up only the task that publishes, never the loop nor
-another task's exchange. Stop a wait by cancelling its task. Must not know the backends.
+Owns the bridge from asyncio to `Streams`: every exchange with the backend runs in a small thread pool, and every wait
+(for room, for an entry) sleeps in the event loop. A full topic therefore delays only the task that publishes, neither
+the loop nor another task's exchange. A wait is stopped by cancelling its task. Must not know the backends.
 
     async with AsyncStreams(connect(context)) as streams:
         await streams.publish("groups", group)
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class AsyncStreams:
-    """`Streams` for coroutines; the same words and promises. Closes `streams` with itself."""
+    """`Streams` for coroutines, with the same methods and promises. Closing it closes `streams`."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -51,7 +51,7 @@ class AsyncStreams:
         acknowledging: Acknowledging | None = None,
         seconds: float = PUBLISH_TIMEOUT,
     ) -> None:
-        """Append a record; returns once it is safe. Waits for room; raises as `Streams.publish_many`.
+        """Append a record, waiting for room; return once it is safe. Raises as `Streams.publish_many`.
 
         When its task is cancelled, the record may or may not have been published.
         """
@@ -64,7 +64,7 @@ class AsyncStreams:
             await asyncio.sleep(min(next(pauses), deadline.left))
 
     async def read(self, reader: Reader[R], limit: int, seconds: float) -> list[Entry[R]]:
-        """The next entries of `reader`, or none within `seconds`; one task a reader."""
+        """The next entries of `reader`; empty if none arrive within `seconds`. One task per reader."""
         deadline = Deadline(f"an entry in {reader.topic!r}", seconds)
         pauses = exponential_pauses(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
@@ -82,7 +82,7 @@ class AsyncStreams:
         return await self._call(lambda: self._streams.reader(topic, kind, name))
 
     async def scan(self, topic: str, kind: type[R]) -> list[Entry[R]]:
-        """See `Streams.scan`; all at once."""
+        """See `Streams.scan`; returns all entries at once."""
         return await self._call(lambda: list(self._streams.scan(topic, kind)))
 
     async def depth(self, topic: str) -> Depth:

@@ -1,8 +1,8 @@
-"""How long an attempt that is ending waits for a backend that is away.
+"""The timeout for an unreachable backend while the attempt is ending.
 
-Owns the bound. An attempt that is told to end (`draining`) must commit within `cluster.grace_seconds`, so a wait for
-Redis may take `PATIENCE_FRACTION` of the grace only. The rest is for the step under way, the commit, and one exchange
-that blocks until its socket's timeout. Must not know the backends.
+Owns the bound. An attempt that must end (`draining`) has to save its checkpoint within `cluster.grace_seconds`, so
+waiting for Redis may take only `PATIENCE_FRACTION` of the grace. The rest is for the step under way, the checkpoint,
+and one exchange that blocks until its socket's timeout. Must not know the backends.
 """
 
 import math
@@ -16,7 +16,7 @@ PATIENCE_FRACTION = 0.25
 
 
 class ShutdownPatience:
-    """What the events of an attempt leave of the patience with a backend; `grace` is in seconds."""
+    """The time that an attempt's events leave for a backend; `grace` is in seconds."""
 
     def __init__(
         self, listener: EventPoller, grace: float, clock: Clock = CLOCK, wall_clock: Callable[[], float] = time.time
@@ -25,18 +25,18 @@ class ShutdownPatience:
         self._noticed: float | None = None
 
     def time_left(self) -> float:
-        """Seconds: infinite while the attempt goes on, 0 once it has failed."""
-        heard = self._listener.poll()
-        if "failed" in heard:
+        """Seconds to wait for the backend: infinite while the attempt runs, 0 once it has failed."""
+        events = self._listener.poll()
+        if "failed" in events:
             return 0.0
-        draining = heard.get("draining")
+        draining = events.get("draining")
         return math.inf if draining is None else max(0.0, PATIENCE_FRACTION * self._grace - self._elapsed(draining))
 
     def _elapsed(self, draining: Event) -> float:
-        """Seconds since the attempt was told to end.
+        """Seconds since the attempt was asked to end.
 
-        The event may be older than this process's first look at it, and may be dated by a clock that is behind: the
-        longer time counts.
+        The event may have been written before this process first polled it, or with a clock that is behind. The longer
+        of both measurements counts.
         """
         now = self._clock.now()
         self._noticed = now if self._noticed is None else self._noticed

@@ -1,17 +1,17 @@
 """Streams in files of the run directory, for runs without a Redis node.
 
-Owns what a topic's folder holds and the exchanges with it:
+Owns the contents of a topic's folder and the exchanges with it:
 
-    streams/<topic>/000000001.log          entries, see `segments`
-    streams/<topic>/cursor.000000001.json  how far the reader is, see `cursors`
-    streams/<topic>/rejected/<id>.json     an entry set aside
+    streams/<topic>/000000001.log          entries, see `topic_segments`
+    streams/<topic>/cursor.000000001.json  the reader's progress, see `topic_cursors`
+    streams/<topic>/rejected/<id>.json     a rejected entry
     streams/state/<attempt>/<key>          a value
 
-A topic has one writer and one reader, on any machines that share the filesystem; who opens last wins, and the one
-before is refused. Promises that an entry is on disk when `publish` returned; that segments whose entries are all
-acknowledged are deleted; and that reads, values and a reader's state bear a filesystem that fails for a while. A
-waiting reader polls with a growing pause, so an entry arrives some milliseconds late (on NFS up to its attribute
-cache's seconds). Errors of the filesystem leave as `StreamError`.
+A topic has one writer and one reader, on any machines that share the filesystem. The last to open a topic owns it, and
+its predecessor is refused. Promises that an entry is on disk when `publish` returns; that segments whose entries are
+all acknowledged are deleted; and that reads, values and a reader's state tolerate a filesystem that fails for a while.
+A waiting reader polls with growing pauses, so an entry arrives some milliseconds late (on NFS up to the seconds of its
+attribute cache). Errors of the filesystem are raised as `StreamError`.
 """
 
 import threading
@@ -91,8 +91,8 @@ class FileStreams(Streams):
 
     def rejected(self, topic: str) -> list[Rejected]:
         with translated(topic):
-            found = (shared_files.read_document(path, Rejected) for path in _rejections(self._folder(topic)))
-            return [rejected for rejected in found if rejected is not None]
+            rejections = (shared_files.read_document(path, Rejected) for path in _rejections(self._folder(topic)))
+            return [rejected for rejected in rejections if rejected is not None]
 
     def depth(self, topic: str) -> Depth:
         with translated(topic):
@@ -100,7 +100,7 @@ class FileStreams(Streams):
 
     def put(self, key: str, value: bytes) -> None:
         path, sealed = self._values / quote(key, safe=""), shared_files.seal(value)
-        with self._putting, translated(key):  # one at a time, so that no earlier value comes after a later one
+        with self._putting, translated(key):  # one at a time, so that an earlier value never overwrites a later one
             _patiently(key, lambda: shared_files.write_atomic(path, sealed))
 
     def get(self, key: str) -> bytes | None:
@@ -126,8 +126,8 @@ class FileStreams(Streams):
 
     def _get_all(self, prefix: str) -> Mapping[str, bytes]:
         names = (path for path in sorted(self._values.glob("[!.]*")) if unquote(path.name).startswith(prefix))
-        found = {unquote(path.name): _value(path) for path in names}
-        return {key: value for key, value in found.items() if value is not None}
+        values = {unquote(path.name): _value(path) for path in names}
+        return {key: value for key, value in values.items() if value is not None}
 
     def _folder(self, topic: str) -> Path:
         return self._root / topic
@@ -140,7 +140,7 @@ class FileStreams(Streams):
         return self._writers[topic]
 
     def _fitting(self, topic: str, payloads: Sequence[bytes]) -> Sequence[bytes]:
-        """The first of `payloads` that fit; one alone always fits into a topic without unread bytes."""
+        """The longest prefix of `payloads` that fits; a topic without unread bytes accepts at least one payload."""
         ends = list(accumulate(map(frame_bytes, payloads)))
         if not ends or ends[-1] <= self._room[topic]:
             return payloads
@@ -156,11 +156,11 @@ class FileStreams(Streams):
 
     def _held(self, topic: str) -> Iterator[Frame]:
         cursor = topic_cursors.newest_cursor(self._folder(topic))
-        settled = set(cursor.acked_out_of_order)
+        acknowledged = set(cursor.acked_out_of_order)
         return (
             frame
             for frame in topic_segments.walk(self._folder(topic), cursor.low_watermark)
-            if frame.start not in settled
+            if frame.start not in acknowledged
         )
 
 
@@ -171,7 +171,7 @@ class FileReader(Reader[R], Generic[R]):
         self.topic = topic
         self._folder, self._kind = folder, kind
         self._file = CursorFile(folder, name)
-        self._at = self._settled = self._file.cursor.low_watermark
+        self._at = self._low_watermark = self._file.cursor.low_watermark
         self._acknowledged = set(self._file.cursor.acked_out_of_order)
         self._delivered: dict[SegmentPosition, SegmentPosition] = {}
         self._state = threading.Lock()
@@ -188,7 +188,7 @@ class FileReader(Reader[R], Generic[R]):
     def acknowledge(self, ids: Iterable[str]) -> None:
         positions = [_position(id) for id in ids]
         with self._state, translated(self.topic):
-            self._acknowledged.update(position for position in positions if position >= self._settled)
+            self._acknowledged.update(position for position in positions if position >= self._low_watermark)
             _patiently(self.topic, self._save)
 
     def _take(self, limit: int) -> list[Entry[R]]:
@@ -202,7 +202,8 @@ class FileReader(Reader[R], Generic[R]):
                     return entries
 
     def _accept(self, frame: Frame) -> list[Entry[R]]:
-        """The frame's entry; none when it is settled already, or is no record of this topic: then it is set aside."""
+        """The frame's entry, as a list. The list is empty if the entry is acknowledged already, or is no record of
+        this topic and was therefore rejected."""
         self._delivered[frame.start] = frame.end
         if frame.start in self._acknowledged:
             return []
@@ -216,21 +217,23 @@ class FileReader(Reader[R], Generic[R]):
             return []
 
     def _save(self) -> None:
-        """Move `settled` over all that is acknowledged in a row, make the state durable, free what is behind it.
+        """Advance the low watermark over consecutive acknowledged entries, save the cursor, delete segments behind it.
 
-        It may be called again when it failed half way.
+        Safe to repeat after a failure half way.
         """
         while self._delivered and (first := next(iter(self._delivered))) in self._acknowledged:
             self._acknowledged.discard(first)
-            self._settled = self._delivered.pop(first)
+            self._low_watermark = self._delivered.pop(first)
         if not self._delivered:
-            self._settled = self._at
+            self._low_watermark = self._at
         old = self._file.cursor
         beyond = tuple(sorted(self._acknowledged))
         read = max(old.read, self._at)
-        self._file.save(Cursor(reader=old.reader, low_watermark=self._settled, read=read, acked_out_of_order=beyond))
+        self._file.save(
+            Cursor(reader=old.reader, low_watermark=self._low_watermark, read=read, acked_out_of_order=beyond)
+        )
         for number in topic_segments.segments(self._folder)[:-1]:
-            if number < self._settled.segment:
+            if number < self._low_watermark.segment:
                 topic_segments.segment_path(self._folder, number).unlink(missing_ok=True)
 
 
@@ -244,7 +247,7 @@ def translated(what: str) -> Iterator[None]:
 
 
 def _patiently(what: str, act: Callable[[], T]) -> T:
-    """What `act` returns, which may be called again, once the filesystem lets it."""
+    """The result of `act`, which is retried while the filesystem fails."""
     return retry_transient(f"the stream files of {what!r}", act, FINAL_WRITE_TIMEOUT)
 
 

@@ -1,6 +1,6 @@
-"""How much better a sample is than its group.
+"""Advantages of samples within their group.
 
-Owns the advantage estimators of one group, and which estimators one group is not enough for. Pure: rewards in,
+Owns the advantage estimators of one group, and the list of estimators that need more than one group. Pure: rewards in,
 advantages out, no batch and no model. Notation: S samples of one prompt with rewards r₁ … r_S, mean m.
 
     group           rᵢ − m                                   Dr. GRPO (Liu et al. 2025)
@@ -9,9 +9,9 @@ advantages out, no batch and no model. Notation: S samples of one prompt with re
     group_batch     rᵢ − m                                   REINFORCE++-baseline (Hu et al. 2025)
     batch, gae      rᵢ                                       REINFORCE++; PPO with a critic
 
-The trainer divides those of `group_batch` by the batch's deviation, and makes those of `batch` and `gae` from the bare
-rewards (`pipeline.train.algorithms.token_advantages`). In all others the advantages of a group sum to 0, and samples
-that all score alike teach nothing: exactly 0.
+The trainer divides the advantages of `group_batch` by the batch's deviation, and computes those of `batch` and `gae`
+from the plain rewards (`pipeline.train.algorithms.token_advantages`). In all other estimators the advantages of a group
+sum to 0, and are exactly 0 if all rewards of the group are equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +22,14 @@ from numpy.typing import NDArray
 
 Baseline = Literal["group", "group_std", "leave_one_out", "batch", "group_batch", "gae"]
 REWARDS_ONLY: tuple[Baseline, ...] = ("batch", "gae")
-"""Baselines that no group has: its samples keep their rewards."""
+"""Estimators that no single group can compute: the samples carry their rewards."""
 Rewards = NDArray[np.float64]
 
 EPSILON = 1e-6
 
 
 def advantages(rewards: Sequence[float], baseline: Baseline) -> Rewards:
-    """float64[S]: the advantage of each of the S ≥ 1 finite rewards of a group, in order; for `REWARDS_ONLY` the
-    rewards."""
+    """float64[S]: the advantages of the S ≥ 1 finite rewards of a group, in order; for `REWARDS_ONLY` the rewards."""
     values = np.asarray(rewards, dtype=np.float64)
     if has_zero_variance(rewards) and baseline not in REWARDS_ONLY:
         return np.zeros_like(values)
@@ -38,17 +37,17 @@ def advantages(rewards: Sequence[float], baseline: Baseline) -> Rewards:
 
 
 FILTERED = "filtered: zero advantage"
-"""What becomes of a group without a signal, with `training.zero_variance_groups=drop`."""
+"""Outcome of a group without a signal, with `training.zero_variance_groups=drop`."""
 
 
 def has_zero_variance(rewards: Sequence[float]) -> bool:
-    """True when a group has no signal: every sample, or the only one, has the same reward."""
+    """True when a group has no signal: all its samples have the same reward."""
     return len(set(rewards)) <= 1
 
 
 def _over_mean(rewards: Rewards) -> Rewards:
-    centred: Rewards = rewards - rewards.mean()
-    return centred
+    centered: Rewards = rewards - rewards.mean()
+    return centered
 
 
 def _over_deviation(rewards: Rewards) -> Rewards:
@@ -57,7 +56,7 @@ def _over_deviation(rewards: Rewards) -> Rewards:
 
 
 def _over_others(rewards: Rewards) -> Rewards:
-    """rᵢ − (S·m − rᵢ) / (S − 1), written as a multiple of the centred reward."""
+    """rᵢ − (S·m − rᵢ) / (S − 1), written as a multiple of the centered reward."""
     scaled: Rewards = _over_mean(rewards) * len(rewards) / (len(rewards) - 1)
     return scaled
 

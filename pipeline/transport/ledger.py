@@ -1,18 +1,18 @@
-"""Which prompt is whose turn, and what became of it.
+"""The order of prompts, and the outcomes of positions.
 
-Owns the order of prompts and the ledger: every position of the run and whether it is settled. A position is a
-place in the issue order, 0, 1, 2, …; epoch `position // size` is a permutation of all `size` prompts that depends on
-the seed alone. A position is settled once: trained, filtered or failed. Pure: no I/O and no clock.
+Owns the order of prompts and the ledger: every position of the run and whether it is done. A position is an index in
+the issue order, 0, 1, 2, …; epoch `position // size` is a permutation of all `size` prompts that depends on the seed
+alone. A position is marked done once: trained, filtered or failed. Pure: no I/O and no clock.
 
-Invariant: everything below `watermark` is settled, `watermark` itself is not, and `above` holds what is settled beyond.
-So the ledger stays small however long the run is: it holds what is out of order, not what is done.
+Invariant: all positions below `watermark` are done, `watermark` itself is not, and `above` holds the done positions
+beyond it. The ledger therefore stays small in a long run: its size is the number of positions done out of order.
 
-The trainer owns the one ledger and commits it with the model. After a crash it goes on from the committed one, so what
-was settled since comes again and is settled again: once for the model that exists.
+The trainer owns the only ledger and saves it with the model. After a crash it restores the saved one, so positions done
+since then are issued and done again: once for the model that exists.
 
     ledger = Ledger()
-    ledger.settle(0, "trained", step=1)       # True
-    ledger.settle(0, "trained", step=2)       # False: a duplicate
+    ledger.mark_done(0, "trained", step=1)       # True
+    ledger.mark_done(0, "trained", step=2)       # False: a duplicate
     Ledger.restore(ledger.snapshot())
 """
 
@@ -28,7 +28,7 @@ TRAINED = "trained"
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """A position's end: its `outcome` (`trained`, `filtered: …` or `failed: …`) at step `step`."""
+    """The end of a position: its `outcome` (`trained`, `filtered: …` or `failed: …`) at step `step`."""
 
     position: int
     outcome: str
@@ -36,7 +36,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Wire form of a ledger."""
+    """The wire format of a ledger."""
 
     watermark: int
     above: tuple[int, ...]
@@ -44,35 +44,35 @@ class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """The settled positions of a run."""
+    """The done positions of a run."""
 
     def __init__(self) -> None:
         self._watermark = 0
         self._above: set[int] = set()
         self._outcomes: Counter[str] = Counter()
-        self._news: list[Settlement] = []
+        self._changes: list[Settlement] = []
 
     @property
     def watermark(self) -> int:
-        """The first position that is not settled."""
+        """The first position that is not done."""
         return self._watermark
 
     @property
     def done_count(self) -> int:
-        """How many positions are settled."""
+        """The number of done positions."""
         return self._watermark + len(self._above)
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """How many positions ended in which outcome."""
+        """The number of positions per outcome."""
         return dict(self._outcomes)
 
     def is_done(self, position: int) -> bool:
-        """Whether a position is settled."""
+        """Whether a position is done."""
         return position < self._watermark or position in self._above
 
     def mark_done(self, position: int, outcome: str, step: int) -> bool:
-        """Settle a position (not negative); False, and no change, when it was settled before."""
+        """Mark a position (not negative) as done; False, without a change, if it was done before."""
         if self.is_done(position):
             return False
         self._above.add(position)
@@ -80,14 +80,14 @@ class Ledger:
             self._above.remove(self._watermark)
             self._watermark += 1
         self._outcomes[outcome] += 1
-        self._news.append(Settlement(position=position, outcome=outcome, step=step))
+        self._changes.append(Settlement(position=position, outcome=outcome, step=step))
         return True
 
     def unissued(self, known: Iterable[int]) -> tuple[list[int], int]:
-        """What is left to issue, when the unsettled positions in `known` exist already.
+        """The positions to issue, where the positions in `known` are in progress.
 
-        Returns the positions that are neither settled nor known although later ones are, in order, and the first
-        position that was never issued.
+        Returns the positions that are neither done nor known although a later one is, in order, and the first position
+        that was never issued.
         """
         issued = self._above | set(known)
         first_new = max(issued, default=self._watermark - 1) + 1
@@ -95,9 +95,9 @@ class Ledger:
         return [position for position in range(self._watermark, first_new) if position not in issued], first_new
 
     def drain_changes(self) -> list[Settlement]:
-        """What was settled since the last call, in order: the lines of `ledger.jsonl`. Not part of a snapshot."""
-        news, self._news = self._news, []
-        return news
+        """Positions done since the last call, in order: the lines of `ledger.jsonl`. Not part of a snapshot."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def snapshot(self) -> bytes:
         """The ledger as msgpack."""
@@ -106,7 +106,7 @@ class Ledger:
 
     @classmethod
     def restore(cls, data: bytes) -> "Ledger":
-        """The ledger of a snapshot; `RecordError` when it is none."""
+        """The ledger of a snapshot; `RecordError` when `data` is no snapshot."""
         try:
             snapshot = msgspec.msgpack.decode(data, type=_Snapshot)
         except msgspec.DecodeError as error:
@@ -120,16 +120,16 @@ class Ledger:
 def prompt_at(position: int, size: int, seed: int) -> int:
     """The prompt (0 ≤ prompt < size) at a position: each epoch of `size` positions visits every prompt once.
 
-    A permutation without a table: a Feistel network over the next power of four, walked until it lands below `size`
-    (Black and Rogaway 2002). The same on every machine and in every version of every library.
+    The permutation needs no table: a Feistel network over the next power of four, applied repeatedly until the result
+    is below `size` (Black and Rogaway 2002). It is the same on every machine and in every version of every library.
     """
-    epoch, place = divmod(position, size)
+    epoch, index = divmod(position, size)
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     key = f"{seed} {epoch}".encode()
     while True:
-        place = _shuffle(place, half, key)
-        if place < size:
-            return place
+        index = _shuffle(index, half, key)
+        if index < size:
+            return index
 
 
 _ROUNDS = 4

@@ -1,14 +1,14 @@
-"""Which data the Redis of an attempt starts from.
+"""The data that the Redis of an attempt starts from.
 
-Owns the inheritance of Redis's persistence between the attempts of a run. Each attempt has its own folder, so a
-Redis of an earlier attempt that still lives (a cut-off node) can write only where nobody looks any more. A new attempt
-copies the newest earlier data first. Promises that a copy is taken whole or not at all; that a Redis that restarts
-within its attempt finds its own data untouched, whatever became of the document that says so; and that the data of an
-attempt stays until its successor's successor has a whole copy of its own.
+Owns the inheritance of Redis's persistence between the attempts of a run. Each attempt has a separate folder, so a
+Redis of an earlier attempt that still runs (on a cut-off node) writes only to a folder that is no longer read. A new
+attempt first copies the newest earlier data. Promises that a copy is complete or discarded; that a Redis that restarts
+within its attempt finds its data unchanged, even if the folder's document is damaged; and that the data of an attempt
+is kept until the attempt after its successor has a complete copy.
 
-Newest is the highest *generation*: a number that an attempt writes into its folder, one above its predecessor's, when
-its copy is complete and before its Redis runs. Not the newest file time: a zombie goes on writing. Not the name: job
-ids do not grow everywhere. Knows neither the client nor how the server is started.
+The newest data has the highest *generation*: a number that an attempt writes into its folder, one above its
+predecessor's, when its copy is complete and before its Redis runs. File times are no substitute, because a zombie still
+writes; nor are names, because job ids do not grow everywhere. Knows neither the client nor how the server is started.
 """
 
 import logging
@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 
 
 class DataGeneration(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of an attempt's data in the run's history, and the attempt it was copied from (empty: none)."""
+    """The rank of an attempt's data in the run's history, and the attempt from which it was copied (empty: none)."""
 
     number: int
     origin: str = ""
 
 
 def inherit(folder: Path) -> DataGeneration:
-    """Make `folder` (of one attempt) ready for its Redis: with its own data, else with the newest of its siblings.
+    """Prepare the `folder` of one attempt for its Redis: with its existing data, else with the newest sibling's data.
 
-    The siblings before that one are removed.
+    Removes siblings older than the copied one.
     """
     if (folder / _MARK).exists():
-        own = _generations(folder.parent)[folder.name]
-        shared_files.write_document(folder / _MARK, own)
-        return own
-    _empty(folder)  # of a copy that was cut short
+        existing = _generations(folder.parent)[folder.name]
+        shared_files.write_document(folder / _MARK, existing)
+        return existing
+    _empty(folder)  # may hold a copy that was interrupted
     earlier = _generations(folder.parent)
     origin = max(earlier, key=lambda name: earlier[name].number, default="")
     number = earlier[origin].number if origin else 0
@@ -61,33 +61,33 @@ def inherit(folder: Path) -> DataGeneration:
 
 
 def needs_redis_7(folder: Path) -> bool:
-    """Whether the data is in the layout of Redis 7, which an older Redis would silently take for no data."""
+    """Whether the data has the layout of Redis 7, which an older Redis would silently ignore."""
     return (folder / SEVERAL_FILES).is_dir()
 
 
 def data_bytes(folder: Path) -> int:
-    """Size of the data on disk: about what it takes in memory, or more, since it names what is gone by now too."""
+    """Size of the data on disk in bytes. The size in memory is similar or smaller, as the log also has deleted keys."""
     return sum((folder / name).stat().st_size for name in _listing(folder))
 
 
 def _generations(root: Path) -> dict[str, DataGeneration]:
-    """The generation of every attempt whose data is whole.
+    """The generation of every attempt with complete data.
 
-    One whose document cannot be read has the number that the others leave for it: that before the attempt which was
-    copied from it, or, if none was, that after all.
+    If a document cannot be read, its number is inferred: one below the attempt that was copied from it, or else one
+    above all others.
     """
     read = {mark.parent.name: shared_files.read_document(mark, DataGeneration) for mark in root.glob(f"*/{_MARK}")}
     known = {name: generation for name, generation in read.items() if generation is not None}
     newest = max((generation.number for generation in known.values()), default=0)
     before = {generation.origin: generation.number - 1 for generation in known.values()}
     for name in read.keys() - known.keys():
-        log.error("%s cannot be read; the data beside it is used all the same", root / name / _MARK)
+        log.error("%s cannot be read; the data next to it is used nevertheless", root / name / _MARK)
         known[name] = DataGeneration(number=before.get(name, newest + 1))
     return known
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy the append-only data; its Redis may still write, or even rewrite its files, while we read."""
+    """Copy the append-only data, while the source's Redis may still write or rewrite its files."""
     for _ in range(_TRIES):
         _empty(target)
         before = _listing(source)
@@ -108,10 +108,10 @@ def _empty(folder: Path) -> None:
 
 
 def _listing(folder: Path) -> list[str]:
-    """The files of the data; the manifest first, so that what it names is copied after it."""
+    """The files of the data; the manifest comes first, so that the files it names are copied after it."""
     several = sorted((folder / SEVERAL_FILES).glob("*"), key=lambda path: (path.suffix != ".manifest", path.name))
-    found = [path for path in [folder / ONE_FILE, *several] if path.is_file() and not path.name.startswith("temp-")]
-    return [str(path.relative_to(folder)) for path in found]
+    files = [path for path in [folder / ONE_FILE, *several] if path.is_file() and not path.name.startswith("temp-")]
+    return [str(path.relative_to(folder)) for path in files]
 
 
 def _copy_file(source: Path, target: Path) -> None:

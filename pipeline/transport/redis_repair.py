@@ -1,10 +1,9 @@
-"""What becomes of data that Redis would refuse to load.
+"""Repair of data that Redis would refuse to load.
 
-Owns the check of an attempt's append-only data before its Redis runs, which may be of an older version than the one
-that wrote it, and the repair. Promises that the Redis which
-starts afterwards has a beginning of its history: all of it, what lies before the damage, or nothing. Any of them is
-enough, since what is missing is unsettled in the ledger and is issued again. Needs the server's binary alone, which is
-its own checker when it is called by that name.
+Owns the check of an attempt's append-only data before its Redis runs, and the repair. The Redis may be older than the
+one that wrote the data. Promises that the Redis which starts afterwards has a prefix of its history: all of it, the
+part before the damage, or nothing. Each suffices, because the missing positions are not done in the ledger and are
+issued again. Needs only the server's binary, which acts as its own checker when it is called by that name.
 """
 
 import subprocess
@@ -16,14 +15,14 @@ from pipeline.transport.redis_persistence import ONE_FILE, SEVERAL_FILES, data_b
 
 
 def make_loadable(server: Path, folder: Path, seconds: float, version: int) -> str:
-    """Check the data in `folder`, and repair it or set it aside; what was done, in a sentence, or nothing.
+    """Check the data in `folder`, and repair it or move it aside; returns a sentence on the repair, or nothing.
 
     `version` is the server's. `StreamError` when the check takes longer than `seconds`.
     """
     if version < 7 and needs_redis_7(folder):
         aside = _set_aside(folder, "newer")
         return (
-            f"{server} is older than Redis 7, which wrote the data in {folder}; it starts empty, and {aside} keeps it"
+            f"{server} is older than Redis 7, which wrote the data in {folder}; it starts empty, the data is in {aside}"
         )
     data = _checked_file(folder)
     if data is None or _passes(server, data, seconds):
@@ -31,13 +30,13 @@ def make_loadable(server: Path, folder: Path, seconds: float, version: int) -> s
     before = data_bytes(folder)
     if _passes(server, data, seconds, "--fix") and _passes(server, data, seconds):
         left = f"{data_bytes(folder)} of {before} bytes are left"
-        return f"the data in {folder} is cut off where it is damaged or torn: {left}"
+        return f"the data in {folder} was damaged or torn, and is cut off there: {left}"
     aside = _set_aside(folder, "damaged")
-    return f"the data in {folder} is damaged beyond repair; Redis starts empty, and {aside} keeps it"
+    return f"the data in {folder} is damaged beyond repair; Redis starts empty, the data is in {aside}"
 
 
 def _checked_file(folder: Path) -> Path | None:
-    """What the checker is pointed at."""
+    """The path that the checker takes; None without data."""
     candidates = (folder / SEVERAL_FILES / f"{ONE_FILE}.manifest", folder / ONE_FILE)
     return next((path for path in candidates if path.exists()), None)
 
@@ -54,7 +53,7 @@ def _passes(server: Path, data: Path, seconds: float, *options: str) -> bool:
 
 
 def _set_aside(folder: Path, why: str) -> Path:
-    """Move the data to a folder of its own, named after the reason; where."""
+    """Move the data to a new folder named after the reason; returns the folder."""
     aside = next(path for number in count(1) if not (path := folder / f"{why}-{number}").exists())
     aside.mkdir(mode=0o700)
     for name in (ONE_FILE, SEVERAL_FILES):

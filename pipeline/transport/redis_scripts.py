@@ -1,24 +1,24 @@
-"""What runs inside Redis, each script one atomic step.
+"""The scripts that run inside Redis, each one atomic step.
 
 Owns the layout of a topic in Redis and its accounting:
 
     rollcall:<topic>            the stream; an entry has `d`, its bytes, and `e`, bytes published up to its end
-    rollcall:<topic>:meta       hash: `published` and `read`, bytes since ever; `held`, bytes not acknowledged;
-                                `rejected`, a count; `reader`, the name of the topic's reader; `opened`, the number
-                                of its last opening
-    rollcall:<topic>:rejected   the latest entries set aside
+    rollcall:<topic>:meta       hash: `published` and `read`, total bytes; `held`, bytes not acknowledged; `rejected`,
+                                a count; `reader`, the name of the topic's reader; `opened`, the number of its last
+                                opening
+    rollcall:<topic>:rejected   the latest rejected entries
     rollcall:writer:<id>        last step of one writer, so that a step whose answer was lost is not done twice
     rollcall:state:<attempt>    hash: the values of an attempt
 
-Unread bytes are `published − read`, because a reader reads in order. The budget bounds `held`; but while nothing is
-unread one more entry is let in, since a reader that has all there is may need one more before it can acknowledge. Every
-script writes all of its changes or none, in memory and in the append-only file (Redis logs a script's effects as one
+Unread bytes are `published − read`, because a reader reads in order. The budget bounds `held`. While nothing is unread
+one more entry is admitted, because a reader of all entries may need one more before it can acknowledge. Every script
+writes all of its changes or none, in memory and in the append-only file (Redis logs a script's effects as one
 transaction).
 
-Openings of a topic have growing numbers: microseconds of Redis's clock, or one more than the last where that stands
-still. Who reads shows its own to every script, and is refused when Redis knows a higher one. A Redis that lost its last
-writes may know a lower one, or none: it learns the one that is shown. So the reader that was opened last always gets
-on, and one that it replaced gets on only until that one shows its number.
+Openings of a topic have growing numbers: microseconds of Redis's clock, or the last number plus one if the clock stands
+still. A reader passes its number to every script, and is refused if Redis has a higher one. A Redis that lost its last
+writes may have a lower one, or none: it adopts the number that is passed. So the reader that was opened last always
+continues, and a replaced reader continues only until the last one has passed its number.
 """
 
 REPLACED = "REPLACED another process reads this topic now; this one was replaced, and stays so: end it"
@@ -51,9 +51,9 @@ redis.call('HSET', KEYS[1], 'reader', ARGV[1])
 return {ARGV[1], opening}
 """
 )
-"""KEYS meta. ARGV: the reader's name, and its opening or nothing. Returns whose topic it is, and the opening.
+"""KEYS meta. ARGV: the reader's name, and its opening or nothing. Returns the topic's reader, and the opening.
 
-With an opening, a reader begins again: with a Redis that lost its last writes.
+With an opening in ARGV, a reader reopens the topic after Redis lost its last writes.
 """
 
 _ACKNOWLEDGE = (
@@ -111,8 +111,8 @@ return accepted
 """
 )
 """KEYS stream, meta, writer, stream and meta to acknowledge. ARGV: budget, the writer's step, the opening of the
-reader that acknowledges or nothing, how many arguments name acknowledged entries, these (id, size, …), payloads.
-Returns how many payloads fitted."""
+acknowledging reader or nothing, the number of arguments that name acknowledged entries, these (id, size, …), payloads.
+Returns the number of payloads that fitted."""
 
 MARK_READ = (
     _GUARD
@@ -124,7 +124,7 @@ local now = math.min(tonumber(ARGV[2]), published)
 if now > read then redis.call('HSET', KEYS[1], 'read', now) end
 """
 )
-"""KEYS meta. ARGV: the opening; `e` of the last entry read. Never goes back; bounded for a Redis that lost writes."""
+"""KEYS meta. ARGV: the opening; `e` of the last entry read. Monotonic, and bounded in case Redis lost writes."""
 
 REJECT = (
     _ACKNOWLEDGE
@@ -136,4 +136,4 @@ if acknowledge(KEYS[1], KEYS[2], 2, 3) == 1 then
 end
 """
 )
-"""KEYS stream, meta, rejected. ARGV: the opening, id, size, reason, first bytes. Keeps about a thousand."""
+"""KEYS stream, meta, rejected. ARGV: the opening, id, size, reason, first bytes. Retains about a thousand entries."""

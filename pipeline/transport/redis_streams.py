@@ -1,12 +1,13 @@
 """Streams in Redis.
 
 Owns every exchange with the Redis of an attempt. A topic is a Redis stream from which acknowledged entries are deleted,
-so what is still there is exactly what a reopened reader must get: its durable position. See `redis_scripts` for the
-layout. Promises that Redis's errors leave this module as `StreamError` only; that a lost connection is tried again for
-`patience` seconds, and so is a Redis that cannot write to its disk; that a step whose answer was lost is not done
-twice; that only the reader opened last gets on; that the password goes to nobody who has not proved to know it; and
-that a Redis which was restarted, and may have lost its last writes, is noticed: every connection asks which process
-answers. Then `generation` grows, values are posted again, and readers begin again with what there is.
+so the remaining entries are exactly those that a reopened reader must get: the reader's durable position.
+`redis_scripts` describes the layout. Promises that Redis's errors leave this module only as `StreamError`; that a lost
+connection is retried for `patience` seconds, and so is a Redis that cannot write to its disk; that a step whose answer
+was lost is not done twice; that only the reader opened last continues; that the password is sent only to a server that
+has proved to know it; and that a restarted Redis, which may have lost its last writes, is noticed, because every
+connection queries the id of the server's process. Then `generation` grows, values are posted again, and readers begin
+again with the entries that exist.
 """
 
 import logging
@@ -42,18 +43,18 @@ _BLOCK_SECONDS = 1.0
 _SOCKET_SECONDS = 10.0
 _PAGE = 64
 _OUT_OF_MEMORY = "command not allowed when used memory > 'maxmemory'"
-"""What every version says of it; before Redis 7 inside the error of a script, which has no type of its own."""
+"""Part of the message in every version; before Redis 7 inside the error of a script, which has no type."""
 _CANNOT_WRITE = "MISCONF"
-"""Begins the refusal of a Redis whose disk is full or fails. It refuses before anything of the command or script is
-done, goes on trying to write, and takes commands again once that succeeds."""
+"""Prefix of the refusal of a Redis whose disk is full or fails. Redis refuses before it executes any part of the
+command or script, retries the write, and accepts commands again once it succeeds."""
 _WARN_AFTER = 2.0
-"""Seconds after which a wait is reported: a connection that is made again at once is not worth a line."""
+"""Seconds after which a wait is logged: an immediate reconnection is not worth a line."""
 MORE_MEMORY = "; checkpoint more often (training.checkpoint_every), or raise streams.budget_bytes"
 
 
 class RedisStreams(Streams):
     """The streams of the Redis at `address:port`; `StreamError` when it does not answer within `patience` seconds, or
-    within `startup` the first time: it may have much to load."""
+    within `startup` seconds the first time, since it may have much data to load."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class RedisStreams(Streams):
         startup: float = 30.0,
         time_left: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """`time_left` are the seconds for which the attempt lets anybody wait on for a Redis that is away; it is asked
-        before each further try."""
+        """`time_left` returns the seconds for which the attempt may still wait for an unreachable Redis; it is called
+        before each retry."""
         self._time_left = time_left
         self._budget, self._patience = budget, patience
         self._name, self._password = f"redis at {address}:{port}", password
@@ -85,7 +86,7 @@ class RedisStreams(Streams):
         )
         self._process, self._generation = b"", 0
         self._posted: dict[str, bytes] = {}
-        self._posting = threading.RLock()  # never held from one try to the next: others post meanwhile
+        self._posting = threading.RLock()  # released between retries, so that other threads can post
         self._values = f"rollcall:state:{attempt}"
         self._writer = f"rollcall:writer:{secrets.token_hex(8)}"
         self._step = 0
@@ -106,11 +107,11 @@ class RedisStreams(Streams):
         source, ids = acknowledging or (None, ())
         reader = source if isinstance(source, RedisReader) else None
         opening = reader.opening if reader else ""
-        settled = [part for id in ids for part in _split(id)]
+        acknowledged = [part for id in ids for part in _split(id)]
         keys = [*_keys(topic), self._writer, *_keys(source.topic if source else topic)]
         with self._publishing:
             self._step += 1
-            arguments = [self._budget, self._step, opening, len(settled), *settled, *payloads]
+            arguments = [self._budget, self._step, opening, len(acknowledged), *acknowledged, *payloads]
             return int((reader or self).run(scripts.PUBLISH, keys, arguments))
 
     def reader(self, topic: str, kind: type[R], name: str) -> "RedisReader[R]":
@@ -124,8 +125,8 @@ class RedisStreams(Streams):
                 continue
 
     def rejected(self, topic: str) -> list[Rejected]:
-        found = (fields for _, fields in self._range(_rejected(topic)))
-        return [Rejected(id=f[b"id"].decode(), reason=f[b"reason"].decode(), data=f[b"d"]) for f in found]
+        entries = (fields for _, fields in self._range(_rejected(topic)))
+        return [Rejected(id=f[b"id"].decode(), reason=f[b"reason"].decode(), data=f[b"d"]) for f in entries]
 
     def depth(self, topic: str) -> Depth:
         stream, meta = _keys(topic)
@@ -154,7 +155,7 @@ class RedisStreams(Streams):
         self._client.close()
 
     def next_entries(self, stream: str, after: bytes, limit: int, seconds: float) -> list[Raw]:
-        """Entries behind the id `after`; waits at most `seconds`, in Redis."""
+        """Entries after the id `after`; waits in Redis for at most `seconds`."""
         block = {"block": max(1, int(1000 * seconds))} if seconds > 0 else {}
         reply = self.exchange(lambda: self._client.xread({stream: after}, count=limit, **block))
         return reply[0][1] if reply else []
@@ -164,9 +165,9 @@ class RedisStreams(Streams):
         return self.exchange(lambda: self._scripts[script](keys, arguments))
 
     def exchange(self, step: Callable[[], Any], patience: float | None = None) -> Any:
-        """The result of `step`, done again while Redis is away or cannot write; `StreamError` for any other failure.
+        """The result of `step`, retried while Redis is unreachable or cannot write; `StreamError` for other failures.
 
-        Each try is a heartbeat: who waits here does not hang.
+        Each try beats the heartbeat, so a process that waits here does not count as hung.
         """
         deadline = Deadline(self._name, self._patience if patience is None else patience)
         pauses = exponential_pauses(0.02, 1.0)
@@ -185,7 +186,7 @@ class RedisStreams(Streams):
             CLOCK.sleep(min(next(pauses), left))
 
     def _report_wait(self, error: RedisError, deadline: Deadline) -> None:
-        """One line for each outage, whichever thread notices it first."""
+        """Log one line per outage, whichever thread notices it first."""
         if not self._waits and deadline.seconds - deadline.left >= _WARN_AFTER:
             self._waits = True
             trouble = "cannot write to its disk" if _CANNOT_WRITE in str(error) else "does not answer"
@@ -197,17 +198,17 @@ class RedisStreams(Streams):
             log.warning("%s answers again", self._name)
 
     def _post(self, key: str) -> None:
-        """Once. What is posted is what `put` took last, also where an earlier one of another thread comes later."""
+        """Post the value that `put` received last, even if an earlier `put` of another thread runs later."""
         with self._posting:
             self._client.hset(self._values, key, self._posted[key])
 
     def _meet(self, connection: Any) -> None:
-        """Called by the client on each new connection, before it is used and before the password is sent."""
+        """Called by the client on each new connection, before its first use and before the password is sent."""
         self._introduce(connection)
         connection.on_connect()
         connection.send_command("INFO", "server")
-        told = re.search(rb"run_id:(\w+)", connection.read_response())
-        process = told[1] if told else b""
+        match = re.search(rb"run_id:(\w+)", connection.read_response())
+        process = match[1] if match else b""
         with self._posting:
             if process == self._process:
                 return
@@ -216,7 +217,7 @@ class RedisStreams(Streams):
                 connection.read_response()
             if self._process:
                 self._generation += 1
-                log.warning("%s was restarted and may have lost its last writes; going on with what it has", self._name)
+                log.warning("%s was restarted and may have lost its last writes; continuing with its data", self._name)
             self._process = process
 
     def _introduce(self, connection: Any) -> None:
@@ -255,7 +256,8 @@ class RedisReader(Reader[R], Generic[R]):
         self._begin()
 
     def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        """Run one of `redis_scripts` as this reader. Once refused it stays so, whatever a Redis forgets."""
+        """Run one of `redis_scripts` as this reader. A reader that was refused once stays refused, even if Redis loses
+        its state."""
         self._refuse()
         try:
             return self._streams.run(script, keys, arguments)
@@ -268,7 +270,7 @@ class RedisReader(Reader[R], Generic[R]):
             raise StreamError(self._refused)
 
     def _begin(self) -> None:
-        """Read from the first entry that is not acknowledged; the first time, take the topic over."""
+        """Read from the first unacknowledged entry; the first time, also take over the topic."""
         self._after, self._generation = b"0-0", self._streams.generation
         owner, opening = self.run(scripts.OPEN, [self._meta], [self._name, self.opening])
         if owner != self._name.encode():
@@ -282,12 +284,12 @@ class RedisReader(Reader[R], Generic[R]):
         deadline = Deadline(f"an entry in {self.topic!r}", seconds)
         while True:
             wait = min(deadline.left, _BLOCK_SECONDS)
-            found = self._streams.next_entries(self._stream, self._after, limit, wait)
+            raw = self._streams.next_entries(self._stream, self._after, limit, wait)
             if self._generation != self._streams.generation:
                 self._begin()
                 continue
-            entries = self._accept(found) if found else []
-            if entries or (deadline.passed and not found):
+            entries = self._accept(raw) if raw else []
+            if entries or (deadline.passed and not raw):
                 return entries
 
     def acknowledge(self, ids: Iterable[str]) -> None:
@@ -295,14 +297,14 @@ class RedisReader(Reader[R], Generic[R]):
         if parts:
             self.run(scripts.ACKNOWLEDGE, [self._stream, self._meta], [self.opening, *parts])
 
-    def _accept(self, found: list[Raw]) -> list[Entry[R]]:
+    def _accept(self, raw: list[Raw]) -> list[Entry[R]]:
         entries = []
-        for id, fields in found:
+        for id, fields in raw:
             try:
                 entries.append(_entry(id, fields, self._kind))
             except RecordError as error:
                 self._reject(id, fields, str(error))
-        last, fields = found[-1]
+        last, fields = raw[-1]
         self.run(scripts.MARK_READ, [self._meta], [self.opening, fields.get(b"e", b"0")])
         self._after = last
         return entries
@@ -317,7 +319,7 @@ _SCRIPTS = (scripts.OPEN, scripts.PUBLISH, scripts.ACKNOWLEDGE, scripts.MARK_REA
 
 
 def _may_pass(error: RedisError) -> bool:
-    """Whether the same step may succeed a little later: Redis is away, or cannot write for the time being."""
+    """Whether a retry may succeed: Redis is unreachable, or temporarily cannot write."""
     if isinstance(error, AuthenticationError):
         return False
     return isinstance(error, Disconnected | TimedOut) or _CANNOT_WRITE in str(error)

@@ -1,15 +1,15 @@
 """The records that travel between roles.
 
-Owns the wire form of samples, groups and control messages: a CRC-32, then msgpack through msgspec, each with its kind
-and version, no pickle. Promises that what `encode_record` writes `decode_record` returns equal, and that anything else,
-be it one flipped bit, raises `RecordError`. Whether the values make sense is another question, which `check` answers to
-those who would train them. Numeric arrays travel as raw little-endian bytes, so a record is written and read without
-touching its elements.
+Owns the wire format of samples, groups and control messages: a CRC-32, then msgpack through msgspec, each with its kind
+and version, no pickle. Promises that `decode_record` returns an equal record for bytes of `encode_record`, and raises
+`RecordError` for all others, even with a single flipped bit. Whether the values make sense is a separate question,
+which `check` answers for their consumers. Numeric arrays travel as raw little-endian bytes, so a record is written and
+read without touching its elements.
 
 Notation: T tokens of a sample (prompt, sampled and tool tokens, in order), S samples of a group.
 
 An episode whose conversation branched, or was compacted, has several rows of tokens and one reward. It is one sample:
-its first row is the sample's own, the others are `branches`, each with what it does not share with an earlier row.
+the sample holds the first row, and `branches` the others, each without the prefix that it shares with an earlier row.
 """
 
 import math
@@ -27,9 +27,9 @@ from pipeline.utils.value_bounds import MAX_REWARD
 
 WIRE_VERSION = 2
 MAX_VERSION_OFFSET = 255
-"""The most that `Sample.version_offsets` can say. A token of yet newer weights passes for older than it is."""
+"""The largest value in `Sample.version_offsets`. A token of even newer weights is recorded as older than it is."""
 MALFORMED = "malformed"
-"""Begins the outcome of a group that makes no sense: it is not settled, its position is asked for again."""
+"""Prefix of the outcome of an invalid group. Its position is not marked done, and is sampled again."""
 
 Place = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -42,7 +42,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 class TokenRow(NamedTuple):
     """One sequence of an episode: int32[T] tokens, uint8[T] sampled, float32[T] logprobs, see `Sample`; and int64[T]
-    versions, the weights that sampled each sampled token."""
+    versions, the policy version that sampled each sampled token."""
 
     tokens: NDArray[np.int32]
     sampled: NDArray[np.uint8]
@@ -51,12 +51,12 @@ class TokenRow(NamedTuple):
 
 
 class Branch(Record, frozen=True, kw_only=True, tag="branch"):
-    """A further row of an episode: it begins as an earlier row does, and goes on in its own way.
+    """A further row of an episode, which shares a prefix with an earlier row.
 
     Attributes:
-        of: the row that it begins as: 0 is the sample's own, n its nth branch.
-        shared: that many tokens of that row. Whatever of them was sampled counts there, and is only read here.
-        tokens, sampled, logprobs, newer: what follows, as in `Sample`.
+        of: the row with the shared prefix: 0 is the sample's first row, n its nth branch.
+        shared: length of the prefix in tokens. Sampled tokens of the prefix count in row `of`, and are context here.
+        tokens, sampled, logprobs, version_offsets: the tokens after the prefix, as in `Sample`.
     """
 
     of: Place
@@ -71,20 +71,19 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     """One episode of the policy on one prompt.
 
     Attributes:
-        tokens: int32[T] as bytes: every token id in order, never re-tokenised text.
+        tokens: int32[T] as bytes: every token id in order, never text that was tokenized again.
         sampled: uint8[T] as bytes: 1 where the policy sampled the token, 0 for prompt and tool tokens.
         logprobs: float32[T] as bytes: the log-probability under the policy that sampled (nats, at the sampling
             temperature) of each sampled token, 0 elsewhere.
         reward: the task's reward of the episode.
-        version_min, version_max: oldest and newest weight version (steps done) that may have sampled a token.
-        finish: `stop` when the policy ended the episode, `length` when it was cut off.
-        turns: model turns in the episode.
+        version_min, version_max: oldest and newest policy version (steps done) that may have sampled a token.
+        finish: `stop` when the policy ended the episode, `length` when it was truncated.
+        turns: turns of the policy in the episode.
         seconds: wall time of the episode.
-        server: the inference server that answered (`host:port`).
-        metrics: numbers about it by their names in metrics: what each reward function said, and the task's own.
-        branches: its further rows; versions, finish and turns are those of all rows.
-        newer: uint8[T] as bytes: how many versions after `version_min` each token was sampled; empty where all were
-            by that.
+        server: the inference server of the last turn (`host:port`).
+        metrics: metrics of the sample by name: the score of each reward function, and the task's metrics.
+        branches: the further rows. Versions, finish and turns cover all rows.
+        version_offsets: uint8[T] as bytes: the policy version of each token minus `version_min`; empty if all are 0.
     """
 
     tokens: bytes
@@ -102,13 +101,14 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     version_offsets: bytes = b""
 
     def rows(self) -> list[TokenRow]:
-        """Every row of the episode, its own first; each sampled token is marked as such in one of them."""
+        """Every row of the episode, the first row first. Each sampled token is marked in exactly one row."""
         rows = [_arrays(self, self.version_min)]
         for branch in self.branches:
             own: tuple[NDArray[Any], ...] = _arrays(branch, self.version_min)
             start = rows[branch.of].tokens[: branch.shared]
-            read = [start, *(np.zeros(len(start), each.dtype) for each in own[1:])]
-            rows.append(TokenRow(*(np.concatenate(parts) for parts in zip(read, own, strict=True))))
+            # The prefix's tokens are marked as not sampled here, since they count in row `of`.
+            prefix = [start, *(np.zeros(len(start), array.dtype) for array in own[1:])]
+            rows.append(TokenRow(*(np.concatenate(parts) for parts in zip(prefix, own, strict=True))))
         return rows
 
     def token_array(self) -> NDArray[np.int32]:
@@ -124,7 +124,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         return _arrays(self).logprobs
 
     def check(self) -> None:
-        """Raise `RecordError` unless it can be trained: arrays of one length, a prompt first, all numbers finite."""
+        """Raise `RecordError` unless it can be trained: arrays of equal length, a prompt first, all numbers finite."""
         _check_lengths(self)
         for number, branch in enumerate(self.branches):
             _check_lengths(branch)
@@ -140,16 +140,16 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         if not 0 <= self.version_min <= self.version_max:
             raise RecordError(f"weight versions from {self.version_min} to {self.version_max}")
         if any(row.versions.max(initial=0) > self.version_max for row in rows):
-            raise RecordError(f"a token of newer weights than {self.version_max}, the newest that it says")
+            raise RecordError(f"a token of newer weights than {self.version_max}, the sample's version_max")
 
 
 def _arrays(part: Sample | Branch, version_min: int = 0) -> TokenRow:
-    """Its own arrays: read-only views, but for the versions."""
+    """The arrays of one row without a shared prefix: read-only views, except for the versions."""
     tokens, logprobs = np.frombuffer(part.tokens, dtype="<i4"), np.frombuffer(part.logprobs, dtype="<f4")
-    newer = (
+    offsets = (
         np.frombuffer(part.version_offsets, dtype="<u1") if part.version_offsets else np.zeros(len(tokens), np.uint8)
     )
-    return TokenRow(tokens, np.frombuffer(part.sampled, dtype="<u1"), logprobs, version_min + newer.astype(np.int64))
+    return TokenRow(tokens, np.frombuffer(part.sampled, dtype="<u1"), logprobs, version_min + offsets.astype(np.int64))
 
 
 def _check_lengths(part: Sample | Branch) -> None:
@@ -184,11 +184,11 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
     """All samples of one prompt.
 
     Attributes:
-        position: place in the run's issue order, 0, 1, 2, …; `epoch * len(task) + k`. The ledger's key.
+        position: index in the run's issue order, 0, 1, 2, …; `epoch * len(task) + k`. The ledger's key.
         prompt: index in the task's dataset.
-        samples: those that succeeded.
-        failures: one reason for each sample that did not.
-        abandoned: how long each sample ran (seconds) that was ended because there were enough without it.
+        samples: the successful samples.
+        failures: the reason of each failed sample.
+        abandoned: run time in seconds of each sample that was cancelled because the group had enough without it.
     """
 
     position: Place
@@ -199,16 +199,16 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
 
 
 class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
-    """A group ready to train, or one that will not be trained and why.
+    """A group ready to train, or one that will not be trained, with the reason.
 
     Attributes:
-        group: the group as the actor sent it. advantages: one for each sample, in order, or its reward (see
-        `pipeline.transport.group_advantages`); empty unless
+        group: the group as the actor sent it.
+        advantages: one per sample, in order, or its reward (see `pipeline.transport.group_advantages`); empty unless
             `outcome` is `train`.
         references: float32[T] as bytes for each row of each sample, in order: a teacher's log-probability of each
             token, 0 for the first; empty without a teacher.
-        outcome: `train`, or the reason the group is settled without training (`failed: …`, `filtered: …`), or why it
-            makes no sense (`malformed: …`).
+        outcome: `train`, or the reason why the group is done without training (`failed: …`, `filtered: …`), or why it
+            is invalid (`malformed: …`).
     """
 
     group: Group
@@ -219,11 +219,11 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
     def reference_arrays(self) -> list[NDArray[np.float32] | None]:
         """`references` as read-only views; None for each row without a teacher."""
         rows = sum(1 + len(sample.branches) for sample in self.group.samples)
-        return [np.frombuffer(each, dtype="<f4") for each in self.references] or [None] * rows
+        return [np.frombuffer(row, dtype="<f4") for row in self.references] or [None] * rows
 
     def check(self, max_length: int, vocabulary: int) -> None:
-        """Raise `RecordError` if the group is to be trained and cannot be, by a model of `max_length` tokens in a row
-        and token ids below `vocabulary`."""
+        """Raise `RecordError` if the group is meant for training but cannot be trained, by a model with `max_length`
+        tokens per row and token ids below `vocabulary`."""
         if self.outcome.startswith(MALFORMED):
             raise RecordError(self.outcome)
         if self.outcome != "train":
@@ -247,16 +247,16 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
     def _check_references(self, lengths: Sequence[int]) -> None:
         if not self.references:
             return
-        if [len(each) for each in self.references] != [4 * length for length in lengths]:
-            raise RecordError(f"references of {len(self.references)} rows do not fit the {len(lengths)} rows there are")
-        if not all(np.isfinite(np.frombuffer(each, dtype="<f4")).all() for each in self.references):
+        if [len(row) for row in self.references] != [4 * length for length in lengths]:
+            raise RecordError(f"references of {len(self.references)} rows do not fit the group's {len(lengths)} rows")
+        if not all(np.isfinite(np.frombuffer(row, dtype="<f4")).all() for row in self.references):
             raise RecordError("a teacher's log-probability is not finite")
 
 
 class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
-    """The trainer asks the actor for a position again (its samples were older than `max_lag`, or made no sense).
+    """The trainer requests a position again (its samples were older than `max_lag`, or invalid).
 
-    `awaited`: it was too old twice, so what comes after it waits (see `pipeline.transport.staleness`).
+    `awaited`: it was refused as too old twice, so later positions wait for it (see `pipeline.transport.staleness`).
     """
 
     position: Place
@@ -265,11 +265,11 @@ class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
 
 
 EVALUATED, ASKED = "evaluation/done", "evaluation/prompts"
-"""What an actor reports of an evaluation under way: prompts that are done, of so many."""
+"""Names under which an actor reports a running evaluation: the number of prompts done, and of all prompts."""
 
 
 class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
-    """The trainer asks how weights `weights` do on an evaluation set; an empty one: the run's own held-out prompts."""
+    """The trainer requests the accuracy of a policy version on an evaluation set; empty: the run's held-out prompts."""
 
     id: str
     policy_version: int
@@ -277,17 +277,17 @@ class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
 
 
 class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
-    """Answer to one `EvalRequest`.
+    """The result of one `EvalRequest`.
 
     Attributes:
         accuracy: mean over the prompts of the mean reward of their samples.
         error: standard error of that mean over the prompts.
-        prompts, samples: how many were asked, and how many samples of each.
-        failed: samples there are none of, each counted as reward 0; `late` of them were not done by the deadline.
-        version_min, version_max: oldest and newest weight version that answered; −1 if none did.
-        seconds: it took.
+        prompts, samples: the number of prompts, and of samples per prompt.
+        failed: number of failed samples, each counted as reward 0; `timed_out` of them missed the deadline.
+        version_min, version_max: oldest and newest policy version that sampled; −1 without any sample.
+        seconds: duration.
         pass_at: pass@k by k.
-        metrics: means over the samples there are.
+        metrics: means over the successful samples.
     """
 
     id: str
@@ -307,12 +307,12 @@ class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """The mean of each number in the samples' metrics, over those that have it."""
-    found: dict[str, list[float]] = {}
+    """The mean of each of the samples' metrics, over the samples that have it."""
+    values: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.metrics.items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
+            values.setdefault(name, []).append(value)
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult
@@ -324,7 +324,7 @@ _decoder = msgspec.msgpack.Decoder(AnyRecord)
 
 
 def encode_record(record: Record) -> bytes:
-    """The record as bytes: the CRC-32 of its msgpack, and that."""
+    """The record as bytes: the CRC-32 of its msgpack, followed by the msgpack."""
     body = _encoder.encode(record)
     return _CHECKSUM.pack(zlib.crc32(body)) + body
 

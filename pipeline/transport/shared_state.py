@@ -1,18 +1,18 @@
 """The board: the few values that the trainer posts and the actor watches.
 
-Owns their names and types in the streams' state. Promises that a reader sees one posted value or none, never a mixture,
-and none of an earlier attempt. Knows nothing of how they are used: see `pipeline.transport.staleness` and
+Owns their names and types in the streams' state. Promises that a reader gets one posted value or none, never a mixture,
+and none of an earlier attempt. Knows nothing of their use: see `pipeline.transport.staleness` and
 `pipeline.transport.ledger`.
 
 The trainer, in this order:
 
-    board.post_ledger(ledger.snapshot())            # at once when it starts; after each commit, BEFORE it acknowledges
-    board.post_server(server, version or None)      # whenever a server becomes current, or is not any more
-    board.post_progress(version, ledger.settled)    # after its first publish; whenever it stepped or set groups aside
+    board.post_ledger(ledger.snapshot())             # at its start; after each checkpoint, BEFORE it acknowledges
+    board.post_server(server, version or None)       # whenever a server becomes current, or stops being current
+    board.post_progress(version, ledger.done_count)  # after its first publish, each step and each discarded group
 
-The actor waits for the ledger, for a bounded time, then for progress and a server, for as long as the first weights
-take. When it starts it reads `groups`, then `prepared`, then the ledger: an entry that moved on meanwhile is in the
-next.
+The actor waits for the ledger, for a bounded time, then for progress and a server until the first weights arrive. At
+its start it reads `groups`, then `prepared`, then the ledger, in the direction in which entries move: an entry that
+moves during the reads appears in the next one.
 """
 
 import msgspec
@@ -25,14 +25,14 @@ SERVERS = "servers/"
 
 
 class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the trainer is: its weight version (RL steps done) and how many positions it has settled in all."""
+    """The trainer's position: its policy version (RL steps done), and its total number of done positions."""
 
     version: int
     done: int
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Which weights a server serves; None while it must not be used."""
+    """The policy version that a server serves; None while it must not be used."""
 
     version: int | None
 
@@ -44,7 +44,7 @@ class SharedState:
         self._streams = streams
 
     def post_ledger(self, snapshot: bytes) -> None:
-        """Replace the committed ledger, as `Ledger.snapshot` wrote it."""
+        """Replace the saved ledger, as `Ledger.snapshot` wrote it."""
         self._streams.put(LEDGER, snapshot)
 
     def post_progress(self, version: int, done: int) -> None:
@@ -52,7 +52,7 @@ class SharedState:
         self._streams.put_json(PROGRESS, TrainerProgress(version=version, done=done))
 
     def post_server(self, server: str, version: int | None) -> None:
-        """Say which weights `server` (`host:port`) serves, or None: not to be used."""
+        """Post the policy version that `server` (`host:port`) serves, or None if it must not be used."""
         self._streams.put_json(SERVERS + server, ServerState(version=version))
 
     def ledger(self) -> bytes | None:
@@ -64,7 +64,7 @@ class SharedState:
         return self._streams.get_json(PROGRESS, TrainerProgress)
 
     def servers(self) -> dict[str, int | None]:
-        """Every server that was posted and its weight version."""
+        """The policy version of every posted server."""
         posted = self._streams.get_all(SERVERS)
         return {
             key.removeprefix(SERVERS): msgspec.json.decode(value, type=ServerState).version

@@ -1,42 +1,44 @@
-"""How far generation may run ahead of training.
+"""The bound on generation ahead of training.
 
 Owns the rule of `training.max_lag`: at admission (`StalenessGate`, in the actor) and at the trainer (`is_refused`,
-`is_fresh`). A pure state machine: numbers in, a limit out; it owns no task, client or clock, and is neither
+`is_fresh`). A pure state machine: numbers in, a limit out. It owns no task, client or clock, and decides neither
 backpressure nor completion.
 
-Words: the trainer's version v is the steps it has done; one step trains P groups. A group is outstanding from
-the moment it is issued until the trainer settles it (trained, filtered or failed). A sample made by weights w and
-trained at version v has lag v − w.
+Terms: the trainer's version v is the number of steps done; one step trains P groups. A group is outstanding from its
+issue until the trainer marks it done (trained, filtered or failed). A sample of policy version w that is trained at
+version v has lag v − w.
 
-Why it holds. With q groups outstanding, a group issued now is trained, in order of issue, after those q, hence at
-version v + ⌊q / P⌋ at the latest. Its weights are at least those of the slowest server, w. So its lag is at most L when
+Why the bound holds. With q groups outstanding, a group issued now is trained, in order of issue, after those q, hence
+at version v + ⌊q / P⌋ at the latest. Its weights are at least those of the slowest server, w. So its lag is at most L
+when
 
     v + ⌊q / P⌋ − w ≤ L      that is      q < P · (L + 1 − (v − w))
 
-Worked example, P = 32 and L = 1, all servers at the trainer's version 5: up to 64 groups may be outstanding: 32 that
-train now and 32 for the next step. The trainer steps to 6 and settles 32; while the servers are still at 5 the limit is
-32, which are outstanding, so nothing is issued: it would be trained at 7 with weights 5. A server at 6 opens the gate.
+Worked example, P = 32 and L = 1, all servers at the trainer's version 5: up to 64 groups may be outstanding: 32 for the
+current step and 32 for the next. The trainer steps to 6, so 32 groups are done. While the servers are still at 5 the
+limit is 32. That many are outstanding, so nothing is issued: a new group would be trained at 7 with weights 5. The
+first server at 6 opens the gate.
 
-Groups that overtake each other may miss the bound by what was overtaken. The trainer refuses those by their `lag` and
-asks for them again, so what is trained always keeps it. With `training.stale=mask` it holds token by token: a sample
-goes on while its server gets new weights, so its later tokens may be `is_fresh` when its first ones are too old. The
-young ones count, the others are only read, and a group is refused when it has no young token.
+Groups that overtake each other may exceed the bound by the number of overtaking groups. The trainer refuses groups by
+their `lag` and requests them again, so trained groups never exceed it. With `training.stale=mask` the bound holds per
+token. A sample continues while its server gets new weights, so its later tokens may be `is_fresh` when its first ones
+are too old. Fresh tokens count and the others are context only; a group without any fresh token is refused.
 
-A group that is always overtaken would be refused for ever. So a group that was refused twice is awaited until it is
-published: meanwhile the gate counts it as a server at the version w with which it was issued, whatever the servers are
-at. Not the first time: that is mostly chance (its answer came late, or was long), and to wait for a group empties the
-servers.
+A group that is always overtaken would be refused forever. So a group that was refused twice is awaited until it is
+published: in the meantime the gate counts it as a server at the version w at which it was issued, whatever the servers'
+versions. Once is not enough, because a first refusal is mostly chance (a late response, or a long sample), and waiting
+for a group empties the servers.
 
-Invariant: while a group is awaited, at most P · (L + 1 − (v − w)) groups are outstanding, itself among them. It holds
-when the group is issued, for the gate let it in; a step takes P from both sides; and nothing more is issued than it
-allows. So at v = w + L there are at most P − 1 others, too few for a step: the trainer gets the group before it steps
-on, with lag L. Hence a group is refused at most twice, however slow it is.
+Invariant: while a group is awaited, at most P · (L + 1 − (v − w)) groups are outstanding, including itself. It holds
+when the group is issued, since the gate admitted it; a step subtracts P from both sides; and no more groups are issued
+than the limit allows. So at v = w + L there are at most P − 1 others, too few for a step: the trainer gets the group
+before its next step, with lag L. Hence a group is refused at most twice, however slow it is.
 
 Worked example, P = 32 and L = 1: group 7 was refused twice, and is issued again at version 5, when 40 others are
-outstanding. 23 more may follow. The trainer steps to 6 and settles 32, the servers step to 6, and no group is issued:
-31 others are outstanding, with which the trainer cannot step to 7. When group 7 is published, 32 more may be issued.
+outstanding. 23 more may follow. The trainer steps to 6, 32 groups are done, the servers step to 6, and no group is
+issued: 31 others are outstanding, too few for the step to 7. When group 7 is published, 32 more may be issued.
 
-    gate = Gate(prompts_per_step=32, max_lag=1)
+    gate = StalenessGate(prompts_per_step=32, max_lag=1)
     gate.advance(version=5, slowest=5)
     gate.room(outstanding=40)      # 24
     gate.wait_for(7)
@@ -60,7 +62,7 @@ Stale = Literal["refuse", "mask"]
 
 @dataclass
 class StalenessGate:
-    """Admission of new groups; closed until it knows the trainer and one server."""
+    """Admission of new groups; closed until the trainer's version and a server's version are known."""
 
     prompts_per_step: int
     max_lag: int
@@ -69,45 +71,45 @@ class StalenessGate:
     _awaited: dict[int, int] = field(default_factory=dict)
 
     def advance(self, version: int, slowest: int | None) -> None:
-        """The trainer is at `version`, the slowest server that may answer at `slowest`; None when there is no server.
+        """Set the trainer's `version`, and the version of the slowest eligible server; None without a server.
 
-        Either may go back: a trainer that restarts goes on from its last checkpoint.
+        Either may decrease: a restarted trainer continues from its last checkpoint.
         """
         self.version, self.slowest = version, slowest
 
     def wait_for(self, position: int) -> None:
-        """A position that was refused twice is issued again: let it not be overtaken until it `arrived`."""
+        """Hold back later positions until this one, which was refused twice and is issued again, has `arrived`."""
         if self.slowest is not None:
             self._awaited.setdefault(position, self.slowest)
 
     def arrived(self, position: int) -> None:
-        """A position was published: whatever is published later cannot overtake it."""
+        """Release a position that was published: later publications cannot overtake it."""
         self._awaited.pop(position, None)
 
     @property
     def limit(self) -> int:
-        """Most groups that may be outstanding."""
+        """The largest number of outstanding groups."""
         if self.slowest is None:
             return 0
         behind = max(0, self.version - min([self.slowest, *self._awaited.values()]))
         return max(0, self.prompts_per_step * (self.max_lag + 1 - behind))
 
     def room(self, outstanding: int) -> int:
-        """How many groups may be issued now, given those outstanding."""
+        """The number of groups that may be issued now, given the `outstanding` ones."""
         return max(0, self.limit - outstanding)
 
 
 def lag(version: int, group: Group) -> int:
-    """Steps between the oldest weights that sampled a group and those that train it, `version`.
+    """Steps between the oldest weights that sampled a group and the trainer's `version`.
 
-    Negative after the trainer went back to a checkpoint; 0 for a group without samples.
+    Negative after the trainer restored an earlier checkpoint; 0 for a group without samples.
     """
     return max((version - sample.version_min for sample in group.samples), default=0)
 
 
 def is_refused(version: int, group: Group, max_lag: int, stale: Stale, masked: str | None = None) -> bool:
-    """Whether a group is too old to be trained at `version`, and is asked for again. Of samples that ended as `masked`
-    says no token counts, however young."""
+    """Whether a group is too old to be trained at `version`, and must be sampled again. Samples whose finish is
+    `masked` have no tokens that count, however fresh."""
     if lag(version, group) <= max_lag:
         return False
     rows = (row for sample in group.samples if sample.finish != masked for row in sample.rows())

@@ -1,7 +1,7 @@
 """The streams' interface, and the waiting that both backends share.
 
-Owns the words (`Entry`, `Depth`, `Rejected`), the two interfaces (`Streams`, `Reader`) and the rule of backpressure: an
-offer that does not fit is made again after a pause, until it fits, the caller stops, or the deadline passes. A backend
+Owns the types (`Entry`, `Depth`, `Rejected`), the two interfaces (`Streams`, `Reader`) and the rule of backpressure: an
+append that does not fit is retried after a pause, until it fits, the caller stops, or the deadline passes. A backend
 supplies single exchanges that never wait for room. Must not know Redis or the layout of files.
 """
 
@@ -27,9 +27,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[R]):
-    """A record as it was delivered, of `size` bytes.
+    """A delivered record of `size` bytes.
 
-    `id` names it to `acknowledge`, also after a restart of the reader.
+    `id` identifies it for `acknowledge`, also after a restart of the reader.
     """
 
     id: str
@@ -39,12 +39,12 @@ class Entry(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """What a topic holds.
+    """The contents of a topic.
 
     Attributes:
         entries, bytes: entries not yet acknowledged, read or not, and their size, which `streams.budget_bytes` bounds.
-        unread_bytes: the part that no reader got so far.
-        rejected: entries set aside so far because they were no records of the reader's kind.
+        unread_bytes: size of the entries that no reader has received.
+        rejected: number of entries rejected so far because they were no records of the reader's kind.
     """
 
     entries: int
@@ -54,11 +54,11 @@ class Depth:
 
 
 REJECTED_BYTES = 4096
-"""What is kept of an entry that is set aside: enough to see what it is."""
+"""Bytes of a rejected entry that are retained: enough to recognize it."""
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry that was set aside: its id, why, and its first `REJECTED_BYTES`."""
+    """A rejected entry: its id, the reason, and its first `REJECTED_BYTES`."""
 
     id: str
     reason: str
@@ -66,13 +66,13 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reader(ABC, Generic[R]):
-    """The one reader of a topic. One thread reads; others may acknowledge meanwhile.
+    """The one reader of a topic. One thread reads; other threads may acknowledge at the same time.
 
-    Who opened it last is the reader: an earlier one is refused, with a `StreamError`, at the next entry that it reads
-    or acknowledges.
+    The reader opened last owns the topic: an earlier one is refused, with a `StreamError`, at the next entry that it
+    reads or acknowledges.
 
-    Its position is durable: what `acknowledge` has not named comes again when the reader is opened again. So
-    acknowledge an entry when its effect is itself safe: published onwards, or covered by a committed checkpoint.
+    Its position is durable: unacknowledged entries are delivered again when the reader is opened again. So acknowledge
+    an entry only when its effect is safe: published onwards, or covered by a complete checkpoint.
     """
 
     topic: str
@@ -81,13 +81,14 @@ class Reader(ABC, Generic[R]):
     def read(self, limit: int, seconds: float) -> list[Entry[R]]:
         """The next 1 … `limit` entries in their order; empty when none came within `seconds` (0: does not wait).
 
-        The first calls after opening return what an earlier reader of the topic did not acknowledge. An entry that is
-        no record of the reader's kind is set aside with its reason, see `Streams.rejected`, and never delivered.
+        The first calls after opening return the entries that an earlier reader of the topic did not acknowledge. An
+        entry that is no record of the reader's kind is rejected with a reason, see `Streams.rejected`, and never
+        delivered.
         """
 
     @abstractmethod
     def acknowledge(self, ids: Iterable[str]) -> None:
-        """Settle entries for good: they never come again and their memory is freed.
+        """Acknowledge entries for good: they are never delivered again, and their memory is freed.
 
         In any order, and harmless when repeated: after a restart a reader may acknowledge, before it reads, the ids
         that its last checkpoint covered.
@@ -98,7 +99,7 @@ Acknowledging = tuple[Reader[Any], Sequence[str]]
 
 
 class Streams(ABC):
-    """Topics and values of one attempt; see the package for what is promised. Threads may share it."""
+    """Topics and values of one attempt; the package describes the promises. Threads may share it."""
 
     def publish(
         self,
@@ -143,23 +144,23 @@ class Streams(ABC):
     @property
     @abstractmethod
     def budget(self) -> int:
-        """Most bytes of one topic that are not acknowledged."""
+        """The largest size of a topic's unacknowledged entries, in bytes."""
 
     @property
     def generation(self) -> int:
-        """How often the backend was found restarted, and may have lost what was written to it last.
+        """Number of observed restarts of the backend, any of them may have lost the last writes.
 
-        Values are posted again by themselves, and readers deliver again what is not acknowledged. What was published is
-        for its publisher to look after: it is there, was acknowledged, or is lost.
+        Values are posted again automatically, and readers deliver unacknowledged entries again. A publisher must itself
+        check its entries: each is in the topic, acknowledged, or lost.
         """
         return 0
 
     @abstractmethod
     def try_append(self, topic: str, payloads: Sequence[bytes], acknowledging: Acknowledging | None) -> int:
-        """Append as many payloads, from the first, as fit the budget now; their number. Never waits for room.
+        """Append the longest prefix of `payloads` that fits the budget; returns its length. Never waits for room.
 
-        Into a topic whose reader has read everything the first always fits: what the reader needs before it can
-        acknowledge may be more than the budget, and must not wait for that.
+        A topic whose reader has read everything always accepts the first payload: the entries that the reader needs
+        before it can acknowledge may exceed the budget, and must not wait.
 
         Acknowledges only when all of them fit. Called by `publish`, which splits long lists.
         """
@@ -170,15 +171,15 @@ class Streams(ABC):
 
     @abstractmethod
     def scan(self, topic: str, kind: type[R]) -> Iterator[Entry[R]]:
-        """All entries not yet acknowledged, oldest first, without consuming them; skips what is no `kind`."""
+        """All unacknowledged entries, oldest first, without consuming them; skips records that are no `kind`."""
 
     @abstractmethod
     def rejected(self, topic: str) -> list[Rejected]:
-        """The latest entries of the topic that were set aside, oldest first."""
+        """The latest rejected entries of the topic, oldest first."""
 
     @abstractmethod
     def depth(self, topic: str) -> Depth:
-        """What the topic holds now; zeros for a topic that nobody wrote."""
+        """The topic's current contents; zeros for a topic without a writer."""
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> None:
@@ -194,7 +195,7 @@ class Streams(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release connections and files; what was published stays."""
+        """Release connections and files; published entries stay."""
 
     def put_json(self, key: str, value: Any) -> None:
         """`put` a plain value or a msgspec Struct as JSON."""
@@ -218,7 +219,7 @@ class Streams(ABC):
 
 
 class PublishAttempt:
-    """Records on their way into a topic, in pieces of about `PIECE_BYTES`: `push` until it says True."""
+    """Records on their way into a topic, in pieces of about `PIECE_BYTES`: call `flush` until it returns True."""
 
     def __init__(
         self, streams: Streams, topic: str, records: Iterable[Record], acknowledging: Acknowledging | None
@@ -239,7 +240,7 @@ class PublishAttempt:
         return f"a reader of {self._topic!r} that acknowledges what it read"
 
     def flush(self) -> bool:
-        """Offer what is left until the topic is full; True when everything is in."""
+        """Append the remaining records until the topic is full; True when all are appended."""
         while True:
             piece = self._piece()
             last = len(piece) == len(self._left)

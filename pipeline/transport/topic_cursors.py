@@ -1,8 +1,8 @@
-"""How far the reader of a file topic has come, kept beside the topic.
+"""The progress of a file topic's reader, stored next to the topic.
 
-Owns the cursor documents and who may write them. Each opening of the reader makes a new document that takes over from
-the one before: the reader opened last is the reader, and an earlier one (a zombie) is refused at its next save.
-The check and the save are two steps; a zombie between them writes only its own document, which nobody reads any more.
+Owns the cursor documents and the right to write them. Each opening of the reader creates a new document that replaces
+the one before: the reader opened last owns the topic, and an earlier one (a zombie) is refused at its next save. The
+check and the save are two steps; a zombie between them writes only its old document, which is no longer read.
 """
 
 import re
@@ -22,9 +22,9 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         reader: its name.
-        settled: every entry before it is acknowledged; a reopened reader starts here.
+        low_watermark: every entry before it is acknowledged; a reopened reader starts here.
         read: every entry before it was delivered to some reader.
-        beyond: entries at or behind `settled` that are acknowledged already, in no order.
+        acked_out_of_order: acknowledged entries at or after `low_watermark`, in any order.
     """
 
     reader: str = ""
@@ -46,12 +46,12 @@ class CursorFile:
     """The cursor document of one opening of a reader."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Take the topic over; `StreamError` when its reader has another name."""
+        """Take over the topic; `StreamError` when its reader has another name."""
         self._folder = folder
-        found = newest_cursor(folder)
-        if found.reader not in ("", name):
-            raise StreamError(f"{folder} is read by {found.reader!r}; a second reader {name!r} would lose entries")
-        self.cursor = msgspec.structs.replace(found, reader=name)
+        newest = newest_cursor(folder)
+        if newest.reader not in ("", name):
+            raise StreamError(f"{folder} is read by {newest.reader!r}; a second reader {name!r} would lose entries")
+        self.cursor = msgspec.structs.replace(newest, reader=name)
         self._number = max(_numbers(folder), default=0) + 1
         if not shared_files.create_document(_path(folder, self._number), self.cursor):
             raise StreamError(f"two processes open the reader of {folder} at once")
@@ -60,7 +60,7 @@ class CursorFile:
                 _path(folder, number).unlink(missing_ok=True)
 
     def save(self, cursor: Cursor) -> None:
-        """Replace the state durably; `StreamError` when the reader was opened again elsewhere."""
+        """Replace the state durably; `StreamError` when another process has opened the reader."""
         if cursor == self.cursor:
             return
         if _numbers(self._folder)[-1:] != [self._number]:
@@ -75,4 +75,4 @@ def _path(folder: Path, number: int) -> Path:
 
 def _numbers(folder: Path) -> list[int]:
     names = (re.fullmatch(r"cursor\.(\d{9})\.json", path.name) for path in folder.glob("cursor.*.json"))
-    return sorted(int(found[1]) for found in names if found)
+    return sorted(int(match[1]) for match in names if match)

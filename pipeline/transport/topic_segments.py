@@ -1,13 +1,13 @@
-"""Append-only files of entries: how a topic lies on a shared filesystem.
+"""Append-only files of entries: a topic on a shared filesystem.
 
-Owns the framing (length, CRC-32, bytes), the numbering of segments, and the rules that make them safe to read while
-they are written:
+Owns the framing (length, CRC-32, bytes), the numbering of segments, and the rules that make reading safe during
+writing:
 
-- A segment is written by the one process that created it, exclusively, and never after a failed write. Who opens a
-  topic for writing starts a new segment, so nothing is ever appended behind a torn entry.
-- A segment ends for good where its successor exists: a torn tail is then skipped, and so is what a writer of an earlier
-  attempt still adds.
-- A successor is looked for before the segment is read to its end, so that no entry is missed.
+- A segment is written only by the process that created it, exclusively, and never after a failed write. A process that
+  opens a topic for writing starts a new segment, so nothing is ever appended after a torn entry.
+- A segment ends for good when its successor exists: readers then skip a torn tail, and anything that a writer of an
+  earlier attempt still appends.
+- A reader looks for a successor before it reads the segment to its end, so that it misses no entry.
 
 Knows nothing of records, readers or budgets.
 """
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 
 class SegmentPosition(NamedTuple):
-    """A place in a topic: segment number and byte offset. Ordered as the entries are."""
+    """A position in a topic: segment number and byte offset. Ordered as the entries are."""
 
     segment: int
     offset: int
 
 
 class Frame(NamedTuple):
-    """An entry where it lies; `end` is where the next one begins."""
+    """An entry in its segment; `end` is the position of the next entry."""
 
     start: SegmentPosition
     data: bytes
@@ -48,7 +48,7 @@ class Frame(NamedTuple):
 
 
 def frame_bytes(payload: bytes) -> int:
-    """What an entry of `payload` takes in its segment."""
+    """The size of an entry of `payload` in its segment, in bytes."""
     return HEADER.size + len(payload)
 
 
@@ -57,18 +57,18 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segments(folder: Path) -> list[int]:
-    """Numbers of the segments there, oldest first."""
+    """Numbers of the existing segments, oldest first."""
     try:
         names = [path.name for path in folder.iterdir()]
     except FileNotFoundError:
         return []
-    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"(\d{9})\.log", name)))
+    return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"(\d{9})\.log", name)))
 
 
 def frames(folder: Path, start: SegmentPosition) -> Iterator[Frame]:
-    """The whole entries of one segment from `start` on; ends at its end or at an entry that is not complete (yet).
+    """The complete entries of one segment from `start` on; stops at its end or at an incomplete entry.
 
-    Opens the file anew, because NFS shows the growth of a file to those who open it.
+    Opens the file for each call, because NFS shows the growth of a file only to processes that open it.
     """
     try:
         file = segment_path(folder, start.segment).open("rb", buffering=1 << 18)
@@ -87,14 +87,14 @@ def frames(folder: Path, start: SegmentPosition) -> Iterator[Frame]:
 
 
 def walk(folder: Path, start: SegmentPosition) -> Iterator[Frame]:
-    """The whole entries of all segments from `start` on, as they are now."""
+    """The complete entries of all current segments from `start` on."""
     for number in segments(folder):
         if number >= start.segment:
             yield from frames(folder, start if number == start.segment else SegmentPosition(number, 0))
 
 
 def take_entries(folder: Path, start: SegmentPosition, limit: int) -> tuple[list[Frame], SegmentPosition]:
-    """Up to `limit` entries from `start` on, and where to go on; follows the segments as they end."""
+    """Up to `limit` entries from `start` on, and the position after them; continues into later segments."""
     taken: list[Frame] = []
     while len(taken) < limit:
         successor = next((number for number in segments(folder) if number > start.segment), None)
@@ -105,6 +105,7 @@ def take_entries(folder: Path, start: SegmentPosition, limit: int) -> tuple[list
                 return taken, start
         if successor is None:
             break
+        # The segment has a successor, so its rest is final: skip a torn tail.
         _log_torn_tail(folder, start)
         start = SegmentPosition(successor, 0)
     return taken, start
@@ -130,13 +131,13 @@ def _size(path: Path) -> int:
 def _log_torn_tail(folder: Path, end: SegmentPosition) -> None:
     path = segment_path(folder, end.segment)
     if (torn := _size(path) - end.offset) > 0:
-        log.warning("%s: its last %d bytes are no whole entry; its writer was stopped there", path, torn)
+        log.warning("%s: its last %d bytes are no complete entry; its writer was stopped there", path, torn)
 
 
 class SegmentWriter:
-    """Appends entries to a topic; makes a new segment when it is opened, when one is full, and after a failed write.
+    """Appends entries to a topic; creates a segment when it is opened, when one is full, and after a failed write.
 
-    Whoever opened the topic last is its writer: an earlier one gets a `StreamError` at its next append.
+    The last process to open the topic is its writer: an earlier one gets a `StreamError` at its next append.
     """
 
     def __init__(self, folder: Path, segment_bytes: int) -> None:
@@ -147,7 +148,7 @@ class SegmentWriter:
         self._open_next()
 
     def append(self, payloads: Sequence[bytes]) -> None:
-        """Write the entries; when it returns they are on disk. An `OSError` leaves none or some of them."""
+        """Write the entries; on return they are on disk. After an `OSError` none or some of them are written."""
         if segments(self._folder)[-1:] != [self._number]:
             raise StreamError(f"another process writes {self._folder} now; this one belongs to an earlier attempt")
         if self._file < 0 or self._written >= self._segment_bytes:
@@ -156,7 +157,8 @@ class SegmentWriter:
             self._write(b"".join(HEADER.pack(len(data), zlib.crc32(data)) + data for data in payloads))
             os.fdatasync(self._file)
         except OSError:
-            self.close()  # never write behind an entry that may be torn
+            self.close()  # never write after an entry that may be torn
+
             raise
 
     def close(self) -> None:

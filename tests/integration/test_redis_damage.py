@@ -56,7 +56,7 @@ def test_data_that_is_damaged_in_the_middle_is_cut_there_and_redis_starts(tmp_pa
         told = child.log.read_text()
     assert 0 < len(left) < 20
     assert left == list(range(len(left)))
-    assert "is cut off where it is damaged" in told
+    assert "was damaged or torn, and is cut off there" in told
     assert "issued again" in told
 
 

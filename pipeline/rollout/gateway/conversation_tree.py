@@ -1,20 +1,20 @@
 """The calls of one episode, as rows of tokens.
 
-Owns which call goes on from which: a tree, whose leaves are the rows. Promises that every sampled token counts in one
-row, with the log-probability and versions that it was sampled with; that each row is, token by token, what the policy
-saw; and that nothing that was sampled is tokenised again. Pure: no I/O.
+Owns which call continues which: a tree, whose leaves are the rows. Promises that every sampled token counts in exactly
+one row, with the log-probability and version that sampled it; that each row equals, token by token, what the policy
+read and sampled; and that no sampled token is encoded again. Pure: no I/O.
 
-A call continues an earlier one if its messages begin with that call's messages and the unchanged reply, or if its
-tokens begin with all tokens of that call and its reply. Then only what is new is tokenised. Any other call begins a
-conversation of its own, rendered anew: the agent shortened its context, dropped a thought or edited a reply. It makes a
-new row, which shares the longest common beginning with an earlier one.
+A call continues an earlier call if its messages begin with that call's messages and the unchanged reply, or if its
+tokens begin with all tokens of that call and its reply. Only the new part is then tokenized. Any other call begins a
+separate conversation, rendered from the start: the agent shortened its context, dropped a thought or edited a reply.
+Such a call makes a new row, which shares the longest common prefix with an earlier row.
 
     dialogue = ConversationTree(chat)
-    place = dialogue.after(messages, tools)         # what the policy is to see: place.tokens
-    dialogue.add(place, turn, text, reply)          # what it said, and the message that the agent was given
+    match = dialogue.match_prefix(messages, tools)  # match.tokens are the policy's input
+    dialogue.add(match, turn, text, reply)          # the sampled turn, and the message that the agent received
     dialogue.episode()
 
-Notation: N calls, of which each is a node; T tokens of a row.
+Notation: N calls, each a node; T tokens of a row.
 """
 
 import json
@@ -34,14 +34,14 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """Where a call stands.
+    """The position of a call in the tree.
 
     Attributes:
-        tokens: all that the policy sees.
-        parent: the call that it goes on from.
-        digests: one for the tools, and one more after each message; none for a call of plain text.
-        messages: those of the call.
-        text: the prompt, of a call of plain text.
+        tokens: the policy's input.
+        parent: the call that this one continues.
+        digests: one for the tools, and one more after each message; empty for a call of plain text.
+        messages: the call's messages.
+        text: the prompt of a call of plain text.
     """
 
     tokens: tuple[int, ...]
@@ -53,18 +53,18 @@ class PrefixMatch:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A call that was answered.
+    """A completed call.
 
     Attributes:
-        place: where it stood.
-        turn: what was sampled.
-        tokens: all tokens up to and with those.
-        text: what was said.
-        reply: the message that the agent was given; None for plain text.
-        order: how many calls were answered before.
+        match: its position in the tree.
+        turn: the sampled turn.
+        tokens: the input tokens followed by the sampled tokens.
+        text: the text of the turn.
+        reply: the message that the agent received; None for plain text.
+        order: the number of calls completed before.
     """
 
-    place: PrefixMatch
+    match: PrefixMatch
     turn: Turn
     text: str
     reply: Message | None
@@ -72,12 +72,12 @@ class Node:
     tokens: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", (*self.place.tokens, *self.turn.tokens))
+        object.__setattr__(self, "tokens", (*self.match.tokens, *self.turn.tokens))
 
     @property
     def path(self) -> "list[Node]":
         """The calls from the first of its conversation to this one."""
-        before = self.place.parent.path if self.place.parent else []
+        before = self.match.parent.path if self.match.parent else []
         return [*before, self]
 
 
@@ -90,7 +90,7 @@ class ConversationTree:
         self._by_digest: dict[bytes, Node] = {}
 
     def match_prefix(self, messages: Sequence[Message], tools: Tools = ()) -> PrefixMatch:
-        """The place of a call with these messages. Raises what the chat template does."""
+        """The position of a call with these messages. Raises the errors of the chat template."""
         messages, digests = tuple(messages), tuple(_digests(messages, tools))
         parent, tokens = self._known(messages, digests, tools) or (None, None)
         if tokens is None:
@@ -99,27 +99,27 @@ class ConversationTree:
         return PrefixMatch(tokens, parent, digests, messages)
 
     def match_text(self, text: str) -> PrefixMatch:
-        """The place of a call with a plain text: what follows the text of an earlier call is read as it is."""
+        """The position of a call with a plain text. If the text continues an earlier call, only the rest is encoded."""
         for node in reversed(self._nodes):
-            whole = node.place.text + node.text
-            if node.place.text and text.startswith(whole) and text != whole and not self._ended(node):
+            whole = node.match.text + node.text
+            if node.match.text and text.startswith(whole) and text != whole and not self._ended(node):
                 return PrefixMatch((*node.tokens, *self._chat.encode(text[len(whole) :])), node, text=text)
         return self.match_tokens(self._chat.encode(text), text)
 
     def match_tokens(self, tokens: Sequence[int], text: str = "") -> PrefixMatch:
-        """The place of a call with these tokens."""
+        """The position of a call with these tokens."""
         return PrefixMatch(tuple(tokens), self._begun(tuple(tokens)), text=text)
 
-    def add(self, place: PrefixMatch, turn: Turn, text: str, reply: Message | None = None) -> Node:
-        """Note what was sampled at a place."""
-        node = Node(place, turn, text, reply, len(self._nodes))
+    def add(self, match: PrefixMatch, turn: Turn, text: str, reply: Message | None = None) -> Node:
+        """Add the turn that was sampled at a position."""
+        node = Node(match, turn, text, reply, len(self._nodes))
         self._nodes.append(node)
-        if reply is not None and place.digests:
-            self._by_digest[_next_digest(place.digests[-1], reply)] = node
+        if reply is not None and match.digests:
+            self._by_digest[_next_digest(match.digests[-1], reply)] = node
         return node
 
     def episode(self) -> Episode:
-        """The rows of all calls, the first call's row first; an episode without tokens if there was none."""
+        """The rows of all calls, the first call's row first; an episode without tokens if there were no calls."""
         if not self._nodes:
             return Episode.begin(())
         first, *others = self._rows()
@@ -143,22 +143,22 @@ class ConversationTree:
     def _known(
         self, messages: tuple[Message, ...], digests: tuple[bytes, ...], tools: Tools
     ) -> tuple[Node, tuple[int, ...]] | None:
-        """The call whose messages and reply these begin with, and all tokens; None if there is none."""
+        """The call whose messages and reply are a prefix of these messages, and all tokens; None if there is none."""
         for count in range(len(messages) - 1, 0, -1):
             node = self._by_digest.get(digests[count])
             if node is None:
                 continue
             try:
-                told = self._chat.encode_observation(
+                observation = self._chat.encode_observation(
                     messages[: count - 1], messages[count:], tools, ended=self._ended(node)
                 )
             except ValueError:
-                return None  # the template writes no turn as it was said: what it writes is read instead
-            return node, (*node.tokens, *told)
+                return None  # the template does not write each turn once, so the conversation must be rendered whole
+            return node, (*node.tokens, *observation)
         return None
 
     def _begun(self, tokens: tuple[int, ...]) -> Node | None:
-        """The longest call that these tokens go on from."""
+        """The longest call whose tokens are a prefix of these tokens."""
         begun = [node for node in self._nodes if len(node.tokens) < len(tokens) and _starts(tokens, node.tokens)]
         return max(begun, key=lambda node: len(node.tokens), default=None)
 
@@ -166,8 +166,8 @@ class ConversationTree:
         return bool(node.turn.tokens) and node.turn.tokens[-1] in self._chat.stop_token_ids
 
     def _rows(self) -> Iterator[EpisodeBranch]:
-        """A row for each call that none goes on from, in the order in which their conversations began."""
-        parents = {id(node.place.parent) for node in self._nodes}
+        """A row for each call that no call continues, in the order in which their conversations began."""
+        parents = {id(node.match.parent) for node in self._nodes}
         paths = [node.path for node in self._nodes if id(node) not in parents]
         paths.sort(key=lambda path: [node.order for node in path])
         for number, path in enumerate(paths):
@@ -175,28 +175,28 @@ class ConversationTree:
             tokens = path[-1].tokens
             sampled, logprobs, versions = [0] * len(tokens), [0.0] * len(tokens), [0] * len(tokens)
             for node in path:
-                begin, end = len(node.place.tokens), len(node.tokens)
+                begin, end = len(node.match.tokens), len(node.tokens)
                 sampled[begin:end], logprobs[begin:end] = [1] * (end - begin), node.turn.logprobs
                 versions[begin:end] = node.turn.versions
             own = tuple(sampled[shared:]), tuple(logprobs[shared:]), tuple(versions[shared:])
             yield EpisodeBranch(of, shared, tokens[shared:], *own)
 
     def _shared(self, path: list[Node], earlier: list[list[Node]]) -> tuple[int, int]:
-        """The earlier row that shares most tokens with this one, and how many: at most those before the first call that
-        this row has alone."""
+        """The earlier row with the longest shared prefix, and its length in tokens. The prefix ends before the
+        first call that belongs to this row only, so that the call's sampled tokens count here."""
         best = (0, 0)
         for number, other in enumerate(earlier):
             own = next(node for node in path if node not in other)
             alike = _same_messages(path[-1].tokens, other[-1].tokens)
-            best = max(best, (min(alike, len(own.place.tokens)), -number))
+            best = max(best, (min(alike, len(own.match.tokens)), -number))
         return -best[1], best[0]
 
 
 def _message_digest(last: Node) -> tuple[Message, ...]:
-    """The last conversation from the policy's first turn on."""
-    messages = last.place.messages
-    asked = sum(1 for _ in takewhile(lambda message: message["role"] != "assistant", messages))
-    return (*messages[asked:], last.reply or {"role": "assistant", "content": last.text})
+    """The messages of the last conversation from the policy's first turn on."""
+    messages = last.match.messages
+    prompt_length = sum(1 for _ in takewhile(lambda message: message["role"] != "assistant", messages))
+    return (*messages[prompt_length:], last.reply or {"role": "assistant", "content": last.text})
 
 
 def _starts(tokens: tuple[int, ...], start: tuple[int, ...]) -> bool:
@@ -204,11 +204,11 @@ def _starts(tokens: tuple[int, ...], start: tuple[int, ...]) -> bool:
 
 
 def _same_messages(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """The length of their common beginning, in tokens."""
-    most = min(len(one), len(other))
-    if one[:most] == other[:most]:
-        return most
-    return next(place for place in range(most) if one[place] != other[place])
+    """The length of the common prefix, in tokens."""
+    limit = min(len(one), len(other))
+    if one[:limit] == other[:limit]:
+        return limit
+    return next(index for index in range(limit) if one[index] != other[index])
 
 
 def _digests(messages: Sequence[Message], tools: Tools) -> Iterator[bytes]:
@@ -220,12 +220,12 @@ def _digests(messages: Sequence[Message], tools: Tools) -> Iterator[bytes]:
 
 
 def _next_digest(digest: bytes, message: Message) -> bytes:
-    """The digest with one more message. It ignores what clients add to a reply, or leave out."""
+    """The digest with one more message. Fields that clients add to a reply, or drop from it, do not count."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
-    kept = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
+    fields = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
     content = str(message.get("content") or "")
-    kept |= {"content": content.strip() if message["role"] == "assistant" else content, "tool_calls": calls}
-    return blake2b(digest + _text(kept)).digest()
+    fields |= {"content": content.strip() if message["role"] == "assistant" else content, "tool_calls": calls}
+    return blake2b(digest + _text(fields)).digest()
 
 
 def _text(value: Any) -> bytes:

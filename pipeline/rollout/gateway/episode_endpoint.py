@@ -1,15 +1,15 @@
 """The server of one episode's endpoint.
 
-Owns a port for as long as an episode runs, and who may use it: whoever has its key. Promises that a call is part of
-the episode once it is answered, and not if its client hangs up before; that calls in flight end with the episode; and
-that whatever cannot be answered is an error in OpenAI's form. Must not know what the agent is.
+Owns a port while an episode runs, and its authentication by a key. Promises that a call becomes part of the episode
+when its response is ready, and does not if the client disconnects before; that calls in flight end with the episode;
+and that any failure is an error in OpenAI's format. Must not know what the agent is.
 
     async with Endpoint(chat, sample, max_length=4096, form="tagged") as endpoint:
         …an agent with base_url=endpoint.url and api_key=endpoint.key…
     episode = endpoint.episode()
 
-Routes below `/v1`: `chat/completions`, `completions`, `models`; and `reward`, to which the agent posts what its episode
-is worth (`pipeline.environments.agent_report`).
+Routes below `/v1`: `chat/completions`, `completions`, `models`; and `reward`, to which the agent posts the episode's
+reward (`pipeline.environments.agent_report`).
 """
 
 import asyncio
@@ -36,25 +36,25 @@ from pipeline.utils.limited_site import LimitedSite, is_authenticated, limit_con
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 1 << 26
 MAX_UNAUTHENTICATED = 32
-"""Connections that have shown no key; there may be an endpoint for each of hundreds of episodes."""
+"""Largest number of connections without a valid key. Hundreds of episodes may each have an endpoint."""
 LONG = 2000
-"""Characters of a conversation that take longer to tokenise than to hand to a thread."""
+"""Characters of a conversation above which tokenizing takes longer than the hand-over to a thread."""
 MODEL = "policy"
-"""What clients call it; any other name does as well."""
+"""The model's name for clients; any other name works too."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SampleFunction(Protocol):
-    """How the policy is asked."""
+    """The function that samples turns of the policy."""
 
     async def __call__(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
-        """`n` turns after `tokens`, each of at most as many tokens as the run allows; `RolloutError` if never."""
+        """`n` turns after `tokens`, within the run's token limits; `RolloutError` if the request can never succeed."""
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """As much of a turn as the agent was given."""
+    """The part of a turn that the agent received."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -78,14 +78,14 @@ class Endpoint:
         form: ToolCallSyntax = "tagged",
         address: str = LOOPBACK,
     ) -> None:
-        """`max_length`: most tokens of a row; `form`: how the policy writes calls of tools; `address`: of this node."""
+        """`max_length`: limit of a row in tokens; `form`: the policy's tool-call syntax; `address`: of this node."""
         self._chat, self._sample, self._max_length, self._form = chat, sample, max_length, form
-        self._dialogue, self._told = ConversationTree(chat), AgentReport()
+        self._dialogue, self._report = ConversationTree(chat), AgentReport()
         self._address, self.key = address, secrets.token_urlsafe(16)
 
     @property
     def url(self) -> str:
-        """The base URL, as clients of OpenAI want it."""
+        """The base URL, as OpenAI clients expect it."""
         return f"http://{self._address}:{self._port}/v1"
 
     async def __aenter__(self) -> Self:
@@ -95,7 +95,7 @@ class Endpoint:
         application.router.add_get("/v1/models", self._models)
         application.router.add_post("/v1/reward", self._reward)
         admission = limit_connections(application, "an episode's endpoint", MAX_UNAUTHENTICATED)
-        # A client that hangs up ends its handler, and with it the sampling.
+        # A client that disconnects cancels its handler, and with it the sampling.
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()
         try:
@@ -112,16 +112,16 @@ class Endpoint:
         await self._runner.cleanup()
 
     def episode(self) -> Episode:
-        """All calls that were answered, with what the agent told of its reward."""
+        """All completed calls, with the reward and metrics that the agent posted."""
         episode = self._dialogue.episode()
-        return replace(episode, reward=self._told.reward, metrics={**episode.metrics, **self._told.metrics})
+        return replace(episode, reward=self._report.reward, metrics={**episode.metrics, **self._report.metrics})
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let in callers with the key, and turn what goes wrong into an answer."""
+        """Admit callers with the key, and translate errors to responses."""
         try:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-            if not secrets.compare_digest(given.encode(), self.key.encode()):
+            key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+            if not secrets.compare_digest(key.encode(), self.key.encode()):
                 raise openai_wire.RequestRefused("the key is not this episode's", 401, "invalid_api_key")
             is_authenticated(request)
             return await handler(request)
@@ -131,70 +131,71 @@ class Endpoint:
             return web.json_response(openai_wire.RequestRefused(str(error)).body(), status=400)
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
-        asked = openai_wire.read_chat(await request.read())
-        place = await self._placed(asked)
-        said = await self._answers(asked, place)
-        if asked.stream:
-            return await self._streamed(request, openai_wire.chat_events(asked, said, len(place.tokens)))
-        return web.json_response(openai_wire.chat_answer(asked, said, len(place.tokens)))
+        call = openai_wire.read_chat(await request.read())
+        match = await self._placed(call)
+        replies = await self._answers(call, match)
+        if call.stream:
+            return await self._streamed(request, openai_wire.chat_events(call, replies, len(match.tokens)))
+        return web.json_response(openai_wire.chat_answer(call, replies, len(match.tokens)))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        asked = openai_wire.read_completion(await request.read())
-        if isinstance(asked.prompt, str):
-            place = self._dialogue.match_text(asked.prompt)
+        call = openai_wire.read_completion(await request.read())
+        if isinstance(call.prompt, str):
+            match = self._dialogue.match_text(call.prompt)
         else:
-            place = self._dialogue.match_tokens(asked.prompt)
-        said = await self._answers(asked, place)
-        if asked.stream:
-            return await self._streamed(request, openai_wire.completion_events(asked, said, len(place.tokens)))
-        return web.json_response(openai_wire.completion_answer(asked, said, len(place.tokens)))
+            match = self._dialogue.match_tokens(call.prompt)
+        replies = await self._answers(call, match)
+        if call.stream:
+            return await self._streamed(request, openai_wire.completion_events(call, replies, len(match.tokens)))
+        return web.json_response(openai_wire.completion_answer(call, replies, len(match.tokens)))
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run", "max_model_len": self._max_length}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        told = parse_report(await request.read())
-        if isinstance(told, str):
-            raise openai_wire.RequestRefused(told)
-        self._told = told
+        report = parse_report(await request.read())
+        if isinstance(report, str):
+            raise openai_wire.RequestRefused(report)
+        self._report = report
         return web.json_response({})
 
-    async def _placed(self, asked: openai_wire.CheckedRequest) -> PrefixMatch:
-        """Where the call stands. A long conversation is tokenised in a thread, to keep the loop free."""
+    async def _placed(self, call: openai_wire.CheckedRequest) -> PrefixMatch:
+        """The position of the call in the tree. A long conversation is tokenized in a thread, off the event loop."""
         try:
-            if sum(len(message["content"]) for message in asked.messages) < LONG:
-                return self._dialogue.match_prefix(asked.messages, asked.tools)
-            return await asyncio.to_thread(self._dialogue.match_prefix, asked.messages, asked.tools)
-        except Exception as error:  # noqa: BLE001 a model's template meets an agent's messages: the agent is told
+            if sum(len(message["content"]) for message in call.messages) < LONG:
+                return self._dialogue.match_prefix(call.messages, call.tools)
+            return await asyncio.to_thread(self._dialogue.match_prefix, call.messages, call.tools)
+        except Exception as error:  # noqa: BLE001 the template may fail on the agent's messages, which gets the error
             raise openai_wire.RequestRefused(failure_reason("the messages cannot be rendered:", error)) from None
 
-    async def _answers(self, asked: openai_wire.CheckedRequest, place: PrefixMatch) -> list[openai_wire.ChatReply]:
-        """Sampled, and noted."""
-        room = self._max_length - len(place.tokens)
+    async def _answers(self, call: openai_wire.CheckedRequest, match: PrefixMatch) -> list[openai_wire.ChatReply]:
+        """Sample the replies, and add them to the tree."""
+        room = self._max_length - len(match.tokens)
         if room < 1:
-            why = f"{len(place.tokens)} tokens leave no room below model.max_length={self._max_length}"
+            why = f"{len(match.tokens)} tokens leave no room below model.max_length={self._max_length}"
             raise openai_wire.RequestRefused(why, code="context_length_exceeded")
-        turns = await self._sample(place.tokens, asked.n, asked.max_tokens)
-        return [self._noted(asked, place, turn) for turn in turns]
+        turns = await self._sample(match.tokens, call.n, call.max_tokens)
+        return [self._noted(call, match, turn) for turn in turns]
 
-    def _noted(self, asked: openai_wire.CheckedRequest, place: PrefixMatch, turn: Turn) -> openai_wire.ChatReply:
-        heard, text = self._heard(turn, asked.stop)
-        form = self._form if asked.parses else None
-        reply = openai_wire.reply_of(text, form, asked.tools)
-        if not heard.tokens:
+    def _noted(self, call: openai_wire.CheckedRequest, match: PrefixMatch, turn: Turn) -> openai_wire.ChatReply:
+        sampled, text = self._until_stop(turn, call.stop)
+        form = self._form if call.parses else None
+        reply = openai_wire.reply_of(text, form, call.tools)
+        if not sampled.tokens:
             raise openai_wire.RequestRefused("nothing was sampled", 500, "server_error")
-        self._dialogue.add(place, heard, text, reply if asked.messages else None)
-        pieces = [self._chat.piece(token) for token in heard.tokens] if asked.logprobs else []
-        finish = "stop" if heard.finish == "stop" else "length"
-        return openai_wire.ChatReply(text, reply, finish, heard.tokens, heard.logprobs, pieces)
+        self._dialogue.add(match, sampled, text, reply if call.messages else None)
+        pieces = [self._chat.piece(token) for token in sampled.tokens] if call.logprobs else []
+        finish = "stop" if sampled.finish == "stop" else "length"
+        return openai_wire.ChatReply(text, reply, finish, sampled.tokens, sampled.logprobs, pieces)
 
-    def _heard(self, turn: Turn, stops: Sequence[str]) -> tuple[SampledTurn, str]:
-        """A turn up to the token that brings the first of `stops`, and its text up to that."""
+    def _until_stop(self, turn: Turn, stops: Sequence[str]) -> tuple[SampledTurn, str]:
+        """A turn up to the token that completes the first of `stops`, and its text before that stop."""
         tokens, finish, text = turn.tokens, turn.finish, self._chat.decode(turn.tokens)
         if any(stop in text for stop in stops):
             counts = range(len(tokens) + 1)
-            count = bisect_left(counts, True, key=lambda most: _ends_with_stop(self._chat.decode(tokens[:most]), stops))
+            # Bisect for the smallest number of tokens whose text contains a stop.
+            count = bisect_left(counts, True, key=lambda size: _ends_with_stop(self._chat.decode(tokens[:size]), stops))
             tokens, finish = tokens[:count], "stop"
             text = openai_wire.text_before(self._chat.decode(tokens), stops)
         logprobs, versions = turn.logprobs[: len(tokens)], turn.versions[: len(tokens)]

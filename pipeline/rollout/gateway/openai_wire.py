@@ -1,12 +1,12 @@
-"""What OpenAI's clients send, and what they are sent.
+"""Requests and responses of OpenAI's API.
 
-Owns the forms of `/v1/chat/completions` and `/v1/completions`: what of a request is read, and how an answer is written,
-whole or as a stream of events. Promises that whatever cannot be read is one `RequestRefused` with a status and a line
-that says why. Must not know tokens' history or servers.
+Owns the formats of `/v1/chat/completions` and `/v1/completions`: which fields of a request are read, and how a response
+is written, whole or as a stream of events. Promises that any malformed request is one `RequestRefused` with a status
+and a one-line reason. Must not know conversations or servers.
 
-Some of what a client may ask for is ignored, since the policy is trained as it samples: `temperature`, `top_p` and
-penalties, for which those of the run apply; `response_format`; and `tool_choice`, except `none`, which leaves calls in
-the text.
+Some fields of a request are ignored, because the policy is trained as it samples: `temperature`, `top_p` and penalties,
+for which the run's values apply; `response_format`; and `tool_choice`, except `none`, which leaves tool calls in the
+text.
 """
 
 import json
@@ -25,14 +25,14 @@ MAX_CHOICES = 128
 
 
 class RequestRefused(Exception):
-    """A request that cannot be answered, as OpenAI tells it: a status, a code and why."""
+    """A request that cannot be served, as an OpenAI error: a status, a code and the reason."""
 
     def __init__(self, why: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(why)
         self.why, self.status, self.code = why, status, code
 
     def body(self) -> dict[str, Any]:
-        """The answer."""
+        """The body of the error response."""
         return {"error": {"message": self.why, "type": "invalid_request_error", "code": self.code, "param": None}}
 
 
@@ -61,16 +61,16 @@ _request_adapter = msgspec.json.Decoder(_RequestBody)
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A request, checked.
+    """A validated request.
 
     Attributes:
-        model: as the client calls it.
+        model: the client's name for the model.
         messages: of a chat; empty for a plain prompt.
         prompt: a text, or token ids.
-        n: how many answers.
-        max_tokens: most tokens of each; None: as many as the run allows.
-        stop: texts at which an answer ends.
-        parses: whether calls of tools are taken out of the text.
+        n: number of replies.
+        max_tokens: limit of each reply in tokens; None: the run's limit.
+        stop: texts at which a reply ends.
+        parses: whether tool calls are parsed from the text.
     """
 
     model: str
@@ -88,7 +88,7 @@ class CheckedRequest:
 
 @dataclass(frozen=True)
 class ChatReply:
-    """One answer: its text, the reply that the client is given, and what was sampled, each token with its text."""
+    """One reply: its text, the message for the client, and the sampled tokens, each with its text."""
 
     text: str
     reply: Message
@@ -99,36 +99,36 @@ class ChatReply:
 
 
 def read_chat(body: bytes) -> CheckedRequest:
-    """A request for a chat completion."""
-    asked = _read(body)
+    """Parse a request for a chat completion."""
+    request = _read(body)
     try:
-        messages, tools = read_messages(asked.messages), read_tools(asked.tools)
+        messages, tools = read_messages(request.messages), read_tools(request.tools)
     except MessageError as error:
         raise RequestRefused(str(error)) from None
-    return _checked(asked, messages=messages, tools=tools, parses=bool(tools) and asked.tool_choice != "none")
+    return _checked(request, messages=messages, tools=tools, parses=bool(tools) and request.tool_choice != "none")
 
 
 def read_completion(body: bytes) -> CheckedRequest:
-    """A request for the completion of a plain prompt."""
-    asked = _read(body)
-    prompt = asked.prompt
+    """Parse a request for the completion of a plain prompt."""
+    request = _read(body)
+    prompt = request.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         (prompt,) = prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         prompt = tuple(prompt)
     if not prompt or not isinstance(prompt, str | tuple):
         raise RequestRefused("prompt: expected one text, or one list of token ids")
-    if asked.echo:
-        raise RequestRefused("echo: only what was sampled is answered")
-    return _checked(asked, prompt=prompt)
+    if request.echo:
+        raise RequestRefused("echo: only sampled tokens are returned")
+    return _checked(request, prompt=prompt)
 
 
 def reply_of(text: str, form: ToolCallSyntax | None, tools: Sequence[Mapping[str, Any]]) -> Message:
-    """What was said as a message, with calls of tools taken out of the text; if one cannot be read, all stays text."""
+    """The text as a message, with tool calls parsed from it; if one call is malformed, all remain text."""
     calls = list(parse_calls(text, form, parameter_types(tools))) if form else []
     if not calls or any(call.wrong for call in calls):
         return {"role": "assistant", "content": text}
-    made = [
+    tool_calls = [
         {
             "id": f"call_{uuid4().hex[:24]}",
             "type": "function",
@@ -136,58 +136,60 @@ def reply_of(text: str, form: ToolCallSyntax | None, tools: Sequence[Mapping[str
         }
         for call in calls
     ]
-    return {"role": "assistant", "content": text[: calls[0].begin].strip(), "tool_calls": made}
+    return {"role": "assistant", "content": text[: calls[0].begin].strip(), "tool_calls": tool_calls}
 
 
-def chat_answer(asked: CheckedRequest, said: Sequence[ChatReply], prompt_tokens: int) -> dict[str, Any]:
+def chat_answer(request: CheckedRequest, replies: Sequence[ChatReply], prompt_tokens: int) -> dict[str, Any]:
     """The body of a chat completion."""
     choices = [
         {
             "index": index,
-            "message": _message_json(each.reply),
-            "finish_reason": _finish(each),
-            "logprobs": {"content": _logprobs(each), "refusal": None} if asked.logprobs else None,
+            "message": _message_json(reply.reply),
+            "finish_reason": _finish(reply),
+            "logprobs": {"content": _logprobs(reply), "refusal": None} if request.logprobs else None,
         }
-        for index, each in enumerate(said)
+        for index, reply in enumerate(replies)
     ]
-    return _head("chat.completion", asked) | {"choices": choices, "usage": _usage(said, prompt_tokens)}
+    return _head("chat.completion", request) | {"choices": choices, "usage": _usage(replies, prompt_tokens)}
 
 
-def chat_events(asked: CheckedRequest, said: Sequence[ChatReply], prompt_tokens: int) -> Iterator[dict[str, Any]]:
-    """The same as a stream: who speaks, what is said, how it ended; and the usage, where it is asked for."""
-    head = _head("chat.completion.chunk", asked)
-    for index, each in enumerate(said):
-        sent = _message_json(each.reply)
+def chat_events(request: CheckedRequest, replies: Sequence[ChatReply], prompt_tokens: int) -> Iterator[dict[str, Any]]:
+    """A chat completion as a stream of events: role, content, finish reason; and the usage if requested."""
+    head = _head("chat.completion.chunk", request)
+    for index, reply in enumerate(replies):
+        sent = _message_json(reply.reply)
         calls = [{"index": number, **call} for number, call in enumerate(sent.get("tool_calls", ()))]
-        logprobs = {"content": _logprobs(each), "refusal": None} if asked.logprobs else None
+        logprobs = {"content": _logprobs(reply), "refusal": None} if request.logprobs else None
         deltas = [{"role": "assistant", "content": ""}, {"content": sent["content"]}, {"tool_calls": calls}]
         for delta in deltas:
             if any(delta.values()):
                 choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
                 yield head | {"choices": [choice]}
-        yield head | {"choices": [{"index": index, "delta": {}, "finish_reason": _finish(each), "logprobs": logprobs}]}
-    if asked.usage:
-        yield head | {"choices": [], "usage": _usage(said, prompt_tokens)}
+        yield head | {"choices": [{"index": index, "delta": {}, "finish_reason": _finish(reply), "logprobs": logprobs}]}
+    if request.usage:
+        yield head | {"choices": [], "usage": _usage(replies, prompt_tokens)}
 
 
-def completion_answer(asked: CheckedRequest, said: Sequence[ChatReply], prompt_tokens: int) -> dict[str, Any]:
+def completion_answer(request: CheckedRequest, replies: Sequence[ChatReply], prompt_tokens: int) -> dict[str, Any]:
     """The body of a completion."""
-    choices = [_completion(index, asked, each) for index, each in enumerate(said)]
-    return _head("text_completion", asked) | {"choices": choices, "usage": _usage(said, prompt_tokens)}
+    choices = [_completion(index, request, reply) for index, reply in enumerate(replies)]
+    return _head("text_completion", request) | {"choices": choices, "usage": _usage(replies, prompt_tokens)}
 
 
-def completion_events(asked: CheckedRequest, said: Sequence[ChatReply], prompt_tokens: int) -> Iterator[dict[str, Any]]:
-    """The same as a stream, one event an answer."""
-    head = _head("text_completion", asked)
-    for index, each in enumerate(said):
-        yield head | {"choices": [_completion(index, asked, each)]}
-    if asked.usage:
-        yield head | {"choices": [], "usage": _usage(said, prompt_tokens)}
+def completion_events(
+    request: CheckedRequest, replies: Sequence[ChatReply], prompt_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """A completion as a stream, one event per reply."""
+    head = _head("text_completion", request)
+    for index, reply in enumerate(replies):
+        yield head | {"choices": [_completion(index, request, reply)]}
+    if request.usage:
+        yield head | {"choices": [], "usage": _usage(replies, prompt_tokens)}
 
 
 def text_before(text: str, stops: Sequence[str]) -> str:
     """The text up to the first of `stops`."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+    return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=len(text))]
 
 
 def _read(body: bytes) -> _RequestBody:
@@ -197,28 +199,28 @@ def _read(body: bytes) -> _RequestBody:
         raise RequestRefused(f"the request cannot be read: {error}") from None
 
 
-def _checked(asked: _RequestBody, **what: Any) -> CheckedRequest:
-    count = asked.n or 1
-    most = asked.max_completion_tokens or asked.max_tokens
-    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+def _checked(request: _RequestBody, **fields: Any) -> CheckedRequest:
+    count = request.n or 1
+    limit = request.max_completion_tokens or request.max_tokens
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if not 1 <= count <= MAX_CHOICES:
         raise RequestRefused(f"n={count}: expected 1 to {MAX_CHOICES}")
-    if most is not None and most < 1:
-        raise RequestRefused(f"max_tokens={most}: expected at least 1")
+    if limit is not None and limit < 1:
+        raise RequestRefused(f"max_tokens={limit}: expected at least 1")
     return CheckedRequest(
-        asked.model,
+        request.model,
         n=count,
-        max_tokens=most,
+        max_tokens=limit,
         stop=tuple(filter(None, stop)),
-        stream=bool(asked.stream),
-        usage=asked.stream_options is not None and asked.stream_options.include_usage,
-        logprobs=asked.logprobs is not None and asked.logprobs is not False,
-        **what,
+        stream=bool(request.stream),
+        usage=request.stream_options is not None and request.stream_options.include_usage,
+        logprobs=request.logprobs is not None and request.logprobs is not False,
+        **fields,
     )
 
 
 def _message_json(reply: Message) -> dict[str, Any]:
-    """A reply as clients expect it: arguments are a string of JSON, and with nothing but calls the text is null."""
+    """A reply in OpenAI's format: arguments are a string of JSON, and the text is null if there are only calls."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in reply.get("tool_calls", ())
@@ -228,35 +230,35 @@ def _message_json(reply: Message) -> dict[str, Any]:
     return {"role": "assistant", "content": reply["content"] or None, "tool_calls": calls}
 
 
-def _finish(said: ChatReply) -> str:
-    return "tool_calls" if said.reply.get("tool_calls") else said.finish
+def _finish(reply: ChatReply) -> str:
+    return "tool_calls" if reply.reply.get("tool_calls") else reply.finish
 
 
-def _logprobs(said: ChatReply) -> list[dict[str, Any]]:
+def _logprobs(reply: ChatReply) -> list[dict[str, Any]]:
     return [
         {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": [], "token_id": token}
-        for piece, logprob, token in zip(said.pieces, said.logprobs, said.tokens, strict=True)
+        for piece, logprob, token in zip(reply.pieces, reply.logprobs, reply.tokens, strict=True)
     ]
 
 
-def _completion(index: int, asked: CheckedRequest, said: ChatReply) -> dict[str, Any]:
+def _completion(index: int, request: CheckedRequest, reply: ChatReply) -> dict[str, Any]:
     logprobs = {
-        "tokens": list(said.pieces),
-        "token_logprobs": list(said.logprobs),
-        "token_ids": list(said.tokens),
+        "tokens": list(reply.pieces),
+        "token_logprobs": list(reply.logprobs),
+        "token_ids": list(reply.tokens),
         "top_logprobs": None,
-        "text_offset": [sum(map(len, said.pieces[:place])) for place in range(len(said.pieces))],
+        "text_offset": [sum(map(len, reply.pieces[:index])) for index in range(len(reply.pieces))],
     }
-    kept = logprobs if asked.logprobs else None
-    return {"index": index, "text": said.text, "finish_reason": said.finish, "logprobs": kept}
+    included = logprobs if request.logprobs else None
+    return {"index": index, "text": reply.text, "finish_reason": reply.finish, "logprobs": included}
 
 
-def _head(kind: str, asked: CheckedRequest) -> dict[str, Any]:
-    return {"id": uuid4().hex, "object": kind, "created": int(time.time()), "model": asked.model}
+def _head(kind: str, request: CheckedRequest) -> dict[str, Any]:
+    return {"id": uuid4().hex, "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _usage(said: Sequence[ChatReply], prompt_tokens: int) -> dict[str, int]:
-    sampled = sum(len(each.tokens) for each in said)
+def _usage(replies: Sequence[ChatReply], prompt_tokens: int) -> dict[str, int]:
+    sampled = sum(len(reply.tokens) for reply in replies)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": sampled,

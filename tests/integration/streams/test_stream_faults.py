@@ -177,7 +177,7 @@ def test_an_entry_that_was_cut_short_is_skipped_with_a_warning_once_a_writer_goe
         assert caplog.text == ""
         streams.publish_many("reissue", records(2))
         assert [entry.record.position for entry in reader.read(9, 5)] == [2]
-    assert "no whole entry" in caplog.text
+    assert "no complete entry" in caplog.text
 
 
 def test_an_entry_is_not_delivered_before_all_of_it_is_there(on_files: RoleContext) -> None:

@@ -55,7 +55,7 @@ class Waiting:
         self.dispatch = OneRank()
         session = RunSession(self.context, cast(RankGroup, self.dispatch))
         self.root, self.commits, self.pulse = str(run.paths.checkpoints), session._commits, session._pulse
-        self.give_up = session._give_up
+        self.give_up = session._release_covered
         self.finish, self.warming_up = session._finish_commits, session._warming_up
         self.durable: list[tuple[str, ...]] = []
         self.commits.on_durable = self.durable.append
@@ -129,7 +129,7 @@ def test_an_attempt_that_is_ending_leaves_what_a_commit_covers_to_the_next_one_w
         waiting.commits.collect()
     waiting.context.events.publish("draining", "agent")
     waiting.commits.save_checkpoint(jobs_of(waiting.context.config)[0], 2, COVERED, wait=True)
-    assert "the next attempt acknowledges what the last commit covers: redis does not answer" in caplog.text
+    assert "the next attempt acknowledges the entries of the last checkpoint: redis does not answer" in caplog.text
 
 
 def test_a_commit_under_way_that_fails_does_not_hide_the_error_that_came_before(
@@ -141,7 +141,7 @@ def test_a_commit_under_way_that_fails_does_not_hide_the_error_that_came_before(
     monkeypatch.setattr(sharded_state, "complete_checkpoint", fail)
     waiting.commit()
     waiting.finish(None, TrainingError("a rank is lost"), None)
-    assert "the commit that was under way failed too: the disk is gone" in caplog.text
+    assert "the checkpoint in progress failed too: the disk is gone" in caplog.text
     waiting.commit()
     with pytest.raises(CheckpointError, match="the disk is gone"):
         waiting.finish(None, None, None)

@@ -170,15 +170,15 @@ def test_samples_that_come_faster_than_the_disk_takes_them_are_left_out_and_nobo
     for _ in range(6):
         full.add(list(rows))
         kept.add(list(rows))
-    assert (full.left_out, kept.left_out) == (2 * len(rows), 0)
+    assert (full.dropped, kept.dropped) == (2 * len(rows), 0)
 
 
 def test_a_disk_that_fails_costs_samples_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     with caplog.at_level(logging.WARNING), SampleStore(tmp_path / "file", "a-0", 1 << 20) as kept:
         kept.add(records_of_group(a_group(), "countdown", "group"))
-    assert kept.left_out == 3
-    assert len([record for record in caplog.records if "samples are not kept" in record.message]) == 1
+    assert kept.dropped == 3
+    assert len([record for record in caplog.records if "samples are not stored" in record.message]) == 1
 
 
 def test_what_was_handed_over_is_on_disk_before_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_a_teacher_that_is_busy_or_away_is_asked_again(caplog: pytest.LogCapture
     (said,) = said_of(served, [GROUP]) or []
     assert numbers(said) == [[0, -2.0625]]
     assert len(served.asked) == 4
-    assert [record.getMessage().partition(" is asked again: ")[2] for record in caplog.records] == [
+    assert [record.getMessage().partition(" is retried: ")[2] for record in caplog.records] == [
         "status 503: no such model"
     ]
 
@@ -180,7 +180,7 @@ def test_a_teacher_is_met_once_it_says_how_likely_a_token_is() -> None:
 
 
 def test_a_teacher_that_is_not_there_is_named_with_what_to_do() -> None:
-    with pytest.raises(DeadlineError, match=r"the teacher at teacher.url=http://127.0.0.1:9/v1.*mend teacher.url"):
+    with pytest.raises(DeadlineError, match=r"the teacher at teacher.url=http://127.0.0.1:9/v1.*fix teacher.url"):
         met("http://127.0.0.1:9/v1", seconds=0.2)
 
 

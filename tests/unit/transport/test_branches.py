@@ -59,7 +59,7 @@ def test_each_row_is_whole_and_each_sampled_token_is_marked_in_one_of_them() -> 
         ({"shared": 9}, "shares more than there is"),
         (packed([], [], []), "shares more than there is"),
         (packed([1], [1, 0], [0.0]), "differ in length"),
-        ({"newer": bytes(2)}, "differ in length"),
+        ({"version_offsets": bytes(2)}, "differ in length"),
         (packed([1], [2], [0.0]), "no row of 0 and 1"),
         (packed([1], [1], [float("nan")]), "not finite"),
         (packed([-1], [1], [0.0]), "negative"),
@@ -104,7 +104,7 @@ def test_each_row_has_what_a_teacher_says_of_it() -> None:
     ]
     assert [row.reference for row in rows_of([group])] == [None] * len(lengths)
     for references, reason in (
-        (taught.references[1:], "references of 3 rows do not fit the 4 rows"),
+        (taught.references[1:], "references of 3 rows do not fit the group's 4 rows"),
         ((said[0].tobytes()[4:], *taught.references[1:]), "do not fit"),
         ((np.full(lengths[0], np.nan, "<f4").tobytes(), *taught.references[1:]), "not finite"),
     ):

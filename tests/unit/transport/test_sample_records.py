@@ -70,14 +70,14 @@ prepared = built(
 results = built(
     EvalResult,
     id=reasons,
-    weights=numbers,
+    policy_version=numbers,
     accuracy=st.floats(0, 1),
     prompts=numbers,
     version_min=numbers,
     version_max=numbers,
     seconds=times,
 )
-requests = built(EvalRequest, id=reasons, weights=numbers)
+requests = built(EvalRequest, id=reasons, policy_version=numbers)
 reissues = built(Reissue, position=numbers, reason=reasons)
 records = st.one_of(samples(), groups, prepared, results, requests, reissues)
 

@@ -66,7 +66,12 @@ def a_sample(*versions: int) -> Sample:
     def packed(places: slice) -> dict[str, Any]:
         sampled = [0, *(1 for _ in versions)][places]
         tokens, logprobs = (np.zeros(len(sampled), kind).tobytes() for kind in ("<i4", "<f4"))
-        return {"tokens": tokens, "sampled": bytes(sampled), "logprobs": logprobs, "newer": bytes(newer[places])}
+        return {
+            "tokens": tokens,
+            "sampled": bytes(sampled),
+            "logprobs": logprobs,
+            "version_offsets": bytes(newer[places]),
+        }
 
     branch = Branch(of=0, shared=2, **packed(slice(-1, None)))
     sample = Sample(
