@@ -1,10 +1,10 @@
-"""One job: what is asked of the scheduler, what starts its agents, and what becomes of it after an attempt.
+"""One job: its submission, the start of its agents, and the decision after each attempt.
 
 | module | owns |
 |---|---|
 | `executors` | submitit's executors, as one job of several agents |
-| `site_checks` | what a submission asks the site before anything is queued |
-| `local_controller` | of a local job, what slurmctld and srun are to a cluster's |
-| `attempt_summary` | what an attempt left behind |
-| `requeue` | from the facts to the decision, and the requeue itself |
+| `site_checks` | a submission's checks of the site before anything is queued |
+| `local_controller` | the controller of a local job, as slurmctld and srun are of a Slurm job |
+| `attempt_summary` | the records of an ended attempt |
+| `requeue` | the decision after an attempt, and the requeue |
 """

@@ -1,8 +1,8 @@
-"""What an attempt left behind, as the run directory tells it to whoever decides what comes next.
+"""The records of an ended attempt in the run directory, as input of the decision about the job.
 
-Owns reading the traces of the agents and of the trainer once srun is over. Promises that a file which this machine does
-not see yet is not taken for absent: an NFS client remembers for a while that a name was absent, until it lists the
-folder. Must not know the scheduler, nor decide anything.
+Owns reading the records of the agents and of the trainer once srun has exited. Promises that a file which is not
+visible yet does not count as absent: an NFS client caches the absence of a name until it lists the folder. Must not
+know the scheduler, nor decide anything.
 """
 
 import signal
@@ -23,28 +23,28 @@ from slurm.agent.agent_heartbeat import unexited_ranks
 from slurm.rendezvous.membership import name_ranks
 
 MAX_PAUSE = 5.0
-"""Seconds between two looks for what may be late."""
+"""Longest pause in seconds between two polls for a record that may be visible late."""
 
 NOTICE = signal.SIGUSR2.name
-"""What `--signal` of the batch file has the scheduler send before the job's time limit."""
+"""The signal that the scheduler sends before the job's time limit (`--signal` of the batch file)."""
 
 
 @dataclass(frozen=True)
 class AttemptSummary:
-    """What an attempt left behind.
+    """The records of an ended attempt.
 
     Attributes:
-        restart: how often the job had been requeued when the attempt began.
-        finished: whether the run is at its end.
-        told: why the attempt was told to end, before anything failed; empty if nobody told it.
-        notice: whether it was told by the signal that comes before the time limit.
-        failure: its first failure in one line; empty if it left none.
-        lost: the ranks whose agent did not say that it left: it was killed, or died with its node.
-        code: what srun ended with.
-        advanced: whether it committed steps of its own.
-        trained: whether the run has a commit, of whatever attempt.
-        exhausted: whether jobs of files failed, and nothing else is left to do.
-        failures: attempts of this job in a row, before this one, that count as such: see `slurm.batch.requeue.decide`.
+        restart: the job's number of requeues before the attempt.
+        finished: whether the run is finished.
+        stop_reason: the stop request that came before any failure; empty if there was none.
+        notice: whether that request was the signal before the time limit.
+        failure: the attempt's first failure in one line; empty if none is recorded.
+        lost: the ranks whose agent left no exit marker: it was killed, or its node crashed.
+        code: the exit code of srun.
+        advanced: whether this attempt saved a checkpoint.
+        trained: whether the run has a checkpoint, of any attempt.
+        exhausted: whether job files failed, and no other one is left to execute.
+        failures: consecutive failed attempts of this job before this one; see `slurm.batch.requeue.decide`.
     """
 
     restart: int
@@ -61,26 +61,26 @@ class AttemptSummary:
 
     @property
     def is_inconclusive(self) -> bool:
-        """Whether marks that are seen late could still turn a failure that would come again into a lost rank."""
+        """Whether exit markers that are visible late could still change the decision about this failure."""
         return self.code != 0 and not self.finished and not self.trained and (bool(self.lost) or not self.failure)
 
     @property
     def trouble(self) -> str:
-        """What went wrong, in one line; empty for an attempt that was told to end and did so in order."""
+        """The failure in one line; empty for an attempt that ended in order after a stop request."""
         if self.failure:
             return self.failure
         if self.lost:
-            return f"{name_ranks(self.lost)} ended without a word (srun: exit code {self.code})"
-        return "" if self.stop_reason else f"the agents left without a reason (srun: exit code {self.code})"
+            return f"{name_ranks(self.lost)} ended without an exit marker (srun: exit code {self.code})"
+        return "" if self.stop_reason else f"the agents exited without a recorded reason (srun: exit code {self.code})"
 
 
 def summarize_attempt(
     run: RunPaths, paths: AttemptPaths, restart: int, ranks: int, code: int, late: float, clock: Clock = CLOCK
 ) -> AttemptSummary:
-    """The facts of an attempt of `ranks` agents whose srun ended with `code`, from the run directory.
+    """Read the records of an attempt of `ranks` agents whose srun exited with `code`.
 
-    Code 0 means that every agent returned by itself, so none is lost, and the reason is on disk: it is waited for, for
-    the `late` seconds by which it may appear late.
+    Code 0 means that every agent returned by itself, so no rank is lost and the reason is on disk. This function waits
+    for the reason up to `late` seconds, the visibility delay of the file system.
     """
     attempt = FileSharedDir(paths.root)
     events = Events(paths, attempt)
@@ -88,16 +88,16 @@ def summarize_attempt(
     if code == 0:
         _await_reason(run, events, late, clock)
     attempt.names()
-    heard, first = events.read_all(), attempt.read(FIRST_FAILURE, FirstFailure)
-    draining, failed = heard.get("draining"), heard.get("failed")
+    published, first = events.read_all(), attempt.read(FIRST_FAILURE, FirstFailure)
+    draining, failed = published.get("draining"), published.get("failed")
     failure = first.one_line() if first else failed.detail if failed else ""
-    told = draining is not None and _preceded(heard, bool(first))
+    stopped = draining is not None and _preceded(published, bool(first))
     committer = newest_committer(run)
     return AttemptSummary(
         restart=restart,
         finished=is_finished(run),
-        stop_reason=f"told to end ({draining.detail}, {draining.by})" if draining and told else "",
-        notice=draining is not None and told and draining.detail == NOTICE,
+        stop_reason=f"stop requested ({draining.detail}, {draining.by})" if draining and stopped else "",
+        notice=draining is not None and stopped and draining.detail == NOTICE,
         failure=failure,
         lost=unexited_ranks(attempt, ranks) if code else (),
         code=code,
@@ -109,9 +109,9 @@ def summarize_attempt(
 
 
 def newest_committer(run: RunPaths) -> str:
-    """The attempt that made the newest commit of the run; empty if there is none.
+    """The attempt that saved the run's newest checkpoint; empty if there is none.
 
-    Jobs of files commit where each says, maybe to what other runs share; of these the trainer's marks tell.
+    Job files name their own checkpoint directories, which runs may share. For these the trainer's markers count.
     """
     if newest := newest_checkpoint(recorded_root(run)):
         return newest.manifest.attempt
@@ -120,10 +120,10 @@ def newest_committer(run: RunPaths) -> str:
 
 
 def failures_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: str) -> int:
-    """Failed attempts in a row before `restart` of the same job; `committer` is the attempt of the newest commit.
+    """Consecutive failed attempts of the same job before `restart`.
 
-    The last outcome on disk knows the count. Attempts without an outcome were cut off by the scheduler, which is no
-    failure of theirs; and a commit begins the count anew.
+    The last outcome on disk has the count. Attempts without an outcome were ended by the scheduler and do not count as
+    failures. A checkpoint, whose attempt is `committer`, resets the count.
     """
     job = paths.attempt.rpartition("-")[0]
     for earlier in range(restart - 1, -1, -1):
@@ -136,29 +136,29 @@ def failures_before(run: RunPaths, paths: AttemptPaths, restart: int, committer:
     return 0
 
 
-def _preceded(told: Mapping[EventName, Event], failed: bool) -> bool:
-    """Whether the attempt was told to end before anything failed in it, as the order of the events says.
+def _preceded(published: Mapping[EventName, Event], failed: bool) -> bool:
+    """Whether the stop request came before any failure of the attempt, by the order of its events.
 
-    A failure whose event is not there came first: who wrote it down was ended before it could tell it.
+    A recorded failure without an event came first: its process was killed between the record and the event.
     """
-    before = list(told)[: list(told).index("draining")]
-    return "failed" not in before and ("failed" in told or not failed)
+    before = list(published)[: list(published).index("draining")]
+    return "failed" not in before and ("failed" in published or not failed)
 
 
 def _await_reason(run: RunPaths, events: Events, late: float, clock: Clock) -> None:
-    """Wait until it shows why every agent returned by itself: the run is finished, or the attempt was told to end."""
+    """Wait until the reason why every agent returned is visible: a finished run, or a stop request."""
 
     def shows() -> bool:
         refresh_listing(run)
         return is_finished(run) or events.get("draining") is not None
 
     try:
-        wait_for("the agents' reason to leave", shows, late, longest_pause=MAX_PAUSE, clock=clock)
+        wait_for("the agents' reason to exit", shows, late, longest_pause=MAX_PAUSE, clock=clock)
     except DeadlineError:
-        return  # that there is none is for the decision to say
+        return  # the decision reports the missing reason
 
 
 def refresh_listing(run: RunPaths) -> None:
-    """List the folders from the run down to its attempts: what was absent before may be there by now."""
+    """List the folders of the run and its attempts, which drops an NFS client's cached absences."""
     for folder in (run.root, run.attempts):
         FileSharedDir(folder).names()

@@ -1,8 +1,8 @@
-"""Submitit's executors, as one job of several agents.
+"""Submitit's executors for one job of several agents.
 
-Owns how an allocation is asked for: one task per node, each an agent. `LocalNodesExecutor` is submitit's local executor
-with one task per virtual node, `SlurmHetExecutor` its Slurm executor with a batch file of ours. Their jobs have
-submitit's folder and handle.
+Owns the request for an allocation with one task per node, and one agent per task. `LocalNodesExecutor` is submitit's
+local executor with one task per virtual node, `SlurmHetExecutor` its Slurm executor with our batch file. Their jobs
+have submitit's folder and handle.
 """
 
 import re
@@ -32,9 +32,9 @@ from slurm.scheduler.slurm.slurm_commands import NO_ANSWER
 from slurm.scheduler.slurm.slurm_environment import local_job_environment, submission_environment
 
 SUBMIT_SECONDS = 300.0
-"""sbatch asks a busy controller again and again by itself."""
+"""Deadline of sbatch, which retries by itself while the controller is busy."""
 LOST_SECONDS = 60.0
-"""How long to look for a job whose id sbatch did not print."""
+"""Seconds of polling the queue for a job whose id sbatch did not print."""
 
 _ASK_SECONDS, _ASK_SECONDS_AT_END = 5.0, 0.5
 _SILENCE_SECONDS = 600.0
@@ -44,7 +44,7 @@ class LocalNodesExecutor(LocalExecutor):
     """Submitit's local executor for several virtual nodes on this machine.
 
     Differs from its base in its controller (`slurm.batch.local_controller`), which runs in its own session, so that
-    Ctrl-C reaches the launcher alone, and which ends with its launcher. `Job.cancel` lets the agents come down in
+    Ctrl-C reaches only the launcher, and which ends with its launcher. `Job.cancel` makes the agents shut down in
     order.
     """
 
@@ -57,7 +57,7 @@ class LocalNodesExecutor(LocalExecutor):
 
     @property
     def attempt(self) -> str:
-        """The attempt that this executor's job will be."""
+        """The name of the attempt that this executor's job executes."""
         return f"{self.job_name}-0"
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
@@ -79,21 +79,21 @@ class LocalNodesExecutor(LocalExecutor):
         return LocalJob(self.folder, str(controller.pid), tasks=list(range(ranks)), process=controller)
 
     def kill(self) -> None:
-        """End the job at once: its agents die with the controller, and every role with its agent."""
+        """Kill the job at once: the kernel ends its agents with the controller, and every role with its agent."""
         if self._controller is not None:
             self._controller.kill()
             self._controller.wait()
 
 
 class SchedulerSilent(SchedulerError):
-    """Nobody said whether the job is queued."""
+    """Whether the job is queued is unknown, since the scheduler did not answer."""
 
 
 class RunJob(SlurmJob[Any]):
-    """Submitit's handle of a run's Slurm job; its state is what the scheduler says.
+    """Submitit's handle of a run's Slurm job, with the scheduler's state.
 
-    Result files count for nothing: an earlier attempt may have left them. A scheduler that gives no answer for a while
-    does not end the job; `SchedulerError` after `_SILENCE_SECONDS`.
+    Result files do not count, since an earlier attempt may have left them. A temporary lack of answers does not end the
+    job; after `_SILENCE_SECONDS` it is a `SchedulerError`.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class RunJob(SlurmJob[Any]):
             self._sub_jobs = [SlurmJob(folder, job_id, (task,)) for task in tasks]
 
     def _register_in_watcher(self) -> None:
-        """Nothing: the watcher asks sacct, which a site need not have."""
+        """Do nothing: submitit's watcher calls sacct, which a site may not have."""
 
     @property
     def state(self) -> str:
-        """Slurm's word; UNKNOWN when it gave none yet, or does not know the job any more."""
+        """Slurm's state of the job; UNKNOWN before the first answer, or once Slurm has dropped the job."""
         self._ask()
         return self._state
 
@@ -129,32 +129,33 @@ class RunJob(SlurmJob[Any]):
         return self._over
 
     def cancel(self, check: bool = True) -> None:
-        """End the job; its agents commit and come down within Slurm's KillWait."""
+        """Cancel the job; its agents save a checkpoint and shut down within Slurm's KillWait."""
         del check
         self._scheduler.cancel(self.job_id)
 
     def _ask(self, *, force: bool = False) -> None:
-        """Ask the scheduler, but not often: every login node's users share it."""
+        """Update the state from the scheduler, at a limited rate: all users of the cluster share it."""
         now = self._clock.now()
         pause = _ASK_SECONDS_AT_END if is_finished(self.run) else _ASK_SECONDS
         if self._over or (not force and now - self._asked < pause):
             return
         self._asked = now
         try:
-            found = self._scheduler.job(self.job_id)
+            queued = self._scheduler.job(self.job_id)
         except SchedulerError:
             if now - self._answered > _SILENCE_SECONDS:
                 raise
             return
         self._answered = now
-        self._state, self._over = (found.state, not found.live) if found else ("UNKNOWN", True)
+        self._state, self._over = (queued.state, not queued.live) if queued else ("UNKNOWN", True)
 
 
 class SlurmHetExecutor(SlurmExecutor):
     """Submitit's Slurm executor for one run: one job, one task per node.
 
-    Differs from its base in the batch file (`slurm.scheduler.slurm.batch_file`), in an sbatch that hears nothing of a
-    job around it, and in its handle. Submitit must neither requeue (`max_num_timeout`) nor map arrays.
+    Differs from its base in the batch file (`slurm.scheduler.slurm.batch_file`), in the environment of sbatch, which
+    has no variables of an enclosing job, and in its handle. Submitit must neither requeue (`max_num_timeout`) nor map
+    arrays.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class SlurmHetExecutor(SlurmExecutor):
         return 2
 
     def batch_file(self) -> str:
-        """The exact text that `submit` hands to sbatch."""
+        """The exact text that `submit` passes to sbatch."""
         return self._make_submission_file_text(self._submitit_command_str, "")
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
@@ -192,7 +193,7 @@ class SlurmHetExecutor(SlurmExecutor):
         )
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
-        """As the base's, but the function of a job that was not queued does not stay on disk."""
+        """Submit as the base class does, and remove the pickled function of a job that was not queued."""
         before = set(self.folder.glob("*.pkl"))
         try:
             return super()._internal_process_submissions(delayed_submissions)
@@ -202,16 +203,16 @@ class SlurmHetExecutor(SlurmExecutor):
             raise
 
     def _submit_command(self, command: str) -> RunJob:
-        """Hand the file to sbatch; `SchedulerError` with what it said.
+        """Submit the file with sbatch; `SchedulerError` with its message if it refuses.
 
-        Where it got no answer, the job that the scheduler has with our run_id is taken for the submitted one, and if
-        there is none, this raises `SchedulerSilent`.
+        If sbatch got no answer, the queued job with our run_id counts as the submitted one. `SchedulerSilent` if there
+        is none.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f".{uuid.uuid4().hex}_submission.sh"
         file.write_text(self._make_submission_file_text(command, ""))
         try:
-            job_id = self._queued(file)
+            job_id = self._queue(file)
         except BaseException:
             file.unlink()
             raise
@@ -219,7 +220,7 @@ class SlurmHetExecutor(SlurmExecutor):
         ranks = list(range(self._plan.ranks))
         return RunJob(self.folder, job_id, ranks, run=self._run, scheduler=self._scheduler)
 
-    def _queued(self, file: Path) -> str:
+    def _queue(self, file: Path) -> str:
         try:
             return self._get_job_id_from_submission_command(_sbatch(file))
         except SchedulerSilent as error:
@@ -228,12 +229,12 @@ class SlurmHetExecutor(SlurmExecutor):
         def look() -> str | None:
             nonlocal trouble
             try:
-                found = self._scheduler.jobs_with(self._run_id)
+                jobs = self._scheduler.jobs_with(self._run_id)
             except SchedulerError as error:
                 trouble = f" ({error})"
                 return None
             trouble = ""
-            return found[0].id if found else None
+            return jobs[0].id if jobs else None
 
         try:
             return wait_for("the job", look, LOST_SECONDS, pause=1.0, longest_pause=10.0, clock=self._clock)
@@ -243,15 +244,15 @@ class SlurmHetExecutor(SlurmExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        said = string.decode() if isinstance(string, bytes) else string
-        found = re.search(r"Submitted batch job (\d+)", said)
-        if found is None:
-            raise SchedulerSilent(f"sbatch named no job: {_one_line(said)}")
-        return found.group(1)
+        output = string.decode() if isinstance(string, bytes) else string
+        match = re.search(r"Submitted batch job (\d+)", output)
+        if match is None:
+            raise SchedulerSilent(f"sbatch named no job: {_one_line(output)}")
+        return match.group(1)
 
 
 def _sbatch(file: Path) -> str:
-    """What sbatch printed; `SchedulerError` if it refused the file, `SchedulerSilent` if it heard nothing."""
+    """Run sbatch. Returns its output; `SchedulerError` if it refused the file, `SchedulerSilent` without an answer."""
     try:
         done = subprocess.run(
             ["sbatch", str(file)],
@@ -273,5 +274,5 @@ def _sbatch(file: Path) -> str:
     return done.stdout
 
 
-def _one_line(said: str) -> str:
-    return "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.strip().splitlines())
+def _one_line(output: str) -> str:
+    return "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in output.strip().splitlines())

@@ -1,8 +1,8 @@
-"""The controller of a local job: what slurmctld and srun are to a cluster's.
+"""The controller of a local job, as slurmctld and srun are of a Slurm job.
 
-Owns the agents of the virtual nodes: starts them through submitit's own controller, passes TERM on, and, like `srun
---kill-on-bad-exit`, asks the others to stop when one ends badly. Ends when its launcher ends, but not because a disk
-fails; agents that are coming down get their time. Started by `slurm.batch.executors` as `python -m
+Owns the agents of the virtual nodes: starts them through submitit's controller, forwards TERM, and, like `srun
+--kill-on-bad-exit`, asks the others to stop when one fails. Ends when its launcher ends, but not when a disk fails;
+agents that are shutting down get their time. `slurm.batch.executors` starts it as `python -m
 slurm.batch.local_controller FOLDER RUN ATTEMPT`.
 """
 
@@ -34,17 +34,17 @@ from slurm.scheduler.slurm.slurm_environment import launcher_process
 
 _PAUSE = 0.1
 _FINAL_SECONDS = 10.0
-"""How long, once all agents are down, to retry what is left to write: the launcher waits hardly longer."""
+"""Seconds of retries for pending writes once all agents are down; the launcher waits little longer."""
 
 
 class LocalController(Controller):
-    """Waits for all agents; after the first bad end, the launcher's end, or a signal, they have a bounded time left."""
+    """Waits for all agents, with a bounded time after the first failure, the launcher's end, or a signal."""
 
     def __init__(self, folder: Path, run: RunPaths, attempt: str, launcher: psutil.Process | None) -> None:
         super().__init__(folder)
-        self._asked_at: float | None = None
+        self._stopping_since: float | None = None
         for number in (signal.SIGTERM, signal.SIGINT):  # the second is what `Job.cancel` sends
-            signal.signal(number, lambda *_: self._ask())
+            signal.signal(number, lambda *_: self._request_stop())
         self._paths = run.attempt(run_registry.identity(run).run_id, attempt)
         self._patience = max_shutdown_seconds(read_config(run).cluster) + 5.0
         self._launcher = launcher
@@ -53,17 +53,17 @@ class LocalController(Controller):
         self._outbox = DeferredWrites()
 
     def start_tasks(self) -> None:
-        """Start the agents, deaf to the signals that mean "end soon" until they can hear them."""
+        """Start the agents with `END_SIGNALS` blocked, until each agent has installed its handlers."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
         try:
             super().start_tasks()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if self._asked_at is not None:  # before there was anybody to tell
+        if self._stopping_since is not None:  # a signal came before there were agents to forward it to
             self._forward_signal(signal.SIGTERM)
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:
-        """Exit codes of all agents, None for those that had to be killed."""
+        """Wait for the agents. Returns their exit codes, None for those that must be killed."""
         codes = self._wait()
         try:
             wait_for("the disk to take the events", self._outbox.flush, _FINAL_SECONDS)
@@ -79,50 +79,49 @@ class LocalController(Controller):
             for rank, code in enumerate(codes):
                 if code and rank not in self._failed:
                     self._failed.add(rank)
-                    self._tell_failure(rank, describe_exit(code), code)
+                    self._record_failure(rank, describe_exit(code), code)
             if all(code is not None for code in codes):
                 return codes
             if any(codes):
-                self._ask()
-            elif not self._launcher_lives():
-                self._say_launcher_is_gone()
-                self._ask()
-            if self._asked_at is not None and time.monotonic() - self._asked_at > self._patience:
+                self._request_stop()
+            elif not self._is_launcher_alive():
+                self._record_launcher_exit()
+                self._request_stop()
+            if self._stopping_since is not None and time.monotonic() - self._stopping_since > self._patience:
                 return codes
             time.sleep(_PAUSE)
 
     def _end_stopped(self) -> None:
-        """End the agents that have been stopped (SIGSTOP) for too long: they watch their roles no more, nor hear of the
-        end of the attempt."""
+        """Kill agents that were stopped (SIGSTOP) for too long: they neither monitor their roles nor read events."""
         stopped = [rank for rank, task in enumerate(self.tasks) if is_stopped(task.pid)]
         self._stopped = {rank: self._stopped.get(rank) or StallTimer(CLOCK) for rank in stopped}
-        for rank, silence in self._stopped.items():
-            if silence.look(True) > STOPPED_SECONDS and rank not in self._failed:
+        for rank, timer in self._stopped.items():
+            if timer.look(True) > STOPPED_SECONDS and rank not in self._failed:
                 self._failed.add(rank)
                 self.tasks[rank].kill()
-                self._tell_failure(rank, f"stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and ended for it", None)
+                self._record_failure(rank, f"stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed for it", None)
 
-    def _ask(self) -> None:
-        """Ask all agents, once, to come down."""
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
+    def _request_stop(self) -> None:
+        """Ask all agents, once, to shut down."""
+        if self._stopping_since is None:
+            self._stopping_since = time.monotonic()
             self._forward_signal(signal.SIGTERM)
 
-    def _say_launcher_is_gone(self) -> None:
-        """Say so before the agents, which hear TERM, say only that."""
-        if self._asked_at is None:
+    def _record_launcher_exit(self) -> None:
+        """Publish the launcher's end before the agents publish the TERM that follows from it."""
+        if self._stopping_since is None:
             events = Events(self._paths, FileSharedDir(self._paths.root))
             self._outbox.submit(lambda: events.publish("draining", LAUNCHER, "the launcher was killed"))
 
-    def _tell_failure(self, rank: int, cause: str, code: int | None) -> None:
-        """What an agent that was killed could not say: that it failed, and that its roles are down with it."""
+    def _record_failure(self, rank: int, cause: str, code: int | None) -> None:
+        """Record a killed agent's failure and its exit marker, which it could not write itself."""
         attempt, name = FileSharedDir(self._paths.root), agent_name(rank)
         failure = FirstFailure(role=name, rank=rank, cause=cause, exit_code=code, time=time.time(), log="")
         self._outbox.submit(lambda: attempt.replace(down_mark(name), "left"))
         self._outbox.submit(lambda: attempt.create(FIRST_FAILURE, failure))
         self._outbox.submit(lambda: Events(self._paths, attempt).publish("failed", name, failure.one_line()))
 
-    def _launcher_lives(self) -> bool:
+    def _is_launcher_alive(self) -> bool:
         try:
             return self._launcher is not None and self._launcher.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:

@@ -1,9 +1,9 @@
-"""What becomes of the job once an attempt is over: the one owner of the requeue.
+"""The decision about a job after an attempt, and the requeue.
 
-Owns the decision and the act. The batch script runs this after its srun; nothing else of Rollcall asks the scheduler to
-run a job again. Promises that a run which finished is never queued again, that an attempt is followed by at most one
-requeue, and that a run which fails over and over without a commit stops. Must not know what a role does: it reads what
-agents and trainer left in the run directory, and what the scheduler says of the job.
+Owns the decision and its execution. The batch script runs this module after its srun, and no other part of Rollcall
+requeues a job. Promises that a finished run is never queued again, that an attempt is followed by at most one requeue,
+and that a run which repeatedly fails without a new checkpoint stops. Must not know the work of a role: it reads the
+records of agents and trainer in the run directory, and the job's state at the scheduler.
 
     python -P -m slurm.batch.requeue RUN_DIRECTORY EXIT_CODE_OF_SRUN
 """
@@ -34,27 +34,29 @@ from slurm.scheduler.slurm.slurm_environment import batch_attempt
 T = TypeVar("T")
 
 ANSWER_SECONDS = 1800.0
-"""For how long a scheduler that is silent or refuses, or a disk that fails, is asked again: its controller or server
-may be under maintenance. The job's own time limit bounds it anyway."""
+"""Seconds of retries while the scheduler does not answer or refuses, or the disk fails, such as during maintenance. The
+job's time limit bounds them anyway."""
 OUTCOME_SECONDS = 15.0
-"""How long to retry writing the outcome: the requeue comes after it, and must come before any KILL."""
+"""Seconds of retries to write the outcome. The requeue follows it, and must precede Slurm's KILL."""
 PAUSE, LONGEST_PAUSE = 1.0, 10.0
 
 OWNED = frozenset({RUNNING, "CONFIGURING", "RESIZING", "SIGNALING"})
-"""States of a job that nobody is ending; whoever asks runs in it."""
+"""States of this job while the scheduler does not end it: the process that queries them runs in the job."""
 OUT_OF_TIME = "TimeLimit"
 """The scheduler's reason when it ends a job at its time limit."""
 
 
 def decide(facts: AttemptSummary, job: QueuedJob | None, cluster: ClusterConfig, now: float) -> Outcome:
-    """What becomes of `job`, as the scheduler sees it now (None: not any more). Pure; `now` is seconds since the epoch.
+    """Decide whether the job is requeued. Pure; `now` is seconds since the epoch.
 
-    Whose the job is comes first: when the scheduler ends it, or has queued it again, what happened in the attempt has
-    no say. An attempt counts as a failure if it committed no new steps and failed, or ran out of the job's own time,
-    which would not suffice the next time either. A preemption is neither: it counts for `max_restarts` and nothing
-    else. A rank that is lost may be its node's fault, and an attempt that was told to end may have failed for that, so
-    these get `max_failures` tries, as does any failure of a run that has a commit. Whatever else fails before the first
-    commit would fail again.
+    `job` is the scheduler's current state; None if the scheduler has dropped the job. Ownership comes first: if the
+    scheduler is ending the job, or has queued it again, the attempt's records do not matter.
+
+    An attempt counts as a failure if it saved no checkpoint and failed, or reached the job's time limit, which would
+    not suffice the next time either. A preemption is no failure and counts for `max_restarts` only. Up to
+    `max_failures` consecutive failures are retried if a rank was lost (possibly a bad node), if the attempt got a stop
+    request, or if the run has a checkpoint. Any other failure before the first checkpoint counts as deterministic and
+    stops the job.
     """
     failures = 0 if facts.advanced else facts.failures
     if facts.finished:
@@ -70,36 +72,36 @@ def decide(facts: AttemptSummary, job: QueuedJob | None, cluster: ClusterConfig,
         return Outcome(decision="requeued" if again else "stopped", reason=reason, failures=failures, time=now)
 
     if facts.exhausted:
-        return outcome(False, "no job is left that another attempt could do")
+        return outcome(False, "no job file is left that another attempt could execute")
     if facts.restart >= cluster.max_restarts:
         return outcome(False, f"the job was requeued cluster.max_restarts={cluster.max_restarts} times already")
     if not trouble and not failed:
-        return outcome(True, "it goes on from its newest commit")
+        return outcome(True, "it resumes from its newest checkpoint")
     if facts.advanced:
-        return outcome(True, "the attempt had committed new steps, the next goes on from them")
+        return outcome(True, "the attempt had saved a checkpoint, from which the next one resumes")
     if failures >= cluster.max_failures:
-        why = "failed or ran out of time without a new commit"
+        why = "failed or ran out of time without a new checkpoint"
         return outcome(False, f"{failures} attempts in a row {why} (cluster.max_failures)")
     if facts.lost or facts.stop_reason or facts.trained:
-        return outcome(True, f"try {failures} without a new commit, {cluster.max_failures} end the job")
-    return outcome(False, "it failed before the first commit, so another attempt would fail the same way")
+        return outcome(True, f"try {failures} without a new checkpoint; {cluster.max_failures} such tries end the job")
+    return outcome(False, "it failed before the first checkpoint, so another attempt would fail the same way")
 
 
 def is_out_of_time(facts: AttemptSummary, job: QueuedJob | None) -> bool:
-    """Whether the attempt ended for the job's own time limit, by its notice or by the limit itself."""
+    """Whether the job's time limit ended the attempt, by its notice or by the limit itself."""
     if job is None:
         return False
     return job.reason == OUT_OF_TIME or (facts.notice and not job.preempt_pending)
 
 
 def ownership_problem(job: QueuedJob | None, restart: int) -> str:
-    """Why the job is not ours to requeue; empty if it is.
+    """Why this process must not requeue the job; empty if it may.
 
-    It is, too, when the scheduler ends it for good at its time limit or to make room for another: that end is not the
-    user's, and the scheduler queues the job again when it is asked meanwhile.
+    It may also requeue a job that the scheduler is ending at its time limit or for preemption: the user did not end it,
+    and the scheduler accepts a requeue meanwhile.
     """
     if job is None:
-        return "the scheduler does not know the job any more"
+        return "the scheduler has dropped the job"
     if job.restarts != restart:
         return f"the scheduler has queued the job again (restart {job.restarts})"
     if job.state in OWNED or job.reason == OUT_OF_TIME or job.preempted:
@@ -110,13 +112,13 @@ def ownership_problem(job: QueuedJob | None, restart: int) -> str:
 def conclude_attempt(
     run: RunPaths, scheduler: Scheduler, job: str, restart: int, code: int, clock: Clock = CLOCK
 ) -> Outcome:
-    """Decide what becomes of the job after its attempt, write it down and do it; the outcome as it turned out.
+    """Decide about the job after its attempt, record the outcome and execute it. Returns the final outcome.
 
-    The outcome is on disk before the scheduler is told, since that may end this process. A finished run needs no word
-    of the scheduler. Raises `RollcallError` if the run directory cannot be read.
+    The outcome is on disk before the requeue, which may end this process. A finished run needs no query to the
+    scheduler. Raises `RollcallError` if the run directory cannot be read.
     """
 
-    def kept(outcome: Outcome) -> Outcome:
+    def recorded(outcome: Outcome) -> Outcome:
         _write_outcome(paths, outcome, clock)
         return outcome
 
@@ -125,25 +127,25 @@ def conclude_attempt(
 
     cluster, paths, facts = _ask_until("the run directory to be readable", look, clock)
     if facts.finished:
-        return kept(decide(facts, None, cluster, time.time()))
+        return recorded(decide(facts, None, cluster, time.time()))
     try:
         (seen,) = _ask_until("the scheduler to describe the job", lambda: (scheduler.job(job),), clock)
         if facts.is_inconclusive and seen is not None and seen.state in OWNED:
             facts = _wait_until_consistent(look, cluster.lateness, clock)
-        outcome = kept(decide(facts, seen, cluster, time.time()))
+        outcome = recorded(decide(facts, seen, cluster, time.time()))
         if outcome.decision == "requeued":
             now = requeue_job(scheduler, job, restart, clock)
             if now != REQUEUED:
-                return kept(Outcome(decision="left", reason=now, failures=outcome.failures, time=time.time()))
+                return recorded(Outcome(decision="left", reason=now, failures=outcome.failures, time=time.time()))
     except DeadlineError as error:
-        return kept(Outcome(decision="stopped", reason=f"the job could not be requeued: {error}", time=time.time()))
+        return recorded(Outcome(decision="stopped", reason=f"the job could not be requeued: {error}", time=time.time()))
     return outcome
 
 
 def _wait_until_consistent(
     look: Callable[[], tuple[ClusterConfig, AttemptPaths, AttemptSummary]], late: float, clock: Clock
 ) -> AttemptSummary:
-    """The facts once they leave no doubt, or are as late as they can be."""
+    """The attempt's records once they are conclusive, or after `late` seconds, when all of them are visible."""
     facts: AttemptSummary | None = None
 
     def clear() -> bool:
@@ -152,14 +154,14 @@ def _wait_until_consistent(
         return not facts.is_inconclusive
 
     with suppress(DeadlineError):
-        _ask_until("the agents' last words", lambda: clear() or None, clock, late)
+        _ask_until("the agents' exit markers", lambda: clear() or None, clock, late)
     return facts or look()[2]
 
 
 def _look(
     run: RunPaths, job: str, restart: int, code: int, clock: Clock
 ) -> tuple[ClusterConfig, AttemptPaths, AttemptSummary]:
-    """By which limits the attempt is judged, its files, and what they say of it."""
+    """The cluster settings of the run, the attempt's paths, and its records."""
     config = read_frozen_config(run)
     if config is None:
         raise RollcallError(f"{run.config} cannot be read")
@@ -169,7 +171,7 @@ def _look(
 
 
 def _write_outcome(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
-    """Write the outcome down. A disk that takes no file does not change it: then the job's log alone has it."""
+    """Write the outcome. If the disk refuses it, the outcome stands and only the job's log has it."""
 
     def written() -> bool:
         shared_files.write_document(paths.outcome, outcome)
@@ -178,22 +180,22 @@ def _write_outcome(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
     try:
         _ask_until("the outcome to be written", written, clock, OUTCOME_SECONDS)
     except DeadlineError as error:
-        print(f"rollcall: {paths.outcome} is not there: {error}", flush=True)
+        print(f"rollcall: {paths.outcome} could not be written: {error}", flush=True)
 
 
 REQUEUED = "requeued"
 
 
 def requeue_job(scheduler: Scheduler, job: str, restart: int, clock: Clock = CLOCK) -> str:
-    """Requeue the job if it is ours: `REQUEUED`, or who has it. `DeadlineError` if the scheduler does neither."""
+    """Requeue the job if this process may. Returns `REQUEUED`, or why not; `DeadlineError` without an answer."""
     return _ask_until("the scheduler to requeue the job", lambda: _requeue(scheduler, job, restart), clock)
 
 
 def _requeue(scheduler: Scheduler, job: str, restart: int) -> str | None:
-    """Requeue the job if it is ours; `REQUEUED` once it is queued again, who has it if it is not, else None.
+    """Requeue the job if this process may. Returns `REQUEUED` once it is queued again, why not, or None to retry.
 
-    It looks before it asks, so that a request whose answer was lost is not made twice, and a job that was cancelled
-    meanwhile stays cancelled.
+    The state is read before the request, so that a request whose answer was lost is not repeated, and a job that was
+    cancelled meanwhile stays cancelled.
     """
     seen = scheduler.job(job)
     if not ownership_problem(seen, restart):
@@ -204,36 +206,36 @@ def _requeue(scheduler: Scheduler, job: str, restart: int) -> str | None:
 
 
 def _ask_until(awaited: str, ask: Callable[[], T | None], clock: Clock, seconds: float = ANSWER_SECONDS) -> T:
-    """What the scheduler or the disk answers; asks again while it fails; `DeadlineError` with what it said last."""
-    said = ""
+    """The result of `ask`, which is retried while scheduler or disk fail; `DeadlineError` with the last error."""
+    last_error = ""
 
     def probe() -> T | None:
-        nonlocal said
+        nonlocal last_error
         try:
             return ask()
         except (SchedulerError, CheckpointError, OSError) as error:
-            said = str(error)
+            last_error = str(error)
             return None
 
     return wait_for(
-        awaited, probe, seconds, missing=lambda: said, pause=PAUSE, longest_pause=LONGEST_PAUSE, clock=clock
+        awaited, probe, seconds, missing=lambda: last_error, pause=PAUSE, longest_pause=LONGEST_PAUSE, clock=clock
     )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code of the job: 0 only if the run is finished, so that no other end looks COMPLETED."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # meant for the agents, which are gone
+    """Conclude the attempt. Returns the job's exit code: 0 only for a finished run, so no other end is COMPLETED."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # meant for the agents, which have exited
         signal.signal(number, signal.SIG_IGN)
     run, code = RunPaths(Path(arguments[0])), int(arguments[1])
     job, restart = batch_attempt()
     try:
         (owner,) = _ask_until("the run's job to be readable", lambda: (run_registry.owns(run, job),), CLOCK)
         if not owner:
-            print(f"rollcall: {run.root} belongs to another job by now, so job {job} ends here", flush=True)
+            print(f"rollcall: {run.root} belongs to another job now, so job {job} ends here", flush=True)
             return 1
         outcome = conclude_attempt(run, SlurmCommands(), job, restart, code)
     except RollcallError as error:
-        print(f"rollcall: job {job} ends here, since nothing could be decided: {error}", flush=True)
+        print(f"rollcall: job {job} ends here without a decision: {error}", flush=True)
         return error.exit_code
     print(f"rollcall: attempt {job}-{restart}: {outcome.decision}: {outcome.reason}", flush=True)
     if outcome.decision in ("finished", "stopped"):
@@ -244,11 +246,11 @@ def main(arguments: Sequence[str]) -> int:
 def _report(run: RunPaths) -> None:
     try:
         from pipeline.observability.report_page import (
-            write_report,  # charts are slow to import, and most ends of a job draw none
+            write_report,  # charts are slow to import, and most outcomes need none
         )
 
         write_report(read_history(run.root))
-    except Exception as error:  # noqa: BLE001 (the job's end stands, whatever the report does)
+    except Exception as error:  # noqa: BLE001 (the outcome stands, whatever the report raises)
         print(f"rollcall: no report: {one_line(error)}", flush=True)
 
 

@@ -1,9 +1,9 @@
-"""Does this site take the job?
+"""A submission's checks of the site.
 
-Owns what a submission asks the scheduler before anything is queued: that it answers, that partition, GPUs, nodes, time
-and account exist there, and at last that it accepts the batch file. Promises one `ConfigError` for the first thing that
-is wrong, with what the site has instead, and that nothing is queued. A job that Slurm would accept and never start
-counts as wrong; one that only waits for a node to be repaired does not.
+Owns the queries to the scheduler before anything is queued: that it answers, that partition, GPUs, nodes, time and
+account exist, and that it accepts the batch file. Promises one `ConfigError` for the first mistake, with the site's
+values, and that nothing is queued. A job that Slurm would accept and never start is a mistake; a job that only waits
+for a node's repair is none.
 """
 
 import re
@@ -20,7 +20,7 @@ from slurm.scheduler.slurm.batch_file import Component, components
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 _NO_SUCH_NODES = "Requested node configuration is not available"
-"""What Slurm says of nodes that do not exist and, in a dry run, of nodes that are down."""
+"""Slurm's message for nodes that do not exist and, in a dry run, for nodes that are down."""
 
 
 def check_site(config: RunConfig, plan: Plan, scheduler: Scheduler, batch_text: str) -> None:
@@ -37,40 +37,40 @@ def check_site(config: RunConfig, plan: Plan, scheduler: Scheduler, batch_text: 
         _check_account(config, scheduler)
         _check_batch(batch_text, chosen, scheduler)
     except SchedulerError as error:
-        hint = f"{error}; try again later, or ask those who run the cluster"
+        hint = f"{error}; try again later, or ask the cluster's administrators"
         raise ConfigError("cluster.scheduler", "slurm", "a scheduler that answers", hint) from None
 
 
 def warnings(config: RunConfig, scheduler: Scheduler) -> list[str]:
-    """What is not wrong, but will hurt; one line each."""
+    """Warnings about valid settings that may cost progress, one line each."""
     try:
         wait = scheduler.kill_wait()
     except SchedulerError as error:
-        return [f"how long Slurm waits before it kills a job is not known: {error}"]
+        return [f"Slurm's KillWait, its time between TERM and KILL, is not known: {error}"]
     needed, grace = max_shutdown_seconds(config.cluster), config.cluster.grace_seconds
     if wait >= needed:
         return []
     least = needed - grace
     hint = f"set cluster.grace_seconds={wait - least:g}" if wait > least else "lower cluster.stop_seconds"
     return [
-        f"this site kills a job {wait} s after it asked it to end (KillWait), and this run may need {needed:g} s to "
-        f"commit and come down: without other notice it may resume from an older checkpoint; {hint}, or ask for a "
+        f"this site kills a job {wait} s after TERM (KillWait), and this run may need {needed:g} s to save a "
+        f"checkpoint and shut down: without other notice it may resume from an older checkpoint; {hint}, or ask for a "
         f"longer KillWait or GraceTime"
     ]
 
 
 def seconds_of(time: str) -> int | None:
-    """Seconds of a time as Slurm writes and reads it; None for no limit (`infinite`, or 0) and for no time at all.
+    """The seconds of a time in Slurm's format; None for no limit (`infinite`, or 0) and for an invalid time.
 
     `90` is minutes, `90:30` minutes and seconds, `1-12` days and hours, `1-12:30` days, hours and minutes.
     """
-    found = _TIME.fullmatch(time)
-    if found is None:
+    match = _TIME.fullmatch(time)
+    if match is None:
         return None
-    first, second, third = (int(found[name] or 0) for name in ("first", "second", "third"))
-    if found["days"] is not None:
-        seconds = ((int(found["days"]) * 24 + first) * 60 + second) * 60 + third
-    elif found["third"] is not None:
+    first, second, third = (int(match[name] or 0) for name in ("first", "second", "third"))
+    if match["days"] is not None:
+        seconds = ((int(match["days"]) * 24 + first) * 60 + second) * 60 + third
+    elif match["third"] is not None:
         seconds = (first * 60 + second) * 60 + third
     else:
         seconds = first * 60 + second
@@ -86,7 +86,7 @@ def _partition_keys(config: RunConfig, parts: int) -> tuple[str, ...]:
 
 
 def _check(key: str, component: Component, partitions: Sequence[Partition], config: RunConfig) -> list[Partition]:
-    """The partitions that the component may run in: of several, with commas between, Slurm uses any that fits."""
+    """The partitions that the component may run in. Of a comma-separated list, Slurm uses any that fits."""
     chosen = _find(key, component.partition, partitions)
     refusals = []
     for partition in chosen:
@@ -102,16 +102,16 @@ def _check(key: str, component: Component, partitions: Sequence[Partition], conf
     return chosen
 
 
-def _find(key: str, wanted: str, partitions: Sequence[Partition]) -> list[Partition]:
+def _find(key: str, requested: str, partitions: Sequence[Partition]) -> list[Partition]:
     by_name = {partition.name: partition for partition in partitions}
     names = list(by_name)
-    if not wanted:
+    if not requested:
         default = [partition for partition in partitions if partition.default]
         if not default:
             expected = "a partition, since this site has no default"
             raise ConfigError(key, "", expected, f"choose from: {', '.join(names)}")
         return default
-    chosen = wanted.split(",")
+    chosen = requested.split(",")
     for name in chosen:
         if name not in names:
             raise _unknown(key, name, "a partition of this cluster", names)
@@ -119,7 +119,7 @@ def _find(key: str, wanted: str, partitions: Sequence[Partition]) -> list[Partit
 
 
 def _unknown(key: str, value: str, expected: str, among: list[str]) -> ConfigError:
-    """For a word that the site does not have: the nearest it has, and all."""
+    """The error for an unknown name, with the closest match and all names of the site."""
     hint = closest_match(value, among, "sinfo shows them")
     known = "" if hint.startswith("choose") or len(among) > 20 else f" ({', '.join(sorted(among))})"
     return ConfigError(key, value, expected + known, hint)
@@ -128,20 +128,20 @@ def _unknown(key: str, value: str, expected: str, among: list[str]) -> ConfigErr
 def _check_up(key: str, partition: Partition, partitions: Sequence[Partition]) -> None:
     if not partition.up:
         others = ", ".join(other.name for other in partitions if other.up)
-        hint = f"choose from: {others}" if others else "none is; ask those who run the cluster"
+        hint = f"choose from: {others}" if others else "none is up; ask the cluster's administrators"
         raise ConfigError(key, partition.name, "a partition that is up", hint)
 
 
 def _check_gpus(
     key: str, component: Component, partition: Partition, partitions: Sequence[Partition], config: RunConfig
 ) -> None:
-    """Insist that some node of the partition has the GPUs that the largest seat needs."""
-    wanted, kind = component.gpus, component.gpu_type
-    if not wanted:
+    """Raise `ConfigError` unless some node of the partition has the GPUs of the largest node bundle."""
+    needed, kind = component.gpus, component.gpu_type
+    if not needed:
         return
     if not partition.gpus:
         others = ", ".join(other.name for other in partitions if other.gpus) or "none of this cluster"
-        expected = f"a partition whose nodes have GPUs, since {_largest_component(component).name} needs {wanted}"
+        expected = f"a partition whose nodes have GPUs, since {_largest_component(component).name} needs {needed}"
         raise ConfigError(key, partition.name, expected, f"those that do: {others}")
     kinds = sorted({name for nodes in partition.kinds for name in nodes.gpus if name})
     if kind and kind not in kinds:
@@ -150,18 +150,18 @@ def _check_gpus(
             raise ConfigError("cluster.gpu_type", kind, expected, "leave it out")
         raise _unknown("cluster.gpu_type", kind, f"a type of GPU of partition {partition.name}", kinds)
     most = max(_gpus(nodes, kind) for nodes in partition.kinds)
-    if wanted > most:
+    if needed > most:
         asks, count, hint = _asking_key(component, config)
         what = f"{kind} GPUs" if kind else "GPUs"
-        expected = f"at most {most} {what} for each node, as partition {partition.name} has, not {wanted}"
+        expected = f"at most {most} {what} for each node, as partition {partition.name} has, not {needed}"
         raise PlanError(asks, count, expected, hint)
 
 
 def _check_nodes(key: str, component: Component, partition: Partition, config: RunConfig) -> None:
-    """Insist on enough nodes that have those GPUs; nodes that are down count, since they may be mended."""
-    wanted, kind = component.gpus, component.gpu_type
-    there = sum(nodes.count for nodes in partition.kinds if _gpus(nodes, kind) >= wanted)
-    if component.nodes <= there:
+    """Raise `PlanError` unless the partition has enough nodes with those GPUs. Nodes that are down count too."""
+    needed, kind = component.gpus, component.gpu_type
+    available = sum(nodes.count for nodes in partition.kinds if _gpus(nodes, kind) >= needed)
+    if component.nodes <= available:
         return
     resources = config.resources
     parts = {} if config.evaluation.only else {"resources.trainer.nodes": resources.trainer.nodes}
@@ -170,8 +170,8 @@ def _check_nodes(key: str, component: Component, partition: Partition, config: R
     if config.has_rollouts:
         parts["resources.services.nodes"] = resources.services.nodes
     parts["resources.spare_nodes"] = resources.spare_nodes
-    with_gpus = f" with {wanted} {kind or 'GPU'}{'' if wanted == 1 or kind else 's'}" if wanted else ""
-    expected = f"at most {there}, the nodes{with_gpus} of partition {partition.name}"
+    with_gpus = f" with {needed} {kind or 'GPU'}{'' if needed == 1 or kind else 's'}" if needed else ""
+    expected = f"at most {available}, the nodes{with_gpus} of partition {partition.name}"
     if resources.nodes:
         raise PlanError("resources.nodes", resources.nodes, expected, f"lower it, or set another {key}")
     counts = ", ".join(f"{name} ({count})" for name, count in parts.items() if count)
@@ -180,19 +180,20 @@ def _check_nodes(key: str, component: Component, partition: Partition, config: R
 
 
 def _check_time(partition: Partition, config: RunConfig) -> None:
-    """Insist on a time limit that the partition allows. A quality of service may allow more than that; then Slurm says.
+    """Raise `ConfigError` unless the partition allows the time limit. With a quality of service, Slurm checks the
+    limit.
 
-    The notice must come after the start, or every attempt would be told to end as it begins.
+    The notice must come after the start, or every attempt would get its stop request at once.
     """
     cluster = config.cluster
-    limit, wanted = seconds_of(partition.time_limit), seconds_of(cluster.time)
-    too_long = bool(cluster.time) and limit is not None and (wanted is None or wanted > limit)
+    limit, requested = seconds_of(partition.time_limit), seconds_of(cluster.time)
+    too_long = bool(cluster.time) and limit is not None and (requested is None or requested > limit)
     if too_long and not cluster.qos:
         expected = f"at most {partition.time_limit}, the limit of partition {partition.name}"
         hint = "a requeued job gets a fresh time limit, so a run may take longer than one attempt"
         raise ConfigError("cluster.time", cluster.time, expected, hint)
-    if wanted is not None and wanted <= cluster.notice_seconds:
-        expected = f"less than the time limit (cluster.time={cluster.time} is {wanted} s)"
+    if requested is not None and requested <= cluster.notice_seconds:
+        expected = f"less than the time limit (cluster.time={cluster.time} is {requested} s)"
         raise ConfigError("cluster.notice_seconds", cluster.notice_seconds, expected, "lower it, or raise cluster.time")
 
 
@@ -206,10 +207,10 @@ def _check_account(config: RunConfig, scheduler: Scheduler) -> None:
 
 
 def _check_batch(text: str, chosen: Sequence[Partition], scheduler: Scheduler) -> None:
-    """Insist that the scheduler would accept the whole file.
+    """Raise `ConfigError` unless the scheduler would accept the whole file.
 
-    When it is only asked, Slurm refuses for nodes that are down as for nodes that do not exist. The submission itself
-    tells them apart, so with nodes down that refusal is left to it.
+    In a dry run Slurm refuses nodes that are down as it refuses nodes that do not exist. Only the submission
+    distinguishes them, so this refusal is ignored while nodes are down.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.sh"
@@ -217,27 +218,27 @@ def _check_batch(text: str, chosen: Sequence[Partition], scheduler: Scheduler) -
         refusal = scheduler.test_only(file)
     waiting = refusal == _NO_SUCH_NODES and any(nodes.down for partition in chosen for nodes in partition.kinds)
     if refusal and not waiting:
-        hint = "see the batch file with --dry-run and what docs/cluster.md says of cluster's keys"
-        raise ConfigError("cluster", "slurm", f"a job that Slurm accepts, but it says: {refusal}", hint)
+        hint = "see the batch file with --dry-run, and the keys of cluster in docs/cluster.md"
+        raise ConfigError("cluster", "slurm", f"a job that Slurm accepts; its refusal: {refusal}", hint)
 
 
 def _gpus(nodes: Nodes, kind: str) -> int:
-    """GPUs of each of these nodes, of one kind or of all."""
+    """The number of GPUs of each of these nodes, of one kind or of all kinds."""
     return nodes.gpus.get(kind, 0) if kind else sum(nodes.gpus.values())
 
 
 def _largest_component(component: Component) -> NodeBundle:
-    return max(component.seats, key=lambda seat: seat.gpus)
+    return max(component.bundles, key=lambda bundle: bundle.gpus)
 
 
 def _asking_key(component: Component, config: RunConfig) -> tuple[str, int, str]:
-    """The key that asks for most GPUs of a node, its value, and what else to change."""
+    """The key that sets the most GPUs of a node, its value, and a hint with other keys to change."""
     roles = {slot.role for slot in _largest_component(component).roles}
     if config.resources.colocate and "inference" in roles:
         hint = "lower it and raise resources.trainer.nodes and resources.inference.nodes"
         return "resources.trainer.processes", config.resources.trainer.processes, hint
     if config.resources.gpus_per_node and config.has_rollouts:
-        return "resources.gpus_per_node", config.resources.gpus_per_node, "set it to what the nodes have"
+        return "resources.gpus_per_node", config.resources.gpus_per_node, "set it to the number of GPUs of the nodes"
     if "inference" in roles:
         servers, gpus = config.resources.inference.servers, config.resources.inference.gpus
         return "resources.inference.gpus", gpus, f"lower it, or resources.inference.servers ({servers})"

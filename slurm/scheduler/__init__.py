@@ -1,7 +1,7 @@
-"""What Rollcall asks of a scheduler, and the schedulers that answer. Nothing else runs their commands.
+"""The protocol of a scheduler, and its implementations. No other package runs a scheduler's commands.
 
 | module | owns |
 |---|---|
-| `scheduler_protocol` | what is asked, and what is answered |
+| `scheduler_protocol` | the operations of a scheduler, and the types of its answers |
 | `slurm/` | Slurm |
 """

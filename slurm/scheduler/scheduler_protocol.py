@@ -1,8 +1,8 @@
-"""What is asked of the scheduler, and what it answers.
+"""The operations of a scheduler, and the types of its answers.
 
-Owns the words: a scheduler's job, its partitions, its limits, and the operations on them as a protocol. It is answered
-by Slurm's own commands in `slurm.scheduler.slurm.slurm_commands`, and in the tests by a scheduler in memory. Promises
-that everything which goes wrong is a `SchedulerError` of one line.
+Owns the types of a job and a partition, and the operations as a protocol. `slurm.scheduler.slurm.slurm_commands`
+implements it with Slurm's commands, and the tests with a scheduler in memory. Promises that every failure is a
+`SchedulerError` of one line.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,21 +25,21 @@ ENDED = frozenset(
         "TIMEOUT",
     }
 )
-"""States of a job that will never run again by itself."""
+"""States of a job that does not run again by itself."""
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as the scheduler sees it now.
+    """The scheduler's current state of a job.
 
     Attributes:
-        id: as `sbatch` printed it; of a heterogeneous job its leader's.
-        state: Slurm's word: PENDING, RUNNING, COMPLETING, or one of `ENDED`.
-        reason: why it is in that state, in Slurm's word; empty for none.
-        restarts: how often it was requeued.
-        comment: what it was submitted with; ours is `rollcall <run_id>`.
-        preempted: whether it was ended at once to make room for another.
-        making_room: whether it has to make room for another, at once or after a time of grace.
+        id: the id that `sbatch` printed; for a heterogeneous job, the leader's.
+        state: Slurm's state: PENDING, RUNNING, COMPLETING, or one of `ENDED`.
+        reason: Slurm's reason for that state; empty for none.
+        restarts: the number of requeues.
+        comment: the comment of the submission; ours is `rollcall <run_id>`.
+        preempted: whether a preemption ended the job at once.
+        preempt_pending: whether a preemption ends the job, at once or after a grace time.
     """
 
     id: str
@@ -54,22 +54,22 @@ class QueuedJob:
 
     @property
     def word(self) -> str:
-        """`RUNNING`, or `PENDING (Resources)`: a reason matters while a job waits."""
+        """The state, with the reason of a pending job: `RUNNING`, or `PENDING (Resources)`."""
         return f"{self.state} ({self.reason})" if self.state == PENDING and self.reason else self.state
 
     @property
     def live(self) -> bool:
-        """Whether it runs, or may run again."""
+        """Whether the job runs, or may run again."""
         return self.state not in ENDED
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a partition that are alike.
+    """A group of equal nodes of a partition.
 
     Attributes:
-        gpus: how many each has, by kind; the kind is empty where the site names none.
-        down: how many of them take no job until they are mended.
+        gpus: the number of GPUs of each node, by kind; the kind is empty if the site names none.
+        down: the number of these nodes that accept no job until their repair.
     """
 
     count: int
@@ -79,14 +79,14 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition.
+    """A partition of the cluster.
 
     Attributes:
-        up: whether it takes jobs.
-        nodes: how many it has, those that are down included.
-        gpus: what GPUs its nodes have, for people; empty for none.
-        time_limit: as Slurm writes it; `infinite` for none.
-        kinds: its nodes, alike ones together.
+        up: whether it accepts jobs.
+        nodes: the number of its nodes, including nodes that are down.
+        gpus: a text about its nodes' GPUs; empty for none.
+        time_limit: the limit in Slurm's format; `infinite` for none.
+        kinds: its nodes, grouped by equality.
     """
 
     name: str
@@ -99,22 +99,22 @@ class Partition:
 
 
 class Scheduler(Protocol):
-    """The operations. Each raises `SchedulerError` when the scheduler does not answer or refuses."""
+    """The operations of a scheduler. Each raises `SchedulerError` if the scheduler refuses or does not answer."""
 
     def job(self, job: str) -> QueuedJob | None:
-        """The job, or None when the scheduler does not know it (any more)."""
+        """The job; None if the scheduler has no such job, or has dropped its record."""
         ...
 
     def jobs_with(self, word: str) -> list[QueuedJob]:
-        """The live jobs of this user whose comment has this word; for a job whose id was never told."""
+        """The live jobs of this user whose comment contains `word`; for a job whose id is unknown."""
         ...
 
     def known(self, ids: Sequence[str]) -> dict[str, QueuedJob]:
-        """Those of these jobs that the scheduler knows, in one question; `restarts` and `preempted` are left out."""
+        """The jobs that the scheduler knows, by id, from one query; `restarts` and `preempted` are not set."""
         ...
 
     def partitions(self) -> list[Partition]:
-        """All partitions that this user sees."""
+        """All partitions that are visible to this user."""
         ...
 
     def accounts(self) -> list[str] | None:
@@ -122,17 +122,17 @@ class Scheduler(Protocol):
         ...
 
     def kill_wait(self) -> int:
-        """Seconds between TERM and KILL when a job is ended."""
+        """Seconds between TERM and KILL at a job's end."""
         ...
 
     def test_only(self, batch_file: Path) -> str:
-        """Why the scheduler would refuse this file; empty if it would take it. Queues nothing."""
+        """Why the scheduler would refuse this batch file; empty if it would accept it. Queues nothing."""
         ...
 
     def requeue(self, job: str) -> None:
-        """Have a running job end and be queued again."""
+        """End a running job and queue it again."""
         ...
 
     def cancel(self, job: str) -> None:
-        """End a job, or take it out of the queue."""
+        """End a job, or remove it from the queue."""
         ...

@@ -181,8 +181,8 @@ def test_the_demo_with_gpus_passes_all_checks_and_is_not_queued(
         (["resources.inference.nodes=9"], "at most 4, the nodes of partition low"),
         (["resources.inference.gpus=3"], "at most 2 GPUs for each node"),
         (["resources.inference.gpus=1", "cluster.gpu_type=h100"], "GPUs of partition low have no type"),
-        (["cluster.constraint=foo"], "Slurm accepts, but it says: Invalid feature specification"),
-        (["cluster.memory=900G"], "Slurm accepts, but it says: Requested node configuration is not available"),
+        (["cluster.constraint=foo"], "Slurm accepts; its refusal: Invalid feature specification"),
+        (["cluster.memory=900G"], "Slurm accepts; its refusal: Requested node configuration is not available"),
     ],
 )
 def test_what_this_site_does_not_have_is_refused_and_nothing_is_queued(

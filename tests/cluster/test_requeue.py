@@ -169,7 +169,7 @@ def test_a_rank_that_was_killed_is_lost_and_the_job_runs_again(lives: dict[str, 
     life = lives["killed"]
     assert life.end("COMPLETED")["Restarts"] == "1"
     assert life.decisions == ["requeued", "finished"]
-    assert "rank 1 ended without a word" in life.outcome(0).reason
+    assert "rank 1 ended without an exit marker" in life.outcome(0).reason
 
 
 def test_a_failure_before_the_first_commit_ends_the_job(lives: dict[str, Life]) -> None:
@@ -224,7 +224,7 @@ def test_a_signal_that_comes_before_an_agent_can_hear_it_is_heard(
     assert life.end("COMPLETED")["Restarts"] == "1"
     assert life.decisions == ["requeued", "finished"]
     first = life.outcome(0)
-    assert first.reason.startswith(f"told to end (SIG{signal}, agent.")
+    assert first.reason.startswith(f"stop requested (SIG{signal}, agent.")
     assert first.failures == (1 if signal == "USR2" else 0)  # as at a time limit that is too short to start
     assert "Bypassing signal SIGTERM" not in life.log()  # submitit's own handlers heard nothing
     assert "Caught signal" not in life.log()

@@ -69,7 +69,7 @@ def test_a_job_that_fails_there_fails_here_with_its_reason_and_is_not_queued_aga
     ended = train(idle, queue)
     assert ended.returncode == 1
     assert f"TrainingError: failed: rl.json (see {queue / 'failed'})" in ended.stderr
-    assert "no job is left that another attempt could do" in ended.stderr
+    assert "no job file is left that another attempt could execute" in ended.stderr
     run = SlurmRun(idle, RunPaths(queue.parent / "runs" / "queue"))
     outcome = run.outcome()
     assert outcome is not None

@@ -165,4 +165,4 @@ def told_to_end_by_the_old_srun(run: SlurmRun) -> bool:
     _, second, *others = run.attempts
     output = "".join(log.read_text() for log in (run.run.submitit / "slurm").glob(f"{run.job}_*_log.out"))
     asked = "srun: launch/slurm: _step_signal: Terminating StepId" in output
-    return asked and len(others) == 1 and f"attempt {second.attempt}: requeued: told to end" in output
+    return asked and len(others) == 1 and f"attempt {second.attempt}: requeued: stop requested" in output

@@ -1,13 +1,13 @@
-"""What is asked of Slurm: the batch file of a run.
+"""The batch file of a run.
 
-Owns the text: the options of sbatch, of one component or of two, and the script that starts an agent on every node and
-then decides about a requeue. Promises that nothing of ours can be contradicted by an option of the user's, and that
-whatever characters are in a path or a value reach the command they are meant for. Pure.
+Owns the text: sbatch's options for one or two components, and the script that starts an agent on every node and then
+decides about a requeue. Promises that no option of the user overrides one of ours, and that paths and values reach
+their command unchanged, whatever characters they contain. Pure.
 
     text = batch_file(config, plan, run, run_id="demo-1f3a", folder=folder, python=sys.executable, command=command)
 
-The script outlives the signals that its agents get, so that its last line, `slurm.batch.requeue`, is the one owner of
-the requeue. A heterogeneous job has one step over both components, and so one rank space: the services are rank 0.
+The script survives the signals that its agents get, since its last line, `slurm.batch.requeue`, owns the requeue. A
+heterogeneous job has one step over both components, and so one rank space that begins with the services.
 """
 
 import shlex
@@ -43,7 +43,7 @@ RESERVED_OPTIONS: Mapping[str, str] = {
     "mail-type": "set cluster.mail_type",
     "mail-user": "set cluster.mail_user",
     "mem": "set cluster.memory",
-    "no-kill": "a job that lost a node must be requeued, not go on",
+    "no-kill": "a job that lost a node must be requeued, not continue",
     "no-requeue": "set cluster.max_restarts=0",
     "nodelist": "set cluster.nodelist",
     "nodes": "set resources.nodes, or those of the roles",
@@ -69,34 +69,35 @@ RESERVED_OPTIONS: Mapping[str, str] = {
     "wait": "leave --detach out",
     "wrap": "the script is ours",
 }
-"""The options of sbatch that `cluster.sbatch` may not hold, and what to do instead. Slurm takes a long option's
-beginning for the option, so beginnings are refused as well."""
+"""The options of sbatch that `cluster.sbatch` may not contain, with a hint. Slurm accepts a prefix of a long option, so
+prefixes are refused as well."""
 
 _AGENT_CPUS = 1
 _APPEND = 'exec "$@" >>"$0/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>&1'
-"""Each agent opens its own log, under the name that submitit looks for. srun's `%t` is not the rank in a heterogeneous
+"""Each agent opens its own log, with the name that submitit expects. srun's `%t` is not the rank in a heterogeneous
 step (22.05 counts the offset of the component twice)."""
 _BLOCK = (
     "import os, sys; from signal import *; "
     "pthread_sigmask(SIG_BLOCK, (SIGTERM, SIGUSR1, SIGUSR2)); os.execvp(sys.argv[1], sys.argv[1:])"
 )
-"""A signal that comes while an agent's Python starts and imports waits until `note_signals` can hear it, and neither
-kills the agent nor reaches submitit. (`env --block-signal` does the same, but is too young for many a cluster.)"""
+"""Blocks signals while an agent's Python starts and imports, until `note_signals` handles them, so that they neither
+kill the agent nor reach submitit. (`env --block-signal` does the same, but is too new for many clusters.)"""
 
 
 @dataclass(frozen=True)
 class Component:
-    """A part of the allocation whose nodes are alike: all of it, or one half of a heterogeneous job.
+    """A part of the allocation with equal nodes: the whole allocation, or one component of a heterogeneous job.
 
     Attributes:
-        nodes: how many; `seats` are of the roles among them, and any node may get any seat.
-        partition: empty for the site's own; so are `constraint`, `memory` and `nodelist`.
-        cpus: those of each node's agent and its roles.
-        gpu_type: of its GPUs; empty for any.
+        nodes: the number of nodes, including spares.
+        bundles: the node bundles of its roles; any node may get any bundle.
+        partition: empty for the site's default; so are `constraint`, `memory` and `nodelist`.
+        cpus: CPUs of each node, for its agent and roles.
+        gpu_type: the type of its GPUs; empty for any.
     """
 
     nodes: int
-    seats: tuple[NodeBundle, ...]
+    bundles: tuple[NodeBundle, ...]
     partition: str
     constraint: str
     memory: str
@@ -106,26 +107,26 @@ class Component:
 
     @property
     def gpus(self) -> int:
-        """GPUs that each of its nodes must have."""
-        return max((seat.gpus for seat in self.seats), default=0)
+        """The number of GPUs that each of its nodes must have."""
+        return max((bundle.gpus for bundle in self.bundles), default=0)
 
 
 def batch_file(
     config: RunConfig, plan: Plan, run: RunPaths, *, run_id: str, folder: Path, python: str, command: str
 ) -> str:
-    """The text that sbatch gets.
+    """The text of the batch file.
 
     `folder` is submitit's job folder, `python` the interpreter, `command` the quoted words of an agent. `ConfigError`
-    for an option in `cluster.sbatch` that contradicts ours, and for what a batch file cannot hold.
+    for an option in `cluster.sbatch` that is one of ours, and for a value that a batch file cannot contain.
     """
     _check_path(folder)
     parts = components(config, plan)
     comment, output = f"rollcall {run_id}", {"output": f"{folder}/%j_0_log.out", "open-mode": "append"}
-    asked = [_directives(config, part, comment, first=part is parts[0]) for part in parts]
-    asked[0] += _lines(output)
+    directives = [_directives(config, part, comment, first=part is parts[0]) for part in parts]
+    directives[0] += _lines(output)
     sections = [
         ["#!/bin/bash"],
-        "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in asked).split("\n"),
+        "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in directives).split("\n"),
         config.cluster.setup,
         _exports(run),
         _start(config, parts, folder, python, command),
@@ -135,19 +136,19 @@ def batch_file(
 
 
 def _directives(config: RunConfig, part: Component, comment: str, *, first: bool) -> list[str]:
-    """The `#SBATCH` lines of one component. Mail is asked for once, with the `first`."""
+    """The `#SBATCH` lines of one component. Only the `first` component requests mail."""
     cluster = config.cluster
     mail = {"mail-user": cluster.mail_user, "mail-type": cluster.mail_type} if first else {}
     return _lines({**_shared(config, comment), **mail, **_options(part), **_extras(cluster.sbatch)})
 
 
 def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
-    """The parts of the allocation in the order of their ranks: one, or the services' and then the others'."""
+    """The components of the allocation in rank order: one, or the services' followed by the others'."""
     cluster, resources = config.cluster, config.resources
     services, others = split_components(plan) if resources.hetjob else ((), plan.bundles)
     last = Component(
         nodes=plan.ranks - len(services),
-        seats=others,
+        bundles=others,
         partition=cluster.partition,
         constraint=cluster.constraint,
         memory=cluster.memory,
@@ -160,7 +161,7 @@ def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
     own = cluster.services
     first = Component(
         nodes=len(services),
-        seats=services,
+        bundles=services,
         partition=own.partition or cluster.partition,
         constraint=own.constraint,
         memory=own.memory,
@@ -170,14 +171,14 @@ def components(config: RunConfig, plan: Plan) -> tuple[Component, ...]:
 
 
 def split_components(plan: Plan) -> tuple[tuple[NodeBundle, ...], tuple[NodeBundle, ...]]:
-    """The seats of the first and of the second component of a heterogeneous job: services, and the others."""
-    services = tuple(seat for seat in plan.bundles if not any(_is_compute(slot) for slot in seat.roles))
-    return services, tuple(seat for seat in plan.bundles if seat not in services)
+    """The node bundles of a heterogeneous job's first component, the services, and of its second."""
+    services = tuple(bundle for bundle in plan.bundles if not any(_is_compute(process) for process in bundle.roles))
+    return services, tuple(bundle for bundle in plan.bundles if bundle not in services)
 
 
-def cpus_needed(seat: NodeBundle, config: RunConfig) -> int:
-    """CPUs that the roles of a seat keep busy, and one for its agent."""
-    return _AGENT_CPUS + sum(_cpus(slot, config) for slot in seat.roles)
+def cpus_needed(bundle: NodeBundle, config: RunConfig) -> int:
+    """CPUs for the roles of a node bundle, and one for its agent."""
+    return _AGENT_CPUS + sum(_cpus(process, config) for process in bundle.roles)
 
 
 def _is_compute(slot: RoleProcess) -> bool:
@@ -188,17 +189,17 @@ def _cpus(slot: RoleProcess, config: RunConfig) -> int:
     resources = config.resources
     if slot.role == "trainer":
         return resources.trainer.processes * resources.trainer.threads
-    if slot.role == "actor":  # it mostly waits itself while the processes of its task compute
+    if slot.role == "actor":  # the actor mostly waits while the processes of its task compute
         return config.task.processes
     return resources.inference.threads if slot.role == "inference" else 1
 
 
-def _max_cpus(seats: Sequence[NodeBundle], config: RunConfig) -> int:
-    return max(cpus_needed(seat, config) for seat in seats)
+def _max_cpus(bundles: Sequence[NodeBundle], config: RunConfig) -> int:
+    return max(cpus_needed(bundle, config) for bundle in bundles)
 
 
 def _shared(config: RunConfig, comment: str) -> dict[str, Value]:
-    """The options that all components have."""
+    """The options of all components."""
     cluster = config.cluster
     return {
         "job-name": config.name,
@@ -230,10 +231,10 @@ def _options(part: Component) -> dict[str, Value]:
     }
 
 
-def _extras(given: Mapping[str, Value]) -> dict[str, Value]:
-    """The user's further options, by their full names; `ConfigError` for one that is ours."""
+def _extras(options: Mapping[str, Value]) -> dict[str, Value]:
+    """The user's additional options, by their full names; `ConfigError` for one in `RESERVED_OPTIONS`."""
     extras = {}
-    for key, value in given.items():
+    for key, value in options.items():
         option = key.replace("_", "-")
         if len(option) < 2 or not option.replace("-", "").isalnum():
             raise ConfigError(f"cluster.sbatch.{key}", value, "the long name of an option of sbatch", "see man sbatch")
@@ -247,19 +248,19 @@ def _extras(given: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _lines(options: Mapping[str, Value]) -> list[str]:
-    """One `#SBATCH` line an option; True is a flag, and what is False or empty is left out."""
+    """One `#SBATCH` line per option. True is a flag; False and empty values are skipped."""
     lines = []
     for key, value in options.items():
         if value is False or value == "":
             continue
         if "\n" in str(value):
-            raise ConfigError(f"sbatch's {key}", value, "one line", "a batch file holds one option a line")
+            raise ConfigError(f"sbatch's {key}", value, "one line", "a batch file has one option per line")
         lines.append(f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}")
     return lines
 
 
 def _check_path(folder: Path) -> None:
-    """Refuse what Slurm would replace in the name of a log, and what ends a line."""
+    """Raise `ConfigError` for characters that Slurm would replace in a log's name, and for line ends."""
     bad = next((character for character in '%\\"\n' if character in str(folder)), None)
     if bad:
         raise ConfigError(
@@ -275,7 +276,7 @@ def _exports(run: RunPaths) -> list[str]:
 
 
 def _start(config: RunConfig, parts: Sequence[Component], folder: Path, python: str, command: str) -> list[str]:
-    """The trap, and one step over all components. Its environment is the script's, whatever `--export` says."""
+    """The trap, and one step over all components. Its environment is the script's, for any `--export` of the user."""
     het = len(parts) > 1
     steps = []
     for index, part in enumerate(parts):
@@ -292,7 +293,7 @@ def _start(config: RunConfig, parts: Sequence[Component], folder: Path, python: 
 
 
 def _epilogue(run: RunPaths, python: str) -> list[str]:
-    """The decision. It ignores what the agents were to hear, so that no later signal cuts it off."""
+    """The lines that decide about a requeue. They ignore the agents' signals, so that no later one interrupts them."""
     decide = f'{shlex.quote(python)} -P -m slurm.batch.requeue {shlex.quote(str(run.root))} "$code"'
     return ["trap '' TERM USR1 USR2", decide, "exit $?"]
 

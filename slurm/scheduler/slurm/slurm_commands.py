@@ -1,9 +1,9 @@
-"""Slurm's own commands as a `Scheduler`.
+"""Slurm's commands as a `Scheduler`.
 
-Owns how sbatch, scontrol, squeue, sinfo, sacctmgr and scancel are called, and how their answers are read. Promises that
-every call has a deadline, no shell and nothing of the user's defaults, and that whatever goes wrong is a
-`SchedulerError` of one line with the command and what it said. Reads explicit formats and named fields only, since the
-rest differs among versions. Must not know runs.
+Owns the calls of sbatch, scontrol, squeue, sinfo, sacctmgr and scancel, and the parsing of their output. Promises that
+every call has a deadline, no shell and none of the user's defaults, and that every failure is a `SchedulerError` of one
+line with the command and its message. Parses explicit formats and named fields only, since other output differs among
+versions. Must not know runs.
 """
 
 import re
@@ -20,23 +20,23 @@ from slurm.scheduler.scheduler_protocol import Nodes, Partition, QueuedJob
 from slurm.scheduler.slurm.slurm_environment import submission_environment
 
 COMMANDS = ("sbatch", "scontrol", "squeue", "sinfo", "scancel")
-"""What a machine must have to submit; `sacctmgr` is asked only about accounts."""
+"""The commands that a machine needs to submit; `sacctmgr` is used for accounts only."""
 
 CALL_SECONDS = 60.0
-"""Slurm's commands give up on a silent controller after 10 to 20 s by themselves."""
+"""Deadline of a command. Slurm's own timeout for a controller that does not answer is 10 to 20 s."""
 
 _UNKNOWN_JOB = "Invalid job id specified"
 _NO_ACCOUNTING = "not running a supported accounting_storage"
 NO_ANSWER = re.compile(r"timed out|unable to contact|connection refused|communication|unexpected message", re.I)
-"""What a command prints when it cannot know what the controller did, if anything."""
+"""Messages of a command that got no answer, so that the controller may or may not have executed it."""
 
 _NOTHING = ("(null)", "None", "N/A")
 _OUT_OF_SERVICE = ("down", "drain", "fail", "error", "unknown", "inval", "block")
-"""Beginnings of the states of nodes that take no job until somebody repairs them."""
+"""Prefixes of the states of nodes that accept no job until their repair."""
 
 
 def find_slurm(seconds: float = CALL_SECONDS) -> "SlurmCommands":
-    """Slurm's commands on this machine, each with this deadline, or `ConfigError` where they are missing."""
+    """Slurm's commands on this machine, each with a deadline of `seconds`; `ConfigError` if one is missing."""
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         hint = f"{', '.join(missing)} not found: log in to a node of the cluster, or set cluster=local"
@@ -45,7 +45,7 @@ def find_slurm(seconds: float = CALL_SECONDS) -> "SlurmCommands":
 
 
 class SlurmCommands:
-    """A `Scheduler` that runs one command for each question; `seconds` is the deadline of each."""
+    """A `Scheduler` that runs one command for each operation, with a deadline of `seconds` each."""
 
     def __init__(self, seconds: float = CALL_SECONDS) -> None:
         self._seconds = seconds
@@ -60,8 +60,8 @@ class SlurmCommands:
         return parse_job(answer.stdout)
 
     def jobs_with(self, word: str) -> list[QueuedJob]:
-        said = self._ask("squeue", "--noheader", f"--user={my_name()}", "--format=%i|%k")
-        lines = [line.partition("|") for line in said.splitlines()]
+        output = self._ask("squeue", "--noheader", f"--user={my_name()}", "--format=%i|%k")
+        lines = [line.partition("|") for line in output.splitlines()]
         leaders = dict.fromkeys(job.partition("+")[0] for job, _, comment in lines if word in comment.split())
         return [job for leader in leaders if (job := self.job(leader)) is not None and job.live]
 
@@ -71,7 +71,7 @@ class SlurmCommands:
         command = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%u|%r|%j|%k", f"--jobs={','.join(ids)}")
         answer = self._run(*command)
         if answer.returncode:
-            if _UNKNOWN_JOB in answer.stderr:  # said only of a single one
+            if _UNKNOWN_JOB in answer.stderr:  # Slurm prints this only for a single id
                 return {}
             raise _failed(command, answer)
         return parse_queue(answer.stdout)
@@ -91,11 +91,11 @@ class SlurmCommands:
         raise _failed(command, answer)
 
     def kill_wait(self) -> int:
-        said = self._ask("scontrol", "show", "config")
-        found = re.search(r"^KillWait\s*=\s*(\d+)", said, re.M)
-        if found is None:
+        output = self._ask("scontrol", "show", "config")
+        match = re.search(r"^KillWait\s*=\s*(\d+)", output, re.M)
+        if match is None:
             raise SchedulerError("scontrol show config: names no KillWait")
-        return int(found[1])
+        return int(match[1])
 
     def test_only(self, batch_file: Path) -> str:
         command = ("sbatch", "--test-only", str(batch_file))
@@ -104,7 +104,7 @@ class SlurmCommands:
             return ""
         if NO_ANSWER.search(answer.stderr):
             raise _failed(command, answer)
-        return _one_line(answer) or f"sbatch ended with {answer.returncode}"
+        return _one_line(answer) or f"sbatch: exit code {answer.returncode}"
 
     def requeue(self, job: str) -> None:
         self._ask("scontrol", "requeue", job)
@@ -136,13 +136,13 @@ class SlurmCommands:
 
 
 def my_name() -> str:
-    """The name of the user of this process, or its number where it has none."""
+    """The user name of this process, or the user id if it has no name."""
     return psutil.Process().username()
 
 
-def parse_job(said: str) -> QueuedJob | None:
-    """The job in what `scontrol --oneliner show job` said; of a heterogeneous job its leader, which comes first."""
-    lines = [line for line in said.splitlines() if line.startswith("JobId=")]
+def parse_job(output: str) -> QueuedJob | None:
+    """The job in the output of `scontrol --oneliner show job`; for a heterogeneous job its leader, the first line."""
+    lines = [line for line in output.splitlines() if line.startswith("JobId=")]
     if not lines:
         return None
     leader = next((line for line in lines if _field(line, "HetJobOffset") in ("", "0")), lines[0])
@@ -159,24 +159,24 @@ def parse_job(said: str) -> QueuedJob | None:
     )
 
 
-def parse_queue(said: str) -> dict[str, QueuedJob]:
-    """The jobs by id in lines of `id|state|user|reason|name|comment`; of a heterogeneous job its leader (`12+0`)."""
-    found = {}
-    for line in said.splitlines():
+def parse_queue(output: str) -> dict[str, QueuedJob]:
+    """The jobs by id in lines of `id|state|user|reason|name|comment`; for a heterogeneous job its leader (`12+0`)."""
+    jobs = {}
+    for line in output.splitlines():
         if line.count("|") < 5:
             raise SchedulerError(f"squeue: cannot read {line!r}")
         job, state, user, *rest = line.split("|", 5)
         leader, _, offset = job.partition("+")
         reason, name, comment = ("" if text in _NOTHING else text for text in rest)
         if offset in ("", "0"):
-            found[leader] = QueuedJob(leader, name, user, _word(state), reason, comment=comment)
-    return found
+            jobs[leader] = QueuedJob(leader, name, user, _word(state), reason, comment=comment)
+    return jobs
 
 
 def _field(line: str, name: str) -> str:
-    """A field of a one-line record; empty for none. Values may hold spaces: one ends where the next name begins."""
-    found = re.search(rf"(?:^|\s){name}=(.*?)(?=\s+[A-Z][\w:/&-]*=|\s*$)", line)
-    value = found[1] if found else ""
+    """A field of a one-line record; empty for none. A value may contain spaces and ends before the next name."""
+    match = re.search(rf"(?:^|\s){name}=(.*?)(?=\s+[A-Z][\w:/&-]*=|\s*$)", line)
+    value = match[1] if match else ""
     return "" if value in _NOTHING else value
 
 
@@ -187,14 +187,14 @@ def _number(text: str) -> int:
 
 
 def _word(state: str) -> str:
-    """`CANCELLED` of `CANCELLED by 0` or `CANCELLED+`."""
+    """The state without additions: `CANCELLED` for `CANCELLED by 0` or `CANCELLED+`."""
     return re.split(r"[^A-Z_]", state, maxsplit=1)[0] or "UNKNOWN"
 
 
-def parse_partitions(said: str) -> list[Partition]:
+def parse_partitions(output: str) -> list[Partition]:
     """The partitions in lines of `name|availability|time limit|nodes|gres|state of these nodes`."""
     partitions: dict[str, Partition] = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         if line.count("|") != 5 or not line.split("|")[3].isdecimal():
             raise SchedulerError(f"sinfo: cannot read {line!r}")
         name, availability, limit, count, gres, state = line.split("|")
@@ -209,7 +209,7 @@ def parse_partitions(said: str) -> list[Partition]:
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """GPUs of a node by kind: `{"a100": 4}` of `gpu:a100:4(S:0-1),shard:8`, and `{"": 2}` of `gpu:2`."""
+    """A node's GPUs by kind: `{"a100": 4}` for `gpu:a100:4(S:0-1),shard:8`, and `{"": 2}` for `gpu:2`."""
     gpus: dict[str, int] = {}
     for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
         words = resource.strip().split(":")
@@ -222,18 +222,18 @@ def parse_gpus(gres: str) -> dict[str, int]:
 
 
 def _describe(kinds: Iterable[Nodes]) -> str:
-    """`4×a100, 2×h100`: what GPUs its nodes have."""
-    found = {f"{count}×{kind or 'GPU'}" for nodes in kinds for kind, count in nodes.gpus.items()}
-    return ", ".join(sorted(found))
+    """A text about the nodes' GPUs, such as `4×a100, 2×h100`."""
+    texts = {f"{count}×{kind or 'GPU'}" for nodes in kinds for kind, count in nodes.gpus.items()}
+    return ", ".join(sorted(texts))
 
 
 def _failed(command: Iterable[str], answer: subprocess.CompletedProcess[str]) -> SchedulerError:
-    said = _one_line(answer) or f"ended with {answer.returncode} and said nothing"
-    return SchedulerError(f"{' '.join(command)}: {said}")
+    message = _one_line(answer) or f"exit code {answer.returncode} without a message"
+    return SchedulerError(f"{' '.join(command)}: {message}")
 
 
 def _one_line(answer: subprocess.CompletedProcess[str]) -> str:
-    """What a command said, without the name of the command and the word `error`."""
-    said = answer.stderr.strip() or answer.stdout.strip()
-    lines = [re.sub(r"^(?:\w+: )?(?:error: |allocation failure: )?", "", line.strip()) for line in said.splitlines()]
+    """A command's message, without the name of the command and the word `error`."""
+    message = answer.stderr.strip() or answer.stdout.strip()
+    lines = [re.sub(r"^(?:\w+: )?(?:error: |allocation failure: )?", "", line.strip()) for line in message.splitlines()]
     return "; ".join(line for line in lines if line)

@@ -1,8 +1,8 @@
-"""Where this rank is: the only reader of the scheduler's variables.
+"""The rank's environment, and the only reader of the scheduler's variables.
 
-Owns the translation of Slurm's and the local controller's variables into one value, and which of them a child may see.
-Promises that no other module reads `os.environ` for them. `repr` of an `Environment` prints the whole situation of a
-rank.
+Owns the translation of Slurm's and the local controller's variables into one value, and the choice of the variables
+that a child inherits. Promises that no other module reads `os.environ` for them. The `repr` of an `Environment` shows
+the whole situation of a rank.
 """
 
 import os
@@ -20,15 +20,14 @@ LOCAL_JOB = "ROLLCALL_LOCAL_JOB"
 LAUNCHER = "ROLLCALL_LAUNCHER_PID"
 
 _SETTINGS = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"})
-"""How Slurm's commands find their controller: not of a job, so every child keeps them."""
+"""Variables with which Slurm's commands find their controller. They are not of a job, so every child keeps them."""
 
 _OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMI2_", "PMIX_", "SUBMITIT_", LOCAL_JOB, LAUNCHER)
-"""Beginnings of the variables that describe a job or a step. Whoever inherits them takes them for its own: a job its
-restart count and its shape, when it is submitted from within another; a library the number of tasks."""
-
+"""Prefixes of the variables that describe a job or a step. A child would mistake inherited ones for its own: a job that
+is submitted within another job its restart count and its shape, a library its number of tasks."""
 
 _DEFAULTS = ("SBATCH_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_")
-"""Beginnings of the variables that stand for options of Slurm's commands."""
+"""Prefixes of the variables that set options of Slurm's commands."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,13 @@ class Environment:
     """One rank of one attempt.
 
     Attributes:
-        scheduler: what started the job.
-        job, restart: the scheduler's job id and how often it was requeued. A heterogeneous job has its leader's id.
-        rank, ranks: this task and how many there are.
+        scheduler: the scheduler that started the job.
+        job, restart: the job id and its number of requeues. A heterogeneous job has its leader's id.
+        rank, ranks: this task, and the number of tasks.
         addresses: candidate addresses of this node, best first.
-        interface: where this rank's beacon listens: a virtual node's own address, or "" for all interfaces.
-        visible_gpus: what the scheduler put into CUDA_VISIBLE_DEVICES, "" where it gave no GPU; on one machine what
-            the user did, None if nobody did.
+        interface: the address on which the probe server listens: a virtual node's address, or "" for all interfaces.
+        visible_gpus: the scheduler's CUDA_VISIBLE_DEVICES, "" without a GPU. On one machine the user's value, None if
+            it is not set.
     """
 
     scheduler: Literal["local", "slurm"]
@@ -55,17 +54,17 @@ class Environment:
     visible_gpus: str | None = None
 
     def addresses_on(self, network: str) -> tuple[str, ...]:
-        """The candidates on the network that a run asks for (`cluster.network`); a virtual node has one of its own."""
+        """The candidate addresses on `network` (`cluster.network`); a virtual node always has its loopback address."""
         return self.addresses if self.scheduler == "local" else addresses_on(self.addresses, network)
 
     @property
     def attempt(self) -> str:
-        """`<job id>-<restart count>`: names this incarnation everywhere."""
+        """The name of the attempt, `<job id>-<restart count>`."""
         return f"{self.job}-{self.restart}"
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] = os.environ) -> "Environment":
-        """The environment of this process; `RendezvousError` when no known scheduler started it."""
+        """The environment of this process; `RendezvousError` if no known scheduler started it."""
         if LOCAL_JOB in variables:
             return _local(variables)
         if "SLURM_JOB_ID" in variables:
@@ -101,7 +100,7 @@ def _slurm(variables: Mapping[str, str]) -> Environment:
 
 
 def batch_attempt(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Job id and restart count of the Slurm job around this process, as its batch script and its tasks have them."""
+    """Job id and restart count of the enclosing Slurm job, in its batch script and its tasks alike."""
     job = variables.get("SLURM_HET_JOB_ID") or variables.get("SLURM_JOB_ID")
     if job is None:
         raise RendezvousError("this process belongs to no Slurm job; start runs with launchers/submit.py")
@@ -109,7 +108,7 @@ def batch_attempt(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 def launcher_process(variables: Mapping[str, str] = os.environ) -> psutil.Process | None:
-    """The launcher that a local job must not outlive, or None when it is gone already."""
+    """The launcher that a local job must not outlive; None if it has exited."""
     try:
         return psutil.Process(int(variables[LAUNCHER]))
     except psutil.NoSuchProcess:
@@ -117,17 +116,17 @@ def launcher_process(variables: Mapping[str, str] = os.environ) -> psutil.Proces
 
 
 def gpus_of_user(variables: Mapping[str, str] = os.environ) -> str | None:
-    """The GPUs to which a user, or an allocation around this process, restricts it; None for all of the machine."""
+    """CUDA_VISIBLE_DEVICES as the user or an enclosing allocation set it; None for all GPUs of the machine."""
     return variables.get("CUDA_VISIBLE_DEVICES")
 
 
 def local_address(rank: int) -> str:
-    """Loopback address of a virtual node: 127.0.0.2 for rank 0, and so on."""
+    """The loopback address of a virtual node: 127.0.0.2 for rank 0, and so on."""
     return f"127.0.{(rank + 2) // 256}.{(rank + 2) % 256}"
 
 
 def local_job_environment(job: str, command: str, ranks: int, code: Path) -> dict[str, str]:
-    """What the controller of a local job starts with: submitit's variables and ours. Agents import from `code`."""
+    """The environment of a local job's controller: submitit's variables and ours. Agents import from `code`."""
     return dict(os.environ) | {
         LOCAL_JOB: job,
         LAUNCHER: str(os.getpid()),
@@ -146,21 +145,21 @@ def local_job_environment(job: str, command: str, ranks: int, code: Path) -> dic
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a role: this process's own, less what describes the job around it, plus `extra`.
+    """The environment of a role: that of this process without the variables of a job, plus `extra`.
 
-    Python children never import from their working directory (`PYTHONSAFEPATH`), so that a folder named like one of
-    ours cannot shadow it. CUDA counts GPUs as nvidia-smi does, which our indices are from; by itself it begins with the
-    fastest.
+    Python children never import from their working directory (`PYTHONSAFEPATH`), so a folder with the name of one of
+    our packages cannot shadow it. CUDA_DEVICE_ORDER makes CUDA number the GPUs as nvidia-smi does, from which our
+    indices come; its default order starts with the fastest.
     """
     ours = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return _outside_a_job(os.environ) | ours | dict(extra)
 
 
 def submission_environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of Slurm's commands, of which sbatch's becomes the job's: as if no job were around this process.
+    """The environment of Slurm's commands, without the variables of an enclosing job. sbatch passes it to the job.
 
-    A user's defaults for these commands go too: those of sbatch outrank the options in a batch file, and the file is
-    what was shown and checked; those of the others change what they answer, or what they do.
+    The user's defaults for these commands are removed too. Those of sbatch override the options of the batch file,
+    which was shown and checked; those of the other commands change their output or effect.
     """
     return {key: value for key, value in _outside_a_job(variables).items() if not key.startswith(_DEFAULTS)}
 

@@ -13,10 +13,10 @@ from slurm.batch.requeue import decide
 from slurm.scheduler.scheduler_protocol import RUNNING, QueuedJob
 
 CLUSTER = ClusterConfig(scheduler="slurm", max_restarts=9, max_failures=3)
-TOLD = AttemptSummary(restart=2, stop_reason="told to end (SIGUSR2, agent.1)", trained=True)
+STOPPED = AttemptSummary(restart=2, stop_reason="stop requested (SIGUSR2, agent.1)", trained=True)
 FAILED = AttemptSummary(restart=2, failure="trainer.0 on rank 1: exited with code 1", trained=True)
 LOST = AttemptSummary(restart=2, lost=(1, 2), code=137)
-LATE = replace(TOLD, notice=True)
+LATE = replace(STOPPED, notice=True)
 
 
 def job(state: str = RUNNING, *, restarts: int = 2, reason: str = "") -> QueuedJob:
@@ -26,46 +26,46 @@ def job(state: str = RUNNING, *, restarts: int = 2, reason: str = "") -> QueuedJ
 @pytest.mark.parametrize(
     ("facts", "queued", "decision", "says"),
     [
-        (replace(TOLD, finished=True), job(), "finished", "finished"),
+        (replace(STOPPED, finished=True), job(), "finished", "finished"),
         (replace(FAILED, finished=True), job("COMPLETING"), "finished", "finished"),
-        (TOLD, None, "left", "does not know"),
-        (TOLD, job(restarts=3), "left", "restart 3"),
-        (TOLD, job("COMPLETING"), "left", "COMPLETING"),
-        (TOLD, job("PENDING"), "left", "PENDING"),
-        (TOLD, job("CANCELLED"), "left", "CANCELLED"),
+        (STOPPED, None, "left", "has dropped the job"),
+        (STOPPED, job(restarts=3), "left", "restart 3"),
+        (STOPPED, job("COMPLETING"), "left", "COMPLETING"),
+        (STOPPED, job("PENDING"), "left", "PENDING"),
+        (STOPPED, job("CANCELLED"), "left", "CANCELLED"),
         (FAILED, job("COMPLETING"), "left", "COMPLETING"),
-        (TOLD, job("COMPLETING", reason="TimeLimit"), "requeued", "SIGUSR2"),
-        (TOLD, job("COMPLETING", reason="TimeLimit", restarts=3), "left", "restart 3"),
-        (TOLD, replace(job("COMPLETING"), preempted=True), "requeued", "SIGUSR2"),
-        (TOLD, replace(job("COMPLETING", restarts=3), preempted=True), "left", "restart 3"),
-        (replace(TOLD, finished=True), replace(job("COMPLETING"), preempted=True), "finished", "finished"),
-        (TOLD, job("SIGNALING"), "requeued", "newest commit"),
-        (TOLD, job(), "requeued", "agent.1"),
-        (replace(TOLD, trained=False), job(), "requeued", "told to end"),
-        (replace(TOLD, failures=3), job(), "requeued", "told to end"),
+        (STOPPED, job("COMPLETING", reason="TimeLimit"), "requeued", "SIGUSR2"),
+        (STOPPED, job("COMPLETING", reason="TimeLimit", restarts=3), "left", "restart 3"),
+        (STOPPED, replace(job("COMPLETING"), preempted=True), "requeued", "SIGUSR2"),
+        (STOPPED, replace(job("COMPLETING", restarts=3), preempted=True), "left", "restart 3"),
+        (replace(STOPPED, finished=True), replace(job("COMPLETING"), preempted=True), "finished", "finished"),
+        (STOPPED, job("SIGNALING"), "requeued", "newest checkpoint"),
+        (STOPPED, job(), "requeued", "agent.1"),
+        (replace(STOPPED, trained=False), job(), "requeued", "stop requested"),
+        (replace(STOPPED, failures=3), job(), "requeued", "stop requested"),
         (LATE, job(), "requeued", "try 1 without"),
         (replace(LATE, failures=2), job(), "stopped", "3 attempts in a row"),
         (replace(LATE, failures=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
-        (replace(TOLD, failures=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
-        (replace(LATE, failures=2, advanced=True), job(), "requeued", "newest commit"),
-        (replace(LATE, failures=9), replace(job(), preempt_pending=True), "requeued", "newest commit"),
+        (replace(STOPPED, failures=2), job("COMPLETING", reason="TimeLimit"), "stopped", "ran out of time"),
+        (replace(LATE, failures=2, advanced=True), job(), "requeued", "newest checkpoint"),
+        (replace(LATE, failures=9), replace(job(), preempt_pending=True), "requeued", "newest checkpoint"),
         (
             replace(LATE, failures=9),
             replace(job("COMPLETING"), preempted=True, preempt_pending=True),
             "requeued",
             "newest",
         ),
-        (replace(TOLD, restart=9), job(restarts=9), "stopped", "max_restarts=9"),
-        (replace(TOLD, restart=8), job(restarts=8), "requeued", "told to end"),
+        (replace(STOPPED, restart=9), job(restarts=9), "stopped", "max_restarts=9"),
+        (replace(STOPPED, restart=8), job(restarts=8), "requeued", "stop requested"),
         (FAILED, job(), "requeued", "try 1 without"),
         (replace(FAILED, failures=1), job(), "requeued", "try 2 without"),
         (replace(FAILED, failures=2), job(), "stopped", "3 attempts in a row"),
-        (replace(FAILED, failures=2, advanced=True), job(), "requeued", "had committed"),
-        (replace(FAILED, trained=False), job(), "stopped", "before the first commit"),
+        (replace(FAILED, failures=2, advanced=True), job(), "requeued", "had saved a checkpoint"),
+        (replace(FAILED, trained=False), job(), "stopped", "before the first checkpoint"),
         (replace(FAILED, trained=False, lost=(0,)), job(), "requeued", "exited with code 1"),
-        (replace(FAILED, trained=False, stop_reason="told to end"), job(), "requeued", "exited with code 1"),
-        (LOST, job(), "requeued", "ranks 1-2 ended without a word"),
-        (replace(LOST, stop_reason="told to end", failures=2), job(), "stopped", "ranks 1-2"),
+        (replace(FAILED, trained=False, stop_reason="stop requested"), job(), "requeued", "exited with code 1"),
+        (LOST, job(), "requeued", "ranks 1-2 ended without an exit marker"),
+        (replace(LOST, stop_reason="stop requested", failures=2), job(), "stopped", "ranks 1-2"),
         (AttemptSummary(restart=2, code=3), job(), "stopped", "exit code 3"),
     ],
 )
@@ -84,12 +84,12 @@ def test_each_end_of_an_attempt_has_its_decision(
         (FAILED, job(), 1),
         (replace(FAILED, failures=1), job(), 2),
         (replace(FAILED, failures=2, advanced=True), job(), 0),
-        (replace(TOLD, failures=2), job(), 2),
+        (replace(STOPPED, failures=2), job(), 2),
         (replace(LATE, failures=2), job(), 3),
         (replace(LATE, failures=2, advanced=True), job(), 0),
         (replace(LATE, failures=2), replace(job(), preempt_pending=True), 2),
-        (replace(TOLD, failures=2), job("COMPLETING", reason="TimeLimit"), 3),
-        (replace(TOLD, failures=2, advanced=True), job(), 0),
+        (replace(STOPPED, failures=2), job("COMPLETING", reason="TimeLimit"), 3),
+        (replace(STOPPED, failures=2, advanced=True), job(), 0),
         (replace(FAILED, failures=2), job("COMPLETING"), 2),
         (replace(LOST, failures=2), job("COMPLETING"), 2),
     ],
@@ -103,7 +103,7 @@ def test_only_failures_and_time_limits_without_a_commit_are_counted(
 ENDS = st.fixed_dictionaries(
     {
         "finished": st.sampled_from([False] * 9 + [True]),
-        "told": st.sampled_from(["", "told to end"]),
+        "stop_reason": st.sampled_from(["", "stop requested"]),
         "notice": st.booleans(),
         "failure": st.sampled_from(["", "a role died"]),
         "lost": st.sampled_from([(), (), (0,), (0, 1)]),
@@ -125,7 +125,7 @@ def live(ends: list[dict[str, object]], cluster: ClusterConfig) -> list[Outcome]
         queued = replace(
             job(restarts=restarts, reason=str(left.pop("reason"))), preempt_pending=left.pop("preempt_pending")
         )  # type: ignore[arg-type]
-        left["notice"] = bool(left["notice"] and left["told"])
+        left["notice"] = bool(left["notice"] and left["stop_reason"])
         trained = trained or bool(left["advanced"])
         facts = AttemptSummary(restart=restart, trained=trained, failures=failures, **left)  # type: ignore[arg-type]
         outcome = decide(facts, queued, cluster, 0.0)
@@ -161,7 +161,7 @@ def test_a_loop_of_failures_and_time_limits_stops_within_max_failures_attempts(
     for end, outcome in zip(ends, live(ends, cluster), strict=False):
         if end["advanced"]:
             failures = 0
-        elif not end["slurm_has_it"] and (end["failure"] or end["lost"] or not end["told"] or _is_late(end)):
+        elif not end["slurm_has_it"] and (end["failure"] or end["lost"] or not end["stop_reason"] or _is_late(end)):
             failures += 1
         if outcome.decision == "requeued":
             assert failures < cluster.max_failures
@@ -174,7 +174,7 @@ def _is_late(end: dict[str, object]) -> bool:
 PREEMPTED = st.fixed_dictionaries(
     {
         "finished": st.just(False),
-        "told": st.just("told"),
+        "stop_reason": st.just("stop_reason"),
         "notice": st.booleans(),
         "failure": st.just(""),
         "lost": st.just(()),

@@ -111,7 +111,7 @@ def test_an_agent_that_is_stopped_is_ended_and_named(
         assert list(controlled.wait()) == [-9, 0]
     failure = shared_files.read_document(controlled._paths.first_failure, FirstFailure)
     assert failure is not None
-    assert (failure.role, failure.cause) == ("agent.0", "stopped (SIGSTOP) for 0.3 s, and ended for it")
+    assert (failure.role, failure.cause) == ("agent.0", "stopped (SIGSTOP) for 0.3 s, and killed for it")
     assert Events(controlled._paths).get("failed") is not None
 
 

@@ -21,7 +21,7 @@ def test_an_attempt_that_was_told_to_end_is_requeued_once(cluster: Cluster) -> N
     cluster.leave(paths)
     outcome = cluster.end()
     assert outcome.decision == "requeued"
-    assert outcome.reason == "told to end (SIGTERM, agent.0): it goes on from its newest commit"
+    assert outcome.reason == "stop requested (SIGTERM, agent.0): it resumes from its newest checkpoint"
     assert cluster.scheduler.requeued == [cluster.job]
 
 
@@ -45,7 +45,7 @@ def test_no_rank_is_lost_where_every_agent_returned_by_itself(cluster: Cluster) 
     cluster.leave(paths, 0)  # the marks of the others are not to be seen yet
     outcome = cluster.end(0)
     assert (outcome.decision, outcome.failures) == ("requeued", 0)
-    assert "without a word" not in outcome.reason
+    assert "without an exit marker" not in outcome.reason
 
 
 @pytest.mark.parametrize("code", [141, 233])
@@ -55,7 +55,7 @@ def test_a_job_whose_node_died_is_requeued_whatever_srun_makes_of_it(cluster: Cl
         cluster.leave(paths, 0, 2, 3)
     outcome = cluster.end(code)
     assert (outcome.decision, outcome.failures) == ("requeued", 1)
-    assert f"without a word (srun: exit code {code})" in outcome.reason
+    assert f"without an exit marker (srun: exit code {code})" in outcome.reason
     assert cluster.scheduler.requeued == [cluster.job]
 
 
@@ -149,7 +149,7 @@ def test_a_run_with_nothing_left_but_jobs_that_failed_is_not_queued_again(cluste
     cluster.leave(paths)
     outcome = cluster.end(1)
     assert outcome.decision == "stopped"
-    assert outcome.reason.endswith("no job is left that another attempt could do")
+    assert outcome.reason.endswith("no job file is left that another attempt could execute")
     assert not cluster.scheduler.requeued
 
 

@@ -47,14 +47,14 @@ def test_a_draining_that_is_seen_late_is_no_failure(cluster: Cluster) -> None:
     cluster.clock = LateDisk(30.0, lambda: Events(paths).publish("draining", "agent.0", "SIGTERM"))
     outcome = cluster.end(0)
     assert (outcome.decision, outcome.failures) == ("requeued", 0)
-    assert outcome.reason == "told to end (SIGTERM, agent.0): it goes on from its newest commit"
+    assert outcome.reason == "stop requested (SIGTERM, agent.0): it resumes from its newest checkpoint"
 
 
 def test_agents_that_left_without_a_reason_are_not_waited_for_twice(cluster: Cluster) -> None:
     cluster.leave(cluster.attempt())
     outcome = cluster.end(0)
     assert (outcome.decision, sum(cluster.clock.slept)) == ("stopped", pytest.approx(LATE_SECONDS))
-    assert "without a reason" in outcome.reason
+    assert "without a recorded reason" in outcome.reason
 
 
 def test_a_failure_is_decided_without_waiting(cluster: Cluster) -> None:

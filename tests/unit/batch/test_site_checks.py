@@ -173,7 +173,7 @@ def test_what_the_site_does_not_have_is_refused_with_what_it_has(
         (
             {},
             {"inference": {"nodes": 9}, "spare_nodes": 1},
-            r"'12 nodes': .*at most 8, .*trainer.nodes \(1\), .*nodes \(9\), .*nodes \(1\), .*spares \(1\), or",
+            r"'12 nodes': .*at most 8, .*trainer.nodes \(1\), .*nodes \(9\), .*nodes \(1\), .*spare_nodes \(1\), or",
         ),
         ({}, {"nodes": 9}, r"resources.nodes=9: .*at most 8"),
     ],
@@ -232,7 +232,7 @@ def test_accounts_are_not_asked_for_without_one() -> None:
 def test_what_slurm_itself_refuses_is_one_line() -> None:
     scheduler = FakeScheduler()
     scheduler.refusal = "Invalid feature specification"
-    with pytest.raises(ConfigError, match="it says: Invalid feature specification; see the batch file"):
+    with pytest.raises(ConfigError, match="its refusal: Invalid feature specification; see the batch file"):
         check(scheduler=scheduler)
 
 

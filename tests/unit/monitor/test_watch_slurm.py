@@ -23,7 +23,7 @@ from tests.fakes.scheduler import FakeScheduler
 from tests.fakes.terminal import shown
 
 TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 2}
-PREEMPTED = "told to end (SIGTERM, agent.0): it goes on from its newest commit"
+PREEMPTED = "stop requested (SIGTERM, agent.0): it resumes from its newest checkpoint"
 
 
 @pytest.fixture

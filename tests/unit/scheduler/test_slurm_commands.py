@@ -212,7 +212,7 @@ def test_an_error_is_one_line_with_the_command_and_what_it_said_and_travels(bin:
     assert str(caught.value) == "scontrol requeue 12: first; second"
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     put(bin, "scontrol", "exit 3")
-    with pytest.raises(SchedulerError, match=r"scontrol requeue 12: ended with 3 and said nothing"):
+    with pytest.raises(SchedulerError, match=r"scontrol requeue 12: exit code 3 without a message"):
         SlurmCommands().requeue("12")
 
 

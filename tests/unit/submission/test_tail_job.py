@@ -150,12 +150,12 @@ def test_a_job_that_stopped_after_a_lost_rank_has_failed_though_its_agents_were_
     attempt = begin(run, f"{job.job_id}-0")
     Events(attempt).publish("draining", "agent.1", "SIGTERM")
     shared_files.write_document(
-        attempt.outcome, Outcome(decision="stopped", reason="rank 0 ended without a word", time=0.0)
+        attempt.outcome, Outcome(decision="stopped", reason="rank 0 ended without an exit marker", time=0.0)
     )
     slurm.set(job.job_id, "FAILED")
     assert conclude_job(job) == 1
     said = capsys.readouterr().err
-    assert said.startswith("failed: rank 0 ended without a word\n")
+    assert said.startswith("failed: rank 0 ended without an exit marker\n")
     assert "interrupted" not in said
 
 
