@@ -22,8 +22,8 @@ from pipeline.errors import one_line
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.entities import SampledWeights
 from pipeline.tinker.sample_queue import SampleQueue
-from pipeline.tinker.sampler import ServerDied, ServerUnhealthy
-from pipeline.tinker.server_weights import RequestRefused, Server
+from pipeline.tinker.sampler import ServerDied
+from pipeline.tinker.server_weights import RequestRefused, Server, ServerUnhealthy
 from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -22,7 +22,7 @@ from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.entities import SampledWeights
 from pipeline.tinker.generate_requests import request_body, sample_json, score_body, score_of
 from pipeline.tinker.sampling_limits import Limits
-from pipeline.tinker.server_weights import RequestRefused, Server, ServerWeights
+from pipeline.tinker.server_weights import RequestRefused, Server, ServerUnhealthy, ServerWeights
 from pipeline.tinker.target_logprobs import MAX_PARALLEL_SCORES, Cell, Targets, read_targets
 from pipeline.tinker.tinker_records import Failed, Pool, ServerFacts
 from pipeline.tinker.usage import UsageMeter, usage_of_sample
@@ -53,10 +53,6 @@ class SampleRequest(msgspec.Struct, frozen=True):
     @property
     def weights(self) -> SampledWeights:
         return SampledWeights(self.folder, self.whole, self.base)
-
-
-class ServerUnhealthy(OSError):
-    """A server answers that it cannot do the request now."""
 
 
 class ServerDied(Exception):

@@ -8,22 +8,28 @@ other weights come in turn. Must not know requests, or which server does one.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import one_line
 from pipeline.tinker.entities import SampledWeights
 from pipeline.tinker.tinker_records import Pool
 from pipeline.utils.backoff import HasBackoff
 from pipeline.utils.weights_route import LOAD
 
+MAX_FAILED_LOADS = 3
 REMOVED = "the checkpoint that this client samples from was removed"
 
 
 class RequestRefused(Exception):
     """A server refuses a request that can never work."""
+
+
+class ServerUnhealthy(OSError):
+    """A server answers that it cannot do the request now."""
 
 
 @dataclass(eq=False)
@@ -36,6 +42,8 @@ class Server(HasBackoff):
     held: "OrderedDict[SampledWeights, None]" = field(default_factory=OrderedDict)
     in_use: Counter[SampledWeights] = field(default_factory=Counter)
     """How many samples are being drawn from each."""
+    failed_loads: Counter[SampledWeights] = field(default_factory=Counter)
+    """Of whole models, since each was last loaded."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Whoever has it may change `held`; who waits for it comes in turn."""
     unused: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,8 +68,7 @@ class ServerWeights:
         async with server.lock:
             if weights not in server.held:
                 await self._make_room(server)
-                await (self._load_whole if weights.whole else self._load_adapter)(server, weights)
-                server.held[weights] = None
+                await _to_its_end((self._load_whole if weights.whole else self._load_adapter)(server, weights))
             server.held.move_to_end(weights)
             server.in_use[weights] += 1
         try:
@@ -96,17 +103,40 @@ class ServerWeights:
         except RequestRefused as refusal:
             if "already" not in str(refusal):
                 raise
+        server.held[weights] = None
 
     async def _load_whole(self, server: Server, weights: SampledWeights) -> None:
         """The pause ends what a client that hung up left there, and drops what is cached of other weights."""
         place = self._found(weights, "config.json")
         await self._post(server, "/pause?mode=abort&clear_cache=true", {})
-        await self._post(server, LOAD, {"folder": str(place)})
+        try:
+            await self._post(server, LOAD, {"folder": str(place)})
+        except ServerUnhealthy as error:
+            server.failed_loads[weights] += 1
+            if server.failed_loads[weights] < MAX_FAILED_LOADS:
+                raise
+            del server.failed_loads[weights]
+            raise RequestRefused(f"the server cannot load this model: {one_line(error)}") from None
+        server.failed_loads.pop(weights, None)
         await self._post(server, "/reset_prefix_cache", {})
         await self._post(server, "/resume", {})
+        server.held[weights] = None
 
     def _found(self, weights: SampledWeights, file: str) -> Path:
         place = self.place(weights)
         if not (place / file).is_file():
             raise RequestRefused(REMOVED)
         return place
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do some work that its waiter cannot cut off: a client that gives up must not leave a server paused, or cause
+    the next one to load the same weights again."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # nobody waits for it any more
+        raise

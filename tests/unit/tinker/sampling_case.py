@@ -37,6 +37,9 @@ class Script:
         self.folder = ""
         """Of the whole model that was loaded last."""
         self.sampling = 0
+        self.load_gate = asyncio.Event()
+        """Whole models are loaded while it is set."""
+        self.load_gate.set()
         self.gate = asyncio.Event()
         """Samples are answered while it is set."""
         self.gate.set()
@@ -52,6 +55,9 @@ class Script:
         assert request.path != LOAD or not self.sampling, "a model is changed while nothing samples"
         self.asked.append((request.path, await request.json()))
         if request.path == LOAD:
+            await self.load_gate.wait()
+            if self.statuses:
+                return web.Response(status=self.statuses.pop(0))
             self.folder = self.asked[-1][1]["folder"]
         return web.Response(text="ok")
 

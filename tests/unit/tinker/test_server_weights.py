@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.tinker.sample_queue import SampleQueue
-from pipeline.tinker.server_weights import REMOVED
+from pipeline.tinker.server_weights import MAX_FAILED_LOADS, REMOVED
 from pipeline.tinker.tinker_records import Failed, ServerFacts
 from pipeline.utils.weights_route import LOAD
 from tests.fakes.http_server import PASSWORD
@@ -116,5 +116,39 @@ def test_a_flood_of_samples_of_whole_models_takes_no_place_of_adapters(tmp_path:
         assert isinstance(await draw(sampling, 99, whole=False), bytes)
         scripts[0].gate.set()
         assert all([isinstance(await each, bytes) for each in flood])
+
+    with_servers(tmp_path, play, count=2, whole=1)
+
+
+def test_a_client_that_gives_up_does_not_cut_a_load_off(tmp_path: Path) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        script = scripts[0]
+        write_models(tmp_path, "a")
+        script.load_gate.clear()
+        asked = asyncio.create_task(draw(sampling, 0, "a"))
+        while not loaded(script):
+            await asyncio.sleep(0.01)
+        sampling.cancel("s:sample:0:0")
+        assert isinstance(await asked, Failed)
+        other = asyncio.create_task(draw(sampling, 1, "a"))
+        await asyncio.sleep(0.1)
+        script.load_gate.set()
+        assert isinstance(await other, bytes)
+        assert [path for path, _ in script.asked].count(LOAD) == 1
+        assert [path for path, _ in script.asked].count("/resume") == 1
+
+    with_servers(tmp_path, play, count=2, whole=1)
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_sample_after_a_few_tries_and_no_other(tmp_path: Path) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        write_models(tmp_path, "a", "b")
+        scripts[0].statuses = [500] * MAX_FAILED_LOADS
+        refused = await draw(sampling, 0, "a")
+        assert isinstance(refused, Failed)
+        assert "the server cannot load this model" in refused.error
+        assert isinstance(await draw(sampling, 1, "b"), bytes)
+        scripts[0].statuses = [500]
+        assert isinstance(await draw(sampling, 2, "a"), bytes), "it is tried again"
 
     with_servers(tmp_path, play, count=2, whole=1)
