@@ -161,7 +161,7 @@ def test_a_rank_that_still_holds_memory_is_not_announced(
 ) -> None:
     file = write_job(tmp_path, "sft")
     monkeypatch.setattr(ModelWorker, "discard", lambda worker: None)
-    with pytest.raises(TrainingError, match=r"rank 0 still holds \d+ bytes of policy, which nobody needs any more"):
+    with pytest.raises(TrainingError, match=r"rank 0 still holds \d+ bytes of policy after the end of the job"):
         run_job_file(file, dispatch, config)
     assert events(tmp_path / "sft.jsonl")[-1] == "failed"
     assert (tmp_path / "sft-data").exists()

@@ -1,14 +1,14 @@
-"""Between the algorithm and the ranks: one call of the controller is one operation on every rank.
+"""The single controller of the trainer's ranks: one call on rank 0 is one operation on every rank.
 
 | module | owns |
 |---|---|
-| `lead_or_serve` | which process leads, and which serve it |
+| `lead_or_serve` | the start of a process as controller or worker |
 | `rank_group` | the controller's handle, and models by name |
-| `operation_runner` | how a call is ordered, and what is known between two of them |
-| `device_placement` | what each operation needs on the device, and what has to move for it |
-| `batch_staging` | how rows are cut, travel, and stay on the ranks |
-| `rank_operations` | what each rank does when it is asked |
-| `rank_process` | the processes' side: join the torchrun world, run operations, report failures |
+| `operation_runner` | the execution of one operation, and the state between two |
+| `device_placement` | the parts of models that each operation needs on the device, and the moves for it |
+| `batch_staging` | the sharding of rows, their transfer, and their storage on the ranks |
+| `rank_operations` | the operations on a rank |
+| `rank_process` | a rank's process: join the torchrun world, run operations, report failures |
 | `model_saving` | models to and from checkpoints |
-| `device_release` | giving everything back when a job is done |
+| `device_release` | the release of device memory when a job is done |
 """

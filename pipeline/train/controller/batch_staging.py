@@ -1,23 +1,23 @@
-"""Rows on their way to the ranks.
+"""The sharding of rows over the ranks, and rows that stay on the ranks between operations.
 
-Owns how the rows of a call are cut for the models that take them, which of them each rank gets, and what stays there
-between calls. Rows travel pickled through the controller's scatter, with every operation on a `Batch`, or once, when
-they are staged; then only a handle travels. Promises that the rows of a staged batch are cut once, so that every
-operation on it computes the same micro-batches, to the last bit; and that a row which no model could take is refused on
-the controller, before anything is sent. Must not know losses.
+Owns the split of a batch for the models that train it, and the storage of staged rows. The controller scatters pickled
+rows with every operation on a `Batch`, or once for a staged batch; later operations then send only a reference.
+Promises that a staged batch is split once, so that every operation on it computes the same micro-batches, to the last
+bit; and that an invalid row is refused on the controller, before anything is sent. Must not know losses.
 
     staged = dispatch.stage(mini_batches)
     old = dispatch.forward("policy", staged[0])
     …
-    dispatch.amend(staged, "advantages", advantages)
+    dispatch.set_column(staged, "advantages", advantages)
     for _ in range(epochs):
         for batch in staged.batches:
             dispatch.forward_backward("policy", batch, config.loss)
             dispatch.optim_step("policy")
     dispatch.unstage(staged)
 
-Rows are cut into as many shares as the least common multiple of the models' data-parallel sizes; a model of size d
-gives each of its d places as many neighbouring shares as there are.
+The number of shares is the least common multiple of the models' data-parallel sizes. A model of size d gives each of
+its d replicas (number of shares) / d neighboring shares. With sizes 4 and 2, for instance, there are four shares: a
+rank of the first model gets one, of the second two.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,13 +36,13 @@ from pipeline.train.batching.sequences import Batch, Column, TrainSequence
 from pipeline.train.controller.rank_process import RankState, Shares
 
 Values = Sequence[Sequence[NDArray[np.float32]]]
-"""float32[T] for each row of each batch."""
-_Cut = list[Any]
+"""float32[T] of each row of each batch."""
+_MicroBatches = list[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class StagedBatchRef:
-    """Rows that a rank has: some shares of a batch of a staging."""
+    """A reference to rows on a rank: some shares of a staged batch."""
 
     number: int
     index: int
@@ -50,19 +50,20 @@ class StagedBatchRef:
 
 
 Data = list[Batch] | StagedBatchRef
-"""What an operation on a rank gets: its micro-batches, or where they are."""
+"""The rows of an operation on a rank: its micro-batches, or a reference to staged ones."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedBatch:
-    """A batch that is cut.
+    """A batch that is split into shares and micro-batches.
 
     Attributes:
         batch: the rows, on the controller.
         shares: row indices of every micro-batch of every share.
-        sizes: the data-parallel sizes that they are cut for.
-        spared: tokens that are not computed once more, since rows of a micro-batch share them.
-        number, index: of the staging that it belongs to, and its place in that; −1: it travels with its operation.
+        sizes: the data-parallel sizes of the models that can use it.
+        saved_tokens: tokens that need no computation, since rows of a micro-batch share them as a prefix.
+        number: of its staging; −1: the rows are sent with each operation.
+        index: of the batch within its staging.
     """
 
     batch: Batch
@@ -76,39 +77,41 @@ class ShardedBatch:
     def shard(
         cls, batch: Batch, sizes: Iterable[int], budget: Budget, number: int = -1, index: int = 0
     ) -> "ShardedBatch":
-        """Cut the rows; `TrainingError` for one that the budget cannot hold."""
+        """Split the rows; `TrainingError` for a row that exceeds the budget."""
         chosen = frozenset(sizes)
         shares = packing.split_rows(batch.lengths, lcm(*chosen), budget, batch.prefix_groups(budget.packing))
-        spared = sum(
+        saved_tokens = sum(
             group.saved_tokens
             for share in shares
             for bins in share
             for group in batch.take(bins).prefix_groups(budget.packing)
         )
-        return cls(batch, shares, chosen, spared, number, index)
+        return cls(batch, shares, chosen, saved_tokens, number, index)
 
     @property
     def highest(self) -> int:
-        """The highest token; −1 without rows."""
+        """The highest token id; −1 without rows."""
         return max((int(row.tokens.max()) for row in self.batch.rows), default=-1)
 
     def data(self, size: int, ranks: int) -> list[Data]:
-        """What each of `ranks` gets for a model of this data-parallel size."""
-        given = [packing.bins_of_rank(rank, ranks, size, len(self.shares)) for rank in range(ranks)]
+        """The rows of each of `ranks`, for a model of this data-parallel size."""
+        shares_by_rank = [packing.bins_of_rank(rank, ranks, size, len(self.shares)) for rank in range(ranks)]
         if self.number < 0:
-            return [[self.batch.take(bins) for share in shares for bins in self.shares[share]] for shares in given]
-        return [StagedBatchRef(self.number, self.index, shares) for shares in given]
+            return [
+                [self.batch.take(bins) for share in shares for bins in self.shares[share]] for shares in shares_by_rank
+            ]
+        return [StagedBatchRef(self.number, self.index, shares) for shares in shares_by_rank]
 
-    def in_order(self, answers: Sequence[Sequence[NDArray[np.float32]]]) -> list[NDArray[np.float32]]:
-        """The answers about every row, from those of each data-parallel place."""
-        each = len(self.shares) // len(answers)
-        firsts = range(0, len(self.shares), each)
-        places = [list(chain.from_iterable(self.shares[first : first + each])) for first in firsts]
-        return packing.restore(places, answers)
+    def in_order(self, outputs: Sequence[Sequence[NDArray[np.float32]]]) -> list[NDArray[np.float32]]:
+        """The outputs of all rows in their order, from the outputs of each data-parallel replica."""
+        shares_per_replica = len(self.shares) // len(outputs)
+        firsts = range(0, len(self.shares), shares_per_replica)
+        bins = [list(chain.from_iterable(self.shares[first : first + shares_per_replica])) for first in firsts]
+        return packing.restore(bins, outputs)
 
-    def on_rank(self, rank: int, ranks: int, values: Sequence[Any] | None = None) -> dict[int, _Cut]:
-        """The micro-batches of the shares that a rank needs for a model of any of the sizes, by share; or, of `values`,
-        one for each row, those of their rows."""
+    def on_rank(self, rank: int, ranks: int, values: Sequence[Any] | None = None) -> dict[int, _MicroBatches]:
+        """By share, the micro-batches that a rank needs for models of any of the sizes; or, with `values` (one for each
+        row), the values of these rows."""
         needed = {share for size in self.sizes for share in packing.bins_of_rank(rank, ranks, size, len(self.shares))}
 
         def take(bins: list[int]) -> Any:
@@ -119,7 +122,7 @@ class ShardedBatch:
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Rows that are on the ranks, from `RankGroup.stage` to `RankGroup.unstage`; `staged[i]` is the i-th batch."""
+    """Batches that are on the ranks, from `RankGroup.stage` to `RankGroup.unstage`; `staged[i]` is the i-th batch."""
 
     number: int
     batches: tuple[ShardedBatch, ...]
@@ -132,7 +135,7 @@ class Staged:
 
 
 def refuse_foreign_tokens(batch: Batch, vocabulary: int) -> None:
-    """`TrainingError` with the number of the first row that has a token outside of 0 … vocabulary − 1."""
+    """Raise `TrainingError` for the first row that has a token outside of 0 … vocabulary − 1."""
     if not batch.rows:
         return
     tokens = np.concatenate([row.tokens for row in batch.rows])
@@ -144,11 +147,12 @@ def refuse_foreign_tokens(batch: Batch, vocabulary: int) -> None:
 
 
 def checked_values(batches: Sequence[ShardedBatch], column: Column, values: Values) -> list[list[NDArray[np.float32]]]:
-    """The values as float32; `TrainingError` unless each row gets as many as it has tokens, finite where it counts."""
+    """The values as float32; `TrainingError` unless each row has one per token, finite at counted tokens."""
     if len(values) != len(batches):
         raise TrainingError(f"{column} for {len(values)} batches; there are {len(batches)}")
     return [
-        _checked(f"batch {cut.index}", cut.batch, column, given) for cut, given in zip(batches, values, strict=True)
+        _checked(f"batch {sharded.index}", sharded.batch, column, batch_values)
+        for sharded, batch_values in zip(batches, values, strict=True)
     ]
 
 
@@ -159,31 +163,34 @@ def _checked(
         raise TrainingError(f"{name}: {column} for {len(values)} rows; it has {len(batch.rows)}")
     arrays = [np.asarray(value, np.float32) for value in values]
     for index, (row, array) in enumerate(zip(batch.rows, arrays, strict=True)):
-        _with(row, column, array).check(f"{name}: row {index}")
+        _replace_column(row, column, array).check(f"{name}: row {index}")
     return arrays
 
 
 def put_rows(site: RankState, number: int, batches: list[Shares]) -> None:
-    """On every rank: keep rows."""
+    """Store staged rows on a rank."""
     site.staged[number] = batches
 
 
 def put_column(
     site: RankState, number: int, column: Column, values: list[dict[int, list[list[NDArray[np.float32]]]]]
 ) -> None:
-    """On every rank: give rows that are kept a further column."""
-    for shares, given in zip(site.staged[number], values, strict=True):
-        for share, micro in shares.items():
-            shares[share] = [_with_column(batch, column, of) for batch, of in zip(micro, given[share], strict=True)]
+    """Set a column of staged rows on a rank."""
+    for shares, values_by_share in zip(site.staged[number], values, strict=True):
+        for share, batches in shares.items():
+            shares[share] = [
+                _with_column(batch, column, batch_values)
+                for batch, batch_values in zip(batches, values_by_share[share], strict=True)
+            ]
 
 
 def drop_rows(site: RankState, number: int) -> None:
-    """On every rank: forget rows."""
+    """Delete staged rows on a rank."""
     del site.staged[number]
 
 
 def micro_batches(site: RankState, data: Data) -> list[Batch]:
-    """On every rank: the rows of an operation."""
+    """The micro-batches of an operation on a rank."""
     if not isinstance(data, StagedBatchRef):
         return data
     shares = site.staged[data.number][data.index]
@@ -191,9 +198,10 @@ def micro_batches(site: RankState, data: Data) -> list[Batch]:
 
 
 def _with_column(batch: Batch, column: Column, values: list[NDArray[np.float32]]) -> Batch:
-    return replace(batch, rows=tuple(_with(row, column, value) for row, value in zip(batch.rows, values, strict=True)))
+    rows = (_replace_column(row, column, value) for row, value in zip(batch.rows, values, strict=True))
+    return replace(batch, rows=tuple(rows))
 
 
-def _with(row: TrainSequence, column: Column, values: NDArray[np.float32]) -> TrainSequence:
+def _replace_column(row: TrainSequence, column: Column, values: NDArray[np.float32]) -> TrainSequence:
     changed: dict[str, Any] = {column: values}
     return replace(row, **changed)

@@ -1,9 +1,9 @@
-"""Which parts of which models are on the device.
+"""The placement of models' parts on the device or in host memory, before each operation.
 
-Owns the one table of what has to be on the device for what, and the plan that gets it there. Promises that after the
-moves of a plan everything that the operation needs is on the device and, when models are colocated, nothing else; and
-that an operation which needs nothing moves nothing. Pure: states and operations go in, moves come out. Must not know
-how bytes move, nor how many ranks there are: all ranks are always in one state.
+Owns the table of the parts that each operation needs on the device, and the plan of moves. Promises that after the
+moves of a plan every needed part is on the device and, when models are colocated, no other; and that an operation
+without needs moves nothing. Pure: states and operations in, moves out. Must not know the transfer of bytes or the
+number of ranks: all ranks are always in the same state.
 
     moves = plan_moves(states, {"policy": "optim_step"}, colocated=True)
     states = states_after(states, moves)
@@ -29,16 +29,16 @@ Purpose = Literal[
     "load_checkpoint",
     "run_on_ranks",
 ]
-"""Where an operation wants a model. An operation that wants none anywhere, such as `remove_model`, moves nothing."""
-Place = Literal["device", "offloaded"]
+"""The use of a model by an operation. An operation without any, such as `remove_model`, moves nothing."""
+Target = Literal["device", "offloaded"]
 State = Literal["device", "offloaded", "unknown"]
-"""`unknown`: a move began, and not all ranks said that it ended. A plan moves such a part whichever way it has to go,
-which does nothing where it is there already."""
+"""`unknown`: a move began, and not all ranks have reported its end. A plan always moves such a part; on a rank where it
+is at the target already, the move does nothing."""
 Residence = tuple[str, Part]
 """A part of a model, by the model's name."""
 States = Mapping[Residence, State]
 Requirements = Mapping[str, Purpose]
-"""Where an operation wants each model, by name."""
+"""An operation's use of each model, by name."""
 
 _NOTHING: Final[frozenset[Part]] = frozenset()
 _MODEL: Final[frozenset[Part]] = frozenset({"model"})
@@ -57,37 +57,37 @@ REQUIREMENTS: Final[Mapping[Purpose, frozenset[Part]]] = {
     "load_checkpoint": _BOTH,
     "run_on_ranks": _BOTH,
 }
-"""The parts of a model that have to be on the device for each purpose. Gradients are with the model."""
+"""The parts of a model that must be on the device for each purpose. Gradients belong to the part `model`."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A part of a model goes to the device, or away from it."""
+    """The move of a part of a model to the device, or to host memory."""
 
     name: str
     part: Part
-    to: Place
+    to: Target
 
 
 def plan_moves(states: States, needs: Requirements, colocated: bool) -> tuple[Move, ...]:
-    """The moves before an operation: first what leaves, then what comes, so that there is room.
+    """The moves before an operation: first those off the device, so that there is memory for the others.
 
-    Only colocated models leave. What has no state, a model that is yet to be made or one that has no optimizer, does
-    not move.
+    Parts leave the device only if models are `colocated`. Parts without a state do not move: of a model that is not
+    created yet, or the optimizer of a frozen one.
     """
     needed = {(name, part) for name, purpose in needs.items() for part in REQUIREMENTS[purpose]}
-    leaving = [held for held in states if held not in needed] if colocated and needed else []
-    coming = [held for held in states if held in needed]
-    return _moves(states, leaving, "offloaded") + _moves(states, coming, "device")
+    evicted = [residence for residence in states if residence not in needed] if colocated and needed else []
+    loaded = [residence for residence in states if residence in needed]
+    return _moves(states, evicted, "offloaded") + _moves(states, loaded, "device")
 
 
 def empty_device(states: States) -> tuple[Move, ...]:
-    """The moves after which nothing is on the device."""
+    """The moves that offload every part."""
     return _moves(states, states, "offloaded")
 
 
 def states_after(states: States, moves: Iterable[Move], *, known: bool = True) -> dict[Residence, State]:
-    """The states when these moves are over; with `known=False`, while that is not certain."""
+    """The states after these moves; with `known=False`, during them: `unknown` for every moved part."""
     moved: dict[Residence, State] = {(move.name, move.part): move.to if known else "unknown" for move in moves}
     return {**states, **moved}
 
@@ -100,8 +100,8 @@ def states_of_new(name: str, trained: bool) -> dict[Residence, State]:
 
 def without(states: States, name: str) -> dict[Residence, State]:
     """The states without those of a model."""
-    return {held: state for held, state in states.items() if held[0] != name}
+    return {residence: state for residence, state in states.items() if residence[0] != name}
 
 
-def _moves(states: States, held: Iterable[Residence], to: Place) -> tuple[Move, ...]:
-    return tuple(Move(name, part, to) for name, part in held if states[name, part] != to)
+def _moves(states: States, residences: Iterable[Residence], to: Target) -> tuple[Move, ...]:
+    return tuple(Move(name, part, to) for name, part in residences if states[name, part] != to)

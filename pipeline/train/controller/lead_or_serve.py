@@ -1,6 +1,6 @@
-"""The beginning and the end of a trainer's processes: one leads, the others serve it.
+"""The start and the end of a trainer's processes: rank 0 is the controller, the others are workers.
 
-Owns who makes the `RankGroup`, and what of a config it and its world are made from. Must not know what is trained.
+Owns the creation of the `RankGroup`, and the config keys that it and its world depend on. Must not know algorithms.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,10 @@ def run_controller_or_worker(
     secret: str = "",
     allowance: Allowance | None = None,
 ) -> None:
-    """In each process of torchrun: rank 0 runs `algorithm`, the others serve it; returns when the algorithm has.
+    """Run `algorithm` on rank 0, and operations on the other ranks, until the algorithm returns.
 
-    `secret` is what strangers do not know, `allowance` what each process may have of its device: see `joined_world`.
+    Called in each process of torchrun. `secret` authenticates messages between the ranks, `allowance` bounds each
+    process's memory of its device: see `joined_world`.
     """
     with joined_world(device, patience or Deadlines(), secret, allowance) as site:
         if site.rank != 0:
@@ -40,11 +41,15 @@ def run_controller_or_worker(
 
 
 def run_role_of_rank(config: RunConfig, secret: str, algorithm: Callable[[RankGroup], None]) -> None:
-    """`run_controller_or_worker` with the micro-batches, the device and the offload that a config asks for. On GPUs
-    that servers share, each process keeps to what they leave: `ConfigError` if that is too little."""
+    """`run_controller_or_worker` with the micro-batches, the device and the offload of a config. On GPUs that servers
+    share, each process is limited to the memory that they leave: `ConfigError` if it is too little."""
     training, resources = config.training, config.resources
-    most = training.micro_batch_budget, training.micro_batch_rows or None
-    budget = Budget(*most, packed=training.packing, shared=config.shares_prefixes)
+    budget = Budget(
+        training.micro_batch_budget,
+        training.micro_batch_rows or None,
+        packed=training.packing,
+        shared=config.shares_prefixes,
+    )
     shared = resources.colocate and config.has_servers
     allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None
     run_controller_or_worker(

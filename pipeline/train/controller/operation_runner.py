@@ -1,9 +1,9 @@
-"""The controller's side of one operation: order it, take part in it, hear how it went.
+"""The controller's side of one operation: send it to the ranks, execute rank 0's part, gather the outcomes.
 
-Owns what the controller knows between operations: whether one is running, whether the world is broken, and which parts
-of which models are on the device. Promises that one operation runs at a time, that what it needs is on the device
-before it begins, that what cannot travel harms nobody, and that a failure on any rank becomes one `TrainingError` with
-the rank and its traceback. Must not know what operations do, nor how rows are cut.
+Owns the controller's state between operations: the running operation, whether the world is broken, and the placement of
+models. Promises that one operation runs at a time, that the needed parts are on the device before it begins, that
+arguments which cannot be pickled leave the world intact, and that a failure on any rank becomes one `TrainingError`
+with the rank and its traceback. Must not know the content of operations, nor the sharding of rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +19,19 @@ from pipeline.utils.waiting import Clock
 
 
 class OperationRunner:
-    """Runs operations on all ranks, on this one too."""
+    """Runs operations on all ranks, including this one."""
 
     def __init__(self, site: RankState, colocated: bool, clock: Clock) -> None:
         self.site, self.colocated, self._clock = site, colocated, clock
         self.states: dict[Residence, State] = {}
         self.broken = False
         self._running = ""
-        self._heard = clock.now()
+        self._last_operation = clock.now()
 
     def run(
         self, name: str, operation: Operation, arguments: Sequence[tuple[Any, ...]], needs: Requirements
     ) -> list[Any]:
-        """Run the operation, called `name` in reports, with each rank's arguments; its results in rank order."""
+        """Run `operation` with the arguments of each rank; results in rank order. `name` is for reports."""
         return self._run(name, operation, arguments, device_placement.plan_moves(self.states, needs, self.colocated))
 
     def run_on_all(self, name: str, operation: Operation, *args: Any, needs: Requirements | None = None) -> list[Any]:
@@ -39,7 +39,7 @@ class OperationRunner:
         return self.run(name, operation, [args] * self.site.ranks, needs or {})
 
     def empty_device(self) -> None:
-        """Have every part of every model leave the device."""
+        """Offload every part of every model."""
         moves = device_placement.empty_device(self.states)
         self._run("offload_all", rank_operations.do_nothing, [()] * self.site.ranks, moves)
 
@@ -52,10 +52,10 @@ class OperationRunner:
         drain: Operation,
         left: tuple[Any, ...],
     ) -> Iterator[None]:
-        """The other ranks run the operation `theirs`; the body is this rank's part of it, and `rest` runs what the body
-        left undone.
+        """A block that is this rank's part of an operation, while the other ranks run `worker_operation`. `drain` runs
+        at its end, with the arguments `left`, for the collectives that the block has not taken part in.
 
-        What the body raises is this rank's failure of the operation: the others are not waited for beyond the grace.
+        An error in the block is this rank's failure of the operation: the other ranks get only the grace to finish.
         """
         orders = write_orders(worker_operation, [arguments] * self.site.ranks)
         self._begin(name)
@@ -71,9 +71,10 @@ class OperationRunner:
             self._end(drain, left)
 
     def keepalive(self) -> None:
-        """Show the ranks, if they have not heard from it for a while, and the agent that the controller lives."""
+        """Send the agent a heartbeat and, if the last operation is long ago, an empty operation to the ranks."""
         heartbeat.beat()
-        if self._clock.now() - self._heard > self.site.patience.control / 4:
+        # A rank that waits for an operation longer than `patience.control` takes the controller for dead.
+        if self._clock.now() - self._last_operation > self.site.patience.control / 4:
             self.run_on_all("idle", rank_operations.do_nothing)
 
     def close(self) -> None:
@@ -84,12 +85,13 @@ class OperationRunner:
     def _run(
         self, name: str, operation: Operation, arguments: Sequence[tuple[Any, ...]], moves: tuple[Move, ...]
     ) -> list[Any]:
-        given = [(moves, operation, *each) for each in arguments]
-        orders = write_orders(rank_operations.run_after_moves, given)
+        with_moves = [(moves, operation, *rank_arguments) for rank_arguments in arguments]
+        # Pickled before `_begin`: arguments that cannot be pickled raise here, while no rank is involved yet.
+        orders = write_orders(rank_operations.run_after_moves, with_moves)
         self._begin(name)
         self.states = device_placement.states_after(self.states, moves, known=False)
         self.site.send(orders)
-        outcomes = self._end(rank_operations.run_after_moves, given[0])
+        outcomes = self._end(rank_operations.run_after_moves, with_moves[0])
         self.states = device_placement.states_after(self.states, moves)
         return outcomes
 
@@ -97,17 +99,18 @@ class OperationRunner:
         if self.broken or self._running:
             state = f"{self._running} is still running" if self._running else "the world is broken"
             raise TrainingError(f"{name} is not possible: {state}")
+        # Broken until `_end` has every rank's outcome: an error in between leaves ranks in an unknown operation.
         self._running, self.broken = name, True
 
     def _end(self, operation: Operation, arguments: tuple[Any, ...]) -> list[Any]:
-        """Run this rank's part, gather all outcomes, and raise the first failure."""
+        """Run this rank's part, gather all outcomes, and raise the first failure, if there is one."""
         name, self._running = self._running, ""
         try:
             outcomes = self.site.report(self.site.run(operation, arguments)) or []
         except (RuntimeError, TrainingError) as error:
             raise self._error(name, self.site.first_failure(), str(error)) from error
         self.broken = False
-        self._heard = self._clock.now()
+        self._last_operation = self._clock.now()
         if any(isinstance(outcome, Failure) for outcome in outcomes):
             raise self._error(name, self.site.first_failure())
         return outcomes

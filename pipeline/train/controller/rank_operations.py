@@ -1,9 +1,9 @@
-"""What each rank does when the controller asks.
+"""The operations of the controller, as each rank executes them.
 
-Owns the rank's side of every operation of the dispatch: bring the parts that it needs to the device, then run it on the
-models of this process. Promises that evictions come before arrivals, that models which compute at the same time do so
-in threads and process groups of their own, and that a model which is removed leaves nothing behind. Must not know when
-what is done, nor what moves: orders say that.
+Owns the rank's side of every operation: move the planned parts, then run the operation on the models of this process.
+Promises that parts leave the device before others arrive, that models which compute concurrently use separate threads
+and process groups, and that a removed model leaves no memory behind. Must not know the order of operations, nor the
+plan of moves.
 """
 
 import gc
@@ -57,7 +57,7 @@ def init_model(site: RankState, name: str, spec: ModelSpec) -> ModelInfo:
 
 def remove_model(site: RankState, name: str) -> None:
     if site.workers.pop(name, None) is not None:
-        gc.collect()  # FSDP's hooks are cycles
+        gc.collect()  # FSDP's hooks form reference cycles, which hold the parameters
         empty_cache(torch.device(site.device))
 
 
@@ -66,17 +66,15 @@ def forward(site: RankState, name: str, data: Data, how: Packing) -> list[NDArra
 
 
 def forward_each(site: RankState, data: Mapping[str, Data], how: Packing) -> dict[str, list[NDArray[np.float32]]]:
-    """`forward` of several models, on the CPU at once; all of them end, then the first failure is raised.
-
-    On CUDA in turn: collectives of several nccl groups that ranks begin in different orders can block each other, and
-    one model fills the device. So are compiled layers: torch's guards, of which all models of one architecture have the
-    same, are not made for several threads.
-    """
+    """Run `forward` of several models, concurrently on the CPU; after the end of all, the first failure is raised."""
+    # In turn on CUDA: collectives of several nccl groups can deadlock if ranks begin them in different orders, and one
+    # model occupies the device anyway. In turn with compiled layers: models of one architecture share torch's guards,
+    # which are not thread-safe.
     if site.device == "cuda" or any(site.worker(name).compiled for name in data):
-        return {name: forward(site, name, given, how) for name, given in data.items()}
+        return {name: forward(site, name, rows, how) for name, rows in data.items()}
     with ThreadPoolExecutor(len(data), thread_name_prefix="forward") as threads:
-        running = {name: threads.submit(forward, site, name, given, how) for name, given in data.items()}
-    return {name: answers.result() for name, answers in running.items()}
+        running = {name: threads.submit(forward, site, name, rows, how) for name, rows in data.items()}
+    return {name: future.result() for name, future in running.items()}
 
 
 def forward_backward(
@@ -99,7 +97,7 @@ def save_hf_model(site: RankState, name: str, path: Path) -> None:
 
 
 def gather_parameters(site: RankState, name: str) -> None:
-    """Take part in gathering for rank 0. Only the ranks of the first replica have a part in it."""
+    """Take part in the gathering of full parameters for rank 0. Only ranks of the first replica hold shards for it."""
     worker = site.worker(name)
     if worker.replica == 0:
         join_gathers(site, worker.full_parameters())

@@ -1,6 +1,6 @@
 """Clients' models on the dispatch.
 
-Owns the mapping of clients' models to models of the dispatch. Adapters of one shape (rank, layers) take turns on one
+Owns the mapping of clients' models to models of the dispatch. Adapters of one base and shape take turns on one
 copy of the base (`pipeline.train.model.adapter_swap`); a whole model has a separate copy. Promises that a client's
 mistake raises `RefusedRequest` before any operation on the ranks, so every model stays unchanged; and that the results
 of one model do not depend on requests to others. Must not know requests' numbers, checkpoints or the gateway.
