@@ -1,7 +1,4 @@
-"""The attempts of a run as a table: when each ran, what it trained, and how it ended.
-
-Owns the words of the table; pure. Must not know files or charts.
-"""
+"""The attempts of a run as a table: start, duration, trained steps, and end. Pure."""
 
 import time
 from collections.abc import Sequence
@@ -16,16 +13,15 @@ Line = tuple[str, ...]
 
 
 def attempt_lines(history: History) -> list[Line]:
-    """One line for each attempt, the oldest first, in the order of `HEADS`; a dash where nothing is known.
+    """One line per attempt, the oldest first, with the columns of `HEADS`. A dash stands for an unknown value.
 
-    The steps are those that were logged: one that was trained again after a resume counts for the attempt that did so
-    first.
+    The steps are those in the metrics. A step that a later attempt trained again counts for the first one.
     """
     return [_line(attempt, history.rows) for attempt in history.attempts]
 
 
 def attempt_table(history: History) -> str:
-    """The table as HTML; empty for a run with one attempt that no outcome ended: the rest of the page tells of it."""
+    """The table as HTML. Empty for a single attempt without an outcome, since the rest of the page describes it."""
     if not any(attempt.outcome for attempt in history.attempts) and len(history.attempts) < 2:
         return ""
     head = "".join(f"<th>{name}</th>" for name in HEADS)
@@ -48,8 +44,8 @@ def _line(attempt: Attempt, rows: Sequence[MetricRecord]) -> Line:
 
 
 def _steps(rows: Sequence[MetricRecord]) -> str:
-    """`sft 1–20, rl 1–5`."""
-    found: dict[str, list[int]] = {}
+    """The trained steps of each phase, such as `sft 1–20, rl 1–5`."""
+    by_job: dict[str, list[int]] = {}
     for row in rows:
-        found.setdefault(row["job"], []).append(row["step"])
-    return ", ".join(f"{job} {min(steps)}–{max(steps)}" for job, steps in found.items()) or "—"
+        by_job.setdefault(row["job"], []).append(row["step"])
+    return ", ".join(f"{job} {min(steps)}–{max(steps)}" for job, steps in by_job.items()) or "—"

@@ -1,8 +1,7 @@
-"""Which numbers of a run are drawn.
+"""The charts of a run: their metrics, their order and their sections.
 
-Owns the subjects of the charts, their order and their sections. Promises that a number which the run did not measure is
-left out, with a line in `unmeasured` where a key measures it, and that fractions alone are shown in percent. Must not
-know how curves are painted.
+Metrics that the run did not measure are omitted; `unmeasured` lists those that a key would measure. Only fractions are
+shown in percent.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pipeline.run.metrics_log import MetricRecord, series
 
 LEARNING, OPTIMIZATION, SPEED, WARM_START = "Learning", "Optimization", "Speed", "Warm start"
 NUMBERS = "Numbers"
-"""The one section of a run with a trainer only."""
+"""The only section of a run that consists of a trainer."""
 _KINDS = {"sft": "SFT", "rl": "RL"}
 Rows = Sequence[MetricRecord]
 
@@ -27,8 +26,8 @@ def all_charts(history: History) -> list[Chart]:
     if config and config.evaluation.only:
         return []
     if config and not config.has_rollouts:
-        found = [chart for job, name in _KINDS.items() if _has(rows, job) for chart in _of_trainer(rows, job, name)]
-        return found or [chart("Loss", "Of every step.", [], (), "loss", section=NUMBERS)]
+        charts = [chart for job, name in _KINDS.items() if _has(rows, job) for chart in _of_trainer(rows, job, name)]
+        return charts or [chart("Loss", "The loss of each step.", [], (), "loss", section=NUMBERS)]
     resumes = resume_steps(rows)
     return [
         *_learning(rows, resumes, config),
@@ -54,8 +53,10 @@ def unmeasured(history: History) -> list[str]:
 
 
 def measures_accuracy(config: RunConfig | None, rows: Rows, name: str = "") -> bool:
-    """Whether the held-out reward of a set is the share of right answers: not where functions of the user's give it,
-    nor where it leaves the range of a share."""
+    """Whether the held-out reward of a set is the fraction of right answers.
+
+    False if user functions compute it, or if a value is outside of 0 to 1.
+    """
     prefix = f"eval/{name}/" if name else "eval/"
     if any(not 0 <= value <= 1 for _, value in series(rows, f"{prefix}accuracy")):
         return False
@@ -71,16 +72,16 @@ def _has(rows: Rows, job: str) -> bool:
 
 
 def _of_trainer(rows: Rows, job: str, name: str) -> list[Chart]:
-    """The charts of one kind of job in a run that has a trainer only."""
+    """The charts of one phase in a run that consists of a trainer."""
     resumes = resume_steps(rows, job)
-    found = _loss_and_gradient(rows, resumes, job, NUMBERS, f" of {name}")
-    return [*found, _throughput(rows, resumes, job, NUMBERS)]
+    charts = _loss_and_gradient(rows, resumes, job, NUMBERS, f" of {name}")
+    return [*charts, _throughput(rows, resumes, job, NUMBERS)]
 
 
 def _learning(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> list[Chart]:
     mean, deviation = smooth_curve("mean", series(rows, "reward/mean")), series(rows, "reward/std")
     curves = [mean, *([smooth_curve("standard deviation", deviation)] if deviation else [])]
-    note = "Of the samples that each step trained."
+    note = "Reward of the samples that each step trained."
     return [
         chart("Reward", note, curves, resumes, "reward/mean", section=LEARNING),
         *_functions(rows, resumes, config),
@@ -92,7 +93,7 @@ def _learning(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> l
             (rows, resumes, LEARNING),
         ),
         *_optional(
-            "Groups and samples that teach little",
+            "Groups and samples with little to learn from",
             "Groups whose samples all have the same reward, which gives no advantage; samples cut off at "
             "rollout.max_tokens.",
             {"equal rewards": "groups/zero_variance", "cut off": "samples/truncated"},
@@ -103,9 +104,9 @@ def _learning(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> l
 
 
 def _functions(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> list[Chart]:
-    """A curve for each reward function, or part of an environment's reward; so many in a chart as there are colours."""
-    found = {name for row in rows for name in row if name.startswith("rewards/") and name.count("/") == 1}
-    names = sorted(name.removeprefix("rewards/") for name in found)
+    """A curve per reward function, or per part of an environment's reward; each chart has at most `len(SERIES)`."""
+    metrics = {name for row in rows for name in row if name.startswith("rewards/") and name.count("/") == 1}
+    names = sorted(name.removeprefix("rewards/") for name in metrics)
     charts = []
     for first in range(0, len(names), len(SERIES)):
         shown = names[first : first + len(SERIES)]
@@ -117,7 +118,7 @@ def _functions(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> 
 
 
 def _weights(config: RunConfig | None) -> str:
-    """` (exact 1, short 0.5)`."""
+    """The weights of reward functions for a note, such as ` (exact 1, short 0.5)`; empty without functions."""
     if config is None or not config.reward.functions:
         return ""
     names = names_of(config.reward.functions)
@@ -126,11 +127,11 @@ def _weights(config: RunConfig | None) -> str:
 
 
 def _eval_charts(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> list[Chart]:
-    """Accuracies in percent, and rewards that are none as they are."""
+    """The charts of held-out accuracies in percent, and of held-out rewards that are not accuracies."""
     names = ["", *sorted({row["set"] for row in rows if row.get("set")})]
     accuracies = [name for name in names if measures_accuracy(config, rows, name)]
     others = [name for name in names if name not in accuracies]
-    note = "Mean reward on prompts that are never trained: greedy, and of evaluation sets as they say."
+    note = "Mean reward on prompts that are never trained: greedy, or with the sampling parameters of the set."
     groups = [("Held-out accuracy", accuracies, True), ("Held-out reward", others, False)]
     charts = []
     for title, chosen, percent in groups:
@@ -145,29 +146,29 @@ def _eval_charts(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -
 
 
 def _optimization(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> list[Chart]:
-    held = "Tokens that the clip holds; above and below its bounds."
+    clipped_note = "Fraction of clipped tokens: all, above and below the bounds."
     clip = {"all": "clip_fraction", "above": "clip_fraction_high", "below": "clip_fraction_low"}
     divergences = {
         "to the reference": "reference_kl",
         "trainer ∥ sampler": "mismatch_kl",
         "within the step": "ratio_kl",
     }
-    place = (rows, resumes, OPTIMIZATION)
+    frame = (rows, resumes, OPTIMIZATION)
     return [
         *_loss_and_gradient(rows, resumes, "rl", OPTIMIZATION),
         *_optional(
-            "KL", "Nats a token, estimated on the sampled ones; docs/metrics.md has each formula.", divergences, place
+            "KL", "Nats a token, estimated on the sampled ones; docs/metrics.md has each formula.", divergences, frame
         ),
-        *_optional("Clip fraction", held, clip, place, percent=True),
-        *_optional("Entropy", "Nats a token, over the whole vocabulary.", {"entropy": "entropy"}, place),
+        *_optional("Clip fraction", clipped_note, clip, frame, percent=True),
+        *_optional("Entropy", "Nats a token, over the whole vocabulary.", {"entropy": "entropy"}, frame),
     ]
 
 
 def _loss_and_gradient(rows: Rows, resumes: Sequence[int], job: str, section: str, of: str = "") -> list[Chart]:
     held_out = Curve("held out", series(rows, "eval/loss", job=job), marks=True)
     curves = [smooth_curve("loss", series(rows, "loss", job=job)), held_out]
-    sft = "Cross-entropy (nats a token) of what is shown to the model."
-    note = sft if job == "sft" else "The policy loss, which is no measure of success."
+    sft = "Cross-entropy (nats a token) of the training data."
+    note = sft if job == "sft" else "The policy loss, which does not measure success."
     gradient = [smooth_curve("norm", series(rows, "grad_norm", job=job))]
     clipped = "L2 norm before it is clipped (optim.clip_norm)."
     charts = [chart(f"Loss{of}", note, curves, resumes, "loss", section=section)]
@@ -180,13 +181,16 @@ def _optional(
     title: str,
     note: str,
     names: dict[str, str],
-    place: tuple[Rows, Sequence[int], str],
+    frame: tuple[Rows, Sequence[int], str],
     *,
     percent: bool = False,
 ) -> list[Chart]:
-    """The chart of the numbers of RL that were measured, by what they are called in it; none if none was."""
-    rows, resumes, section = place
-    curves = [smooth_curve(word, points) for word, name in names.items() if (points := series(rows, name))]
+    """A chart of the measured ones of some RL metrics; empty if none was measured.
+
+    `names` maps labels to metrics; `frame` has the rows, the steps of resumes, and the section.
+    """
+    rows, resumes, section = frame
+    curves = [smooth_curve(label, points) for label, name in names.items() if (points := series(rows, name))]
     if not curves:
         return []
     return [chart(title, note, curves, resumes, "", percent=percent, section=section)]
@@ -196,13 +200,13 @@ def _lag(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> Chart:
     limit = config.training.max_lag if config else None
     curves = [Curve("most", series(rows, "staleness/max")), Curve("mean", series(rows, "staleness/mean"))]
     bound = "" if limit is None else f" The dashed line is max_lag = {limit}."
-    note = f"Steps between the weights that sampled and those that train.{bound}"
+    note = f"Steps between the policy version that sampled and the trained one.{bound}"
     return chart("Lag", note, curves, resumes, "staleness/mean, staleness/max", limit=limit, section=SPEED)
 
 
 def _throughput(rows: Rows, resumes: Sequence[int], job: str, section: str) -> Chart:
     curves = [smooth_curve("tokens/s", series(rows, "tokens_per_second", job=job))]
-    note = "Tokens trained a second, over whole steps: waits and weight sync included."
+    note = "Trained tokens per second, over whole steps including waits and weight sync."
     return chart("Throughput", note, curves, resumes, "tokens_per_second", section=section)
 
 
@@ -210,7 +214,7 @@ def _idle(rows: Rows, resumes: Sequence[int]) -> Chart:
     names = sorted({name for row in rows for name in row if name.startswith("idle/")}, key=_idle_order)
     curves = [smooth_curve(name.removeprefix("idle/"), series(rows, name)) for name in names[: len(SERIES)]]
     note = (
-        "Share of the time that each waits: the trainer for data (of the whole step), the servers for requests and the "
+        "Fraction of time spent waiting: the trainer for data (of the whole step), the servers for requests and the "
         "actor for room (of the second before the step's end)."
     )
     return chart("Idle", note, curves, resumes, "idle/trainer", percent=True, section=SPEED)
@@ -218,7 +222,7 @@ def _idle(rows: Rows, resumes: Sequence[int]) -> Chart:
 
 def _sync(rows: Rows, resumes: Sequence[int]) -> Chart:
     points = series(rows, "sync/seconds")
-    note = "Seconds that the trainer spent on handing its weights over and on waiting for the servers to take them."
+    note = "Seconds in which the trainer handed its weights over and waited for the servers to load them."
     return chart("Weight sync", note, [smooth_curve("seconds", points)], resumes, "sync/seconds", section=SPEED)
 
 

@@ -1,9 +1,8 @@
-"""A sample's tokens as a conversation.
+"""A sample's tokens as the turns of a conversation.
 
-Owns how tokens become text again, and which part of the text is whose turn. What the policy sampled is its own turn, by
-the mask; what it was given is cut where the model's chat template begins a message of some role. Promises a
-conversation for every sample: where the template cannot be read what was given is one part, and without a tokenizer
-tokens are shown by their ids. Must not know how a turn is shown.
+The mask separates the policy's turns from its input. The input is split where the model's chat template starts a
+message of a role. Every sample has a conversation: without a readable template the input is one part, and without a
+tokenizer tokens are shown as ids.
 """
 
 import logging
@@ -21,15 +20,15 @@ from pipeline.environments.chat_template import ChatTemplate
 from pipeline.errors import ConfigError
 
 log = logging.getLogger(__name__)
-POLICY, GIVEN = "assistant", "prompt"
-"""Whose turn a part is: the policy's; somebody's, where the template does not tell."""
+POLICY, INPUT = "assistant", "prompt"
+"""Roles of a part: the policy's, and that of input whose role the template does not show."""
 _ROLES = ("system", "user", "tool", POLICY)
 _PROBE = "\ufdd0"
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A turn, or a piece of one: its `role`, its `text` as the model sees it, and whether the policy `sampled` it."""
+    """A turn, or a part of one: its `role`, its `text` as the model sees it, and whether the policy `sampled` it."""
 
     role: str
     text: str
@@ -37,34 +36,34 @@ class Passage:
 
 
 class SampleReader:
-    """Reads the samples of one model directory."""
+    """Decodes samples with the tokenizer and the chat template of one model directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._tokenizer = directory, _tokenizer(directory / "tokenizer.json")
 
     def parts(self, tokens: Sequence[int], mask: Sequence[int]) -> list[Passage]:
-        """The conversation, in order."""
-        found: list[Passage] = []
-        place = 0
+        """The conversation of one token sequence, in order."""
+        passages: list[Passage] = []
+        start = 0
         for sampled, run in groupby(mask):
             length = len(list(run))
-            text = self.text(tokens[place : place + length])
-            place += length
-            found += [Passage(POLICY, text, True)] if sampled else self._given(text)
-        return found
+            text = self.text(tokens[start : start + length])
+            start += length
+            passages += [Passage(POLICY, text, True)] if sampled else self._input_parts(text)
+        return passages
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones too."""
+        """The text of tokens, including special tokens."""
         if self._tokenizer is None:
             return " ".join(map(str, tokens))
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def _given(self, text: str) -> Iterator[Passage]:
-        """What was not sampled, cut before each head of a message."""
+    def _input_parts(self, text: str) -> Iterator[Passage]:
+        """Text that was not sampled, split before each message header."""
         if not self._heads:
-            yield Passage(GIVEN, text, False)
+            yield Passage(INPUT, text, False)
             return
-        role, begin = GIVEN, 0
+        role, begin = INPUT, 0
         for match in re.finditer("|".join(map(re.escape, sorted(self._heads, key=len, reverse=True))), text):
             if match.start() > begin:
                 yield Passage(role, text[begin : match.start()], False)
@@ -74,22 +73,24 @@ class SampleReader:
 
     @cached_property
     def _heads(self) -> dict[str, str]:
-        """What the template writes before a message, with the role that it is of. Only heads that no two roles share
-        and that name their role in some way count: a template without any does not tell roles apart."""
+        """The roles by message header, the text that the template writes before a message.
+
+        Headers of one character, and headers that two roles share, do not identify a role and are omitted.
+        """
         try:
             template = ChatTemplate(self._directory)
         except ConfigError:
             return {}
-        found: dict[str, str] = {}
+        roles: dict[str, str] = {}
         for role in _ROLES:
-            head = _head_of(template, role)
+            head = _message_header(template, role)
             if len(head) > 1:
-                found[head] = "" if head in found else role
-        return {head: role for head, role in found.items() if role}
+                roles[head] = "" if head in roles else role
+        return {head: role for head, role in roles.items() if role}
 
 
 def _tokenizer(file: Path) -> Tokenizer | None:
-    """The tokenizer in a file, or None when there is none that can be read."""
+    """The tokenizer in a file, or None if the file is missing or unreadable."""
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - the library raises plain exceptions
@@ -97,8 +98,8 @@ def _tokenizer(file: Path) -> Tokenizer | None:
         return None
 
 
-def _head_of(template: ChatTemplate, role: str) -> str:
-    """What is written right before a message of a role that follows others: what all of them end with is cut off."""
+def _message_header(template: ChatTemplate, role: str) -> str:
+    """The text that the template writes between earlier messages and the content of a message of `role`."""
     before = [{"role": "user", "content": "a"}, {"role": POLICY, "content": "b"}]
     if role == POLICY:
         before = before[:1]
@@ -107,5 +108,5 @@ def _head_of(template: ChatTemplate, role: str) -> str:
         text = template.render([*before, {"role": role, "content": _PROBE}], asks=False)
     except (TemplateError, ValueError, KeyError):
         return ""
-    head, found, _ = text.partition(_PROBE)
-    return head.removeprefix(plain) if found and head.startswith(plain) else ""
+    head, probe, _ = text.partition(_PROBE)
+    return head.removeprefix(plain) if probe and head.startswith(plain) else ""

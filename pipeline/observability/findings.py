@@ -1,8 +1,7 @@
-"""What the numbers of a run say should be changed.
+"""Tuning hints: rules over a run's metrics that name the keys to change.
 
-Owns the rules, each of a few metrics. Promises that no finding rests on a single step of a run, that those of RL do not
-rest on its first ones, and that each names the keys that mend it. Pure: a config and rows in, words out; the report and
-the launcher say the same.
+No finding rests on a single step, and findings of RL exclude the first steps. Pure: a config and metric rows in,
+sentences out, the same for the report and the launcher.
 """
 
 import statistics
@@ -14,28 +13,28 @@ from pipeline.run.metrics_log import MetricRecord
 from pipeline.topology.gpu_split import best_split
 from pipeline.train.loop.grace_period import grace_warning
 
-SETTLED, ENOUGH = 10, 20
-"""Steps that are left out at the beginning; steps after them without which nothing is said."""
+SKIPPED_STEPS, MIN_COUNTED_STEPS = 10, 20
+"""First steps that are excluded, and the number of steps after them that a finding of RL requires."""
 CLIPPED, CUT, REFUSED, IDLE, BUSY = 0.05, 0.25, 0.1, 0.25, 0.05
-"""Shares from which on there is something to change; `BUSY`: up to which idle time of the other half. Measured, a clip
-that holds 0.07 of the tokens slows learning to less than half, and one that holds 0.01 little."""
+"""Minimum fractions for a finding; `BUSY`: the maximum idle fraction of the busy half. As measured, clipping 0.07 of
+the tokens slows learning to less than half, and clipping 0.01 has little effect."""
 MIN_STEPS = 4
-"""Steps with groups that came too old: a server that was lost for a while is the trouble of one or two."""
+"""Required number of steps with stale groups: the loss of a server for a while affects only one or two."""
 
 KEYS = {"trainer": "trainer", "servers": "inference"}
 """The section of `resources` for each half."""
 CLIPS = ("ppo", "grpo", "dr_grpo", "dapo", "reinforce_pp")
-"""Losses in which a token that the clip holds has no gradient. In `gspo` whole samples are held, many by design."""
+"""Losses in which a clipped token has no gradient. `gspo` clips whole samples, many by design."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to change.
+    """One tuning hint.
 
     Attributes:
-        seen: what the numbers say, a sentence.
-        change: what to set, a sentence.
-        page: where the documentation says more.
+        observation: the observed problem, a sentence.
+        change: the keys to set, a sentence.
+        page: the page and section of the documentation.
     """
 
     observation: str
@@ -44,15 +43,14 @@ class Finding:
 
 
 def findings_of(config: RunConfig | None, rows: Sequence[MetricRecord]) -> list[Finding]:
-    """What to change in a run, given its config, if it is readable, and the rows of its metrics; of RL only once there
-    are enough steps."""
+    """The findings for a run's metrics. None without a readable config; those of RL require enough steps."""
     if config is None:
         return []
     return [*_grace(config, rows), *_of_rl(config, rows)]
 
 
 def _grace(config: RunConfig, rows: Sequence[MetricRecord]) -> Iterator[Finding]:
-    """Of the newest attempt: earlier ones may have run with another grace."""
+    """Findings about the grace period. Only the newest attempt counts: earlier ones may have had another one."""
     trained = [row for row in rows if row["kind"] == "train"]
     last = trained[-1] if trained else {}
     newest = [row for row in trained if all(row.get(key) == last.get(key) for key in ("job", "attempt"))]
@@ -68,8 +66,8 @@ def _sentence(words: str) -> str:
 def _of_rl(config: RunConfig, rows: Sequence[MetricRecord]) -> list[Finding]:
     if not config.has_rollouts or config.training.jobs:
         return []
-    steps = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"][SETTLED:]
-    if len(steps) < ENOUGH:
+    steps = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"][SKIPPED_STEPS:]
+    if len(steps) < MIN_COUNTED_STEPS:
         return []
     rules = (_not_finite, _equal, _truncated, _clipped, _refused, _idle)
     return [finding for rule in rules for finding in rule(config, steps)]
@@ -125,14 +123,14 @@ def _refused(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Findi
         maskable = config.training.max_lag and config.training.stale != "mask"
         mask = ", or count their young tokens: training.stale=mask" if maskable else ""
         yield Finding(
-            f"For every 100 groups that were trained, {100 * refused:.0f} were sampled in vain: they came too old.",
+            f"For every 100 groups that were trained, {100 * refused:.0f} were wasted: they were too old.",
             f"Raise training.max_lag{mask}.",
             "docs/algorithms.md#long-samples",
         )
 
 
 def _idle(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
-    """Which half waits for the other; only where each has GPUs of its own, and computes nothing meanwhile."""
+    """Findings about idle time of the trainer or the servers, unless they share GPUs."""
     if config.resources.device != "cuda" or config.resources.colocate:
         return
     names = ("idle/trainer", "idle/servers", "idle/actor")
@@ -166,7 +164,7 @@ def _idle(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]
 
 
 def _resplit(config: RunConfig, idle_trainer: float, idle_servers: float, slower: str) -> str:
-    """Which split of the run's GPUs would be faster, and the keys that set it."""
+    """A sentence with a faster split of the run's GPUs and the keys that set it, if there is one."""
     trainer, inference = config.resources.trainer, config.resources.inference
     training = trainer.nodes * trainer.processes * trainer.gpus
     serving = inference.nodes * inference.servers * inference.gpus // inference.servers_per_gpu
@@ -188,5 +186,5 @@ def _values(steps: Sequence[MetricRecord], name: str) -> list[float]:
 
 
 def _median(steps: Sequence[MetricRecord], name: str) -> float:
-    """Over the steps that have it; 0 if none does."""
+    """The median of a metric over the steps that have it; 0 if none does."""
     return statistics.median(_values(steps, name) or [0.0])

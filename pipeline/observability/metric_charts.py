@@ -1,7 +1,6 @@
-"""How numbers over the steps are drawn.
+"""Charts of metrics over training steps.
 
-Owns curves and their frame. Promises one `Chart`, which holds either an SVG or the reason why there is none. Must not
-know files, HTML, nor which numbers there are (`pipeline.observability.chart_subjects`).
+A `Chart` has an SVG, or the reason why it has none. `pipeline.observability.chart_subjects` chooses the metrics.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,8 +19,13 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: a title, one line that says how to read it, and its SVG, or what is missing; and the section of the
-    page that it belongs to."""
+    """One chart of the report.
+
+    Attributes:
+        title, note: the heading, and one line of explanation.
+        svg: the drawing; empty if `missing` has the reason why there is none.
+        section: the section of the page.
+    """
 
     title: str
     note: str
@@ -32,7 +36,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart. `smooth` averages over that many neighbours on each side, with the raw line pale behind."""
+    """One line of a chart. `smooth` is the number of averaged neighbors on each side; the raw line is drawn pale."""
 
     name: str
     points: Points
@@ -41,21 +45,21 @@ class Curve:
 
 
 def resume_steps(rows: Iterable[MetricRecord], job: str = "rl") -> list[int]:
-    """The steps of a job at which another attempt took over."""
+    """The first steps of all attempts but the first, within one phase."""
     mine = [row for row in rows if row["kind"] == "train" and row["job"] == job]
     return [later["step"] for earlier, later in pairwise(mine) if earlier.get("attempt") != later.get("attempt")]
 
 
 def smoothed(points: Points, width: int) -> Points:
-    """Each value averaged with up to `width` neighbours on each side, as many on the left as on the right."""
+    """Each value averaged with up to `width` neighbors on each side, equally many on both."""
     values = [value for _, value in points]
-    reach = (min(width, place, len(values) - 1 - place) for place in range(len(values)))
-    windows = (values[place - side : place + side + 1] for place, side in enumerate(reach))
+    reach = (min(width, index, len(values) - 1 - index) for index in range(len(values)))
+    windows = (values[index - side : index + side + 1] for index, side in enumerate(reach))
     return [(step, sum(window) / len(window)) for (step, _), window in zip(points, windows, strict=True)]
 
 
 def smooth_curve(name: str, points: Points) -> Curve:
-    """One that is averaged the more, the more steps there are."""
+    """A curve whose averaging width is 1/40 of its number of points."""
     return Curve(name, points, smooth=len(points) // 40)
 
 
@@ -70,10 +74,16 @@ def chart(
     limit: int | None = None,
     section: str = "",
 ) -> Chart:
-    """The chart of these curves; `names` are the metrics that are missing where there is no point to draw.
+    """The chart of these curves.
 
-    `resumes` are the steps at which another attempt took over; `percent` labels fractions as such; `limit` is a bound
-    of whole numbers.
+    Args:
+        title, note: the heading, and one line of explanation.
+        curves: the lines; those without points are omitted.
+        resumes: steps at which a new attempt starts, drawn as vertical lines.
+        names: the metrics that the chart reports as missing if no curve has a point.
+        percent: label fractions in percent.
+        limit: an integer bound, drawn as a dashed line.
+        section: the section of the page.
     """
     drawn = [curve for curve in curves if curve.points]
     if not drawn:

@@ -1,4 +1,4 @@
-"""The command that writes a report. Promises one clear line, and exit code 2, for a run that is not there."""
+"""The command that writes a report. For a run that does not exist: one error line, and exit code 2."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pipeline.observability.run_history import find_run, read_history
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the report of the run that the arguments name."""
+    """Write the report of the run that the arguments name. Returns the exit code."""
     try:
         print(write_report(read_history(find_run(arguments))))
     except RollcallError as error:

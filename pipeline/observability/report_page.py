@@ -1,7 +1,6 @@
-"""The report as one HTML page.
+"""The report as one HTML page: its layout and its text.
 
-Owns the layout and the words. Promises a page that opens from a file, offline, for any run directory: what is missing
-is said where it would stand. Must not know how charts are drawn.
+The page opens from a file, offline. Every run directory gives a page; a note replaces each missing part.
 """
 
 import time
@@ -39,7 +38,7 @@ def write_report(history: History) -> Path:
 
 
 def page(history: History) -> str:
-    """The whole page."""
+    """The page's HTML."""
     parts = (
         _head(history),
         _tiles(tiles(history)),
@@ -61,7 +60,7 @@ def page(history: History) -> str:
 
 
 def newest_attempt(history: History) -> Attempt | None:
-    """The last attempt of the job that was submitted last; None before its first."""
+    """The last attempt of the last submitted job; None before its first."""
     return current_state(history.attempts[-1] if history.attempts else None, history.job)
 
 
@@ -72,7 +71,7 @@ def state(history: History) -> State:
 
 
 def tiles(history: History) -> list[Tile]:
-    """The headline: (value, what it is)."""
+    """The headline numbers, as pairs of a value and its label."""
     config, rows = history.config, history.rows
     if config and config.evaluation.only:
         return [_wall_tile(history), *_set_tiles(config, rows)]
@@ -96,10 +95,10 @@ def tiles(history: History) -> list[Tile]:
 
 
 def _set_tiles(config: RunConfig, rows: Sequence[MetricRecord]) -> list[Tile]:
-    """Of a run that evaluates alone: what each set came to."""
-    found = [(row.get("set", ""), row) for row in rows if row["kind"] == "eval"]
+    """The tiles of a run that only evaluates: the result of each set."""
+    results = [(row.get("set", ""), row) for row in rows if row["kind"] == "eval"]
     tiles = []
-    for name, row in found:
+    for name, row in results:
         prefix = f"eval/{name}/" if name else "eval/"
         value, error = row.get(f"{prefix}accuracy"), row.get(f"{prefix}error") or 0.0
         what, form = ("accuracy", ".1%") if measures_accuracy(config, rows, name) else ("reward", ".3g")
@@ -108,7 +107,7 @@ def _set_tiles(config: RunConfig, rows: Sequence[MetricRecord]) -> list[Tile]:
 
 
 def _trainer_tiles(history: History, training: TrainingConfig) -> list[Tile]:
-    """Of a run that has a trainer only: SFT alone, or the jobs of files."""
+    """The tiles of a run that consists of a trainer: SFT, or the jobs of files."""
     rows = [row for row in history.rows if row["kind"] == "train"]
     done = str(rows[-1]["step"] if rows else 0)
     if training.jobs:
@@ -125,7 +124,7 @@ def _trainer_tiles(history: History, training: TrainingConfig) -> list[Tile]:
 
 
 def _speeds(rows: Iterable[MetricRecord]) -> list[float]:
-    """Tokens a second of each step, the slowest first."""
+    """The tokens per second of each step, in ascending order."""
     return sorted(row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None)
 
 
@@ -138,7 +137,7 @@ def _speed_tile(speeds: Sequence[float]) -> Tile:
 
 
 def wall_seconds(history: History) -> float:
-    """Time that the attempts ran, the gaps between them left out."""
+    """The total run time of all attempts, without the gaps between them."""
     return sum(
         attempt.transitions[-1].time - attempt.transitions[0].time
         for attempt in history.attempts
@@ -179,7 +178,7 @@ def _head(history: History) -> str:
 
 
 def _what_it_does(config: RunConfig) -> list[str]:
-    """What it learns from, and how: of SFT the data, since a task has a name even where nobody asks it anything."""
+    """The run's purpose: task and loss, or the data of SFT, where the task's name has no effect."""
     if config.training.jobs:
         return ["jobs", config.training.jobs]
     if config.evaluation.only:
@@ -197,7 +196,7 @@ def _tiles(values: Iterable[Tile]) -> str:
 
 
 def _failure(history: History) -> str:
-    """Why the run failed or is failing; of a job that is queued again the list of attempts tells."""
+    """The reason why the run failed or is failing. Empty for a requeued job: the list of attempts has its reasons."""
     last = newest_attempt(history)
     if last is None or state(history) in ("queued", "left"):
         return ""
@@ -208,13 +207,13 @@ def _failure(history: History) -> str:
 
 
 def _findings(history: History) -> str:
-    """What the numbers say should be changed; empty if nothing."""
-    found = findings_of(history.config, history.rows)
+    """The tuning hints; empty if there are none."""
+    findings = findings_of(history.config, history.rows)
     lines = "".join(
-        f"<li>{escape(each.observation)} <b>{escape(each.change)}</b> <span>{escape(each.page)}</span></li>"
-        for each in found
+        f"<li>{escape(finding.observation)} <b>{escape(finding.change)}</b> <span>{escape(finding.page)}</span></li>"
+        for finding in findings
     )
-    return f'<section class="findings"><h2>What to change</h2><ul>{lines}</ul></section>' if found else ""
+    return f'<section class="findings"><h2>What to change</h2><ul>{lines}</ul></section>' if findings else ""
 
 
 def _first_failure(failure: FirstFailure) -> str:
@@ -229,7 +228,7 @@ def _first_failure(failure: FirstFailure) -> str:
 
 
 def _numbers(history: History) -> str:
-    """The charts, section by section, and what the run did not measure."""
+    """The charts by section, and a note with the metrics that the run did not measure."""
     parts = []
     for section, charts in groupby(all_charts(history), key=lambda chart: chart.section):
         parts.append(f'<h2>{escape(section)}</h2><div class="charts">{"".join(map(_figure, charts))}</div>')
@@ -245,7 +244,7 @@ def _figure(chart: Chart, kind: str = "") -> str:
 
 
 def _samples(history: History) -> str:
-    """What was sampled; empty for a run that kept nothing."""
+    """The samples; empty for a run without stored samples."""
     try:
         charts, phases = gallery(history)
     except Exception as error:  # noqa: BLE001 - the rest of the page does not need it
@@ -253,7 +252,7 @@ def _samples(history: History) -> str:
     if not phases:
         return ""
     drawn = "".join(_figure(chart) for chart in charts)
-    more = f"python launchers/rollouts.py run={escape(history.name)} shows all that were kept"
+    more = f"python launchers/rollouts.py run={escape(history.name)} shows all stored samples"
     return f'<h2>Samples</h2><div class="charts">{drawn}</div><p class="note">{more}</p>{phases}'
 
 
@@ -291,8 +290,8 @@ def _files(history: History) -> str:
         links.append(f"checkpoints in {escape(root_of(history.config, run, history.identity.run_id))}")
     logs = [_logs(attempt, run.root) for attempt in history.attempts]
     footer = f"<footer>Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by Rollcall.</footer>"
-    kept = any(run.tracking.glob("wandb/offline-run-*"))
-    synced = f'<p class="note">To send it to wandb: <code>{escape(sync_command(run))}</code></p>' if kept else ""
+    offline = any(run.tracking.glob("wandb/offline-run-*"))
+    synced = f'<p class="note">To send it to wandb: <code>{escape(sync_command(run))}</code></p>' if offline else ""
     return f"<h2>Files</h2><p>{' · '.join(links) or 'nothing was written yet'}</p>{''.join(logs)}{synced}{footer}"
 
 

@@ -1,4 +1,4 @@
-"""The look of the report: one style sheet, quiet, for light and dark and for paper."""
+"""The style sheet of the report, for light and dark screens and for print."""
 
 STYLE = """
 :root {

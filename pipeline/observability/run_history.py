@@ -1,7 +1,6 @@
-"""What a run left on disk, read back.
+"""Reading a run directory for the report and the terminal view.
 
-Owns reading a run directory for people: the report and the terminal view show what is found here. Promises never to
-fail on what is missing, torn or still being written, and never to write. Must not know how it is shown.
+Missing, damaged or incomplete files never raise, and nothing is written.
 """
 
 import difflib
@@ -28,15 +27,15 @@ from pipeline.utils import shared_files
 from pipeline.utils.shared_dir import FileSharedDir
 
 RUNS = Path("runs")
-"""Where a name is looked up: the default of the config's `output`."""
+"""The folder in which run names are looked up: the default of the config's `output`."""
 _SHOWN = 5
-"""How many names are listed at most when one is not found."""
+"""Maximum number of names that an error lists."""
 PER_LOOK = 32
-"""How many files of single ranks are read again at one look; the demo has fewer."""
+"""Known files of single ranks that one `AttemptReader.read` reads again. The demo run has fewer."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
-    """A role changed state: one line of a rank's timeline, as its agent wrote it."""
+    """A change of a role's state: one line of a rank's timeline, written by its agent."""
 
     time: float
     role: str
@@ -47,10 +46,10 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt: what its agents and roles wrote, in the order of time.
+    """The records of one attempt's agents and roles, in order of time.
 
-    `outcome` is what the scheduler's job became after it, None at the latest while it runs. `alive` has the last sign
-    of life (seconds since the epoch) of each rank whose agent has not said that it left.
+    `outcome` is the decision about the scheduler's job after the attempt, None before that. `alive` has the last
+    heartbeat (seconds since the epoch) of each rank whose agent has not reported its exit.
     """
 
     paths: AttemptPaths
@@ -73,38 +72,38 @@ class Attempt:
 
     @property
     def is_down(self) -> bool:
-        """Whether every role that was started has come down."""
+        """Whether every started role has stopped or failed."""
         states = self.states
         return bool(states) and all(last.state in ("stopped", "failed") for last in states.values())
 
     @property
     def has_failed(self) -> bool:
-        """Whether something failed in it, of which not every trace need be readable."""
+        """Whether a role failed. The record of the first failure may be missing or unreadable then."""
         return self.failure is not None or "failed" in self.events
 
     @property
     def end(self) -> tuple[str, str]:
-        """How it ended, as a word and one line of why; two empty strings while it runs, or if it left no word."""
+        """The end of the attempt, as a word and a reason in one line. Both are empty without a record of an end."""
         if self.outcome:
             return self.outcome.decision, self.outcome.reason
         if self.failure:
             return "failed", self.failure.one_line()
-        told = self.events.get("training_finished") or self.events.get("draining")
-        if told is None or not self.is_down:
+        event = self.events.get("training_finished") or self.events.get("draining")
+        if event is None or not self.is_down:
             return "", ""
-        return "finished" if told.name == "training_finished" else "interrupted", told.why
+        return "finished" if event.name == "training_finished" else "interrupted", event.why
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """When its first role was started and when the last change of one was; None before."""
+        """The times of the first and the last transition of a role; None before the first."""
         return (self.transitions[0].time, self.transitions[-1].time) if self.transitions else None
 
 
 @dataclass(frozen=True)
 class History:
-    """A whole run; `config`, `identity`, `job` and `finished` are None while they are missing or unreadable.
+    """A whole run. `config`, `identity`, `job` and `finished` are None while they are missing or unreadable.
 
-    `alive` is whether its job runs or may run again; None where that was not asked.
+    `alive` is whether the job runs or may run again; None if it was not queried.
     """
 
     paths: RunPaths
@@ -124,7 +123,7 @@ class History:
 def find_run(arguments: Sequence[str]) -> Path:
     """The directory of the run that a command line names; `ConfigError` if there is none.
 
-    `run=<name or directory>`; a point of a sweep is named `<sweep>/<point>`.
+    The argument is `run=<name or directory>`. The name of a sweep's trial is `<sweep>/<point>`.
     """
     if len(arguments) != 1:
         raise ConfigError("run", " ".join(arguments), "one name or directory", "run=demo")
@@ -133,7 +132,7 @@ def find_run(arguments: Sequence[str]) -> Path:
         try:
             is_run, is_sweep = RunPaths(folder).run.exists(), SweepPaths(folder).manifest.exists()
         except PermissionError:
-            hint = "its owner may open it to his group (cluster.readable_by=group)"
+            hint = "its owner may open it to the group (cluster.readable_by=group)"
             raise ConfigError("run", value, "a run directory that you may read", hint) from None
         if is_run:
             return folder.resolve()
@@ -144,16 +143,16 @@ def find_run(arguments: Sequence[str]) -> Path:
     raise ConfigError("run", value, f"a run directory, or a name below {RUNS}/", hint)
 
 
-def closest_name(name: str, among: Iterable[str]) -> str:
-    """What to say to somebody who named none of these: the few that are most like it."""
-    names = sorted(among)
+def closest_name(name: str, candidates: Iterable[str]) -> str:
+    """The hint for an unknown name: all candidates if they are few, else the most similar ones."""
+    names = sorted(candidates)
     shown = difflib.get_close_matches(name, names, n=_SHOWN, cutoff=0.0) if len(names) > _SHOWN else names
     more = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return f"found there: {', '.join(shown) or 'none'}{more}"
 
 
 def read_history(root: Path, alive: bool | None = None) -> History:
-    """Everything that can be read of the run in `root`; `alive` is what the caller knows of its job."""
+    """All readable records of the run in `root`. `alive` is passed on: whether its job runs, if the caller knows."""
     run = RunPaths(root)
     identity = shared_files.read_document(run.run, RunIdentity)
     return History(
@@ -169,7 +168,7 @@ def read_history(root: Path, alive: bool | None = None) -> History:
 
 
 def attempt_names(run: RunPaths, known: dict[str, float] | None = None) -> list[str]:
-    """The run's attempts, the oldest first. `known` is when each began, for a caller who asks again and again."""
+    """The run's attempts, the oldest first. `known` caches their start times for repeated calls."""
     known = {} if known is None else known
     try:
         with os.scandir(run.attempts) as entries:
@@ -180,11 +179,10 @@ def attempt_names(run: RunPaths, known: dict[str, float] | None = None) -> list[
 
 
 class AttemptReader:
-    """Reads an attempt, and again as it goes on.
+    """Reads a running attempt repeatedly, at a cost that hardly grows with the number of ranks.
 
-    Every folder is listed at every look. Of the files that each rank has, those that are new are read, and of the
-    others so many as `PER_LOOK`, in turns: so what a look costs hardly grows with the ranks, and what it tells of a
-    single rank is at most `ranks / PER_LOOK` looks old.
+    Every `read` lists every folder, reads all new files of single ranks, and reads `PER_LOOK` of the known ones again,
+    in rotation. So the data of a rank is at most `ranks / PER_LOOK` calls old.
     """
 
     def __init__(self, paths: AttemptPaths) -> None:
@@ -195,7 +193,7 @@ class AttemptReader:
         self._turns: deque[tuple[str, int]] = deque()
 
     def read(self) -> Attempt:
-        """What the attempt wrote so far."""
+        """The records that the attempt has written so far."""
         paths = self._paths
         marks = _names(paths.marks)
         living = {rank for rank in _ranks(_names(paths.alive)) if paths.down(f"agent.{rank}").name not in marks}
@@ -214,10 +212,10 @@ class AttemptReader:
             alive={rank: self._signs[rank] for rank in sorted(living) if rank in self._signs},
         )
 
-    def _look(self, there: Sequence[tuple[str, int]]) -> None:
-        """Read what is there and new, and some of the rest."""
+    def _look(self, files: Sequence[tuple[str, int]]) -> None:
+        """Read the new ones of `files`, and the next `PER_LOOK` known files."""
         known = set(self._turns)
-        new = [file for file in there if file not in known]
+        new = [file for file in files if file not in known]
         for _ in range(min(PER_LOOK, len(self._turns))):
             file = self._turns.popleft()
             self._turns.append(file)
@@ -235,7 +233,7 @@ class AttemptReader:
 
 
 def read_attempt(paths: AttemptPaths) -> Attempt:
-    """What one attempt wrote so far."""
+    """The records that one attempt has written so far."""
     return AttemptReader(paths).read()
 
 
@@ -244,7 +242,7 @@ def _id(identity: RunIdentity | None) -> str:
 
 
 def _began(paths: AttemptPaths, known: dict[str, float]) -> float:
-    """When an attempt's first role was started, as one of its ranks knows; else when its folder last changed."""
+    """The time of the first transition in one rank's timeline, else the folder's last change."""
     if paths.attempt not in known:
         ranks = _timelines(paths)
         first = next(iter(_lines(paths.timeline_of(ranks[0]))), None) if ranks else None
@@ -255,19 +253,19 @@ def _began(paths: AttemptPaths, known: dict[str, float]) -> float:
 
 
 def _timelines(paths: AttemptPaths) -> list[int]:
-    """The ranks that have one."""
+    """The ranks that have a timeline, sorted."""
     return sorted(rank for name in _names(paths.timeline) if (rank := rank_of_timeline(name)) is not None)
 
 
 def _lines(timeline: Path) -> list[Transition]:
-    """The whole lines of a timeline; one that is being written is left out."""
-    found = []
+    """The transitions of a timeline, without an incomplete last line."""
+    transitions = []
     for line in timeline.read_bytes().splitlines():
         try:
-            found.append(msgspec.json.decode(line, type=Transition))
+            transitions.append(msgspec.json.decode(line, type=Transition))
         except msgspec.DecodeError:
             continue
-    return found
+    return transitions
 
 
 def _names(folder: Path) -> frozenset[str]:

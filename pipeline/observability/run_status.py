@@ -1,8 +1,7 @@
-"""Where a run is in its life.
+"""The state of a run, as the report and the terminal show it.
 
-Owns the states that people are shown, and how they follow from what an attempt left behind, which job was submitted
-last, what became of it, and which ranks are silent. Pure: values in, words out; the report and the terminal say the
-same of the same files.
+The state follows from the records of the newest attempt, the last submitted job, its outcome, and missing heartbeats.
+Pure: values in, words out.
 """
 
 from collections.abc import Sequence
@@ -17,18 +16,19 @@ BeforeStart = Literal["waiting", "queued", "left"]
 Running = Literal["meeting", "starting", "training", "evaluating", "finishing", "stopping"]
 Ended = Literal["not submitted", "interrupted", "failed", "finished"]
 State = BeforeStart | Running | Ended
-"""`queued`: a scheduler has the job and no attempt of it runs. `left`: the scheduler was ending or requeueing the job
-when its attempt ended, and files do not tell which. `not submitted`: the run was made, but no job of it."""
+"""`queued`: a scheduler has the job, and no attempt of it runs. `left`: the scheduler was ending or requeueing the job
+when its attempt ended, and the files do not show which. `not submitted`: the run directory exists, but no job."""
 
 ENDED: tuple[State, ...] = get_args(Ended)
-"""What a run does not leave by itself."""
+"""The final states, which a run leaves only by another command."""
 
 SILENT_SECONDS = 60.0
-"""An agent shows every few seconds that it lives; after this long its node is lost, or its filesystem hangs."""
+"""Maximum age of an agent's heartbeat, which it writes every few seconds. After this time its node is lost, or its
+filesystem hangs."""
 
 
 def current_state(newest: Attempt | None, job: SubmittedJob | None) -> Attempt | None:
-    """The newest attempt, unless a job was submitted since that has had none yet."""
+    """The newest attempt, or None if a later submitted job has no attempt yet."""
     if newest is None or job is None:
         return newest
     return newest if newest.name.rpartition("-")[0] == job.job else None
@@ -42,15 +42,15 @@ def state_of(
     finished: bool,
     alive: bool | None,
 ) -> State:
-    """The state; the strongest sign decides, and an end counts over everything on the way.
+    """The state of a run. Evidence of an end has priority over evidence of progress.
 
     Args:
-        attempt: the `current_state` one.
-        job: that was submitted last. A scheduler may run its job again: the end of an attempt is the end of the job
-            only if its outcome says so, or the scheduler.
-        rows: of the run's metrics.
-        finished: whether the run is.
-        alive: whether the job runs or may run again; None when that was not asked, or only a scheduler could tell.
+        attempt: the result of `current_state`.
+        job: the last submitted job. A scheduler may run its job again, so the end of an attempt is the end of the job
+            only according to its outcome or the scheduler.
+        rows: the run's metric rows.
+        finished: whether the run has finished.
+        alive: whether the job runs or may run again; None if it was not queried, or only a scheduler could answer.
     """
     if finished:
         return "finished"
@@ -67,14 +67,14 @@ def state_of(
 
 
 def silent_ranks(attempt: Attempt, now: float) -> dict[int, float]:
-    """Since when (seconds since the epoch) each rank is silent that should show that it lives."""
+    """The ranks whose heartbeat is overdue, with the time of their last one (seconds since the epoch)."""
     if attempt.outcome:
         return {}
     return {rank: last for rank, last in attempt.alive.items() if now - last > SILENT_SECONDS}
 
 
 def reason_of(attempt: Attempt | None) -> str:
-    """Why an attempt failed or its job stopped, in one line; empty if it did neither."""
+    """The reason why an attempt failed or its job stopped, in one line; empty if neither happened."""
     if attempt is None:
         return ""
     if attempt.failure:
@@ -83,7 +83,7 @@ def reason_of(attempt: Attempt | None) -> str:
 
 
 def training_rows(attempt: Attempt | None, rows: Sequence[MetricRecord]) -> list[MetricRecord]:
-    """The steps that this attempt did."""
+    """The metric rows of the steps that this attempt trained."""
     return [row for row in rows if row["kind"] == "train" and attempt and row.get("attempt") == attempt.name]
 
 
@@ -107,12 +107,12 @@ def _in_queue(attempt: Attempt | None, rows: Sequence[MetricRecord], alive: bool
 
 
 def _evaluates(attempt: Attempt) -> bool:
-    """Whether it has servers and no trainer, and all its roles are ready; or its trainer waits for the first
-    evaluation."""
+    """Whether it evaluates: its trainer waits for an evaluation, or it has no trainer and all roles are ready."""
     if any(status.state == "ready" and ASKED in status.numbers for status in attempt.statuses.values()):
         return True
-    roles = {place.role for place in attempt.world.placements} if attempt.world else set()
-    ready = [attempt.states.get(place.name) for place in attempt.world.placements] if attempt.world else []
+    placements = attempt.world.placements if attempt.world else ()
+    roles = {placement.role for placement in placements}
+    ready = [attempt.states.get(placement.name) for placement in placements]
     return "trainer" not in roles and bool(ready) and all(last is not None and last.state == "ready" for last in ready)
 
 

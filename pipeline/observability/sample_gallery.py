@@ -1,8 +1,7 @@
-"""The samples of a run on its page: how rewards and lengths were spread over time, and some to read.
+"""The samples on a run's page: histograms of rewards and lengths over time, and some samples to read.
 
-Owns which samples are shown, and their HTML. Training is cut in `PHASES` by the weights that sampled; of each phase the
-best, the worst, some that were cut off and some that failed are shown. Promises an empty page part for a run that kept
-no samples. Must not know how samples are kept.
+Training is divided into `PHASES` by policy version. Each phase shows its best, its worst, some truncated and some
+failed samples. For a run without stored samples this part of the page is empty.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,33 +22,33 @@ from pipeline.observability.svg_drawing import SERIES, draw
 
 PHASES = ("Begin", "Middle", "End")
 SAMPLES_PER_PHASE = 2
-"""Samples of each kind in each phase."""
+"""Number of samples of each kind in each phase."""
 MAX_TEXT = 4000
-"""Characters of a turn that the page has; the terminal shows all."""
+"""Maximum number of characters of a turn on the page; the terminal shows all."""
 _COLUMNS, _CELLS = 40, 16
 _WIDTH, _HEIGHT = 5.2, 2.3
 Samples = dict[str, list[ReadSample]]
 
 
 def gallery(history: History) -> tuple[list[Chart], str]:
-    """The histograms over time, and the samples of each phase as HTML; neither where nothing was kept.
+    """The histograms over time, and the samples of each phase as HTML; both empty without stored samples.
 
-    Of a run that trained nothing, the samples of each evaluation set.
+    A run without training has the samples of each evaluation set instead.
     """
-    kept, reader = read_samples(history.paths), _reader(history)
-    trained = kept.where(Filter(kind="train"))
-    shown = phases(trained) if len(trained) else _sets(kept)
+    samples, reader = read_samples(history.paths), _reader(history)
+    trained = samples.where(Filter(kind="train"))
+    shown = phases(trained) if len(trained) else _sets(samples)
     cards = "".join(_phase(title, chosen, reader) for title, chosen in shown)
     return spread_charts(trained) if len(trained) else [], cards
 
 
-def spread_charts(kept: SampleTable) -> list[Chart]:
-    """How rewards and lengths are spread over the weights that sampled."""
-    versions, rewards, lengths = (kept.column(name) for name in ("version_min", "reward", "length"))
+def spread_charts(samples: SampleTable) -> list[Chart]:
+    """Histograms of rewards and lengths over policy versions."""
+    versions, rewards, lengths = (samples.column(name) for name in ("version_min", "reward", "length"))
     rows = [row for row in zip(versions, rewards, lengths, strict=True) if None not in row]
     note = "Each column is the weights of some steps; the darker a cell, the larger its share of that column's samples."
     if not rows:
-        missing = "no sample that was kept has a reward"
+        missing = "no stored sample has a reward"
         return [Chart(title, note, missing=missing) for title in ("Rewards over time", "Lengths over time")]
     steps, scores, sizes = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
     return [
@@ -58,31 +57,31 @@ def spread_charts(kept: SampleTable) -> list[Chart]:
     ]
 
 
-def phases(kept: SampleTable) -> Iterator[tuple[str, Samples]]:
-    """Each phase that has samples: a title with its weights, and the samples of each kind."""
-    found = [version for version in kept.column("version_min") if version is not None]
-    # Failures have no weights: they belong to the phase of the samples around them.
-    stamps = np.array(kept.column("time"), dtype=float)
-    edges = np.linspace(min(found), max(found) + 1, len(PHASES) + 1).tolist() if found else []
-    times = _times(kept, edges) if found else [stamps.min(), stamps.max() + 1]
+def phases(samples: SampleTable) -> Iterator[tuple[str, Samples]]:
+    """Each phase that has samples: a title with its policy versions, and the samples of each kind."""
+    versions = [version for version in samples.column("version_min") if version is not None]
+    # Failed samples have no version: the time assigns them to the phase of the samples around them.
+    stamps = np.array(samples.column("time"), dtype=float)
+    edges = np.linspace(min(versions), max(versions) + 1, len(PHASES) + 1).tolist() if versions else []
+    times = _times(samples, edges) if versions else [stamps.min(), stamps.max() + 1]
     for index, name in enumerate(PHASES[: len(times) - 1]):
-        part = kept.between(float(times[index]), float(times[index + 1]))
+        part = samples.between(float(times[index]), float(times[index + 1]))
         if len(part):
             yield f"{name}: {_weights(part)}", _chosen(part)
 
 
-def _sets(kept: SampleTable) -> Iterator[tuple[str, Samples]]:
-    """Each evaluation set, in the order in which they were evaluated first."""
-    for name in dict.fromkeys(kept.column("eval_set")):
-        part = kept.where(Filter(eval_set=name))
+def _sets(samples: SampleTable) -> Iterator[tuple[str, Samples]]:
+    """Each evaluation set, in the order of their first evaluations."""
+    for name in dict.fromkeys(samples.column("eval_set")):
+        part = samples.where(Filter(eval_set=name))
         yield f"{name}: {plural(len(part), 'sample')} kept", _chosen(part)
 
 
-def _times(kept: SampleTable, edges: Sequence[float]) -> list[float]:
-    """When the first sample of each phase was kept, and the end."""
+def _times(samples: SampleTable, edges: Sequence[float]) -> list[float]:
+    """The time of the first sample of each phase, and the end: the edges of the phases."""
     pairs = [
         (version, stamp)
-        for version, stamp in zip(kept.column("version_min"), kept.column("time"), strict=True)
+        for version, stamp in zip(samples.column("version_min"), samples.column("time"), strict=True)
         if version is not None
     ]
     begins = [min((stamp for version, stamp in pairs if version >= edge), default=float("inf")) for edge in edges[:-1]]
@@ -120,9 +119,9 @@ def _reader(history: History) -> SampleReader | None:
 
 def _phase(title: str, chosen: Samples, reader: SampleReader | None) -> str:
     cards = "".join(
-        _card(kind, sample, reader, opened=place == 0)
-        for kind, each in chosen.items()
-        for place, sample in enumerate(each)
+        _card(kind, sample, reader, opened=index == 0)
+        for kind, samples in chosen.items()
+        for index, sample in enumerate(samples)
     )
     return f'<h3 class="phase">{escape(title)}</h3><div class="samples">{cards}</div>'
 
@@ -148,13 +147,13 @@ def _body(sample: ReadSample, reader: SampleReader | None) -> str:
 
 
 def _facts(sample: ReadSample) -> str:
-    told = [
+    lines = [
         f"advantage {number(sample['advantage'], '+.2f')}",
         "not trained" if sample.step is None else f"trained at step {sample.step}, lag {sample.lag}",
         f"{sample['length']} tokens, {sample['sampled']} sampled",
         *(f"{name} {value:g}" for name, value in sorted(sample["metrics"].items())),
     ]
-    return " · ".join(told)
+    return " · ".join(lines)
 
 
 def _shortened(text: str) -> str:
@@ -165,7 +164,7 @@ def _shortened(text: str) -> str:
 
 
 def _spread(title: str, note: str, steps: np.ndarray, values: np.ndarray) -> Chart:
-    """Shares of the values among so many cells, column by column."""
+    """A two-dimensional histogram of values over steps; each column is normalized to 1."""
     columns = min(_COLUMNS, int(steps.max() - steps.min()) + 1)
     low, high = float(values.min()), float(values.max())
     margin = 0.5 if high == low else (high - low) / (2 * _CELLS)

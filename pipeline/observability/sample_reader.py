@@ -1,16 +1,15 @@
-"""The samples that a run kept, found and read.
+"""Selecting and reading the stored samples of a run.
 
-Owns the choice among them: filters, order, and what the ledger knows of their positions (at which step they were
-trained, and with which lag). Promises that a segment which goes while it is looked at, or is torn, is passed over; and
-that tokens are read only of the samples that are chosen. Must not know how a sample is shown.
+Samples can be filtered and ordered, and are joined with the ledger (the step that trained them, and their lag).
+Segments that are deleted meanwhile or damaged are skipped. Tokens are read only for the selected samples.
 
-    kept = read_samples(run)
-    chosen = kept.where(Filter(most_reward=0.0)).worst(5)
-    for sample in kept.load(chosen): …
+    samples = read_samples(run)
+    for sample in samples.where(Filter(most_reward=0.0)).worst(5).load(): …
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
 from math import inf
 from pathlib import Path
@@ -23,20 +22,22 @@ from pipeline.run.paths import RunPaths
 from pipeline.transport.ledger import TRAINED, Settlement
 
 _LIGHT = [name for name in COLUMNS if name not in UNLOADED_COLUMNS]
-_SEGMENT, _PLACE = "segment", "place"
+_SEGMENT, _ROW = "segment", "place"
+"""Added columns: the index of a sample's file, and its row in this file."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which samples are wanted; bounds are inclusive, and None or an empty text wants all.
+    """Criteria for samples. Bounds are inclusive; None and empty text match all samples.
 
     Attributes:
-        kind: `train`, `eval`, or both when empty. `eval_set` and `task` by name.
-        least_reward, most_reward, least_length, most_length: of samples; then none that failed.
-        first_version, last_version: of the oldest weights that sampled.
-        failed, cut: only those that failed, only those that were cut off.
-        failure: a text that the reason of a failure has.
-        position: of the prompt in the run's order.
+        kind: `train`, `eval`, or empty for both.
+        eval_set, task: names of an evaluation set and of a task.
+        least_reward, most_reward, least_length, most_length: bounds; a finite bound excludes failed samples.
+        first_version, last_version: bounds of a sample's oldest policy version.
+        failed, cut: only failed samples; only truncated samples.
+        failure: a text within the reason of a failure.
+        position: the prompt's position in issue order.
     """
 
     kind: str = ""
@@ -55,7 +56,13 @@ class Filter:
 
 
 class SampleRow(NamedTuple):
-    """One row of an episode: token ids, 1 where the policy sampled one, and the log-probabilities of those."""
+    """One sequence of an episode, as lists of equal length.
+
+    Attributes:
+        tokens: token ids.
+        mask: 1 for a token that the policy sampled, else 0.
+        logprobs: the sampler's log-probabilities of sampled tokens.
+    """
 
     tokens: list[int]
     mask: list[int]
@@ -64,8 +71,14 @@ class SampleRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadSample:
-    """One kept sample with all its columns, and what the ledger says: the `step` that trained it (None if none did, or
-    none did yet), its `lag` then, and what became of its position."""
+    """One stored sample with all columns, and the ledger's record of its position.
+
+    Attributes:
+        values: the columns.
+        step: the step that trained the sample; None if no step has.
+        lag: its lag at that step.
+        outcome: the final state of its position; empty if the position is not finished.
+    """
 
     values: dict[str, Any]
     step: int | None = None
@@ -76,7 +89,7 @@ class ReadSample:
         return self.values[name]
 
     def rows(self) -> list[SampleRow]:
-        """The rows of its episode, the first one first; none of a sample that failed."""
+        """The sequences of its episode, in order; empty for a failed sample."""
         tokens, mask, logprobs = (self.values[name] or [] for name in ("tokens", "mask", "logprobs"))
         ends = list(accumulate(self.values["row_lengths"] or [len(tokens)])) if tokens else []
         spans = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
@@ -84,76 +97,76 @@ class ReadSample:
 
 
 class SampleTable:
-    """The samples of a run, without their tokens, the oldest first."""
+    """Samples of a run, without their tokens, the oldest first."""
 
-    def __init__(self, table: Any, files: Sequence[Path], settled: dict[int, Settlement]) -> None:
-        self.table, self._files, self._settled = table, files, settled
+    def __init__(self, table: Any, files: Sequence[Path], settlements: dict[int, Settlement]) -> None:
+        self.table, self._files, self._settlements = table, files, settlements
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
     def column(self, name: str) -> list[Any]:
-        """The values of one column, None where a sample has none."""
+        """The values of one column; None for a sample without a value."""
         return list(self.table[name].to_pylist())
 
-    def where(self, wanted: Filter) -> "SampleTable":
-        """Those that are wanted."""
+    def where(self, criteria: Filter) -> "SampleTable":
+        """The samples that match all criteria."""
         import pyarrow.compute as pc
 
-        found, every = self.table, None
+        table = self.table
         conditions: list[Any] = []
-        if wanted.kind:
-            conditions.append(pc.is_null(found["eval_set"]) if wanted.kind == TRAIN else pc.is_valid(found["eval_set"]))
-        named = {"eval_set": wanted.eval_set, "task": wanted.task}
-        conditions += [pc.equal(found[name], value) for name, value in named.items() if value]
-        if wanted.position is not None:
-            conditions.append(pc.equal(found["position"], wanted.position))
+        if criteria.kind:
+            is_train = criteria.kind == TRAIN
+            conditions.append(pc.is_null(table["eval_set"]) if is_train else pc.is_valid(table["eval_set"]))
+        named = {"eval_set": criteria.eval_set, "task": criteria.task}
+        conditions += [pc.equal(table[name], value) for name, value in named.items() if value]
+        if criteria.position is not None:
+            conditions.append(pc.equal(table["position"], criteria.position))
         bounds = {
-            "reward": (wanted.least_reward, wanted.most_reward),
-            "length": (wanted.least_length, wanted.most_length),
-            "version_min": (wanted.first_version, wanted.last_version),
+            "reward": (criteria.least_reward, criteria.most_reward),
+            "length": (criteria.least_length, criteria.most_length),
+            "version_min": (criteria.first_version, criteria.last_version),
         }
         for name, (least, most) in bounds.items():
-            conditions += [pc.greater_equal(found[name], least)] if least > -inf else []
-            conditions += [pc.less_equal(found[name], most)] if most < inf else []
-        if wanted.failed or wanted.failure:
-            conditions.append(pc.is_valid(found["failure"]))
-        if wanted.failure:
-            conditions.append(pc.match_substring(found["failure"], wanted.failure, ignore_case=True))
-        if wanted.cut:
-            conditions.append(pc.equal(found["finish"], "length"))
-        for condition in conditions:
-            every = condition if every is None else pc.and_(every, condition)
-        if every is not None:
-            found = found.filter(pc.fill_null(every, False))
-        return self._of(found)
+            conditions += [pc.greater_equal(table[name], least)] if least > -inf else []
+            conditions += [pc.less_equal(table[name], most)] if most < inf else []
+        if criteria.failed or criteria.failure:
+            conditions.append(pc.is_valid(table["failure"]))
+        if criteria.failure:
+            conditions.append(pc.match_substring(table["failure"], criteria.failure, ignore_case=True))
+        if criteria.cut:
+            conditions.append(pc.equal(table["finish"], "length"))
+        if conditions:
+            # A comparison with a null is null: such a sample does not match.
+            table = table.filter(pc.fill_null(reduce(pc.and_, conditions), False))
+        return self._with(table)
 
     def between(self, begin: float, end: float) -> "SampleTable":
-        """Those that were handed over at `begin` or later, and before `end` (seconds since the epoch)."""
+        """The samples that were stored at `begin` or later, and before `end` (seconds since the epoch)."""
         import pyarrow.compute as pc
 
         times = self.table["time"]
-        return self._of(self.table.filter(pc.and_(pc.greater_equal(times, begin), pc.less(times, end))))
+        return self._with(self.table.filter(pc.and_(pc.greater_equal(times, begin), pc.less(times, end))))
 
     def best(self, count: int) -> "SampleTable":
-        """Those of the highest reward, of equal ones the newest."""
+        """The `count` samples with the highest rewards; of equal rewards, the newest."""
         return self._ranked(count, "descending")
 
     def worst(self, count: int) -> "SampleTable":
-        """Those of the lowest reward, of equal ones the newest; a sample that failed has none."""
+        """The `count` samples with the lowest rewards; of equal rewards, the newest. Failed samples have none."""
         return self._ranked(count, "ascending")
 
     def newest(self, count: int) -> "SampleTable":
-        """The last ones, in their order."""
-        return self._of(self.table.slice(max(0, len(self) - count)))
+        """The last `count` samples, the oldest first."""
+        return self._with(self.table.slice(max(0, len(self) - count)))
 
     def load(self) -> Iterator[ReadSample]:
-        """Every sample, whole; those whose segment is gone are left out."""
+        """Every sample with all its columns, except samples whose segment is deleted."""
         from pyarrow import parquet
 
         opened: tuple[int, Any] = (-1, None)
         for light in self.table.to_pylist():
-            segment, place = light.pop(_SEGMENT), light.pop(_PLACE)
+            segment, row = light.pop(_SEGMENT), light.pop(_ROW)
             if opened[0] != segment:
                 try:
                     opened = (
@@ -162,29 +175,29 @@ class SampleTable:
                     )
                 except (OSError, ValueError):
                     continue
-            heavy = opened[1].slice(place, 1).to_pylist()[0]
+            heavy = opened[1].slice(row, 1).to_pylist()[0]
             yield self._joined({**light, **heavy, "metrics": dict(light["metrics"] or ())})
 
     def _joined(self, values: dict[str, Any]) -> ReadSample:
-        found = self._settled.get(values["position"]) if values["eval_set"] is None else None
-        if found is None:
+        settlement = self._settlements.get(values["position"]) if values["eval_set"] is None else None
+        if settlement is None:
             return ReadSample(values)
-        if found.outcome != TRAINED or values["failure"] is not None:
-            return ReadSample(values, outcome=found.outcome)
-        return ReadSample(values, found.step, found.step - values["version_min"], found.outcome)
+        if settlement.outcome != TRAINED or values["failure"] is not None:
+            return ReadSample(values, outcome=settlement.outcome)
+        return ReadSample(values, settlement.step, settlement.step - values["version_min"], settlement.outcome)
 
     def _ranked(self, count: int, order: str) -> "SampleTable":
         import pyarrow.compute as pc
 
         scored = self.table.filter(pc.is_valid(self.table["reward"]))
-        return self._of(scored.sort_by([("reward", order), ("time", "descending")]).slice(0, count))
+        return self._with(scored.sort_by([("reward", order), ("time", "descending")]).slice(0, count))
 
-    def _of(self, table: Any) -> "SampleTable":
-        return SampleTable(table, self._files, self._settled)
+    def _with(self, table: Any) -> "SampleTable":
+        return SampleTable(table, self._files, self._settlements)
 
 
 def read_samples(run: RunPaths) -> SampleTable:
-    """All samples that a run kept, without their tokens."""
+    """All stored samples of a run, without their tokens."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -193,22 +206,22 @@ def read_samples(run: RunPaths) -> SampleTable:
     for number, file in enumerate(files):
         try:
             table = parquet.read_table(file, columns=_LIGHT, schema=schema())
-        except (OSError, ValueError):  # gone by now, or torn
+        except (OSError, ValueError):  # deleted meanwhile, or damaged
             continue
         table = table.append_column(_SEGMENT, pa.array([number] * table.num_rows, pa.int32()))
-        tables.append(table.append_column(_PLACE, pa.array(range(table.num_rows), pa.int32())))
+        tables.append(table.append_column(_ROW, pa.array(range(table.num_rows), pa.int32())))
     empty = schema().empty_table().select(_LIGHT)
-    empty = empty.append_column(_SEGMENT, pa.array([], pa.int32())).append_column(_PLACE, pa.array([], pa.int32()))
+    empty = empty.append_column(_SEGMENT, pa.array([], pa.int32())).append_column(_ROW, pa.array([], pa.int32()))
     return SampleTable(pa.concat_tables([empty, *tables]), files, _settlements(run.ledger))
 
 
 def _settlements(ledger: Path) -> dict[int, Settlement]:
-    """What became of each position, as far as `ledger.jsonl` tells."""
-    found = {}
+    """The finished positions in `ledger.jsonl`."""
+    settlements = {}
     for line in ledger.read_bytes().splitlines() if ledger.exists() else ():
         try:
-            settled = msgspec.json.decode(line, type=Settlement)
+            settlement = msgspec.json.decode(line, type=Settlement)
         except msgspec.DecodeError:
             continue
-        found[settled.position] = settled
-    return found
+        settlements[settlement.position] = settlement
+    return settlements

@@ -1,7 +1,7 @@
 """The command that shows samples in the terminal: `launchers/rollouts.py run=…`.
 
-Owns the options, the layout and the colours. Promises one clear line, and exit code 2, for a run that is not there or
-kept no samples; and with `--json` one JSON object a line and nothing else. Must not know how samples are kept.
+A run that does not exist or has no stored samples gives one error line and exit code 2. With `--json`, the output is
+one JSON object per line and nothing else.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from pipeline.run.paths import RunPaths
 from pipeline.utils.terminal import console, escape_controls
 
 SHOWN = 5
-"""Samples that are shown where no number is asked for."""
-COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", POLICY: "green", "prompt": "cyan"}
+"""The default number of samples."""
+COLORS = {"system": "magenta", "user": "cyan", "tool": "yellow", POLICY: "green", "prompt": "cyan"}
 EPILOG = """\
 python launchers/rollouts.py run=demo --worst 3
 python launchers/rollouts.py run=demo --reward :0 --length 200: --tokens
@@ -38,7 +38,7 @@ A range LOW:HIGH includes both ends; either may be left out."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show the samples of the run that the arguments name; the exit code."""
+    """Show the samples of the run that the arguments name. Returns the exit code."""
     try:
         options, rest = _parser().parse_known_args(list(arguments))
         if unknown := [word for word in rest if word.startswith("-")]:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # whoever read this has seen enough
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
         sys.stderr.close()
     return 0
 
@@ -96,23 +96,23 @@ def _count(text: str) -> int:
 
 
 def _range(text: str) -> tuple[float, float]:
-    """`0.5:1`, `:0` or `200:` as its two ends."""
+    """The two bounds of a range such as `0.5:1`, `:0` or `200:`."""
     low, colon, high = text.partition(":")
     try:
         if not colon:
             raise ValueError
         return float(low or -inf), float(high or inf)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range LOW:HIGH, as 0.5:1, :0 or 200:") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is no range LOW:HIGH, such as 0.5:1, :0 or 200:") from None
 
 
 def _show(run: RunPaths, options: argparse.Namespace) -> None:
-    kept = read_samples(run)
-    if not len(kept):
-        hint = "a run keeps them as it goes on, unless rollout.sample_store_bytes=0"
+    stored = read_samples(run)
+    if not len(stored):
+        hint = "a run stores them as it goes, unless rollout.sample_store_bytes=0"
         raise ConfigError("run", run.root.name, f"a run that kept samples, and {run.rollouts} has none", hint)
-    found = kept.where(_filter(options))
-    chosen = _ordered(found, options)
+    matches = stored.where(_filter(options))
+    chosen = _ordered(matches, options)
     reader = _reader(run)
     if options.json:
         for sample in chosen.load():
@@ -122,7 +122,7 @@ def _show(run: RunPaths, options: argparse.Namespace) -> None:
     for sample in chosen.load():
         screen.print(rendered(sample, reader, tokens=options.tokens))
         shown += 1
-    screen.print(Text(f"{shown} of {len(found)} samples that fit, of {len(kept)} that were kept", "bright_black"))
+    screen.print(Text(f"{shown} of {len(matches)} matching samples, of {len(stored)} stored", "bright_black"))
 
 
 def _filter(options: argparse.Namespace) -> Filter:
@@ -143,20 +143,20 @@ def _filter(options: argparse.Namespace) -> Filter:
     )
 
 
-def _ordered(found: SampleTable, options: argparse.Namespace) -> SampleTable:
+def _ordered(matches: SampleTable, options: argparse.Namespace) -> SampleTable:
     orders: list[tuple[int | None, Callable[[int], SampleTable]]] = [
-        (options.best, found.best),
-        (options.worst, found.worst),
-        (options.last, found.newest),
+        (options.best, matches.best),
+        (options.worst, matches.worst),
+        (options.last, matches.newest),
     ]
-    asked = next(((count, order) for count, order in orders if count), None)
-    if asked is not None:
-        return asked[1](asked[0] or 0)
-    return found if options.all else found.newest(SHOWN)
+    for count, order in orders:
+        if count:
+            return order(count)
+    return matches if options.all else matches.newest(SHOWN)
 
 
 def _reader(run: RunPaths) -> SampleReader:
-    """Of the run's model; one that is not here has no text."""
+    """The reader for the run's model. If its directory is missing on this machine, tokens are shown as ids."""
     config = read_frozen_config(run)
     try:
         return SampleReader(model_directory(config.model) if config else Path())
@@ -165,58 +165,58 @@ def _reader(run: RunPaths) -> SampleReader:
 
 
 def as_json(sample: ReadSample, reader: SampleReader) -> dict[str, Any]:
-    """A sample as plain values: its columns, what the ledger says, and its conversation."""
+    """A sample as plain values: its columns, the ledger's record of its position, and its conversation."""
     values = dict(sample.values)
     rows = [reader.parts(row.tokens, row.mask) for row in sample.rows()]
-    told = {"step": sample.step, "lag": sample.lag, "settled": sample.outcome or None}
-    turns = [{"row": place, "role": part.role, "text": part.text} for place, row in enumerate(rows) for part in row]
-    return values | told | {"conversation": turns}
+    ledger = {"step": sample.step, "lag": sample.lag, "settled": sample.outcome or None}
+    turns = [{"row": index, "role": part.role, "text": part.text} for index, row in enumerate(rows) for part in row]
+    return values | ledger | {"conversation": turns}
 
 
 def rendered(sample: ReadSample, reader: SampleReader, *, tokens: bool = False) -> RenderableType:
-    """One sample as a panel: a line of what it is, its conversation, and its numbers by name."""
+    """One sample as a panel: a title line, its conversation, and its named numbers."""
     body: list[RenderableType] = []
     if sample["failure"] is not None:
         body.append(Text(escape_controls(sample["failure"]), "red"))
     rows = sample.rows()
-    for place, row in enumerate(rows, 1):
-        body += [Text(f"row {place} of {len(rows)}", "bright_black")] if len(rows) > 1 else []
+    for number_of_row, row in enumerate(rows, 1):
+        body += [Text(f"row {number_of_row} of {len(rows)}", "bright_black")] if len(rows) > 1 else []
         body += [token_lines(row, reader)] if tokens else conversation(reader.parts(row.tokens, row.mask))
     body += [Text(), facts(sample)]
     return Panel(Group(*body), title=_title(sample), title_align="left", border_style="bright_black")
 
 
 def _title(sample: ReadSample) -> Text:
-    place = f"{sample['eval_set']}, prompt" if sample["eval_set"] else "position"
-    head = f" {sample['task']} · {place} {sample['position']} · sample {sample['sample']} "
+    label = f"{sample['eval_set']}, prompt" if sample["eval_set"] else "position"
+    head = f" {sample['task']} · {label} {sample['position']} · sample {sample['sample']} "
     reward = "failed" if sample["reward"] is None else f"reward {sample['reward']:g}"
     color = "red" if sample["reward"] is None else "bold"
     return Text.assemble((head, "bright_black"), (f"{reward} ", color))
 
 
 def conversation(parts: Iterable[Passage]) -> list[RenderableType]:
-    """Each turn below its role; what the policy sampled is bold."""
+    """The turns, each below its role. Sampled text is bold."""
     lines: list[RenderableType] = []
     for part in parts:
-        color = COLOURS.get(part.role, "")
+        color = COLORS.get(part.role, "")
         lines.append(Text(part.role, f"{color} dim"))
         lines.append(Text(escape_controls(part.text), f"{color} bold" if part.sampled else color))
     return lines
 
 
 def token_lines(row: SampleRow, reader: SampleReader) -> Text:
-    """One token a line: place, id, mask, log-probability, text; what was sampled is green."""
+    """One token per line: index, id, mask, log-probability and text. Sampled tokens are green."""
     text = Text()
-    for place, (token, sampled, logprob) in enumerate(zip(*row, strict=True)):
+    for index, (token, sampled, logprob) in enumerate(zip(*row, strict=True)):
         shown = f"{logprob:9.4f}" if sampled else " " * 9
-        text.append(f"{place:6} {token:7} {sampled} {shown}  {reader.text([token])!r}\n", "green" if sampled else "")
+        text.append(f"{index:6} {token:7} {sampled} {shown}  {reader.text([token])!r}\n", "green" if sampled else "")
     return text
 
 
 def facts(sample: ReadSample) -> RenderableType:
-    """What is known of a sample beside its text."""
+    """The numbers of a sample: advantage, step, lag, policy versions, lengths, times and metrics."""
     versions = f"{sample['version_min']}–{sample['version_max']}" if sample["version_min"] is not None else "—"
-    told = [
+    pairs = [
         ("advantage", number(sample["advantage"], "+.3f")),
         ("trained at step", "—" if sample.step is None else str(sample.step)),
         ("lag", "—" if sample.lag is None else str(sample.lag)),
@@ -229,5 +229,5 @@ def facts(sample: ReadSample) -> RenderableType:
         *((name, f"{value:g}") for name, value in sorted((sample["metrics"] or {}).items())),
     ]
     if sample["outcome"] not in (None, "train"):
-        told.append(("group", sample["outcome"]))
-    return Columns([Text.assemble((f"{name} ", "bright_black"), value) for name, value in told], padding=(0, 3))
+        pairs.append(("group", sample["outcome"]))
+    return Columns([Text.assemble((f"{name} ", "bright_black"), value) for name, value in pairs], padding=(0, 3))

@@ -1,7 +1,7 @@
-"""Small charts as SVG text that takes its colours from the page.
+"""Small charts as SVG text, drawn with matplotlib.
 
-Owns matplotlib's set-up. Promises that an SVG needs no font, file or network, that its colours are CSS variables (so
-that it follows light, dark and print), and that equal input gives equal text. Must not know what is drawn.
+An SVG needs no font, file or network. Its colors are CSS variables of the page, so that it follows light, dark and
+print styles. Equal input gives equal text.
 """
 
 import io
@@ -29,7 +29,7 @@ _VARIABLES = {
     BUSY: "--busy",
     BAD: "--bad",
 }
-"""What the page calls each colour; the values here are only marks that are replaced in the SVG."""
+"""The page's CSS variable for each color. The colors are placeholders, which are replaced in the SVG."""
 
 _SETTINGS = {
     "svg.fonttype": "none",
@@ -61,7 +61,7 @@ _SETTINGS = {
 
 
 def draw(width: float, height: float, paint: Callable[[Axes], None], label: str) -> str:
-    """The SVG of one chart, `width` × `height` inches at most; `label` is read to those who cannot see it."""
+    """The SVG of one chart of at most `width` × `height` inches. `label` is its description for screen readers."""
     with rc_context(_SETTINGS):
         figure = Figure(figsize=(width, height), layout="constrained")
         paint(figure.add_subplot())
@@ -71,7 +71,7 @@ def draw(width: float, height: float, paint: Callable[[Axes], None], label: str)
 
 
 def _themed(svg: str, label: str) -> str:
-    """Only the `<svg>` element, sized by the page and coloured by its variables."""
+    """The `<svg>` element alone, without a fixed size, and with the page's CSS variables as colors."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)

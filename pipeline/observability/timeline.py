@@ -1,7 +1,6 @@
-"""The timeline of one attempt: when each role started, was ready, and came down.
+"""The timeline of one attempt: a chart with bars for each role's states, from start to stop.
 
-Owns how transitions become bars. Promises at most `MAX_ROLES` rows, the failed roles first to stay. Must not know
-files or HTML.
+At most `MAX_ROLES` roles are shown; failed roles have priority.
 """
 
 from collections.abc import Sequence
@@ -16,9 +15,9 @@ from pipeline.observability.svg_drawing import BAD, BUSY, GOOD, draw
 from pipeline.roles.role_context import Status
 
 MAX_ROLES = 32
-_NOTE = "Pale: starting, restarting or stopping. Solid: ready; half as high: warming up. A mark: it failed."
+_NOTE = "Pale: starting, restarting or stopping. Solid: ready; half as high: warming up. A cross: failed."
 _WIDTH, _ROW = 10.8, 0.27
-_COLOURS = {"starting": BUSY, "restarting": BUSY, "ready": GOOD, "stopping": BUSY}
+_COLORS = {"starting": BUSY, "restarting": BUSY, "ready": GOOD, "stopping": BUSY}
 Bar = tuple[float, float, str]
 """Start and length in seconds since the attempt began, and the state."""
 
@@ -61,17 +60,17 @@ def shown_roles(attempt: Attempt) -> list[str]:
 
 
 def bars(transitions: Sequence[Transition], began: float, ended: float) -> list[Bar]:
-    """The time a role spent in each state; the last state that is no end lasts until `ended`."""
+    """The bars of a role's states. A last state that is not an end lasts until `ended`."""
     ends = [transition.time for transition in transitions[1:]] + [ended]
     return [
         (transition.time - began, end - transition.time, transition.state)
         for transition, end in zip(transitions, ends, strict=True)
-        if transition.state in _COLOURS
+        if transition.state in _COLORS
     ]
 
 
 def warm_ups(status: Status | None, began: float) -> list[tuple[float, float]]:
-    """Start and length, in seconds since the attempt began, of the warm-up that a role told of, if it did."""
+    """Start (since the start of the attempt) and length of a role's reported warm-up, in seconds; empty without one."""
     numbers = status.numbers if status else {}
     if not {"warm_up/began", "warm_up/ended"} <= numbers.keys():
         return []
@@ -80,6 +79,6 @@ def warm_ups(status: Status | None, began: float) -> list[tuple[float, float]]:
 
 def _paint_role(axes: Axes, row: int, own: Sequence[Transition], began: float, ended: float) -> None:
     for start, length, state in bars(own, began, ended):
-        axes.barh(row, length, left=start, height=0.5, color=_COLOURS[state], linewidth=0)
+        axes.barh(row, length, left=start, height=0.5, color=_COLORS[state], linewidth=0)
     failed = [transition.time - began for transition in own if transition.state == "failed"]
     axes.plot(failed, [row] * len(failed), marker="X", color=BAD, markersize=9, linestyle="", clip_on=False)

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.config.run_identity import flatten
-from pipeline.observability.findings import ENOUGH, MIN_STEPS, SETTLED, findings_of
+from pipeline.observability.findings import MIN_COUNTED_STEPS, MIN_STEPS, SKIPPED_STEPS, findings_of
 from pipeline.run.metrics_log import MetricRecord
 from tests.fakes.configs import make_config
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
     ),
     "cut": (ASYNCHRONOUS, {"samples/truncated": 0.4}, "40% of the samples are cut off"),
     "clip": (ASYNCHRONOUS, {"clip_fraction": 0.27}, "The clip holds 27% of the tokens"),
-    "stale": (ASYNCHRONOUS, {"groups/stale": 1.0}, "For every 100 groups that were trained, 25 were sampled in vain"),
+    "stale": (ASYNCHRONOUS, {"groups/stale": 1.0}, "For every 100 groups that were trained, 25 were wasted"),
     "synchronous": (SYNCHRONOUS, {"idle/trainer": 0.6}, "as one half always does with max_lag=0"),
     "held back": (GPUS, {"idle/trainer": 0.6, "idle/actor": 0.5}, "training.max_lag holds new ones back"),
     "servers": (GPUS, {"idle/trainer": 0.6, "idle/servers": 0.0}, "the servers are the slower half"),
@@ -59,11 +59,11 @@ SILENT: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
 }
 
 
-HELD, VAIN, SERVERS = "max_lag holds new ones back", "were sampled in vain", "the servers are the slower half"
+HELD, WASTED, SERVERS = "max_lag holds new ones back", "were wasted", "the servers are the slower half"
 MEASURED: dict[str, list[str]] = {
     "lag-0.6b-1": [HELD],
     "lag-0.6b-2": [HELD],
-    "tails-0.6b-2xh200": [VAIN, HELD],
+    "tails-0.6b-2xh200": [WASTED, HELD],
     "loop-0.6b-2xh200": [SERVERS],
     "loop-1.7b-2xh200": [],
     "loop-4b-4xh200": [],
@@ -84,7 +84,7 @@ def test_a_number_that_stands_out_is_told_with_keys_that_exist(
     given: dict[str, Any], numbers: dict[str, float], seen: str
 ) -> None:
     config = of(given)
-    (found,) = findings_of(config, steps(SETTLED + ENOUGH, **numbers))
+    (found,) = findings_of(config, steps(SKIPPED_STEPS + MIN_COUNTED_STEPS, **numbers))
     assert seen in found.observation
     keys = flatten(config.model_dump(mode="json"))
     named = re.findall(r"[a-z]+(?:\.[a-z_]+)+", found.change)
@@ -96,7 +96,7 @@ def test_a_half_that_is_too_small_is_told_the_split_that_would_be_fastest() -> N
     resources = {"device": "cuda", "trainer": {"processes": 2, "gpus": 1}, "inference": {"servers": 6, "gpus": 1}}
     (found,) = findings_of(
         of(ASYNCHRONOUS | {"resources": resources}),
-        steps(SETTLED + ENOUGH, **{"idle/trainer": 0.0, "idle/servers": 2 / 3}),
+        steps(SKIPPED_STEPS + MIN_COUNTED_STEPS, **{"idle/trainer": 0.0, "idle/servers": 2 / 3}),
     )
     # 2 GPUs of work for the trainer, 6 × 1/3 for the servers: half of 8 each takes 2/4 of the time.
     assert "Train on 4 GPUs and serve on 4: a step would take 1/2.0 of the time" in found.change
@@ -118,37 +118,42 @@ def test_runs_that_were_measured_are_told_what_limited_them(run: str, limits: li
 
 @pytest.mark.parametrize(("given", "numbers"), SILENT.values(), ids=SILENT)
 def test_nothing_is_told_without_need(given: dict[str, Any], numbers: dict[str, float]) -> None:
-    assert findings_of(of(given), steps(SETTLED + ENOUGH, **numbers)) == []
+    assert findings_of(of(given), steps(SKIPPED_STEPS + MIN_COUNTED_STEPS, **numbers)) == []
 
 
 def test_a_few_steps_say_nothing() -> None:
     config, strange = of(ASYNCHRONOUS), {"clip_fraction": 0.5}
-    assert findings_of(config, steps(SETTLED + ENOUGH - 1, **strange)) == []
-    beginning, rest = steps(SETTLED, **strange), steps(ENOUGH)
+    assert findings_of(config, steps(SKIPPED_STEPS + MIN_COUNTED_STEPS - 1, **strange)) == []
+    beginning, rest = steps(SKIPPED_STEPS, **strange), steps(MIN_COUNTED_STEPS)
     assert findings_of(config, [*beginning, *rest]) == []
-    assert findings_of(config, [*steps(SETTLED), *steps(ENOUGH // 2 - 1, **strange), *rest]) == [], "most steps decide"
+    assert findings_of(config, [*steps(SKIPPED_STEPS), *steps(MIN_COUNTED_STEPS // 2 - 1, **strange), *rest]) == [], (
+        "most steps decide"
+    )
 
 
 @pytest.mark.parametrize(("given", "numbers"), [case[:2] for case in CASES.values()], ids=CASES)
 def test_a_single_step_says_nothing(given: dict[str, Any], numbers: dict[str, float]) -> None:
     many = {name: 999.0 for name in ("groups/stale", "skipped", "critic/skipped") if name in numbers}
-    assert findings_of(of(given), [*steps(SETTLED + ENOUGH), *steps(1, **numbers | many)]) == []
+    assert findings_of(of(given), [*steps(SKIPPED_STEPS + MIN_COUNTED_STEPS), *steps(1, **numbers | many)]) == []
 
 
 def test_a_server_that_was_lost_for_a_few_steps_says_nothing() -> None:
     lost = steps(MIN_STEPS - 1, **{"groups/stale": 999.0})
-    assert findings_of(of(ASYNCHRONOUS), [*steps(SETTLED + ENOUGH), *lost]) == []
-    assert findings_of(of(ASYNCHRONOUS), [*steps(SETTLED + ENOUGH), *lost, *lost[:1]]) != []
+    assert findings_of(of(ASYNCHRONOUS), [*steps(SKIPPED_STEPS + MIN_COUNTED_STEPS), *lost]) == []
+    assert findings_of(of(ASYNCHRONOUS), [*steps(SKIPPED_STEPS + MIN_COUNTED_STEPS), *lost, *lost[:1]]) != []
 
 
 @pytest.mark.parametrize("name", ["idle/servers", "idle/actor"])
 def test_nothing_is_told_of_a_half_whose_idle_time_is_not_known(name: str) -> None:
-    rows = [row | {name: None} for row in steps(SETTLED + ENOUGH, **{"idle/trainer": 0.6, "idle/servers": 0.0})]
+    rows = [
+        row | {name: None}
+        for row in steps(SKIPPED_STEPS + MIN_COUNTED_STEPS, **{"idle/trainer": 0.6, "idle/servers": 0.0})
+    ]
     assert findings_of(of(GPUS), rows) == []
 
 
 def test_a_run_whose_config_is_lost_or_that_has_no_rl_says_nothing() -> None:
-    rows = steps(SETTLED + ENOUGH, clip_fraction=0.5)
+    rows = steps(SKIPPED_STEPS + MIN_COUNTED_STEPS, clip_fraction=0.5)
     assert findings_of(None, rows) == []
     assert findings_of(of(SFT_ALONE), rows) == []
     assert findings_of(of(ASYNCHRONOUS), [row | {"job": "sft"} for row in rows]) == []
@@ -156,7 +161,7 @@ def test_a_run_whose_config_is_lost_or_that_has_no_rl_says_nothing() -> None:
 
 @pytest.mark.parametrize(("given", "numbers"), [case[:2] for case in CASES.values()], ids=CASES)
 def test_the_page_that_is_named_has_that_part(given: dict[str, Any], numbers: dict[str, float]) -> None:
-    (found,) = findings_of(of(given), steps(SETTLED + ENOUGH, **numbers))
+    (found,) = findings_of(of(given), steps(SKIPPED_STEPS + MIN_COUNTED_STEPS, **numbers))
     name, _, part = found.page.partition("#")
     titles = re.findall(r"^#+ (.*)$", (ROOT / name).read_text(), re.MULTILINE)
     assert not part or part in {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -143,7 +143,7 @@ def test_what_an_optimizer_does_and_what_samples_are_like_is_drawn_where_it_was_
         "Clip fraction",
         "Entropy",
         "Completion length",
-        "Groups and samples that teach little",
+        "Groups and samples with little to learn from",
     }
     assert not drawn & plain.keys()
     assert unmeasured(read_history(run.root)) == [
@@ -157,7 +157,7 @@ def test_what_an_optimizer_does_and_what_samples_are_like_is_drawn_where_it_was_
     for name in ("to the reference", "trainer ∥ sampler"):
         assert f">{name}<" in charts["KL"].svg
     assert "longest from 512 to 512" in charts["Completion length"].svg
-    assert "%<" in charts["Groups and samples that teach little"].svg
+    assert "%<" in charts["Groups and samples with little to learn from"].svg
     assert unmeasured(read_history(run.root)) == []
     sections = [chart.section for chart in all_charts(read_history(run.root))]
     assert list(dict.fromkeys(sections)) == ["Learning", "Optimization", "Speed"]

@@ -274,8 +274,8 @@ def a_model(folder: Path, template: str) -> Path:
 def test_what_was_given_is_cut_where_the_template_begins_a_message(tmp_path: Path) -> None:
     reader = SampleReader(a_model(tmp_path, CHATML))
     given = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    assert [part.role for part in reader._given(given)] == ["system", "user", "assistant"]
-    assert "".join(part.text for part in reader._given(given)) == given
+    assert [part.role for part in reader._input_parts(given)] == ["system", "user", "assistant"]
+    assert "".join(part.text for part in reader._input_parts(given)) == given
 
 
 def test_a_built_in_models_turns_are_told_apart_by_mask_and_template() -> None:
