@@ -1,10 +1,10 @@
-"""Who does what where: the plan that a config asks for, and the assignment of its roles to ranks. Pure.
+"""The placement of roles: the plan that a config requires, and the assignment of its roles to ranks. Pure.
 
 | module | owns |
 |---|---|
-| `plan` | the seats that a config asks for, and the words of the rendezvous |
-| `assignment` | which rank gets which seat |
-| `gpu_split` | how many GPUs should train and serve, from measured idle fractions |
-| `gpu_memory` | what the roles need of a GPU's memory |
-| `memory_fit` | the refusal of roles that a GPU cannot hold, with what would make them fit |
+| `plan` | the node bundles that a config requires, and the records of the rendezvous |
+| `assignment` | the assignment of bundles to ranks |
+| `gpu_split` | a faster split of GPUs between trainer and servers, from measured idle fractions |
+| `gpu_memory` | the GPU memory that the roles need |
+| `memory_fit` | the refusal of roles that do not fit into a GPU, with a change that makes them fit |
 """

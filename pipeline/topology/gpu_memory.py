@@ -1,8 +1,7 @@
-"""What the roles of a run need of a GPU's memory.
+"""The GPU memory that the roles of a run need, part by part.
 
-Owns the arithmetic, from a model's sizes and a config, part by part; `memory_fit` refuses what cannot fit. Promises
-upper bounds that lie near what was measured (docs/gpus.md says how near). Pure: a model's sizes come from
-`pipeline.train.model.model_size`.
+Computed from a model's sizes (`pipeline.train.model.model_size`) and a config; `memory_fit` refuses a config that does
+not fit. The results are upper bounds close to measured values (docs/gpus.md compares them). Pure.
 
     trainer_memory(config, sizes).total       # bytes of the GPU of a trainer process
 """
@@ -18,38 +17,39 @@ from pipeline.config.value_types import memory_bytes
 GIB = 1 << 30
 
 CONTEXT = 3 << 29
-"""What CUDA, its libraries and nccl take of each GPU for a process, 1.5 GiB."""
+"""Memory of CUDA, its libraries and NCCL on each GPU of a process, 1.5 GiB."""
 COMPILED = 0.75
-"""Of the activations that eager layers keep, what compiled ones do: they compute again what is cheap."""
+"""Activation memory of compiled layers relative to eager ones. Compiled layers recompute cheap activations."""
 ENGINE = 3 << 30
-"""What vLLM takes beside weights and cache: the pass that it sizes them by, and its graphs."""
+"""vLLM's memory in addition to weights and cache: its profiling pass and its CUDA graphs."""
 
 _MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
 _PUBLISHED = 2
-"""Versions that lie on rank 0 while one is packed: it, and the one before, which servers may still ask for."""
+"""Versions in memory on rank 0 while one is packed: the new one, and the previous one, which servers may still load."""
 WEIGHT_CHUNK = 1 << 27
-"""Most bytes of the weights that are brought together at a time for a process of a server; twice that for each server.
-"""
+"""Maximum bytes of weights that are gathered at a time for one process of a server. A server needs two chunks."""
 _ARRIVING = 2
-"""Tokens that arrive at a process for its experts, for each token that would if all experts were chosen alike."""
+"""Tokens that arrive at a process for its experts, relative to the number under uniform routing."""
 _LOGIT = 12
-"""Bytes a logit in the backward pass: itself, its slope, one of the two once more while it is made."""
+"""Bytes per logit in the backward pass: the logit, its gradient, and a temporary copy of one of the two."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the arithmetic needs to know of a model.
+    """The sizes of a model that determine its memory.
 
     Attributes:
-        parameters, trained: all, and those that have gradients.
-        outside_layers: parameters of embedding, head and last norm; `layer` those of the largest layer, of `layers`.
-        hidden, vocabulary: sizes of a hidden state and of the head's rows.
+        parameters, trained: number of all parameters, and of those with gradients.
+        outside_layers: parameters of embedding, head and last norm.
+        layer, layers: parameters of the largest layer, and the number of layers.
+        hidden, vocabulary: the hidden size, and the number of rows of the head.
         head_trained: whether the head has a gradient.
-        logits: most logits that exist at a time.
-        activations: bytes a token that eager layers keep for the backward pass; 0 where that is not known.
-        experts: parameters of all experts of a mixture that `training.mesh.ep` can spread; `experts_layer` those of
-            the largest layer. `experts_of_layer` counts these, `experts_per_token` those that a token is sent to.
-        kv: numbers a token in a server's cache, over `kv_heads` heads, of layers that keep all tokens; `kv_window` of
-            those that keep the last `window` tokens alone. Both 0 where that is not known.
+        logits: maximum number of logits in memory at a time.
+        activations: bytes per token that eager layers keep for the backward pass; 0 if unknown.
+        experts: parameters of all experts that `training.mesh.ep` can shard.
+        experts_layer: parameters of the experts of the largest layer.
+        experts_of_layer, experts_per_token: number of experts in a layer, and of those that a token is routed to.
+        kv: numbers per token in a server's cache, over `kv_heads` heads, of layers that cache all tokens; 0 if unknown.
+        kv_window: the same for layers that cache only the last `window` tokens.
         width: bytes of a number in compute type.
     """
 
@@ -75,34 +75,34 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> int:
-        """Bytes of all parameters in compute type: what is sent and served."""
+        """Bytes of all parameters in compute type, in which they are sent and served."""
         return self.parameters * self.width
 
     @property
     def head(self) -> int:
-        """Parameters of the head."""
+        """Number of parameters of the head."""
         return self.hidden * self.vocabulary
 
 
 class MemoryBudget(msgspec.Struct, frozen=True):
-    """Bytes of one GPU, by what they are for."""
+    """Bytes of one GPU (or of host memory), by purpose."""
 
     parts: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        """As `34.6 GiB (parameters and moments 22.5, …)`, the largest first."""
+        """The total and its parts, the largest first: `34.6 GiB (parameters and moments 22.5, …)`."""
         parts = sorted(((size, name) for name, size in self.parts.items() if size >= GIB // 20), reverse=True)
         named = ", ".join(f"{name} {size / GIB:.1f}" for size, name in parts)
         return f"{self.total / GIB:.1f} GiB ({named})" if named else f"{self.total / GIB:.1f} GiB"
 
 
 def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBudget:
-    """The most that rank 0 of the trainer holds at a time, of `ranks` (0: as many as the config has)."""
+    """The peak GPU memory of the trainer's rank 0, with `ranks` trainer processes (0: the number in the config)."""
     ranks = ranks or trainer_ranks(config)
     tokens, shards = micro_batch_tokens(config, ranks), dp_shard(config, ranks)
     always = {
@@ -125,18 +125,17 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
 
 
 def least_trainer_memory(sizes: Sizes, ranks: int) -> int:
-    """Bytes on each of so many ranks that a trained model takes at the very least: parameters, moments, gradients."""
+    """A lower bound of the bytes of a trained model on each of `ranks` ranks: parameters, moments, gradients."""
     return _shard(_MASTER * sizes.parameters + (_MOMENTS + _GRADIENT) * sizes.trained, ranks)
 
 
 def adapter_state_memory(sizes: Sizes, ranks: int) -> int:
-    """As `least_trainer_memory`, for a further adapter on a model that is there, and for what a commit makes of one at
-    a time."""
+    """Bytes on each of `ranks` ranks of one more adapter on a loaded model, including its copy during a checkpoint."""
     return _shard((2 * _MASTER + _MOMENTS) * sizes.trained, ranks)
 
 
 def server_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
-    """The least that a server must have of each of its GPUs: room for one sequence of `model.max_length`."""
+    """The minimum memory of a server on each of its GPUs, with room for one sequence of `model.max_length`."""
     return MemoryBudget(
         {
             "weights": _shard(sizes.weights, _server_gpus(config)),
@@ -149,15 +148,14 @@ def server_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
 
 
 def kv_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes that a token takes in the cache of each GPU of a server, as long as it is in every layer's window; 0 where
-    that is not known."""
+    """Cache bytes of a token on each GPU of a server while every layer's window includes it; 0 if unknown."""
     return _shard((sizes.kv + sizes.kv_window) * sizes.width, min(_server_gpus(config), sizes.kv_heads))
 
 
 def sequence_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes that a sequence of `model.max_length` takes in the cache of each GPU of a server; 0 where that is unknown.
+    """Cache bytes of a sequence of `model.max_length` on each GPU of a server; 0 if unknown.
 
-    vLLM keeps some more of layers with windows while a long prompt is computed.
+    For layers with windows, vLLM uses somewhat more while it computes a long prompt.
     """
     length = config.model.max_length
     numbers = length * sizes.kv + min(length, sizes.window) * sizes.kv_window
@@ -165,16 +163,18 @@ def sequence_bytes(config: RunConfig, sizes: Sizes) -> int:
 
 
 def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
-    """Sequences of `model.max_length` that fit in a server's cache on GPUs of so many bytes; 0 or less for too few, or
-    unknown."""
-    each = sequence_bytes(config, sizes)
-    mine = config.inference.gpu_memory * memory / config.resources.inference.servers_per_gpu
-    room = mine - _shard(sizes.weights, _server_gpus(config)) - ENGINE
-    return int(room // each) if each else 0
+    """Number of sequences of `model.max_length` that fit into a server's cache on GPUs of `memory` bytes.
+
+    0 or negative if the memory is too small; 0 if the size of a sequence is unknown.
+    """
+    per_sequence = sequence_bytes(config, sizes)
+    own = config.inference.gpu_memory * memory / config.resources.inference.servers_per_gpu
+    room = own - _shard(sizes.weights, _server_gpus(config)) - ENGINE
+    return int(room // per_sequence) if per_sequence else 0
 
 
 def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
-    """What rank 0 of the trainer takes of its node's memory beside the few GiB that torch and CUDA take."""
+    """Host memory of the trainer's rank 0, in addition to a few GiB of torch and CUDA."""
     shards = dp_shard(config, trainer_ranks(config))
     state = _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, shards)
     moved = state + _other_models_bytes(config, sizes, shards) if config.training.offload_idle_models else 0
@@ -189,10 +189,10 @@ def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
 
 
 def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
-    """A line for each kind of process that computes on GPUs, and one for what trainers take of their node."""
+    """One line per kind of process on GPUs, and one for the host memory of a trainer process."""
     lines = [f"GPU of a trainer process: {trainer_memory(config, sizes)}"]
     if not sizes.activations:
-        lines.append("  without activations, which cannot be told of this model")
+        lines.append("  without activations, whose size is unknown for this model")
     if config.has_rollouts:
         lines += _describe_servers(config, sizes)
     lines.append(f"host memory of a trainer process: {host_memory(config, sizes)}, and what its libraries take")
@@ -204,25 +204,27 @@ def _describe_servers(config: RunConfig, sizes: Sizes) -> Iterator[str]:
     if config.resources.colocate:
         shared = min_vllm_bytes(config, sizes) + colocated_bytes(config, sizes)
         yield f"GPU that they share, at least: {shared / GIB:.1f} GiB"
-    if each := kv_bytes(config, sizes):
+    if per_token := kv_bytes(config, sizes):
         memory = memory_bytes(config.resources.gpu_memory)
         room = f"; {sequences(config, sizes, memory)} sequences of {config.model.max_length} fit" if memory else ""
-        yield f"  a token takes {each / 1024:.1f} KiB of its cache{room}"
+        yield f"  a token takes {per_token / 1024:.1f} KiB of its cache{room}"
 
 
 def trainer_ranks(config: RunConfig) -> int:
-    """Trainer processes over all nodes."""
+    """Number of trainer processes on all nodes."""
     return config.resources.trainer.nodes * config.resources.trainer.processes
 
 
 def dp_shard(config: RunConfig, ranks: int) -> int:
-    """How many of `ranks` trainer processes hold one whole model among them: those of a replica (HSDP)."""
+    """Number of trainer processes, out of `ranks`, that share the shards of one replica of the model (HSDP)."""
     return max(1, ranks // config.training.mesh.dp_replicate)
 
 
 def describe_mesh(config: RunConfig) -> str:
-    """The dimensions of the trainer's mesh, as `dp_replicate 2 × dp_shard 4`; the last is over neighboring ranks.
-    With expert parallelism, those of the same ranks as experts see them, too."""
+    """The dimensions of the trainer's mesh, such as `dp_replicate 2 × dp_shard 4`; the last is over neighboring ranks.
+
+    With expert parallelism, the mesh of the experts over the same ranks follows.
+    """
     shards = dp_shard(config, trainer_ranks(config))
     experts = f"; experts: efsdp {shards // ep} × ep {ep}" if (ep := config.training.mesh.ep) > 1 else ""
     context = f" × cp {cp}" if (cp := config.training.mesh.cp) > 1 else ""
@@ -230,10 +232,10 @@ def describe_mesh(config: RunConfig) -> str:
 
 
 def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
-    """Most tokens of a micro-batch on a rank: its budget, or all that a rank gets of the largest batch if that is less;
-    of a micro-batch that `training.mesh.cp` ranks share, the part of one.
+    """Maximum tokens of a micro-batch on one rank: its budget, or a rank's part of the largest batch if that is less.
 
-    Of the batches of jobs that stand alone, which are in their files, and of clients, nothing is known here.
+    With context parallelism (`training.mesh.cp`), the tokens of one rank. The sizes of batches of offline jobs and of
+    clients are unknown here; the budget applies to them.
     """
     training, cp = config.training, config.training.mesh.cp
     if training.jobs or config.serve.enabled:
@@ -244,35 +246,35 @@ def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
 
 
 def min_vllm_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a GPU that vLLM needs inside of `inference.gpu_memory`, for all servers there."""
+    """Minimum bytes of a GPU for vLLM, within `inference.gpu_memory`, over all servers on the GPU."""
     parts = server_memory(config, sizes).parts
     return config.resources.inference.servers_per_gpu * (parts["weights"] + parts["one sequence"] + parts["vLLM"])
 
 
 def colocated_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a server's GPU that others need: weights that arrive, CUDA, and a trainer that shares it."""
+    """Bytes of a server's GPU for other users: arriving weights, CUDA, and a colocated trainer."""
     trainer = trainer_memory(config, sizes).total if config.resources.colocate else 0
     return trainer + non_vllm_bytes(config, sizes)
 
 
 def non_vllm_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: weights that arrive, and CUDA."""
+    """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: arriving weights, and CUDA."""
     parts = server_memory(config, sizes).parts
     return config.resources.inference.servers_per_gpu * (parts["weights that arrive"] + parts["CUDA"])
 
 
 def _publishes(config: RunConfig) -> bool:
-    """Whether weights lie on GPUs while they travel."""
+    """Whether weights are staged on GPUs for their transfer to servers."""
     return config.has_rollouts and config.weights_backend == "nccl"
 
 
 def _published_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a version of the weights: of adapters these alone, in float32."""
+    """Bytes of one policy version: the adapter's parameters in float32, or all weights in compute type."""
     return _MASTER * sizes.trained if config.model.lora.travels_alone else sizes.weights
 
 
 def _receive_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of it that each GPU of a server takes: its part of a whole model, or all of an adapter."""
+    """Bytes of a policy version that each GPU of a server receives: its shard of a whole model, or a whole adapter."""
     return _shard(_published_bytes(config, sizes), 1 if config.model.lora.travels_alone else _server_gpus(config))
 
 
@@ -285,8 +287,10 @@ def _shard(size: int, ranks: int) -> int:
 
 
 def _staging_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """What lies on rank 0's GPU for the servers: versions that wait there, and chunks that are brought together for
-    servers which do not take a version as it lies."""
+    """Bytes of weight-sync staging on rank 0's GPU: pending policy versions, and gather buffers.
+
+    Servers need a gather buffer if their shards differ from the staged layout, or the versions are in host memory.
+    """
     on_host = config.training.staging_device == "host"
     servers = config.resources.inference.nodes * config.resources.inference.servers
     gathering = servers * 2 * WEIGHT_CHUNK if on_host or _server_gpus(config) > 1 else 0
@@ -294,9 +298,9 @@ def _staging_bytes(config: RunConfig, sizes: Sizes) -> int:
 
 
 def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
-    """Models beside the policy: a reference without gradients, a critic with all that a trained one has.
+    """Bytes of other models than the policy: a reference without gradients, and a trained critic.
 
-    With `training.offload_idle_models` only the one that computes is on the device, and none of them is larger than the
+    0 with `training.offload_idle_models`: only the computing model is on the device, and none is larger than the
     policy.
     """
     if config.training.offload_idle_models:
@@ -307,25 +311,27 @@ def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
 
 
 def _gathered_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Whole parameters in compute type: all, or embedding, head and two layers at a time."""
+    """Bytes of gathered parameters in compute type: all of them, or embedding, head and two layers at a time."""
     if not config.training.reshard_after_forward:
         return _without_spread(config, sizes.parameters, sizes.experts) * sizes.width
     return (sizes.outside_layers + 2 * _layer(config, sizes)) * sizes.width
 
 
 def _layer(config: RunConfig, sizes: Sizes) -> int:
-    """Parameters of the largest layer that a process gathers."""
+    """Number of parameters that a process gathers for the largest layer."""
     return _without_spread(config, sizes.layer, sizes.experts_layer)
 
 
 def _without_spread(config: RunConfig, parameters: int, experts: int) -> int:
-    """The parameters that a process computes with, out of `parameters` that include those of `experts`."""
+    """The number of `parameters` with which a process computes, if `experts` of them are sharded over `ep` ranks."""
     return parameters - experts + _shard(experts, config.training.mesh.ep)
 
 
 def _tables(config: RunConfig, tokens: int) -> int:
-    """Index tables of a packed line that several ranks share: each has those of the whole line, int64, up to two of
-    rectangles, one of places and one of what rows share."""
+    """Bytes of the index tables of a packed row under context parallelism.
+
+    Each rank has the int64 tables of the whole row: at most two of rectangles, one of positions, one of prefixes.
+    """
     cp = config.training.mesh.cp
     return 4 * 8 * tokens * cp if cp > 1 else 0
 
@@ -338,33 +344,35 @@ def _gradients(config: RunConfig, sizes: Sizes, shards: int) -> int:
 
 
 def _traveling(config: RunConfig, sizes: Sizes, tokens: int) -> int:
-    """What a process sends to the experts of a layer and what arrives. The data decides which experts are chosen, so
-    each counts with twice its average."""
+    """Bytes of the tokens that a process sends to experts and receives for its own.
+
+    The routing depends on the data, so each direction counts with twice its average.
+    """
     if config.training.mesh.ep == 1:
         return 0
     return 2 * _ARRIVING * tokens * sizes.experts_per_token * sizes.hidden * sizes.width
 
 
 def _activation_bytes(config: RunConfig, sizes: Sizes, tokens: int) -> int:
-    """Activations that wait for the backward pass."""
+    """Bytes of the activations that are kept for the backward pass."""
     if config.training.activation_checkpointing:
         return tokens * sizes.layers * sizes.hidden * sizes.width
     return int(tokens * sizes.activations * (COMPILED if config.training.compile else 1))
 
 
 def _recomputed_activation_bytes(config: RunConfig, sizes: Sizes, tokens: int) -> int:
-    """Activations of the one layer that is computed again."""
+    """Bytes of the activations of the layer that checkpointing recomputes."""
     if not config.training.activation_checkpointing:
         return 0
     return int(tokens * sizes.activations / sizes.layers * (COMPILED if config.training.compile else 1))
 
 
 def _lm_head_bytes(sizes: Sizes, tokens: int) -> int:
-    """Logits of a chunk, and the gradient of the head: its sum over chunks and what is added to that, in float32."""
+    """Bytes of a chunk's logits, and of the head's gradient in float32: the sum over chunks and the current addend."""
     logits = min(max(sizes.logits, sizes.vocabulary), tokens * sizes.vocabulary)
     return _LOGIT * logits + (2 * _GRADIENT * sizes.head if sizes.head_trained else 0)
 
 
 def _grad_comm_bytes(parameters: int, sizes: Sizes) -> int:
-    """Gradients on their way to their shards: in compute type, and in float32 as they cross the ranks."""
+    """Bytes of gradients during their reduce-scatter: in compute type, and in float32 between the ranks."""
     return parameters * (sizes.width + _GRADIENT) if sizes.trained == sizes.parameters else 0

@@ -1,6 +1,6 @@
-"""Whether the roles of a run fit into a GPU's memory, and the refusal of what cannot, with what would make it fit.
+"""The check that the roles of a run fit into a GPU's memory, and the changes that would make them fit.
 
-Pure, from the arithmetic of `gpu_memory`.
+Pure, based on the arithmetic of `gpu_memory`.
 
     check_memory(config, sizes)     # `ConfigError` if resources.gpu_memory is known and too small
 """
@@ -30,7 +30,7 @@ _MIB = 1 << 20
 
 
 def check_memory(config: RunConfig, sizes: Sizes) -> None:
-    """`ConfigError` for a role that GPUs of `resources.gpu_memory` cannot hold, with what would make it fit."""
+    """Raise `ConfigError` for a role that does not fit into `resources.gpu_memory`, with a change that makes it fit."""
     memory = memory_bytes(config.resources.gpu_memory)
     if not memory or config.resources.device != "cuda":
         return
@@ -44,8 +44,8 @@ def check_memory(config: RunConfig, sizes: Sizes) -> None:
 def trainer_allowance(config: RunConfig, sizes: Sizes, memory: int) -> int:
     """Bytes that a trainer process may allocate on a GPU of `memory` bytes that it shares with servers.
 
-    These are the bytes that the servers leave, less CUDA's context. `ConfigError` if the trainer would not fit. The
-    adapters of clients have no known size: with `serve.enabled` the error comes only if nothing is left.
+    These are the bytes that the servers leave, minus CUDA's context. `ConfigError` if the trainer does not fit. The
+    sizes of clients' adapters are unknown, so with `serve.enabled` the error is raised only if no bytes are left.
     """
     placed = with_gpu_memory(config, memory)
     if not config.serve.enabled:
@@ -65,25 +65,25 @@ def with_gpu_memory(config: RunConfig, memory: int) -> RunConfig:
 
 
 def max_gpu_memory_utilization(config: RunConfig, sizes: Sizes, memory: int) -> float:
-    """The largest `inference.gpu_memory` (a fraction, in steps of 0.01) that leaves room for all that is not vLLM's."""
+    """The largest `inference.gpu_memory` (a fraction, in steps of 0.01) that leaves room for other users of the GPU."""
     return max(0, math.floor(100 * (1 - colocated_bytes(config, sizes) / memory))) / 100
 
 
 def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
-    inside, beside = min_vllm_bytes(config, sizes), colocated_bytes(config, sizes)
-    if inside + beside > memory and config.resources.colocate:
+    inside, outside = min_vllm_bytes(config, sizes), colocated_bytes(config, sizes)
+    if inside + outside > memory and config.resources.colocate:
         trainer = trainer_memory(config, sizes)
-        servers = inside + beside - trainer.total
+        servers = inside + outside - trainer.total
         hint = _hint_trainer(config, sizes, memory - servers)
         raise _out_of_memory_error(
             config, f"its servers, {servers / GIB:.1f} GiB, and a trainer process", trainer, hint
         )
-    if inside + beside > memory:
+    if inside + outside > memory:
         need = server_memory(config, sizes)
         raise _out_of_memory_error(config, "each GPU of a server", need, _hint_server(config, sizes, memory))
     share, most = config.inference.gpu_memory, max_gpu_memory_utilization(config, sizes, memory)
     if share > most:
-        expected = f"at most {most}: {_NOT_VLLM[config.resources.colocate]} take {beside / GIB:.1f} GiB outside vLLM"
+        expected = f"at most {most}: {_NOT_VLLM[config.resources.colocate]} take {outside / GIB:.1f} GiB outside vLLM"
         raise ConfigError("inference.gpu_memory", share, expected, "lower it")
     if share * memory < inside:
         expected = f"at least {math.ceil(100 * inside / memory) / 100}, for weights, vLLM and one sequence"
@@ -91,11 +91,11 @@ def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
 
 
 _NOT_VLLM = {False: "weights that arrive and CUDA", True: "the trainer, weights that arrive and CUDA"}
-"""What is on a server's GPU, by whether it is shared with the trainer."""
+"""The users of a server's GPU other than vLLM, by whether the trainer shares it."""
 
 
-def _out_of_memory_error(config: RunConfig, who: str, need: MemoryBudget, hint: str) -> ConfigError:
-    return ConfigError("resources.gpu_memory", config.resources.gpu_memory, f"enough for {who}, {need}", hint)
+def _out_of_memory_error(config: RunConfig, process: str, need: MemoryBudget, hint: str) -> ConfigError:
+    return ConfigError("resources.gpu_memory", config.resources.gpu_memory, f"enough for {process}, {need}", hint)
 
 
 def _hint_trainer(config: RunConfig, sizes: Sizes, memory: int) -> str:

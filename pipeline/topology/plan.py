@@ -1,9 +1,8 @@
-"""What runs, and what each part of it needs.
+"""The plan of a run: the processes that a config requires, and the ports and GPUs of each.
 
-Owns the words of the rendezvous (`NodeInfo`, `Placement`, `World`, `Plan`) and the first of its two decisions:
-`make_plan`, what a config asks of the allocation. Who gets it is decided in `pipeline.topology.assignment`. Pure
-functions of
-values: no I/O, no clock, no randomness.
+Owns the records of the rendezvous (`NodeInfo`, `Placement`, `World`, `Plan`) and the first of its two decisions,
+`make_plan`. The second one, the assignment of bundles to ranks, is in `pipeline.topology.assignment`. Pure functions:
+no I/O, no clock, no randomness.
 """
 
 import hmac
@@ -20,24 +19,24 @@ from pipeline.errors import PlanError
 RoleName = Literal["redis", "trainer", "inference", "actor", "preprocessor"]
 
 _GPUS_OF = {"trainer": "resources.trainer.processes", "inference": "resources.inference.gpus"}
-"""The keys by which a role that has GPUs has fewer on one node."""
+"""The key that lowers the number of GPUs of a role on one node."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank publishes about itself.
+    """The node record of a rank, published in the rendezvous directory.
 
     Attributes:
-        rank: its place in the job, 0 … ranks − 1.
-        attempt: the attempt it belongs to.
+        rank: index of the rank in the job, 0 … ranks − 1.
+        attempt: the rank's attempt.
         hostname, pid: of the agent process.
-        boot: identity of the node: of the machine's boot, and of the network that its processes are in.
-        addresses: all candidate addresses, best first.
-        beacon: port where the agent answers connect-backs.
-        token: what the callers of the beacon must know.
-        ports: ports this agent holds (bound, see `pipeline.utils.subprocesses.hold_port`) for the roles it may get.
-        gpus: indices of the GPUs that its roles may get: those that the scheduler gave, or that the agent has claimed.
+        boot: identity of the node: of the machine's boot, and of its processes' network namespace.
+        addresses: all candidate addresses, the best first.
+        probe_port: port of the agent's probe server.
+        token: the secret that callers of the probe server must know.
+        ports: ports that this agent holds (bound, see `pipeline.utils.subprocesses.hold_port`) for its roles.
+        gpus: indices of the GPUs for its roles: those that the scheduler assigned, or that the agent has claimed.
         memory: bytes of free memory.
-        problems: what its preflight found wrong; a rank with problems gets no role.
+        problems: failed preflight checks; a rank with problems gets no role.
     """
 
     rank: int
@@ -55,7 +54,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """One process (or torchrun agent) of a role: the `index`-th of its role, on `rank` at `address`."""
+    """One process (or torchrun agent) of a role, with its number `index` within the role, its rank and its address."""
 
     role: RoleName
     index: int
@@ -66,7 +65,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """`role.index`, as in log and status file names."""
+        """`role.index`, the name in log and status files."""
         return f"{self.role}.{self.index}"
 
     @property
@@ -76,10 +75,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
-    """The assignment that the leader publishes once: everything the ranks need to find each other.
+    """The assignment, which the leader publishes once: all that the ranks need to find each other.
 
-    `secret` signs what the trainer's processes say to each other (`pipeline.utils.signed_store`) and never travels. A
-    process of another attempt has another one and is refused.
+    `secret` signs the messages between the trainer's processes (`pipeline.utils.signed_store`) and is never sent. A
+    process of another attempt has another secret and is refused.
     """
 
     run_id: str
@@ -91,7 +90,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def password(self) -> str:
-        """What this attempt's Redis and servers ask for. It travels as it is, so the secret does not follow from it."""
+        """The password of this attempt's Redis and servers. It is sent in plain text and does not reveal the secret."""
         return hmac.digest(self.secret.encode(), b"password", "sha256").hex()[:32]
 
     def of_role(self, role: RoleName) -> tuple[Placement, ...]:
@@ -99,14 +98,15 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sorted((p for p in self.placements if p.role == role), key=lambda p: p.index))
 
     def of_rank(self, rank: int) -> tuple[Placement, ...]:
-        """What a rank has to run, in the order to start it."""
+        """The placements on a rank, in the order of their start."""
         return tuple(p for p in self.placements if p.rank == rank)
 
 
 class RoleProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """The `index`-th process of a role before it has a rank: how many ports and GPUs it needs.
+    """Process number `index` of a role before its assignment to a rank, with the ports and GPUs that it needs.
 
-    Its GPUs follow those of the slots before it in its seat; `back` GPUs further back begin those that it shares.
+    Its GPUs follow those of the earlier processes in its bundle, minus `shared_gpu_offset`: with an offset of n, it
+    shares the last n of their GPUs.
     """
 
     role: RoleName
@@ -121,36 +121,36 @@ class RoleProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """The roles that one rank runs together, in the order to start them."""
+    """The processes that one rank runs, in the order of their start."""
 
     roles: tuple[RoleProcess, ...]
 
     @property
     def ports(self) -> int:
-        return sum(slot.ports for slot in self.roles)
+        return sum(process.ports for process in self.roles)
 
     @property
     def gpus(self) -> int:
-        return max((places.stop for places in self.gpu_places()), default=0)
+        return max((gpus.stop for gpus in self.gpu_ranges()), default=0)
 
-    def gpu_places(self) -> list[range]:
-        """Which of the seat's GPUs each slot gets."""
-        places, end = list[range](), 0
-        for slot in self.roles:
-            begin = end - slot.shared_gpu_offset
-            places.append(range(begin, begin + slot.gpus))
-            end = max(end, begin + slot.gpus)
-        return places
+    def gpu_ranges(self) -> list[range]:
+        """For each process, its GPUs as a range of indices into the bundle's GPUs."""
+        ranges, end = list[range](), 0
+        for process in self.roles:
+            begin = end - process.shared_gpu_offset
+            ranges.append(range(begin, begin + process.gpus))
+            end = max(end, begin + process.gpus)
+        return ranges
 
     @property
     def name(self) -> str:
-        return " + ".join(slot.name for slot in self.roles)
+        return " + ".join(process.name for process in self.roles)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a config asks of the allocation: written by `make_plan`, filled by `assign`.
+    """The requirements of a config on the allocation, made by `make_plan` and satisfied by `assign`.
 
-    `ranks` is the size of the allocation; each of the `seats` takes a rank of its own and what is left is spare.
+    `ranks` is the size of the allocation. Each of the `bundles` takes one rank; the remaining ranks are spares.
     """
 
     ranks: int
@@ -158,8 +158,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ports_per_rank(self) -> int:
-        """Ports that every rank has to hold, since it may get any seat."""
-        return max(seat.ports for seat in self.bundles)
+        """Number of ports that every rank must hold, since it may get any bundle."""
+        return max(bundle.ports for bundle in self.bundles)
 
     @property
     def spare_nodes(self) -> int:
@@ -167,118 +167,125 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_plan(config: RunConfig) -> Plan:
-    """The seats that a config asks for; `PlanError` when its resources contradict each other or do not suffice."""
-    seats = _bundles(config)
-    return Plan(ranks=_ranks(config.resources, seats), bundles=tuple(seats))
+    """The plan of a config. `PlanError` if its resources are contradictory or insufficient."""
+    bundles = _bundles(config)
+    return Plan(ranks=_ranks(config.resources, bundles), bundles=tuple(bundles))
 
 
 def _bundles(config: RunConfig) -> list[NodeBundle]:
-    wanted = config.resources
-    if config.serve.enabled:  # its front is where its launcher is
-        inference = _inference_bundles(wanted) if config.serve.sampling else []
-        return [seat for seats in _placed(_trainer_bundles(wanted, ports=1), inference, wanted) for seat in seats]
+    resources = config.resources
+    if config.serve.enabled:  # the gateway runs on the machine of the launcher
+        inference = _inference_bundles(resources) if config.serve.sampling else []
+        placed = _placed(_trainer_bundles(resources, ports=1), inference, resources)
+        return [bundle for bundles in placed for bundle in bundles]
     if config.evaluation.only:
-        return _evaluation_bundles(wanted)
+        return _evaluation_bundles(resources)
     if not config.has_rollouts:
-        return _trainer_bundles(wanted, ports=1)
+        return _trainer_bundles(resources, ports=1)
     services = _services(redis=config.streams.backend == "redis")
-    trainer, inference = _placed(_trainer_bundles(wanted, ports=2), _inference_bundles(wanted), wanted)
-    if wanted.services.nodes:
+    trainer, inference = _placed(_trainer_bundles(resources, ports=2), _inference_bundles(resources), resources)
+    if resources.services.nodes:
         return [NodeBundle(roles=services), *trainer, *inference]
-    host = trainer if trainer and _trainer_load(wanted) < _inference_load(wanted) else inference
+    host = trainer if trainer and _trainer_load(resources) < _inference_load(resources) else inference
     host[-1] = NodeBundle(roles=services[:1] + host[-1].roles + services[1:])
     return [*trainer, *inference]
 
 
 def _placed(
-    trainer: list[NodeBundle], inference: list[NodeBundle], wanted: ResourcesConfig
+    trainer: list[NodeBundle], inference: list[NodeBundle], resources: ResourcesConfig
 ) -> tuple[list[NodeBundle], list[NodeBundle]]:
-    """On nodes of their own, or together on nodes with GPUs."""
-    if wanted.colocate and inference:
-        return [], _shared(trainer, inference, wanted)
-    if wanted.gpus_per_node:
-        return [], _packed([*trainer, *inference], wanted.gpus_per_node)
+    """The bundles of trainer and servers: on separate nodes, on shared GPUs, or packed onto nodes of equal size.
+
+    Combined bundles are returned as the second list.
+    """
+    if resources.colocate and inference:
+        return [], _shared(trainer, inference, resources)
+    if resources.gpus_per_node:
+        return [], _packed([*trainer, *inference], resources.gpus_per_node)
     return trainer, inference
 
 
-def _packed(seats: Sequence[NodeBundle], gpus: int) -> list[NodeBundle]:
-    """The same slots on as few nodes of so many GPUs as first fit finds, the largest first; each part of the trainer
-    on a node of its own, as `resources.trainer.nodes` says. Slots that share GPUs stay together."""
-    groups = sorted((group for seat in seats for group in _split_by_gpu(seat)), key=lambda group: -group.gpus)
+def _packed(bundles: Sequence[NodeBundle], gpus: int) -> list[NodeBundle]:
+    """The processes of `bundles`, packed onto nodes of `gpus` GPUs by first fit, the largest first.
+
+    The trainer's parts go to different nodes, as `resources.trainer.nodes` requires. Processes that share GPUs stay
+    together.
+    """
+    groups = sorted((group for bundle in bundles for group in _split_by_gpu(bundle)), key=lambda group: -group.gpus)
     nodes: list[NodeBundle] = []
     for group in groups:
         if group.gpus > gpus:
             expected = f"at least {group.gpus}, the GPUs of {group.name}, which has one node"
             hint = f"raise it, or lower {_GPUS_OF[group.roles[0].role]}"
             raise PlanError("resources.gpus_per_node", gpus, expected, hint)
-        place = next((place for place, node in enumerate(nodes) if _has_room(node, group, gpus)), None)
-        if place is None:
+        index = next((index for index, node in enumerate(nodes) if _has_room(node, group, gpus)), None)
+        if index is None:
             nodes.append(group)
         else:
-            nodes[place] = NodeBundle(roles=nodes[place].roles + group.roles)
+            nodes[index] = NodeBundle(roles=nodes[index].roles + group.roles)
     return nodes
 
 
 def _has_room(node: NodeBundle, group: NodeBundle, gpus: int) -> bool:
-    two_trainers = all(any(slot.role == "trainer" for slot in seat.roles) for seat in (node, group))
+    two_trainers = all(any(process.role == "trainer" for process in bundle.roles) for bundle in (node, group))
     return node.gpus + group.gpus <= gpus and not two_trainers
 
 
-def _split_by_gpu(seat: NodeBundle) -> list[NodeBundle]:
-    """The seat in parts that share no GPU with each other."""
+def _split_by_gpu(bundle: NodeBundle) -> list[NodeBundle]:
+    """The bundle, split into groups that share no GPU with each other."""
     groups: list[tuple[RoleProcess, ...]] = []
-    for slot in seat.roles:
-        if slot.shared_gpu_offset:
-            groups[-1] += (slot,)
+    for process in bundle.roles:
+        if process.shared_gpu_offset:
+            groups[-1] += (process,)
         else:
-            groups.append((slot,))
+            groups.append((process,))
     return [NodeBundle(roles=group) for group in groups]
 
 
 def _shared(
-    trainer: Sequence[NodeBundle], inference: Sequence[NodeBundle], wanted: ResourcesConfig
+    trainer: Sequence[NodeBundle], inference: Sequence[NodeBundle], resources: ResourcesConfig
 ) -> list[NodeBundle]:
-    """Each node's servers on the GPUs of its trainer, from the first on."""
+    """Bundles with each node's servers on the GPUs of its trainer, starting with the first GPU."""
     if len(trainer) != len(inference):
         expected = f"{len(trainer)} with resources.colocate, as resources.trainer.nodes"
         raise PlanError("resources.inference.nodes", len(inference), expected, "set it")
     held, needed = trainer[0].gpus, inference[0].gpus
-    if 0 < wanted.gpus_per_node < held:
+    if 0 < resources.gpus_per_node < held:
         expected = f"at least {held}, the GPUs of a node's trainer with resources.colocate, or 0"
         hint = "raise it, or lower resources.trainer.processes"
-        raise PlanError("resources.gpus_per_node", wanted.gpus_per_node, expected, hint)
+        raise PlanError("resources.gpus_per_node", resources.gpus_per_node, expected, hint)
     if needed > held:
         expected = f"servers that need at most the {held} GPUs of a node's trainer, not {needed}"
-        raise PlanError("resources.inference.servers", wanted.inference.servers, expected, "set fewer")
+        raise PlanError("resources.inference.servers", resources.inference.servers, expected, "set fewer")
     pairs = zip(trainer, inference, strict=True)
     return [NodeBundle(roles=(*training.roles, *_colocated_on(serving, held))) for training, serving in pairs]
 
 
 def _colocated_on(serving: NodeBundle, held: int) -> Iterator[RoleProcess]:
-    """The slots with their GPUs among the `held` ones before them."""
-    for slot, places in zip(serving.roles, serving.gpu_places(), strict=True):
-        yield msgspec.structs.replace(slot, shared_gpu_offset=held - places.start)
+    """The processes, with GPUs among the `held` ones of the trainer before them."""
+    for process, gpus in zip(serving.roles, serving.gpu_ranges(), strict=True):
+        yield msgspec.structs.replace(process, shared_gpu_offset=held - gpus.start)
 
 
-def _ranks(wanted: ResourcesConfig, seats: Sequence[NodeBundle]) -> int:
-    """Size of the allocation."""
-    least = len(seats) + wanted.spare_nodes
-    if wanted.nodes and wanted.nodes < least:
-        found = Counter(_bundle_kind(seat, wanted) for seat in seats)
-        services = found.pop("services", 0)
-        counts = dict(sorted(found.items(), reverse=True)) | {"services": services, "spares": wanted.spare_nodes}
+def _ranks(resources: ResourcesConfig, bundles: Sequence[NodeBundle]) -> int:
+    """The number of nodes of the allocation."""
+    least = len(bundles) + resources.spare_nodes
+    if resources.nodes and resources.nodes < least:
+        kinds = Counter(_bundle_kind(bundle, resources) for bundle in bundles)
+        services = kinds.pop("services", 0)
+        counts = dict(sorted(kinds.items(), reverse=True)) | {"services": services, "spares": resources.spare_nodes}
         parts = " + ".join(f"{name} {count}" for name, count in counts.items() if count)
-        expected = f"at least {least} ({parts}): {least - wanted.nodes} missing"
-        raise PlanError("resources.nodes", wanted.nodes, expected, f"set resources.nodes={least}, or 0 for a fit")
-    return wanted.nodes or least
+        expected = f"at least {least} ({parts}): {least - resources.nodes} missing"
+        raise PlanError("resources.nodes", resources.nodes, expected, f"set resources.nodes={least}, or 0 for a fit")
+    return resources.nodes or least
 
 
-def _bundle_kind(seat: NodeBundle, wanted: ResourcesConfig) -> str:
-    """What a node with this seat is called where nodes are counted."""
-    roles = {slot.role for slot in seat.roles}
+def _bundle_kind(bundle: NodeBundle, resources: ResourcesConfig) -> str:
+    """The name of a bundle's kind in the node count of an error."""
+    roles = {process.role for process in bundle.roles}
     parts = [role for role in ("trainer", "inference") if role in roles]
-    if parts and wanted.gpus_per_node:
-        return f"nodes of {wanted.gpus_per_node} GPUs"
+    if parts and resources.gpus_per_node:
+        return f"nodes of {resources.gpus_per_node} GPUs"
     return " with ".join(parts) or "services"
 
 
@@ -287,37 +294,36 @@ def _services(*, redis: bool) -> tuple[RoleProcess, ...]:
     return (*store, RoleProcess(role="preprocessor"), RoleProcess(role="actor"))
 
 
-def _trainer_bundles(wanted: ResourcesConfig, ports: int) -> list[NodeBundle]:
-    """One torchrun agent a node; the first holds torchrun's master port and, where there are servers, the weight
-    store's: so many `ports`."""
-    gpus = wanted.trainer.processes * wanted.trainer.gpus
-    slots = [
-        RoleProcess(role="trainer", index=i, ports=0 if i else ports, gpus=gpus) for i in range(wanted.trainer.nodes)
+def _trainer_bundles(resources: ResourcesConfig, ports: int) -> list[NodeBundle]:
+    """One torchrun agent per node. The first holds `ports` ports: for its master and for the weight store."""
+    gpus = resources.trainer.processes * resources.trainer.gpus
+    processes = [
+        RoleProcess(role="trainer", index=i, ports=0 if i else ports, gpus=gpus) for i in range(resources.trainer.nodes)
     ]
-    return [NodeBundle(roles=(slot,)) for slot in slots]
+    return [NodeBundle(roles=(process,)) for process in processes]
 
 
-def _inference_bundles(wanted: ResourcesConfig) -> list[NodeBundle]:
-    servers, gpus = wanted.inference.servers, wanted.inference.gpus
-    count = servers * wanted.inference.nodes
-    back = [gpus if index % servers % wanted.inference.servers_per_gpu else 0 for index in range(count)]
-    slots = [
+def _inference_bundles(resources: ResourcesConfig) -> list[NodeBundle]:
+    servers, gpus = resources.inference.servers, resources.inference.gpus
+    count = servers * resources.inference.nodes
+    back = [gpus if index % servers % resources.inference.servers_per_gpu else 0 for index in range(count)]
+    processes = [
         RoleProcess(role="inference", index=index, ports=1, gpus=gpus, shared_gpu_offset=back[index])
         for index in range(count)
     ]
-    return [NodeBundle(roles=tuple(slots[first : first + servers])) for first in range(0, count, servers)]
+    return [NodeBundle(roles=tuple(processes[first : first + servers])) for first in range(0, count, servers)]
 
 
-def _evaluation_bundles(wanted: ResourcesConfig) -> list[NodeBundle]:
-    """The servers, and on the last of their nodes the actor."""
-    seats = _inference_bundles(wanted)
-    *others, last = _packed(seats, wanted.gpus_per_node) if wanted.gpus_per_node else seats
+def _evaluation_bundles(resources: ResourcesConfig) -> list[NodeBundle]:
+    """The servers' bundles, with the actor on the last one."""
+    bundles = _inference_bundles(resources)
+    *others, last = _packed(bundles, resources.gpus_per_node) if resources.gpus_per_node else bundles
     return [*others, NodeBundle(roles=(*last.roles, RoleProcess(role="actor")))]
 
 
-def _trainer_load(wanted: ResourcesConfig) -> int:
-    return wanted.trainer.processes * wanted.trainer.threads
+def _trainer_load(resources: ResourcesConfig) -> int:
+    return resources.trainer.processes * resources.trainer.threads
 
 
-def _inference_load(wanted: ResourcesConfig) -> int:
-    return wanted.inference.servers * wanted.inference.threads
+def _inference_load(resources: ResourcesConfig) -> int:
+    return resources.inference.servers * resources.inference.threads

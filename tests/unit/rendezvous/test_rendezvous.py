@@ -20,13 +20,13 @@ from tests.fakes.disk import Disk, Faults, Version, View
 from tests.fakes.ranks import ATTEMPT, RUN, Rank, Simulation, make_cards
 
 
-def plan_of(trainer: int = 1, inference: int = 1, spares: int = 0, gpus: int = 0, services: int = 1) -> Plan:
+def plan_of(trainer: int = 1, inference: int = 1, spare_nodes: int = 0, gpus: int = 0, services: int = 1) -> Plan:
     """A plan with so many nodes of each kind; `gpus` for every trainer and server."""
     resources = {
         "trainer": {"nodes": trainer, "gpus": min(gpus, 1)},
         "inference": {"nodes": inference, "gpus": gpus},
         "services": {"nodes": services},
-        "spare_nodes": spares,
+        "spare_nodes": spare_nodes,
     }
     return make_plan(make_config(resources=resources))
 

@@ -294,7 +294,7 @@ def test_without_a_known_memory_or_a_gpu_nothing_is_refused() -> None:
 def test_the_lines_say_what_is_not_known() -> None:
     unknown = replace(B8, kv=0, activations=0.0)
     lines = describe_memory(config_of(memory="80G"), unknown)
-    assert "  without activations, which cannot be told of this model" in lines
+    assert "  without activations, whose size is unknown for this model" in lines
     assert not any("a token takes" in line for line in lines)
     known = describe_memory(with_share(config_of(memory="80G"), 0.7), B8)
     assert any("a token takes 144.0 KiB of its cache; 67 sequences of 4096 fit" in line for line in known)

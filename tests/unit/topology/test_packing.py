@@ -191,7 +191,7 @@ def test_too_few_nodes_are_refused_with_what_they_are_for() -> None:
 
 def test_a_node_with_fewer_gpus_than_its_seat_is_named_with_both_numbers() -> None:
     plan = make_plan(config_of(8, 6, 2))
-    with pytest.raises(RendezvousError, match=r"rank 0 \(node0\): 7 of 8 GPUs; mend these nodes"):
+    with pytest.raises(RendezvousError, match=r"rank 0 \(node0\): 7 of 8 GPUs; fix these nodes"):
         assigned(plan, cards_for(plan, gpus=7))
 
 

@@ -174,14 +174,14 @@ def test_a_shortage_names_each_rank_and_its_problem():
         assigned(plan, cards)
     assert str(caught.value) == (
         "no rank is left for inference.0: rank 1 (node1): disk is full, no memory; rank 3: no card; "
-        "mend these nodes, exclude them, or set resources.spare_nodes=2"
+        "fix these nodes, exclude them, or set resources.spare_nodes=2"
     )
 
 
 def test_a_long_shortage_is_cut_short():
     plan = plan_of(inference={"nodes": 20})
     cards = [replace(card, problems=("bad",)) for card in make_cards(plan.ranks)]
-    with pytest.raises(RendezvousError, match=r"and 14 more; mend these nodes.*spare_nodes=22"):
+    with pytest.raises(RendezvousError, match=r"and 14 more; fix these nodes.*spare_nodes=22"):
         assigned(plan, cards)
 
 
@@ -204,8 +204,8 @@ def test_cards_that_contradict_each_other_are_refused(cards, words):
         ({"address": "10.9.9.9"}, "not its address"),
         ({"ports": (1, 2)}, "got ports"),
         ({"ports": (5000, 5000)}, "got ports"),
-        ({"ports": (5000,)}, "no seat of the plan"),
-        ({"index": 5}, "no seat of the plan"),
+        ({"ports": (5000,)}, "no bundle of the plan"),
+        ({"index": 5}, "no bundle of the plan"),
         ({"gpus": (3,)}, "got GPUs"),
     ],
 )
