@@ -1,7 +1,7 @@
-"""wandb: whether metrics go there, and the process that takes them.
+"""Tracking with wandb: the choice of its mode, and the process that logs metrics to it.
 
 | module | owns |
 |---|---|
-| `metric_sinks` | whether metrics go to wandb, and the trainer's side of it |
-| `wandb_process` | the process that hands them over |
+| `metric_sinks` | the choice of wandb's mode, and the trainer's side |
+| `wandb_process` | the process that follows `metrics.jsonl` and logs to wandb |
 """

@@ -1,9 +1,8 @@
-"""Whether metrics go to wandb, and the trainer's side of it.
+"""The choice of wandb's mode, and the trainer's side of tracking.
 
-Owns the choice of the mode, and the process that talks to wandb (`pipeline.tracking.wandb_process`). Promises that
-wandb's absence, failure or silence never stops or delays training: it runs in a process of its own that reads
-`metrics.jsonl`, so the trainer neither imports it nor hands it anything; that its end is told once; and that offline it
-writes below the run's tracking folder only and asks no network.
+A missing, failing or hanging wandb never stops or delays training: it runs in a separate process
+(`pipeline.tracking.wandb_process`) that reads `metrics.jsonl`. Its end is logged once. In offline mode it writes only
+below the run's tracking folder and uses no network.
 """
 
 import logging
@@ -28,11 +27,11 @@ _log = logging.getLogger(__name__)
 def tracking_sinks(
     config: RunConfig, paths: AttemptPaths, variables: Mapping[str, str] = os.environ, seconds: float = CLOSE_SECONDS
 ) -> list[Sink]:
-    """The sink that `tracking.wandb` asks for, or none.
+    """The sink that `tracking.wandb` selects, or none.
 
     Args:
-        variables: the environment, for wandb's key and as that of its process.
-        seconds: time that wandb has at the end to send what is left.
+        variables: the environment of wandb's process, which may have wandb's key.
+        seconds: time limit for sending the remaining rows at the end.
     """
     mode = chosen_mode(config.tracking.wandb, variables, Path.home() / ".netrc")
     if mode == "off":
@@ -47,10 +46,10 @@ def tracking_sinks(
         return []
 
 
-def chosen_mode(asked: str, variables: Mapping[str, str], logins: Path) -> str:
-    """`online`, `offline` or `off`; `auto` is online with a key in wandb's variable or a login in the netrc file."""
-    if asked != "auto":
-        return asked
+def chosen_mode(setting: str, variables: Mapping[str, str], logins: Path) -> str:
+    """The mode: `online`, `offline` or `off`. `auto` is online if `WANDB_API_KEY` or the netrc file has a key."""
+    if setting != "auto":
+        return setting
     return "online" if variables.get("WANDB_API_KEY") or _has_login(logins) else "offline"
 
 
@@ -62,24 +61,24 @@ def _has_login(logins: Path) -> bool:
 
 
 class WandbSink:
-    """The process that follows `metrics.jsonl` for wandb, from here to `close`."""
+    """The child process that logs `metrics.jsonl` to wandb, until `close`."""
 
     def __init__(self, paths: AttemptPaths, mode: str, variables: Mapping[str, str], seconds: float) -> None:
-        """Start it; returns at once."""
-        folder, self._seconds, self._gone = RunPaths(paths.run).tracking, seconds, False
+        """Start the process; returns at once."""
+        folder, self._seconds, self._has_warned = RunPaths(paths.run).tracking, seconds, False
         self._end = folder / f"{paths.attempt}.end"
-        described = (str(paths.run), paths.run_id, str(self._end), mode)
-        argv = (sys.executable, "-P", "-m", "pipeline.tracking.wandb_process", *described)
-        self._child = Child(argv, folder / "wandb.log", {**variables, **_places(folder, mode)})
+        arguments = (str(paths.run), paths.run_id, str(self._end), mode)
+        argv = (sys.executable, "-P", "-m", "pipeline.tracking.wandb_process", *arguments)
+        self._child = Child(argv, folder / "wandb.log", {**variables, **_wandb_variables(folder, mode)})
 
     def write(self, row: MetricRecord) -> None:
-        """Only look whether wandb still follows: it reads the row from the file."""
+        """Check that the process still runs. The process reads the row from the file."""
         code = self._child.poll()
         if code is not None:
             self._warn(describe_exit(code))
 
     def close(self) -> None:
-        """Let wandb send what is left, for as long as it may; afterwards its process is gone."""
+        """Let wandb send the remaining rows within the time limit, then end its process."""
         try:
             self._end.touch()
             code = wait_for("wandb to end", self._child.poll, self._seconds)
@@ -87,26 +86,26 @@ class WandbSink:
             code = self._child.kill()
         except OSError as error:
             self._child.kill()
-            self._warn(f"could not be told to end and was killed ({error})")
+            self._warn(f"could not be stopped by its end file and was killed ({error})")
             return
         if code != 0:
             self._warn(describe_exit(code))
 
-    def _warn(self, what: str) -> None:
-        if not self._gone:
-            self._gone = True
-            _log.warning("metrics go to metrics.jsonl only: wandb's process %s: %s", what, self._last_words())
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("metrics go to metrics.jsonl only: wandb's process %s: %s", problem, self._last_line())
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         try:
             return "; ".join(tail(self._child.log, 1))
         except OSError as error:
             return f"its log cannot be read ({error})"
 
 
-def _places(folder: Path, mode: str) -> dict[str, str]:
-    """Where wandb may write, and that it reports nothing of its own; online it still needs the user's settings."""
-    places = {"WANDB_CACHE_DIR": "cache", "WANDB_DATA_DIR": "data"}
-    if mode == "offline":
-        places |= {"WANDB_CONFIG_DIR": "config"}
-    return {name: str(folder / place) for name, place in places.items()} | {"WANDB_ERROR_REPORTING": "false"}
+def _wandb_variables(folder: Path, mode: str) -> dict[str, str]:
+    """Environment variables that direct wandb's files below `folder` and disable its error reports."""
+    folders = {"WANDB_CACHE_DIR": "cache", "WANDB_DATA_DIR": "data"}
+    if mode == "offline":  # online, wandb needs the user's settings
+        folders |= {"WANDB_CONFIG_DIR": "config"}
+    return {name: str(folder / child) for name, child in folders.items()} | {"WANDB_ERROR_REPORTING": "false"}

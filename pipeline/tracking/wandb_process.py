@@ -1,11 +1,10 @@
-"""The process that hands a run's metrics to wandb.
+"""The process that logs a run's metrics to wandb.
 
     python -P -m pipeline.tracking.wandb_process RUN_DIRECTORY RUN_ID END_FILE online|offline
 
-Owns how a run appears there: one wandb run for a run over all its attempts (its id is the run_id), with the run's own
-step as the axis. Promises to hand over every row that `metrics.jsonl` keeps until the end file appears, those of an
-attempt that was cut off among them, and each step once: wandb cannot take back what a crash rolled back. Any failure is
-the last line of its output. The only module that imports wandb; must not know the trainer.
+All attempts of a run are one wandb run, whose id is the run_id and whose axis is the run's step. The process logs every
+row of `metrics.jsonl` until the end file appears, including rows of a cut-off attempt. Each step is logged once, since
+wandb cannot roll back. An error is the last line of the output. No other module imports wandb.
 """
 
 import shlex
@@ -29,19 +28,19 @@ _QUIET = {"x_disable_stats": True, "x_disable_meta": True, "x_save_requirements"
 
 
 def numbers_of(row: MetricRecord) -> dict[str, float]:
-    """What wandb gets of a row. Rows of the warm start have names below `sft/` and a step axis of their own."""
+    """The numbers of a row for wandb. Rows of SFT have names below `sft/` and the step axis `sft/step`."""
     prefix = "" if row["job"] == "rl" else f"{row['job']}/"
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in _HEAD}
     return {f"{prefix}{name}": value for name, value in numbers.items()} | {f"{prefix}step": row["step"]}
 
 
 def sync_command(paths: RunPaths) -> str:
-    """What sends the run, all its attempts at once, to wandb."""
+    """The command that uploads an offline run with all its attempts to wandb."""
     return f"wandb sync {shlex.quote(str(paths.tracking / 'wandb'))}/offline-run-*"
 
 
 def start_wandb_run(config: RunConfig, run_id: str, folder: Path, mode: str) -> Any:
-    """Start or resume the wandb run of `run_id`, its files below `folder`."""
+    """Start or resume the wandb run of `run_id`, with its files below `folder`."""
     import wandb
 
     quiet = _QUIET if mode == "offline" else {}
@@ -64,21 +63,21 @@ def start_wandb_run(config: RunConfig, run_id: str, folder: Path, mode: str) -> 
 def follow_metrics(
     metrics: Path, run: Any, end: Path, handed: Path, known: int | None = None, *, numbered: bool = False
 ) -> None:
-    """Hand over the rows, each step once, until `end` exists and what was written before it is read.
+    """Log the rows to wandb, each step once, until `end` exists and all rows before it have been read.
 
     Args:
         metrics: the file of rows.
-        run: wandb's.
-        handed: a file of lines, one for each row that any attempt handed over, in order; written before the row is, so
-            that it never has fewer than wandb.
-        known: how many of them arrived, if wandb can tell; the others are handed over again.
-        numbered: whether wandb is told the number of each row. Offline it does not know those of earlier attempts, and
-            would begin at 0 in each: rows of the same number would meet when all are synced.
+        run: the wandb run.
+        handed: a file with one line per row that any attempt has logged, in order. A line is written before its row is
+            logged, so the file never has fewer rows than wandb.
+        known: the number of rows that wandb has received, if it reports it. The rows after them are logged again.
+        numbered: whether to pass row numbers to wandb. In offline mode, each attempt would start at 0, and rows with
+            equal numbers would collide in the upload.
     """
     reader, last = RowReader(metrics), False
     marks, count = _last_steps(handed, known)
     while not last:
-        last = end.exists()
+        last = end.exists()  # before reading: rows that were written before the end file are still logged
         for row in reader.read():
             kind = "/".join((row["kind"], row["job"], *([row["set"]] if "set" in row else [])))
             if row["step"] > marks.get(kind, -1):
@@ -91,12 +90,11 @@ def follow_metrics(
 
 
 def _last_steps(handed: Path, known: int | None) -> tuple[dict[str, int], int]:
-    """The last step of each kind among the first `known` rows that were handed over, and how many these are; the file
-    keeps those only."""
+    """The last step of each kind among the first `known` logged rows, and their number. Truncates the file to them."""
     lines = handed.read_bytes().splitlines(keepends=True) if handed.exists() else []
-    whole = [line for line in lines if line.endswith(b"\n")][:known]
-    shared_files.write_atomic(handed, b"".join(whole))
-    return dict(msgspec.json.decode(line, type=tuple[str, int]) for line in whole), len(whole)
+    complete = [line for line in lines if line.endswith(b"\n")][:known]
+    shared_files.write_atomic(handed, b"".join(complete))
+    return dict(msgspec.json.decode(line, type=tuple[str, int]) for line in complete), len(complete)
 
 
 def _append(handed: Path, kind: str, step: int) -> None:
@@ -112,7 +110,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("config", str(paths.config), "a readable file")
     run = start_wandb_run(load_config(tree), run_id, paths.tracking, mode)
     offline = mode == "offline"
-    known = None if offline else run.starting_step  # wandb counts the rows that it was handed
+    known = None if offline else run.starting_step  # wandb counts the rows that it has received
     follow_metrics(paths.metrics, run, Path(end), paths.tracking / "handed.jsonl", known, numbered=offline)
     run.finish()
     if offline:
