@@ -2,17 +2,17 @@
 
 | module | owns |
 |---|---|
-| `row_sources` | from a path to rows by number: JSON files here, all else by the library `datasets` |
+| `row_sources` | from a path to rows by number: JSON files directly, all others with the library `datasets` |
 | `jsonl_index` | JSON files, each row exactly as it is written |
-| `chat_messages` | one conversation in one form, whatever form its row had |
-| `examples` | what the columns of a row mean: `Examples`, by index |
-| `dataset_digest` | one digest of all rows, by which a resumed run knows its data again |
+| `chat_messages` | one normalized form of a conversation, for every format of a row |
+| `examples` | the meaning of a row's columns: `Examples`, by index |
+| `dataset_digest` | one digest of all rows, by which a resumed run recognizes its data |
 
 One reader for supervised fine-tuning and for reinforcement learning:
 
     examples = Examples.open(SourceConfig(path="chat.jsonl"))
-    examples[7].prompt       # messages, up to where the policy speaks
-    examples[7].columns      # what else the row says, for a reward
+    examples[7].prompt       # messages, up to the beginning of the policy's turn
+    examples[7].columns      # the other columns of the row, for a reward
 
 Knows neither tokens nor models.
 """

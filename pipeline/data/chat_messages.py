@@ -1,11 +1,11 @@
-"""One conversation in one form, whatever form its row had.
+"""One normalized form of a conversation, for every format of a row.
 
-Owns what counts as a message: `role`, `content`, and beside them `tool_calls`, `tool_call_id`, `name`,
-`reasoning_content` and whatever else a chat template may read. Promises that what comes out is what templates expect:
-content is text, the arguments of a tool call are an object, and keys without a value are gone, which a columnar file
-adds to every row. What no text model can read (images, audio, video) is refused by its name. Pure.
+Owns the keys of a message: `role`, `content`, and in addition `tool_calls`, `tool_call_id`, `name`,
+`reasoning_content` and any others that a chat template may read. Promises the form that templates expect: content is
+text, the arguments of a tool call are an object, and keys without a value, which a columnar file adds to every row, are
+removed. Content that no text model can read (images, audio, video) is refused by its type. Pure.
 
-Understood are messages as OpenAI has them (`role`, `content`), as ShareGPT has them (`from`, `value`), and plain texts.
+Accepted are messages in the formats of OpenAI (`role`, `content`) and ShareGPT (`from`, `value`), and plain texts.
 """
 
 import json
@@ -21,7 +21,7 @@ _NOT_TEXT = ("image", "audio", "video", "file")
 
 
 class MessageError(ValueError):
-    """What cannot be read as a conversation, in a few words; whoever knows the row says which it was."""
+    """The reason why a value is no conversation; a caller with more context adds the row."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Conversation:
 
     Attributes:
         messages: each with `role` and, as text, `content`.
-        asked: how many of them, from the first, are the prompt; turns of the assistant in it are read, not trained.
-        tools: JSON schemas of the tools that may be called.
+        asked: length of the prompt in messages. The prompt's assistant turns are context, not trained.
+        tools: JSON schemas of the available tools.
     """
 
     messages: tuple[Message, ...]
@@ -40,24 +40,24 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The messages that an assistant said after the prompt, by their places."""
-        said = enumerate(self.messages)
-        return tuple(place for place, each in said if place >= self.asked and each["role"] == "assistant")
+        """The indices of the assistant's messages after the prompt."""
+        indices = range(self.asked, len(self.messages))
+        return tuple(index for index in indices if self.messages[index]["role"] == "assistant")
 
 
 def read_messages(value: Any, role: str = "user") -> tuple[Message, ...]:
-    """The messages of a column; a text is one message of `role`. `MessageError` for what is neither."""
+    """The messages of a column; a text is one message of `role`. `MessageError` for any other value."""
     if isinstance(value, str):
         return ({"role": role, "content": value},)
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, Sequence) or not value:
         raise MessageError(f"a list of messages was expected, found {_shortened(value)}")
-    return tuple(_message(place, each) for place, each in enumerate(value))
+    return tuple(_message(index, message) for index, message in enumerate(value))
 
 
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a column, which may be JSON in a text, as columnar files need it; none for None."""
+    """The tools of a column, which may be JSON text, as columnar files require; empty for None."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -70,76 +70,76 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(_without_nones(tool) for tool in value)
 
 
-def _message(place: int, value: Any) -> Message:
+def _message(index: int, value: Any) -> Message:
     if not isinstance(value, Mapping):
-        raise MessageError(f"message {place} is no object with a role: {_shortened(value)}")
+        raise MessageError(f"message {index} is no object with a role: {_shortened(value)}")
     message: dict[str, Any] = _without_nones(value)
     if "role" not in message and "from" in message:
         message["role"], message["content"] = message.pop("from"), message.pop("value", None)
     role = message.get("role")
     role = _SHAREGPT.get(role, role) if isinstance(role, str) else None
     if role not in ROLES:
-        found = _shortened(message.get("role"))
-        raise MessageError(f"message {place} has the role {found}; expected one of {', '.join(ROLES)}")
-    message |= {"role": role, "content": _text(place, message.get("content"))}
+        shown = _shortened(message.get("role"))
+        raise MessageError(f"message {index} has the role {shown}; expected one of {', '.join(ROLES)}")
+    message |= {"role": role, "content": _text(index, message.get("content"))}
     if calls := message.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(place, call) for call in _list_of_calls(place, calls)]
+        message["tool_calls"] = [_tool_call(index, call) for call in _list_of_calls(index, calls)]
     return message
 
 
-def _text(place: int, content: Any) -> str:
-    """The content as text: parts of text are joined, any other part is refused by its name."""
+def _text(index: int, content: Any) -> str:
+    """The content as text: text parts are joined, any other part is refused by its type."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise MessageError(f"message {place} has no text but {_shortened(content)}")
-    return "".join(_part(place, part) for part in content)
+        raise MessageError(f"message {index} has no text but {_shortened(content)}")
+    return "".join(_part(index, part) for part in content)
 
 
-def _part(place: int, part: Any) -> str:
+def _part(index: int, part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise MessageError(f"message {place} has a part that is no text but {_shortened(part)}")
+        raise MessageError(f"message {index} has a part that is no text but {_shortened(part)}")
     kind = str(part.get("type", ""))
     if any(name in kind for name in _NOT_TEXT):
-        raise MessageError(f"message {place} has a part of type {kind!r}; text alone can be trained")
+        raise MessageError(f"message {index} has a part of type {kind!r}; text alone can be trained")
     if not isinstance(part.get("text"), str):
-        raise MessageError(f"message {place} has a part of type {kind!r} without a text")
+        raise MessageError(f"message {index} has a part of type {kind!r} without a text")
     return str(part["text"])
 
 
-def _list_of_calls(place: int, calls: Any) -> Sequence[Any]:
+def _list_of_calls(index: int, calls: Any) -> Sequence[Any]:
     if isinstance(calls, Sequence) and not isinstance(calls, str):
         return calls
-    raise MessageError(f"message {place} has tool_calls that are no list: {_shortened(calls)}")
+    raise MessageError(f"message {index} has tool_calls that are no list: {_shortened(calls)}")
 
 
-def _tool_call(place: int, call: Any) -> Mapping[str, Any]:
-    """The call with its arguments as an object: datasets have them as JSON in a text too, most templates do not."""
+def _tool_call(index: int, call: Any) -> Mapping[str, Any]:
+    """The call with its arguments as an object, as most templates expect; many datasets store them as JSON text."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessageError(f"message {place} has a tool call without a function's name: {_shortened(call)}")
+        raise MessageError(f"message {index} has a tool call without a function's name: {_shortened(call)}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError:
-            raise MessageError(f"message {place} calls {function['name']} with arguments that are no JSON") from None
+            raise MessageError(f"message {index} calls {function['name']} with arguments that are no JSON") from None
     if not isinstance(arguments, Mapping):
-        raise MessageError(f"message {place} calls {function['name']} with arguments that are no object")
+        raise MessageError(f"message {index} calls {function['name']} with arguments that are no object")
     called = {**function, "arguments": arguments}
     return {**call, "function": called} if "function" in call else {"type": "function", "function": called}
 
 
 def _without_nones(value: Any) -> Any:
-    """The same without keys that have no value: a columnar file gives every row the keys of all rows."""
+    """The value without None entries of objects: a columnar file gives every row the keys of all rows."""
     if isinstance(value, Mapping):
-        return {key: _without_nones(each) for key, each in value.items() if each is not None}
+        return {key: _without_nones(item) for key, item in value.items() if item is not None}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_without_nones(each) for each in value]
+        return [_without_nones(item) for item in value]
     return value
 
 

@@ -1,9 +1,9 @@
-"""What the columns of a row mean: conversations and prompts by index.
+"""The meaning of a row's columns: conversations and prompts by index.
 
 Owns the choice of columns and its errors. A dataset has a column of whole conversations (`messages`), or one of prompts
-with or without one of completions. Promises that a column which is named but not there, and a dataset without rows, are
-a `ConfigError` before any row is read; and that a row which is no conversation is a `RowError` that names it. An
-index gives the same example in every process and after every restart, as long as the data are the same.
+with or without one of completions. Promises that a named column that does not exist, and a dataset without rows, are a
+`ConfigError` before any row is read; and that a row which is no conversation is a `RowError` that names it. An index
+gives the same example in every process and after every restart, as long as the data are the same.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from pipeline.errors import ConfigError, RecordError
 
 
 class RowError(RecordError):
-    """A row of a dataset that cannot be used; the message names the dataset, the row and the reason."""
+    """An unusable row of a dataset; the message names the dataset, the row and the reason."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Example:
     """One row.
 
     Attributes:
-        conversation: all of its messages; of a dataset of prompts, those.
+        conversation: all of its messages; in a dataset of prompts, only the prompt.
         columns: its other columns by name, such as the answer that a reward compares with.
     """
 
@@ -35,20 +35,20 @@ class Example:
 
     @property
     def prompt(self) -> tuple[Message, ...]:
-        """The messages up to where the policy speaks: those of the prompt, or all before the last assistant turn."""
-        talk = self.conversation
-        if talk.asked:
-            return talk.messages[: talk.asked]
-        return talk.messages[: talk.turns[-1]] if talk.turns else talk.messages
+        """The messages before the policy's turn: the prompt's, or all before the last assistant turn."""
+        conversation = self.conversation
+        if conversation.asked:
+            return conversation.messages[: conversation.asked]
+        return conversation.messages[: conversation.turns[-1]] if conversation.turns else conversation.messages
 
 
 class Examples:
     """The rows of a dataset as examples, by index."""
 
     def __init__(self, rows: Rows, columns: ColumnsConfig, name: str, section: str = "data") -> None:
-        """`ConfigError` unless there are rows, with the columns that are named.
+        """`ConfigError` unless there are rows, with the configured columns.
 
-        Errors call the rows `name`, and their keys are those of `section`.
+        Errors call the dataset `name`, and use the keys of `section`.
         """
         self._rows, self._name = rows, name
         if not len(rows):
@@ -57,8 +57,8 @@ class Examples:
 
     @classmethod
     def open(cls, source: SourceConfig, section: str = "data") -> "Examples":
-        """The examples of a source; `ConfigError`, whose key is one of `section`, when it cannot be read, is empty, or
-        lacks a column."""
+        """The examples of a source; `ConfigError` with a key of `section` if it is unreadable or empty, or lacks a
+        column."""
         return cls(open_rows(source, section), source.columns, f"{source.path} ({source.split})", section)
 
     def __len__(self) -> int:
@@ -66,22 +66,22 @@ class Examples:
 
     @property
     def answered(self) -> bool:
-        """Whether rows hold answers, which supervised fine-tuning needs; those of a dataset of prompts do not."""
+        """Whether rows contain answers, which supervised fine-tuning needs; false for a dataset of prompts."""
         return "messages" in self._columns or "completion" in self._columns
 
     def __getitem__(self, index: int) -> Example:
         """Row `index`; `RowError` if it is no conversation."""
         try:
             return self._example(self._rows[index])
-        except RecordError as error:  # it names the line
+        except RecordError as error:  # its message has the line already
             raise RowError(f"{self._name}: row {index}: {error}") from None
         except MessageError as error:
             raise self.wrong(index, str(error)) from None
 
     def wrong(self, index: int, reason: str) -> RowError:
-        """The error that says why row `index` cannot be used."""
-        place = self._rows.place(index)
-        return RowError(f"{self._name}: row {index}: {reason}{place and f' ({place})'}")
+        """The error for an unusable row `index`, with the reason."""
+        location = self._rows.location(index)
+        return RowError(f"{self._name}: row {index}: {reason}{location and f' ({location})'}")
 
     def _example(self, row: Mapping[str, Any]) -> Example:
         used = set(self._columns.values())
@@ -93,24 +93,24 @@ class Examples:
         if "messages" in row:
             return Conversation(read_messages(row["messages"]), tools=tools)
         prompt = read_messages(row["prompt"])
-        said = read_messages(row["completion"], "assistant") if "completion" in row else ()
-        return Conversation((*prompt, *said), asked=len(prompt), tools=tools)
+        completion = read_messages(row["completion"], "assistant") if "completion" in row else ()
+        return Conversation((*prompt, *completion), asked=len(prompt), tools=tools)
 
 
-def _chosen_columns(there: tuple[str, ...], columns: ColumnsConfig, section: str) -> dict[str, str]:
-    """What is read of each row: the meaning of each column that is used, with its name in the dataset."""
+def _chosen_columns(available: tuple[str, ...], columns: ColumnsConfig, section: str) -> dict[str, str]:
+    """The columns to read from each row: the name in the dataset by the column's meaning."""
     named = {key: getattr(columns, key) for key in ColumnsConfig.model_fields}
     for key in sorted(columns.model_fields_set):
-        if named[key] not in there and named[key] != ColumnsConfig.model_fields[key].default:
-            hint = closest_match(named[key], list(there))
+        if named[key] not in available and named[key] != ColumnsConfig.model_fields[key].default:
+            hint = closest_match(named[key], list(available))
             raise ConfigError(f"{section}.{key}", named[key], "a column of the dataset", hint)
     own = {key for key, field in ColumnsConfig.model_fields.items() if named[key] != field.default}
-    asked = bool(own & {"prompt", "completion"}) and "messages" not in own  # a named column wins over one that is there
-    if named["messages"] in there and not (asked and named["prompt"] in there):
-        wanted = ["messages", "tools"]
-    elif named["prompt"] in there:
-        wanted = ["prompt", "completion", "tools"]
+    prefers_prompt = bool(own & {"prompt", "completion"}) and "messages" not in own  # an explicit name wins
+    if named["messages"] in available and not (prefers_prompt and named["prompt"] in available):
+        keys = ["messages", "tools"]
+    elif named["prompt"] in available:
+        keys = ["prompt", "completion", "tools"]
     else:
-        expected = f"a column of the dataset, which has {', '.join(there)}"
+        expected = f"a column of the dataset, which has {', '.join(available)}"
         raise ConfigError(f"{section}.messages", named["messages"], expected, f"set it, or {section}.prompt")
-    return {key: named[key] for key in wanted if named[key] in there}
+    return {key: named[key] for key in keys if named[key] in available}

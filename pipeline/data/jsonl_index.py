@@ -1,13 +1,13 @@
 """Rows of JSON files by number, as they are written.
 
-Owns the way from JSONL, or a JSON list, to a row. Promises each row exactly: the library `datasets` puts JSON into
-columns, where a text such as "2" beside a list in another row comes back as the number 2, and every object has the keys
-of all others. Only the place of each line is kept in memory, so a file may be larger than that. A line that is no
-object is named when it is read.
+Owns reading rows from JSONL, or from a JSON list. Promises each row exactly as written: the library `datasets` converts
+JSON to columns, so that a text such as "2" becomes the number 2 if another row has a list there, and every object gets
+the keys of all others. Only the offset of each line is kept in memory, so a file may be larger than memory. A line that
+is no object is reported when it is read.
 
-A folder has the files of a split by their names up to the first `-` or `.`: `train.jsonl`,
-`train-00000-of-00002.jsonl`. Where none is named `train`, all files are of it, unless one is named as held-out rows
-are.
+In a folder, the part of a file's name before the first `-` or `.` is its split: `train.jsonl`,
+`train-00000-of-00002.jsonl`. If no file is named `train`, all files belong to it, unless one is named like held-out
+rows.
 """
 
 import json
@@ -25,9 +25,9 @@ from pipeline.errors import RecordError
 
 SUFFIXES = (".jsonl", ".json")
 EVAL_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
-"""Names of files, alone or before a `_`, whose rows nobody means to train."""
+"""Names of files, alone or before a `_`, whose rows are not meant for training."""
 PEEK_ROWS = 1000
-"""Rows of which the columns are read off; a row may lack some."""
+"""Number of rows from which the column names are collected; a row may lack some."""
 
 
 class JsonRows:
@@ -42,21 +42,21 @@ class JsonRows:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """Row `index`; `RecordError` when its line is no object, `IndexError` when there is none."""
+        """Row `index`; `RecordError` when its line is no object, `IndexError` when it does not exist."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        place = bisect_right(self._ends, index)
-        part = self._parts[place]
-        return part.row(index - self._ends[place] + len(part))
+        number = bisect_right(self._ends, index)
+        part = self._parts[number]
+        return part.row(index - self._ends[number] + len(part))
 
-    def place(self, index: int) -> str:
-        """The file of row `index` and its line there, counted from 1 as editors do."""
-        place = bisect_right(self._ends, index)
-        part = self._parts[place]
-        return part.place(index - self._ends[place] + len(part))
+    def location(self, index: int) -> str:
+        """The file of row `index` and its line there, counted from 1 as in editors."""
+        number = bisect_right(self._ends, index)
+        part = self._parts[number]
+        return part.location(index - self._ends[number] + len(part))
 
     def _columns(self) -> tuple[str, ...]:
-        """Those of the first rows that can be read; the error of the first row when none can be."""
+        """The columns of the first readable rows; raises the error of the first row when none is readable."""
         seen = list[Mapping[str, Any]]()
         for index in range(min(len(self), PEEK_ROWS)):
             with suppress(RecordError):
@@ -67,12 +67,12 @@ class JsonRows:
 
 
 class _Lines:
-    """A file with an object in each line; empty lines are none."""
+    """A file with one object per line; empty lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._starts = array("q")
-        self._blanks = array("q")  # for each empty line, how many rows come before it
+        self._blanks = array("q")  # for each empty line, the number of rows before it
         self._index(path)
         with path.open("rb") as file:
             self._map = mmap(file.fileno(), 0, access=ACCESS_READ) if len(self._starts) else None
@@ -84,9 +84,9 @@ class _Lines:
         start = self._starts[index]
         assert self._map is not None, "there are rows"
         end = self._map.find(b"\n", start)
-        return _object(self._map[start : end if end >= 0 else None], self.place(index))
+        return _object(self._map[start : end if end >= 0 else None], self.location(index))
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path.name}, line {index + 1 + bisect_right(self._blanks, index)}"
 
     def _index(self, path: Path) -> None:
@@ -101,7 +101,7 @@ class _Lines:
 
 
 class _List:
-    """A file with one JSON list of objects, which memory has to hold."""
+    """A file with one JSON list of objects, which must fit into memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,29 +114,29 @@ class _List:
         return len(self._rows)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        return _checked(self._rows[index], self.place(index))
+        return _checked(self._rows[index], self.location(index))
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path.name}, entry {index + 1}"
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
-    """The JSON files of a split, by name; none when there are none."""
+    """The JSON files of a split, by name; empty if there are none."""
     return _by_split(folder).get(split, [])
 
 
 def splits_of(folder: Path) -> list[str]:
-    """What `files_of` would take for a split."""
+    """The splits that `files_of` accepts for a folder."""
     return sorted(_by_split(folder))
 
 
 def _by_split(folder: Path) -> dict[str, list[Path]]:
-    found = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
     named: dict[str, list[Path]] = {}
-    for path in found:
+    for path in files:
         named.setdefault(_split_of(path), []).append(path)
     held_out = any(name.partition("_")[0] in EVAL_SPLITS for name in named)
-    return named if "train" in named or held_out else named | {"train": found}
+    return named if "train" in named or held_out else named | {"train": files}
 
 
 def _split_of(path: Path) -> str:

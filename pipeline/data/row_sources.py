@@ -1,8 +1,8 @@
 """From a path to rows by number.
 
-Owns what a path may be and the way there: JSON files line by line, all else by the library `datasets`, which maps rows
-from disk. So a dataset may be larger than memory. Promises that what cannot be opened, lacks the split, or is of a kind
-that is not known is one `ConfigError`. `datasets` is imported when a source is opened, no earlier.
+Owns the meaning of a path, and opening it: JSON files directly, all others with the library `datasets`, which maps rows
+from disk, so a dataset may be larger than memory. Promises one `ConfigError` for a source that cannot be opened, lacks
+the split, or has an unknown format. `datasets` is imported when a source is opened, not earlier.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from pipeline.data.jsonl_index import SUFFIXES, JsonRows, files_of, splits_of
 from pipeline.errors import ConfigError, one_line
 
 SAVED = ("dataset_info.json", "dataset_dict.json")
-"""What a folder of `Dataset.save_to_disk` has."""
+"""Files that identify a folder of `Dataset.save_to_disk`."""
 
 
 class Rows(Protocol):
@@ -26,16 +26,16 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """`RecordError`, which names the row's place, when it cannot be read."""
+        """Row `index`; `RecordError` with the row's location when it cannot be read."""
         ...
 
-    def place(self, index: int) -> str:
-        """The file and the line of a row; empty where that is not known."""
+    def location(self, index: int) -> str:
+        """The file and the line of a row; empty where unknown."""
         ...
 
 
 class Table:
-    """A part of some rows, which a slice of a split asks for, or all of a `datasets.Dataset`."""
+    """A slice of some rows, as a split names it, or all rows of a `datasets.Dataset`."""
 
     def __init__(self, rows: Any, columns: Sequence[str], part: range) -> None:
         self._rows, self._part, self.columns = rows, part, tuple(columns)
@@ -49,13 +49,13 @@ class Table:
         row: Mapping[str, Any] = self._rows[self._part[index]]
         return row
 
-    def place(self, index: int) -> str:
-        """See `Rows`; the library `datasets` does not say where a row came from."""
-        return self._rows.place(self._part[index]) if isinstance(self._rows, JsonRows) else ""
+    def location(self, index: int) -> str:
+        """See `Rows`; unknown for rows of the library `datasets`."""
+        return self._rows.location(self._part[index]) if isinstance(self._rows, JsonRows) else ""
 
 
 def open_rows(source: SourceConfig, section: str = "data") -> Rows:
-    """The rows of a split; `ConfigError`, whose key is one of `section`, for what keeps it from being read."""
+    """The rows of a split; `ConfigError` with a key of `section` if they cannot be read."""
     import datasets
 
     path = Path(source.path)
@@ -64,7 +64,7 @@ def open_rows(source: SourceConfig, section: str = "data") -> Rows:
         return _open_here(path, source) if path.exists() else _open_hub(source)
     except ConfigError as error:
         raise ConfigError(f"{section}.{error.key}", error.value, error.expected, error.hint) from None
-    except Exception as error:  # noqa: BLE001 the library's errors are of every kind: all mean that it cannot be read
+    except Exception as error:  # noqa: BLE001 the library raises errors of many types: all mean an unreadable source
         raise _error(section, source, error) from None
 
 
@@ -74,8 +74,8 @@ def _open_here(path: Path, source: SourceConfig) -> Rows:
             raise ConfigError(key, getattr(source, key), "nothing, for data on disk", "leave it out")
     if path.is_dir() and any((path / name).is_file() for name in SAVED):
         return _table(_saved(path, source))
-    found = [*path.iterdir()] if path.is_dir() else [path]
-    kinds = {file.suffix for file in found if file.suffix in (*SUFFIXES, ".parquet")}
+    files = [*path.iterdir()] if path.is_dir() else [path]
+    kinds = {file.suffix for file in files if file.suffix in (*SUFFIXES, ".parquet")}
     if kinds == {".parquet"}:
         return _load(str(path), source) if path.is_dir() else _load("parquet", source, data_files=str(path))
     if kinds and kinds <= set(SUFFIXES):
@@ -91,8 +91,8 @@ def _read_json(path: Path, source: SourceConfig) -> Rows:
     split, _, _ = source.split.partition("[")
     paths = files_of(path, split) if path.is_dir() else [path]
     if not paths or (path.is_file() and split != "train"):
-        there = splits_of(path) if path.is_dir() else ["train"]
-        raise ConfigError("split", source.split, f"one of {', '.join(there)}, or a slice such as train[:10%]")
+        available = splits_of(path) if path.is_dir() else ["train"]
+        raise ConfigError("split", source.split, f"one of {', '.join(available)}, or a slice such as train[:10%]")
     rows = JsonRows(paths)
     (part,) = ReadInstruction.from_spec(source.split).to_absolute({split: len(rows)})
     return Table(rows, rows.columns, range(part.from_ or 0, len(rows) if part.to is None else part.to))
@@ -103,7 +103,7 @@ def _table(table: Any) -> Rows:
 
 
 def _saved(path: Path, source: SourceConfig) -> Any:
-    """What `save_to_disk` wrote: one split, or several by name."""
+    """The dataset that `save_to_disk` wrote: one split, or one of several by name."""
     import datasets
 
     saved = datasets.load_from_disk(str(path))
@@ -116,7 +116,7 @@ def _saved(path: Path, source: SourceConfig) -> Any:
 
 def _open_hub(source: SourceConfig) -> Rows:
     if source.path.startswith((".", "/", "~")) or Path(source.path).suffix in (*SUFFIXES, ".parquet"):
-        raise ConfigError("path", source.path, "a file or folder that exists", "there is none; mend the path")
+        raise ConfigError("path", source.path, "a file or folder that exists", "there is none; fix the path")
     return _load(source.path, source, name=source.subset or None, revision=source.revision or None)
 
 
@@ -127,12 +127,12 @@ def _load(path: str, source: SourceConfig, **settings: Any) -> Rows:
 
 
 def _error(section: str, source: SourceConfig, error: Exception) -> ConfigError:
-    """The library's error under the key that it is about."""
-    said = one_line(error)
-    if isinstance(error, StopIteration) or "no data" in said:  # as the library says of an empty file, an empty slice
+    """The library's error, as a `ConfigError` under the key that it concerns."""
+    message = one_line(error)
+    if isinstance(error, StopIteration) or "no data" in message:  # the library's errors for an empty file or slice
         return ConfigError(f"{section}.path", source.path, "a dataset with rows", f"{source.split} has none")
-    if "split" in said.lower():
-        return ConfigError(f"{section}.split", source.split, "a split that is there, or a slice of one", said)
-    if source.subset and "BuilderConfig" in said:
-        return ConfigError(f"{section}.subset", source.subset, "a subset that is there", said)
-    return ConfigError(f"{section}.path", source.path, "a dataset that can be read", said)
+    if "split" in message.lower():
+        return ConfigError(f"{section}.split", source.split, "a split that is there, or a slice of one", message)
+    if source.subset and "BuilderConfig" in message:
+        return ConfigError(f"{section}.subset", source.subset, "a subset that is there", message)
+    return ConfigError(f"{section}.path", source.path, "a dataset that can be read", message)

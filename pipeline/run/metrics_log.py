@@ -1,18 +1,17 @@
-"""Where the numbers of a run go: `metrics.jsonl` always, and any further sinks.
+"""The metrics of a run: always in `metrics.jsonl`, and in any further sinks.
 
-Owns the form of a row, and which rows go when a run goes back to a commit. Promises that `metrics.jsonl` has one row
-for each kind, job, step and evaluation set, over all attempts: of the step that the model went through. A crash rolls
-steps back, and `roll_back` their rows, before they are trained again. There is one writer, rank 0 of the trainer, and
-`check` refuses one that another has replaced. A row that cannot be written costs no step (see
-`pipeline.utils.append_log`). Must not know torch, nor what a number means.
+Owns the format of a row, and which rows are deleted when a run returns to a checkpoint. Promises that `metrics.jsonl`
+has one row per kind, job, step and evaluation set, over all attempts: for the step that the current model went through.
+When a crash rolls steps back, `roll_back` removes their rows before the steps are trained again. There is one writer,
+rank 0 of the trainer, and `check` refuses a superseded one. A row that cannot be written costs no step (see
+`pipeline.utils.append_log`). Must not know torch, nor the meaning of a number.
 
     row: {"kind": "train", "job": "rl", "step": 25, "time": 1767225600.0, "attempt": "12-0", "reward/mean": 0.4, …}
 
-`kind` is `train` (one row a step) or `eval` (one row a held-out evaluation); `time` is seconds since the
-epoch. A row of an evaluation set has its name as `set`. A number that is not finite becomes null, which readers treat
-as absent.
+`kind` is `train` (one row per step) or `eval` (one row per evaluation); `time` is seconds since the epoch. A row of an
+evaluation set has the set's name as `set`. A number that is not finite becomes null, which readers treat as absent.
 
-A run that does the jobs of files counts the steps of all of them on, and says which step of which file each is:
+A run that executes job files counts the steps of all files together, and names the file and its step in each row:
 
     row: {"kind": "train", "job": "sft", "step": 9, …, "file": "007-sft", "written": 17672…, "done": 1, "of": 4, …}
 """
@@ -39,8 +38,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileStep:
-    """A step of a job in a file: the file's name and when it was `written` (ns; one that is written anew is another
-    job), and how many of its steps are `done`, this one counted."""
+    """A step of a job file: the file's name, its modification time `written` (ns; a file that is written again is
+    another job), and how many of its `of` steps are `done`, including this one."""
 
     file: str
     written: int
@@ -49,7 +48,7 @@ class FileStep:
 
 
 class Sink(Protocol):
-    """Receives every new row once; called from the one writer, in order."""
+    """Receives every new row once; called by the one writer, in order."""
 
     def write(self, row: MetricRecord) -> None: ...
 
@@ -57,7 +56,7 @@ class Sink(Protocol):
 
 
 class MetricSinks:
-    """Writes rows to `metrics.jsonl` and hands them to further sinks."""
+    """Writes rows to `metrics.jsonl` and passes them to further sinks."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class MetricSinks:
     ) -> None:
         """Every row gets `attempt` and the `clock`'s time.
 
-        `check` is called before anything is written, and raises `SupersededError` when this attempt may write no more.
+        `check` is called before each write, and raises `SupersededError` when this attempt may write no more.
         """
         self._attempt, self._sinks, self._clock = attempt, tuple(sinks), clock
         self._journal = AppendLog(path, check)
@@ -83,7 +82,7 @@ class MetricSinks:
         file_step: FileStep | None = None,
         eval_set: str = "",
     ) -> None:
-        """Write one row, in the file at once or, if that is not possible, with a later one."""
+        """Write one row, to the file at once or, if that fails, together with a later row."""
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
         head = {"kind": kind, "job": job, "step": step, "time": self._clock(), "attempt": self._attempt}
         named = {"set": eval_set} if eval_set else {}
@@ -93,7 +92,7 @@ class MetricSinks:
             sink.write(row)
 
     def flush(self) -> None:
-        """Have all rows on disk, if that is possible: a commit covers their steps."""
+        """Try to have all rows on disk, since a checkpoint covers their steps."""
         self._journal.flush()
 
     def close(self) -> None:
@@ -113,16 +112,16 @@ class MetricSinks:
 def roll_back(
     path: Path, job: str, done: int, check: Callable[[], None] = lambda: None, aside: Path | None = None
 ) -> int:
-    """Drop the rows of steps after step `done` of `job`: the run goes on from there. The file is a new one then.
+    """Drop the rows of steps after step `done` of `job`, from which the run continues. The file is then a new file.
 
-    An evaluation of weights that stay keeps its row, however late it came. `check`, `aside` and the result are as in
-    `rewrite_lines`.
+    An evaluation of a policy version that remains keeps its row, however late it arrived. `check`, `aside` and the
+    result are as in `rewrite_lines`.
     """
-    here = _JOBS.index(job), done
+    newest = _JOBS.index(job), done
 
     def stays(line: bytes, _end: int) -> bool:
         row = _decode(line)
-        return row is not None and (_JOBS.index(row["job"]), row["step"]) <= here
+        return row is not None and (_JOBS.index(row["job"]), row["step"]) <= newest
 
     return rewrite_lines(path, stays, check, aside=aside)
 
@@ -130,7 +129,7 @@ def roll_back(
 def roll_back_file(
     path: Path, begun: FileStep, check: Callable[[], None] = lambda: None, aside: Path | None = None
 ) -> int:
-    """Drop the rows of a job's file after the step that it is `begun` from; the last step that any row is of then.
+    """Drop the rows of a job file after its step `begun`; returns the last step that still has a row.
 
     `check` and `aside` are as in `rewrite_lines`.
     """
@@ -145,7 +144,7 @@ def roll_back_file(
 
 
 class Console:
-    """Logs a short line for each row."""
+    """Logs a short line per row."""
 
     NAMES = ("loss", "eval/loss", "reward/mean", "eval/accuracy", "staleness/max", "tokens_per_second")
 
@@ -158,9 +157,9 @@ class Console:
 
 
 class RowReader:
-    """Reads a `metrics.jsonl` that grows: `rows` are all whole rows up to the last `read`.
+    """Reads a growing `metrics.jsonl`: `rows` are all complete rows up to the last `read`.
 
-    When a later attempt has rolled rows back, it begins anew with what is there.
+    When a later attempt has rolled rows back, the reader starts again with the new file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -168,12 +167,12 @@ class RowReader:
         self.rows: list[MetricRecord] = []
 
     def read(self) -> list[MetricRecord]:
-        """The whole rows that are new since the last call, all when they begin anew; none when there is no file."""
+        """The complete rows since the last call, all rows after a restart; empty when there is no file."""
         try:
             with self._path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._file or found.st_size < self._position:
-                    self._file, self._position, self.rows = found.st_ino, 0, []
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._file or status.st_size < self._position:
+                    self._file, self._position, self.rows = status.st_ino, 0, []
                 file.seek(self._position)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
@@ -185,12 +184,12 @@ class RowReader:
 
 
 def read_rows(path: Path) -> list[MetricRecord]:
-    """All whole rows of a `metrics.jsonl`, in order; empty when there is none. Safe while it is being written."""
+    """All complete rows of a `metrics.jsonl`, in order; empty without a file. Safe while it is being written."""
     return RowReader(path).read()
 
 
 def series(rows: Iterable[MetricRecord], name: str, job: str = "rl") -> list[tuple[int, float]]:
-    """The (step, value) pairs of one number of a job, where it has a value."""
+    """The (step, value) pairs of one metric of a job, where it has a value."""
     return [(row["step"], row[name]) for row in rows if row["job"] == job and row.get(name) is not None]
 
 

@@ -1,37 +1,37 @@
 """Every file name of a run, in one place.
 
 Owns the layout of a run directory. Promises that no other module spells the name of a file or folder that is listed
-here. What lies inside a folder that one module owns (cards and claims, a checkpoint, streams, Redis's data, submitit's
-jobs) is named by that module. Pure: makes no directory and reads no file.
+here. A folder with a single owner (cards and claims, a checkpoint, streams, Redis's data, submitit's jobs) has names
+that its owner's module defines. Pure: creates no directory and reads no file.
 
     <output>/<name>/                      the run directory
-      run.json                            run_id, config digest, when and from which revision it was created
+      run.json                            run_id, config digest, time and git revision of its creation
       config.json                         the resolved config, frozen
       job.json                            the job that was submitted for it last
       code/                               snapshot of the packages that every attempt runs
-      submitit/                           submitit's own job folder
+      submitit/                           submitit's job folder
       rendezvous/<run_id>/<attempt>/      cards, claims and the world of one attempt
       attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/,
                                           first_failure.json, outcome.json, committed, exhausted of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
-      api/                                of a run that serves: address, key, store and weights of its clients
-      jobs/                               the trainer's jobs: sft.json, rl.json; of a run that does the jobs of files,
-                                          state-<digest>.json for each optimizer_state with a checkpoint of its own
+      api/                                in a run that serves: address, key, store and weights of its clients
+      jobs/                               the trainer's jobs: sft.json, rl.json; in a run that executes job files,
+                                          state-<digest>.json for each optimizer_state with a separate checkpoint
       checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMMIT is written last
-      model/                              the exported model at the end; .model.part-<attempt>/ until it is whole
-      exports/<job>-<step>/               a commit as a model, made to be evaluated
-      best/                               of SFT, the model of the lowest held-out loss so far, in the same way
-      tracking/                           wandb's own files
-      aside/<number>/                     what was there when the run was started over (resume=scratch), or rows that
-                                          only a damaged checkpoint covered
-      live.lock  job.lock                 held by its launcher, and by its job for as long as that runs
-      rollouts/train/  rollouts/eval/     samples that are kept to be read
+      model/                              the exported model at the end; .model.part-<attempt>/ until it is complete
+      exports/<job>-<step>/               a checkpoint exported as a model, for an evaluation
+      best/                               in SFT, the model with the lowest held-out loss so far, in the same way
+      tracking/                           wandb's files
+      aside/<number>/                     the previous contents after resume=scratch, or rows that only a damaged
+                                          checkpoint covered
+      live.lock  job.lock                 held by its launcher, and by its job while the job runs
+      rollouts/train/  rollouts/eval/     samples that are saved for inspection
       metrics.jsonl  ledger.jsonl  report.html  finished.json
-      evaluation.json  benchmark/         of a run that evaluates alone: what it found, and what its command wrote
+      evaluation.json  benchmark/         in a run that only evaluates: its results, and the files of its command
 
     <output>/<name>/                      a sweep's directory
-      sweep.json                          its points, and what was submitted for each
+      sweep.json                          its points, and the submissions of each
       sweep.lock                          held by the launcher that submits them
       <number>-<overrides>/               the run directory of a point
 """
@@ -44,20 +44,20 @@ CONFIG, WORLD = "config.json", "world.json"
 RENDEZVOUS = "rendezvous"
 EVENTS, DOWN, FIRST_FAILURE = "events", "down", "first_failure.json"
 COMMITTED, EXHAUSTED = "committed", "exhausted"
-"""Names below an attempt's own directory for those who see it as a `pipeline.utils.shared_dir.SharedDir`."""
+"""Names below an attempt's directory, for code that accesses it as a `pipeline.utils.shared_dir.SharedDir`."""
 
 
 _TIMELINE, _LINES = "rank-", ".jsonl"
 
 
 def rank_of_timeline(name: str) -> int | None:
-    """The rank whose timeline has this name; None if it is no timeline's."""
+    """The rank whose timeline has this name; None if the name is no timeline's."""
     number = name.removeprefix(_TIMELINE).removesuffix(_LINES)
     return int(number) if name == f"{_TIMELINE}{number}{_LINES}" and number.isdecimal() else None
 
 
 def down_mark(name: str) -> str:
-    """The mark of a role (`trainer.0`) or an agent (`agent.3`) that is down, below the attempt's directory."""
+    """The mark of a role (`trainer.0`) or an agent (`agent.3`) that has stopped, below the attempt's directory."""
     return f"{DOWN}/{name}"
 
 
@@ -93,12 +93,12 @@ class AttemptPaths:
 
     @property
     def events(self) -> Path:
-        """One file an event, each written once: see `pipeline.run.events`."""
+        """One file per event, each written once: see `pipeline.run.events`."""
         return self.root / EVENTS
 
     @property
     def statuses(self) -> Path:
-        """A folder with one file a role: its latest state."""
+        """A folder with one file per role: its latest state."""
         return self.root / "status"
 
     def status(self, name: str) -> Path:
@@ -115,11 +115,11 @@ class AttemptPaths:
 
     @property
     def marks(self) -> Path:
-        """A folder with one file for each role and agent that is down."""
+        """A folder with one file per stopped role and agent."""
         return self.root / DOWN
 
     def down(self, placement: str) -> Path:
-        """Marks that a role or an agent is down, so that those it depended on may follow."""
+        """The mark that a role or an agent has stopped, so that the roles it depended on may stop next."""
         return self.root / down_mark(placement)
 
     @property
@@ -128,29 +128,29 @@ class AttemptPaths:
 
     @property
     def outcome(self) -> Path:
-        """What became of the job after this attempt (`pipeline.run.run_documents.Outcome`)."""
+        """The decision about the job after this attempt (`pipeline.run.run_documents.Outcome`)."""
         return self.root / "outcome.json"
 
     @property
     def checkpointed(self) -> Path:
-        """A mark: this attempt has committed, wherever the run, or the job of `training.jobs`, keeps that."""
+        """A mark: this attempt has saved a checkpoint, of the run or of a job file."""
         return self.root / COMMITTED
 
     @property
     def exhausted(self) -> Path:
-        """A mark: of `training.jobs` only such are left as failed, or wait for one that did."""
+        """A mark: all remaining job files of `training.jobs` have failed, or wait for a failed one."""
         return self.root / EXHAUSTED
 
     @property
     def alive(self) -> Path:
-        """A folder with one file per rank, touched as long as its agent lives."""
+        """A folder with one file per rank, touched while its agent runs."""
         return self.root / "alive"
 
     def sign_of_life(self, rank: int) -> Path:
         return self.alive / str(rank)
 
     def adapters(self, placement: str) -> Path:
-        """A server's own folder for the adapter that it serves."""
+        """The folder of a server for the adapter that it serves."""
         return self.root / "adapters" / placement
 
     @property
@@ -159,7 +159,7 @@ class AttemptPaths:
 
     @property
     def shared(self) -> tuple[Path, ...]:
-        """The folders in which ranks look for what others write."""
+        """The folders in which ranks poll for files of other ranks."""
         return self.rendezvous, self.events, self.marks, self.statuses, self.alive, self.timeline, self.logs
 
 
@@ -203,12 +203,12 @@ class RunPaths:
 
     @property
     def rendezvous(self) -> Path:
-        """A folder with one folder of all attempts, named by the run_id."""
+        """The folder of all attempts' rendezvous, with one folder per run_id."""
         return self.root / RENDEZVOUS
 
     @property
     def aside(self) -> Path:
-        """What was there when the run was started over, or went back past a damaged checkpoint: a numbered folder each
+        """Previous contents after a restart from scratch, or rows past a damaged checkpoint: a numbered folder each
         time."""
         return self.root / "aside"
 
@@ -235,11 +235,11 @@ class RunPaths:
         return self.root / "jobs"
 
     def training_job(self, name: str) -> Path:
-        """The file of one of them: `sft` or `rl`."""
+        """The file of one of the trainer's jobs: `sft` or `rl`."""
         return self.jobs / f"{name}.json"
 
     def job_state(self, digest: str) -> Path:
-        """The record of an `optimizer_state` that a job of a file has a checkpoint in."""
+        """The record of an `optimizer_state` that holds a job file's checkpoint."""
         return self.jobs / f"state-{digest}.json"
 
     @property
@@ -248,27 +248,27 @@ class RunPaths:
 
     @property
     def best(self) -> Path:
-        """The model of SFT's lowest held-out loss."""
+        """The model with SFT's lowest held-out loss."""
         return self.root / "best"
 
     @property
     def exports(self) -> Path:
-        """The folder of commits that were written as models."""
+        """The folder of checkpoints that were exported as models."""
         return self.root / "exports"
 
     @property
     def evaluation(self) -> Path:
-        """What a run that evaluates alone found."""
+        """The results of a run that only evaluates."""
         return self.root / "evaluation.json"
 
     @property
     def benchmark(self) -> Path:
-        """Where the command of such a run works."""
+        """The working folder of `evaluation.command`."""
         return self.root / "benchmark"
 
     @property
     def rollouts(self) -> Path:
-        """The folder of the samples that are kept to be read (`pipeline.rollout.sample_store`)."""
+        """The folder of samples that are saved for inspection (`pipeline.rollout.sample_store`)."""
         return self.root / "rollouts"
 
     @property
@@ -281,7 +281,7 @@ class RunPaths:
 
     @property
     def tracking(self) -> Path:
-        """wandb's own files."""
+        """wandb's files."""
         return self.root / "tracking"
 
     @property

@@ -1,6 +1,6 @@
-"""The documents at the root of a run directory and of its attempts: who the run is, its job, its end.
+"""The documents at the root of a run directory and of its attempts: identity, submitted job, end.
 
-Owns their form. `pipeline.utils.shared_files` reads and writes them, `pipeline.run.paths` knows where they lie.
+Owns their format. `pipeline.utils.shared_files` reads and writes them; `pipeline.run.paths` has their paths.
 """
 
 from typing import Literal
@@ -9,13 +9,13 @@ import msgspec
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """`run.json`: who a run is, from its first submission on.
+    """`run.json`: the identity of a run, since its first submission.
 
     Attributes:
-        run_id: unique for ever; scopes rendezvous directories, tracking and streams.
+        run_id: globally unique; scopes rendezvous directories, tracking and streams.
         created: seconds since the epoch.
-        revision: git revision of the checkout it was submitted from, `-dirty` if edited, empty outside of git.
-        code: digest of its copy of the code (`slurm.registry.code_snapshot`); empty if the run is older than digests.
+        revision: git revision of the checkout at submission, `-dirty` if edited, empty outside of git.
+        code: digest of its copy of the code (`slurm.registry.code_snapshot`); empty for runs older than digests.
     """
 
     run_id: str
@@ -25,12 +25,12 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobStateRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`jobs/state-<digest>.json`: an `optimizer_state` in which jobs of files have checkpoints.
+    """`jobs/state-<digest>.json`: an `optimizer_state` in which job files have checkpoints.
 
     Attributes:
         root: its folder or URL.
-        job: tells the job that saved the newest checkpoint from any other.
-        done: steps of that job which the checkpoint covers.
+        job: identifies the job that saved the newest checkpoint.
+        done: steps of that job that the checkpoint covers.
     """
 
     root: str
@@ -39,7 +39,7 @@ class JobStateRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """`finished.json`: written once, when training reached its last step and every role came down."""
+    """`finished.json`: written once, when training has reached its last step and every role has stopped."""
 
     time: float
     steps: int
@@ -47,7 +47,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """`job.json`: the job that was submitted for a run last. `job` is its id as the scheduler knows it."""
+    """`job.json`: the last job submitted for a run. `job` is its id in the scheduler."""
 
     kind: Literal["local", "slurm"]
     job: str
@@ -57,14 +57,14 @@ class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """`outcome.json`: what becomes of the job after an attempt, as the one owner of the requeue decided.
+    """`outcome.json`: the decision about the job after an attempt, by the one owner of the requeue.
 
     Attributes:
-        decision: `finished`: there is nothing left to do. `requeued`: the scheduler was asked to run the job again.
-            `left`: the scheduler itself is ending or requeueing the job. `stopped`: the job ends here.
+        decision: `finished`: nothing is left to do. `requeued`: the scheduler was asked to run the job again. `left`:
+            the scheduler itself is ending or requeueing the job. `stopped`: the job ends here.
         reason: one line.
         time: seconds since the epoch.
-        failures: attempts in a row, up to this one, that failed, or ran out of time, without a new commit.
+        failures: consecutive attempts, up to this one, that failed or timed out without a new checkpoint.
     """
 
     decision: Literal["finished", "requeued", "left", "stopped"]
