@@ -156,6 +156,10 @@ def test_log_probabilities_of_prompts_and_the_likeliest_tokens(client: tinker.Se
     found = sampler.compute_logprobs(prompt_of()).result()
     assert found[0] is None
     np.testing.assert_allclose(found[1:], own[1:], atol=CLOSE)  # type: ignore[arg-type]
+    prompts = [PROMPT * times for times in range(1, 7)]
+    at_once = [sampler.compute_logprobs(prompt_of(prompt)) for prompt in prompts]
+    for prompt, future in zip(prompts, at_once, strict=True):
+        np.testing.assert_allclose(future.result()[1:], of_own(base, prompt[:1], prompt[1:]), atol=CLOSE)  # type: ignore[arg-type]
     some = sampler.compute_logprobs(prompt_of(), prompt_logprobs_last_n=2).result()
     assert some[:-2] == [None] * 3
     np.testing.assert_allclose(some[-2:], own[-2:], atol=CLOSE)  # type: ignore[arg-type]

@@ -51,6 +51,7 @@ class Recipe:
         data: the data set of the hub that local rows replace; empty: it makes its own.
         shows: the metric of which the table has the first and the last value.
         rank: whether it has an option for the adapter's rank.
+        question: what it reads, if it trains nothing: its answer is a JSON object of probabilities.
         refusal: words of the server's refusal; empty: it runs to its end.
     """
 
@@ -60,12 +61,14 @@ class Recipe:
     shows: str = ""
     rank: bool = True
     refusal: str = ""
+    question: str = ""
 
 
 _APART = "optim/kl_sample_train_v1"
 """The mean difference of the sampler's log-probabilities and the trainer's, which recipes of RL report (nats)."""
 _SIZES = {"batch_size", "group_size", "groups_per_batch", "max_steps", "max_tokens", "max_length"}
-_SIZES |= {"eval_every", "save_every", "num_train_datapoints", "num_test_datapoints"}
+_SIZES |= {"eval_every", "save_every", "num_train_datapoints", "num_test_datapoints", "train_group_size"}
+_SIZES |= {"deepmath_groups_per_batch", "tulu3_groups_per_batch", "topk"}
 _SIZES |= {"task.num_pages_min", "task.num_pages_max", "task.page_chars"}
 _UNSAVED: Mapping[str, object] = {"eval_every": 0, "save_every": 0}
 _TWO: Mapping[str, object] = {"max_steps": 2, **_UNSAVED}
@@ -80,6 +83,8 @@ RECIPES: Mapping[str, Recipe] = {
     "sl_loop": Recipe("sl_loop", _SFT, "no_robots", _NLL),
     "rl_loop": Recipe("rl_loop", {**_SMALL, "max_tokens": 16, "loss_fn": "gspo"}, "gsm8k", "reward/total"),
     "rl_loop, its own loss": Recipe("rl_loop", {**_SMALL, "max_tokens": 16}, "gsm8k", refusal=_REFUSAL),
+    "sl_basic": Recipe("sl_basic", {"max_steps": 2, "eval_every": 0}, "no_robots", _NLL),
+    "rl_basic": Recipe("rl_basic", {**_TWO, "max_tokens": 16, "max_steps": 1}, "gsm8k", _REWARD),
     "chat_sl": Recipe("chat_sl.train", _SFT, "no_robots", _NLL),
     "prompt_distillation": Recipe(
         "prompt_distillation.train",
@@ -97,6 +102,27 @@ RECIPES: Mapping[str, Recipe] = {
         "DeepMath-103K",
         "teacher_kl",
     ),
+    "on-policy distillation, two teachers": Recipe(
+        "distillation.on_policy_multi_teacher",
+        {"deepmath_teacher_model": MODEL, "tulu3_teacher_model": MODEL}
+        | {"deepmath_groups_per_batch": 2, "tulu3_groups_per_batch": 2, "group_size": 2, "max_tokens": 16, **_TWO},
+        "DeepMath-103K, tulu-3-sft-mixture",
+        "teacher_kl",
+    ),
+    "sdft": Recipe(
+        "sdft.train",
+        {"groups_per_batch": 2, "max_tokens": 16, "topk": 4, **_TWO},
+        "SciKnowEval",
+        "sdft/mean_teacher_entropy",
+    ),
+    "rubric": Recipe(
+        "rubric.train",
+        {"loss_fn": "importance_sampling", "grader_llm_name": MODEL, "train_jsonl_path": "rubric.jsonl"}
+        | {"test_jsonl_path": "rubric.jsonl", "train_group_size": 2, "groups_per_batch": 2, "max_tokens": 16, **_TWO},
+        "in the form of `generate_data`",
+        _REWARD,
+    ),
+    "decisions (demo)": Recipe("decisions.demo", rank=False, question="How do I pick a learning rate?"),
     "math_rl, arithmetic": Recipe("math_rl.train", {"loss_fn": "importance_sampling", **_ARITHMETIC}, "", _REWARD),
     "math_rl, asynchronous": Recipe(
         "math_rl.train", {"loss_fn": "cispo", "max_steps_off_policy": 1, **_ARITHMETIC}, "", _REWARD
@@ -126,7 +152,7 @@ def write_room(room: Path) -> None:
     turns = [{"role": "user", "content": "Say a word."}, {"role": "assistant", "content": "Word."}]
     talk, grade = {"prompt": "p", "messages": turns}, {"question": "What is 2 + 3?", "answer": "2 + 3 = 5\n#### 5"}
     for split in ("train", "test"):
-        _rows(room / "HuggingFaceH4" / "no_robots" / f"{split}.jsonl", talk)
+        _rows(room / "HuggingFaceH4" / "no_robots" / f"{split}.jsonl", talk, 256)
         _rows(room / "zwhe99" / "DeepMath-103K" / f"{split}.jsonl", grade)
         pair = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello.", "rejected": "\n\nHuman: Hi\n\nAssistant: Go."}
         _rows(room / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", pair)
@@ -135,9 +161,18 @@ def write_room(room: Path) -> None:
         ("Salesforce/wikitext", "wikitext-103-raw-v1", {"text": " After the war many stayed until later ."}),
     ):
         _rows(room / name / "train.jsonl", row, 512)
-        head = f"---\nconfigs:\n- config_name: {config}\n  data_files: train.jsonl\n---\n"
+        splits = "".join(f"  - split: {split}\n    path: train.jsonl\n" for split in ("train", "test"))
+        head = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{splits}---\n"
         (room / name / "README.md").write_text(head)
     _rows(room / "distillation.jsonl", {"messages": turns})
+    _rows(room / "allenai" / "tulu-3-sft-mixture" / "train.jsonl", {"messages": turns})
+    choices = {"label": ["A", "B"], "text": ["hot", "cold"]}
+    exam = {"domain": "Chemistry", "details": {"level": "L3"}, "type": "mcq-4-choices", "choices": choices}
+    exam |= {"question": "How is ice?", "answerKey": "B"}
+    _rows(room / "hicai-zju" / "SciKnowEval" / "test.jsonl", exam)
+    rubric = {"rubric_str": "Does it say a word?", "extraction_regex": "<score>(.*?)</score>"}
+    rubric |= {"grader_output_format_instruction": "Write <score>1</score> or <score>0</score>."}
+    _rows(room / "rubric.jsonl", {"convo": turns[:1], "rubric_items": [rubric]})
 
 
 def _rows(file: Path, row: Mapping[str, Any], count: int = 64) -> None:
@@ -205,7 +240,8 @@ def serving(room: Path) -> Iterator[dict[str, str]]:
 
 def command_of(recipe: Recipe, python: str, log: Path) -> list[str]:
     """The recipe's command, as it is typed in the room."""
-    given: dict[str, object] = {"model_name": MODEL, "log_path": log}
+    given: dict[str, object] = {"model_name": MODEL}
+    given |= {} if recipe.question else {"log_path": log}
     given |= {"lora_rank": 8} if recipe.rank else {}
     options = [f"{key}={value}" for key, value in {**given, **recipe.given}.items()]
     return [python, "-m", f"tinker_cookbook.recipes.{recipe.module}", *options]
@@ -217,14 +253,21 @@ def run_recipe(recipe: Recipe, python: str, room: Path, client: Mapping[str, str
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {**client, "HF_HUB_OFFLINE": "1", "HF_HOME": str(room / "hf"), "HF_DATASETS_CACHE": str(room / "hf")}
     command = command_of(recipe, python, log)
-    done = subprocess.run(command, cwd=room, env=env, capture_output=True, text=True, timeout=RECIPE_SECONDS)
+    done = subprocess.run(
+        command, cwd=room, env=env, input=recipe.question, capture_output=True, text=True, timeout=RECIPE_SECONDS
+    )
     if done.returncode:
         raise RuntimeError((done.stdout + done.stderr)[-4000:])
+    if recipe.question:
+        answer: dict[str, float] = json.loads(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])
+        return [answer]
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
 def result_of(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
     """The result of a run, for the table."""
+    if recipe.question:
+        return f"{len(rows[0])} probabilities, the sum is {sum(rows[0].values()):.3f}"
     steps = [row for row in rows if "progress" in row or any(name.startswith("progress/") for name in row)]
     words = f"{len(steps)} steps"
     values = [row[recipe.shows] for row in rows if recipe.shows in row]
@@ -248,10 +291,15 @@ def refusal_of(recipe: Recipe, python: str, room: Path, client: Mapping[str, str
 def row_of(name: str, recipe: Recipe, result: str) -> str:
     """A row of the table. The command has no folder of the log, and Python's name in place of its path."""
     command = " ".join(each for each in command_of(recipe, "python", Path()) if not each.startswith("log_path="))
-    changed = ["sizes"] if recipe.given.keys() & _SIZES else []
-    changed += [f"`{key}`" for key in recipe.given if key not in _SIZES]
+    named = [key for key in recipe.given if not _is_size(key)]
+    changed = ["sizes"] if len(named) < len(recipe.given) else []
+    changed += [f"`{key}`" for key in named]
     changed += [f"data: {recipe.data}"] if recipe.data else []
     return f"| {name} | `{command}` | {result} | {', '.join(['model', *changed])} |"
+
+
+def _is_size(key: str) -> bool:
+    return key in _SIZES or key.rpartition(".")[2] in _SIZES
 
 
 def write_page(page: Path, results: Path) -> None:
