@@ -202,7 +202,7 @@ def test_a_route_that_is_not_known_makes_its_answers_itself(answers: Any, caplog
     router = SimpleNamespace(JSONResponse=dict)
     compact_logprobs.add_compact_responses(answers, router)
     assert router.JSONResponse is dict
-    assert "answers are made vLLM's own way" in caplog.text
+    assert "responses are built by vLLM" in caplog.text
 
 
 def test_what_was_sampled_lists_no_alternatives_and_is_whole_when_it_is_copied() -> None:

@@ -2,10 +2,10 @@
 
 | module | owns |
 |---|---|
-| `plugin`, `vllm_compat` | what vLLM loads first; what older releases lack |
+| `plugin`, `vllm_compat` | the plugin, which vLLM loads first; differences between releases |
 | `worker_extension` | methods that the trainer calls in a server's worker processes |
 | `transfer_engine`, `gloo_engine`, `nccl_engine` | an update of the weights inside a server; over TCP; on GPUs |
-| `copy_plan` | checkpoint tensors to parameters |
+| `copy_plan` | copies from checkpoint tensors to a model's parameters |
 | `adapter_loading`, `base_requests` | LoRA adapters; requests without an adapter next to others, on CPUs |
 | `expert_packing` | experts of a mixture, packed again at each update |
 | `kv_cache_size` | the size of the KV cache on a shared GPU |

@@ -1,20 +1,19 @@
-"""The policy as an adapter (LoRA) inside one process of a vLLM server, in place of a whole model.
+"""The policy as an adapter (LoRA) inside one process of a vLLM server.
 
-Owns the adapter that the trainer sent last, and how vLLM finds it. Promises that an adapter with layers that the model
-does not have is refused before anything changes; that the adapter changes between two steps of the engine, for requests
-in flight as for all others, without a pause; and that vLLM never reads it from a file. Must not know how the tensors
-came.
+Owns the newest adapter from the trainer, and its installation in vLLM. An adapter with layers that the model lacks is
+refused before anything changes. The adapter changes between two steps of the engine, for all requests including those
+in flight, without a pause. vLLM never reads it from a file.
 
     slot = AdapterSlot(model, base, settings, names)   # when the server meets the trainer
-    adapter = slot.prepare(tensors)                    # in the thread that received them; the engine generates
+    adapter = slot.prepare(tensors)                    # in the receiving thread, while the engine generates
     slot.install(adapter)                              # between two steps
 
-vLLM's API process finds the name `policy` in the server's own folder, where its settings lie without tensors. Where
-vLLM's manager of adapters then loads that folder, it gets what was installed. Every process of a tensor-parallel server
-receives the whole adapter, and vLLM cuts its part out of it.
+vLLM's API process resolves the name `policy` to a folder of the server that has the adapter's settings but no tensors.
+When vLLM's adapter manager loads this folder, it gets the installed adapter. Every process of a tensor-parallel server
+receives the whole adapter, and vLLM slices it.
 
-vLLM's own route, `/v1/load_lora_adapter`, is of no use here: with a new path the requests in flight go on with the old
-adapter, and with `load_inplace` the server loads the adapter again before each of their tokens.
+vLLM's route `/v1/load_lora_adapter` is unsuitable: with a new path, requests in flight continue with the old adapter;
+with `load_inplace`, the server loads the adapter again before each of their tokens.
 """
 
 import json
@@ -36,22 +35,22 @@ from pipeline.inference.vllm.vllm_compat import adapter_renames
 from pipeline.utils import shared_files
 
 _ANY_ID = 1
-"""Of an adapter that is not installed yet: vLLM chooses the number of each copy that it loads."""
+"""The id of an adapter before its installation. vLLM chooses another id for each copy that it loads."""
 _installed: dict[str, Any] = {}
-"""The adapter of this process, by the folder that requests name."""
+"""The installed adapter of this process, by its folder."""
 
 
 class AdapterSlot:
-    """The adapter that this process of a server has."""
+    """The adapter of this process of a server."""
 
     def __init__(self, model: Any, base: str, settings: Mapping[str, Any], names: Iterable[str]) -> None:
-        """Make ready for adapters of these settings and tensors; `WeightSyncError` when the server takes none such.
+        """Prepare for adapters with these settings and tensors. `WeightSyncError` if the server cannot load them.
 
         Args:
-            model: vLLM's; it has a `lora_manager` if the server was started with `--enable-lora`.
-            base: the name that vLLM has for the model.
+            model: vLLM's model; it has a `lora_manager` if the server was started with `--enable-lora`.
+            base: vLLM's name of the model.
             settings: `r`, `lora_alpha` and `target_modules`, as in peft's `adapter_config.json`.
-            names: of the tensors, as in a peft checkpoint.
+            names: names of the tensors, as in a peft checkpoint.
         """
         folder = envs.VLLM_LORA_RESOLVER_CACHE_DIR
         if not folder or not hasattr(model, "lora_manager"):
@@ -69,10 +68,10 @@ class AdapterSlot:
         _load_installed_adapter()
 
     def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Any:
-        """vLLM's form of an adapter, in memory of the host; a copy of the tensors."""
+        """vLLM's representation of an adapter in host memory, with copies of the tensors."""
         return LoRAModel.from_lora_tensors(
             lora_model_id=_ANY_ID,
-            tensors={name: tensor.clone() for name, tensor in tensors},  # vLLM scales B where it lies
+            tensors={name: tensor.clone() for name, tensor in tensors},  # vLLM scales B in place
             peft_helper=self._helper,
             device="cpu",
             dtype=self._manager.lora_config.lora_dtype,
@@ -82,10 +81,10 @@ class AdapterSlot:
         )
 
     def install(self, adapter: Any) -> None:
-        """Have the engine's next step, and all after it, compute with this adapter; called between two steps.
+        """Install the adapter for the engine's next step and all later ones. Call this between two steps.
 
-        vLLM forgets its copies here, and once more at the end of an update in releases that take a base for changed
-        then. The next step with a request loads the adapter again, from memory.
+        vLLM drops its copies here. Releases that treat the base model as changed drop them again at the end of an
+        update. The next step with a request loads the adapter again, from memory.
         """
         settings = self._folder / "adapter_config.json"
         if not settings.exists():
@@ -97,17 +96,19 @@ class AdapterSlot:
         self._manager.remove_all_adapters()
 
     def _check_layers(self, names: Iterable[str]) -> None:
-        """vLLM leaves out, without a word, what it finds no layer for."""
+        """Raise `WeightSyncError` for tensors of unknown layers, which vLLM would ignore silently."""
         packed = self._manager.packed_modules.values()
         known = {*self._manager.modules, *(part for parts in packed for part in parts)}
-        strange = sorted({parse_fine_tuned_lora_name(name, self._renames)[0] for name in names} - known)
-        if strange:
-            raise WeightSyncError(f"the server's model has no adapter at {len(strange)} layers, such as {strange[0]}")
+        unknown = sorted({parse_fine_tuned_lora_name(name, self._renames)[0] for name in names} - known)
+        if unknown:
+            raise WeightSyncError(f"the server's model has no adapter at {len(unknown)} layers, such as {unknown[0]}")
 
 
 def _load_installed_adapter() -> None:
-    """Have vLLM's manager of adapters take what is installed for a folder, where it would read files; a second call
-    changes nothing."""
+    """Patch vLLM's adapter manager to load the installed adapter of a folder instead of its files.
+
+    A second call changes nothing.
+    """
     stock = WorkerLoRAManager._load_adapter
     if stock.__module__ == __name__:
         return

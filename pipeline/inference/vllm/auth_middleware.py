@@ -1,11 +1,9 @@
-"""Keeps strangers out of a server, and its clients to what the run needs.
+"""Authentication of a server's requests, and the restriction to the routes that a run uses.
 
-It also notes which whole model's weights the server has, and refuses requests that are for others
-(`pipeline.utils.weights_route`).
-
-vLLM asks for an API key on the routes of its public API only, not on those that pause a server or change its weights.
-This middleware asks everywhere except where nothing can be changed, closes every route that the run does not use, and
-proves to clients that the server knows the key before they send it (`pipeline.utils.authenticated_http`).
+vLLM requires an API key only on the routes of its public API, not on those that pause a server or change its weights.
+This middleware requires it on every route that can change anything, closes all unused routes, and proves to clients
+that the server knows the key before they send it (`pipeline.utils.authenticated_http`). It also records which whole
+model's weights the server has, and refuses requests for other weights (`pipeline.utils.weights_route`).
 """
 
 import hmac
@@ -18,7 +16,7 @@ from pipeline.utils.weights_route import HEADER, LOAD
 
 OPEN = ("/health", "/metrics", "/ping", "/version")
 PUBLIC = "/v1/"
-"""Routes of OpenAI's API, for the command of an evaluation."""
+"""Routes of OpenAI's API, for evaluation commands."""
 API_PATHS = frozenset(
     {
         *("/inference/v1/generate", "/inference/v1/abort_requests", "/tokenize", "/detokenize"),
@@ -26,25 +24,23 @@ API_PATHS = frozenset(
         *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
     }
 )
-"""The other routes that a run asks. vLLM's development mode, which those of weights belong to, opens many more."""
+"""The other routes that a run uses. Those of weight sync need vLLM's development mode, which opens many more."""
 RPC, METHODS = "/collective_rpc", frozenset({"served_weights", "leave_weights"})
-"""What may be called there, without arguments (`pipeline.inference.vllm.worker_extension`). vLLM itself would call any
-method of its
-workers, such as one that writes files."""
+"""The permitted methods of `/collective_rpc`, without arguments (`pipeline.inference.vllm.worker_extension`). vLLM
+would call any method of its workers, including one that writes files."""
 _RPC_BYTES = 1 << 12
 _SAMPLING = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions")
 
 
 class AuthMiddleware:
-    """An ASGI middleware: 401 without `Authorization: Bearer <key>`, except on the `OPEN` routes; 403 for what the run
-    does not use."""
+    """An ASGI middleware: status 401 without `Authorization: Bearer <key>`, except on `OPEN`; 403 for unused routes."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self._key = server_password()
         self._expected = f"Bearer {self._key}".encode()
         self._weights: str | None = None
-        """The folder of the weights that were loaded last; None for those of the start, and while others come."""
+        """The folder of the last loaded weights; None for the initial weights, and during a load."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -59,24 +55,25 @@ class AuthMiddleware:
             await (self._call if scope["path"] == RPC else self._app)(scope, receive, send)
 
     async def _prove(self, scope: Any, send: Any) -> None:
-        """Answer a client that asks whether this server knows the key."""
+        """Respond to a client's challenge with the proof that this server knows the key."""
         host, port = scope["server"]
         body = proof_answer(self._key, host, port, scope["query_string"])
         await _answer(send, 200 if body else 400, body or b"")
 
     def _refusal(self, scope: Any) -> tuple[int, str] | None:
-        """Status and reason for a request that goes no further."""
+        """Status and reason of a refused request; None for a permitted one."""
         if not self._admits(scope):
-            return 401, "this server asks for the run's password"
+            return 401, "this server requires the run's password"
         if not _is_api_path(scope["path"]):
             return 403, f"no run uses {scope['path']}, so it is closed here"
-        wanted = dict(scope["headers"]).get(HEADER.lower().encode())
-        if wanted is not None and scope["path"] in _SAMPLING and wanted.decode(errors="replace") != self._weights:
-            return 404, f"the weights here are not those of {wanted.decode(errors='replace')}"
+        header = dict(scope["headers"]).get(HEADER.lower().encode())
+        folder = None if header is None else header.decode(errors="replace")
+        if folder is not None and scope["path"] in _SAMPLING and folder != self._weights:
+            return 404, f"the weights here are not those of {folder}"
         return None
 
     async def _call(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on a call of one of `METHODS`, written anew so that vLLM reads what was checked."""
+        """Forward a call of one of `METHODS`, encoded again so that vLLM parses exactly the checked content."""
         method = await _only_text(receive, "method")
         if method not in METHODS:
             await _refuse(send, 403, f"{RPC} takes a method of {sorted(METHODS)} without arguments")
@@ -84,24 +81,24 @@ class AuthMiddleware:
         await self._app(scope, _once({"method": method}, receive), send)
 
     async def _load(self, scope: Any, receive: Any, send: Any) -> None:
-        """Have vLLM load the weights of a folder. If it fails, the server has no known weights."""
+        """Call vLLM's reload of the weights in a folder. After a failure, the server's weights are unknown."""
         folder = await _only_text(receive, "folder")
         if not folder:
             await _refuse(send, 400, f"{LOAD} takes a folder")
             return
         self._weights = None
 
-        async def noting(message: Any) -> None:
+        async def record_success(message: Any) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
                 self._weights = folder
             await send(message)
 
         call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        await self._app(scope | {"path": RPC, "raw_path": RPC.encode()}, _once(call, receive), noting)
+        await self._app(scope | {"path": RPC, "raw_path": RPC.encode()}, _once(call, receive), record_success)
 
     def _admits(self, scope: Any) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return scope["path"] in OPEN or hmac.compare_digest(given, self._expected)
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        return scope["path"] in OPEN or hmac.compare_digest(authorization, self._expected)
 
 
 def _is_api_path(path: str) -> bool:
@@ -109,33 +106,33 @@ def _is_api_path(path: str) -> bool:
 
 
 def _once(body: Any, receive: Any) -> Any:
-    """Receives a body that is written here, as vLLM reads it, and then what comes."""
-    left = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    """An ASGI `receive` that yields this body as JSON first, and then the client's messages."""
+    pending = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
-    async def written() -> Any:
-        return left.pop() if left else await receive()
+    async def receive_body() -> Any:
+        return pending.pop() if pending else await receive()
 
-    return written
+    return receive_body
 
 
 async def _only_text(receive: Any, name: str) -> str:
-    """The text that a body has under this name, and nothing else; empty for any other body."""
+    """The value of a JSON body that is an object with this one key and a text; empty for any other body."""
     body, more = b"", True
     while more and len(body) <= _RPC_BYTES:
         part = await receive()
         body += part.get("body", b"")
         more = part.get("more_body", False)
     try:
-        asked = json.loads(body) if len(body) <= _RPC_BYTES else None
+        content = json.loads(body) if len(body) <= _RPC_BYTES else None
     except ValueError:
         return ""
-    if not isinstance(asked, dict) or asked.keys() != {name} or not isinstance(asked[name], str):
+    if not isinstance(content, dict) or content.keys() != {name} or not isinstance(content[name], str):
         return ""
-    return str(asked[name])
+    return str(content[name])
 
 
-async def _refuse(send: Any, status: int, why: str) -> None:
-    await _answer(send, status, json.dumps({"error": why}).encode())
+async def _refuse(send: Any, status: int, reason: str) -> None:
+    await _answer(send, status, json.dumps({"error": reason}).encode())
 
 
 async def _answer(send: Any, status: int, body: bytes) -> None:

@@ -1,7 +1,7 @@
-"""Requests without an adapter beside others that have one, in vLLM's processes on CPUs.
+"""A fix for requests without an adapter in a batch with adapters, in vLLM's processes on CPUs.
 
-vLLM marks the tokens of such a request with the index -1. Its kernels for GPUs leave them out; its products for CPUs
-take -1 as an index of Python's, and add the adapter in the last slot to them.
+vLLM marks the tokens of such a request with the index -1. Its GPU kernels skip these tokens. Its CPU products use -1 as
+a Python index, and so apply the adapter in the last slot to them.
 """
 
 from typing import Any
@@ -10,8 +10,10 @@ NO_ADAPTER = -1
 
 
 def skip_tokens_without_adapter() -> None:
-    """Have the product with A give zeros for tokens without an adapter, so that B adds nothing. A second call changes
-    nothing."""
+    """Patch the product with A to give zeros for tokens without an adapter, so that B adds nothing.
+
+    A second call changes nothing.
+    """
     import torch
     from vllm.lora.ops import torch_ops
     from vllm.lora.ops.torch_ops import lora_ops

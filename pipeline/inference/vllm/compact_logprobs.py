@@ -1,10 +1,10 @@
-"""A cheaper way for the log-probabilities of sampled tokens, from vLLM's engine process to its answer.
+"""A compact encoding of the log-probabilities of sampled tokens, from vLLM's engine process to its response.
 
-vLLM slices three arrays for each request and step and encodes each by itself; for a small model that costs the engine
-process as much as all else. Where no request of a step asks for more than its sampled tokens, plain numbers make the
-way instead; on its other side, one dimension tells them from vLLM's own form, which has two. The version of the weights
-follows the ranks, where the engine marks its steps (`token_versions`). Promises the same answers, but for what repeats
-the sampled token. Where vLLM's code is not what this was written for, it says so once and changes nothing.
+vLLM slices three arrays per request and step, and encodes each array separately; with a small model this takes as much
+of the engine's time as everything else. If no request of a step needs more than its sampled tokens, plain numbers are
+sent instead. The receiver distinguishes the encodings by the number of dimensions: one here, two in vLLM's. The policy
+version follows the ranks, if the engine marks its steps (`token_versions`). Responses are the same, except that they do
+not repeat the sampled token. With an unknown release of vLLM, one warning is logged and nothing is changed.
 """
 
 import functools
@@ -24,7 +24,7 @@ from pipeline.inference.vllm.token_versions import accepts_parameters, attach_ve
 
 log = logging.getLogger(__name__)
 SWITCH = "ROLLCALL_FAST_LOGPROBS"
-"""The variable of the server's environment that turns this off when it is 0."""
+"""The environment variable of a server that disables this encoding with the value 0."""
 _LISTS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
 _SERVING = "vllm.entrypoints.scale_out.token_in_token_out.serving"
 _ROUTER = "vllm.entrypoints.scale_out.token_in_token_out.api_router"
@@ -32,7 +32,7 @@ _ENTRIES = ("ChatCompletionLogProb", "ChatCompletionLogProbsContent", "GenerateL
 
 
 def add_compact_logprobs(variables: Mapping[str, str] = os.environ) -> None:
-    """Teach this vLLM process the cheaper way; a second call changes nothing."""
+    """Patch this vLLM process to use the compact encoding. A second call changes nothing."""
     if variables.get(SWITCH) == "0":
         return
     try:
@@ -53,7 +53,7 @@ def add_compact_logprobs(variables: Mapping[str, str] = os.environ) -> None:
     except (ImportError, AttributeError):
         known = False
     if not known:
-        log.warning("this release of vLLM is not known to %s: log-probabilities travel vLLM's own way", __name__)
+        log.warning("this release of vLLM is not known to %s: log-probabilities keep vLLM's encoding", __name__)
         return
     LogprobsLists.slice_request = _slicing(LogprobsLists.slice_request, LogprobsLists)
     MsgpackDecoder._decode_ndarray = _decoding(MsgpackDecoder._decode_ndarray)
@@ -62,8 +62,11 @@ def add_compact_logprobs(variables: Mapping[str, str] = os.environ) -> None:
 
 
 class SampledLogprobs(dict[int, Any]):
-    """What was sampled at one place, where nobody asked for alternatives: an answer that lists these, where vLLM would
-    repeat the sampled token, lists none. Where another request of the step asks for some, it is vLLM's own entry."""
+    """The sampled token of one position, for a request without alternatives.
+
+    `items` is empty, so a response lists no alternatives, where vLLM would repeat the sampled token. If another request
+    of the step needs alternatives, vLLM's own entry is used.
+    """
 
     __slots__ = ()
 
@@ -75,9 +78,10 @@ class SampledLogprobs(dict[int, Any]):
 
 
 def add_compact_responses(serving: Any, router: Any) -> None:
-    """Have the modules of the generate route make its answers in less time: many end in one step, and the requests that
-    follow wait for them. Entries are not validated, and JSON is written by msgspec. Versions that came along are
-    said."""
+    """Patch the generate route to build its responses faster: without validation of entries, and with msgspec for JSON.
+
+    Many requests end in one step, and the next requests wait for their responses. Received policy versions are added.
+    """
     try:
         tokens = serving.ServingTokens
         stock = tokens._create_tokens_logprobs
@@ -86,7 +90,7 @@ def add_compact_responses(serving: Any, router: Any) -> None:
     except (AttributeError, TypeError, ValueError):
         known = False
     if not known:
-        log.warning("this release of vLLM is not known to %s: answers are made vLLM's own way", __name__)
+        log.warning("this release of vLLM is not known to %s: responses are built by vLLM", __name__)
         return
     tokens._create_tokens_logprobs = _serializing(stock)
     for name in _ENTRIES:
@@ -97,7 +101,7 @@ def add_compact_responses(serving: Any, router: Any) -> None:
 
 
 def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
-    """In the engine process: the parts of all requests of a step, of one token each, are made at once."""
+    """A `slice_request` for the engine process that builds the parts of all one-token requests of a step at once."""
     whole: Any = None
     parts: list[Any] = []
 
@@ -114,7 +118,7 @@ def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
 
 
 def _columns(step: Any) -> list[Iterator[tuple[float, ...]]]:
-    """Of each row of a step its token, log-probability and rank, which the version follows."""
+    """For each row of a step: its token, its log-probability, and its rank followed by the policy version."""
     ids, values, ranks = step.logprob_token_ids[:, 0], step.logprobs[:, 0], step.sampled_token_ranks
     version = version_of_step()
     versions = () if version is None else (repeat(version),)
@@ -123,16 +127,17 @@ def _columns(step: Any) -> list[Iterator[tuple[float, ...]]]:
 
 
 def _decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's own form begins with the name of a type."""
+    """A decoder for both encodings of an array."""
 
     def decode(self: Any, arr: Any) -> Any:
+        # vLLM's encoding starts with the name of a dtype.
         return stock(self, arr) if arr and isinstance(arr[0], str) else np.array(arr)
 
     return decode
 
 
 def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[..., Any]:
-    """In an API process, where the first answer finds the generate route loaded if there is one."""
+    """An `_update_sample_logprobs` for API processes. Its first call patches the generate route, if it is loaded."""
 
     @functools.cache
     def prepare() -> None:
@@ -159,16 +164,17 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
 
 
 def _serializing(stock: Callable[..., Any]) -> Callable[..., Any]:
-    asked = signature(stock)
+    parameters = signature(stock)
 
-    def create(*given: Any, **others: Any) -> Any:
-        return attach_versions(stock(*given, **others), asked.bind(*given, **others).arguments["top_logprobs"])
+    def create(*args: Any, **kwargs: Any) -> Any:
+        entries = parameters.bind(*args, **kwargs).arguments["top_logprobs"]
+        return attach_versions(stock(*args, **kwargs), entries)
 
     return create
 
 
 def _encoded(response: Any) -> Any:
-    """The class of responses with msgspec for its encoder; not a number is null there, and no error."""
+    """The response class with msgspec as its encoder, which encodes NaN as null instead of raising an error."""
 
     class Encoded(response):  # type: ignore[misc]
         def render(self, content: Any) -> bytes:
@@ -178,7 +184,7 @@ def _encoded(response: Any) -> Any:
 
 
 def _unvalidated(model: type[BaseModel]) -> Callable[..., BaseModel]:
-    """Objects as validation makes them of right values; `model_construct` takes twice the time of validation."""
+    """A constructor without validation, for valid values. `model_construct` takes twice the time of validation."""
     fields = model.model_fields.items()
     blank = {
         name: None if field.is_required() else field.get_default(call_default_factory=True) for name, field in fields

@@ -1,16 +1,16 @@
-"""How the tensors of a checkpoint become the parameters of a model that serves, as a list of copies.
+"""Loading of checkpoint tensors into a serving model as a recorded list of copies.
 
-Owns the recorded plan and the proof that it is right. A model of vLLM fuses, slices and pads what it loads (query, key
-and value in one matrix, gate and up in another, a slice of the vocabulary), each in its own way. Nothing here knows
-how: the model's own `load_weights` is run once, over tensors without memory, and what it copies from where to where is
-written down, not done. Promises that a plan which was verified gives bit for bit what a reload gives, from no more of
-the weights than this process's `shard`. Must not know how the bytes came.
+Owns the recorded plan and its verification. A vLLM model fuses, slices and pads the tensors that it loads (query, key
+and value in one matrix, gate and up in another, a slice of the vocabulary), each model in another way. The plan is
+recorded generically: the model's `load_weights` runs once over tensors without memory, and its copies are recorded
+instead of executed. A verified plan gives bit for bit the result of a reload, and reads only this process's `shard` of
+the weights.
 
     plan = CopyPlan.record(model.load_weights, layout)
-    plan.stage(device)                            # a buffer for the shard, no larger
-    if plan.differs(model, reload) == "":
-        ...                                       # plan.staging is filled
-        plan.apply()                              # a few launches, between two steps of the engine
+    plan.stage(device)                            # a buffer of the shard's size
+    if plan.verify_against_reload(model, reload) == "":
+        ...                                       # fill plan.staging
+        plan.apply()                              # a few kernel launches, between two steps of the engine
 """
 
 from bisect import bisect_right
@@ -32,18 +32,20 @@ _BLOCK = 1 << 24
 
 
 class NoPlan(WeightSyncError):
-    """The model loads its weights by more than copies."""
+    """The model's `load_weights` does more than copy, so it has no plan."""
 
 
 @dataclass
 class CopyPlan:
-    """`targets[i] ← slices[i]`, broadcast where that is smaller; and what loading sets to a constant.
+    """A list of copies `targets[i] ← slices[i]`, with broadcasting.
 
     Attributes:
-        targets: views of the model's parameters; the plan is valid as long as these keep their storage.
-        slices: of the tensors that are loaded.
-        shard: all of the slices, as they lie in a staging buffer.
-        staging: that buffer, once there is one; uint8.
+        layout: the checkpoint's tensors.
+        targets: views of the model's parameters. The plan is valid as long as the parameters keep their storage.
+        slices: parts of the checkpoint's tensors.
+        fills: parameters (views) that loading sets to a constant, and the constant.
+        shard: all slices, with their layout in a staging buffer.
+        staging: the staging buffer, uint8; set by `stage`.
     """
 
     layout: WeightLayout
@@ -53,7 +55,10 @@ class CopyPlan:
 
     @classmethod
     def record(cls, load: Callable[[NamedTensors], Any], layout: WeightLayout) -> "CopyPlan":
-        """What `load` would copy out of tensors of this layout; nothing is copied. `NoPlan` names what else it does."""
+        """Record the copies that `load` makes from tensors of this layout, without executing them.
+
+        `NoPlan` names an operation other than a copy.
+        """
         plan = cls(layout)
         blank = torch.empty(layout.bytes, dtype=torch.uint8, device="meta")
         with torch.no_grad(), _Recorder(plan, blank):
@@ -66,57 +71,56 @@ class CopyPlan:
     _sources: list[Tensor] = field(init=False)
 
     def stage(self, device: torch.device) -> None:
-        """Make the buffer that is copied out of."""
+        """Allocate the staging buffer, the source of all copies."""
         self.staging = torch.empty(self.shard.staged.bytes, dtype=torch.uint8, device=device)
-        found = self.shard.find(self.slices, self.staging)
-        self._sources = [source.expand_as(target) for source, target in zip(found, self.targets, strict=True)]
+        sources = self.shard.find(self.slices, self.staging)
+        self._sources = [source.expand_as(target) for source, target in zip(sources, self.targets, strict=True)]
 
     def apply(self) -> None:
-        """Copy everything, on the current stream."""
+        """Execute all copies, on the current stream."""
         with torch.no_grad():
             torch._foreach_copy_(self.targets, self._sources)
 
     def verify_against_reload(self, model: nn.Module, reload: Callable[[NamedTensors], None]) -> str:
-        """Why this plan does not do what `reload` does; empty if it does. Leaves model and buffer with drawn values.
+        """The difference between the results of this plan and of `reload`; empty if they are equal.
 
-        `reload` loads a layout's tensors in the way that is known to be right. The model is first loaded with other
-        values, so that whatever the plan does not reach keeps something of them, also what loading only derives from
-        the weights.
+        `reload` loads a layout's tensors in vLLM's own way. Model and buffer have random values afterwards.
         """
         with torch.no_grad():
-            reload(self._drawn(0))
-            self._fill(self._drawn(1))
+            # Other values first: a tensor that the plan misses keeps them, also one that loading derives from weights.
+            reload(self._random_tensors(0))
+            self._fill(self._random_tensors(1))
             self.apply()
-            planned = dict(_sums(model))
-            reload(self._drawn(1))
-            stock = dict(_sums(model))
+            planned = dict(_checksums(model))
+            reload(self._random_tensors(1))
+            stock = dict(_checksums(model))
         wrong = sorted(name for name in stock if planned.get(name) != stock[name])
         return f"{len(wrong)} of {len(stock)} tensors differ, such as {wrong[0]}" if wrong else ""
 
-    def _drawn(self, seed: int) -> NamedTensors:
-        """Tensors of the layout, the same at each call; one is in memory at a time."""
+    def _random_tensors(self, seed: int) -> NamedTensors:
+        """Random tensors of the layout, the same for each call with a seed. One is in memory at a time."""
         generator = torch.Generator(self.staging.device)
         for index, parameter in enumerate(self.layout.parameters):
             generator.manual_seed(seed * len(self.layout.parameters) + index)
-            drawn = torch.rand(parameter.shape, generator=generator, device=self.staging.device)
-            yield parameter.name, (drawn * _LARGEST).to(parameter.torch_dtype)
+            values = torch.rand(parameter.shape, generator=generator, device=self.staging.device)
+            yield parameter.name, (values * _MAX_VALUE).to(parameter.torch_dtype)
 
     def _fill(self, tensors: NamedTensors) -> None:
-        """Have the staging buffer hold these tensors' slices."""
+        """Copy the slices of these tensors to the staging buffer."""
         views = [view for _, view in self.shard.staged.views(self.staging)]
-        waiting = list(zip(self.shard.slices, views, strict=True))[::-1]
+        pending = list(zip(self.shard.slices, views, strict=True))[::-1]
         for index, (_, tensor) in enumerate(tensors):
-            while waiting and waiting[-1][0].tensor == index:
-                each, view = waiting.pop()
-                view.copy_(each.of(tensor))
+            while pending and pending[-1][0].tensor == index:
+                part, view = pending.pop()
+                view.copy_(part.of(tensor))
 
 
-_LARGEST = 100
-"""Of the drawn values: whole numbers of several sizes, for types that hold no fractions."""
+_MAX_VALUE = 100
+"""Bound of random values: integer types then have different values too."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets views through, writes copies down, and refuses everything else."""
+    """Executes views, records copies and fills without executing them, and refuses all other operations."""
 
     def __init__(self, plan: CopyPlan, blank: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -134,13 +138,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._plan.fills.append((args[0], float(args[1]) if len(args) > 1 else 0.0))
             return args[0]
         if packet is torch.ops.aten._to_copy and (kwargs or {}).get("dtype") in (None, args[0].dtype):
-            return args[0]  # to where the model is
+            return args[0]  # a move to the model's device
         if not _is_view(func):
             raise NoPlan(f"loading the weights uses {func}")
         return func(*args, **(kwargs or {}))
 
     def _slice(self, source: Tensor) -> Slice:
-        """Which part of which tensor `source` is."""
+        """The part of the checkpoint that `source`, a view of the blank buffer, refers to."""
         layout = self._plan.layout
         at = int(source.storage_offset()) * source.element_size()
         index = bisect_right(layout.offsets, at) - 1
@@ -154,24 +158,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return bool(returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
 
-def _sums(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """(name, checksum) of every tensor that a module holds, also those that are neither parameter nor buffer."""
-    for place, module in model.named_modules():
-        held = {**module.__dict__, **module._parameters, **module._buffers}
-        for name, value in held.items():
+def _checksums(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """(name, checksum) of every tensor of a module, including those that are neither parameter nor buffer."""
+    for path, module in model.named_modules():
+        attributes = {**module.__dict__, **module._parameters, **module._buffers}
+        for name, value in attributes.items():
             if isinstance(value, Tensor) and value.numel() and not value.is_meta:
-                yield f"{place}.{name}", _checksum(value.detach())
+                yield f"{path}.{name}", _checksum(value.detach())
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Of the bytes and their places."""
+    """A checksum of a tensor's bytes, weighted by their positions."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     total = 0
     for start in range(0, len(flat), _BLOCK):
         part = flat[start : start + _BLOCK].to(torch.int64)
-        place = torch.arange(start, start + len(part), device=part.device) % _PERIOD + 1
-        total += int((part * place).sum())
+        positions = torch.arange(start, start + len(part), device=part.device) % _PERIOD + 1
+        total += int((part * positions).sum())
     return total

@@ -1,17 +1,17 @@
-"""Experts packed again at each weight update, in vLLM's processes.
+"""A fix for mixture-of-experts models in vLLM: pack the experts again at each weight update.
 
-When a model is loaded, vLLM has a mixture's experts packed by the kernel that runs them (on CPUs, into blocks of the
-grouped product). When weights are reloaded, it leaves this last step out: the kernel then reads unpacked numbers in
-packed places, and fails where packing pads them.
+At the first load, the kernel that runs the experts packs their weights (on CPUs, into blocks of the grouped product).
+At a reload, vLLM omits this last step. The kernel then reads unpacked weights as packed ones, and fails if packing pads
+them.
 """
 
 from typing import Any
 
 
 def pack_experts_at_updates() -> None:
-    """Have every reload of unquantized experts end as their first load does. A second call changes nothing.
+    """Patch every reload of unquantized experts to end with the packing step. A second call changes nothing.
 
-    Releases without such a step, or which take it at reloads themselves, stay as they are.
+    Releases without this step, or with this step at reloads, stay unchanged.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -25,7 +25,7 @@ def pack_experts_at_updates() -> None:
         if not hasattr(experts, "process_weights_after_loading"):
             stock(self, layer, *arguments, **named)
             return
-        # An attribute of the instance hides the method, so a release that packs here itself is noticed.
+        # The instance attribute hides the method, and so records whether this release packs here.
         packed: list[Any] = []
         pack = experts.process_weights_after_loading
         experts.process_weights_after_loading = lambda layer: packed.append(pack(layer))

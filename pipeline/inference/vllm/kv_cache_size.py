@@ -1,8 +1,8 @@
-"""The size of a server's cache on GPUs that others share with it: a trainer, or a second server.
+"""The size of a server's KV cache on GPUs that it shares with a trainer or a second server.
 
-vLLM takes what is used after its first pass and was not used before for its own. What a neighbour allocates meanwhile
-then counts against the cache, to less than nothing; where a neighbour frees memory, vLLM ends with an error. Here the
-cache is what `gpu_memory_utilization` leaves beside the weights and `ENGINE`, whatever others do.
+vLLM counts all memory that is allocated during its profiling pass as its own. A neighbor's allocation then reduces the
+cache, even below zero, and a neighbor's release ends vLLM with an error. Here the size of the cache is the part of
+`gpu_memory_utilization` that weights and `ENGINE` leave, independent of neighbors.
 """
 
 import os
@@ -12,11 +12,11 @@ from typing import Any
 from pipeline.topology.gpu_memory import ENGINE, GIB
 
 SHARED = "ROLLCALL_SHARED_GPU"
-"""The variable of the server's environment that is 1 where its GPUs are shared."""
+"""The environment variable of a server that is 1 if its GPUs are shared."""
 
 
 def limit_to_share(variables: Mapping[str, str] = os.environ) -> None:
-    """Have this vLLM process size its cache so, if its GPUs are shared; a second call changes nothing."""
+    """Patch this vLLM process to size its cache this way, if its GPUs are shared. A second call changes nothing."""
     if variables.get(SHARED) != "1":
         return
     from vllm.v1.worker.gpu_worker import Worker
@@ -26,7 +26,7 @@ def limit_to_share(variables: Mapping[str, str] = os.environ) -> None:
         return
 
     def determine_available_memory(self: Any) -> int:
-        """Raises `ValueError` if there is no room beside the weights."""
+        """The bytes of the cache. `ValueError` if the weights leave no room."""
         if not self.cache_config.kv_cache_memory_bytes:
             weights = int(self.model_runner.model_memory_usage)
             self.cache_config.kv_cache_memory_bytes = cache_bytes_left(int(self.requested_memory), weights)
@@ -37,12 +37,12 @@ def limit_to_share(variables: Mapping[str, str] = os.environ) -> None:
 
 
 def cache_bytes_left(share: int, weights: int) -> int:
-    """Bytes for the cache of a server that may have `share` bytes of a GPU; `ValueError` if that is too little."""
+    """Bytes for the cache of a server that may use `share` bytes of a GPU. `ValueError` if none are left."""
     left = share - weights - ENGINE
     if left <= 0:
-        held = f"weights of {weights / GIB:.1f} GiB and {ENGINE / GIB:.1f} GiB for vLLM"
+        required = f"weights of {weights / GIB:.1f} GiB and {ENGINE / GIB:.1f} GiB for vLLM"
         raise ValueError(
-            f"inference.gpu_memory: expected more than {held}, found {share / GIB:.1f} GiB of each GPU; raise it, or "
-            "spread the server over more GPUs (resources.inference.gpus)"
+            f"inference.gpu_memory: expected more than {required}, found {share / GIB:.1f} GiB of each GPU; raise it, "
+            "or spread the server over more GPUs (resources.inference.gpus)"
         )
     return left

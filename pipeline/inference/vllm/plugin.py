@@ -1,8 +1,8 @@
-"""The vLLM plugin of Rollcall: called in every vLLM process before it does anything else.
+"""The vLLM plugin of Rollcall, which every vLLM process calls before anything else.
 
-Promises that a second call changes nothing, that importing it costs nothing without vLLM, and that vLLM's engine
-processes never outlive the server that started them (vLLM leaves them behind when the server is killed), and that no
-process of vLLM hears the scheduler's signals.
+A second call changes nothing, and the module imports without vLLM. With the plugin, vLLM's engine processes never
+outlive their server (vLLM leaves them behind if the server is killed), and the scheduler's signals stay blocked in all
+processes of vLLM.
 """
 
 import multiprocessing
@@ -21,26 +21,26 @@ from pipeline.utils.subprocesses import exit_with_parent, start_resource_tracker
 from pipeline.utils.waiting import Deadline
 
 ENGINES = {"gloo": "rollcall_gloo", "nccl": "rollcall_nccl"}
-"""What vLLM calls our weight-transfer engines; it has an `nccl` of its own, which needs a pause."""
-_PLACES = {
+"""The names of our weight-transfer engines in vLLM. vLLM's engine `nccl` is another one, which needs a pause."""
+_ENGINE_CLASSES = {
     "rollcall_gloo": ("pipeline.inference.vllm.gloo_engine", "GlooEngine"),
     "rollcall_nccl": ("pipeline.inference.vllm.nccl_engine", "NcclEngine"),
 }
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _ENGINE = "EngineCore"
-"""How vLLM's names for an engine's process begin."""
-_of_server: list[object] = []
-"""What a forked process holds of its server's, and leaves alone."""
+"""The prefix of vLLM's names for engine processes."""
+_server_objects: list[object] = []
+"""Objects of the server that a forked process must keep alive without using them."""
 _started: list[process.BaseProcess] = []
-"""What this process started, by `multiprocessing`."""
+"""The processes that this process has started with `multiprocessing`."""
 CHILD_SECONDS = 4.0
-"""As long as vLLM itself waits for its workers."""
+"""Time limit for children to end. Equals vLLM's own limit for its workers."""
 MODEL = "policy"
-"""What every request asks a server for: the model that it serves, or the adapter on it."""
+"""The model name in every request: the model that a server serves, or the adapter on it."""
 
 
 def register() -> None:
-    """Make `ENGINES` weight-transfer engines of this vLLM process."""
+    """Register the weight-transfer engines and apply all patches in this vLLM process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from pipeline.inference.vllm.base_requests import skip_tokens_without_adapter
@@ -53,7 +53,7 @@ def register() -> None:
         exit_with_parent()
     heartbeat.show_stacks()
     start_resource_tracker()
-    for name, (module, engine) in _PLACES.items():
+    for name, (module, engine) in _ENGINE_CLASSES.items():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, engine)
     add_float32_head()
@@ -66,11 +66,11 @@ def register() -> None:
 
 
 def fork_processes() -> None:
-    """Have the server fork its engine and its API processes, which then need not import what it has imported.
+    """Patch the server to fork its engine and API processes, so that they inherit its imports.
 
-    vLLM's command line and its CPU platform choose `spawn`, as a fork breaks CUDA and OpenMP where they were used
-    before. A server has used neither when it starts these processes. Where vLLM finds a reason against a fork all the
-    same, its engine is started as vLLM says. API processes use neither.
+    vLLM's command line and its CPU platform choose `spawn`, because a fork breaks CUDA and OpenMP after their first
+    use. A server has used neither when it starts these processes. If vLLM nevertheless detects a reason against a fork,
+    its choice applies to the engine. API processes use neither CUDA nor OpenMP.
     """
     from vllm.v1 import utils as apis
     from vllm.v1.engine import utils as engines
@@ -80,12 +80,12 @@ def fork_processes() -> None:
         return
 
     def get_mp_context() -> BaseContext:
-        said = os.environ.get(_METHOD, "")
+        configured = os.environ.get(_METHOD, "")
         os.environ[_METHOD] = "fork"
         try:
             context: BaseContext = stock()
         finally:
-            os.environ[_METHOD] = said or "spawn"  # for what an engine starts
+            os.environ[_METHOD] = configured or "spawn"  # for the processes that an engine starts
         return context
 
     util.register_after_fork(fork_processes, _leave_parent)
@@ -95,17 +95,18 @@ def fork_processes() -> None:
 
 
 def end_children_in_time() -> None:
-    """Have this process, when it ends, interrupt what it started, and kill what has not ended `CHILD_SECONDS` later.
+    """At its exit, this process interrupts its children and kills those that still run after `CHILD_SECONDS`.
 
-    By itself Python sends TERM, which no process of a role hears, and waits without an end: an engine that failed to
-    start, as for want of memory, waited for its workers on GPUs, and its server for the engine.
+    Python's default sends TERM, which is blocked in processes of a role, and waits without a limit. Without this patch,
+    an engine that failed to start (for example, out of memory) waited for its workers on GPUs, and its server for the
+    engine.
     """
     record_children()
     util.Finalize(None, _end_children, exitpriority=0)
 
 
 def record_children() -> None:
-    """Remember what this process starts from now on: Python forgets those that have ended."""
+    """Record the processes that this process starts from now on. Python forgets those that have ended."""
     stock = process.BaseProcess.start
     if stock.__module__ == __name__:
         return
@@ -122,27 +123,30 @@ def _end_children() -> None:
     children = multiprocessing.active_children()
     for child in children:
         if child.pid is not None:
-            os.kill(child.pid, signal.SIGINT)  # not reaped yet, so the id is its own
-    late = Deadline("children of a vLLM process", CHILD_SECONDS)
+            os.kill(child.pid, signal.SIGINT)  # not reaped yet, so the id cannot be another process's
+    deadline = Deadline("children of a vLLM process", CHILD_SECONDS)
     for child in children:
-        child.join(late.left)
+        child.join(deadline.left)
         if child.is_alive():
             child.kill()
 
 
 def _log_killed_children() -> None:
-    """Say it, as torchrun does of its ranks: vLLM ends with 0 when its engine is killed, and does not say why."""
+    """Print killed children in torchrun's format: vLLM exits with 0 and without a reason if its engine is killed."""
     for child in _started:
-        with suppress(ValueError):  # closed, so it ended in order
+        with suppress(ValueError):  # a closed process has ended in order
             if child.exitcode is not None and child.exitcode < 0:
                 number = signal.Signals(-child.exitcode)
                 print(f"{child.name}: Signal {number.value} ({number.name}) received by PID {child.pid}", flush=True)
 
 
 def _leave_parent(_: object) -> None:
-    """In a forked process: end with the server, tell no signal to its event loop, and count for oneself."""
+    """Detach a forked process from its server: its children, its signal wake-up, its port and its metrics.
+
+    The forked process is killed when the server ends.
+    """
     _started.clear()
-    end_children_in_time()  # what the server had registered was its own
+    end_children_in_time()  # a fork drops the finalizers of its parent
     exit_with_parent()
     signal.set_wakeup_fd(-1)
     from prometheus_client import values
@@ -150,27 +154,28 @@ def _leave_parent(_: object) -> None:
 
     if multiprocessing.current_process().name.startswith(_ENGINE):
         _release_port()
-    # The server's to remove; kept, since it goes with its last reference.
-    _of_server.append(prometheus._prometheus_multiproc_dir)
+    # The directory is removed with its last reference. Only the server may do so, so a reference stays here.
+    _server_objects.append(prometheus._prometheus_multiproc_dir)
     prometheus._prometheus_multiproc_dir = None
-    # Chosen at its import, when vLLM had not said yet that there are several processes.
+    # The class was chosen at the import, before vLLM had set up metrics for several processes.
     values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
 
 
 def _release_port() -> None:
-    """Close the server's socket, of which an engine has no use.
+    """Close the server's socket in an engine process, which does not use it.
 
-    With it an engine holds the port beyond its server's end. And a server that ends looks for who else has its port,
-    and fails if that is just ending too.
+    With this socket, an engine would hold the port after its server's end. In addition, an ending server looks for
+    other processes on its port, and fails if such a process is just ending too.
     """
-    with Path(os.devnull).open() as nothing:
-        for each in list(Path("/proc/self/fd").iterdir()):
-            if _waits_for_clients(int(each.name)):
-                os.dup2(nothing.fileno(), int(each.name))  # the number stays taken: whoever has it may close it
+    with Path(os.devnull).open() as devnull:
+        for entry in list(Path("/proc/self/fd").iterdir()):
+            descriptor = int(entry.name)
+            if _waits_for_clients(descriptor):
+                os.dup2(devnull.fileno(), descriptor)  # the number stays in use, since its owner may still close it
 
 
 def _waits_for_clients(descriptor: int) -> bool:
-    """Whether it is a socket with a port and no other end: vLLM listens only once its engine is there."""
+    """Whether a descriptor is a bound, unconnected TCP socket. vLLM listens on it only after its engine has started."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
@@ -178,13 +183,13 @@ def _waits_for_clients(descriptor: int) -> bool:
             if same.family not in (socket.AF_INET, socket.AF_INET6) or same.type != socket.SOCK_STREAM:
                 return False
             return bool(same.getsockname()[1]) and not _is_connected(same)
-    except OSError:  # the one by which the folder was read
+    except OSError:  # the descriptor of the directory listing, closed by now
         return False
 
 
-def _is_connected(one: socket.socket) -> bool:
+def _is_connected(connection: socket.socket) -> bool:
     try:
-        one.getpeername()
+        connection.getpeername()
     except OSError:
         return False
     return True

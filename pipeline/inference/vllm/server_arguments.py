@@ -1,8 +1,8 @@
-"""Whether vLLM's server takes the arguments of `inference.extra_args`.
+"""Validation of `inference.extra_args` by vLLM's own parser.
 
-Owns the question to vLLM's own parser, in a process of its own: to import vLLM takes many seconds. Promises that an
-argument which the parser refuses is a `ConfigError` with the parser's words before anything is started; and a reason
-where the parser cannot be asked. Run as a module, it is that process.
+The parser runs in a separate process, since importing vLLM takes many seconds; this module is the process's main
+program too. Refused arguments give a `ConfigError` with the parser's message before anything starts. If the parser
+cannot run on this machine, `unchecked_arguments` returns the reason.
 """
 
 import importlib
@@ -18,33 +18,35 @@ from pipeline.errors import ConfigError, one_line
 KEY = "inference.extra_args"
 PARSE_SECONDS = 180.0
 _REFUSED, _UNKNOWN = 2, 3
-"""Exit codes: argparse's own, and that of a release whose parser is not found."""
+"""Exit codes: argparse's for refused arguments, and ours for a parser that cannot be imported."""
 _PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
-"""Where releases have it, the newest first."""
+"""The modules of the parser in different releases, the newest first."""
 _ARGPARSE = ("vllm.utils.argparse_utils", "vllm.utils")
 
 
 def check_extra_args(config: RunConfig) -> None:
-    """`ConfigError` for arguments that vLLM refuses; nothing is asked where there are none."""
+    """Raise `ConfigError` for arguments that vLLM refuses. Without arguments, no process is started."""
     arguments = config.inference.extra_args
     if not (arguments and config.has_servers):
         return
-    code, said = _parse_in_server(arguments)
+    code, message = _parse_in_server(arguments)
     if code == _REFUSED:
-        hint = f"{said}; see vllm serve --help=all"
+        hint = f"{message}; see vllm serve --help=all"
         raise ConfigError(KEY, list(arguments), "arguments that vLLM's server takes", hint)
 
 
 def unchecked_arguments(config: RunConfig) -> str:
-    """Why the arguments could not be looked at here; empty where they were, or where there are none."""
+    """A warning if the arguments could not be checked on this machine, with the reason; else empty."""
     arguments = config.inference.extra_args
-    code, said = _parse_in_server(arguments) if arguments and config.has_servers else (0, "")
-    return f"{KEY} could not be checked here ({said}); a server that refuses them fails when it starts" if code else ""
+    code, reason = _parse_in_server(arguments) if arguments and config.has_servers else (0, "")
+    if not code:
+        return ""
+    return f"{KEY} could not be checked here ({reason}); a server that refuses them fails when it starts"
 
 
 @cache
 def _parse_in_server(arguments: tuple[str, ...]) -> tuple[int, str]:
-    """The exit code of the process, and what it said last: once for all points of a sweep."""
+    """The exit code of the parser's process, and its last message. Cached, so that a sweep starts it once."""
     command = [sys.executable, "-P", "-m", "pipeline.inference.vllm.server_arguments", *arguments]
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     try:
@@ -54,15 +56,15 @@ def _parse_in_server(arguments: tuple[str, ...]) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         return _UNKNOWN, f"vLLM's parser took longer than {PARSE_SECONDS:.0f} s"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    said = lines[-1].partition("error: ")[2] or lines[-1] if lines else f"it ended with code {done.returncode}"
-    return done.returncode, said
+    message = lines[-1].partition("error: ")[2] or lines[-1] if lines else f"it ended with code {done.returncode}"
+    return done.returncode, message
 
 
 def main(arguments: list[str]) -> int:
-    """0 if vLLM takes the arguments; argparse ends the process itself where it does not."""
+    """Parse the arguments. Returns 0 if vLLM accepts them; argparse exits with its own code if not."""
     try:
         parsers, base = _first(_PARSERS, "make_arg_parser"), _first(_ARGPARSE, "FlexibleArgumentParser")
-    except Exception as error:  # noqa: BLE001 whatever keeps vLLM from being imported on this machine
+    except Exception as error:  # noqa: BLE001 an import of vLLM can fail with any error
         print(one_line(error), file=sys.stderr)
         return _UNKNOWN
     parser = parsers.make_arg_parser(base.FlexibleArgumentParser(prog="vllm"))
@@ -75,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _first(modules: tuple[str, ...], attribute: str) -> Any:
-    """The first of these modules that there is and that has the attribute."""
+    """The first of these modules that exists and has the attribute. `ImportError` if there is none."""
     for name in modules:
         try:
             module = importlib.import_module(name)

@@ -1,7 +1,7 @@
-"""The password that a server asks for, as the server's own processes know it.
+"""The password of a server, for the server's own processes.
 
-It is derived from the attempt's world, a file that only its owner may read. A variable would stay readable in
-/proc/<pid>/environ for as long as the process lives, by all that runs as the same user.
+It is derived from the attempt's world, a file that only its owner may read. An environment variable would stay readable
+in /proc/<pid>/environ until the process ends, for all processes of the same user.
 """
 
 import os
@@ -14,7 +14,7 @@ from pipeline.utils import shared_files
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 
 WORLD = "ROLLCALL_WORLD"
-"""The variable with the path of the attempt's world."""
+"""The environment variable with the path of the attempt's world."""
 
 
 @cache

@@ -1,12 +1,13 @@
-"""Which weights sampled each token, in releases of vLLM that do not say it, or only of paused updates.
+"""The policy version that sampled each token, for releases of vLLM that report none, or only for paused updates.
 
-In the engine's process a step is marked with the version that the model has when it is scheduled. Releases that say
-versions label a step's outputs when they are processed, with the version that a server received last: right where it is
-paused for an update, and without a pause a step too late or too early. There the label becomes the mark. In older
-releases, log-probabilities that go the cheaper way (`compact_logprobs`) take the mark along, a number for each token.
-An API process collects the numbers of a request, and its answer has them in the form of later releases. Promises that a
-token is said to be of the very weights that sampled it, and that an answer says nothing where it does not know the
-version of every token. Where vLLM's code is not what this was written for, it says so once and changes nothing.
+The engine process marks each step with the model's version when the step is scheduled. Releases that report versions
+label a step's outputs when they are processed, with the last version that the server received. This is correct only if
+the server pauses for updates; otherwise the label may be one step early or late, and is replaced by the mark. In older
+releases, the mark is sent with compact log-probabilities (`compact_logprobs`), one number per token, and the response
+has the format of later releases.
+
+Each token is labeled with the version that sampled it. If any token's version is unknown, the response omits all
+labels. With an unknown release of vLLM, one warning is logged and nothing is changed.
 """
 
 import inspect
@@ -17,33 +18,33 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 _FIELD = "_attach_weight_version"
-"""What the engine of a release has that says it by itself."""
+"""The method of `EngineCore` in releases that report versions."""
 _MARK = "rollcall_version"
 _NEVER = -1
-"""The version of weights that no trainer sent: older than all that a client asks for."""
+"""The version of the initial weights, before any update by the trainer: older than any requested version."""
 
 
 class _Engine:
-    """What the engine of this process has."""
+    """The version state of the engine in this process."""
 
     weights: int | None = None
-    """The version in the model, while steps may be under way that were scheduled with the one before."""
+    """The version in the model. Steps that were scheduled with the previous version may still be running."""
     processed: int | None = None
-    """The version of the step whose outputs are processed."""
+    """The version of the step whose outputs are being processed."""
     labels: bool = False
-    """Whether vLLM labels outputs with versions by itself."""
+    """Whether this release of vLLM labels outputs with versions."""
 
 
 def version_of_step() -> int | None:
-    """The version of the step whose outputs this engine process takes apart; None where vLLM says it by itself."""
+    """The version of the step whose outputs this engine process is processing; None if vLLM labels them."""
     return None if _Engine.labels else _Engine.processed
 
 
 def note_versions() -> None:
-    """Have an engine in this vLLM process mark its steps; a second call changes nothing.
+    """Patch the engine in this vLLM process to mark its steps. A second call changes nothing.
 
-    An update runs between two steps, on the engine's own stream: a step has the weights that the model had when it was
-    scheduled, also if its outputs are processed after the next update.
+    An update runs between two steps, on the engine's stream. So a step computes with the weights that the model had
+    when the step was scheduled, even if its outputs are processed after the next update.
     """
     try:
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -60,7 +61,7 @@ def note_versions() -> None:
     except (ImportError, AttributeError):
         known = False
     if not known:
-        log.warning("this release of vLLM is not known to %s: it may not say which weights sampled a token", __name__)
+        log.warning("this release of vLLM is not known to %s: tokens may have no policy version", __name__)
         return
     _Engine.weights, _Engine.labels = _NEVER, attach is not None
     if attach is not None:
@@ -71,7 +72,7 @@ def note_versions() -> None:
 
 
 def accepts_parameters(function: Callable[..., Any], *arguments: str) -> bool:
-    """Whether a function of vLLM has these parameters, and no others."""
+    """Whether a function of vLLM has exactly these parameters, in this order."""
     return tuple(inspect.signature(function).parameters) == arguments
 
 
@@ -105,27 +106,27 @@ def _processing(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _labelling(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Called right after `update_from_output`, with what it gave, by client."""
+    """A patched label method. vLLM calls it right after `update_from_output`, with its results by client."""
 
     def attach(self: Any, outputs: Any) -> None:
         stock(self, outputs)
         if _Engine.processed in (None, _NEVER):
             return
-        for each in outputs.values():
-            each.weight_version = str(_Engine.processed)
+        for output in outputs.values():
+            output.weight_version = str(_Engine.processed)
 
     return attach
 
 
 class VersionedTokens(list[Any]):
-    """The log-probabilities of a request, one entry a token, and the versions that were told."""
+    """The log-probabilities of a request, one entry per token, and the received versions."""
 
     def __init__(self, entries: list[Any]) -> None:
         super().__init__(entries)
         self.versions: list[int] = []
 
     def spans(self) -> list[dict[str, Any]] | None:
-        """As later releases say it; None if a token's version is not known."""
+        """Ranges of tokens with equal versions, in the format of later releases; None if any version is unknown."""
         if len(self.versions) != len(self):
             return None
         spans, start = [], 0
@@ -137,14 +138,14 @@ class VersionedTokens(list[Any]):
 
 
 def with_version(entries: list[Any], version: int) -> VersionedTokens:
-    """The log-probabilities of a request, whose next one is of this version."""
+    """The log-probabilities of a request, with `version` added for the next entry."""
     versioned = entries if isinstance(entries, VersionedTokens) else VersionedTokens(entries)
     versioned.versions.append(version)
     return versioned
 
 
-def attach_versions(made: Any, entries: Any) -> Any:
-    """An answer's log-probabilities, made of these `entries`, with `weight_versions` where they are known."""
-    if isinstance(entries, VersionedTokens) and made.model_config.get("extra") == "allow":
-        made.weight_versions = entries.spans()
-    return made
+def attach_versions(logprobs: Any, entries: Any) -> Any:
+    """The log-probabilities of a response, built from these `entries`, with `weight_versions` if they are known."""
+    if isinstance(entries, VersionedTokens) and logprobs.model_config.get("extra") == "allow":
+        logprobs.weight_versions = entries.spans()
+    return logprobs

@@ -1,13 +1,13 @@
-"""What the weight-transfer engines of all transports do alike, inside each process of a vLLM server.
+"""The base class of the weight-transfer engines, inside each process of a vLLM server.
 
-Owns the server's side of an update: it meets the trainer, receives in a thread while the engine generates, and changes
-the model in one call. Promises that the model changes to the version that was announced or not at all, and that no wait
-is longer than the trainer's deadline. Must not know HTTP, nor how bytes travel.
+Owns the server's side of an update, for all transports: it joins the trainer's group, receives in a thread while the
+engine generates, and changes the model in one call. The model changes to the announced version or not at all. No wait
+is longer than the trainer's deadline. Must not know HTTP, nor the transport of bytes.
 
-    init_transfer_engine   says what this process needs, and meets the trainer
-    start_weight_update    begins to receive; returns at once
-    update_weights         once all bytes are here: the model, or the adapter, changes
-    finish_weight_update   ends an update, also one that was left half done
+    init_transfer_engine   publishes the slices that this process needs, and joins the trainer's group
+    start_weight_update    starts to receive; returns at once
+    update_weights         waits for all bytes, then changes the model or the adapter
+    finish_weight_update   ends an update, including an incomplete one
 """
 
 import logging
@@ -50,17 +50,17 @@ G = TypeVar("G", TransferGroup, GpuGroup)
 
 @dataclass
 class EngineInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the trainer is and what it will send.
+    """The trainer's address, and the layout of its updates.
 
     Attributes:
         host, port: the trainer's store.
-        group: name of the groups to meet in, used once: the process of rank r meets in `group/r`.
-        address: this server's own address, for the group to listen on.
+        group: name of the groups, used once: the process of rank r joins `group/r`.
+        address: this server's address, on which the group listens.
         seconds: deadline of each wait for the trainer.
         layout: `WeightLayout.plain()` of every update.
-        adapter: what the tensors are: the settings of an adapter, or nothing for a whole model's weights.
-        gpu: the GPU that the trainer sends from; none over gloo.
-        at_once: whether it sends a whole layout in one chunk (`Shard.chunks`); over gloo it always does.
+        adapter: the settings of an adapter; empty for a whole model's weights.
+        gpu: the trainer's GPU from which it sends; empty over gloo.
+        at_once: whether the trainer sends a whole layout in one chunk (`Shard.chunks`), as always over gloo.
     """
 
     host: str
@@ -76,17 +76,17 @@ class EngineInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class EngineUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which version the trainer wants served."""
+    """The announcement of an update: its policy version."""
 
     version: int
 
 
 class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G]):  # type: ignore[misc]
-    """Receives the weights into a staging buffer, then takes them into the model, or installs the adapter.
+    """Receives weights into a staging buffer, then copies them into the model, or installs the adapter.
 
     Attributes:
-        version: what the model holds; None before the first update, after one that failed, and once the group is
-            dropped.
+        version: the policy version of the model; None before the first update, after a failed one, and without a
+            group.
     """
 
     init_info_cls = EngineInit
@@ -100,26 +100,26 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
 
     @abstractmethod
     def _stage(self, layout: WeightLayout) -> Shard:
-        """What this process needs of tensors of this layout, for which there is room from now on."""
+        """Allocate the staging buffer for this layout. Returns the slices that this process needs."""
 
     @abstractmethod
     def _join(self, store: Store, name: str, init: EngineInit, deadline: Deadline) -> G:
-        """The group of this name with the trainer."""
+        """Join the group of this name with the trainer."""
 
     @abstractmethod
     def _receive(self, group: G, deadline: Deadline) -> int:
-        """Fill the staging buffer; the version. Called in the thread that receives."""
+        """Fill the staging buffer. Returns the version. Called in the receiving thread."""
 
     @abstractmethod
     def _arrived(self) -> Iterable[tuple[str, Tensor]]:
-        """The tensors of an adapter, in memory of the host."""
+        """The received tensors of an adapter, in host memory."""
 
     @abstractmethod
     def _take(self) -> None:
-        """Replace every weight of the model by what arrived."""
+        """Replace every weight of the model by the received one."""
 
     def init_transfer_engine(self, init_info: EngineInit) -> None:
-        """Meet the trainer. May be called again: the earlier group is dropped."""
+        """Join the trainer's group. Another call drops the earlier group first."""
         self.shutdown()
         self._seconds, self._at_once = init_info.seconds, init_info.at_once
         deadline = Deadline("the trainer's group", init_info.seconds)
@@ -143,7 +143,7 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: EngineUpdate) -> None:
-        """Take what `start_weight_update` began to receive into the model; on any error the old weights stay."""
+        """Wait for the update that `start_weight_update` receives, and install it. On an error the old weights stay."""
         if self._arriving is None:
             raise WeightSyncError("no update was started")
         try:
@@ -166,10 +166,10 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
             self.shutdown()
 
     def leave(self) -> bool:
-        """Drop the group once the trainer has said that it leaves it; whether it has (`gloo.LeaveSignal`)."""
-        heard = self._group is None or self._group.wait_for_leaving()
+        """Drop the group after the trainer's leave signal (`gloo.LeaveSignal`). Returns whether the signal came."""
+        announced = self._group is None or self._group.wait_for_leaving()
         self.shutdown()
-        return heard
+        return announced
 
     def shutdown(self) -> None:
         """Drop the group; the trainer notices at its next operation."""
@@ -177,36 +177,36 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Not this way (older releases of vLLM ask for the method)."""
+        """Unsupported. Older releases of vLLM require the method."""
         raise NotImplementedError("the trainer sends by pipeline.inference.weight_sync.weight_sender")
 
     def _gpu(self) -> str:
-        """The GPU of this process, as `gpu_of` says it."""
+        """The GPU of this process, in the format of `gpu_of`; empty without one."""
         return ""
 
     def _adapter_slot(self, layout: WeightLayout, settings: dict[str, Any]) -> AdapterSlot | None:
-        """Where the model has the adapter of these settings and tensors; None without settings: a whole model."""
+        """The slot for an adapter with these settings and tensors; None without settings, for a whole model."""
         names = [parameter.name for parameter in layout.parameters]
         return AdapterSlot(self.model, self.model_config.model, settings, names) if settings else None
 
     def _receive_and_prepare(self, group: G, arriving: "Future[tuple[int, Any]]", deadline: Deadline) -> None:
-        """The thread: receive, prepare, and notify the trainer."""
+        """The body of the receiving thread: receive, prepare, and notify the trainer."""
         try:
             arriving.set_result(receive_and_prepare(group, lambda: self._receive(group, deadline), self._prepare))
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: who waits for the bytes is told
-            told = error if isinstance(error, WeightSyncError) else WeightSyncError(one_line(error))
-            log.warning("the weights did not arrive: %s", told)
-            arriving.set_exception(told)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: `receive_weights` raises it
+            failure = error if isinstance(error, WeightSyncError) else WeightSyncError(one_line(error))
+            log.warning("the weights did not arrive: %s", failure)
+            arriving.set_exception(failure)
 
     def _prepare(self) -> Any:
-        """What is done in the thread that receives: of an adapter, all but its installation."""
+        """The part of an installation that the receiving thread does: for an adapter, all but the last call."""
         return None if self._adapter is None else self._adapter.prepare(list(self._arrived()))
 
 
 def receive_and_prepare(
     group: PreparedSignal, receive: Callable[[], int], prepare: Callable[[], Any]
 ) -> tuple[int, Any]:
-    """The results of both; the trainer is notified after the second. `WeightSyncError` for whatever goes wrong."""
+    """Receive and prepare an update, then notify the trainer. Returns both results. `WeightSyncError` on a failure."""
     version = receive()
     try:
         prepared = prepare()
@@ -219,7 +219,7 @@ def receive_and_prepare(
 
 @contextmanager
 def exit_process_on_failure(what: str) -> Iterator[None]:
-    """A model that was left half replaced must not serve: any error within the block ends this process."""
+    """Kill this process on any error in the block, since an incompletely replaced model must not serve."""
     try:
         yield
     except BaseException:
@@ -230,7 +230,7 @@ def exit_process_on_failure(what: str) -> Iterator[None]:
 
 
 def reload_model(model: Any, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load checkpoint tensors into a vLLM model that already serves."""
+    """Load checkpoint tensors into a vLLM model that is already serving."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     pack_experts_at_updates()
@@ -241,7 +241,7 @@ def reload_model(model: Any, model_config: Any, weights: Iterable[tuple[str, Ten
 
 
 def pack_heads(model: nn.Module) -> None:
-    """Pack output heads again: a tied head gets its weights through the embedding, and vLLM packs what it loads."""
+    """Pack output heads again: vLLM packs only loaded layers, and a tied head gets its weights from the embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for layer in model.modules():

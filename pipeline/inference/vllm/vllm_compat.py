@@ -1,7 +1,6 @@
-"""Where releases of vLLM differ: what an older one lacks and a run needs, added in its processes before any model is
-built, and what a newer one calls otherwise.
+"""Differences between releases of vLLM: features that older ones lack, and names that changed.
 
-Each function looks for itself whether it is needed.
+Features are patched in vLLM's processes before a model is built. Each function checks whether its patch is needed.
 """
 
 from typing import Any
@@ -13,18 +12,20 @@ SUPPORTED = "float32"
 
 
 def adapter_renames(model: Any) -> Any:
-    """What renames the layers of a checkpoint for a vLLM model, without fusing any: for the layers of adapters. None
-    where names are the same. Releases differ in the name of the method."""
+    """The mapper from a checkpoint's layer names to those of a vLLM model, without fusing layers, for adapters.
+
+    None if the names are equal. The name of the method depends on the release.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     make = getattr(mapper, "get_rename_mapper", None) or getattr(mapper, "get_unstacked_mapper", None)
     return mapper if make is None else make()
 
 
 def add_float32_head() -> None:
-    """Honour `head_dtype=float32`, which releases before `LogitsProcessor._apply_head` take for pooling models only.
+    """Honor `head_dtype=float32`, which releases before `LogitsProcessor._apply_head` support for pooling models only.
 
-    The head's product then accumulates and ends in float32, as the trainer's does; otherwise log-probabilities of a
-    bfloat16 model would differ by what rounding its logits costs.
+    The product of the head is then computed and stored in float32, as in the trainer. Otherwise, log-probabilities of a
+    bfloat16 model would differ from the trainer's by the rounding of its logits.
     """
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
