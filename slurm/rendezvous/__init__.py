@@ -1,9 +1,9 @@
-"""How the ranks of an attempt find each other: cards, one leader, one world.
+"""The rendezvous of an attempt's ranks: node records, one leader, one assignment ("world").
 
 | module | owns |
 |---|---|
-| `rank_meeting` | all ranks of an attempt, from their cards to one world |
-| `election` | who leads, as a state machine |
-| `membership` | the cards, and how ranks are numbered |
-| `probe_server` | by which address the others reach a rank |
+| `rank_meeting` | the rendezvous, from node records to one world |
+| `election` | the election of a leader, as a state machine |
+| `membership` | the node records, and their verification by a leader |
+| `probe_server` | the proof that an address reaches a rank |
 """

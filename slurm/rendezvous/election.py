@@ -1,20 +1,20 @@
-"""Who leads: the election as a state machine.
+"""The election of a leader as a state machine.
 
-Owns the rules by which the ranks of one attempt agree on one leader at a time. Promises nothing about files: `step` is
-a pure function that is told what happened and answers what to do next, so every interleaving can be tried in memory.
-Must not know directories, cards or clocks; `slurm.rendezvous.rank_meeting` performs the actions and reports the events.
+Owns the rules by which the ranks of one attempt agree on one leader at a time. `step` is a pure function from an event
+to the next action, so tests can run every interleaving in memory. Must not know directories, node records or clocks;
+`slurm.rendezvous.rank_meeting` performs the actions and reports the events.
 
     member, action = begin_election(rank, ranks, lease, now)
-    while action.name != "settle":
+    while action.name != "finish":
         member, action = step(member, perform(action), clock.now())
 
 The rules:
 - An epoch belongs to the one rank whose exclusive claim of it succeeded. Epochs only grow.
-- A leader renews its lease by counting its beat up. Observers judge the lease by their own clock, from the moment
-  they saw it move last; clocks of two machines are never compared.
-- Where a lease stands still, the next epoch may be claimed. Rank 0 opens the first epoch at once; in all other cases
-  a rank waits one to two leases, low ranks first, so that thousands do not claim at the same moment.
-- A deposed leader may wake up and still publish: the verdict is created exclusively, so there is one whoever wins.
+- A leader renews its lease by incrementing its beat. Observers time the lease with their own clock, since its last
+  observed change; clocks of two machines are never compared.
+- If a lease expires, another rank may claim the next epoch. Rank 0 claims the first epoch at once. In all other cases a
+  rank waits one to two leases, low ranks first, so that thousands of ranks do not claim at the same time.
+- A superseded leader may wake up and still publish. The verdict is created exclusively, so there is exactly one.
 """
 
 from collections.abc import Mapping
@@ -28,36 +28,36 @@ RENEWALS_PER_LEASE = 4
 
 
 class Phase(StrEnum):
-    """Where a rank stands."""
+    """The phase of a rank in the election."""
 
     JOINING = "joining"
     WATCHING = "watching"
     CLAIMING = "claiming"
     LEADING = "leading"
-    SETTLED = "settled"
+    FINISHED = "finished"
 
 
-ActionName = Literal["join", "look", "claim", "renew", "gather", "publish", "rest", "settle"]
+ActionName = Literal["join", "look", "claim", "renew", "gather", "publish", "sleep", "finish"]
 EventName = Literal[
-    "joined",  # my card is published
-    "contested",  # a card of my rank is there and cannot be read yet
-    "saw",  # a look showed no verdict; `epoch` and `beat` of the newest leader, 0 and -1 where there is none
-    "saw_verdict",  # a look showed the world, or its refusal
+    "joined",  # my node record is published
+    "record_conflict",  # another node record of my rank exists and cannot be read yet
+    "observed",  # a listing without a verdict; `epoch` and `beat` of the newest leader, 0 and -1 if there is none
+    "world_published",  # the world is published, or its rejection
     "won",  # my claim of `epoch` succeeded
-    "lost",  # `epoch` was claimed by another
+    "lost",  # another rank claimed `epoch`
     "renewed",  # my lease is written
-    "more",  # a batch of cards was read and others wait
-    "waiting",  # all cards that are there were read, and some are missing
-    "ready",  # the cards suffice for a verdict
-    "published",  # a verdict is there, mine or another's
-    "rested",  # the pause is over
+    "more_records",  # a batch of node records was read, and further ones are listed
+    "ranks_missing",  # all listed node records were read, and some ranks are missing
+    "records_complete",  # the node records suffice for a verdict
+    "published",  # a verdict exists, mine or another rank's
+    "backoff_done",  # the pause is over
 ]
-Signal = Literal[EventName, "followed", "vacant", "leads", "due", "deposed"]
+Signal = Literal[EventName, "followed", "lease_expired", "still_leading", "renewal_due", "superseded"]
 
 
 @dataclass(frozen=True)
 class Action:
-    """What to do next; `claim`, `renew` and `publish` are for `epoch`, `renew` writes `beat`."""
+    """The next action; `claim`, `renew` and `publish` are for `epoch`, and `renew` writes `beat`."""
 
     name: ActionName
     epoch: int = 0
@@ -66,7 +66,7 @@ class Action:
 
 @dataclass(frozen=True)
 class ElectionEvent:
-    """What came of an action; `epoch` and `beat` belong to `saw`, `won` and `lost`."""
+    """The result of an action; `epoch` and `beat` belong to `observed`, `won` and `lost`."""
 
     name: EventName
     epoch: int = 0
@@ -75,13 +75,13 @@ class ElectionEvent:
 
 @dataclass(frozen=True)
 class Member:
-    """One rank's knowledge of the election.
+    """One rank's state in the election.
 
     Attributes:
-        rank, ranks: its place, and how many there are.
-        lease: seconds for which a lease may stand still.
-        epoch, beat: the newest epoch known to be claimed (0: none) and the last beat seen of its lease, mine if I lead.
-        moved: when these changed last, in seconds of this rank's own clock.
+        rank, ranks: its rank, and the number of ranks.
+        lease: seconds without a change after which a lease expires.
+        epoch, beat: the newest claimed epoch (0: none) and the last observed beat of its lease, the own one if leading.
+        moved: the time of their last change, in seconds of this rank's clock.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class Member:
     beat: int = -1
 
     def patience(self) -> float:
-        """Seconds for which nothing may move before this rank claims the next epoch."""
+        """Seconds without a change after which this rank claims the next epoch."""
         if self.epoch == 0 and self.rank == 0:
             return 0.0
         return self.lease * (1 + self.rank / self.ranks)
@@ -101,68 +101,68 @@ class Member:
 
 TRANSITIONS: Mapping[tuple[Phase, Signal], Phase] = {
     (Phase.JOINING, "joined"): Phase.WATCHING,
-    (Phase.JOINING, "contested"): Phase.JOINING,
-    (Phase.JOINING, "rested"): Phase.JOINING,
+    (Phase.JOINING, "record_conflict"): Phase.JOINING,
+    (Phase.JOINING, "backoff_done"): Phase.JOINING,
     (Phase.WATCHING, "followed"): Phase.WATCHING,
-    (Phase.WATCHING, "rested"): Phase.WATCHING,
-    (Phase.WATCHING, "vacant"): Phase.CLAIMING,
-    (Phase.WATCHING, "saw_verdict"): Phase.SETTLED,
+    (Phase.WATCHING, "backoff_done"): Phase.WATCHING,
+    (Phase.WATCHING, "lease_expired"): Phase.CLAIMING,
+    (Phase.WATCHING, "world_published"): Phase.FINISHED,
     (Phase.CLAIMING, "won"): Phase.LEADING,
     (Phase.CLAIMING, "lost"): Phase.WATCHING,
-    (Phase.LEADING, "leads"): Phase.LEADING,
-    (Phase.LEADING, "due"): Phase.LEADING,
+    (Phase.LEADING, "still_leading"): Phase.LEADING,
+    (Phase.LEADING, "renewal_due"): Phase.LEADING,
     (Phase.LEADING, "renewed"): Phase.LEADING,
-    (Phase.LEADING, "more"): Phase.LEADING,
-    (Phase.LEADING, "waiting"): Phase.LEADING,
-    (Phase.LEADING, "ready"): Phase.LEADING,
+    (Phase.LEADING, "more_records"): Phase.LEADING,
+    (Phase.LEADING, "ranks_missing"): Phase.LEADING,
+    (Phase.LEADING, "records_complete"): Phase.LEADING,
     (Phase.LEADING, "published"): Phase.LEADING,
-    (Phase.LEADING, "rested"): Phase.LEADING,
-    (Phase.LEADING, "deposed"): Phase.WATCHING,
-    (Phase.LEADING, "saw_verdict"): Phase.SETTLED,
+    (Phase.LEADING, "backoff_done"): Phase.LEADING,
+    (Phase.LEADING, "superseded"): Phase.WATCHING,
+    (Phase.LEADING, "world_published"): Phase.FINISHED,
 }
 
-# What a signal makes a rank do; a joining rank that rested joins again instead.
+# The action that follows each signal, except for a joining rank after its pause, which joins again.
 ACTIONS: Mapping[Signal, ActionName] = {
     "joined": "look",
-    "contested": "rest",
-    "rested": "look",
-    "followed": "rest",
-    "vacant": "claim",
+    "record_conflict": "sleep",
+    "backoff_done": "look",
+    "followed": "sleep",
+    "lease_expired": "claim",
     "won": "renew",
     "lost": "look",
-    "leads": "gather",
-    "due": "renew",
+    "still_leading": "gather",
+    "renewal_due": "renew",
     "renewed": "gather",
-    "more": "look",
-    "waiting": "rest",
-    "ready": "publish",
-    "published": "rest",
-    "deposed": "rest",
-    "saw_verdict": "settle",
+    "more_records": "look",
+    "ranks_missing": "sleep",
+    "records_complete": "publish",
+    "published": "sleep",
+    "superseded": "sleep",
+    "world_published": "finish",
 }
 
 
 def begin_election(rank: int, ranks: int, lease: float, now: float) -> tuple[Member, Action]:
-    """A rank that has not done anything yet, and its first action."""
+    """The initial state of a rank, and its first action."""
     return Member(rank=rank, ranks=ranks, lease=lease, moved=now), Action("join")
 
 
 def step(member: Member, event: ElectionEvent, now: float) -> tuple[Member, Action]:
-    """The rank after `event`, seen at `now` (seconds of its own clock), and what it does next.
+    """The rank's state after `event`, observed at `now` (seconds of its clock), and its next action.
 
-    `InvalidTransitionError` if the event cannot happen in the rank's phase.
+    `InvalidTransitionError` if the event is impossible in the rank's phase.
     """
     signal = _signal(member, event, now)
     phase = transition(member.phase, signal)
-    member = replace(_informed(member, event, signal, now), phase=phase)
-    if phase is Phase.JOINING and signal == "rested":
+    member = replace(_with_leader(member, event, signal, now), phase=phase)
+    if phase is Phase.JOINING and signal == "backoff_done":
         return member, Action("join")
-    epoch = member.epoch + 1 if signal == "vacant" else member.epoch
+    epoch = member.epoch + 1 if signal == "lease_expired" else member.epoch
     return member, Action(ACTIONS[signal], epoch, member.beat)
 
 
 def transition(phase: Phase, signal: Signal) -> Phase:
-    """The phase that follows; the one place where an impossible event is refused."""
+    """The next phase. Only this function refuses an impossible event."""
     try:
         return TRANSITIONS[phase, signal]
     except KeyError:
@@ -170,28 +170,28 @@ def transition(phase: Phase, signal: Signal) -> Phase:
 
 
 def _signal(member: Member, event: ElectionEvent, now: float) -> Signal:
-    """What an event means to this rank: a look means different things to a leader and to an observer."""
-    if event.name != "saw":
+    """The signal of an event for this rank: a listing is another signal for a leader than for an observer."""
+    if event.name != "observed":
         return event.name
     still = now - member.moved
     if member.phase is Phase.LEADING:
         if event.epoch > member.epoch:
-            return "deposed"
-        return "due" if still >= member.lease / RENEWALS_PER_LEASE else "leads"
-    moves = _newer(member, event)
-    return "vacant" if not moves and still >= member.patience() else "followed"
+            return "superseded"
+        return "renewal_due" if still >= member.lease / RENEWALS_PER_LEASE else "still_leading"
+    moves = _is_newer(member, event)
+    return "lease_expired" if not moves and still >= member.patience() else "followed"
 
 
-def _informed(member: Member, event: ElectionEvent, signal: Signal, now: float) -> Member:
-    """The member with what the event tells about the newest leader."""
-    if signal in ("won", "due"):
+def _with_leader(member: Member, event: ElectionEvent, signal: Signal, now: float) -> Member:
+    """The member updated with the newest leader in the event."""
+    if signal in ("won", "renewal_due"):
         # The renewal that follows writes this beat; counting before writing never repeats one.
         return replace(member, epoch=max(event.epoch, member.epoch), beat=member.beat + 1, moved=now)
-    if event.name in ("saw", "lost") and _newer(member, event):
+    if event.name in ("observed", "lost") and _is_newer(member, event):
         return replace(member, epoch=event.epoch, beat=event.beat, moved=now)
     return member
 
 
-def _newer(member: Member, event: ElectionEvent) -> bool:
-    """A listing may be older than what this rank already knows: only growth counts."""
+def _is_newer(member: Member, event: ElectionEvent) -> bool:
+    """Whether the event is newer than the member's state: an NFS listing may be older, so only growth counts."""
     return (event.epoch, event.beat) > (member.epoch, member.beat)

@@ -1,9 +1,9 @@
-"""Who has come: the cards that a leader has collected.
+"""The node records ("cards") that a leader has collected and verified.
 
-Owns the cards of an attempt: their names, their publication, and their reading by a leader. Promises that a card is
-read once when all goes well; that one of another attempt or rank, a torn one, and one whose rank does not answer are
-looked at again in every pass and never believed; and that an address is one at which a rank of another node got an
-answer, unless there are none. Knows nothing of the election.
+Owns the node records of an attempt: their names, their publication, and their verification by a leader. Promises that a
+valid record is read once; that a record of another attempt or rank, a torn record, and a record whose rank does not
+answer are read again in every pass and never used; and that a used address is one at which a rank of another node got
+an answer, if there is another node. Must not know the election.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,18 @@ from pipeline.topology.plan import NodeInfo
 from pipeline.utils.shared_dir import SharedDir
 
 NODES = "cards"
-BATCH = 64  # cards between two looks at the lease
+BATCH = 64  # node records between two polls of the lease
 SHOWN = 12
 
 FindAddresses = Callable[[Sequence[NodeInfo], Sequence[NodeInfo]], Mapping[int, str]]
-"""For each card the address at which its rank answers, by rank; a rank that answers nowhere is absent. Who calls are
-the cards given second, or the leader itself if there are none."""
+"""Returns the address at which each record's rank answers, by rank; a rank that does not answer is absent.
+
+The second argument has the records of the witnesses that connect; if it is empty, the leader connects itself."""
 WITNESSES = 3
 
 
 def publish_node_info(directory: SharedDir, card: NodeInfo) -> bool:
-    """True once the card is the one of its rank; False while a card is there that cannot be read yet.
+    """Publish a node record. Returns whether it is the record of its rank; False while an existing one is unreadable.
 
     `RendezvousError` if another process has the rank.
     """
@@ -44,20 +45,21 @@ def publish_node_info(directory: SharedDir, card: NodeInfo) -> bool:
 
 
 def missing_ranks(directory: SharedDir, ranks: int) -> str:
-    """The ranks that have published no card, as `ranks 3, 5-7`; empty if all have."""
+    """The ranks without a node record, such as `ranks 3, 5-7`; empty if there are none."""
     present = set(_listed(directory))
     return name_ranks([rank for rank in range(ranks) if rank not in present])
 
 
 class Membership:
-    """The cards that one leader has read and whose ranks were reached.
+    """The node records that one leader has read, and whose ranks it has reached.
 
-    The leader calls the ranks of other nodes itself. For those of its own node, itself among them, ranks that it has
-    reached call: what a node reaches of itself may be nobody else's. When all that came are of its node, it calls them.
+    The leader connects to the ranks of other nodes itself. For the ranks of this node, including the leader, reached
+    ranks of other nodes connect, since an address that a node reaches on itself may be unreachable from other nodes. If
+    all ranks are on the leader's node, the leader connects to them.
 
-    while roster.gather():
-        ...  # look at the lease
-    world = assign(plan, roster.cards(), ...)
+        while membership.gather():
+            ...  # poll the lease
+        world = assign(plan, membership.cards(), ...)
     """
 
     def __init__(
@@ -65,68 +67,68 @@ class Membership:
     ) -> None:
         self._directory, self._ranks, self._attempt, self._node = directory, ranks, attempt, node
         self._find_addresses = find_addresses
-        self._near: dict[int, NodeInfo] = {}
+        self._local: dict[int, NodeInfo] = {}
         self._queue: list[int] = []
-        self._believed: dict[int, NodeInfo] = {}
-        self._doubts: dict[int, str] = {}
+        self._verified: dict[int, NodeInfo] = {}
+        self._problems: dict[int, str] = {}
 
     @property
     def complete(self) -> bool:
-        """True once every rank has come, whether it is usable or not."""
-        return len(self._believed) == self._ranks
+        """Whether every rank has a verified record, with or without problems."""
+        return len(self._verified) == self._ranks
 
     def gather(self) -> bool:
-        """Read and verify the next batch of this pass; True while the pass has more."""
+        """Read and verify the next batch of this pass. Returns whether the pass has further records."""
         if not self._queue:
-            known = self._believed.keys() | self._near.keys()
+            known = self._verified.keys() | self._local.keys()
             self._queue = [rank for rank in _listed(self._directory) if rank not in known and rank < self._ranks]
         batch, self._queue = self._queue[:BATCH], self._queue[BATCH:]
         self._verify([card for rank in batch if (card := self._read(rank))])
-        if self._near and (self._witnesses() or len(self._believed) + len(self._near) == self._ranks):
-            near, self._near = list(self._near.values()), {}
-            self._believed |= self._reached(near, self._witnesses())
+        if self._local and (self._witnesses() or len(self._verified) + len(self._local) == self._ranks):
+            local, self._local = list(self._local.values()), {}
+            self._verified |= self._reached(local, self._witnesses())
         return bool(self._queue)
 
     def cards(self) -> list[NodeInfo]:
-        """A card for every rank; that of a rank that has not come, or is not believed, says so as its problem.
+        """A node record for every rank; a missing or unverified rank has a record with that problem.
 
-        Those of the leader's node count as long as no other node has come.
+        While no other node has come, the leader connects to the ranks of its node.
         """
-        usable = self._believed | self._reached(list(self._near.values()), [])
-        return [usable.get(rank) or self._absentee(rank) for rank in range(self._ranks)]
+        usable = self._verified | self._reached(list(self._local.values()), [])
+        return [usable.get(rank) or self._missing_node(rank) for rank in range(self._ranks)]
 
     def _read(self, rank: int) -> NodeInfo | None:
-        """The card of a rank, if it is that rank's in this attempt."""
+        """The node record of a rank; None unless it is of that rank and this attempt."""
         card = self._directory.read(_name(rank), NodeInfo)
         if card and (card.rank, card.attempt) != (rank, self._attempt):
-            self._doubts[rank] = f"its card is of rank {card.rank} of attempt {card.attempt}"
+            self._problems[rank] = f"its card is of rank {card.rank} of attempt {card.attempt}"
             return None
         return card
 
     def _verify(self, cards: Sequence[NodeInfo]) -> None:
-        """Believe the cards whose ranks answer, each with the address that did, and those that excuse themselves."""
-        self._believed |= {card.rank: card for card in cards if card.problems}
+        """Accept records whose ranks answer, with that address first, and records that report problems."""
+        self._verified |= {card.rank: card for card in cards if card.problems}
         sound = [card for card in cards if not card.problems]
-        self._near |= {card.rank: card for card in sound if card.boot == self._node}
-        self._believed |= self._reached([card for card in sound if card.boot != self._node], [])
+        self._local |= {card.rank: card for card in sound if card.boot == self._node}
+        self._verified |= self._reached([card for card in sound if card.boot != self._node], [])
 
     def _reached(self, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> dict[int, NodeInfo]:
-        """Those cards whose ranks answer, each with the address that did in front; of the others the reason is kept."""
-        found = self._find_addresses(cards, witnesses) if cards else {}
+        """The records whose ranks answer, with that address first. For the other ranks, the problem is recorded."""
+        addresses = self._find_addresses(cards, witnesses) if cards else {}
         for card in cards:
-            if card.rank not in found:
+            if card.rank not in addresses:
                 tried = ", ".join(f"{address}:{card.probe_port}" for address in card.addresses) or "any address"
                 asker = "to other nodes " if witnesses else ""
-                self._doubts[card.rank] = f"{card.hostname} does not answer {asker}at {tried}"
-        return {card.rank: _at(card, found[card.rank]) for card in cards if card.rank in found}
+                self._problems[card.rank] = f"{card.hostname} does not answer {asker}at {tried}"
+        return {card.rank: _at(card, addresses[card.rank]) for card in cards if card.rank in addresses}
 
     def _witnesses(self) -> list[NodeInfo]:
-        """Ranks of other nodes that were reached; a few, in case one of them falls silent."""
-        reached = (card for card in self._believed.values() if card.boot != self._node and not card.problems)
+        """A few reached ranks of other nodes, in case one of them stops answering."""
+        reached = (card for card in self._verified.values() if card.boot != self._node and not card.problems)
         return list(islice(reached, WITNESSES))
 
-    def _absentee(self, rank: int) -> NodeInfo:
-        problem = self._doubts.get(rank, "no card appeared")
+    def _missing_node(self, rank: int) -> NodeInfo:
+        problem = self._problems.get(rank, "no card appeared")
         return NodeInfo(
             rank=rank,
             attempt=self._attempt,
@@ -141,7 +143,7 @@ class Membership:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3` or `ranks 3, 5-7`, cut off after a dozen; empty for none."""
+    """A text such as `rank 3` or `ranks 3, 5-7`, truncated after a dozen spans; empty for none."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
@@ -155,7 +157,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _at(card: NodeInfo, address: str) -> NodeInfo:
-    """The card with the address that was proved in front."""
+    """The record with its verified address first."""
     others = tuple(other for other in card.addresses if other != address)
     return msgspec.structs.replace(card, addresses=(address, *others))
 
@@ -165,6 +167,6 @@ def _name(rank: int) -> str:
 
 
 def _listed(directory: SharedDir) -> list[int]:
-    """Ranks whose cards are listed, ascending."""
+    """The ranks whose records are listed, ascending."""
     stems = (name.removesuffix(".json") for name in directory.names(NODES) if name.endswith(".json"))
     return sorted(int(stem) for stem in stems if stem.isdecimal())

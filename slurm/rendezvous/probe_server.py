@@ -1,10 +1,11 @@
-"""Proof that an address leads to a rank.
+"""The proof that an address reaches a rank.
 
-Owns the connect-back: every agent answers connections that know its card's token, and the leader calls each card's
-addresses until one answers as its rank would. A beacon also calls another one for the leader, since the addresses at
-which a node reaches itself prove nothing: docker0 has the same one on every node. Promises that a port that somebody
-else took meanwhile is not mistaken for ours; that nobody outside of the run directory can make a beacon call; and that
-strangers, however many connect, cost it no more than `CALLERS` threads and keep no peer out. Knows no roles.
+Owns the connect-back: every agent has a probe server that answers requests authenticated with its node record's token,
+and the leader connects to each record's addresses until its rank answers. A probe server also connects to another one
+for the leader, since an address at which a node reaches itself proves nothing: docker0 has the same address on every
+node. Promises that a port that another process took meanwhile does not count as ours; that only processes with access
+to the run directory can make a probe server connect; and that any number of unauthenticated connections costs at most
+`CALLERS` threads and locks out no peer. Must not know roles.
 
     leader ──request──► rank 3                          is rank 3 at this address?
     leader ──request (relay)──► rank 3 ──request──► leader   can rank 3 reach the leader at this address?
@@ -27,15 +28,15 @@ from pipeline.topology.plan import NodeInfo
 from pipeline.utils.waiting import Deadline
 
 CALLERS = 64
-"""Most callers that a beacon answers at a time, and most ranks that the leader calls at once."""
+"""Most concurrent connections of a probe server, and most ranks to which the leader connects at once."""
 BACKLOG = 1024
-"""Callers that connect in a burst wait in this backlog; beyond it, the kernel retries only after a second."""
+"""The listen backlog for bursts of connections; beyond it, the kernel retries only after a second."""
 ANSWER_SECONDS = 1.0
 MAX_LINE = 4096
 
 
 class Forwarded(msgspec.Struct, frozen=True):
-    """A request for another beacon, to be passed on to `address`:`port` as it is."""
+    """A request to another probe server, which is forwarded unchanged to `address`:`port`."""
 
     address: str
     port: int
@@ -43,17 +44,17 @@ class Forwarded(msgspec.Struct, frozen=True):
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
-    """What a caller asks: an answer for this nonce, or what another beacon answers."""
+    """A request for the answer to a nonce, or for the answer of another probe server."""
 
     nonce: str
     relay: Forwarded | None = None
 
 
 class ProbeServer:
-    """Answers connections to this rank until it is closed; usable as a context manager.
+    """Answers probe requests to this rank until it is closed; usable as a context manager.
 
-    `token` is what only the rank's card tells; `address` is the interface to listen on, all of them by default; `port`
-    is chosen by the system.
+    `token` is a secret that only the rank's node record contains; `address` is the interface to listen on, by default
+    all; the system chooses `port`.
     """
 
     def __init__(self, run_id: str, attempt: str, rank: int, address: str = "", token: str = "") -> None:
@@ -67,7 +68,7 @@ class ProbeServer:
 
     def close(self) -> None:
         """Stop answering and free the port."""
-        # On Linux this wakes the thread that waits in accept().
+        # On Linux this wakes the thread that is blocked in accept().
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
@@ -83,11 +84,11 @@ class ProbeServer:
             try:
                 caller, _ = self._socket.accept()
             except ConnectionAbortedError:
-                continue  # the caller went away before its turn
+                continue  # the caller closed the connection before its turn
             except OSError:
                 return  # closed
             if self._callers.admit(caller):
-                # A caller that says nothing keeps nobody else waiting.
+                # A thread per caller: a silent caller does not delay the others.
                 threading.Thread(target=self._answer, args=(caller,), name="beacon's answer", daemon=True).start()
             else:
                 caller.close()
@@ -98,10 +99,10 @@ class ProbeServer:
                 caller.settimeout(ANSWER_SECONDS)
                 request = _opened(self._key, _line(caller))
                 if request is not None:
-                    self._callers.heard(caller)
+                    self._callers.authenticate(caller)
                     caller.sendall(self._reply(request))
             except OSError:
-                return  # the caller asks again, or asks another address
+                return  # the caller retries, or tries another address
             finally:
                 self._callers.leave(caller)
 
@@ -113,62 +114,62 @@ class ProbeServer:
 
 
 class _Callers:
-    """Those who are connected, at most `CALLERS`.
+    """The open connections, at most `CALLERS`.
 
-    Where there is no room for one more, that one is hung up on which has been silent for longest: a peer speaks as soon
-    as it is connected. One whose request was heard, so who knows the key, has its answer.
+    If all slots are taken, the connection that has been silent for longest is closed, since a peer sends its request at
+    once. A connection with an authenticated request is never closed before its answer.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._silent: dict[socket.socket, None] = {}  # the oldest first
-        self._heard: set[socket.socket] = set()
+        self._silent: dict[socket.socket, None] = {}  # oldest first
+        self._authenticated: set[socket.socket] = set()
 
     def admit(self, caller: socket.socket) -> bool:
-        """Count one more in; False if there is no room within `ANSWER_SECONDS`, as all others are being answered."""
+        """Add a connection. Returns False if no slot is free within `ANSWER_SECONDS`: all others are being answered."""
         with self._changed:
             if self._full() and self._silent:
-                with suppress(OSError):  # gone already
+                with suppress(OSError):  # already closed
                     next(iter(self._silent)).shutdown(socket.SHUT_RDWR)
             if self._changed.wait_for(lambda: not self._full(), ANSWER_SECONDS):
                 self._silent[caller] = None
             return caller in self._silent
 
-    def heard(self, caller: socket.socket) -> None:
-        """It is answered now."""
+    def authenticate(self, caller: socket.socket) -> None:
+        """Protect a connection with an authenticated request from being closed."""
         with self._changed:
             self._silent.pop(caller)
-            self._heard.add(caller)
+            self._authenticated.add(caller)
 
     def leave(self, caller: socket.socket) -> None:
-        """To be called before it is closed."""
+        """Remove a connection; call this before the socket is closed."""
         with self._changed:
             self._silent.pop(caller, None)
-            self._heard.discard(caller)
+            self._authenticated.discard(caller)
             self._changed.notify()
 
     def _full(self) -> bool:
-        return len(self._silent) + len(self._heard) >= CALLERS
+        return len(self._silent) + len(self._authenticated) >= CALLERS
 
 
 def find_addresses(
     run_id: str, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo] = (), seconds: float = ANSWER_SECONDS
 ) -> Mapping[int, str]:
-    """For each card the first of its addresses where its rank answers within `seconds`; by rank.
+    """The first address of each node record at which its rank answers within `seconds`, by rank.
 
-    This process calls itself, or has the `witnesses` call, whose first addresses are known to be right: an address
-    counts when one of them got the answer. A rank that answers nowhere is absent. Calls up to `CALLERS` ranks at once.
+    This process connects itself, or through `witnesses`, whose first addresses are verified: an address counts if one
+    of them got the answer. A rank that does not answer is absent. Connects to up to `CALLERS` ranks at once.
     """
     if not cards:
         return {}
     with ThreadPoolExecutor(min(CALLERS, len(cards)), thread_name_prefix="call") as callers:
-        found = callers.map(partial(_find_address, run_id, witnesses=witnesses, seconds=seconds), cards)
-        return {card.rank: address for card, address in zip(cards, found, strict=True) if address}
+        addresses = callers.map(partial(_find_address, run_id, witnesses=witnesses, seconds=seconds), cards)
+        return {card.rank: address for card, address in zip(cards, addresses, strict=True) if address}
 
 
 @dataclass(frozen=True)
 class _Callee:
-    """A beacon that is called, and its key."""
+    """A probe server to connect to, and its key."""
 
     address: str
     port: int
@@ -179,18 +180,18 @@ class _Callee:
         return cls(address, card.probe_port, _key(run_id, card.attempt, card.rank, card.token))
 
     def answers(self, seconds: float) -> bool:
-        """Whether the right beacon answers this process."""
+        """Whether the expected probe server answers this process."""
         nonce = secrets.token_hex(8)
-        told = _exchange(self.address, self.port, _sealed(self.key, ProbeRequest(nonce)), seconds)
-        return hmac.compare_digest(told, _answer_of(self.key, nonce))
+        answer = _exchange(self.address, self.port, _sealed(self.key, ProbeRequest(nonce)), seconds)
+        return hmac.compare_digest(answer, _answer_of(self.key, nonce))
 
     def answers_to(self, witness: "_Callee", seconds: float) -> bool:
-        """Whether it answers a witness, which passes request and answer on as they are."""
+        """Whether the expected probe server answers a witness, which forwards request and answer unchanged."""
         nonce = secrets.token_hex(8)
         relay = Forwarded(self.address, self.port, _sealed(self.key, ProbeRequest(nonce)).decode())
         request = _sealed(witness.key, ProbeRequest(secrets.token_hex(8), relay))
-        told = _exchange(witness.address, witness.port, request, 2 * seconds)
-        return hmac.compare_digest(told, _answer_of(self.key, nonce))
+        answer = _exchange(witness.address, witness.port, request, 2 * seconds)
+        return hmac.compare_digest(answer, _answer_of(self.key, nonce))
 
 
 def _find_address(run_id: str, card: NodeInfo, witnesses: Sequence[NodeInfo], seconds: float) -> str | None:
@@ -203,7 +204,7 @@ def _find_address(run_id: str, card: NodeInfo, witnesses: Sequence[NodeInfo], se
 
 
 def _exchange(address: str, port: int, request: bytes, seconds: float) -> bytes:
-    """The line that is answered there; empty if none is."""
+    """Send a request and return the line of the answer; empty without an answer."""
     try:
         with socket.create_connection((address, port), timeout=seconds) as call:
             call.sendall(request)
@@ -213,15 +214,15 @@ def _exchange(address: str, port: int, request: bytes, seconds: float) -> bytes:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """One line; what came, if it does not end or is too long. The socket's time-out is that of the whole line."""
-    found, deadline = b"", Deadline("a line", connection.gettimeout() or ANSWER_SECONDS)
-    while not found.endswith(b"\n") and len(found) < MAX_LINE and not deadline.passed:
+    """Read one line. Returns the partial line if it ends early or is too long. The socket's timeout bounds the line."""
+    received, deadline = b"", Deadline("a line", connection.gettimeout() or ANSWER_SECONDS)
+    while not received.endswith(b"\n") and len(received) < MAX_LINE and not deadline.passed:
         connection.settimeout(max(deadline.left, 0.001))
-        part = connection.recv(MAX_LINE)
-        if not part:
+        chunk = connection.recv(MAX_LINE)
+        if not chunk:
             break
-        found += part
-    return found
+        received += chunk
+    return received
 
 
 def _key(run_id: str, attempt: str, rank: int, token: str) -> bytes:
@@ -229,13 +230,13 @@ def _key(run_id: str, attempt: str, rank: int, token: str) -> bytes:
 
 
 def _sealed(key: bytes, request: ProbeRequest) -> bytes:
-    """The line that asks."""
+    """The line of an authenticated request."""
     body = msgspec.json.encode(request)
     return _tag(key, b"ask " + body) + b" " + body + b"\n"
 
 
 def _opened(key: bytes, line: bytes) -> ProbeRequest | None:
-    """What a line asks; None for one that does not know the key."""
+    """The request in a line; None if its authentication fails."""
     tag, _, body = line.rstrip(b"\n").partition(b" ")
     if not hmac.compare_digest(tag, _tag(key, b"ask " + body)):
         return None

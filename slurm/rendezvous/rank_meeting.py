@@ -1,10 +1,10 @@
-"""How the ranks of one attempt meet.
+"""The rendezvous of the ranks of one attempt.
 
-Owns the rendezvous directory of an attempt and every file in it: `cards/<rank>.json`, `claim-<epoch>.json`,
-`lease-<epoch>.json` and the verdict, `world.json`. Promises that `rendezvous` returns the same world to every rank, or
-raises one clear error within its deadline; that stale, torn, late and foreign files are never taken for live ones;
-and that only the leader reads all cards, so that the file operations grow linearly with the ranks. Knows nothing of
-roles and schedulers.
+Owns the rendezvous directory of an attempt and every file in it: `cards/<rank>.json` (the node records),
+`claim-<epoch>.json`, `lease-<epoch>.json` and the verdict, `world.json`. Promises that `rendezvous` returns the same
+world to every rank, or raises one clear error within its deadline; that stale, torn, late and foreign files never count
+as live ones; and that only the leader reads all node records, so that the file operations grow linearly with the ranks.
+Must not know roles and schedulers.
 
     world = rendezvous(FileSharedDir(paths.rendezvous), plan, card, run_id=paths.run_id, seconds=60)
 """
@@ -24,14 +24,14 @@ from slurm.rendezvous import election, probe_server
 from slurm.rendezvous.election import Action, ElectionEvent
 from slurm.rendezvous.membership import FindAddresses, Membership, missing_ranks, publish_node_info
 
-# Shares of the deadline: after the first a leader goes on without absent ranks if the spares suffice; after the
-# second it refuses, so that the ranks learn the reason before their own deadlines run out.
+# Fractions of the deadline. After the first, a leader forms a world without missing ranks if the spares suffice. After
+# the second, it publishes a rejection, so that the ranks get the reason before their own deadlines.
 PATIENCE, LAST_CALL = 0.5, 0.9
 POLLS_PER_SECOND = 2000  # of all ranks together, on one file server
 
 
 class LeaderClaim(msgspec.Struct, frozen=True, kw_only=True):
-    """Who claimed an epoch; that the file exists is what counts."""
+    """The rank that claimed an epoch. Only the existence of the file decides."""
 
     epoch: int
     rank: int
@@ -40,14 +40,14 @@ class LeaderClaim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A leader's sign of life: a counter that it alone raises."""
+    """A leader's heartbeat: a counter that only the leader increments."""
 
     epoch: int
     beat: int
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict that no world can be formed, and why."""
+    """The verdict that no world can be formed, with the reason."""
 
     attempt: str
     epoch: int
@@ -69,24 +69,25 @@ def rendezvous(
     """Publish `card`, take part in the election, and return the world once it is published.
 
     Args:
-        directory: the attempt's own directory.
-        seconds: deadline for everything; then `DeadlineError` names the ranks that published no card.
-        find_addresses: how ranks are reached; `slurm.rendezvous.probe_server` by default.
-        lease: seconds for which a leader may show no sign of life; an eighth of `seconds` by default.
+        directory: the attempt's directory.
+        card: this rank's node record.
+        seconds: the deadline of the rendezvous; its `DeadlineError` names the ranks without a node record.
+        find_addresses: finds the addresses of ranks; `slurm.rendezvous.probe_server` by default.
+        lease: seconds without a heartbeat after which a leader is replaced; an eighth of `seconds` by default.
 
-    `RendezvousError` when the rank is taken, when the leader refused, when the world does not fit this rank, or when
-    the directory cannot be read or written.
+    `RendezvousError` if the rank is taken, the leader rejected the ranks, the world does not fit this rank, or the
+    directory cannot be read or written.
     """
     finder = find_addresses or partial(probe_server.find_addresses, run_id)
     lease = lease or seconds / 8
-    meeting = Rendezvous(directory, plan, card, run_id, seconds, finder, lease, clock)
+    participant = Rendezvous(directory, plan, card, run_id, seconds, finder, lease, clock)
     pause, longest_pause = pauses(plan.ranks, lease)
     try:
         return wait_for(
             f"the world of attempt {card.attempt}",
-            meeting.round,
+            participant.round,
             seconds,
-            missing=meeting.missing,
+            missing=participant.missing,
             pause=pause,
             longest_pause=longest_pause,
             clock=clock,
@@ -97,18 +98,18 @@ def rendezvous(
 
 
 def pauses(ranks: int, lease: float) -> tuple[float, float]:
-    """First and longest pause (seconds) between two looks of a rank.
+    """First and longest pause, in seconds, between two polls of a rank.
 
-    They grow with the ranks, so that all together never exceed what a file server bears, but leave a leader time to
-    renew.
+    They grow with the number of ranks, so that all ranks together make at most `POLLS_PER_SECOND`, and are short enough
+    for a leader to renew its lease.
     """
     longest = min(max(0.5, ranks / POLLS_PER_SECOND), lease / election.RENEWALS_PER_LEASE)
     return max(0.02, longest / 10), longest
 
 
 class Rendezvous:
-    """One rank's part of the rendezvous: performs the actions of `slurm.rendezvous.election` and reports what came of
-    them."""
+    """One rank's part of the rendezvous: performs the actions of `slurm.rendezvous.election`, and reports their results
+    as events."""
 
     def __init__(
         self,
@@ -127,35 +128,35 @@ class Rendezvous:
         self._seconds, self._find_addresses, self._clock = seconds, find_addresses, clock
         self._started = clock.now()
         self._member, self._action = election.begin_election(card.rank, plan.ranks, lease, self._started)
-        self._roster = self._new_roster()
+        self._membership = self._new_membership()
         self._verdict: World | Rejection | None = None
         self.world: World | None = None
 
     @property
     def is_sleeping(self) -> bool:
-        """True if there is nothing to do before a pause."""
-        return self._action.name == "rest"
+        """Whether the next action is a pause."""
+        return self._action.name == "sleep"
 
     def round(self) -> World | None:
-        """Act until there is nothing to do but wait; the world, once it is there."""
+        """Perform actions until the next one is a pause. Returns the world once it is published."""
         self.act()
         while self.world is None and not self.is_sleeping:
             self.act()
         return self.world
 
     def act(self) -> None:
-        """Perform the next action: some reads, or one write."""
+        """Perform the next action: a few reads, or one write."""
         event = self._perform(self._action)
         self._member, self._action = election.step(self._member, event, self._clock.now())
 
     def missing(self) -> str:
-        """The ranks that have published no card."""
+        """The ranks without a node record, as text."""
         return missing_ranks(self._directory, self._plan.ranks)
 
     def _perform(self, action: Action) -> ElectionEvent:
         match action.name:
             case "join":
-                return ElectionEvent("joined" if publish_node_info(self._directory, self._card) else "contested")
+                return ElectionEvent("joined" if publish_node_info(self._directory, self._card) else "record_conflict")
             case "look":
                 return self._look()
             case "claim":
@@ -169,18 +170,18 @@ class Rendezvous:
                 self._directory.create(WORLD, self._verdict)
                 return ElectionEvent("published")
             case _:
-                return ElectionEvent("rested")
+                return ElectionEvent("backoff_done")
 
     def _look(self) -> ElectionEvent:
         names = self._directory.names()
         if WORLD in names and self._read_verdict():
-            return ElectionEvent("saw_verdict")
+            return ElectionEvent("world_published")
         epoch = max((_epoch(name) for name in names), default=0)
         lease = self._directory.read(f"lease-{epoch}.json", Lease) if epoch else None
-        return ElectionEvent("saw", epoch, lease.beat if lease else -1)
+        return ElectionEvent("observed", epoch, lease.beat if lease else -1)
 
     def _read_verdict(self) -> bool:
-        """True once the world is read and fits; False while it cannot be read yet."""
+        """Whether the world could be read and validated; `RendezvousError` if it does not fit, or is a rejection."""
         world = self._directory.read(WORLD, World)
         if world is None:
             refusal = self._directory.read(WORLD, Rejection)
@@ -197,31 +198,31 @@ class Rendezvous:
         claim = LeaderClaim(epoch=epoch, rank=self._card.rank, hostname=self._card.hostname, pid=self._card.pid)
         if not self._directory.create(f"claim-{epoch}.json", claim):
             return ElectionEvent("lost", epoch)
-        self._roster = self._new_roster()
+        self._membership = self._new_membership()
         return ElectionEvent("won", epoch)
 
     def _gather(self, epoch: int) -> ElectionEvent:
-        if self._roster.gather():
-            return ElectionEvent("more")
+        if self._membership.gather():
+            return ElectionEvent("more_records")
         self._verdict = self._decide(epoch)
-        return ElectionEvent("ready" if self._verdict else "waiting")
+        return ElectionEvent("records_complete" if self._verdict else "ranks_missing")
 
     def _decide(self, epoch: int) -> World | Rejection | None:
-        """The verdict on the cards that are there, or None while it is worth waiting for others."""
+        """The verdict on the present node records; None while waiting for further ones can help."""
         share = (self._clock.now() - self._started) / self._seconds
-        if not self._roster.complete and share < PATIENCE:
+        if not self._membership.complete and share < PATIENCE:
             return None
         try:
             return self._assign(epoch)
         except RendezvousError as error:
-            if not self._roster.complete and share < LAST_CALL:
+            if not self._membership.complete and share < LAST_CALL:
                 return None
             return Rejection(attempt=self._card.attempt, epoch=epoch, leader=self._card.rank, refused=str(error))
 
     def _assign(self, epoch: int) -> World:
         return assign(
             self._plan,
-            self._roster.cards(),
+            self._membership.cards(),
             run_id=self._run_id,
             attempt=self._card.attempt,
             epoch=epoch,
@@ -229,7 +230,7 @@ class Rendezvous:
             secret=secrets.token_hex(16),
         )
 
-    def _new_roster(self) -> Membership:
+    def _new_membership(self) -> Membership:
         return Membership(self._directory, self._plan.ranks, self._card.attempt, self._card.boot, self._find_addresses)
 
 

@@ -31,18 +31,18 @@ def watching(rank: int = 1, now: float = 100.0) -> Member:
 def leading(now: float = 100.0) -> Member:
     """Rank 0 that has won epoch 1 and renewed."""
     member = watching(0, now)
-    for event in (ElectionEvent("saw"), ElectionEvent("won", 1), ElectionEvent("renewed")):
+    for event in (ElectionEvent("observed"), ElectionEvent("won", 1), ElectionEvent("renewed")):
         member, _ = step(member, event, now)
     return member
 
 
 def test_rank_zero_opens_the_first_epoch_at_once():
-    assert step(watching(0), ElectionEvent("saw"), 100.0)[1] == Action("claim", 1, -1)
+    assert step(watching(0), ElectionEvent("observed"), 100.0)[1] == Action("claim", 1, -1)
 
 
 def test_other_ranks_leave_the_first_epoch_to_rank_zero_for_a_lease():
-    assert step(watching(1), ElectionEvent("saw"), 100.0 + LEASE)[1].name == "rest"
-    assert step(watching(1), ElectionEvent("saw"), 100.0 + 1.25 * LEASE)[1].name == "claim"
+    assert step(watching(1), ElectionEvent("observed"), 100.0 + LEASE)[1].name == "sleep"
+    assert step(watching(1), ElectionEvent("observed"), 100.0 + 1.25 * LEASE)[1].name == "claim"
 
 
 def test_low_ranks_lose_patience_first():
@@ -53,40 +53,40 @@ def test_a_moving_lease_is_followed_however_long_it_takes():
     member, now = watching(), 100.0
     for beat in range(50):
         now += LEASE * 1.2
-        member, action = step(member, ElectionEvent("saw", 1, beat), now)
-        assert action.name == "rest"
-        member, _ = step(member, ElectionEvent("rested"), now)
+        member, action = step(member, ElectionEvent("observed", 1, beat), now)
+        assert action.name == "sleep"
+        member, _ = step(member, ElectionEvent("backoff_done"), now)
 
 
 def test_a_lease_that_stands_still_is_taken_over_in_the_next_epoch():
-    member, _ = step(watching(), ElectionEvent("saw", 1, 7), 101.0)
-    member, _ = step(member, ElectionEvent("rested"), 101.0)
-    member, action = step(member, ElectionEvent("saw", 1, 7), 101.0 + 1.25 * LEASE)
+    member, _ = step(watching(), ElectionEvent("observed", 1, 7), 101.0)
+    member, _ = step(member, ElectionEvent("backoff_done"), 101.0)
+    member, action = step(member, ElectionEvent("observed", 1, 7), 101.0 + 1.25 * LEASE)
     assert (member.phase, action.name, action.epoch) == (Phase.CLAIMING, "claim", 2)
 
 
 def test_a_claim_without_a_lease_is_taken_over_too():
-    member, _ = step(watching(), ElectionEvent("saw", 1, -1), 100.0)
-    member, _ = step(member, ElectionEvent("rested"), 100.0)
-    assert step(member, ElectionEvent("saw", 1, -1), 100.0 + 1.25 * LEASE)[1].epoch == 2
+    member, _ = step(watching(), ElectionEvent("observed", 1, -1), 100.0)
+    member, _ = step(member, ElectionEvent("backoff_done"), 100.0)
+    assert step(member, ElectionEvent("observed", 1, -1), 100.0 + 1.25 * LEASE)[1].epoch == 2
 
 
 def test_an_old_listing_does_not_turn_back_what_a_rank_knows():
-    member, _ = step(watching(), ElectionEvent("saw", 2, 5), 101.0)
-    member, _ = step(member, ElectionEvent("rested"), 101.0)
-    member, _ = step(member, ElectionEvent("saw", 1, 9), 102.0)
+    member, _ = step(watching(), ElectionEvent("observed", 2, 5), 101.0)
+    member, _ = step(member, ElectionEvent("backoff_done"), 101.0)
+    member, _ = step(member, ElectionEvent("observed", 1, 9), 102.0)
     assert (member.epoch, member.beat, member.moved) == (2, 5, 101.0)
 
 
 def test_who_loses_a_claim_watches_the_winner_for_a_whole_lease():
-    member, _ = step(watching(), ElectionEvent("saw"), 110.0)
+    member, _ = step(watching(), ElectionEvent("observed"), 110.0)
     member, action = step(member, ElectionEvent("lost", 1), 110.0)
     assert (member.phase, member.epoch, action.name) == (Phase.WATCHING, 1, "look")
-    assert step(member, ElectionEvent("saw", 0, -1), 111.0)[1].name == "rest"
+    assert step(member, ElectionEvent("observed", 0, -1), 111.0)[1].name == "sleep"
 
 
 def test_a_new_leader_writes_its_lease_before_it_reads_cards():
-    member, _ = step(watching(0), ElectionEvent("saw"), 100.0)
+    member, _ = step(watching(0), ElectionEvent("observed"), 100.0)
     member, action = step(member, ElectionEvent("won", 1), 100.0)
     assert action.name == "renew"
     assert step(member, ElectionEvent("renewed"), 100.0)[1].name == "gather"
@@ -95,7 +95,7 @@ def test_a_new_leader_writes_its_lease_before_it_reads_cards():
 def test_a_leader_renews_in_time_and_never_repeats_a_beat():
     member, beats = leading(), set()
     for second in range(1, 6):
-        member, action = step(member, ElectionEvent("saw", 1, member.beat), 100.0 + second)
+        member, action = step(member, ElectionEvent("observed", 1, member.beat), 100.0 + second)
         assert action.name == "renew"
         assert action.beat not in beats
         beats.add(action.beat)
@@ -103,21 +103,21 @@ def test_a_leader_renews_in_time_and_never_repeats_a_beat():
 
 
 def test_a_leader_that_sees_a_later_epoch_steps_down():
-    member, action = step(leading(), ElectionEvent("saw", 2, 0), 100.1)
-    assert (member.phase, member.epoch, action.name) == (Phase.WATCHING, 2, "rest")
+    member, action = step(leading(), ElectionEvent("observed", 2, 0), 100.1)
+    assert (member.phase, member.epoch, action.name) == (Phase.WATCHING, 2, "sleep")
 
 
 def test_a_verdict_settles_leaders_and_observers_alike():
     for member in (leading(), watching()):
-        after, action = step(member, ElectionEvent("saw_verdict"), 101.0)
-        assert (after.phase, action.name) == (Phase.SETTLED, "settle")
+        after, action = step(member, ElectionEvent("world_published"), 101.0)
+        assert (after.phase, action.name) == (Phase.FINISHED, "finish")
 
 
 def test_a_rank_whose_card_cannot_be_read_yet_joins_again():
     member, _ = begin_election(3, 4, LEASE, 0.0)
-    member, action = step(member, ElectionEvent("contested"), 0.0)
-    assert action.name == "rest"
-    assert step(member, ElectionEvent("rested"), 0.1)[1] == Action("join")
+    member, action = step(member, ElectionEvent("record_conflict"), 0.0)
+    assert action.name == "sleep"
+    assert step(member, ElectionEvent("backoff_done"), 0.1)[1] == Action("join")
 
 
 @pytest.mark.parametrize("event", ["won", "renewed", "published", "joined"])
@@ -130,12 +130,12 @@ def test_an_impossible_event_is_refused_by_name(event):
 def test_nothing_follows_the_end():
     for signal in ACTIONS:
         with pytest.raises(InvalidTransitionError):
-            transition(Phase.SETTLED, signal)
+            transition(Phase.FINISHED, signal)
 
 
 def test_every_signal_of_the_table_has_its_action_and_every_phase_a_way_out():
     assert {signal for _, signal in TRANSITIONS} == set(ACTIONS)
-    for phase in set(Phase) - {Phase.SETTLED}:
+    for phase in set(Phase) - {Phase.FINISHED}:
         assert any(start is phase and end is not phase for (start, _), end in TRANSITIONS.items())
 
 
@@ -145,9 +145,9 @@ def test_what_a_rank_knows_only_grows(sights):
     for epoch, beat, seconds in sights:
         now += seconds
         before = (member.epoch, member.beat)
-        member, action = step(member, ElectionEvent("saw", epoch, beat), now)
+        member, action = step(member, ElectionEvent("observed", epoch, beat), now)
         assert (member.epoch, member.beat) >= before
         if action.name == "claim":
             assert action.epoch == member.epoch + 1
             return
-        member, _ = step(member, ElectionEvent("rested"), now)
+        member, _ = step(member, ElectionEvent("backoff_done"), now)
