@@ -45,6 +45,7 @@ class JsonRows:
         """Row `index`; `RecordError` when its line is no object, `IndexError` when it does not exist."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
+        # `_ends[i]` is the number of rows in files 0 … i.
         number = bisect_right(self._ends, index)
         part = self._parts[number]
         return part.row(index - self._ends[number] + len(part))

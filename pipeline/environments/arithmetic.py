@@ -133,6 +133,7 @@ def _add_carelessly(one: int, other: int) -> int:
     sign = 1 if (small < 0) == (large < 0) else -1
     above = str(abs(large))
     below = str(abs(small)).zfill(len(above))
+    # Digit by digit modulo 10: carries and borrows are dropped.
     digits = [(int(a) + sign * int(b)) % 10 for a, b in zip(above, below, strict=True)]
     value = int("".join(map(str, digits)))
     return -value if large < 0 else value

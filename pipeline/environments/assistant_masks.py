@@ -97,6 +97,7 @@ class AssistantMasker:
             raise MaskError(f"the tokenizer cannot encode it: {' '.join(str(error).split())}") from None
         mask = tuple(int(any(_overlap(offset, span) for span in spans)) for offset in offsets)
         _check(mask, spans)
+        # The first token is never trained, since nothing predicts it.
         return MaskedText(text, tuple(spans), tuple(tokens), (0, *mask[1:]))
 
     def _spans(self, conversation: Conversation, turns: Sequence[int]) -> tuple[str, list[Span]]:

@@ -68,6 +68,7 @@ class ChatTemplate:
 
         `TemplateError` if the marks are ambiguous or change the text, as with a filter around a marked block.
         """
+        # Render without and with marks: equal texts prove that the marks change nothing.
         plain = self._render(messages, tools, False, {})
         begin, end = [mark for mark in _TURN_MARKS if mark not in plain][:2]
         parts = re.split(f"([{begin}{end}])", self._render(messages, tools, False, {_BEGIN: begin, _END: end}))

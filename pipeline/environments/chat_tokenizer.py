@@ -85,6 +85,7 @@ class ChatTokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         offsets, reached = [], 0
         for begin, end in encoding.offsets:
+            # `reached` is the end of the text covered so far: a gap belongs to the token after it.
             offsets.append((min(begin, reached), end))
             reached = max(reached, end)
         return list(encoding.ids), offsets

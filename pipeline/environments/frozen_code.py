@@ -84,6 +84,7 @@ def modules_of(names: Iterable[str]) -> dict[str, Path]:
         if name in files or (file := _file_of(name)) is None:
             continue
         files[name] = file
+        # Importing a.b.c also imports its parents a.b and a.
         waiting += [name.rpartition(".")[0], *_imported(name, file)]
     return files
 

@@ -109,6 +109,7 @@ class ReasoningGym(Task):
     def _entry(self, use: str, first_range: int, index: int) -> tuple[str, Any]:
         """The first entry for `index` of a use that is not held out; `first_range` is the number of the use's range
         for seed 0."""
+        # Range 0 is for held-out prompts; each run seed has two more, for prompts and for demonstrations.
         rounds, seed = divmod(self.seed, MAX_SEEDS)
         for name, entry in self._draws(
             f"{use} {self.seed}", first_range + 2 * seed, index + rounds * self.options.size

@@ -74,6 +74,7 @@ class ToolTask(Task):
                 break
             results = [await self._answer(prompt, policy, call) for call in calls]
             observation = policy.encode_observation(prompt, history, results)
+            # No room for the results and a further turn: the episode ends with its last turn.
             if len(observation) >= policy.remaining_tokens(episode.tokens):
                 break
             for call in calls:

@@ -102,6 +102,7 @@ class Worker:
             async with asyncio.timeout(None if math.isinf(seconds) else seconds) as limit:
                 for _ in range(items):
                     replies.append(await self._reply())
+                    # The deadline bounds one item, so each reply restarts it.
                     if limit.when() is not None:
                         limit.reschedule(asyncio.get_running_loop().time() + seconds)
         except TimeoutError:

@@ -108,6 +108,7 @@ class Evaluator:
     async def _evaluate(self, evaluation: Evaluation) -> None:
         """Log each remaining set, then write the results of all sets."""
         run, step = self._context.run, self._config.evaluation.step
+        # Sets that an earlier attempt has logged at this step are skipped.
         done = {name for name, version in results_in(read_rows(run.metrics)) if version == step}
         async with report_evaluations(self._context, evaluation), AsyncExitStack() as opened:
             sinks = opened.enter_context(

@@ -45,7 +45,7 @@ class OfflineSession(Rank0):
             try:
                 run_job_files(Path(self._config.training.jobs), self._dispatch, self._config, self._pulse, observer)
             except Interrupted as reason:
-                log.info("%s; what is done is committed", reason)
+                log.info("%s; the finished work is saved", reason)
                 return
         self._finish()
 

@@ -113,6 +113,7 @@ class Preprocessor:
 
     def _pass_on(self, reader: Reader[Group], entries: list[Entry[Group]], should_stop: Callable[[], bool]) -> None:
         prepared = [prepare_group(entry.record, self._config) for entry in entries]
+        # A stop leaves the entries unacknowledged: they are delivered again.
         if self._teacher is not None and not self._ask(self._teacher, prepared, should_stop):
             return
         done = (reader, [entry.id for entry in entries])

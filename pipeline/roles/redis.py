@@ -126,6 +126,7 @@ def main(arguments: list[str]) -> None:
     logs.configure(context.placement.name)
     server, folder = find_server(), context.paths.redis
     version = major_version(server)
+    # Data and socket are for the owner only.
     os.umask(0o077)
     inherit(folder)
     if done := make_loadable(server, folder, context.config.cluster.startup_seconds, version):

@@ -51,7 +51,7 @@ class TinkerSession(Rank0):
         try:
             engine.run()
         except Interrupted as reason:
-            log.info("%s; what is done is committed", reason)
+            log.info("%s; the finished work is saved", reason)
 
     def _report(self, models: int, steps: int) -> None:
         now = time.monotonic()

@@ -55,7 +55,7 @@ class RunSession(Rank0):
                 self._run_jobs(position)
                 self._commits.export()
             except Interrupted as reason:
-                log.info("%s; what is done is committed", reason)
+                log.info("%s; the finished work is saved", reason)
                 return
         self._finish()
 

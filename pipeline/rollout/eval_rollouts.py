@@ -135,6 +135,7 @@ class Evaluation:
 
     async def _outcomes(self, chosen: EvalSet) -> list[list[Outcome]]:
         """The outcomes of each prompt by the deadline."""
+        # Prompts that are not done by the deadline keep this outcome.
         outcomes: list[list[Outcome]] = [[TIMED_OUT] * chosen.samples for _ in chosen.prompts]
 
         async def fill(calls: TaskCalls, index: int) -> None:

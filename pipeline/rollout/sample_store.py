@@ -222,6 +222,7 @@ def segments_over(sizes: dict[Path, int], bound: int) -> list[Path]:
     ranks = {file: rank for rank, file in enumerate(sizes)}
     while total > bound and len(left) > 1:
         old = len(left) - _newest(left, sizes, bound // 2)
+        # Candidates exclude the first segment and those of the newest half.
         gaps = {index: ranks[left[index + 1]] - ranks[left[index - 1]] for index in range(1, min(old, len(left) - 1))}
         chosen = min(gaps, key=gaps.__getitem__) if gaps else 0
         total -= sizes[left[chosen]]

@@ -130,6 +130,7 @@ class Teacher:
         answer = await self._answer(http, body)
         try:
             (choice,) = msgspec.json.decode(answer, type=_Answer).choices
+            # Entry t maps token ids to log-probabilities given the tokens before t; token 0 has no entry.
             after = zip(tokens[1:], choice.prompt_logprobs[1:], strict=True)
             logprobs = [0.0, *(scores[str(token)].logprob for token, scores in after if scores)]
         except (msgspec.DecodeError, ValueError, KeyError):

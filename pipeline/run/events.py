@@ -67,6 +67,7 @@ class Events:
         self.read_all()
         slot = 1
         while name not in _by_name(self._slots):
+            # Exclusive creation: exactly one process gets the slot, and slots are numbered in order of time.
             if slot not in self._slots and self._attempt.create(_slot(slot), event):
                 self._slots[slot] = event
                 return True
@@ -128,6 +129,7 @@ class EventPoller:
             if silent >= FS_OUTAGE_TIMEOUT and "draining" not in self._events_read:
                 why = f"the run directory could not be read for {silent:.0f} s: {error.strerror or error}"
                 self._outage = Event(name="draining", by="the disk", time=time.time(), detail=why)
+        # A reported outage stays even if the disk recovers, since the trainer may already be ending.
         if self._outage:
             self._events_read = {"draining": self._outage, **self._events_read}
 

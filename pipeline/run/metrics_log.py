@@ -171,9 +171,11 @@ class RowReader:
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
+                # A rollback replaces the file, so its inode changes or its size shrinks.
                 if status.st_ino != self._file or status.st_size < self._position:
                     self._file, self._position, self.rows = status.st_ino, 0, []
                 file.seek(self._position)
+                # A partial last line is left for the next call.
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []

@@ -61,6 +61,7 @@ class AsyncStreams:
         while not await self._call(sending.flush):
             if deadline.passed:
                 raise deadline.error(sending.missing())
+            # Wait in the event loop: a full topic must not occupy a thread of the pool.
             await asyncio.sleep(min(next(pauses), deadline.left))
 
     async def read(self, reader: Reader[R], limit: int, seconds: float) -> list[Entry[R]]:

@@ -72,6 +72,7 @@ class FileStreams(Streams):
             if fitting:
                 writer.append(fitting)
                 self._room[topic] -= sum(map(frame_bytes, fitting))
+        # The records are safe first: a crash in between only delivers their input again.
         if acknowledging and len(fitting) == len(payloads):
             reader, ids = acknowledging
             reader.acknowledge(ids)
@@ -142,10 +143,12 @@ class FileStreams(Streams):
     def _fitting(self, topic: str, payloads: Sequence[bytes]) -> Sequence[bytes]:
         """The longest prefix of `payloads` that fits; a topic without unread bytes accepts at least one payload."""
         ends = list(accumulate(map(frame_bytes, payloads)))
+        # The cached room is a lower bound, since readers only free space: measure again only when it is used up.
         if not ends or ends[-1] <= self._room[topic]:
             return payloads
         folder = self._folder(topic)
         cursor = topic_cursors.newest_cursor(folder)
+        # File sizes suffice unless acknowledged entries lie between unacknowledged ones.
         if cursor.acked_out_of_order:
             held = sum(frame_bytes(frame.data) for frame in self._held(topic))
         else:
@@ -224,6 +227,7 @@ class FileReader(Reader[R], Generic[R]):
         while self._delivered and (first := next(iter(self._delivered))) in self._acknowledged:
             self._acknowledged.discard(first)
             self._low_watermark = self._delivered.pop(first)
+        # All delivered entries are acknowledged: skip to the read position, perhaps in a newer segment.
         if not self._delivered:
             self._low_watermark = self._at
         old = self._file.cursor

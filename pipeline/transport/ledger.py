@@ -76,6 +76,7 @@ class Ledger:
         if self.is_done(position):
             return False
         self._above.add(position)
+        # Restore the invariant: the watermark is the smallest position that is not done.
         while self._watermark in self._above:
             self._above.remove(self._watermark)
             self._watermark += 1
@@ -126,6 +127,7 @@ def prompt_at(position: int, size: int, seed: int) -> int:
     epoch, index = divmod(position, size)
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     key = f"{seed} {epoch}".encode()
+    # The domain 2^(2·half) is at most 4 · size, so at most four steps are needed on average.
     while True:
         index = _shuffle(index, half, key)
         if index < size:

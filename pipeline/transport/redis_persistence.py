@@ -52,6 +52,7 @@ def inherit(folder: Path) -> DataGeneration:
     number = earlier[origin].number if origin else 0
     if origin:
         _copy(folder.parent / origin, folder)
+    # The document comes last: its existence means that the copy is complete.
     made = DataGeneration(number=number + 1, origin=origin)
     shared_files.write_document(folder / _MARK, made)
     for name, generation in earlier.items():
@@ -96,6 +97,7 @@ def _copy(source: Path, target: Path) -> None:
                 _copy_file(source / name, target / name)
         except FileNotFoundError:
             continue
+        # The same files before and after: Redis did not rewrite its log during the copy.
         if _listing(source) == before:
             return
     raise StreamError(f"the data in {source} changed {_TRIES} times while it was copied; stop the job that writes it")

@@ -175,6 +175,7 @@ class RedisStreams(Streams):
             try:
                 result = step()
             except RedisError as error:
+                # The end of the attempt may leave less time than the deadline.
                 left = min(deadline.left, self._time_left()) if _may_pass(error) else 0.0
                 if left <= 0:
                     raise self._failure(error, deadline) from error
@@ -285,6 +286,7 @@ class RedisReader(Reader[R], Generic[R]):
         while True:
             wait = min(deadline.left, _BLOCK_SECONDS)
             raw = self._streams.next_entries(self._stream, self._after, limit, wait)
+            # Redis was restarted: discard the batch, and read again from the first unacknowledged entry.
             if self._generation != self._streams.generation:
                 self._begin()
                 continue
@@ -305,6 +307,7 @@ class RedisReader(Reader[R], Generic[R]):
             except RecordError as error:
                 self._reject(id, fields, str(error))
         last, fields = raw[-1]
+        # The mark is for backpressure (unread bytes) only; delivery depends on acknowledgement.
         self.run(scripts.MARK_READ, [self._meta], [self.opening, fields.get(b"e", b"0")])
         self._after = last
         return entries

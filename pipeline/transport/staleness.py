@@ -91,6 +91,7 @@ class StalenessGate:
         """The largest number of outstanding groups."""
         if self.slowest is None:
             return 0
+        # An awaited group counts as a server at the version of its issue.
         behind = max(0, self.version - min([self.slowest, *self._awaited.values()]))
         return max(0, self.prompts_per_step * (self.max_lag + 1 - behind))
 

@@ -148,7 +148,7 @@ class Streams(ABC):
 
     @property
     def generation(self) -> int:
-        """Number of observed restarts of the backend, any of them may have lost the last writes.
+        """Number of observed restarts of the backend. Each may have lost the last writes.
 
         Values are posted again automatically, and readers deliver unacknowledged entries again. A publisher must itself
         check its entries: each is in the topic, acknowledged, or lost.
@@ -244,6 +244,7 @@ class PublishAttempt:
         while True:
             piece = self._piece()
             last = len(piece) == len(self._left)
+            # Only the last piece acknowledges: the input stays until all records are safe.
             accepted = self._streams.try_append(self._topic, piece, self._acknowledging if last else None)
             del self._left[:accepted]
             if accepted < len(piece):

@@ -97,6 +97,7 @@ def take_entries(folder: Path, start: SegmentPosition, limit: int) -> tuple[list
     """Up to `limit` entries from `start` on, and the position after them; continues into later segments."""
     taken: list[Frame] = []
     while len(taken) < limit:
+        # Look for the successor first: if there is one, this segment no longer grows and can be read to its end.
         successor = next((number for number in segments(folder) if number > start.segment), None)
         for frame in frames(folder, start):
             taken.append(frame)
@@ -178,9 +179,11 @@ class SegmentWriter:
         number = max(segments(self._folder), default=0) + 1
         while True:
             try:
+                # O_EXCL: two processes that open the topic at once get different segments.
                 self._file = os.open(segment_path(self._folder, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 break
             except FileExistsError:
                 number += 1
         self._number, self._written = number, 0
+        # The name of the file must be durable before its entries count as safe.
         atomic_dirs.flush(self._folder)

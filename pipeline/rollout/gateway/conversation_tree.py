@@ -144,6 +144,7 @@ class ConversationTree:
         self, messages: tuple[Message, ...], digests: tuple[bytes, ...], tools: Tools
     ) -> tuple[Node, tuple[int, ...]] | None:
         """The call whose messages and reply are a prefix of these messages, and all tokens; None if there is none."""
+        # The longest match first.
         for count in range(len(messages) - 1, 0, -1):
             node = self._by_digest.get(digests[count])
             if node is None:
@@ -174,6 +175,7 @@ class ConversationTree:
             of, shared = self._shared(path, paths[:number])
             tokens = path[-1].tokens
             sampled, logprobs, versions = [0] * len(tokens), [0.0] * len(tokens), [0] * len(tokens)
+            # Arrays of T entries: the sampled span of each call on the path is filled in, the rest stays 0.
             for node in path:
                 begin, end = len(node.match.tokens), len(node.tokens)
                 sampled[begin:end], logprobs[begin:end] = [1] * (end - begin), node.turn.logprobs

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeline.environments import Episode, Prompt, Task, load_task
 from pipeline.environments.arithmetic import Arithmetic, careless_answer, evaluate
 from pipeline.environments.chat_template import ChatTemplate
 from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.verifiers.verifiers_process import EnvironmentMissing, EnvironmentProcess
 from pipeline.errors import ConfigError
 
 TINY = BUILT_IN / "tiny_qwen3"
@@ -284,3 +286,17 @@ def test_what_a_template_refuses_is_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system role here') }}")
     with pytest.raises(Exception, match="no system role here"):
         ChatTemplate(tmp_path).render([])
+
+
+@pytest.mark.skipif(find_spec("verifiers") is not None, reason="verifiers is installed here")
+def test_the_process_of_verifiers_runs_its_bridge_which_reports_a_missing_library() -> None:
+    async def load() -> None:
+        process = EnvironmentProcess(sys.executable, {})
+        try:
+            await process.ready(60.0)
+        finally:
+            await process.end()
+
+    with pytest.raises(EnvironmentMissing, match="No module named 'verifiers'") as raised:
+        asyncio.run(load())
+    assert raised.value.key == "python"
