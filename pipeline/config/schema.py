@@ -157,6 +157,11 @@ class OptimConfig(Section):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
     warmup_steps: NotNegative = Field(0, description="Optimizer steps of linear warm-up from 0.")
+    router_bias_rate: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="How far the balancing bias of a mixture's routers (`e_score_correction_bias`) moves at each step, "
+        "toward experts with fewer tokens than the mean; 0: it stays as it is.",
+    )
 
 
 class SftPhaseConfig(Section):

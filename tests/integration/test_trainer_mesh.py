@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models.tiny import write_tiny
-from tests.support.oracle.cases import write_model
+from tests.support.oracle.cases import write_model, write_models
 from tests.support.ranks import mesh_ranks
 from tests.support.ranks.forked_ranks import run_ranks
 
@@ -20,6 +20,11 @@ def test_replicas_train_as_one_model_and_checkpoints_go_from_mesh_to_mesh(tmp_pa
 
 def test_spread_experts_train_as_whole_ones_and_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:
     run_ranks(4, mesh_ranks.work_of_mixture, write_mixture(tmp_path / "model"), tmp_path, seconds=240)
+
+
+def test_balancing_biases_move_alike_on_all_ranks_and_go_from_mesh_to_mesh(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    run_ranks(4, mesh_ranks.work_of_biases, tmp_path / "glm", tmp_path, seconds=240)
 
 
 def test_adapters_on_spread_experts_go_from_mesh_to_mesh(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class MicroBatch:
         before_M: int64, index in the flattened rectangle of the token before each that is predicted here.
         targets_M: int64, the tokens that are predicted.
         batch: the rows themselves.
+        rows_T: int64, how many rows have each token of the flattened rectangle; 0 of padding. On the host.
         own_M: int64, which of the N counted tokens are predicted here: those whose predecessor is; None: all of them.
     """
 
@@ -46,6 +47,7 @@ class MicroBatch:
     before_M: Tensor
     targets_M: Tensor
     batch: Batch
+    rows_T: NDArray[np.int64]
     own_M: Tensor | None = None
 
     def complete(self, answer_M: Tensor) -> Tensor:
@@ -109,12 +111,14 @@ def collate(batch: Batch, how: Packing, device: torch.device, context: ContextPa
         layout = _filled(layout, context)
         part = context.own_part(len(layout.positions))
         own_M, first = np.flatnonzero((before_N >= part.start) & (before_N < part.stop)), part.start
+    held_T = np.bincount(layout.where[: len(tokens_R)], minlength=len(layout.positions)) * bool(batch.rows)
     mine = slice(None) if own_M is None else own_M
     return MicroBatch(
         *model_input(layout, tokens_R, device, context),
         before_M=to_device(before_N[mine] - first, device),
         targets_M=to_device(tokens_R[counted_N[mine]], device),
         batch=batch,
+        rows_T=held_T if context is None else held_T[context.own_part(len(held_T))],
         own_M=None if own_M is None else to_device(own_M, device),
     )
 

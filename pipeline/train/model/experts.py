@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -37,6 +36,8 @@ ADAPTERS = "adapters"
 """The attribute of an experts module with the adapters of its tensors, by the tensor's name (`expert_lora`)."""
 COUNTS = "expert_counts"
 """The attribute with the tokens that were sent to each expert. With recomputed activations each counts twice."""
+WEIGHTS = "token_weights"
+"""The attribute with how often each token counts; without it, each counts once."""
 _TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 """What configs call the number of experts that a token is sent to."""
 _ALIGNMENT = 16
@@ -107,7 +108,7 @@ def experts_forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_T
     inverse_S = inverse_of(order_S)
     counts_X = _tokens_per_expert(expert_S, len(module.down_proj))
     if torch.is_grad_enabled():
-        _count(module, counts_X)
+        _count(module, expert_S, counts_X)
     sorted_SE = apply(_Take, hidden_TE, order_S, inverse_S, K)
     group = getattr(module, GROUP, None)
     if group is None:
@@ -119,25 +120,12 @@ def experts_forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_T
     return total_TE.to(hidden_TE.dtype)
 
 
-def _count(module: Any, counts_X: Tensor) -> None:
-    before = getattr(module, COUNTS, None)
+def _count(module: Any, expert_S: Tensor, counts_X: Tensor) -> None:
+    before, weights_T = getattr(module, COUNTS, None), getattr(module, WEIGHTS, None)
+    if weights_T is not None:
+        weights_S = weights_T.repeat_interleave(len(expert_S) // len(weights_T))
+        counts_X = torch.zeros_like(counts_X).scatter_add_(0, expert_S, weights_S)
     setattr(module, COUNTS, counts_X if before is None else before + counts_X)
-
-
-def load_metrics(network: nn.Module) -> dict[str, float]:
-    """`experts/load_max`: the tokens of the busiest expert of a layer / the mean over the layer's experts, at most over
-    all layers. It counts the tokens of all ranks that had a gradient since the last call.
-
-    Empty for a network without fused experts. Collective over all ranks.
-    """
-    counts = [each.__dict__.pop(COUNTS) for each in fused_experts(network) if COUNTS in each.__dict__]
-    if not counts:
-        return {}
-    whole = torch.cat(counts)
-    dist.all_reduce(whole)
-    layers = torch.split(whole, [len(counts_X) for counts_X in counts])
-    loads = [len(counts_X) * counts_X.max().double() / counts_X.sum().clamp_min(1) for counts_X in layers]
-    return {"experts/load_max": torch.stack(loads).max().item()}
 
 
 def _of_experts(module: Any, sorted_SE: Tensor, expert_S: Tensor, counts_X: Tensor) -> Tensor:

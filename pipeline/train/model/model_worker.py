@@ -31,7 +31,7 @@ from pipeline.train.model.adapter_merge import gatherer
 from pipeline.train.model.collate import MicroBatch, collate
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.cpu_offload import Memory, Offloadable, Part, allocated, empty_cache
-from pipeline.train.model.experts import load_metrics
+from pipeline.train.model.expert_load import ExpertLoad
 from pipeline.train.model.fsdp import shard_model
 from pipeline.train.model.hf_export import adapter_tensors, refuse_unwritable, write_model
 from pipeline.train.model.models import (
@@ -101,7 +101,7 @@ class ModelWorker:
         shard_model(self.model, mesh, self.compute, spec.reshard, expert_mesh)
         weights = WeightLoader(spec.model)
         materialize(self.model, weights, spec.model, spec.seed, self.device)
-        self._form = weights.form
+        self._form, self._expert_load = weights.form, ExpertLoad(self.model)
         self.group, self.ranks = mesh.get_group(mesh.ndim - 1), mesh.size()
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
@@ -139,22 +139,27 @@ class ModelWorker:
     ) -> dict[str, float]:
         """Add the gradient of `loss_weight` × loss; returns this rank's sums (see
         `pipeline.train.algorithms.total`)."""
-        self._trainer()
+        optimizer = self._trainer()
         self._refuse_loss(objective)
         parts: list[dict[str, Tensor]] = []
         with self.passes():
             for number, batch in enumerate(micro_batches):
                 self.reduce_after(number == len(micro_batches) - 1)
-                loss, sums = self._loss(self._collate(batch, how), batch.temperature, objective, level)
-                (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
+                micro = self._collate(batch, how)
+                with self._expert_load.counting(micro.rows_T, self.device):
+                    loss, sums = self._loss(micro, batch.temperature, objective, level)
+                    (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
                 parts.append(sums)
-        loads = load_metrics(self.model) if level != "none" else {}
+        loads = self._expert_load.collect(measured=level != "none", rate=optimizer.config.router_bias_rate)
         return loss_metrics.combine(_numbers(sums) for sums in parts) | loads
 
     def optim_step(self, settings: AdamSettings | None = None) -> OptimizerStep:
         """One step of AdamW with clipping; see `Optimizer.step`."""
         self._refuse_if_broken()
-        return self._trainer().step(settings)
+        optimizer = self._trainer()
+        step = optimizer.step(settings)
+        self._expert_load.balance(optimizer.config.router_bias_rate, skipped=step.skipped)
+        return step
 
     def set_lr(self, lr: float) -> None:
         """Step at this rate from now on; see `Optimizer.set_lr`."""
@@ -304,6 +309,7 @@ class ModelWorker:
         return self.optimizer
 
     def _fresh_optimizer(self, optim: OptimConfig, steps: int) -> Optimizer:
+        self._expert_load.refuse_rate(optim.router_bias_rate, adapted=self._config.lora.rank > 0)
         return Optimizer([p for p in self.model.parameters() if p.requires_grad], optim, steps, self.group)
 
     def _model_tensors(self) -> Iterator[Tensor]:

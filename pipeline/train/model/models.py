@@ -254,14 +254,22 @@ def copy_parameters(source: DecoderModel, target: DecoderModel) -> None:
         local(parameter).copy_(local(sources[name]))
 
 
-def _copied(model: DecoderModel, whole: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters, or those of the decoder without adapters, under names that are alike in both models."""
+def _copied(model: DecoderModel, whole: bool) -> Iterator[tuple[str, Tensor]]:
+    """All parameters, or those of the decoder without adapters, under names that are alike in both models; and the
+    buffers that last, as training may change them."""
     if whole:
-        yield from model.named_parameters()
+        yield from _lasting(model)
         return
-    for name, parameter in model.decoder.named_parameters():
+    for name, tensor in _lasting(model.decoder):
         if "lora_" not in name:
-            yield name.replace(".base_layer.", "."), parameter
+            yield name.replace(".base_layer.", "."), tensor
+
+
+def _lasting(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    for prefix, owner in module.named_modules():
+        names = owner._buffers.keys() - owner._non_persistent_buffers_set
+        yield from ((f"{prefix}.{leaf}", each) for leaf in sorted(names) if (each := owner._buffers[leaf]) is not None)
 
 
 def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size, object]:

@@ -6,6 +6,7 @@ sharded or reduced.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,12 +16,16 @@ from torch import Tensor
 from tests.support.oracle.losses import Goal, Sequence64, mean, policy_losses, value_losses
 
 Parameters = dict[str, Tensor]
+BIAS = "e_score_correction_bias"
+"""The bias of a router, which has no gradient."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """What the forward needs to know of the architecture; `scale` is alpha / rank of the adapters, `taken` the experts
-    of a token in a mixture."""
+    of a token in a mixture. Of GLM-4.5, `rotary` is the part of a head that is rotated, `teams` the groups of experts
+    of which a token goes to one, `routed` the factor of what experts say, and `bias_rate` how far their bias moves at a
+    step. `loads` counts the tokens of each expert, by the layer's name and its number."""
 
     layers: int
     heads: int
@@ -30,6 +35,11 @@ class Shape:
     eps: float = 1e-6
     scale: float = 0.0
     taken: int = 0
+    rotary: float = 1.0
+    teams: int = 1
+    routed: float = 1.0
+    bias_rate: float = 0.0
+    loads: Counter[tuple[str, int]] = field(default_factory=Counter, compare=False)
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,12 @@ def rotated(x: Tensor, theta: float) -> Tensor:
     return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
 
 
+def turned(x: Tensor, shape: Shape) -> Tensor:
+    """x [T, heads, D] with the first part of each head rotated."""
+    size = round(x.shape[-1] * shape.rotary)
+    return torch.cat([rotated(x[..., :size], shape.theta), x[..., size:]], -1)
+
+
 def linear(p: Mapping[str, Tensor], name: str, x: Tensor, shape: Shape) -> Tensor:
     """x [T, in] by the layer's matrix, to which an adapter adds alpha / rank · B A."""
     matrix = p[f"{name}.weight"]
@@ -79,8 +95,8 @@ def attention(p: Mapping[str, Tensor], prefix: str, x: Tensor, shape: Shape) -> 
     query = linear(p, f"{prefix}.q_proj", x, shape).view(length, shape.heads, shape.size)
     key = linear(p, f"{prefix}.k_proj", x, shape).view(length, shape.groups, shape.size)
     value = linear(p, f"{prefix}.v_proj", x, shape).view(length, shape.groups, shape.size)
-    query = rotated(normed(query, p[f"{prefix}.q_norm.weight"], shape.eps), shape.theta)
-    key = rotated(normed(key, p[f"{prefix}.k_norm.weight"], shape.eps), shape.theta)
+    query = turned(normed(query, p[f"{prefix}.q_norm.weight"], shape.eps), shape)
+    key = turned(normed(key, p[f"{prefix}.k_norm.weight"], shape.eps), shape)
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
     heads = []
     for head in range(shape.heads):
@@ -107,6 +123,39 @@ def mixed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor
     return torch.stack(tokens)
 
 
+def routed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
+    """y [T, E] as GLM-4.5 has it: experts are chosen by sigmoid scores plus a bias, in the best group of experts by its
+    two best; weighted by the scores without it; beside them, an expert that every token goes to."""
+    bias, tokens = p[f"{name}.gate.{BIAS}"], []
+    for token, scores in zip(y, linear(p, f"{name}.gate", y, shape).sigmoid(), strict=True):
+        likes = [score + extra for score, extra in zip(scores.tolist(), bias.tolist(), strict=True)]
+        size = len(likes) // shape.teams
+        teams = [range(first, first + size) for first in range(0, len(likes), size)]
+        team = max(teams, key=lambda team: sum(sorted((likes[expert] for expert in team), reverse=True)[:2]))
+        best = sorted(team, key=lambda expert: -likes[expert])[: shape.taken]
+        shape.loads.update((name, expert) for expert in best)
+        parts = [scores[expert] * multiplied(p, f"{name}.experts.{expert}", token, shape) for expert in best]
+        tokens.append(shape.routed * torch.stack(parts).sum(0) / scores[best].sum())
+    return torch.stack(tokens) + multiplied(p, f"{name}.shared_experts", y, shape)
+
+
+def balanced(p: Mapping[str, Tensor], shape: Shape) -> None:
+    """Move each bias toward the experts that got fewer tokens than the mean of their layer."""
+    for key, bias in p.items():
+        if key.endswith(BIAS):
+            counts = [shape.loads[key.removesuffix(f".gate.{BIAS}"), expert] for expert in range(len(bias))]
+            for expert, count in enumerate(counts):
+                lacking = sum(counts) - len(counts) * count
+                bias[expert] += shape.bias_rate * ((lacking > 0) - (lacking < 0))
+
+
+def fed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
+    """y [T, E] through a layer's matrices, or through experts."""
+    if f"{name}.gate.{BIAS}" in p:
+        return routed(p, name, y, shape)
+    return (mixed if f"{name}.gate.weight" in p else multiplied)(p, name, y, shape)
+
+
 def states(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape) -> Tensor:
     """The last hidden states after each prefix of one row: [T, E]."""
     x = p["model.embed_tokens.weight"][torch.tensor(tokens)]
@@ -114,7 +163,7 @@ def states(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape) -> Tens
         name = f"model.layers.{layer}"
         x = x + attention(p, f"{name}.self_attn", normed(x, p[f"{name}.input_layernorm.weight"], shape.eps), shape)
         y = normed(x, p[f"{name}.post_attention_layernorm.weight"], shape.eps)
-        x = x + (mixed if f"{name}.mlp.gate.weight" in p else multiplied)(p, f"{name}.mlp", y, shape)
+        x = x + fed(p, f"{name}.mlp", y, shape)
     return normed(x, p["model.norm.weight"], shape.eps)
 
 
@@ -174,12 +223,14 @@ def train(
     steps: int,
 ) -> Training:
     """`steps` steps of AdamW with a constant rate on the same rows; the `frozen` parameters stay as they are."""
-    p = {name: value.double().clone().requires_grad_() for name, value in start.items()}
-    fixed = {name: value.double() for name, value in frozen.items()}
+    p = {name: value.double().clone().requires_grad_() for name, value in start.items() if not name.endswith(BIAS)}
+    biases = {name: value.double().clone() for name, value in start.items() if name.endswith(BIAS)}
+    fixed = {name: value.double() for name, value in frozen.items()} | biases
     first = {name: torch.zeros_like(value) for name, value in p.items()}
     second = {name: torch.zeros_like(value) for name, value in p.items()}
     done = Training()
     for step in range(1, steps + 1):
+        shape.loads.clear()
         loss = batch_loss({**fixed, **p}, rows, shape, goal)
         # An expert that no token chose has a gradient of zeros.
         grads = torch.autograd.grad(loss, list(p.values()), allow_unused=True, materialize_grads=True)
@@ -199,5 +250,6 @@ def train(
                 corrected = first[name] / (1 - adam.beta1**step)
                 spread = (second[name] / (1 - adam.beta2**step)).sqrt()
                 value -= adam.lr * corrected / (spread + adam.eps)
-    done.parameters = {name: value.detach() for name, value in p.items()}
+            balanced(biases, shape)
+    done.parameters = {name: value.detach() for name, value in p.items()} | biases
     return done

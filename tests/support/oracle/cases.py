@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
 from pipeline.train.algorithms import SFT, LossSpec, ValueLoss
@@ -21,6 +21,23 @@ LAYERS, HEADS, GROUPS, SIZE = 2, 2, 1, 32
 ALPHA, MAX_LENGTH = 6.0, 12
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 """Of each layer of the mixture."""
+GLM: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-6,
+}
+"""Of a mixture that is balanced by biases."""
+BIAS_RATE = 0.01
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
 Arrays = dict[str, NDArray[np.float32]]
 
@@ -74,6 +91,8 @@ def write_models(folder: Path) -> None:
     write_model(folder / "tied", tied=True)
     write_model(folder / "untied", tied=False)
     write_model(folder / "mixture", tied=False, model_type="qwen3_moe", norm_topk_prob=True, **EXPERTS)
+    write_model(folder / "glm", tied=False, **GLM)
+    _draw_biases(folder / "glm" / "model.safetensors")
 
 
 def write_model(path: Path, tied: bool, **changed: Any) -> None:
@@ -81,6 +100,13 @@ def write_model(path: Path, tied: bool, **changed: Any) -> None:
     size = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": SIZE}
     large = {"max_position_embeddings": 64, "tie_word_embeddings": tied, "initializer_range": 0.2}
     write_tiny(path, 5, **size, **large, **changed)
+
+
+def _draw_biases(file: Path) -> None:
+    """Give the routers' biases, which start at 0, numbers that change what is chosen."""
+    tensors = load_file(file)
+    drawn_ones = {name: drawn(name, tensor.shape) for name, tensor in tensors.items() if "correction_bias" in name}
+    save_file(tensors | drawn_ones, file, {"format": "pt"})
 
 
 def model_config(path: Path, lora: int = 0) -> ModelConfig:

@@ -23,7 +23,7 @@ import pipeline.train.algorithms
 from pipeline.train.batching import packing, sequences
 from pipeline.train.batching.packing import Bins, Layout, Packing, PrefixGroup
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.model import collate, context_parallel, expert_dispatch, experts, model_worker, models
+from pipeline.train.model import collate, context_parallel, expert_dispatch, expert_load, experts, model_worker, models
 from pipeline.train.model.cpu_offload import Part, local
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.packed_attention import Segments
@@ -260,6 +260,19 @@ def wrong_adapter(rank: ModelWorker) -> None:
     patch(experts, "grouped_product", swapped)
 
 
+def unreplicated_bias(rank: ModelWorker) -> None:
+    """Each rank balances the experts by the tokens that it has seen itself."""
+    reduce = dist.all_reduce
+
+    def own(tensor: Tensor, *others: Any, **more: Any) -> Any:
+        if tensor.dtype != torch.int64:
+            return reduce(tensor, *others, **more)
+        seen["mutated"] += 1
+        return None
+
+    patch(expert_load.dist, "all_reduce", own)
+
+
 MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "local_normalisation": local_normalisation,
     "dropped_micro_batch": dropped_micro_batch,
@@ -278,4 +291,5 @@ MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "wrong_expert": wrong_expert,
     "lost_chunk": lost_chunk,
     "wrong_adapter": wrong_adapter,
+    "unreplicated_bias": unreplicated_bias,
 }

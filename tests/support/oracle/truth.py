@@ -1,6 +1,7 @@
 """The oracle asked about a recipe, and how far the ranks' result is from its answer. Needs no pytest."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from pipeline.train.batching.sequences import TrainSequence
 from tests.support.oracle import arithmetic as oracle
 from tests.support.oracle.cases import (
     ALPHA,
+    BIAS_RATE,
     EXPERTS,
+    GLM,
     GROUPS,
     HEADS,
     LAYERS,
@@ -65,7 +68,7 @@ def truth(model: Path, recipe: str) -> oracle.Training:
     chosen = RECIPES[recipe]
     trained, frozen = (_exact(arrays) for arrays in start_of(chosen, model))
     rows = [plain(row) for row in make_rows(recipe)]
-    return oracle.train(trained, frozen, rows, shape_of(chosen), goal_of(chosen), ADAM, STEPS)
+    return oracle.train(trained, frozen, rows, shape_of(chosen, model), goal_of(chosen), ADAM, STEPS)
 
 
 @cache
@@ -75,7 +78,7 @@ def answers(model: Path, recipe: str) -> list[NDArray[np.float64]]:
     trained, frozen = (_exact(arrays) for arrays in start_of(chosen, model))
     whole = frozen | trained
     rows = [plain(row) for row in make_rows(recipe)]
-    return [np.array(oracle.answers(whole, row, shape_of(chosen), goal_of(chosen))) for row in rows]
+    return [np.array(oracle.answers(whole, row, shape_of(chosen, model), goal_of(chosen))) for row in rows]
 
 
 def errors(result: Result, model: Path, recipe: str) -> Errors:
@@ -134,10 +137,14 @@ def goal_of(recipe: Recipe) -> Goal:
     )
 
 
-def shape_of(recipe: Recipe) -> oracle.Shape:
+def shape_of(recipe: Recipe, model: Path) -> oracle.Shape:
     scale = ALPHA / recipe.lora if recipe.lora else 0.0
     taken = EXPERTS["num_experts_per_tok"]
-    return oracle.Shape(layers=LAYERS, heads=HEADS, groups=GROUPS, size=SIZE, scale=scale, taken=taken)
+    shape = oracle.Shape(layers=LAYERS, heads=HEADS, groups=GROUPS, size=SIZE, scale=scale, taken=taken)
+    if model.name != "glm":
+        return shape
+    glm = {"rotary": GLM["partial_rotary_factor"], "teams": GLM["n_group"], "routed": GLM["routed_scaling_factor"]}
+    return replace(shape, **glm, bias_rate=BIAS_RATE, taken=GLM["num_experts_per_tok"])
 
 
 def plain(row: TrainSequence) -> Sequence64:

@@ -15,7 +15,7 @@ from tests.support.oracle.cases import RECIPES, Arrays
 
 WORLDS = (1, 2, 4)
 Dtype = Literal["float32", "bfloat16"]
-_NAMED = ("layers", "reshard_after_forward", "offload", "checkpointing", "compile", "staged")
+_NAMED = ("glm", "layers", "reshard_after_forward", "offload", "checkpointing", "compile", "staged")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Case:
         level: of the metrics.
         tied: whether the model's head is its embedding.
         ep: of a mixture of experts, as in `ModelSpec`; 0: the model is none.
+        glm: whether the mixture is of GLM-4.5's kind, balanced by biases.
     """
 
     recipe: str
@@ -51,10 +52,11 @@ class Case:
     dtype: Dtype = "float32"
     tied: bool = True
     ep: int = 0
+    glm: bool = False
 
     def model(self, folder: Path) -> Path:
         """Where `write_models` put the case's model."""
-        return folder / ("mixture" if self.ep else "tied" if self.tied else "untied")
+        return folder / ("glm" if self.glm else "mixture" if self.ep else "tied" if self.tied else "untied")
 
     @property
     def budget(self) -> Budget:
@@ -121,9 +123,10 @@ def _replicated(ranks: int) -> Iterator[Case]:
 
 def _mixtures(ranks: int) -> Iterator[Case]:
     if ranks == 1:
-        yield _mixture("grpo", 1)
+        yield from (_mixture("grpo", 1), _mixture("gspo", 1, glm=True, rows=None, tokens=24))
     if ranks == 2:
         yield from (_mixture("cispo", 1), _mixture("grpo", 2), _mixture("value", 2, layers=True, reshard=True))
+        yield _mixture("cispo", 2, glm=True, checkpointing=True)
         yield from (_mixture("lora", 2), _mixture("lora_sft", 1, layers=True, checkpointing=True))
     if ranks == 4:
         yield from (_mixture("sft", 2, checkpointing=True), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
@@ -140,9 +143,10 @@ def mixture_cases(ranks: int) -> list[Case]:
     spread = [(ep, replicas) for ep in (1, 2, 4) for replicas in (1, 2) if ranks % (ep * replicas) == 0]
     switches: list[dict[str, Any]] = [{}, *SWITCHES, {"packed": False}, {"rows": None, "tokens": 24}, {"shared": False}]
     return [
-        _mixture(recipe, ep, replicas=replicas, **switches[(number + turn) % len(switches)])
+        _mixture(recipe, ep, replicas=replicas, glm=glm, **switches[(number + turn) % len(switches)])
         for turn, (ep, replicas) in enumerate(spread)
-        for number, recipe in enumerate(RECIPES)
+        for number, (recipe, glm) in enumerate(product(RECIPES, (False, True)))
+        if not glm or not (RECIPES[recipe].lora or RECIPES[recipe].model == "critic")
     ]
 
 
@@ -247,6 +251,7 @@ Mutation = Literal[
     "wrong_expert",
     "lost_chunk",
     "wrong_adapter",
+    "unreplicated_bias",
 ]
 PACKED, PADDED = Case("grpo", rows=2), Case("grpo", rows=2, packed=False)
 OFFLOADED = replace(PACKED, offload=True)
@@ -269,6 +274,7 @@ MUTATIONS: dict[Mutation, Case] = {
     "wrong_expert": SPREAD,
     "lost_chunk": SPREAD,
     "wrong_adapter": _mixture("lora", 2),
+    "unreplicated_bias": _mixture("grpo", 1, glm=True),
 }
 
 

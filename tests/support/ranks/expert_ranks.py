@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from pipeline.train.model.cpu_offload import local
-from pipeline.train.model.experts import experts_forward, fused_experts, load_metrics, spread_experts
+from pipeline.train.model.expert_load import ExpertLoad
+from pipeline.train.model.experts import experts_forward, fused_experts, spread_experts
 from tests.support.models.tiny import tiny_config
 
 EXPERTS, TAKEN, SIZE = 8, 2, 32
@@ -50,8 +51,9 @@ def compare(family: str, chosen_from: tuple[int, ...], tokens: tuple[int, ...], 
     loss(output).backward()
     counts = torch.cat([each[1].reshape(-1) for each in given]).bincount(minlength=EXPERTS).double()
     busiest = float(counts.max() / counts.mean()) if counts.sum() else 0.0
-    assert load_metrics(spread) == pytest.approx({"experts/load_max": busiest})
-    assert load_metrics(spread) == {}
+    load = ExpertLoad(spread)
+    assert load.collect(measured=True, rate=0) == pytest.approx({"experts/load_max": busiest})
+    assert load.collect(measured=True, rate=0) == {}
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     for found, wanted in ((output, outputs[dist.get_rank()]), (own[0].grad, hidden.grad), (own[2].grad, weights.grad)):
         assert_close(found, wanted, rtol=bound, atol=bound)

@@ -24,6 +24,7 @@ from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines, RankState
 from pipeline.train.model import fsdp
 from pipeline.train.model.cpu_offload import local
+from pipeline.train.model.expert_load import BIAS
 from pipeline.train.model.experts import is_fused
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.service.client_models import RefusedRequest, ServedModels
@@ -120,6 +121,41 @@ def spread_experts(dispatch: RankGroup, model: Path, folder: Path) -> None:
         assert_equal(parameters(dispatch), written)
     refuse_what_cannot_be_spread_or_copied(dispatch, model)
     compare_clients(dispatch, folder / "exported", folder)
+
+
+def work_of_biases(rank: int, model: Path, folder: Path) -> None:
+    run_controller_or_worker(
+        lambda dispatch: balance_experts(dispatch, model, folder), BUDGET, device="cpu", patience=PATIENCE
+    )
+
+
+def balance_experts(dispatch: RankGroup, model: Path, folder: Path) -> None:
+    """Four ranks: biases move by whole steps, equally on all ranks and meshes; they are saved, loaded and copied."""
+    batch, optim = make_batch("grpo"), OPTIM.model_copy(update={"router_bias_rate": 0.01})
+    make(dispatch, model, optim=optim)
+    first = parameters(dispatch)
+    plain = [step(dispatch, batch) for _ in range(3)]
+    wanted = parameters(dispatch)
+    (name,) = (name for name in wanted if name.endswith(BIAS))
+    moved = (wanted[name] - first[name]) / 0.01
+    torch.testing.assert_close(moved, moved.round(), rtol=0, atol=1e-4)
+    assert 1 <= moved.abs().max() <= 3 + 1e-4
+    make(dispatch, model, optim=optim, ep=2)
+    assert_same_steps(dispatch, batch, plain, wanted)
+    assert torch.equal(parameters(dispatch)[name], wanted[name])
+    of_ranks = dispatch.run_on_all_models(own_biases)
+    assert all(np.array_equal(each, of_ranks[0]) for each in of_ranks)
+    resume_on_another_mesh(dispatch, model, batch, folder / "to-whole", optim=optim)
+    dispatch.init_model("reference", policy_spec(model, optim=None))
+    dispatch.copy_parameters("policy", "reference")
+    assert torch.equal(parameters(dispatch, "reference")[name], parameters(dispatch)[name])
+    said = refusal(lambda: make(dispatch, model.parent / "mixture", optim=optim))
+    assert "optim.router_bias_rate=0.01: expected 0 for a model without e_score_correction_bias" in said
+
+
+def own_biases(site: RankState) -> NDArray[np.float32]:
+    found = [buffer for name, buffer in site.worker("policy").model.named_buffers() if name.endswith(BIAS)]
+    return torch.cat(found).numpy().copy()
 
 
 def work_of_adapters(rank: int, model: Path, folder: Path) -> None:
@@ -241,7 +277,7 @@ def experts_at_once(site: RankState) -> int:
 
 
 def make(dispatch: RankGroup, model: Path, /, **mesh: Any) -> None:
-    dispatch.init_model("policy", policy_spec(model, optim=OPTIM, steps=10, **mesh))
+    dispatch.init_model("policy", policy_spec(model, **{"optim": OPTIM, "steps": 10, **mesh}))
 
 
 def assert_same_steps(

@@ -28,7 +28,17 @@ from pipeline.train.model import fsdp, packed_attention
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.worker_spec import ModelSpec
 from tests.support.oracle import mutations as training_mutations
-from tests.support.oracle.cases import RECIPES, STEPS, Arrays, drawn, make_batch, model_config, policy_spec
+from tests.support.oracle.cases import (
+    BIAS_RATE,
+    OPTIM,
+    RECIPES,
+    STEPS,
+    Arrays,
+    drawn,
+    make_batch,
+    model_config,
+    policy_spec,
+)
 from tests.support.oracle.ways import (
     Case,
     Dtype,
@@ -133,7 +143,7 @@ def watch(rank: ModelWorker) -> None:
     training_mutations.patch(packed_attention, "varlen_attn", counted)
     training_mutations.patch(packing, "pack_shared_prefix", shared)
     for module in rank.model.modules():
-        if type(module).__name__ in ("Qwen3Attention", "Qwen3MoeAttention"):
+        if type(module).__name__ in ("Qwen3Attention", "Qwen3MoeAttention", "Glm4MoeAttention"):
             module.register_forward_pre_hook(before)
 
 
@@ -186,6 +196,7 @@ def spec_of(case: Case, path: Path) -> ModelSpec:
         dp_replicate=case.replicas,
         ep=max(1, case.ep),
         cp=case.cp,
+        optim=OPTIM.model_copy(update={"router_bias_rate": BIAS_RATE if case.glm else 0.0}),
     )
 
 
