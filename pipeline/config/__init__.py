@@ -1,22 +1,22 @@
-"""The typed configuration of a run: its keys and their rules, what a resumed run may change, and the copy it keeps.
+"""The typed configuration of a run: its keys, their rules, the keys that a resumed run may change, and the frozen copy.
 
 | module | owns |
 |---|---|
-| `schema` | the keys of the algorithm, and the whole |
-| `validation` | how a tree of values becomes a config |
-| `key_aliases` | the key that an unknown one means, also by the names of TRL and verl |
+| `schema` | the keys of the algorithm, and the whole `RunConfig` |
+| `validation` | the validation of a tree of values, and its errors |
+| `key_aliases` | suggestions for unknown keys, including the names of TRL and verl |
 | `cluster_keys` | the keys of cluster and resources |
 | `data_keys` | the keys of datasets |
 | `task_keys` | the keys of tasks, rewards and a teacher |
 | `rollout_keys` | the keys of rollouts and servers |
 | `evaluation_keys` | the keys of evaluation sets |
 | `tinker_keys`, `tinker_losses` | the keys of a run that serves; the losses that its clients name |
-| `value_types` | the forms of values |
-| `cross_checks`, `mesh_checks` | what must hold between keys; what a mesh can be divided by |
-| `key_relevance` | who reads which key |
-| `run_identity` | which keys make a run the same |
+| `value_types` | the types of values |
+| `cross_checks`, `mesh_checks` | the rules between keys; the divisibility rules of a mesh |
+| `key_relevance` | keys that are read only with certain values of another key |
+| `run_identity` | the keys that identify a run |
 | `frozen_config` | the copy in the run directory |
-| `model_directory` | model directories, built-in ones among them |
+| `model_directory` | model directories, including built-in ones |
 """
 
 from pipeline.config.cluster_keys import ClusterConfig, ResourcesConfig

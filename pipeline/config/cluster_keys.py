@@ -1,4 +1,4 @@
-"""The keys of where a run goes: the cluster that it asks, and what each role gets of it."""
+"""The keys of the cluster and of the roles' resources, `cluster.*` and `resources.*`."""
 
 from typing import Literal
 
@@ -104,12 +104,12 @@ class ClusterConfig(Section):
 
     @property
     def directory_mode(self) -> int:
-        """Permissions of the directory of a run or a sweep."""
+        """Permissions of a run's or a sweep's directory."""
         return 0o750 if self.readable_by == "group" else 0o700
 
     @property
     def lateness(self) -> float:
-        """Seconds by which what one rank writes may be late for another: none where all are on one machine."""
+        """Maximum delay in seconds until a rank's file is visible to other ranks; 0 on one machine."""
         return 0.0 if self.scheduler == "local" else float(self.fs_visibility_seconds)
 
 

@@ -1,8 +1,6 @@
-"""What only several keys together can get wrong.
+"""Rules between keys, and between a config and its model, that one value alone cannot violate.
 
-Owns the rules between keys, and between a config and its model, that `pipeline.config` cannot see in one value.
-Promises that a config which passes can be carried out by this version, as far as its numbers tell. Reads nothing but
-whether directories exist; run once by a submission, before anything is started.
+A submission runs them once, before anything starts. Only the existence of directories is read from disk.
 """
 
 from collections.abc import Callable
@@ -22,14 +20,14 @@ from pipeline.config.mesh_checks import (
 from pipeline.errors import ConfigError
 
 _TOKEN_BYTES, _TAUGHT_BYTES = 10, 4
-"""Of one token in a group on its way to the trainer: id, mask, log-probability, version; and a teacher's
+"""Bytes of one token in a group's record: id, mask, log-probability and version; and with a teacher, its
 log-probability (`pipeline.transport.sample_records`)."""
 
 _SAMPLE_BYTES = 512
-"""Of a sample besides its tokens, generously."""
+"""Upper bound of a sample's bytes in addition to its tokens."""
 
 MAX_COLOCATED_SHARE = 0.7
-"""Of a GPU, for the servers that share it with a process of the trainer."""
+"""Maximum fraction of a GPU's memory for servers that share it with a trainer process."""
 
 
 SLURM_KEYS = tuple(
@@ -37,12 +35,14 @@ SLURM_KEYS = tuple(
     for key in ClusterConfig.model_fields
     if key != "kind" and (key == "notice_seconds" or not key.endswith("_seconds"))
 )
-"""The keys of `cluster` that say nothing on one machine."""
+"""The keys of `cluster` that have no effect on one machine."""
 
 
 def check_run(config: RunConfig, positions: int | None = None) -> None:
-    """`check_config`, and what the trainer is to do: of jobs (`training.jobs`)
-    `pipeline.train.train_jobs.check_offline` looks at each."""
+    """Run `check_config`, and check that the run has a phase, servers with models and GPUs, and even mini-batches.
+
+    Offline jobs (`training.jobs`) are checked by `pipeline.train.train_jobs.check_offline`.
+    """
     _a_phase_is_configured(config)
     _servers_of_clients_have_models(config)
     if config.has_servers:
@@ -53,7 +53,7 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
 
 
 def check_config(config: RunConfig, positions: int | None = None) -> None:
-    """Raise `ConfigError` for the first rule that is broken; `positions` is the model's longest sequence, if known."""
+    """Raise `ConfigError` for the first violated rule. `positions` is the model's longest sequence, if known."""
     rollout_rules = _ROLLOUT_RULES if config.has_rollouts else _EVALUATION_RULES if config.evaluation.only else ()
     for rule in (*_RULES, *rollout_rules):
         rule(config)
@@ -63,7 +63,7 @@ def check_config(config: RunConfig, positions: int | None = None) -> None:
 
 
 def check_parallel(config: RunConfig, heads: int | None) -> None:
-    """`ConfigError` unless a server's GPUs can share the model's attention heads evenly, if their number is known."""
+    """Raise `ConfigError` unless a server's GPUs divide the model's attention heads, if their number is known."""
     gpus = config.resources.inference.gpus
     if heads is not None and gpus > 1 and heads % gpus:
         expected = f"a divisor of {heads}, the model's num_attention_heads, which the GPUs of a server share evenly"
@@ -71,7 +71,7 @@ def check_parallel(config: RunConfig, heads: int | None) -> None:
 
 
 def check_adapters(config: RunConfig, experts: int) -> None:
-    """`ConfigError` where servers on CPUs would have to serve adapters on a mixture of so many experts."""
+    """Raise `ConfigError` if servers on CPUs would serve adapters on a mixture; `experts` is the number per layer."""
     adapters = config.serve.enabled or config.model.lora.travels_alone
     if adapters and experts and config.has_servers and config.resources.device == "cpu":
         expected = (
@@ -81,22 +81,22 @@ def check_adapters(config: RunConfig, experts: int) -> None:
         raise ConfigError("model.path", config.model.path, expected, f"{hint}, or resources.device=cuda")
 
 
-def check_mini_batches(config: RunConfig, prompts: int, says: str) -> None:
-    """`ConfigError` unless batches of so many prompts, as the key `says`, can be cut into mini-batches of one size."""
+def check_mini_batches(config: RunConfig, prompts: int, key: str) -> None:
+    """Raise `ConfigError` unless `training.mini_batches` divides `prompts`, the prompts of a batch set by `key`."""
     parts = config.training.mini_batches
     if prompts % parts:
-        expected = f"a divisor of {says} ({prompts}), since each takes whole prompts"
+        expected = f"a divisor of {key} ({prompts}), since each takes whole prompts"
         raise ConfigError("training.mini_batches", parts, expected, "change one of the two")
 
 
 def check_address(key: str, url: str, hint: str) -> None:
-    """`ConfigError` unless `url` is an absolute path, or a URL that all nodes see alike and fsspec can open."""
-    protocol, is_url, place = url.partition("://")
+    """Raise `ConfigError` unless `url` is an absolute path, or a URL that fsspec can open from every node."""
+    protocol, is_url, location = url.partition("://")
     if url.startswith("/"):
         return
     if not is_url or protocol == "memory":
         raise ConfigError(key, url, "a URL, or an absolute path, that all nodes see alike", hint)
-    if not place.strip("/"):
+    if not location.strip("/"):
         raise ConfigError(key, url, f"a bucket or a folder after {protocol}://", hint)
     try:
         fsspec.get_filesystem_class(protocol)
@@ -108,35 +108,34 @@ def _a_phase_is_configured(config: RunConfig) -> None:
     training = config.training
     if config.serve.enabled and (training.jobs or config.has_sft):
         key, value = ("training.jobs", training.jobs) if training.jobs else ("training.sft", "set")
-        raise ConfigError(key, value, "nothing where clients say what is trained (serve.enabled)", "leave it out")
+        raise ConfigError(key, value, "nothing with serve.enabled: clients choose the training", "leave it out")
     if training.jobs:
-        start = training.sft
-        asked = {"steps": training.steps, "sft.steps": start.steps, "sft.epochs": start.epochs}
-        for key, steps in asked.items():
+        sft = training.sft
+        for key, steps in {"steps": training.steps, "sft.steps": sft.steps, "sft.epochs": sft.epochs}.items():
             if steps:
-                expected = "0 with training.jobs: each job says its own steps"
+                expected = "0 with training.jobs: each job file sets its steps"
                 raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
     elif config.evaluation.only:
         if config.has_rollouts or config.has_sft or config.serve.enabled:
             raise ConfigError("evaluation.only", True, "a run that does nothing else", "use launchers/evaluate.py")
     elif not config.has_rollouts and not config.has_sft and not config.serve.enabled:
         hint = "set it, or training.sft.steps for SFT alone"
-        raise ConfigError("training.steps", 0, "1 or more where training.sft.steps is 0 too", hint)
+        raise ConfigError("training.steps", 0, "1 or more if training.sft.steps is 0 too", hint)
 
 
 def _servers_of_clients_have_models(config: RunConfig) -> None:
-    serve, wanted = config.serve, config.resources.inference
+    serve, inference = config.serve, config.resources.inference
     if serve.whole_servers and not (serve.sampling and serve.whole_models):
         expected = "0 without serve.sampling=true and serve.whole_models=true"
         raise ConfigError("serve.whole_servers", serve.whole_servers, expected, "set both, or leave it out")
     if serve.base_servers and not (serve.sampling and serve.bases):
         expected = "0 without serve.sampling=true and serve.bases"
         raise ConfigError("serve.base_servers", serve.base_servers, expected, "set both, or leave it out")
-    apart, servers = serve.whole_servers + serve.base_servers * len(serve.bases), wanted.nodes * wanted.servers
-    if apart and apart >= servers:
-        expected = f"more than the {apart} servers of serve.whole_servers and serve.base_servers"
+    reserved = serve.whole_servers + serve.base_servers * len(serve.bases)
+    if reserved and reserved >= inference.nodes * inference.servers:
+        expected = f"more than the {reserved} servers of serve.whole_servers and serve.base_servers"
         hint = "add servers: the rest sample from the run's base and its adapters"
-        raise ConfigError("resources.inference.servers", wanted.servers, expected, hint)
+        raise ConfigError("resources.inference.servers", inference.servers, expected, hint)
     for name in serve.bases:
         if name in (serve.base_name or Path(config.model.path).name, config.model.path):
             raise ConfigError("serve.bases", name, "another name than that of the run's base", "rename it")
@@ -164,7 +163,7 @@ def _data_is_trained(config: RunConfig) -> None:
 def _servers_have_gpus(config: RunConfig) -> None:
     gpus, device = config.resources.inference.gpus, config.resources.device
     if device == "cuda" and not gpus:
-        expected = "1 or more with resources.device=cuda: each server computes on GPUs of its own"
+        expected = "1 or more with resources.device=cuda: each server needs GPUs"
         raise ConfigError("resources.inference.gpus", gpus, expected, "set it")
     if config.weights_backend == "nccl" and device != "cuda":
         raise ConfigError("inference.backend", "nccl", "gloo with resources.device=cpu", "leave it out")
@@ -174,17 +173,16 @@ def _servers_have_gpus(config: RunConfig) -> None:
 
 
 def _shared_gpus_have_room(config: RunConfig) -> None:
-    wanted, memory = config.resources, config.inference.gpu_memory
-    if wanted.inference.servers_per_gpu > 1 and wanted.inference.gpus != 1:
-        expected = "1, where each server has one GPU only (resources.inference.gpus=1)"
-        raise ConfigError(
-            "resources.inference.servers_per_gpu", wanted.inference.servers_per_gpu, expected, "leave it out"
-        )
-    if wanted.colocate and wanted.device == "cpu":
+    resources, memory = config.resources, config.inference.gpu_memory
+    servers_per_gpu = resources.inference.servers_per_gpu
+    if servers_per_gpu > 1 and resources.inference.gpus != 1:
+        expected = "1 unless each server has exactly one GPU (resources.inference.gpus=1)"
+        raise ConfigError("resources.inference.servers_per_gpu", servers_per_gpu, expected, "leave it out")
+    if resources.colocate and resources.device == "cpu":
         raise ConfigError("resources.colocate", True, "false with resources.device=cpu", "leave it out")
-    if wanted.colocate and memory > MAX_COLOCATED_SHARE:
+    if resources.colocate and memory > MAX_COLOCATED_SHARE:
         expected = f"at most {MAX_COLOCATED_SHARE} with resources.colocate, since the trainer needs the rest"
-        hint = "--dry-run says what the trainer needs; 0.4 is a good start"
+        hint = "--dry-run prints the trainer's memory; 0.4 is a good start"
         raise ConfigError("inference.gpu_memory", memory, expected, hint)
 
 
@@ -199,9 +197,9 @@ def _trainer_processes_have_one_gpu(config: RunConfig) -> None:
 
 def _slurm_keys_need_slurm(config: RunConfig) -> None:
     if config.cluster.scheduler == "slurm":
-        if config.cluster.max_jobs and (waits := config.cluster.sbatch.get("dependency")):
-            expected = "no dependency of your own with cluster.max_jobs, which makes each job wait for an earlier one"
-            raise ConfigError("cluster.sbatch.dependency", waits, expected, "set one of the two")
+        if config.cluster.max_jobs and (dependency := config.cluster.sbatch.get("dependency")):
+            expected = "no other dependency with cluster.max_jobs, which makes each job wait for an earlier one"
+            raise ConfigError("cluster.sbatch.dependency", dependency, expected, "set one of the two")
         return
     plain = ClusterConfig(scheduler="local")
     for key in SLURM_KEYS:
@@ -223,8 +221,8 @@ def _hetjob_needs_aux_nodes(config: RunConfig) -> None:
 
 def _changed_keys_are_read(config: RunConfig) -> None:
     for key, value, reader in unread_keys(config):
-        found = f"{reader.key}={value_of(config, reader.key)}"
-        expected = f"its default ({default_of(key)!r}), since {found} does not read it"
+        setting = f"{reader.key}={value_of(config, reader.key)}"
+        expected = f"its default ({default_of(key)!r}), since {setting} does not read it"
         raise ConfigError(key, value, expected, f"set that or leave it out, or set {reader}")
 
 
@@ -245,7 +243,7 @@ def _teacher_logprobs_are_used(config: RunConfig) -> None:
     if not teacher.model:
         raise ConfigError("teacher.model", "", "the model's name at teacher.url", "set it")
     if teacher.key_file and not Path(teacher.key_file).is_file():
-        raise ConfigError("teacher.key_file", teacher.key_file, "a file with the key", "there is none; mend the path")
+        raise ConfigError("teacher.key_file", teacher.key_file, "a file with the key", "there is none; fix the path")
     if not config.has_rollouts:
         raise ConfigError("teacher.url", teacher.url, "nothing in a run that samples nothing to train", "leave it out")
     if not loss.kl:
@@ -254,17 +252,17 @@ def _teacher_logprobs_are_used(config: RunConfig) -> None:
         expected = "0 with teacher.url, which is the reference"
         raise ConfigError("loss.reference_every", loss.reference_every, expected, "leave it out")
     if config.rollout.temperature != 1:
-        expected = "1 with teacher.url, which knows no other"
+        expected = "1 with teacher.url, which scores at temperature 1 only"
         raise ConfigError("rollout.temperature", config.rollout.temperature, expected, "leave it out")
     if config.training.zero_variance_groups == "drop":
-        expected = "keep with teacher.url: samples that score alike teach there"
+        expected = "keep with teacher.url: samples with equal rewards still have a gradient"
         raise ConfigError("training.zero_variance_groups", "drop", expected, "leave it out")
 
 
 def _only_groups_are_filtered(config: RunConfig) -> None:
     if config.training.zero_variance_groups == "drop" and config.loss.advantage_estimator in ("batch", "gae"):
         estimator = config.loss.advantage_estimator
-        expected = f"keep with loss.advantage_estimator={estimator}: samples that score alike teach there"
+        expected = f"keep with loss.advantage_estimator={estimator}: samples with equal rewards still have a gradient"
         raise ConfigError(
             "training.zero_variance_groups", "drop", expected, "leave it out, or choose a group's baseline"
         )
@@ -278,7 +276,7 @@ def _adapters_are_there(config: RunConfig) -> None:
         )
     if lora.adapter and not Path(lora.adapter).is_dir():
         raise ConfigError(
-            "model.lora.adapter", lora.adapter, "the directory of an adapter", "there is none; mend the path"
+            "model.lora.adapter", lora.adapter, "the directory of an adapter", "there is none; fix the path"
         )
 
 
@@ -290,9 +288,9 @@ def _rewards_have_functions(config: RunConfig) -> None:
     if config.reward.calls == "group" and not functions:
         expected = "sample, since reward.functions is empty"
         raise ConfigError("reward.calls", "group", expected, "leave it out, or name functions")
-    twice = [name for name in functions if functions.count(name) > 1]
-    if twice:
-        raise ConfigError("reward.functions", list(functions), "each function once", f"{twice[0]} is there twice")
+    duplicates = [name for name in functions if functions.count(name) > 1]
+    if duplicates:
+        raise ConfigError("reward.functions", list(functions), "each function once", f"{duplicates[0]} is there twice")
 
 
 def _groups_can_succeed(config: RunConfig) -> None:
@@ -313,22 +311,22 @@ def _samples_fit_micro_batches(config: RunConfig) -> None:
     training, length = config.training, config.model.max_length
     if training.micro_batch_budget < length:
         least, cp = -(-length // training.mesh.cp), training.mesh.cp
-        of_each = f"model.max_length ({length})" + (f" / training.mesh.cp ({cp})" if cp > 1 else "")
-        expected = f"at least {of_each}, so that every sample fits"
+        longest = f"model.max_length ({length})" + (f" / training.mesh.cp ({cp})" if cp > 1 else "")
+        expected = f"at least {longest}, so that every sample fits"
         hint = f"raise it to {least} or lower model.max_length"
         raise ConfigError("training.micro_batch_tokens", training.micro_batch_tokens, expected, hint)
 
 
 def _eval_sets_have_servers(config: RunConfig) -> None:
     if config.evaluation.command and not config.evaluation.only:
-        expected = "nothing in a run that trains, whose servers take tokens only"
+        expected = "nothing in a run that trains, whose servers accept tokens only"
         raise ConfigError("evaluation.command", config.evaluation.command[0], expected, "use launchers/evaluate.py")
     check_sets(config.evaluation, config.model.max_length, config.rollout.max_tokens)
 
 
 def _stale_mask_needs_a_lag(config: RunConfig) -> None:
     if config.training.stale == "mask" and not config.training.max_lag:
-        expected = "refuse with training.max_lag=0, where all of a sample is of the weights that train"
+        expected = "refuse with training.max_lag=0, where no token is stale"
         raise ConfigError("training.stale", "mask", expected, "leave it out, or raise training.max_lag")
 
 
@@ -341,7 +339,7 @@ def _groups_fit_streams(config: RunConfig) -> None:
         raise ConfigError("streams.budget_bytes", config.streams.budget_bytes, expected, "raise it")
 
 
-def _checkpoints_can_be_kept(config: RunConfig) -> None:
+def _checkpoint_url_can_be_opened(config: RunConfig) -> None:
     hint = "see docs/checkpoints.md, or leave it empty: then they are in the run directory"
     if config.training.checkpoints:
         check_address("training.checkpoints", config.training.checkpoints, hint)
@@ -362,13 +360,13 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _adapters_are_there,
     _rewards_have_functions,
     _samples_fit_micro_batches,
-    _checkpoints_can_be_kept,
+    _checkpoint_url_can_be_opened,
     _epochs_are_of_data,
     _data_is_trained,
 )
 
 _EVALUATION_RULES: tuple[Callable[[RunConfig], None], ...] = (_turns_leave_room_for_prompts, _eval_sets_have_servers)
-"""Of what is sampled to be scored."""
+"""Rules of runs that sample, for training or for evaluation."""
 
 _ROLLOUT_RULES = (_groups_can_succeed, _stale_mask_needs_a_lag, _groups_fit_streams, *_EVALUATION_RULES)
-"""Of what is sampled to be trained, too."""
+"""Rules of runs that train on samples."""

@@ -1,7 +1,6 @@
-"""The keys that say which conversations are trained: where rows come from, what their columns mean, what counts.
+"""The keys of datasets, `data.*`: the source of rows, their columns, and the trained turns.
 
-Owns `data.*`. A `SourceConfig` is what any reader of rows needs; `DataConfig` adds what supervised fine-tuning makes of
-them. Must not know how a row is read or rendered.
+A `SourceConfig` has the keys of any reader of rows; `DataConfig` adds those of supervised fine-tuning.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,30 +62,29 @@ class DataConfig(SourceConfig):
 
 
 def base_split(split: str) -> str:
-    """A split without the slice of it."""
+    """The name of a split without its slice: `train` for `train[:10%]`."""
     return split.partition("[")[0]
 
 
 def refuse_overlap(train: SourceConfig, held_out: SourceConfig, section: str) -> None:
-    """`ConfigError` when rows to train are held out too: one split of one path is read twice, once or twice whole.
+    """Raise `ConfigError` if trained rows are held out too: both sources read one split, and not both a slice of it.
 
-    Whether two slices of it overlap is not looked at.
+    Two slices are not compared.
     """
     same = _whole(train.path) == _whole(held_out.path) and base_split(train.split) == base_split(held_out.split)
     if same and not ("[" in train.split and "[" in held_out.split):
         expected = f"other rows than those of split={train.split}"
-        hint = "name another split, or slices of both, as train[:90%] and train[90%:]"
+        hint = "name another split, or slices of both, such as train[:90%] and train[90%:]"
         raise ConfigError(f"{section}.eval_split", held_out.split, expected, hint)
 
 
 def located_data(data: DataConfig) -> DataConfig:
-    """The same data from whatever directory one looks: paths of what is on disk are absolute."""
-
+    """The data with absolute paths of files on disk, independent of the working directory."""
     return data.model_copy(update={"path": _whole(data.path), "eval_path": _whole(data.eval_path)})
 
 
 def located_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for the options of a task that reads a dataset, or works on one that does, or starts a command."""
+    """A task's options with absolute paths: of its dataset, a wrapped task's dataset, and files in its command."""
     return {key: _located(key, value) for key, value in options.items()}
 
 

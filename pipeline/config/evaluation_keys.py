@@ -1,12 +1,11 @@
-"""The keys of evaluations beside that of the run's own held-out prompts.
+"""The keys of evaluation sets, `evaluation.*`, and the rules between the keys of a set.
 
-Owns `evaluation.*`, and the rules between the keys of a set. The run's own held-out prompts need no key here: they are
-asked greedily every `training.eval_every` steps.
+The run's built-in held-out prompts need no key: they are evaluated greedily every `training.eval_every` steps.
 
     evaluation:
       sets:
         hard: {task: {name: countdown, options: {numbers: 4}}, every: 50}
-        sampled: {samples: 8, temperature: 0.8, pass_at: [1, 4, 8]}       # the run's own held-out prompts again
+        sampled: {samples: 8, temperature: 0.8, pass_at: [1, 4, 8]}       # the built-in held-out prompts again
 """
 
 from typing import Annotated
@@ -19,7 +18,7 @@ from pipeline.errors import ConfigError
 
 SETS = "evaluation.sets."
 BUILTIN_SET = "held_out"
-"""What the run's own held-out prompts are called where sets are listed."""
+"""The name of the built-in held-out prompts in lists of sets."""
 
 
 class EvalSetConfig(Section):
@@ -69,32 +68,29 @@ class EvaluationConfig(Section):
 
 
 def check_sets(evaluation: EvaluationConfig, max_length: int, longest_turn: int) -> None:
-    """`ConfigError` for the first set that cannot be asked; `longest_turn` is what a set without `max_tokens` has."""
+    """Raise `ConfigError` for the first invalid set. `longest_turn` is the limit of a set without `max_tokens`."""
     if evaluation.only and not evaluation.builtin_set and not evaluation.sets:
-        raise ConfigError(
-            "evaluation.builtin_set", False, "true where there is no set", "name one: evaluation.sets.<name>.…"
-        )
-    for name, each in evaluation.sets.items():
+        raise ConfigError("evaluation.builtin_set", False, "true without sets", "define one: evaluation.sets.<name>.…")
+    for name, eval_set in evaluation.sets.items():
         if name == BUILTIN_SET:
-            raise ConfigError(
-                f"{SETS}{name}", "a set", "another name: so the run's own prompts are called", "rename it"
-            )
-        _check_sampling(f"{SETS}{name}", each)
-        most = each.max_tokens or longest_turn
+            expected = "another name: it is the name of the run's built-in set"
+            raise ConfigError(f"{SETS}{name}", "a set", expected, "rename it")
+        _check_sampling(f"{SETS}{name}", eval_set)
+        most = eval_set.max_tokens or longest_turn
         if most >= max_length:
             expected = f"less than model.max_length ({max_length}), which holds the prompt too"
             raise ConfigError(f"{SETS}{name}.max_tokens", most, expected, "lower it or raise model.max_length")
-        if each.task is None and each.reward != RewardConfig():
-            expected = "nothing where a set has no task of its own: the run's reward counts"
+        if eval_set.task is None and eval_set.reward != RewardConfig():
+            expected = "nothing for a set without a task: the run's reward counts"
             raise ConfigError(f"{SETS}{name}.reward", "set", expected, f"leave it out, or set {SETS}{name}.task.name")
 
 
-def _check_sampling(key: str, each: EvalSetConfig) -> None:
-    most = max(each.pass_at, default=1)
-    if each.samples < most:
-        raise ConfigError(f"{key}.samples", each.samples, f"at least {most}, as its pass_at asks for", "raise it")
-    drawn = {"samples": each.samples > 1, "top_p": each.top_p < 1, "top_k": each.top_k > 0}
-    wrong = next((name for name, asked in drawn.items() if asked), None)
-    if wrong is not None and not each.temperature:
+def _check_sampling(key: str, eval_set: EvalSetConfig) -> None:
+    most = max(eval_set.pass_at, default=1)
+    if eval_set.samples < most:
+        raise ConfigError(f"{key}.samples", eval_set.samples, f"at least {most}, the largest of pass_at", "raise it")
+    random = {"samples": eval_set.samples > 1, "top_p": eval_set.top_p < 1, "top_k": eval_set.top_k > 0}
+    wrong = next((name for name, is_set in random.items() if is_set), None)
+    if wrong is not None and not eval_set.temperature:
         expected = "its default with temperature=0, where all samples of a prompt are alike"
-        raise ConfigError(f"{key}.{wrong}", getattr(each, wrong), expected, f"set {key}.temperature=0.8, say")
+        raise ConfigError(f"{key}.{wrong}", getattr(eval_set, wrong), expected, f"set {key}.temperature=0.8, say")

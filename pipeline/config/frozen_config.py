@@ -1,7 +1,6 @@
-"""A run's frozen config, read back.
+"""The frozen config of a run, read from `config.json` in its directory.
 
-Owns the one rule by which `config.json` becomes a config again. Promises that whoever reads it gets what was submitted,
-or None; who must have one says so in its own words. Must not look at models or at anything outside of the file.
+Readers get the submitted config or None. A reader that requires one raises its own error. Only this file is read.
 """
 
 from typing import Any
@@ -13,7 +12,7 @@ from pipeline.utils import shared_files
 
 
 def read_frozen_config(run: RunPaths) -> RunConfig | None:
-    """The config that the run was made with, or None when there is none that this version reads."""
+    """The submitted config of a run; None if the file is missing, damaged, or invalid for this version."""
     tree = shared_files.read_document(run.config, dict[str, Any])
     try:
         return None if tree is None else load_config(tree)

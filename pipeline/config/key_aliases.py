@@ -1,15 +1,14 @@
-"""What a key is called here, for one that is called otherwise elsewhere, or that is misspelt.
+"""Suggestions for unknown keys: the equivalents of other frameworks' keys, and corrections of misspelled ones. Pure.
 
-Owns the names that TRL (with the `TrainingArguments` of transformers) and verl have for what the keys of this project
-say, and the choice of the key that an unknown one is likely to mean. Pure; knows keys as texts only.
+The tables map names of TRL (with the `TrainingArguments` of transformers) and of verl to keys of this project.
 """
 
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
 _CLOSE = 0.6
-"""Least likeness of two words of which one may be a misspelling of the other."""
-_MOST = 4
+"""Minimum similarity of a word and its misspelling."""
+_MAX_SUGGESTIONS = 4
 _SEE_ALSO = "see docs/configuration.md for all of them"
 
 _TRL: Mapping[str, tuple[str, ...]] = {
@@ -139,12 +138,11 @@ _VERL: Mapping[str, tuple[str, ...]] = {
 }
 
 ALIASES: Mapping[str, tuple[str, ...]] = {**_TRL, **_VERL}
-"""By a dotted key, or by the last word of one, the keys that say the same here."""
+"""The equivalent keys of this project, by a dotted key of another framework or by the end of one."""
 
 
 def suggest_key(key: str, known: Sequence[str]) -> str:
-    """What to use in place of an unknown key: the keys here of another framework's name, or those of `known` that it
-    may be a misspelling of.
+    """The hint for an unknown key: the equivalents of another framework's key, or the most similar ones of `known`.
 
     >>> suggest_key("rollout.num_generations", ["rollout.group_size", "rollout.max_tokens"])
     'here it is rollout.group_size'
@@ -152,8 +150,8 @@ def suggest_key(key: str, known: Sequence[str]) -> str:
     'did you mean optim.lr?'
     """
     word = key.rpartition(".")[2]
-    if ours := _alias(key):
-        return f"here it is {_one_of(ours)}"
+    if equivalents := _alias(key):
+        return f"here it is {_one_of(equivalents)}"
     alike = sorted(
         (name for name in known if name.rpartition(".")[2] == word), key=lambda name: -_similarity(key, name)
     )
@@ -162,11 +160,11 @@ def suggest_key(key: str, known: Sequence[str]) -> str:
         alike = [max(close, key=lambda name: _similarity(key, name))] if close else []
     if not alike:
         return _SEE_ALSO
-    return f"did you mean {_one_of(alike[: 1 if '.' in key else _MOST])}?"
+    return f"did you mean {_one_of(alike[: 1 if '.' in key else _MAX_SUGGESTIONS])}?"
 
 
 def _alias(key: str) -> tuple[str, ...]:
-    """Those of the longest end of the key that has an entry."""
+    """The entry of the key's longest end that has one, in whole words; empty if there is none."""
     words = key.split(".")
     ends = (".".join(words[start:]) for start in range(len(words)))
     return next((ALIASES[end] for end in ends if end in ALIASES), ())

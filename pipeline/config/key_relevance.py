@@ -1,10 +1,9 @@
-"""Who reads which key of the algorithm: the keys that say nothing unless another key has a certain value.
+"""Keys of the algorithm that have an effect only with certain values of another key. Pure.
 
-Owns one table, from which the check of a config and docs/configuration.md derive. Keys of losses, critic and adapters
-are in it, where one that nobody reads would pass for an experiment; those that only say how something is carried out
-are not. Pure; must not know what a key does.
+The check of a config and docs/configuration.md derive from one table. It has the keys of losses, critic and adapters,
+since an experiment with an unread key would be misleading; operational keys are not in it.
 
-    unread(config)          # [("loss.beta", 0.1, READ_WITH["loss.beta"])] for a loss that has no β
+    unread_keys(config)     # yields ("loss.beta", 0.1, READ_WITH["loss.beta"]) for a loss without β
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,21 +16,21 @@ from pipeline.config import RunConfig, known_keys
 
 @dataclass(frozen=True)
 class KeyReader:
-    """What reads a key: that `key` has one of `values`, or without values a number above 0."""
+    """The condition under which a key is read: `key` has one of `values`, or without values is above 0."""
 
     key: str
     values: tuple[str, ...] = ()
 
     def reads(self, config: RunConfig) -> bool:
-        """Whether this config has it so."""
+        """Whether this config satisfies the condition."""
         value = value_of(config, self.key)
         return value in self.values if self.values else value > 0
 
     def __str__(self) -> str:
-        """As `loss.name=ppo, grpo or dapo`."""
+        """The condition in words, such as `loss.name=ppo, grpo or dapo`."""
         *others, last = self.values or ("",)
-        among = f"{', '.join(others)} or {last}" if others else last
-        return f"{self.key}={among}" if self.values else f"{self.key} above 0"
+        choices = f"{', '.join(others)} or {last}" if others else last
+        return f"{self.key}={choices}" if self.values else f"{self.key} above 0"
 
 
 _CLIPPED = KeyReader("loss.name", ("ppo", "grpo", "gspo", "dr_grpo", "dapo", "cispo", "reinforce_pp"))
@@ -59,7 +58,7 @@ READ_WITH: Mapping[str, KeyReader] = {
 
 
 def unread_keys(config: RunConfig) -> Iterator[tuple[str, Any, KeyReader]]:
-    """The keys that have another value than their default and that nothing reads: key, value, what would read it."""
+    """Changed keys that are not read: key, value, and the condition under which it would be read."""
     for key, reader in READ_WITH.items():
         value = value_of(config, key)
         if value != default_of(key) and not reader.reads(config):
@@ -67,7 +66,7 @@ def unread_keys(config: RunConfig) -> Iterator[tuple[str, Any, KeyReader]]:
 
 
 def default_of(key: str) -> Any:
-    """What a dotted key is when nobody sets it."""
+    """The default of a dotted key."""
     return known_keys()[key].get_default(call_default_factory=True)
 
 

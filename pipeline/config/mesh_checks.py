@@ -1,7 +1,7 @@
-"""What `training.mesh` can get wrong: dimensions that the trainer's processes, or the model, cannot be divided by.
+"""Divisibility rules of `training.mesh`: its dimensions must divide the trainer's processes and the model's heads.
 
-Pure; the rules between keys run with `pipeline.config.cross_checks`, that between a dimension and the model's heads at
-submission and again on the ranks, which see the heads of every layer.
+Pure. The rules between keys run with `pipeline.config.cross_checks`. The rule for the model's heads runs at submission,
+and again on the ranks, which know the heads of every layer.
 """
 
 from pipeline.config import ModelConfig, RunConfig
@@ -9,7 +9,7 @@ from pipeline.errors import ConfigError
 
 
 def replicas_divide_the_trainer(config: RunConfig) -> None:
-    """`ConfigError` unless `dp_replicate` divides the trainer's processes."""
+    """Raise `ConfigError` unless `dp_replicate` divides the trainer's processes."""
     replicas, ranks = config.training.mesh.dp_replicate, _ranks(config)
     if replicas > 1 and config.serve.enabled:
         expected = "1 with serve.enabled: adapters of clients are swapped in shards of one model"
@@ -20,7 +20,7 @@ def replicas_divide_the_trainer(config: RunConfig) -> None:
 
 
 def context_divides_a_replica(config: RunConfig) -> None:
-    """`ConfigError` unless `cp` divides the processes of a replica, which then pack the rows of whole batches."""
+    """Raise `ConfigError` unless `cp` divides the processes of a replica, and rows are packed."""
     cp, ranks = config.training.mesh.cp, _ranks(config) // config.training.mesh.dp_replicate
     if cp == 1:
         return
@@ -28,7 +28,7 @@ def context_divides_a_replica(config: RunConfig) -> None:
         expected = f"a divisor of {ranks}, the trainer's processes in each replica"
         raise ConfigError("training.mesh.cp", cp, expected, "change it, or resources.trainer.processes")
     if config.serve.enabled:
-        expected = "1 with serve.enabled: each process answers other rows of a client"
+        expected = "1 with serve.enabled: each process computes other rows of a client"
         raise ConfigError("training.mesh.cp", cp, expected, "remove it")
     if not config.training.packing:
         expected = "true with training.mesh.cp: only packed rows are spread over several processes"
@@ -36,17 +36,20 @@ def context_divides_a_replica(config: RunConfig) -> None:
 
 
 def experts_divide_a_replica(config: RunConfig) -> None:
-    """`ConfigError` unless `ep` divides the processes of a replica."""
+    """Raise `ConfigError` unless `ep` divides the processes of a replica."""
     ep, ranks = config.training.mesh.ep, _ranks(config) // config.training.mesh.dp_replicate
     if ranks % ep:
-        allowed = ", ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
+        allowed = ", ".join(str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0)
         expected = f"a divisor of {ranks}, the processes of a replica of the trainer: {allowed}"
         raise ConfigError("training.mesh.ep", ep, expected, "change one of them")
 
 
 def check_context_heads(cp: int, heads: int | None, key_heads: int | None) -> None:
-    """`ConfigError` unless `cp` processes can share an attention layer with so many query and key heads (None: the
-    model's config does not say): each gets as many query heads, all of which read its own key heads."""
+    """Raise `ConfigError` unless `cp` processes can divide the heads of an attention layer.
+
+    Each process needs the same number of query heads, and the key heads that these read. `heads` and `key_heads` are
+    the numbers of query and key heads, None if the model's config has none.
+    """
     if heads is None or cp == 1:
         return
     key_heads = key_heads or heads
@@ -57,7 +60,7 @@ def check_context_heads(cp: int, heads: int | None, key_heads: int | None) -> No
 
 
 def check_context_packing(model: ModelConfig, cp: int, packed: bool) -> None:
-    """`ConfigError` for a model whose rows are not packed, and so cannot be spread over `cp` processes."""
+    """Raise `ConfigError` for `cp` > 1 and a model whose rows cannot be packed."""
     if cp > 1 and not packed:
         expected = f"1 for {model.path}, whose rows cannot be packed: its layers would carry a state between them"
         raise ConfigError("training.mesh.cp", cp, expected, "remove it, or choose another model")

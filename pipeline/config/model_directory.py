@@ -1,8 +1,8 @@
-"""Model directories.
+"""Model directories, and the facts that their configs contain.
 
-Owns what counts as a model path: a directory with a Hugging Face config and tokenizer, a name under `conf/models/`, or
-the name of a model on the Hugging Face Hub that was downloaded to its cache. Reads no weights, asks no network, and
-imports neither torch nor transformers.
+A model path is a directory with a Hugging Face config and tokenizer, a name under `conf/models/`, or the name of a
+model on the Hugging Face Hub that is in the local cache. This module reads no weights, uses no network, and imports
+neither torch nor transformers.
 """
 
 import json
@@ -21,7 +21,7 @@ BUILT_IN = Path(conf.__file__).parent / "models"
 
 
 def model_directory(model: ModelConfig) -> Path:
-    """The directory that `model.path` names; `ConfigError` if it is not one that can be trained and served."""
+    """The directory that `model.path` names. `ConfigError` if its model cannot be trained and served."""
     directory = _directory(model.path)
     if not (directory / "config.json").is_file():
         raise _error(model, "a directory with config.json and tokenizer.json", _hint(model.path))
@@ -32,7 +32,8 @@ def model_directory(model: ModelConfig) -> Path:
     first = initial_weights(model)
     if model.lora.rank and first == "random":
         hint = "train a base first and set model.path to it, with model.init=pretrained"
-        raise ConfigError("model.init", "random", "pretrained below adapters, whose base servers have from disk", hint)
+        expected = "pretrained with adapters, since servers load their base from disk"
+        raise ConfigError("model.init", "random", expected, hint)
     if first == "pretrained" and not _has_weights(directory):
         hint = "put the weights there, or start from random ones with model.init=random"
         raise _error(model, "*.safetensors in that directory", hint)
@@ -40,14 +41,14 @@ def model_directory(model: ModelConfig) -> Path:
 
 
 def initial_weights(model: ModelConfig) -> Literal["pretrained", "random"]:
-    """Where the first weights come from, decided: `auto` is random only for a name of `conf/models/`."""
+    """The source of the initial weights. `auto` means random only for a name of `conf/models/`."""
     if model.init != "auto":
         return model.init
     return "random" if is_built_in(model.path) and not _has_weights(_directory(model.path)) else "pretrained"
 
 
 def describe_weights(model: ModelConfig) -> str:
-    """Where the first weights come from, in words, for a model whose directory was checked.
+    """The source of the initial weights in words, for a model whose directory has been checked.
 
     >>> describe_weights(ModelConfig(path="/models/Qwen3-0.6B"))
     'weights: pretrained from /models/Qwen3-0.6B'
@@ -59,9 +60,9 @@ def describe_weights(model: ModelConfig) -> str:
 
 
 def longest_sequence(model: ModelConfig) -> int | None:
-    """The positions the model was made for; None when its config does not say, or stretches them.
+    """The model's number of positions; None if its config has none, or scales them.
 
-    Frequencies of the types `longrope` and `dynamic` are known up to `max_position_embeddings`, and servers have no
+    Frequencies of the types `longrope` and `dynamic` are defined up to `max_position_embeddings`, and servers have no
     others (see `pipeline.train.model.rope`).
     """
     settings = _text_settings(model)
@@ -72,40 +73,42 @@ def longest_sequence(model: ModelConfig) -> int | None:
 
 
 def stored_dtype(model: ModelConfig) -> str:
-    """The dtype that its config.json names, such as `bfloat16`; empty if it names none."""
+    """The dtype in the model's config.json, such as `bfloat16`; empty if there is none."""
     whole, text = _settings(model, model_directory(model)), _text_settings(model)
-    named = (each.get(key) for each in (text, whole) for key in ("dtype", "torch_dtype"))
-    return next((name for name in named if isinstance(name, str)), "")
+    names = (settings.get(key) for settings in (text, whole) for key in ("dtype", "torch_dtype"))
+    return next((name for name in names if isinstance(name, str)), "")
 
 
 def head_count(model: ModelConfig) -> int | None:
-    """The heads of each attention layer; None when its config does not say, or gives them layer by layer."""
+    """Number of query heads of each attention layer; None if the config has none, or a number per layer."""
     heads = _text_settings(model).get("num_attention_heads")
     return heads if isinstance(heads, int) else None
 
 
 def key_heads(model: ModelConfig) -> int | None:
-    """The key heads of each attention layer, if the config says; those of latent attention are made for each head."""
+    """Number of key heads of each attention layer; None if unknown. Latent attention has one per query head."""
     settings = _text_settings(model)
     heads = settings.get("num_key_value_heads")
     return heads if isinstance(heads, int) and not settings.get("kv_lora_rank") else head_count(model)
 
 
 def expert_count(model: ModelConfig) -> int:
-    """The experts of a layer of a mixture; 0 for a model without, as far as its config says."""
+    """Number of experts in a layer of a mixture of experts, according to its config; 0 for other models."""
     settings = _text_settings(model)
     counts = [settings.get(key) for key in _EXPERTS]
     return max((count for count in counts if isinstance(count, int) and count > 1), default=0)
 
 
 def has_vision_tower(model: ModelConfig) -> bool:
-    """Whether the model sees images as well, as its config says; only its language model is trained."""
+    """Whether the model's config has a vision tower. Only the language model is trained."""
     return isinstance(_settings(model, model_directory(model)).get("vision_config"), dict)
 
 
 def located_model(model: ModelConfig) -> ModelConfig:
-    """The same model from whatever directory one looks: a name of `conf/models/`, or an absolute path; the adapter to
-    go on from by its absolute path; and `init` decided, so that weights which appear later change nothing."""
+    """The model with absolute paths of its directory and its adapter, independent of the working directory.
+
+    A name of `conf/models/` stays. `init` is resolved, so that weights which appear later have no effect.
+    """
     adapter = model.lora.adapter and str(Path(model.lora.adapter).resolve())
     path = model.path if is_built_in(model.path) else str(_directory(model.path).resolve())
     lora = model.lora.model_copy(update={"adapter": adapter})
@@ -113,8 +116,10 @@ def located_model(model: ModelConfig) -> ModelConfig:
 
 
 def located_bases(bases: Mapping[str, str], model: ModelConfig) -> dict[str, str]:
-    """`serve.bases` by their absolute paths; `ConfigError` for one that has no weights, or that was made for shorter
-    sequences than those of the run's `model`."""
+    """`serve.bases` with absolute paths.
+
+    `ConfigError` for a base without weights, or with fewer positions than the run's `model` needs.
+    """
     located = {}
     for name, path in bases.items():
         base = model.model_copy(update={"path": path, "init": "pretrained", "lora": LoraConfig()})
@@ -130,7 +135,7 @@ def located_bases(bases: Mapping[str, str], model: ModelConfig) -> dict[str, str
 
 
 def _directory(path: str) -> Path:
-    """Where a path leads: of a name on the hub, to what was downloaded of its main branch, if anything was."""
+    """The directory of a path. For a name on the Hub: the cached main branch, if it was downloaded."""
     if is_built_in(path):
         return BUILT_IN / path
     if not Path(path).is_dir() and _HUB_NAME.fullmatch(path):
@@ -143,12 +148,12 @@ def _directory(path: str) -> Path:
 
 
 def _rope_type(rope: dict[str, Any]) -> object:
-    """Older configs call it `type`."""
-    return rope.get("rope_type", rope.get("type"))
+    """The type of a rope entry."""
+    return rope.get("rope_type", rope.get("type"))  # older configs name it `type`
 
 
 def _text_settings(model: ModelConfig) -> dict[str, Any]:
-    """What a config says of the language model, which may be a part of a larger one."""
+    """The settings of the language model in a config, which may describe a larger model."""
     settings = _settings(model, model_directory(model))
     text = settings.get("text_config")
     return text if isinstance(text, dict) else settings

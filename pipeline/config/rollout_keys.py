@@ -1,6 +1,6 @@
-"""The keys that say how samples are made: what the actor asks for, and of which servers.
+"""The keys of rollouts and of inference servers, `rollout.*` and `inference.*`.
 
-Owns `rollout.*` and `inference.*`. How many servers there are, and where, is in `pipeline.config.cluster_keys`.
+The number of servers and their nodes are keys of `pipeline.config.cluster_keys`.
 """
 
 from typing import Annotated, Literal

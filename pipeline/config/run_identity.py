@@ -1,7 +1,7 @@
-"""What makes two submissions the same run.
+"""The identity of a run: the keys that must be equal for two submissions to be the same run. Pure.
 
-Owns the list of keys that say how a run is carried out, not what it computes: a resumed run may change them. Promises
-that two configs with the same digest differ in nothing else. Pure.
+Operational keys control how a run is executed, not its result, and a resumed run may change them. Two configs with the
+same digest differ in operational keys only.
 """
 
 import hashlib
@@ -68,24 +68,24 @@ OPERATIONAL = (
     "serve.snapshot_seconds",
     "serve.whole_servers",
 )
-"""Keys, and whole sections, that a resumed run may change: deadlines, sizes and places."""
+"""Keys, and whole sections, that a resumed run may change: deadlines, sizes and locations."""
 
 
 def identity_digest(config: RunConfig) -> str:
-    """Hex digest of everything that must be equal for two submissions to be the same run."""
+    """Hex digest of all keys that must be equal for two submissions to be the same run."""
     text = json.dumps(_identity(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def differences(mine: RunConfig, other: RunConfig) -> list[str]:
-    """The keys in which two configs are different runs, as `key: mine → other`."""
+    """The identifying keys in which two configs differ, as `key: mine → other`."""
     left, right = _identity(mine), _identity(other)
     keys = sorted(left.keys() | right.keys())
     return [f"{key}: {left.get(key)!r} → {right.get(key)!r}" for key in keys if left.get(key) != right.get(key)]
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    """A nested tree with dotted keys: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:

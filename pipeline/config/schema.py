@@ -1,15 +1,14 @@
 """The typed configuration of a run.
 
-Owns every key a user can set, its type, its bounds and its meaning. Promises that a `RunConfig` is frozen and whole:
-once `load_config` returned, no other code checks a single value again. Must not know Hydra, torch, Redis or submitit.
+Owns every key that a user can set, with its type, bounds and meaning. A `RunConfig` is frozen and complete: after
+`load_config` has returned, no other code checks a single value again. Must not know Hydra, torch, Redis or submitit.
 
     config = load_config({"name": "demo", "cluster": {...}, ...})       # of `pipeline.config.validation`
     config.optim.lr
 
-The field descriptions, here and for `cluster.*` and `resources.*` in `pipeline.config.cluster_keys`, are the source of
-`docs/configuration.md`; those of tasks, data, generation, evaluations and the API have modules of their own too. Rules
-between keys are in `pipeline.config.cross_checks`, the keys that a resumed run may change in
-`pipeline.config.run_identity`.
+The field descriptions are the source of `docs/configuration.md`. Keys of the cluster, tasks, data, rollouts,
+evaluations and the Tinker API are in separate modules. Rules between keys are in `pipeline.config.cross_checks`, the
+keys that a resumed run may change in `pipeline.config.run_identity`.
 """
 
 from pathlib import Path
@@ -56,7 +55,7 @@ class LoraConfig(Section):
 
     @property
     def travels_alone(self) -> bool:
-        """Whether the adapter leaves the trainer, and not whole weights: to the servers, and as the trained model."""
+        """Whether servers and the exported model get the adapter alone instead of whole weights."""
         return self.rank > 0 and not self.merge
 
 
@@ -289,12 +288,12 @@ class TrainingConfig(Section):
 
     @property
     def micro_batch_budget(self) -> int:
-        """Most tokens of a micro-batch, over the processes that share it (`mesh.cp`)."""
+        """Maximum tokens of a micro-batch, summed over the processes that share it (`mesh.cp`)."""
         return self.micro_batch_tokens * self.mesh.cp
 
     @property
     def masked_finish(self) -> str | None:
-        """How samples ended of which no token counts."""
+        """The finish reason of samples that are excluded from the loss; None if no sample is."""
         return "length" if self.mask_truncated else None
 
 
@@ -357,34 +356,36 @@ class RunConfig(Section):
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether anything is sampled: without steps of RL there are no servers, actor, preprocessor and streams; and
-        of a run that serves, its clients decide."""
+        """Whether the run generates samples for RL, and so has servers, an actor, a preprocessor and streams.
+
+        False for a run that serves: its clients request samples.
+        """
         return self.training.steps > 0 and not self.serve.enabled
 
     @property
     def has_reference(self) -> bool:
-        """Whether RL has a reference model: what a KL divergence is from where there is no teacher."""
+        """Whether RL has a reference model, for the KL divergence without a teacher."""
         return self.loss.kl > 0 and not self.teacher.url
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether samples share what they begin with, where they are packed."""
-        asked = self.training.share_prefixes
-        return self.resources.device == "cpu" and not self.training.compile if asked is None else asked
+        """Whether packed samples share the computation of common prefixes."""
+        setting = self.training.share_prefixes
+        return self.resources.device == "cpu" and not self.training.compile if setting is None else setting
 
     @property
     def has_servers(self) -> bool:
-        """Whether there are servers: for rollouts, for what clients sample, or for evaluations alone."""
+        """Whether the run has servers: for rollouts, for clients' samples, or for evaluations only."""
         return self.has_rollouts or self.evaluation.only or (self.serve.enabled and self.serve.sampling)
 
     @property
     def has_sft(self) -> bool:
-        """Whether the run begins with supervised fine-tuning."""
+        """Whether the run starts with supervised fine-tuning."""
         return self.training.sft.steps > 0 or self.training.sft.epochs > 0
 
     @property
     def weights_backend(self) -> Literal["gloo", "nccl"]:
-        """How weights travel, decided."""
+        """The transport of weight sync; `auto` is resolved."""
         if self.inference.backend == "auto":
             return "nccl" if self.resources.device == "cuda" and not self.model.lora.travels_alone else "gloo"
         return self.inference.backend

@@ -1,7 +1,6 @@
-"""The keys that say what is learned, from whom, and what an answer is worth.
+"""The keys of the task, its rewards, and a teacher: `task.*`, `reward.*` and `teacher.*`.
 
-Owns `task.*` and `reward.*`, which an evaluation set has too, and `teacher.*`. What a task's own options mean is the
-task's matter.
+An evaluation set has `task` and `reward` too. Each task validates its options itself.
 """
 
 from typing import Any, Literal

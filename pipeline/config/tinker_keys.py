@@ -1,7 +1,4 @@
-"""The keys of a run that serves the Tinker API.
-
-Owns `serve.*`: types, bounds, meaning. See docs/tinker.md.
-"""
+"""The keys of a run that serves the Tinker API, `serve.*`; see docs/tinker.md."""
 
 from typing import Annotated
 

@@ -1,7 +1,6 @@
-"""The losses that clients of the API name: what each reads, and its settings.
+"""The losses of the Tinker API: their inputs, their settings, and alternatives to unsupported ones.
 
-Owns these tables, the alternatives to each loss that is not served, and the record of a choice. Cheap to import and to
-pickle; the formulas are in `pipeline.train.algorithms.summed_losses`.
+Cheap to import and to pickle. The formulas are in `pipeline.train.algorithms.summed_losses`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     "dro": POLICY_COLUMNS,
     "gspo": (*POLICY_COLUMNS, "sequence_ratio_mask"),
 }
-"""What each loss reads of every token beside its log-probability."""
+"""The inputs of each loss per token, in addition to the policy's log-probability."""
 SETTINGS: Final[Mapping[str, Mapping[str, float]]] = {
     "cross_entropy": {},
     "importance_sampling": {},
@@ -33,12 +32,12 @@ NOT_SERVED: Final[Mapping[str, str]] = {
     "stable_reinforce": f"its formula is not public; take {OTHER_LOSSES}",
     "custom": "forward_backward_custom computes such a loss in the client",
 }
-"""Losses that the SDK has a name for and that are refused, with what to do instead."""
+"""Losses of the SDK that are refused, with an alternative."""
 
 
 @dataclass(frozen=True)
 class TokenSum:
-    """A loss by its name, with all its settings; cheap to pickle."""
+    """A chosen loss with all its settings; cheap to pickle."""
 
     name: str
     settings: Mapping[str, float]

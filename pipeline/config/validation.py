@@ -1,7 +1,6 @@
-"""From a composed tree to a typed config, and what is said of a tree that is none.
+"""Validation of a composed tree of values as a typed config, and the list of all keys.
 
-Owns the way of plain values into `RunConfig`, the list of all keys, and the words for a wrong one: `ConfigError` names
-the key, the value, what was expected and how to mend it. The keys themselves are in `pipeline.config.schema`.
+`ConfigError` names the key, the value, the expected value and a fix. The keys are defined in `pipeline.config.schema`.
 """
 
 import difflib
@@ -20,7 +19,7 @@ from pipeline.errors import ConfigError
 
 
 def load_config(tree: dict[str, Any]) -> RunConfig:
-    """The typed config of a composed tree of plain values; else `ConfigError` for the first thing that is wrong."""
+    """The typed config of a composed tree of plain values. `ConfigError` for the first invalid value."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -28,7 +27,7 @@ def load_config(tree: dict[str, Any]) -> RunConfig:
 
 
 NAMED = "<name>"
-"""Stands in a known key for a name that the user gives."""
+"""The placeholder in a known key for a user-defined name."""
 
 
 def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
@@ -59,7 +58,7 @@ def is_list(field: FieldInfo | None) -> bool:
 
 
 def canonical_key(key: str, keys: Collection[str]) -> str:
-    """A dotted key as `known_keys` spells it: with `NAMED` in the place of a name that the user gave.
+    """A dotted key as `known_keys` spells it, with `NAMED` instead of a user-defined name.
 
     >>> canonical_key("evaluation.sets.hard.every", known_keys())
     'evaluation.sets.<name>.every'
@@ -72,25 +71,25 @@ def canonical_key(key: str, keys: Collection[str]) -> str:
     return key
 
 
-def closest_match(word: str, among: list[str], otherwise: str = "see docs/configuration.md for all of them") -> str:
-    """`did you mean …?` for a misspelt word, or the list to choose from; `otherwise` when that would be long."""
-    close = difflib.get_close_matches(word, among, n=1, cutoff=0.5)
+def closest_match(word: str, choices: list[str], default: str = "see docs/configuration.md for all of them") -> str:
+    """The hint for an unknown word: `did you mean …?`, or the list of choices, or `default` if the list is long."""
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]}?"
-    if len(among) > 20:
-        return otherwise
-    return f"choose from: {', '.join(sorted(among))}"
+    if len(choices) > 20:
+        return default
+    return f"choose from: {', '.join(sorted(choices))}"
 
 
 def _config_error(details: ErrorDetails) -> ConfigError:
     key = ".".join(str(part) for part in details["loc"] if part != "[key]")
     known = known_keys()
-    form = canonical_key(key, known)
+    canonical = canonical_key(key, known)
     if details["type"] == "extra_forbidden":
-        return ConfigError(key, details["input"], "a known key", suggest_key(form, list(known)))
+        return ConfigError(key, details["input"], "a known key", suggest_key(canonical, list(known)))
     if details["type"] == "missing":
         return ConfigError(key, None, "a value", f"set {key}=…")
-    field = known.get(form)
+    field = known.get(canonical)
     meaning = (field.description or "") if field else ""
     expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     if details["type"] == "string_pattern_mismatch":

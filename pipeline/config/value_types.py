@@ -1,6 +1,6 @@
-"""What the values of keys look like: numbers within bounds, times, names; and what a section of keys is.
+"""Types of configuration values (bounded numbers, times, names), and the base class of sections.
 
-Promises that a pattern says in words what it asks for. Must not know any key.
+Every pattern has a description in words for errors. This module knows no key.
 """
 
 from ipaddress import IPv4Network
@@ -21,24 +21,24 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 NETWORK_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}|(\d{1,3}\.){3}\d{1,3}/([12]?\d|3[0-2]))?$"
 PATTERN_MEANINGS = {
-    MEMORY_PATTERN: "megabytes, or a number with K, M, G or T, as 64G",
-    TIME_PATTERN: "a time as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00, in YAML within quotes",
-    NETWORK_PATTERN: "an interface as ib0, or a subnet as 10.1.0.0/16",
-    KEY_NAME_PATTERN: "at most 63 letters, digits, `_`, `-`, the first a letter or digit; a dot would part the key",
+    MEMORY_PATTERN: "megabytes, or a number with K, M, G or T, such as 64G",
+    TIME_PATTERN: "a time such as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00; quote it in YAML",
+    NETWORK_PATTERN: "an interface such as ib0, or a subnet such as 10.1.0.0/16",
+    KEY_NAME_PATTERN: "at most 63 letters, digits, `_`, `-`, the first a letter or digit; a dot would split the key",
     NAME_PATTERN: "at most 63 letters, digits, `.`, `_`, `-`, the first a letter or digit",
 }
-"""What each pattern asks for, in words."""
+"""The description of each pattern, for errors."""
 
 
 def _no_bare_number(value: object) -> object:
-    """YAML reads `12:00:00` as the number 43200, which Slurm would take for minutes."""
+    """Refuse numbers: YAML reads `12:00:00` as 43200, which Slurm would interpret as minutes."""
     if isinstance(value, int | float):
         raise ValueError(PATTERN_MEANINGS[TIME_PATTERN])
     return value
 
 
 def _is_subnet(value: str) -> str:
-    """Refuse numbers above 255."""
+    """Normalize a subnet, and refuse one with numbers above 255."""
     try:
         return str(IPv4Network(value, strict=False)) if "/" in value else value
     except ValueError:
@@ -46,21 +46,21 @@ def _is_subnet(value: str) -> str:
 
 
 def _as_list(value: object) -> object:
-    """One entry may be written without the brackets of a list."""
+    """A single entry as a list, so that it may be written without brackets."""
     return (value,) if isinstance(value, str | int | float) else value
 
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_list)]
-"""Lists; one entry also without brackets."""
+"""Lists. A single entry may be written without brackets."""
 Network = Annotated[str, Field(pattern=NETWORK_PATTERN), AfterValidator(_is_subnet)]
 Memory = Annotated[str, Field(pattern=MEMORY_PATTERN)]
 SlurmTime = Annotated[str, BeforeValidator(_no_bare_number), Field(pattern=TIME_PATTERN)]
-"""The forms that sbatch takes: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; empty for none."""
+"""A time in a format of sbatch: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; empty for none."""
 
 
 def memory_bytes(value: str) -> int:
-    """The bytes of a `Memory`, which counts as Slurm does: megabytes, or K, M, G, T of 1,024 each. 0 if it is empty."""
+    """The bytes of a `Memory` value, 0 if empty. As in Slurm, the unit is MiB, or K, M, G, T of 1,024 each."""
     if not value:
         return 0
     number, unit = (value[:-1], value[-1]) if value[-1].isalpha() else (value, "M")

@@ -74,7 +74,7 @@ def test_a_time_in_a_wrong_form_is_refused_with_the_right_forms(time: str | int)
     with pytest.raises(ConfigError) as caught:
         make_config(cluster={"scheduler": "slurm", "time": time})
     assert str(caught.value).startswith(
-        f"cluster.time={time!r}: expected a time as 90:00 (M:S), 12:00:00 (H:M:S), 1-12"
+        f"cluster.time={time!r}: expected a time such as 90:00 (M:S), 12:00:00 (H:M:S), 1-12"
     )
     assert "pattern" not in str(caught.value)
 
@@ -100,8 +100,8 @@ def test_numbers_are_taken_where_text_is_meant() -> None:
     [
         ("cluster.memory=64GB", "a number with K, M, G or T"),
         ("name=a/b", "at most 63 letters, digits"),
-        ("cluster.network=10.1.0.0/33", "an interface as ib0, or a subnet as 10.1.0.0/16"),
-        ("cluster.network=10.1.0.300/16", "an interface as ib0, or a subnet as 10.1.0.0/16"),
+        ("cluster.network=10.1.0.0/33", "an interface such as ib0, or a subnet such as 10.1.0.0/16"),
+        ("cluster.network=10.1.0.300/16", "an interface such as ib0, or a subnet such as 10.1.0.0/16"),
     ],
 )
 def test_no_message_shows_a_pattern(wrong: str, expected: str) -> None:

@@ -61,7 +61,7 @@ def test_sft_alone_is_held_to_no_rule_of_what_is_sampled(overrides: list[str]) -
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["training.steps=0", "training.sft.steps=0"], "training.steps=0: expected 1 or more where training"),
+        (["training.steps=0", "training.sft.steps=0"], "training.steps=0: expected 1 or more if training"),
         (["experiment=sft"], "data.path='': expected a dataset, whose rows the epochs count (1 training.sft.ep"),
         (["data.path=x", "training.sft.steps=0"], "data.path='x': expected nothing without supervised fine-"),
         ([*SFT, "data.path=x", "training.sft.epochs=2"], "epochs=2.0: expected 0 with 5 steps; set one of them"),
@@ -117,8 +117,8 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
         (["training.checkpoints=s3:///"], "expected a bucket or a folder after s3://"),
         (["loss=cispo", "loss.tis=truncate"], "or set loss.old_logprobs=recompute"),
         (["loss.old_logprobs=sampler"], "loss.tis='truncate': expected its default ('none')"),
-        (["loss=ppo", "training.zero_variance_groups=drop"], "samples that score alike teach there"),
-        (["loss=reinforce_pp", "training.zero_variance_groups=drop"], "samples that score alike teach there"),
+        (["loss=ppo", "training.zero_variance_groups=drop"], "with equal rewards still have a gradient"),
+        (["loss=reinforce_pp", "training.zero_variance_groups=drop"], "with equal rewards still have a gradient"),
         (["model.lora.adapter=somewhere"], "or set model.lora.rank above 0"),
         (["model.lora.adapter=/nowhere/at/all", "model.lora.rank=4"], "expected the directory of an adapter"),
         (

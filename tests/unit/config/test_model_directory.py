@@ -33,7 +33,7 @@ def base(tmp_path: Path) -> Path:
 
 def test_adapters_need_a_base_whose_weights_are_on_disk(base: Path) -> None:
     assert model_directory(ModelConfig(path=str(base), lora=LORA)) == base
-    with pytest.raises(ConfigError, match=r"model\.init='random': expected pretrained below adapters"):
+    with pytest.raises(ConfigError, match=r"model\.init='random': expected pretrained with adapters"):
         model_directory(ModelConfig(path=str(base), init="random", lora=LORA))
     (base / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"\*\.safetensors"):
