@@ -1,20 +1,20 @@
-"""One model on one rank: it knows shards and devices, and nothing of the algorithm.
+"""One model on one rank, with its shards and devices; independent of the algorithm.
 
 | module | owns |
 |---|---|
 | `model_worker` | a sharded model with its optimizer, and the loop over micro-batches |
-| `models`, `lm_head`, `packed_attention` | what the model answers, and attention kept inside each row |
+| `models`, `lm_head`, `packed_attention` | policy and critic, log-probabilities, and attention inside each row |
 | `experts`, `expert_dispatch` | the experts of a mixture, by grouped products; tokens that travel to them |
 | `expert_load` | tokens of each expert, and the bias that evens them out |
 | `supported_architectures`, `rope` | supported architectures; rotary frequencies, as in the servers |
-| `fsdp`, `row_shards` | the model spread over ranks; one tensor's rows, filled and gathered |
+| `fsdp`, `row_shards` | the model sharded over ranks; one tensor's rows, filled and gathered |
 | `collate`, `context_parallel` | a micro-batch as tensors; a packed line that ranks share |
 | `optimizer` | AdamW, its schedule, clipping, skipped steps |
-| `cpu_offload` | parts that leave the device and come back |
+| `cpu_offload` | parts that move to host memory and back |
 | `weight_loading`, `checkpoint_layout`, `safetensors_files` | initial weights; file tensors to network tensors |
 | `lora`, `expert_lora`, `adapter_merge` | adapters, those of experts, and whole weights with them |
-| `hf_export` | model directories that others load |
-| `adapter_swap`, `token_queries` | several adapters that take turns on a model; answers about given tokens |
-| `model_size`, `tiny_config`, `packing_probe` | a model's size; a tiny copy; whether packing changes results |
-| `to_device` | numbers from the host to the device |
+| `hf_export` | exported model directories |
+| `adapter_swap`, `token_queries` | several adapters that take turns on a model; log-probabilities of given tokens |
+| `model_size`, `tiny_config`, `packing_probe` | a model's size; a tiny copy; the check that packing keeps results |
+| `to_device` | copies from the host to the device |
 """

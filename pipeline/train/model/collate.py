@@ -1,11 +1,16 @@
 """A micro-batch as tensors.
 
-Owns the step from rows (numpy) to what the models and the losses read. Promises that only counted tokens reach the head
-and the losses, in the order of rows and tokens, and that an empty micro-batch becomes two tokens that count nothing, so
-that a short rank can take part in the collective operations of the others (one token is a size that layers are compiled
-for once more). Of a line that several ranks share, each gets its part. Must not know models or losses' formulas.
+Owns the conversion of rows (numpy) to the tensors of models and losses. Promises that only counted tokens reach the LM
+head and the losses, in the order of rows and tokens. An empty micro-batch becomes two tokens that do not count, so that
+a rank without rows can take part in the collective operations of the others (two, since layers are compiled once more
+for a single token). If several ranks share a line, each gets its part. Must not know models or formulas of losses.
 
-Notation: B × T the rectangle that the model reads here, N counted tokens, M of them predicted here, R rows.
+Notation: the model reads a rectangle of B × T tokens on this rank; N counted tokens, M of them predicted on this rank;
+R rows.
+
+    tokens      a b c d          mask 0 0 1 1: the counted tokens are c and d (N = 2)
+    before_M        1 2          a token is predicted from the hidden state of its predecessor
+    targets_M       c d
 """
 
 from dataclasses import dataclass
@@ -29,16 +34,17 @@ _NOTHING = Batch((TrainSequence(np.zeros(2, np.int32), np.zeros(2, np.uint8)),),
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a model reads of a micro-batch, and the numpy side that the losses need.
+    """The inputs of a model for a micro-batch, and its rows for the losses.
 
     Attributes:
         tokens_BT, positions_BT: int64; padding is token 0.
-        segments: tables that keep attention inside the rows of a packed line; None when each line is a row.
-        before_M: int64, index in the flattened rectangle of the token before each that is predicted here.
-        targets_M: int64, the tokens that are predicted.
-        batch: the rows themselves.
-        rows_T: int64, how many rows have each token of the flattened rectangle; 0 of padding. On the host.
-        own_M: int64, which of the N counted tokens are predicted here: those whose predecessor is; None: all of them.
+        segments: tables that keep attention inside the rows of a packed line; None if each line is one row.
+        before_M: int64, index in the flattened rectangle of the predecessor of each token that is predicted here.
+        targets_M: int64, the tokens that are predicted here.
+        batch: the rows.
+        rows_T: int64, number of rows that have each token of the flattened rectangle; 0 of padding. On the host.
+        own_M: int64, indices among the N counted tokens of those predicted here, because their predecessors are on this
+            rank; None: all of them.
     """
 
     tokens_BT: Tensor
@@ -51,22 +57,23 @@ class MicroBatch:
     own_M: Tensor | None = None
 
     def complete(self, answer_M: Tensor) -> Tensor:
-        """The answers about all N counted tokens, from those of each rank that shares the line. Collective over these.
+        """The outputs of all N counted tokens, from the M of each rank that shares the line: [M] → [N]. Collective over
+        these ranks.
 
-        Losses need all of them: some are of whole rows, which may lie on several ranks.
+        A loss needs all of them, since some losses read whole rows, which may be spread over several ranks.
         """
         if self.own_M is None or self.segments is None or self.segments.context is None:
             return answer_M
         return self.segments.context.merge(answer_M, self.own_M, self.batch.counted)
 
     def loss_tokens(self, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossTokens:
-        """The counted tokens with the policy's answer about them; numbers in the type of `logprobs_N`.
+        """The inputs of a policy loss, in the type of `logprobs_N`.
 
-        Rows without sampler log-probabilities, which only supervised losses are given, get the policy's own.
+        Rows of supervised losses have no sampler log-probabilities; they get the policy's own.
         """
         rows = self.batch.rows
-        sampler_logprobs_N = self._given("sampler_logprobs", logprobs_N)
-        numbers = np.repeat(np.arange(len(rows)), self._counts)
+        sampler_logprobs_N = self._column("sampler_logprobs", logprobs_N)
+        numbers = np.repeat(np.arange(len(rows)), self._counts)  # [R] → [N], the row of each counted token
         return LossTokens(
             logprobs_N=logprobs_N,
             weights_N=self._weights(logprobs_N),
@@ -74,15 +81,15 @@ class MicroBatch:
             sampler_logprobs_N=logprobs_N.detach() if sampler_logprobs_N is None else sampler_logprobs_N,
             rows_N=to_device(numbers, logprobs_N.device),
             rows=max(1, len(rows)),
-            reference_N=self._given("reference", logprobs_N),
+            reference_N=self._column("reference", logprobs_N),
             entropy_N=entropy_N,
-            old_logprobs_N=self._given("old_logprobs", logprobs_N),
+            old_logprobs_N=self._column("old_logprobs", logprobs_N),
         )
 
     def value_tokens(self, values_N: Tensor) -> ValueTokens:
-        """The counted tokens with the critic's answer about them; `TrainingError` for rows without `returns` or the
-        `values` of the step's beginning."""
-        old_values_N, returns_N = (self._given(field, values_N) for field in ("values", "returns"))
+        """The inputs of a critic's loss; `TrainingError` for rows without `returns` or without the `values` of the
+        step's begin."""
+        old_values_N, returns_N = (self._column(field, values_N) for field in ("values", "returns"))
         if old_values_N is None or returns_N is None:
             raise TrainingError("a critic is trained on rows with values and returns, and these have none")
         return ValueTokens(values_N, old_values_N, returns_N, self._weights(values_N))
@@ -94,29 +101,32 @@ class MicroBatch:
     def _weights(self, like: Tensor) -> Tensor:
         return _like(np.repeat(np.asarray(self.batch.weights, np.float64), self._counts), like)
 
-    def _given(self, field: Column, like: Tensor) -> Tensor | None:
+    def _column(self, field: Column, like: Tensor) -> Tensor | None:
+        """A column of the rows at the counted tokens, [N]; None if a row lacks it."""
         rows = self.batch.rows
         return None if any(getattr(row, field) is None for row in rows) else _like(_flat(rows, field), like)
 
 
 def collate(batch: Batch, how: Packing, device: torch.device, context: ContextParallel | None = None) -> MicroBatch:
-    """The tensors of a micro-batch on `device`; with `context`, of this rank's part of it."""
-    laid = batch if batch.rows else _NOTHING
-    rows = laid.rows
+    """The tensors of a micro-batch on `device`; with `context`, of this rank's part of the line."""
+    laid_out = batch if batch.rows else _NOTHING
+    rows = laid_out.rows
     tokens_R = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     counted_N = np.flatnonzero(np.concatenate([row.mask for row in rows]))
-    layout = packing.make_layout(laid.lengths, how, laid.prefix_groups(how))
+    layout = packing.make_layout(laid_out.lengths, how, laid_out.prefix_groups(how))
+    # The mask of a row's first token is 0, so `counted_N - 1` is always in the same row.
     before_N, own_M, first = layout.where[counted_N - 1], None, 0
     if context is not None:
         layout = _filled(layout, context)
         part = context.own_part(len(layout.positions))
         own_M, first = np.flatnonzero((before_N >= part.start) & (before_N < part.stop)), part.start
+    # [B · T], a token that several rows share counts for each; 0 of the placeholder, which stands for no row.
     held_T = np.bincount(layout.where[: len(tokens_R)], minlength=len(layout.positions)) * bool(batch.rows)
-    mine = slice(None) if own_M is None else own_M
+    own = slice(None) if own_M is None else own_M
     return MicroBatch(
         *model_input(layout, tokens_R, device, context),
-        before_M=to_device(before_N[mine] - first, device),
-        targets_M=to_device(tokens_R[counted_N[mine]], device),
+        before_M=to_device(before_N[own] - first, device),
+        targets_M=to_device(tokens_R[counted_N[own]], device),
         batch=batch,
         rows_T=held_T if context is None else held_T[context.own_part(len(held_T))],
         own_M=None if own_M is None else to_device(own_M, device),
@@ -126,23 +136,25 @@ def collate(batch: Batch, how: Packing, device: torch.device, context: ContextPa
 def model_input(
     layout: Layout, tokens_R: NDArray[np.int64], device: torch.device, context: ContextParallel | None = None
 ) -> tuple[Tensor, Tensor, Segments | None]:
-    """What a model reads of rows whose tokens, row after row, are these: `tokens_BT`, `positions_BT`, `segments`.
+    """The inputs of a model for rows with the tokens `tokens_R`, row after row: `tokens_BT`, `positions_BT`,
+    `segments`.
 
-    With `context`, of a line whose length the ranks can share, this rank's part; the segments are those of all of it.
+    With `context`, tokens and positions are this rank's part of the line, whose length the ranks divide; the segments
+    are those of the whole line, since attention sees all of it.
     """
     tokens, segments = np.zeros(len(layout.positions), np.int64), None
-    tokens[layout.where[: len(tokens_R)]] = tokens_R  # a row that fills a line up has no tokens of the batch
+    tokens[layout.where[: len(tokens_R)]] = tokens_R  # a last row from `packing.fill` has no tokens of the batch
     if layout.packing != "padded":
         where = layout.where if layout.packing == "shared" else None
         segments = Segments.of(layout.lengths.tolist(), device, where, context)
     part = slice(None) if context is None else context.own_part(len(tokens))
-    whole = (each.reshape(layout.shape)[:, part] for each in (tokens, layout.positions))
-    tokens_BT, positions_BT = (to_device(each, device) for each in whole)
+    rectangles = (values.reshape(layout.shape)[:, part] for values in (tokens, layout.positions))  # [B · T] → [B, T]
+    tokens_BT, positions_BT = (to_device(rectangle, device) for rectangle in rectangles)
     return tokens_BT, positions_BT, segments
 
 
 def _filled(layout: Layout, context: ContextParallel) -> Layout:
-    """The layout with a line that the ranks of `context` can share evenly."""
+    """The layout, extended so that the ranks of `context` divide its line evenly."""
     if layout.packing == "padded":
         raise TrainingError("padded rows cannot be spread over ranks: only packed ones can (training.mesh.cp)")
     return packing.fill(layout, context.whole_length(len(layout.positions)))
@@ -153,9 +165,9 @@ def _like(values: NDArray[np.float64], like: Tensor) -> Tensor:
 
 
 def _flat(rows: tuple[TrainSequence, ...], field: Column) -> NDArray[np.float64]:
-    """A field's number for each counted token of all rows, in order."""
+    """A field's values at the counted tokens of all rows, in order: [N]."""
     parts = [np.zeros(0)]
     for row in rows:
-        whole = np.broadcast_to(np.asarray(getattr(row, field), np.float64), len(row))
-        parts.append(whole[np.asarray(row.mask, bool)])
+        values = np.broadcast_to(np.asarray(getattr(row, field), np.float64), len(row))  # a scalar advantage → [T]
+        parts.append(values[np.asarray(row.mask, bool)])
     return np.concatenate(parts)

@@ -1,10 +1,11 @@
-"""Tensors that can leave the device and come back.
+"""Offloading of tensors' storages, in place.
 
-Owns how the bytes of a model or of an optimizer are moved away while the tensors themselves stay: every storage is
-emptied in place and later filled again, so whoever holds the tensors (FSDP, AdamW) need not know. Promises that the
-memory is really given back, that the bytes that return are those that left, and that nothing is emptied before all of
-it is kept. From CUDA bytes go to pinned host memory, from the CPU to a file in a temporary folder (`TMPDIR`; of no use
-where that is memory itself). Must not know what the tensors are, nor when to move them: that is the dispatch's.
+Owns the move of a model's or an optimizer's bytes off the device. The tensors stay: every storage is emptied in place
+and later filled again, so the objects that reference the tensors (FSDP, AdamW) are unaffected. Promises that the memory
+is released, that the bytes return unchanged, and that no storage is emptied before the copy of all of them is complete.
+Bytes move from CUDA to pinned host memory, and from the CPU to a file in a temporary folder (`TMPDIR`; this saves no
+memory if the folder is in memory). Must not know the tensors' content, nor the schedule of moves, which belongs to the
+dispatch.
 """
 
 import ctypes
@@ -42,12 +43,12 @@ class Memory:
 
 
 class Offloadable:
-    """The storages behind some tensors, on the device or away; `tensors` names them anew at each call."""
+    """The storages of some tensors, on the device or offloaded. `tensors` returns the current ones at each use."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
         self._away: list[tuple[UntypedStorage, int]] = []
-        self._kept: _HostCopy | None = None
+        self._copy: _HostCopy | None = None
         self._host = _HostMemory()
 
     @property
@@ -56,57 +57,57 @@ class Offloadable:
         return sum(storage.nbytes() for storage in self._storages())
 
     def offload(self) -> None:
-        """Move all bytes away; does nothing when they are."""
-        if self._kept is not None:
+        """Move all bytes off the device; does nothing if they are offloaded."""
+        if self._copy is not None:
             return
         storages = self._storages()
         if not all(storage.resizable() for storage in storages):
             raise TrainingError("a tensor that numpy has a view of cannot be offloaded: copy it before `.numpy()`")
-        self._kept, self._away = self._keep(storages), [(storage, storage.nbytes()) for storage in storages]
+        self._copy, self._away = self._copy_out(storages), [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
         if all(storage.device.type == "cpu" for storage in storages):
             give_back_heap()
 
     def load(self) -> None:
-        """Bring all bytes back; does nothing when they are there."""
-        if self._kept is None:
+        """Move all bytes back to the device; does nothing if they are there."""
+        if self._copy is None:
             return
-        self._kept.rewind()
+        self._copy.rewind()
         for storage, size in self._away:
             storage.resize_(size)
-            self._kept.take(_bytes(storage))
-        self._kept.wait()
-        self._kept.close()
-        self._kept, self._away = None, []
+            self._copy.take(_bytes(storage))
+        self._copy.wait()
+        self._copy.close()
+        self._copy, self._away = None, []
 
     def discard(self) -> None:
-        """Give all bytes back for good, wherever they are: the tensors hold nothing any more."""
-        if self._kept is not None:
-            self._kept.close()
-        self._kept, self._away, self._host = None, [], _HostMemory()
+        """Release all bytes, on the device or offloaded: the tensors stay empty."""
+        if self._copy is not None:
+            self._copy.close()
+        self._copy, self._away, self._host = None, [], _HostMemory()
         for storage in self._storages():
             storage.resize_(0)
 
-    def _keep(self, storages: Sequence[UntypedStorage]) -> "_HostCopy":
-        """A copy of all bytes elsewhere."""
-        kept: _HostCopy = self._host if any(storage.device.type == "cuda" for storage in storages) else _File()
+    def _copy_out(self, storages: Sequence[UntypedStorage]) -> "_HostCopy":
+        """A complete copy of all bytes off the device."""
+        copy: _HostCopy = self._host if any(storage.device.type == "cuda" for storage in storages) else _File()
         try:
             for storage in storages:
-                kept.put(_bytes(storage))
-            kept.wait()
+                copy.put(_bytes(storage))
+            copy.wait()
         except BaseException:
-            kept.close()
+            copy.close()
             raise
-        return kept
+        return copy
 
     def _storages(self) -> list[UntypedStorage]:
-        found = [local(tensor).untyped_storage() for tensor in self._tensors()]
-        return list({storage.data_ptr(): storage for storage in found if storage.nbytes()}.values())
+        storages = [local(tensor).untyped_storage() for tensor in self._tensors()]
+        return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a distributed tensor; another tensor as it is."""
+    """This rank's shard of a distributed tensor; any other tensor unchanged."""
     return cast(Tensor, cast(Any, tensor).to_local()) if isinstance(tensor, DTensor) else tensor
 
 
@@ -118,7 +119,7 @@ def allocated(device: torch.device) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give free memory that an allocator holds back to the device, or to the operating system."""
+    """Release an allocator's free memory to the device, or to the operating system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
@@ -126,13 +127,13 @@ def empty_cache(device: torch.device) -> None:
 
 
 def give_back_heap() -> None:
-    """Have the C library return its free pages; elsewhere than with glibc there is no such call."""
+    """Make glibc return its free pages; does nothing with other C libraries."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class _HostCopy(Protocol):
-    """Bytes put in one after the other, and taken out in the same order, from the start again after `rewind`."""
+    """A sequence of bytes: `put` appends, and after `rewind`, `take` reads in the same order."""
 
     def put(self, data: Tensor) -> None: ...
     def take(self, target: Tensor) -> None: ...
@@ -142,7 +143,7 @@ class _HostCopy(Protocol):
 
 
 class _HostMemory:
-    """Pinned host memory. It is kept for the next time, since to pin it takes seconds."""
+    """Pinned host memory. It is reused for later copies, since pinning takes seconds."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
@@ -169,11 +170,11 @@ class _HostMemory:
 
 
 class _File:
-    """An unnamed temporary file: it goes with the process, whatever ends it."""
+    """An unnamed temporary file, which the operating system removes at the end of the process."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="rollcall-offload-", buffering=0)  # noqa: SIM115
-        weakref.finalize(self, self._file.close)  # a model that is away may be dropped
+        weakref.finalize(self, self._file.close)  # an offloaded model may be deleted without `load`
 
     def put(self, data: Tensor) -> None:
         view, written = _view(data), 0
@@ -192,14 +193,14 @@ class _File:
         self._file.seek(0)
 
     def wait(self) -> None:
-        """Files are written and read at once."""
+        """Do nothing: writes and reads of the file are synchronous."""
 
     def close(self) -> None:
         self._file.close()
 
 
 def _view(data: Tensor) -> memoryview:
-    """Of a tensor's bytes on the CPU. Numpy's own would keep the storage from ever being emptied."""
+    """A view of a CPU tensor's bytes. A numpy view would make the storage non-resizable forever."""
     return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
 
 

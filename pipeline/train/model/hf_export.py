@@ -1,10 +1,9 @@
-"""A trained model as files that others load.
+"""Export of a trained model as a directory for transformers, peft and vLLM.
 
-Owns the names under which parameters leave the trainer, and the directory that transformers, peft and vLLM read: whole
-weights, or an adapter alone, beside the tokenizer of the model they came from. Promises that the settings beside the
-weights are those of the model that was trained, but for the type of the weights; that tensors of its files which the
-trainer leaves out, such as a vision tower, are exported unchanged; and that what is needed is there before anything is
-trained, not only at the end. Must not know ranks or sharding.
+Owns the exported names of parameters, and the directory: whole weights, or an adapter alone, with the tokenizer of the
+base model. Promises that the config is that of the trained model, except for the type of the weights; that tensors of
+the base which the trainer does not train, such as a vision tower, are exported unchanged; and that a model which cannot
+be exported is refused before training. Must not know ranks or sharding.
 """
 
 import copy
@@ -30,9 +29,9 @@ _OWN_CODE = ("config.json", "adapter_config.json")
 
 
 def adapter_tensors(network: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """An adapter's whole parameter of that name in the network as the tensors of a checkpoint of peft."""
-    found: Iterator[tuple[str, Tensor]] = _adapters().checkpoint_tensors(network, name, tensor)
-    return found
+    """The tensors of a peft checkpoint for an adapter's whole parameter `name` of the network."""
+    tensors: Iterator[tuple[str, Tensor]] = _adapters().checkpoint_tensors(network, name, tensor)
+    return tensors
 
 
 def write_model(
@@ -43,9 +42,10 @@ def write_model(
     config: ModelConfig,
     untrained: Collection[str] = (),
 ) -> None:
-    """Write the directory; `tensors` come whole, one by one, of the type `config.dtype`, as `layout` says.
+    """Write the directory; `tensors` yields whole tensors, one by one, in the order of `layout` and of type
+    `config.dtype`.
 
-    Tensors of the model's own files whose keys are `untrained` are copied, in the type that they have there.
+    Tensors of the base's files with a key in `untrained` are copied in their type.
     """
     path.mkdir(parents=True, exist_ok=True)
     write_settings(path, network, config)
@@ -60,10 +60,10 @@ def write_model(
 
 
 def write_settings(path: Path, network: Any, config: ModelConfig) -> None:
-    """Write all of the directory but the weights: the tokenizer, and for a whole model its config.
+    """Write the directory without weights: the tokenizer, and for a whole model its config.
 
-    What the model's directory says of sampling is copied as it is. transformers would rather not save some of what it
-    loads, such as a temperature without `do_sample`.
+    The base's `generation_config.json` is copied as a file, since transformers refuses to save some valid ones, such as
+    a temperature without `do_sample`.
     """
     source = Path(config.path)
     _copy_tokenizer(source, path)
@@ -76,35 +76,35 @@ def write_settings(path: Path, network: Any, config: ModelConfig) -> None:
         settings.setdefault("architectures", [type(network).__name__])
         (path / "config.json").write_text(json.dumps(_typed_settings(settings, config.dtype), indent=2) + "\n")
     if network.can_generate() and not (source / _GENERATION).is_file():
-        # Older models say in their config how to sample.
-        said = GenerationConfig.from_pretrained(source, config_file_name="config.json", _from_model_config=True)
-        said.to_json_file(path / _GENERATION, keys_to_pop=["compile_config"])
+        # Older models have the sampling parameters in their config.
+        generation = GenerationConfig.from_pretrained(source, config_file_name="config.json", _from_model_config=True)
+        generation.to_json_file(path / _GENERATION, keys_to_pop=["compile_config"])
 
 
 def refuse_unwritable(network: Any, config: ModelConfig) -> None:
-    """`ConfigError` if the model could be trained, but not written at the end: tried out, without weights."""
+    """Raise `ConfigError` if the model's export would fail at the end of training: tries it without weights."""
     with TemporaryDirectory() as folder:
         try:
             write_settings(Path(folder), network, config)
         except (OSError, ValueError, TypeError) as error:
-            found = " ".join(str(error).split())
-            expected = "a model whose settings and tokenizer can be written again beside its trained weights"
-            raise ConfigError("model.path", config.path, expected, found) from error
+            reason = " ".join(str(error).split())
+            expected = "a model whose config and tokenizer can be exported with its trained weights"
+            raise ConfigError("model.path", config.path, expected, reason) from error
 
 
 def _typed(config: Any, dtype: str, architecture: str) -> Any:
-    """The network's config as that of weights of this type: in memory it is the master weights' float32."""
+    """The network's config with the exported weights' type; in memory it has the float32 of the master weights."""
     typed = copy.deepcopy(config)
     typed.architectures = [architecture]
-    for each in (typed, *(getattr(typed, name, None) for name in typed.sub_configs)):
-        if each is not None:
-            each.dtype = dtype
+    for part in (typed, *(getattr(typed, name, None) for name in typed.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
     return typed
 
 
 def _typed_settings(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A config.json as that of weights of this type; all else stays as the model's author wrote it, since the network
-    may be a part of what the files hold."""
+    """The base's config.json with the exported weights' type. Everything else is unchanged, since the trained network
+    may be only a part of the model in the files."""
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
     nested = {name: value for name, value in settings.items() if isinstance(value, dict)}
     typed = {
@@ -116,14 +116,14 @@ def _typed_settings(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _adapters() -> Any:
-    """Imported where it is needed only: peft takes a second, and runs without adapters do without it."""
+    """The module `lora`, imported at its first use: the import of peft takes a second, and most runs do not need it."""
     from pipeline.train.model import lora
 
     return lora
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Every file of a model directory except its weights, in whatever form, and the configs that are written anew."""
+    """Copy every file of a model directory except weights of any format, and configs that are generated."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")

@@ -1,9 +1,9 @@
-"""How large a model is, told from its config alone.
+"""The sizes of a model, from its config alone.
 
-Owns the counting: a network without numbers is made, in compute type, and a line of tokens is put through its decoder
-while what autograd would keep for the backward pass is added up. Promises that no weight is read or made, and that what
-cannot be told of an architecture is 0, not a guess. Must not know ranks, devices, or what the sizes are for
-(`pipeline.topology.gpu_memory`).
+Owns the counting of parameters, cache and activations. For activations, a network on the meta device computes a line of
+tokens, and the tensors that autograd saves for the backward pass are summed. Promises that no weight is read or
+allocated, and that a size which cannot be determined for an architecture is 0, not a guess. Must not know ranks,
+devices, or the use of the sizes (`pipeline.topology.gpu_memory`).
 
     sizes_of(config.model)          # Sizes(parameters=4022468096, …)
 """
@@ -31,39 +31,39 @@ _TOKENS = 256
 
 
 def sizes_of(config: ModelConfig) -> Sizes:
-    """The sizes of the policy; `ConfigError` for a directory that holds no model that can be told."""
+    """The sizes of the policy; `ConfigError` for a directory without a model that transformers supports."""
     directory = model_directory(config)
     try:
         return _count(_meta_model(directory, config))
     except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
-        expected = "a model that transformers knows, with a list of layers"
+        expected = "a model that transformers supports, with a list of layers"
         raise ConfigError("model.path", config.path, expected, one_line(error)[:200]) from None
 
 
 def _count(network: Any) -> Sizes:
     settings, head = network.config.get_text_config(), network.get_output_embeddings().weight
-    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in network.get_decoder().layers]
+    layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in network.get_decoder().layers]
     parameters = sum(p.numel() for p in network.parameters())
     return Sizes(
         parameters=parameters,
         trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
-        outside_layers=parameters - sum(of_layers),
-        layer=max(of_layers),
+        outside_layers=parameters - sum(layer_sizes),
+        layer=max(layer_sizes),
         **_experts(network),
-        layers=len(of_layers),
+        layers=len(layer_sizes),
         hidden=settings.hidden_size,
         vocabulary=head.shape[0],
         head_trained=head.requires_grad,
         logits=CHUNK,
         activations=_activations(network),
-        **_cache(settings, len(of_layers)),
+        **_cache(settings, len(layer_sizes)),
         kv_heads=_kv_heads(settings),
         width=head.dtype.itemsize,
     )
 
 
 def check_experts(config: ModelConfig, ep: int) -> None:
-    """`ConfigError` unless the experts of the policy can be spread over `ep` ranks (`training.mesh.ep`)."""
+    """Raise `ConfigError` unless the experts of the policy can be distributed over `ep` ranks (`training.mesh.ep`)."""
     refuse_unspreadable(_meta_model(model_directory(config), config), ep)
 
 
@@ -87,82 +87,87 @@ def _adapts_experts(config: ModelConfig) -> bool:
 
 
 def _experts(network: Any) -> dict[str, int]:
-    """`experts` and what begins with it of `Sizes`: all 0 where none are fused."""
+    """The fields of `Sizes` about experts; without fused experts their default, 0."""
     modules: list[Any] = fused_experts(network)
     if not modules:
         return {}
-    of_modules = [sum(p.numel() for p in each.parameters()) for each in modules]
+    module_sizes = [sum(p.numel() for p in module.parameters()) for module in modules]
     return {
-        "experts": sum(of_modules),
-        "experts_layer": max(of_modules),
+        "experts": sum(module_sizes),
+        "experts_layer": max(module_sizes),
         "experts_of_layer": len(modules[0].down_proj),
         "experts_per_token": experts_per_token(network.config.get_text_config()),
     }
 
 
 def _meta_model(directory: Path, config: ModelConfig) -> Any:
-    """The network in compute type on the meta device, with the adapters that are asked for."""
+    """The network in compute type on the meta device, with the adapters of the config."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(directory), dtype=getattr(torch, config.dtype), attn_implementation=ATTENTION
         )
         if config.lora.rank:
-            from pipeline.train.model import lora  # peft takes a second, and runs without adapters do without it
+            from pipeline.train.model import lora  # the import of peft takes a second
 
-            lora.add_adapters(network, config.lora.model_copy(update={"adapter": ""}))  # one to go on from is as large
+            # An adapter to start from has the same size as a new one, and need not be read.
+            lora.add_adapters(network, config.lora.model_copy(update={"adapter": ""}))
     return network.train()
 
 
 def _activations(network: Any) -> float:
-    """Bytes for each token that a backward pass through the decoder needs, parameters left out; 0 where a network
-    cannot be run without numbers, as one that looks at them to choose experts."""
+    """Bytes per token of the activations that a backward pass through the decoder needs, without parameters; 0 if the
+    network cannot run on the meta device, such as one whose routing depends on values."""
     parameters = {p.untyped_storage()._cdata for p in network.parameters()}
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata
         if storage not in parameters:
-            kept[storage] = tensor  # held, so that no other gets its place
+            saved[storage] = tensor  # referenced, so that no other storage gets the same address
         return tensor
 
     tokens_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     try:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            answer = network.get_decoder()(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
+            output = network.get_decoder()(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
     except Exception as error:  # noqa: BLE001 (any family may refuse in its own way)
-        log.info("the activations of %s cannot be told: %s", type(network).__name__, one_line(error)[:200])
+        log.info("the activations of %s cannot be measured: %s", type(network).__name__, one_line(error)[:200])
         return 0.0
-    del answer
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / _TOKENS
+    del output
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / _TOKENS
 
 
 def _cache(settings: Any, layers: int) -> dict[str, int]:
-    """`kv`, `kv_window` and `window` of `Sizes`: numbers for each token in the cache of all layers that have one."""
+    """`kv`, `kv_window` and `window` of `Sizes`: numbers per token in the KV cache of all layers that have one."""
     kinds = getattr(settings, "layer_types", None) or [_usual_kind(settings)] * layers
     window = _window(settings)
-    near = sum(kind in _WINDOWS for kind in kinds) if window else 0
+    windowed = sum(kind in _WINDOWS for kind in kinds) if window else 0
     caching = sum(kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds)
-    each = _kv_of_layer(settings)
-    return {"kv": (caching - near) * each, "kv_window": near * each, "window": window if near else 0}
+    per_layer = _kv_of_layer(settings)
+    return {
+        "kv": (caching - windowed) * per_layer,
+        "kv_window": windowed * per_layer,
+        "window": window if windowed else 0,
+    }
 
 
 _WINDOWS = ("sliding_attention", "chunked_attention")
 
 
 def _usual_kind(settings: Any) -> str:
-    """Of all layers, where a config does not tell them apart."""
+    """The kind of all layers, for a config without `layer_types`."""
     everywhere = getattr(settings, "sliding_window", None) and getattr(settings, "use_sliding_window", True)
     return "sliding_attention" if everywhere else "full_attention"
 
 
 def _window(settings: Any) -> int:
-    """Tokens that a layer of `_WINDOWS` keeps; 0 if the config does not say."""
+    """Tokens in the cache of a layer of `_WINDOWS`; 0 if the config has no window."""
     names = ("sliding_window", "attention_chunk_size")
     return next((size for name in names if isinstance(size := getattr(settings, name, None), int)), 0)
 
 
 def _kv_of_layer(settings: Any) -> int:
-    """Numbers for each token in the cache of one layer."""
+    """Numbers per token in the cache of one layer: keys and values of all its heads, or the latent of MLA."""
     latent = int(getattr(settings, "kv_lora_rank", None) or 0)
     if latent:
         return latent + int(getattr(settings, "qk_rope_head_dim", 0))
@@ -171,7 +176,7 @@ def _kv_of_layer(settings: Any) -> int:
 
 
 def _kv_heads(settings: Any) -> int:
-    """Key and value heads, over which the servers' tensor parallelism spreads the cache."""
+    """Number of key and value heads, over which the servers' tensor parallelism shards the cache."""
     if getattr(settings, "kv_lora_rank", None):
         return 1
     return int(getattr(settings, "num_key_value_heads", None) or _heads(settings))
@@ -182,7 +187,8 @@ def _heads(settings: Any) -> int:
 
 
 class _CountingAttention(torch.autograd.Function):
-    """What the attention kernel keeps: its three inputs, its output, and one number a head and token."""
+    """A stand-in for the attention kernel that saves the tensors the kernel saves: its three inputs, its output, and
+    one number per head and token."""
 
     @staticmethod
     def forward(ctx: Any, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> Tensor:
@@ -200,7 +206,8 @@ class _CountingAttention(torch.autograd.Function):
 def _attend(
     module: nn.Module, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, attention_mask: Any, **others: Any
 ) -> tuple[Tensor, None]:
-    """As transformers calls it. Grouped heads are repeated, as where the kernel does not take them."""
+    """Attention for counting, with the signature of transformers' attention functions. Grouped heads are repeated, as
+    they are for kernels without support for them."""
     heads = query_BHTD.shape[1]
     key_BHTD, value_BHTD = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key_BHTD, value_BHTD))
     attended_BHTD: Tensor = _CountingAttention.apply(query_BHTD, key_BHTD, value_BHTD)  # type: ignore[no-untyped-call]

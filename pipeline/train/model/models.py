@@ -1,12 +1,12 @@
-"""The models: a causal language model that answers with log-probabilities, and a critic that answers with values.
+"""The models: a causal language model that returns log-probabilities, and a critic that returns values.
 
-Owns how a model directory becomes a network, and what is computed of a micro-batch. Promises that a model whose
-log-probabilities would be wrong is refused before it has weights. Knows transformers; must not know ranks, losses or
-optimizers.
+Owns the construction of a network from a model directory, and the forward pass of a micro-batch. Promises that a model
+whose log-probabilities would be wrong is refused before it has weights. Uses transformers; must not know ranks, losses
+or optimizers.
 
-    model = outline(config, kind)                 # shapes alone, on the meta device
+    model = build_on_meta(config, kind)           # shapes only, on the meta device
     …shard it…
-    fill(model, Weights(config), config, seed, device)
+    materialize(model, WeightLoader(config), config, seed, device)
 
 Notation: B lines of T tokens, N tokens to predict, E hidden size.
 """
@@ -35,11 +35,11 @@ from pipeline.train.model.weight_loading import WeightLoader
 from pipeline.train.worker_spec import ModelKind
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configs call the experts of a layer."""
+"""Keys of configs for the number of experts of a layer."""
 
 
 class DecoderModel(nn.Module):
-    """A transformers decoder with a head on top; `network` is what transformers made, adapters included."""
+    """A transformers decoder with a head; `network` is the transformers model, including adapters."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class DecoderModel(nn.Module):
 
     @property
     def decoder(self) -> Any:
-        """Embedding and layers, without a head."""
+        """The embedding and the layers, without a head."""
         raise NotImplementedError
 
     @property
@@ -57,43 +57,45 @@ class DecoderModel(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the embedding knows."""
+        """Number of token ids of the embedding."""
         return int(self.network.config.get_text_config().vocab_size)
 
     def multiplied(self) -> list[nn.Parameter]:
-        """The matrices that each token is multiplied by: not an embedding, unless it is the head as well."""
+        """The matrices that each token is multiplied by: no embedding, unless it is also the head."""
         looked_up = {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         return [p for p in self.parameters() if p.ndim > 1 and id(p) not in looked_up]
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations of a forward and backward pass for one token: 2 for each parameter that is
-        multiplied, 2 more for the gradient of what came in, 2 more for its own gradient if it is trained.
+        """Floating-point operations of a forward and backward pass for one token: for each multiplied parameter 2, 2
+        more for the gradient of the input, and 2 more for the parameter's gradient if it is trained (Kaplan et al.
+        2020).
 
-        Of a mixture's experts those that a token is sent to count. Attention between tokens and all that is no matrix
-        product are left out.
+        A mixture's experts count by the fraction that a token is routed to. Attention between tokens and operations
+        other than matrix products are omitted.
         """
-        taken = _experts_taken(self)
-        return round(sum((6 if p.requires_grad else 4) * p.numel() * taken.get(id(p), 1.0) for p in self.multiplied()))
+        active = _active_fractions(self)
+        return round(sum((6 if p.requires_grad else 4) * p.numel() * active.get(id(p), 1.0) for p in self.multiplied()))
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, before_N: Tensor) -> Tensor:
         """The last hidden state [N, E] at each of `before_N`, indices into the flattened B × T."""
         output = self.decoder(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, segments=segments)
-        # Places repeat where rows share tokens: of the ways to look them up, this one adds their gradients up in order.
+        # [B, T, E] → [B · T, E] → [N, E]. Indices repeat if rows share tokens; the backward pass of `embedding` sums
+        # their gradients in a fixed order, which indexing does not.
         return embedding(before_N, output.last_hidden_state.flatten(0, 1))
 
 
-def _experts_taken(model: DecoderModel) -> dict[int, float]:
-    """The share of a mixture's experts that a token is sent to, by the id of each parameter of experts: one matrix for
-    each along its first dimension, or parameters of modules in a list."""
+def _active_fractions(model: DecoderModel) -> dict[int, float]:
+    """The fraction of a mixture's experts that a token is routed to, by the id of each parameter of experts: stacked
+    along the first dimension, or in a list of modules."""
     settings = model.network.config.get_text_config()
     counts = {count for name in _EXPERTS if isinstance(count := getattr(settings, name, None), int) and count > 1}
-    taken = experts_per_token(settings)
-    if not counts or not taken:
+    active = experts_per_token(settings)
+    if not counts or not active:
         return {}
-    stacked = {id(p): taken / p.shape[0] for p in model.parameters() if p.ndim == 3 and p.shape[0] in counts}
+    stacked = {id(p): active / p.shape[0] for p in model.parameters() if p.ndim == 3 and p.shape[0] in counts}
     lists = [m for name, m in model.named_modules() if name.endswith(".experts") and isinstance(m, nn.ModuleList)]
-    listed = {id(p): taken / len(each) for each in lists if len(each) in counts for p in each.parameters()}
+    listed = {id(p): active / len(experts) for experts in lists if len(experts) in counts for p in experts.parameters()}
     return stacked | listed
 
 
@@ -119,8 +121,8 @@ class PolicyModel(DecoderModel):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability [N] of `targets_N`, each after the token at `before_N` (indices into the flattened B × T) and
-        those before it in its row; and the entropy [N] of those predictions, if asked for. Nats.
+        """Log-probability [N] of each of `targets_N`, predicted from the tokens of its row up to `before_N` (indices
+        into the flattened B × T); and with `with_entropy` the entropy [N] of each prediction. Nats.
         """
         hidden_NE = self.hidden(tokens_BT, positions_BT, segments, before_N)
         head = self.network.get_output_embeddings()
@@ -128,9 +130,9 @@ class PolicyModel(DecoderModel):
 
 
 class Critic(DecoderModel):
-    """A decoder whose forward returns values: what is still to be earned after the tokens read so far.
+    """A decoder whose forward returns values: the expected return after the tokens read so far.
 
-    The head is one linear layer that starts at zero, so every value is 0 until something was learned.
+    The head is one linear layer initialized to zero, so every value is 0 before the first update.
     """
 
     def __init__(self, network: Any) -> None:
@@ -142,20 +144,20 @@ class Critic(DecoderModel):
         return self.network
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, before_N: Tensor) -> Tensor:
-        """Value [N] of the tokens of a row up to each of `before_N` (indices into the flattened B × T), by an fp32 head
+        """Value [N] of a row's tokens up to each of `before_N` (indices into the flattened B × T), by an fp32 head
         (fp64 for fp64 input).
         """
         hidden_NE = self.hidden(tokens_BT, positions_BT, segments, before_N)
         exact = torch.promote_types(hidden_NE.dtype, torch.float32)
-        return hidden_NE.to(exact) @ self.head.weight[0].to(exact) + self.head.bias.to(exact)
+        return hidden_NE.to(exact) @ self.head.weight[0].to(exact) + self.head.bias.to(exact)  # [N, E] · [E] → [N]
 
 
 def build_on_meta(config: ModelConfig, kind: ModelKind = "policy") -> DecoderModel:
-    """The model of a directory, float32, whose parameters are on the meta device; buffers have their values.
+    """The model of a directory in float32, with parameters on the meta device and buffers with values.
 
-    Nothing in it is random: dropout is off. With `config.lora.rank` the policy has adapters, and only they have
-    gradients. Raises `ConfigError` when the directory holds no model that transformers knows, or one whose
-    log-probabilities this module would get wrong: its logits are not hidden states times the head.
+    Dropout is off, so nothing is random. With `config.lora.rank` the policy has adapters, and only they are trained.
+    Raises `ConfigError` if the directory has no model that transformers supports, or one whose logits are not hidden
+    states times the head, since this module would compute wrong log-probabilities.
     """
     if not (Path(config.path) / "config.json").is_file():
         raise ConfigError("model.path", config.path, "a directory with config.json")
@@ -179,7 +181,8 @@ def build_on_meta(config: ModelConfig, kind: ModelKind = "policy") -> DecoderMod
 
 
 def _freeze_unused(network: Any) -> None:
-    """No tower for images gets a gradient, as rows are tokens alone; so none gets moments."""
+    """Freeze parameters outside of decoder and head, such as a vision tower: rows are tokens only, so these would get
+    no gradients, and need no moments."""
     used = {id(p) for module in (network.get_decoder(), network.get_output_embeddings()) for p in module.parameters()}
     for parameter in network.parameters():
         if id(parameter) not in used:
@@ -187,7 +190,7 @@ def _freeze_unused(network: Any) -> None:
 
 
 def _without_dropout(module: nn.Module) -> None:
-    """Dropout is a module of its own in some families, and in others a probability that a layer keeps."""
+    """Set a module's dropout to 0: some families have `nn.Dropout` modules, others a probability as an attribute."""
     if isinstance(module, nn.Dropout):
         module.p = 0.0
     for name, value in list(vars(module).items()):
@@ -198,10 +201,12 @@ def _without_dropout(module: nn.Module) -> None:
 def materialize(
     model: DecoderModel, weights: WeightLoader, config: ModelConfig, seed: int, device: torch.device
 ) -> None:
-    """Bring an outline, sharded or not, to the device, and give it its first weights; see `WeightLoader.fill`.
+    """Allocate a model from `build_on_meta`, sharded or not, on the device, and fill it with its initial weights; see
+    `WeightLoader.fill`.
 
-    A value head starts at 0. Raises what `lora.first_tensors` raises, and `ConfigError` if a parameter got no numbers.
+    A value head starts at 0. Raises errors of `lora.first_tensors`, and `ConfigError` if a parameter got no values.
     """
+    # `to_empty` allocates buffers too, without their values.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
     model.to_empty(device=device)
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -229,34 +234,35 @@ def build_model(config: ModelConfig, seed: int, kind: ModelKind = "policy") -> D
 
 
 def checkpoint_tensors(model: DecoderModel, form: CheckpointLayout) -> Tensors:
-    """What a model directory holds of a model, by its names in the network of a directory: without adapters, and
-    without a value head, but with the buffers that last."""
+    """The tensors of a model that are in a model directory, by their names there: persistent buffers included, adapters
+    and a value head excluded."""
     prefix = form.decoder if isinstance(model, Critic) else ""
-    found = {
+    tensors = {
+        # peft renames the module of an adapted matrix to `base_layer`.
         prefix + name.replace(".base_layer.", "."): tensor
         for name, tensor in model.network.state_dict(keep_vars=True).items()
         if ".lora_" not in name
     }
-    return {name: tensor for name, tensor in found.items() if name in form.tensors}
+    return {name: tensor for name, tensor in tensors.items() if name in form.tensors}
 
 
 @torch.no_grad()
 def copy_parameters(source: DecoderModel, target: DecoderModel) -> None:
-    """Give a model the parameters of another of the same architecture, which is sharded alike; what is copied:
-    see `_copied`. Raises `TrainingError` if the source lacks one."""
+    """Copy the parameters of a model (`_copied`) to another of the same architecture and sharding. Raises
+    `TrainingError` if the source lacks one."""
     whole = isinstance(source, PolicyModel) and isinstance(target, PolicyModel)
-    targets, sources = (dict(_copied(each, whole)) for each in (target, source))
+    targets, sources = (dict(_copied(model, whole)) for model in (target, source))
     missing = [name for name, p in targets.items() if name not in sources or _shape(sources[name]) != _shape(p)]
     if missing:
-        expected = f"{missing[0]} of the same shape, spread alike"
+        expected = f"{missing[0]} of the same shape and sharding"
         raise TrainingError(f"parameters cannot be copied: the other model has no {expected}")
     for name, parameter in targets.items():
         local(parameter).copy_(local(sources[name]))
 
 
 def _copied(model: DecoderModel, whole: bool) -> Iterator[tuple[str, Tensor]]:
-    """All parameters, or those of the decoder without adapters, under names that are alike in both models; and the
-    buffers that last, as training may change them."""
+    """All parameters, or the decoder's without adapters, with names that are equal in both models; and the persistent
+    buffers, since training may change them."""
     if whole:
         yield from _lasting(model)
         return
@@ -277,20 +283,21 @@ def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size, object]:
 
 
 def recompute_activations(model: DecoderModel) -> None:
-    """Have the backward pass compute each layer's activations again instead of keeping them (Chen et al. 2016)."""
+    """Recompute each layer's activations in the backward pass instead of storing them (activation checkpointing, Chen
+    et al. 2016)."""
     if not model.decoder.supports_gradient_checkpointing:
-        found = type(model.decoder).__name__
-        raise ConfigError("training.activation_checkpointing", found, "a model whose layers can be computed again")
+        family = type(model.decoder).__name__
+        raise ConfigError("training.activation_checkpointing", family, "a model whose layers can be computed again")
     model.decoder.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def compile_layers(model: DecoderModel) -> None:
-    """Compile each layer in place, for all lengths at once: packed lines are as long as their rows happen to be.
+    """Compile each layer in place, for all lengths, since the length of a packed line varies with its rows.
 
-    A layer is first compiled for the lengths that it meets, and again, then for any, when others come. All sizes of
-    the model stay constants, which `dynamic=True` would not leave them: norms would lose their fast kernels, and a
-    number of heads that is not known breaks the graph at the attention.
+    A layer is first compiled for its first length, and at a second one for all lengths.
     """
+    # Not `dynamic=True`: that would make sizes of the model symbolic too. Norms would lose their fast kernels, and a
+    # symbolic number of heads breaks the graph at the attention.
     torch._dynamo.config.recompile_limit = 32
     for layer in model.layers:
         layer.compile()
@@ -298,8 +305,10 @@ def compile_layers(model: DecoderModel) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules that are made meanwhile have parameters without numbers, but their buffers: `torch.device("meta")` would
-    lose these, and what a rotary table holds is in no file."""
+    """A block in which new modules get parameters on the meta device, and buffers with values.
+
+    `torch.device("meta")` would create buffers without values, and no file contains those of a rotary table.
+    """
     register = nn.Module.register_parameter
 
     def register_shape(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -316,7 +325,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _lora() -> Any:
-    """Imported where it is needed only: peft takes a second, and runs without adapters do without it."""
+    """The module `lora`, imported at its first use: the import of peft takes a second, and most runs do not need it."""
     from pipeline.train.model import lora
 
     return lora

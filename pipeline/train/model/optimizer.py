@@ -1,13 +1,14 @@
 """AdamW, its schedule, and the clipping of gradients.
 
 Owns the optimizer of one model on one rank. Promises that the gradient norm is that of the whole model, the same on
-every rank, and that a gradient which is not finite skips the step, is counted, and leaves parameters and moments alone.
-Must not know batches or losses.
+every rank; and that a step with a gradient that is not finite is skipped and counted, without a change of parameters or
+moments. Must not know batches or losses.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from pipeline.train.model.cpu_offload import local
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What an optimizer step did: the gradient norm before clipping, the learning rate, whether it was skipped."""
+    """The result of an optimizer step: gradient norm before clipping, learning rate, whether it was skipped."""
 
     grad_norm: float
     lr: float
@@ -28,7 +29,7 @@ class OptimizerStep:
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The rate of step `step` (0, 1, …) of `steps`: linear warm-up from 0, then constant, or decay to 0 at `steps`."""
+    """Learning rate of step `step` (0, 1, …) of `steps`: linear warm-up, then constant, or decay to 0 at `steps`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
@@ -41,8 +42,8 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """All settings of one step, in place of those of the optimizer: as torch's AdamW has them, every parameter decays,
-    vectors too. `clip_norm` 0: no clipping."""
+    """All settings of one step, in place of the optimizer's. As in torch's AdamW, every parameter decays, including
+    vectors. `clip_norm` 0: no clipping."""
 
     lr: float
     beta1: float
@@ -58,16 +59,19 @@ class Optimizer:
     def __init__(
         self, parameters: Sequence[Tensor], config: OptimConfig, steps: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Of these trained parameters, which are sharded over the ranks of `group` (None: over all)."""
+        """Create the optimizer of `parameters`, sharded over the ranks of `group` (None: over all ranks)."""
         self.config, self.steps, self._group = config, steps, group
         self.taken, self.skipped = 0, 0
         self._rate: float | None = None
         self._parameters = list(parameters)
         matrices = [p for p in self._parameters if p.ndim > 1]
         vectors = [p for p in self._parameters if p.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         self.adamw = torch.optim.AdamW(
-            [each for each in groups if each["params"]],
+            [group for group in groups if group["params"]],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -76,7 +80,7 @@ class Optimizer:
         self._make_moments()
 
     def set_lr(self, lr: float) -> None:
-        """Step at this rate from now on, whatever the schedule says; a checkpoint does not keep it."""
+        """Use this learning rate from now on, instead of the schedule's; a checkpoint does not contain it."""
         if not lr >= 0 or math.isinf(lr):
             raise TrainingError(f"a learning rate of {lr}; expected a finite number that is not negative")
         self._rate = lr
@@ -84,7 +88,7 @@ class Optimizer:
     def step(self, settings: AdamSettings | None = None) -> OptimizerStep:
         """Clip, step and clear the gradients. All ranks take part; `taken` counts steps that changed the parameters.
 
-        With `settings`, this step has them; the optimizer's own are not read, nor is its schedule.
+        `settings` replace the optimizer's and its schedule for this step.
         """
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if not gradients:
@@ -98,6 +102,7 @@ class Optimizer:
                 group.update(
                     betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay
                 )
+        # The norm is the same on all ranks, so all of them skip, or none.
         finite = math.isfinite(norm)
         if finite:
             if clip:
@@ -112,19 +117,19 @@ class Optimizer:
         return OptimizerStep(norm, lr, not finite)
 
     def moments(self) -> list[Tensor]:
-        """Every tensor that the optimizer keeps."""
+        """Every tensor of the optimizer's state."""
         return [tensor for state in self.adamw.state.values() for tensor in state.values()]
 
     def progress(self) -> dict[str, int]:
-        """What a checkpoint keeps beside the moments."""
+        """The counters in a checkpoint, in addition to the moments."""
         return {"taken": self.taken, "skipped": self.skipped}
 
     def load_progress(self, progress: dict[str, int]) -> None:
         self.taken, self.skipped = progress["taken"], progress["skipped"]
 
     def _make_moments(self) -> None:
-        """Zero moments at step 0, from the start: torch would make those that a checkpoint asks for by a step of its
-        own, which counts in the bias correction of all later ones."""
+        """Create zero moments at step 0. torch creates them at the first step; to load a checkpoint before it would
+        need an extra step, which the bias correction of all later steps would count."""
         for p in self._parameters:
             self.adamw.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -133,7 +138,8 @@ class Optimizer:
             }
 
     def _global_norm(self, gradients: list[Tensor]) -> float:
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)  # one launch for all of them
-        whole = torch.stack(norms).square().sum()
-        dist.all_reduce(whole, group=self._group)
-        return math.sqrt(whole.item())
+        """√(Σ over ranks and tensors of ‖gradient‖²), summed in double precision."""
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)  # one kernel launch for all tensors
+        squares = torch.stack(norms).square().sum()
+        dist.all_reduce(squares, group=self._group)
+        return math.sqrt(squares.item())

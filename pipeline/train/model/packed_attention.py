@@ -1,14 +1,18 @@
 """Causal attention that stays inside each row.
 
-Owns the one attention function that the policy uses, padded or packed, and its registration with transformers under the
-name `ATTENTION`. Promises that a token attends to itself and to the earlier tokens of its own row, to nothing else,
-exactly, also where rows share their first tokens, which then lie in the line only once. Packed rows go through a kernel
-that knows where each begins (`varlen_attn`) on CUDA in 16 bits, and else, with the same result, through rectangles of
-one row a line: one for each size of rows, so that a long row does not make short ones as long. Must not know losses,
-ranks or micro-batches.
+Owns the attention function of all models, padded or packed, and its registration with transformers under the name
+`ATTENTION`. Promises that a token attends exactly to itself and the earlier tokens of its own row, also if rows share a
+prefix, which the line then has only once. Packed rows in 16 bits on CUDA go through `varlen_attn`, a kernel with the
+bounds of rows. All others go, with the same result, through rectangles of one row per line. There is one rectangle for
+each size of rows, so that a long row adds no padding to short ones. Must not know losses, ranks or micro-batches.
 
-Notation: B lines of T tokens, P = T tokens of a packed line, S rows of at most L tokens and R in all, as each of them
-is read, H heads of D numbers; A places in all rectangles.
+Notation: B lines of T tokens; P = T tokens of a packed line; S rows of at most L tokens, R tokens in all rows (a shared
+token counts for each of its rows); H heads of D numbers; A places in all rectangles.
+
+    rows abc, de, fghij in a packed line of P = 10      their rectangle, [3, 5]      rectangle_P
+      a b c d e f g h i j                                 a b c c c                    0 1 2 5 6 10 11 12 13 14
+                                                          d e e e e                    (the others are padding)
+                                                          f g h i j
 """
 
 import inspect
@@ -31,17 +35,17 @@ from pipeline.train.model.to_device import to_device
 ATTENTION = "rollcall"
 _IGNORED = {"dropout", "position_ids", "use_cache", "cache_position", "output_router_logits"}
 SHORT = 32
-"""Tokens of rows that are not told apart by their size."""
+"""Rows of up to this many tokens share one rectangle: more rectangles would cost more than their padding."""
 _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether the kernel takes fewer key heads than query heads; before torch 2.12 it does not."""
 
 
 class RaggedRows(NamedTuple):
-    """Rows of several lengths laid end to end.
+    """The bounds of rows of several lengths, end to end.
 
     Attributes:
-        bounds: int32[S + 1], index of each row's first token, and at last how many there are in all.
-        longest: tokens of the longest.
+        bounds: int32[S + 1], index of each row's first token, and the number of all tokens last.
+        longest: tokens of the longest row.
     """
 
     bounds: Tensor
@@ -55,21 +59,22 @@ class RaggedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the rows of a packed line lie, and index tables between the line and rectangles of one row a line.
+    """The bounds of a packed line's rows, and index tables between the line and rectangles of one row per line.
 
-    Rows come in the order in which the line has what is their own: a row that begins as one before it has fewer tokens
-    there than it reads; one that is all of another has none, and is left out.
+    The order of rows is the order of their suffixes in the line. A row with a shared prefix has fewer tokens in the
+    line than it reads. A row that is equal to another has none, and is omitted.
 
     Attributes:
-        rectangles: for the rows of each size, shortest first, int64[S, L], index in the line of each token of their
-            rectangle; padding points at the row's last token. The longest row has less than twice the tokens of the
-            shortest, so less than half of a rectangle is padding, but for rows of up to `SHORT` tokens.
-        rectangle_P: int64, index in the flattened rectangles, one after another, of each token of the line, in the row
-            whose own it is.
-        own: the rows as they lie in the line.
-        whole: the rows as attention reads them; the same as `own` if they share nothing.
-        line_R: int64, index in the line of each token of the whole rows; None if these are the line.
-        context: the ranks over which the line is spread; None if all of it is here. All tables are of the whole line.
+        rectangles: for the rows of each size, shortest first, int64[S, L], index in the line of each token; padding has
+            the index of the row's last token. The longest row has less than twice the tokens of the shortest, so less
+            than half of a rectangle is padding, except for rows of up to `SHORT` tokens.
+        rectangle_P: int64, for each token of the line, its index in the flattened rectangles, one after another. A
+            shared token is looked up in the row whose suffix has it.
+        own: the bounds of the rows' tokens in the line (queries).
+        whole: the bounds of the rows as attention reads them (keys and values); equal to `own` without sharing.
+        line_R: int64, index in the line of each token of the whole rows; None without sharing.
+        context: the ranks over which the line is distributed; None if this rank has all of it. All tables are of the
+            whole line.
     """
 
     rectangles: tuple[Tensor, ...]
@@ -87,34 +92,38 @@ class Segments:
         where: NDArray[np.int64] | None = None,
         context: ContextParallel | None = None,
     ) -> "Segments":
-        """The tables of rows with these lengths, laid end to end; or, if they share tokens, `where` (int64[R]) says
-        which place of the line each of their tokens has. As `packing.pack_shared_prefix` lays them: what is a row's own
-        is the end of it, lies in one piece, and every place of the line is some row's own. The kernel writes no other
-        places.
+        """The tables of rows with these lengths, end to end.
 
-        The host makes what is as long as the line, or as the rows; the rectangles, which are larger, are filled in on
-        the device, where 16 bits never read them.
+        If rows share tokens, `where` (int64[R]) is the index in the line of each of their tokens, as
+        `packing.pack_shared_prefix` assigns them: a row's suffix is contiguous, and every token of the line belongs to
+        one suffix. The kernel writes no other tokens.
         """
+        # The host builds the tables of length P and R. The rectangles are larger and are built on the device; the
+        # kernel does not read them.
         own_S = lengths_S = torch.tensor(lengths)
         line_R = None
         if where is not None:
             rows = np.split(where, np.cumsum(lengths)[:-1])
+            # A row ends with its suffix, so the sorted last indices are the ends of all suffixes. Equal rows have
+            # the same last index, and `np.unique` keeps one of them: attention computes both at once.
             lasts, order = np.unique([row[-1] for row in rows], return_index=True)
             line_R = to_device(np.concatenate([rows[index] for index in order]), device)
             lengths_S, own_S = lengths_S[order], torch.from_numpy(np.diff(lasts, prepend=-1))
         whole = RaggedRows.of(lengths_S, device)
         own = whole if line_R is None else RaggedRows.of(own_S, device)
         rectangles, first_S = _rectangles(lengths_S, whole.bounds)
+        # In the flattened rectangles, token i of the line, in the suffix of row s, has the index
+        # first_S[s] + (lengths_S[s] − own_S[s]) + (i − start), with the suffix's start = own_S.cumsum(0)[s] − own_S[s].
         before_S = first_S + lengths_S - own_S.cumsum(0)
         rectangle_P = torch.arange(int(own_S.sum())) + before_S.repeat_interleave(own_S)
         if line_R is not None:
-            rectangles = [line_R[each] for each in rectangles]
+            rectangles = [line_R[rectangle] for rectangle in rectangles]
         return cls(tuple(rectangles), to_device(rectangle_P, device), own, whole, line_R, context)
 
 
 def _rectangles(lengths_S: Tensor, bounds: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Rows by their size (the power of two that they do not exceed), as `Segments.rectangles` of rows that share
-    nothing, where `bounds` is; and int64[S], the place of each row's first token in the flattened rectangles."""
+    """`Segments.rectangles` of rows without sharing, grouped by size (the next power of two), on the device of
+    `bounds`; and int64[S], the index of each row's first token in the flattened rectangles."""
     sizes_S = torch.frexp((lengths_S - 1).clamp(min=SHORT - 1).double()).exponent
     order_S = sizes_S.argsort(stable=True)
     starts_S = bounds[to_device(order_S, bounds.device)]
@@ -124,6 +133,7 @@ def _rectangles(lengths_S: Tensor, bounds: Tensor) -> tuple[list[Tensor], Tensor
         part = slice(done, done + rows)
         longest = int(lengths_S[order_S[part]].max())
         column_L = torch.arange(longest, device=bounds.device)
+        # [L] and [S, 1] → [S, L]: the clamp to the last token is the padding.
         rectangles.append(torch.minimum(column_L, lasts_S[part, None]).add_(starts_S[part, None]))
         widths += [longest] * rows
         done += rows
@@ -143,22 +153,23 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: returns [B, T, H, D]. Grouped key and value heads are fewer than H.
+    """Causal attention with the signature of transformers' attention functions; returns [B, T, H, D].
 
-    Without `segments` each line is one row, padded on the right; causality alone keeps its tokens from the padding. Of
-    a line that is spread over ranks (`Segments.context`), T and H are what this rank has: all heads of a part.
-    Never drops out, and keeps no cache. Raises `ConfigError` for any other argument that a model passes, such as
-    `softcap`, `s_aux` or a mask of its own: to ignore it would be to train another model than the one that samples.
+    Grouped key and value heads are fewer than H. Without `segments` each line is one row, padded on the right;
+    causality alone keeps its tokens from the padding. With context parallelism (`Segments.context`), T is this rank's
+    part of the line, and H are all heads. There is no dropout and no cache. Raises `ConfigError` for any other argument
+    of a model, such as `softcap`, `s_aux` or a custom mask: ignoring it would train another model than the servers
+    sample from.
     """
-    given = others | {"attention_mask": attention_mask}
-    unknown = sorted(name for name, value in given.items() if value is not None and name not in _IGNORED)
+    arguments = others | {"attention_mask": attention_mask}
+    unknown = sorted(name for name, value in arguments.items() if value is not None and name not in _IGNORED)
     if unknown:
-        found = f"{type(module).__name__} with {', '.join(unknown)}"
-        raise ConfigError("model.path", found, "a model with plain causal attention", "choose another model")
+        refused = f"{type(module).__name__} with {', '.join(unknown)}"
+        raise ConfigError("model.path", refused, "a model with plain causal attention", "choose another model")
     context = None if segments is None else segments.context
     tensors = query_BHTD, key_BHTD, value_BHTD
     if context is not None:
-        tensors = context.scatter_heads(*tensors)
+        tensors = context.scatter_heads(*tensors)  # [1, H, p, D] → [1, H / c, P, D]
     if segments is None:
         attended = _attend(*tensors, scaling, sliding_window)
     elif _kernel_takes(query_BHTD):
@@ -166,8 +177,8 @@ def attend(
     else:
         attended = _attend_packed(*tensors, segments, scaling, sliding_window)
     if context is not None:
-        attended = context.gather_heads(attended)
-    return attended.transpose(1, 2).contiguous(), None
+        attended = context.gather_heads(attended)  # [1, H / c, P, D] → [1, H, p, D]
+    return attended.transpose(1, 2).contiguous(), None  # [B, H, T, D] → [B, T, H, D]
 
 
 def _kernel_takes(query: Tensor) -> bool:
@@ -179,14 +190,16 @@ def _attend_lengths(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
     """[1, H, P, D] → [1, H, P, D], by the kernel for rows of various lengths."""
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [1, H, P, D] → [P, H, D]
     if segments.line_R is not None:
+        # [P, H, D] → [R, H, D]: keys and values of whole rows, each with a copy of its prefix. Queries stay [P, H, D]:
+        # a shared token's output is the same in all rows, so it is computed once.
         key, value = (_repeat(x, segments.line_R, 0) for x in (key, value))
     heads, grouped = query.shape[1], query.shape[1] != key.shape[1]
     if grouped and not _GROUPS:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     options: dict[str, Any] = {"enable_gqa": grouped} if _GROUPS else {}
-    # With fewer queries than keys, the last query of a row belongs to its last key.
+    # With fewer queries than keys, the kernel aligns the last query of a row with its last key, as suffixes need it.
     attended = varlen_attn(
         query,
         key,
@@ -199,7 +212,7 @@ def _attend_lengths(
         window_size=(-1 if window is None else window - 1, 0),
         **options,
     )
-    return cast(Tensor, attended).transpose(0, 1).unsqueeze(0)
+    return cast(Tensor, attended).transpose(0, 1).unsqueeze(0)  # [P, H, D] → [1, H, P, D]
 
 
 class _Repeat(torch.autograd.Function):
@@ -218,25 +231,26 @@ class _Repeat(torch.autograd.Function):
 
 
 def _repeat(table: Tensor, index: Tensor, dim: int) -> Tensor:
-    """`table.index_select(dim, index)`, whose gradients add up in float32: many rows may read one token."""
+    """`table.index_select(dim, index)` with gradients summed in float32: many rows may read one token."""
     return cast(Tensor, _Repeat.apply(table, index, dim))  # type: ignore[no-untyped-call]
 
 
 def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
-    """[1, H, P, D] → [1, H, P, D], through rectangles of one row a line."""
-    shapes = [each.shape for each in segments.rectangles]
-    line_A = torch.cat([each.flatten() for each in segments.rectangles])
+    """[1, H, P, D] → [1, H, P, D], through rectangles of one row per line."""
+    shapes = [rectangle.shape for rectangle in segments.rectangles]
+    line_A = torch.cat([rectangle.flatten() for rectangle in segments.rectangles])
     parts = [_unpack(x, line_A, shapes) for x in (query, key, value)]
     attended = [_attend(q, k, v, scaling, window) for q, k, v in zip(*parts, strict=True)]  # each [S, H, L, D]
-    heads_first = torch.cat([each.transpose(0, 1).flatten(1, 2) for each in attended], 1)  # [H, A, D]
-    return heads_first[:, segments.rectangle_P].unsqueeze(0)
+    heads_first = torch.cat([part.transpose(0, 1).flatten(1, 2) for part in attended], 1)  # [H, A, D]
+    return heads_first[:, segments.rectangle_P].unsqueeze(0)  # drops the padding: [H, A, D] → [1, H, P, D]
 
 
 def _unpack(packed: Tensor, line_A: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """[1, H, P, D] → of each rectangle [S, H, L, D]."""
+    """[1, H, P, D] → [S, H, L, D] of each rectangle."""
     heads, _, size = packed.shape[1:]
+    # [H, P, D] → [H, A, D] → [H, S · L, D] of each rectangle → [S, H, L, D]
     parts = torch.split(_repeat(packed[0], line_A, 1), [rows * longest for rows, longest in shapes], 1)
     return [part.view(heads, *shape, size).transpose(0, 1) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -246,6 +260,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
     length, grouped = query.shape[2], query.shape[1] != key.shape[1]
     if window is None or window >= length:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    # Bool [T, T]: key j for query i with i − window < j ≤ i.
     ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
     near = ones.tril() & ones.triu(1 - window)
     return scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scaling, enable_gqa=grouped)

@@ -1,12 +1,11 @@
-"""Whether a model's rows come out packed, and padded, as they would alone.
+"""The check that packed and padded rows of a model have the log-probabilities of each row alone.
 
-Owns the check that a list of model types could not be: a small copy of the model, with the same kinds of layers and
-random weights, answers about the same rows packed, padded, and one by one with the attention that transformers has for
-it; packed, two of them share what they begin with. `attention` alone keeps rows apart, so a layer that carries a state
-or a convolution along the line would take it from one row into the next. It is the copy and not the model, as one of
-many shards cannot be asked by itself, compiled layers would be compiled for a few tokens, and what is seen is the
-architecture's: no weights make it right or wrong.
-Promises that what was not shown to be right is not packed. Must not know ranks or losses.
+Only `packed_attention` keeps rows apart, so a layer with a recurrent state or a convolution along the line would carry
+it from one row into the next. The check replaces a list of model types: a small copy of the model, with the same kinds
+of layers and random weights, computes the same rows packed (two of them with a shared prefix), padded, and one by one
+with the attention of transformers. It uses a copy, since a shard of the model cannot run alone, its compiled layers
+would be compiled for a few tokens, and the result depends on the architecture, not on the weights. Promises that rows
+are packed only if the check succeeded. Must not know ranks or losses.
 """
 
 import logging
@@ -32,52 +31,52 @@ from pipeline.train.model.tiny_config import BOUND, TINY_SIZES, VOCABULARY, shri
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-2
-"""Nats. Rounding to float32 makes some millionths, and where thirty layers pass it on and on, two thousandths; a row
-that sees the one before it, tenths and more."""
+"""Largest accepted difference in nats. Rounding to float32 causes about 1e-6, and 2e-3 after thirty layers; a row that
+sees the row before it, 0.1 and more."""
 _DRAWS = 8
-"""How often a model is asked that draws random numbers to answer: one answer may be right by chance."""
+"""Repetitions for a model with random numbers in its forward pass: a single result may be right by chance."""
 _LENGTHS = (9, 5, 12)
-"""Of the rows: longer than the windows of `small`, and on both sides of its `BOUND`."""
+"""Lengths of the rows: longer than the windows of `tiny_config`, and on both sides of its `BOUND`."""
 _NOISE = 0.3
 _SHARED = 6
-"""Tokens that two of them begin with."""
+"""Length of the prefix that two of the rows share."""
 
 
 @dataclass(frozen=True)
 class PackingProbe:
-    """How far log-probabilities are from those of each row alone: the largest difference in nats."""
+    """The largest difference in nats between the log-probabilities of packed or padded rows, and of each row alone."""
 
     packed: float
     padded: float
 
 
 def supports_packing(model: ModelConfig, wanted: bool) -> bool:
-    """Whether rows of this model are packed: as `wanted`, but where that is not known to be right a warning says why
-    they are padded.
+    """Whether rows of this model are packed: as `wanted` if the check succeeds; otherwise they are padded, and a
+    warning gives the reason.
 
-    `ConfigError` for a model that cannot be trained, as its rows come out wrong padded, too.
+    `ConfigError` for a model whose padded rows are wrong too: it cannot be trained.
     """
     config = Path(model.path) / "config.json"
-    found = probe_packing(config.read_text()) if config.is_file() else "it has no config.json"
-    if isinstance(found, str):
-        why = f"it could not be shown that {model.path} may be packed: {found}"
-    elif found.packed <= TOLERANCE:
+    probe = probe_packing(config.read_text()) if config.is_file() else "it has no config.json"
+    if isinstance(probe, str):
+        why = f"it could not be shown that {model.path} may be packed: {probe}"
+    elif probe.packed <= TOLERANCE:
         return wanted
-    elif found.padded <= TOLERANCE:
-        why = f"packed rows of {model.path} see the row before them, which changes them by {found.packed:.2g} nats"
+    elif probe.padded <= TOLERANCE:
+        why = f"packed rows of {model.path} see the row before them, which changes them by {probe.packed:.2g} nats"
     else:
-        seen = f"{model.path}, whose log-probabilities come out wrong by {found.padded:.2g} nats"
-        raise ConfigError("model.path", seen, "a decoder with plain causal attention", "choose another model")
+        value = f"{model.path}, whose log-probabilities come out wrong by {probe.padded:.2g} nats"
+        raise ConfigError("model.path", value, "a decoder with plain causal attention", "choose another model")
     if wanted:
-        log.warning("rows are padded, not packed: %s; with training.packing=false nobody is warned", why)
+        log.warning("rows are padded, not packed: %s; set training.packing=false to avoid this warning", why)
     return False
 
 
 @cache
 def probe_packing(config: str) -> PackingProbe | str:
-    """The likeness of the architecture of a config.json, given its text, or why it cannot be seen.
+    """The probe of the architecture of a config.json, from its text, or the reason why it could not run.
 
-    Raises `ConfigError` for an architecture that is refused however it is laid out.
+    Raises `ConfigError` for an architecture that is refused in every layout.
     """
     why = ""
     with TemporaryDirectory() as folder:
@@ -93,7 +92,7 @@ def probe_packing(config: str) -> PackingProbe | str:
 
 
 def measure_packing(config: Any) -> PackingProbe:
-    """The likeness of a config's architecture; its model is built whole, so the config is a small one."""
+    """The probe of a config's architecture. The whole model is built, so the config must be a small one."""
     with TemporaryDirectory() as folder:
         config.to_json_file(Path(folder) / "config.json")
         policy = build_model(ModelConfig(path=folder, init="random", max_length=BOUND), seed=0)
@@ -101,14 +100,17 @@ def measure_packing(config: Any) -> PackingProbe:
     _redraw(policy)
     rows = _rows()
     with torch.no_grad():
-        packed, padded = (_answers(policy, rows, each) for each in ("shared", "padded"))
+        packed, padded = (_draws(policy, rows, how) for how in ("shared", "padded"))
         alone = torch.cat([_alone(policy.network, row) for row in rows])
-    return PackingProbe(*((each - alone).abs().max().item() for each in (packed, padded)))
+    return PackingProbe(*((draws - alone).abs().max().item() for draws in (packed, padded)))
 
 
 def _redraw(policy: PolicyModel) -> None:
-    """Matrices that pass on about as much as they get, so that every layer has a say: models often start with less.
-    What scales or shifts starts with ones or zeros, which would hide it, and changes by some of that."""
+    """Draw weights with which every layer influences the result.
+
+    Matrices keep the scale of their input; initial weights of models are often smaller. Vectors, which scale or shift,
+    start with ones or zeros, which would hide their effect, so they get noise.
+    """
     matrices, vectors = (torch.Generator().manual_seed(seed) for seed in (0, 1))
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -119,38 +121,38 @@ def _redraw(policy: PolicyModel) -> None:
 
 
 def _rows() -> list[TrainSequence]:
-    """The last begins as the first does."""
+    """Rows of random tokens; the last one shares a prefix with the first."""
     draw = np.random.default_rng(0)
     tokens = [draw.integers(0, VOCABULARY, length).astype(np.int32) for length in _LENGTHS]
     tokens[-1][:_SHARED] = tokens[0][:_SHARED]
-    return [TrainSequence(each, (np.arange(len(each)) > 0).astype(np.uint8)) for each in tokens]
+    return [TrainSequence(row, (np.arange(len(row)) > 0).astype(np.uint8)) for row in tokens]
 
 
-def _answers(policy: PolicyModel, rows: list[TrainSequence], how: Packing) -> Tensor:
-    """Ours [times, N], with another seed each time: once, or `_DRAWS` times of a model that draws random numbers, as
-    some routers of experts do while they are trained."""
-    answers: list[Tensor] = []
+def _draws(policy: PolicyModel, rows: list[TrainSequence], how: Packing) -> Tensor:
+    """The trainer's log-probabilities with different seeds, [draws, N]: one draw, or `_DRAWS` for a model with random
+    numbers in its forward pass, such as some routers of experts in training mode."""
+    draws: list[Tensor] = []
     with torch.random.fork_rng(devices=[]):
-        while len(answers) < _DRAWS:
-            torch.manual_seed(len(answers))
+        while len(draws) < _DRAWS:
+            torch.manual_seed(len(draws))
             before = torch.get_rng_state()
-            answers.append(_ours(policy, rows, how))
-            if torch.equal(torch.get_rng_state(), before):
+            draws.append(_logprobs(policy, rows, how))
+            if torch.equal(torch.get_rng_state(), before):  # no random number was drawn
                 break
-    return torch.stack(answers)
+    return torch.stack(draws)
 
 
-def _ours(policy: PolicyModel, rows: list[TrainSequence], how: Packing) -> Tensor:
+def _logprobs(policy: PolicyModel, rows: list[TrainSequence], how: Packing) -> Tensor:
     micro = collate(Batch.of(rows), how, torch.device("cpu"))
-    where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_M
-    logprobs_N: Tensor = policy(*where, micro.targets_M, 1.0, False)[0]
+    inputs = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_M
+    logprobs_N: Tensor = policy(*inputs, micro.targets_M, 1.0, False)[0]
     return logprobs_N
 
 
 def _alone(network: Any, row: TrainSequence) -> Tensor:
-    """As transformers answers about one row when nothing is asked of it but tokens."""
+    """The log-probabilities of one row by transformers alone, with its own attention and no other arguments."""
     network.eval().set_attn_implementation("eager")
     tokens_T = torch.from_numpy(row.tokens).long()
     logprobs_TV = network(input_ids=tokens_T[None], use_cache=False).logits[0].log_softmax(-1)
-    answer_N: Tensor = logprobs_TV[:-1].gather(1, tokens_T[1:, None])[:, 0]
-    return answer_N
+    logprobs_N: Tensor = logprobs_TV[:-1].gather(1, tokens_T[1:, None])[:, 0]  # token t + 1 from position t
+    return logprobs_N

@@ -1,8 +1,8 @@
-"""Rotary frequencies that depend on lengths, decided once for all rows.
+"""Rotary frequencies that depend on lengths, fixed for all rows.
 
-With `rope_type` `longrope` or `dynamic`, transformers chooses the frequencies by the longest row of each batch, so what
-a row gets depends on the rows in its batch. vLLM chooses them once, by `--max-model-len`, which is `model.max_length`.
-The trainer must compute what the server samples from, so it chooses as vLLM does.
+With `rope_type` `longrope` or `dynamic`, transformers chooses the frequencies by the longest row of each batch, so the
+result of a row depends on the other rows of its batch. vLLM chooses them once, by `--max-model-len`, which is
+`model.max_length`. The trainer must compute the distribution that the server samples from, so it chooses as vLLM does.
 
     fix_frequencies(network, config.max_length)
 """
@@ -31,11 +31,11 @@ def fix_frequencies(network: nn.Module, max_length: int) -> None:
         if isinstance(types, str):
             module.rope_type = _fixed(module, types, max_length, None)
         elif isinstance(types, dict):
-            types.update({layer: _fixed(module, each, max_length, layer) for layer, each in types.items()})
+            types.update({layer: _fixed(module, rope, max_length, layer) for layer, rope in types.items()})
 
 
 def _fixed(module: Any, rope_type: str, max_length: int, layer_type: str | None) -> str:
-    """The type under which transformers leaves the frequencies alone, which are fixed if they depend on lengths."""
+    """Fix the frequencies if they depend on lengths; the type under which transformers does not change them."""
     if rope_type not in _LENGTH_DEPENDENT:
         return rope_type
     rope = module.config.rope_parameters
@@ -49,7 +49,7 @@ def _fix(module: Any, rope_type: str, rope: dict[str, Any], max_length: int, lay
         expected = f"at most {positions}, the model's max_position_embeddings, since its rope_type is {rope_type}"
         raise ConfigError("model.max_length", max_length, expected, f"set model.max_length={positions}")
     if rope_type == "dynamic":
-        # vLLM, like transformers, scales the base only beyond `max_position_embeddings`, unless this key is there.
+        # vLLM, like transformers, scales the base only beyond `max_position_embeddings`, unless this key is set.
         if rope.get("max_trained_positions", positions) != positions:
             raise _rope_mismatch(f"rope_parameters.max_trained_positions={rope['max_trained_positions']}")
         return
@@ -58,16 +58,20 @@ def _fix(module: Any, rope_type: str, rope: dict[str, Any], max_length: int, lay
     is_long = max_length > original
     _refuse_other_scaling(getattr(module, f"{prefix}attention_scaling"), rope, positions / original, is_long)
     if is_long:
-        given = {"layer_type": layer_type} if layer_type else {}
+        options = {"layer_type": layer_type} if layer_type else {}
+        # Any length above `original` gives the long frequencies.
         frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
-            module.config, torch.device("cpu"), seq_len=original + 1, **given
+            module.config, torch.device("cpu"), seq_len=original + 1, **options
         )
         module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
 
 
 def _refuse_other_scaling(scaling: float, rope: dict[str, Any], factor: float, is_long: bool) -> None:
-    """vLLM reads `short_mscale` and `long_mscale`, and else computes the scaling from the lengths; transformers reads
-    `attention_factor` and `factor` instead."""
+    """Raise `ConfigError` if vLLM scales attention by another factor.
+
+    vLLM reads `short_mscale` and `long_mscale`, or computes the scaling from the lengths; transformers reads
+    `attention_factor` and `factor` instead.
+    """
     original = rope["original_max_position_embeddings"]
     computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     served = rope.get("long_mscale" if is_long else "short_mscale") or computed
@@ -75,6 +79,6 @@ def _refuse_other_scaling(scaling: float, rope: dict[str, Any], factor: float, i
         raise _rope_mismatch(f"a longrope attention scaling of {scaling:.6g} in transformers and {served:.6g} in vLLM")
 
 
-def _rope_mismatch(found: str) -> ConfigError:
+def _rope_mismatch(difference: str) -> ConfigError:
     expected = "rotary embeddings that transformers and vLLM compute alike"
-    return ConfigError("model.path", found, expected, "choose another model")
+    return ConfigError("model.path", difference, expected, "choose another model")

@@ -1,16 +1,16 @@
 """Tensors in the safetensors files of a directory, read and written piece by piece.
 
-Owns which files of a model directory hold its weights, and the form of those that are written. Promises that reading
-brings into memory what is asked for and no page of a file beside it, that writing holds one tensor at a time, and that
-what a disk refuses is a `CheckpointError` with the file and the mend. Must not know what the tensors are.
+Owns the list of a model directory's weight files, and the format of written ones. Promises that a read loads only the
+requested rows into memory, that a write holds one tensor at a time, and that an error of the disk becomes a
+`CheckpointError` with the file and a remedy. Must not know the content of tensors.
 
     files = TensorFiles(directory)
     files.keys, files.shape(key), files.slice(key)[100:200]
 
-    write_tensors(directory, layout, tensors)           # tensors come one by one, in the order of the layout
+    write_tensors(directory, layout, tensors)           # an iterable of tensors, in the order of the layout
 
-A file is the length of its header in eight bytes, little-endian; the header, JSON with types, shapes and places,
-padded with blanks to a multiple of eight; and the tensors' bytes, one after the other.
+The format of a file: the length of the header in eight bytes, little-endian; the header, JSON with types, shapes and
+offsets, padded with blanks to a multiple of eight; and the tensors' bytes, one after the other.
 """
 
 import json
@@ -36,7 +36,7 @@ _PROVIDE = (
     "model.path must hold all weights as safetensors: copy the whole model there, have transformers convert older "
     "forms (save_pretrained), or ask for random weights (model.init=random)"
 )
-_RESUME = "make room there, or mend the disk, and resume: then it is written anew"
+_RESUME = "free disk space there, or repair the disk, and resume: then the file is written again"
 _TYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -55,7 +55,7 @@ _TYPES = {
 
 class TensorFiles:
     """The weights of a model directory, by key; files are opened once and stay open. `CheckpointError` for a file that
-    is missing or torn, or that the disk gives no more."""
+    is missing, torn or unreadable."""
 
     def __init__(self, directory: Path) -> None:
         """Read the headers."""
@@ -71,7 +71,7 @@ class TensorFiles:
         return list(self._opened)
 
     def slice(self, key: str) -> "TensorSlice":
-        """The tensor of that key, of which what it is indexed with is read."""
+        """The tensor of a key, which reads only the rows it is indexed with."""
         path, opened = self._opened[key]
         return TensorSlice(path, opened.get_slice(key))
 
@@ -79,10 +79,10 @@ class TensorFiles:
         return tuple(self.slice(key).get_shape())
 
     def parameter(self, key: str) -> Parameter:
-        """The name, type and shape of that tensor; `CheckpointError` for a type that could not be written again."""
+        """The name, type and shape of the tensor of a key; `CheckpointError` for a type that cannot be written."""
         path, opened = self._opened[key]
         stored = opened.get_slice(key).get_dtype()
-        dtype = next((name for name, each in _TYPES.items() if each == stored), None)
+        dtype = next((name for name, code in _TYPES.items() if code == stored), None)
         if dtype is None:
             raise CheckpointError(f"{path} holds {key} as {stored}, which cannot be written to an export")
         return Parameter(key, dtype, self.shape(key))
@@ -95,7 +95,7 @@ class TensorFiles:
 
 
 class TensorSlice:
-    """One tensor of a file; reads what it is indexed with."""
+    """One tensor of a file, which reads only the rows it is indexed with."""
 
     def __init__(self, path: Path, opened: Any) -> None:
         self._path, self._opened = path, opened
@@ -111,19 +111,20 @@ class TensorSlice:
 
 
 def write_tensors(directory: Path, layout: WeightLayout, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors of this layout, and for more than one file the index that names them; all are on disk then.
+    """Write tensors of this layout, and for more than one file their index; on return all are on disk.
 
-    Each tensor may change, or go, as soon as the next one is asked for. `CheckpointError` if the disk does not take it.
+    A tensor may change or be freed as soon as the iterable is asked for the next one. `CheckpointError` if the disk
+    refuses a write.
     """
     files = list(_split_into_files(layout.parameters, FILE_BYTES))
     names = [_WHOLE] if len(files) == 1 else [f"model-{n:05}-of-{len(files):05}.safetensors" for n in _count(files)]
-    coming = iter(tensors)
+    iterator = iter(tensors)
     for name, parameters in zip(names, files, strict=True):
         with _named(directory / name, "written", _RESUME):
-            _write_file(directory / name, parameters, coming)
+            _write_file(directory / name, parameters, iterator)
     if len(files) > 1:
-        places = {p.name: name for name, parameters in zip(names, files, strict=True) for p in parameters}
-        index = {"metadata": {"total_size": sum(p.bytes for p in layout.parameters)}, "weight_map": places}
+        weight_map = {p.name: name for name, parameters in zip(names, files, strict=True) for p in parameters}
+        index = {"metadata": {"total_size": sum(p.bytes for p in layout.parameters)}, "weight_map": weight_map}
         with _named(directory / _INDEX, "written", _RESUME):
             (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -133,7 +134,7 @@ def _count(files: list[Any]) -> range:
 
 
 def _names(directory: Path) -> list[str]:
-    """The one file of all weights, or those that the index names: what transformers reads, and in that order."""
+    """The names of the weight files: the single file, or those of the index, with the precedence of transformers."""
     if (directory / _WHOLE).is_file():
         return [_WHOLE]
     try:
@@ -149,7 +150,7 @@ def _names(directory: Path) -> list[str]:
 
 @contextmanager
 def _named(path: Path, done: str, hint: str) -> Iterator[None]:
-    """What the disk refuses, with the file and the mend."""
+    """A block whose disk errors become `CheckpointError` with the file and a remedy."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -157,12 +158,12 @@ def _named(path: Path, done: str, hint: str) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """On one line; without the path, which the message has."""
+    """An error as one line, without the path, which the message already has."""
     return " ".join((getattr(error, "strerror", None) or str(error)).split())
 
 
 def _split_into_files(parameters: Iterable[Parameter], most: int) -> Iterator[list[Parameter]]:
-    """In order, by files of at most `most` bytes."""
+    """The parameters of each file, in order, at most `most` bytes per file."""
     part: list[Parameter] = []
     for parameter in parameters:
         if part and sum(p.bytes for p in part) + parameter.bytes > most:
@@ -177,8 +178,8 @@ def _write_file(path: Path, parameters: list[Parameter], tensors: Iterator[tuple
     end = 0
     for parameter in parameters:
         start, end = end, end + parameter.bytes
-        place = {"dtype": _TYPES[parameter.dtype], "shape": parameter.shape, "data_offsets": [start, end]}
-        header[parameter.name] = place
+        entry = {"dtype": _TYPES[parameter.dtype], "shape": parameter.shape, "data_offsets": [start, end]}
+        header[parameter.name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -186,9 +187,9 @@ def _write_file(path: Path, parameters: list[Parameter], tensors: Iterator[tuple
         for parameter in parameters:
             name, tensor = next(tensors)
             if Parameter.of(name, tensor) != parameter:
-                found = f"{path} is not whole: {name!r} came where its header says {parameter}"
                 raise CheckpointError(
-                    f"{found}; this is a mistake of Rollcall's, not of yours: report it with model.path"
+                    f"{path} is incomplete: its header has {parameter} where {name!r} came; this is a mistake of "
+                    "Rollcall's, not of yours: report it with model.path"
                 )
             file.write(_bytes(tensor))
             del tensor

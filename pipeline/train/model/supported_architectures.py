@@ -1,7 +1,7 @@
-"""Which architectures the trainer computes right: those whose logits are hidden states times a head.
+"""The architectures that the trainer supports: those whose logits are hidden states times a head.
 
-Owns the refusal of all others, by known keys of a config and by a few tokens that the model computes in its own way.
-Must not know weights: numbers stand in for them.
+Owns the refusal of all others, by known keys of a config, and by a comparison of the model's own logits for a few
+tokens. Needs no weights: constants replace them.
 """
 
 from typing import Any
@@ -26,8 +26,8 @@ _WORDS = 8
 
 
 def refuse_unloadable(config: Any) -> None:
-    """`ConfigError` for a family whose causal language model transformers would not load from its own directory: it
-    has no such model, or one with another config, whose names of tensors are not those of the family's files."""
+    """Raise `ConfigError` for a family whose causal language model transformers cannot load from its own directory:
+    there is none, or it has another config class, with other names of tensors than the family's files."""
     network = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if network is None or network.config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         expected = "a family that transformers' AutoModelForCausalLM saves and loads"
@@ -35,11 +35,11 @@ def refuse_unloadable(config: Any) -> None:
 
 
 def refuse_unsupported(network: Any) -> None:
-    """`ConfigError` unless the model's logits are its last hidden states times its head, with plain attention.
+    """Raise `ConfigError` unless the model's logits are its last hidden states times its head, with plain attention.
 
-    Known keys are named. As others may come, the model also computes a few tokens in its own way. It needs no weights
-    for that: a number stands in for those of each tensor, random hidden states for what it would make of them, and a
-    head of a few words for its own.
+    Known config keys are reported by name. To detect unknown ones, the model also computes the logits of a few tokens
+    by its own code. Weights are not needed: a constant replaces each tensor, random hidden states replace the decoder's
+    output, and a head of `_WORDS` random rows replaces its head.
     """
     config = network.config.get_text_config()
     for key, neutral in _NEUTRAL.items():
@@ -54,35 +54,36 @@ def refuse_unsupported(network: Any) -> None:
     hidden_BTE = torch.randn(*tokens_BT.shape, head.weight.shape[1], generator=draw)
     words_VE = torch.randn(_WORDS, head.weight.shape[1], generator=draw)
     own = _logits(network, tokens_BT, hidden_BTE, words_VE)
-    wanted = hidden_BTE @ words_VE.T
-    if own.shape != wanted.shape or not torch.allclose(own, wanted, rtol=1e-3, atol=1e-4):
+    expected = hidden_BTE @ words_VE.T  # [B, T, E] · [E, V] → [B, T, V]
+    if own.shape != expected.shape or not torch.allclose(own, expected, rtol=1e-3, atol=1e-4):
         raise _unsupported(f"a custom head ({type(network).__name__})")
 
 
 @torch.no_grad()
 def _logits(network: Any, tokens_BT: Tensor, hidden_BTE: Tensor, words_VE: Tensor) -> Tensor:
-    """What the network makes of these last hidden states with a head of these words; its decoder runs all the same."""
+    """The network's logits for these last hidden states and a head with these rows. The decoder runs too, since its
+    output object is needed; a hook replaces the hidden states in it."""
     head = network.get_output_embeddings()
     name = next(name for name, module in network.named_modules() if module is head)
     stand_ins = _stand_ins(network, head) | {f"{name}.weight": words_VE}
 
-    def replace(module: nn.Module, given: Any, output: Any) -> Any:
+    def replace(module: nn.Module, inputs: Any, output: Any) -> Any:
         output.last_hidden_state = hidden_BTE
         return output
 
     hook = network.get_decoder().register_forward_hook(replace)
     try:
-        given = {"input_ids": tokens_BT, "position_ids": tokens_BT, "use_cache": False}
-        answer = torch.func.functional_call(network, stand_ins, kwargs=given, tie_weights=False)
-        logits: Tensor = answer.logits
+        inputs = {"input_ids": tokens_BT, "position_ids": tokens_BT, "use_cache": False}
+        output = torch.func.functional_call(network, stand_ins, kwargs=inputs, tie_weights=False)
+        logits: Tensor = output.logits
         return logits
     finally:
         hook.remove()
 
 
 def _stand_ins(network: nn.Module, head: nn.Module) -> Tensors:
-    """A number in place of those of each parameter but the head's: they share memory for the largest of them, and an
-    embedding, of which rows are only looked up, is one number."""
+    """Constant tensors in place of all parameters except the head's. They are views of one tensor of the largest size;
+    an embedding, which is only looked up, is an expanded scalar."""
     multiplied: dict[str, torch.Size] = {}
     looked_up: dict[str, torch.Size] = {}
     for prefix, module in network.named_modules():
@@ -94,6 +95,6 @@ def _stand_ins(network: nn.Module, head: nn.Module) -> Tensors:
     return stand_ins | {name: numbers[0].expand(shape) for name, shape in looked_up.items()}
 
 
-def _unsupported(found: str) -> ConfigError:
+def _unsupported(feature: str) -> ConfigError:
     expected = "a model whose logits are its hidden states times its head"
-    return ConfigError("model.path", found, expected, "choose one without it, such as Qwen or Llama")
+    return ConfigError("model.path", feature, expected, "choose one without it, such as Qwen or Llama")

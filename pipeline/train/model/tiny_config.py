@@ -1,13 +1,13 @@
 """A small copy of a model's architecture, from its config alone.
 
-Owns which numbers of a config may shrink. Promises that the copy has every kind of layer that the model has, in the
-order and the classes of its first layers, that windows are shorter than a few tokens, that what changes for long rows
-changes for those of more than `BOUND` tokens, and that nothing of the whole model is allocated on the way. Must not
-know weights, or what the copy is for.
+Owns the choice of config values that may shrink. Promises that the copy has every kind of layer of the model, in the
+order and the classes of its first layers; that attention windows are a few tokens; that length-dependent behavior
+changes at rows of more than `BOUND` tokens; and that the full model is never allocated. Must not know weights, or the
+use of the copy.
 
-Numbers of a config constrain each other, differently in each family. So there are three attempts, `TINY_SIZES`, from a
-copy of a few hundred thousand parameters to one that is only cut after its kinds of layers; whoever takes the copy
-tries them in turn.
+Values of a config constrain each other, differently in each family. So there are three attempts, `TINY_SIZES`, from a
+copy of a few hundred thousand parameters to one that is only truncated after its kinds of layers; the caller tries them
+in turn.
 """
 
 import copy
@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 from pipeline.errors import ConfigError
 
 TINY_SIZES = ("narrow", "wide", "cut")
-"""Narrow: few heads too; wide: all heads, but small feed-forward layers and few experts; cut: layers as they are."""
+"""`narrow`: few heads, small feed-forward layers, few experts; `wide`: all heads; `cut`: layers of the full size."""
 
 VOCABULARY = 64
 BOUND = 8
-"""Tokens beyond which a row of the copy is a long one: for rotary frequencies, and for layers that select tokens."""
+"""Rows of the copy with more tokens count as long: for rotary frequencies, and for layers that select tokens."""
 _HEADS = 4
 _FEW = 4
 _PARTS = {
@@ -43,8 +43,8 @@ _PARTS = {
 
 
 def shrink_config(config: Any, size: str) -> Any:
-    """A copy of a transformers config, whose model is small; `size` is one of `TINY_SIZES`. `ConfigError` if its
-    decoder has no list of layers."""
+    """A copy of a transformers config for a small model; `size` is one of `TINY_SIZES`. `ConfigError` if its decoder
+    has no list of layers."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     exceptions = _take_exceptions(text)
@@ -61,7 +61,7 @@ def shrink_config(config: Any, size: str) -> Any:
     if size == "narrow":
         _narrow(text, list(exceptions.values()))
     if exceptions:
-        layers = {layer: vars(each) for layer, each in exceptions.items() if layer < text.num_hidden_layers}
+        layers = {layer: vars(values) for layer, values in exceptions.items() if layer < text.num_hidden_layers}
         text.per_layer_config = layers
     for name in small.sub_configs:
         if getattr(small, name, None) not in (None, text):
@@ -70,7 +70,7 @@ def shrink_config(config: Any, size: str) -> Any:
 
 
 def _layers_of_each_kind(config: Any) -> int:
-    """How many of the first layers have among them every kind that there is, as `num_hidden_layers` counts them: some
+    """The number of first layers that include every kind of layer, in units of `num_hidden_layers`, in which some
     families count the halves of a layer."""
     with torch.device("meta"):
         decoder = AutoModelForCausalLM.from_config(copy.deepcopy(config)).get_decoder()
@@ -85,7 +85,7 @@ def _layers_of_each_kind(config: Any) -> int:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """What a layer is made of: the classes of its modules and their switches; sizes and numbers may differ."""
+    """The structure of a layer: the classes of its modules and their switches, without sizes and numbers."""
     return tuple((name, type(module).__name__, _switches(module)) for name, module in layer.named_modules())
 
 
@@ -95,8 +95,8 @@ def _switches(module: nn.Module) -> tuple[object, ...]:
 
 
 def _cut(text: Any, layers: int) -> None:
-    """Only the first layers; lists that have an entry for each layer are cut as well. A few layers stay as they are:
-    another list may be as long."""
+    """Truncate the config to the first layers, including lists with an entry per layer."""
+    # With few layers, an unrelated list may have the same length, so nothing is truncated.
     before = text.num_hidden_layers
     if before <= _FEW:
         return
@@ -108,24 +108,25 @@ def _cut(text: Any, layers: int) -> None:
 
 
 def _bound(text: Any) -> None:
-    """Lengths at which rotary embeddings change. Learned ones are a table, and need a place for each token."""
-    given = getattr(text, "rope_parameters", None)
-    if not given:
+    """Shrink the lengths at which rotary embeddings change. A table of learned embeddings keeps its size, since it
+    needs an entry for each position."""
+    parameters = getattr(text, "rope_parameters", None)
+    if not parameters:
         return
     positions = BOUND
-    for rope in (given, *(each for each in given.values() if isinstance(each, dict))):
+    for rope in (parameters, *(nested for nested in parameters.values() if isinstance(nested, dict))):
         original = rope.get("original_max_position_embeddings")
         if isinstance(original, int) and original > BOUND:
             rope["original_max_position_embeddings"] = BOUND
-            if rope.get("rope_type") == "longrope":  # whose scaling is computed from both lengths
+            if rope.get("rope_type") == "longrope":  # its scaling is computed from both lengths, so keep their ratio
                 positions = max(positions, text.max_position_embeddings * BOUND // original)
     _shrink(text, "max_position_embeddings", positions)
     _shrink(text, "original_max_position_embeddings", BOUND)
 
 
 def _take_exceptions(text: Any) -> dict[int, SimpleNamespace]:
-    """What single layers have other than the rest, by their number. It is taken out of the config, whose other values
-    could not be read for as long as some layers have their own."""
+    """Remove and return the values of single layers that differ from the rest, by layer index. While they are in the
+    config, its common values cannot be read."""
     if not getattr(text, "is_heterogeneous", False):
         return {}
     exceptions = {int(layer): SimpleNamespace(**keys) for layer, keys in text.to_dict()["per_layer_config"].items()}
@@ -134,7 +135,7 @@ def _take_exceptions(text: Any) -> dict[int, SimpleNamespace]:
 
 
 def _narrow(text: Any, exceptions: list[Any]) -> None:
-    """Few heads of the same size; grouped ones stay grouped, in the layers that have other numbers as well."""
+    """Shrink the number of heads, not their size; grouped heads stay grouped, also in layers with other numbers."""
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         return
@@ -147,6 +148,7 @@ def _narrow(text: Any, exceptions: list[Any]) -> None:
 
 
 def _shrink(config: Any, key: str, number: int) -> None:
-    found = getattr(config, key, None)
-    if isinstance(found, int) and not isinstance(found, bool) and found > number:
+    """Lower an integer value of a config to `number`, if it is larger."""
+    value = getattr(config, key, None)
+    if isinstance(value, int) and not isinstance(value, bool) and value > number:
         setattr(config, key, number)

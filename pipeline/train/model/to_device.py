@@ -1,8 +1,5 @@
-"""The way of numbers from the host to the device.
-
-Promises that training is not held up by it: to CUDA they go through pinned memory, without waiting for what the device
-is still busy with. Must not know what the numbers are.
-"""
+"""Copies from the host to the device that do not block: through pinned memory to CUDA, without waiting for earlier work
+of the device."""
 
 from typing import Any
 
@@ -12,7 +9,7 @@ from torch import Tensor
 
 
 def to_device(values: NDArray[Any] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The values on `device`, as `dtype` if that is given. On the CPU the tensor may share their memory."""
-    given = values if isinstance(values, Tensor) else torch.from_numpy(values)
-    wanted = given.to(dtype or given.dtype)
-    return wanted.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else wanted.to(device)
+    """The values on `device`, converted to `dtype` if it is set. On the CPU the tensor may share their memory."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    converted = tensor.to(dtype or tensor.dtype)
+    return converted.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else converted.to(device)

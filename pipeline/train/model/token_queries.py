@@ -1,10 +1,10 @@
-"""Answers about given tokens, and the gradient of a sum over them, on one rank.
+"""Log-probabilities of given tokens, and the gradient of a loss over them, on one rank.
 
-Owns the pass over rows that ask (`pipeline.train.batching.logprob_queries`), as a function that the dispatch passes
-through to every rank. Promises the same numbers however the rows are cut, up to rounding, and to the last bit where
-they are cut alike: every rank gets all rows, and takes its share by a pure rule. Must not know who asks.
+Owns the pass over rows with queries (`pipeline.train.batching.logprob_queries`), as a function that the dispatch runs
+on every rank. Promises the same numbers for every split of the rows, up to rounding, and to the last bit for equal
+splits: every rank gets all rows and takes its share by a pure rule. Must not know clients.
 
-Notation: Q questions of a micro-batch, in the order of its rows.
+Notation: Q queries of a micro-batch, in the order of its rows; R tokens of all rows.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,17 @@ from pipeline.train.model.to_device import to_device
 from pipeline.utils import heartbeat
 
 _NOTHING = QueryRow(np.zeros(2, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32), {})
-"""For a rank that has fewer micro-batches than others: it takes part in their collective operations."""
+"""Placeholder of a rank with fewer micro-batches than others, for their collective operations."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What one rank has to say.
+    """The results of one rank.
 
     Attributes:
-        rows: its rows, by their numbers in the call.
-        logprobs: float32[Q] (nats) of each of them.
-        loss: the sum of the loss over its questions; 0 without one.
+        rows: indices of the rank's rows in the call.
+        logprobs: float32[Q] (nats) of each row.
+        loss: the sum of the loss over the rank's queries; 0 without one.
     """
 
     rows: list[int]
@@ -49,8 +49,8 @@ class Answers:
 def answer_queries(
     worker: ModelWorker, rows: Sequence[QueryRow], objective: TokenSum, budget: Budget, backward: bool
 ) -> Answers:
-    """The log-probabilities that the rows ask for and the loss over them; with `backward`, add its gradient to those
-    that the model has. Collective: every rank has all rows."""
+    """The log-probabilities of the rows' queries and the loss over them; with `backward`, accumulate its gradient.
+    Collective: every rank has all rows."""
     groups = packing.group_by_prefix([row.tokens for row in rows], budget.packing)
     shares = packing.split_rows([len(row) for row in rows], worker.ranks, budget, groups)
     bins = shares[dist.get_rank()]
@@ -59,7 +59,7 @@ def answer_queries(
         for number, indices in enumerate(bins):
             heartbeat.beat()
             if backward:
-                worker.reduce_after(number == len(bins) - 1)
+                worker.reduce_after(number == len(bins) - 1)  # gradients are reduced once, after the last micro-batch
             micro = [rows[index] for index in indices]
             logprobs_Q = _logprobs(worker, micro or [_NOTHING], budget.packing)
             total = _loss(objective, micro, logprobs_Q)
@@ -67,25 +67,29 @@ def answer_queries(
                 total.backward()  # type: ignore[no-untyped-call]
             loss += total.item()
             flat = logprobs_Q.detach().float().cpu().numpy()
+            # [Q] → the queries of each row
             ends = np.cumsum([len(row.at) for row in micro])
             answers.logprobs.extend(np.split(flat, ends[:-1]) if micro else [])
     return Answers(answers.rows, answers.logprobs, loss)
 
 
 def _logprobs(worker: ModelWorker, rows: Sequence[QueryRow], how: Packing) -> Tensor:
+    """The log-probabilities of the rows' queries, [Q]."""
     lengths = [len(row) for row in rows]
     starts = np.cumsum([0, *lengths[:-1]])
     layout = packing.make_layout(lengths, how, packing.group_by_prefix([row.tokens for row in rows], how))
     tokens_R = np.concatenate([row.tokens for row in rows]).astype(np.int64)
-    asked = np.concatenate([start + row.at for row, start in zip(rows, starts, strict=True)])
+    # Positions within a row → indices among all R tokens → indices in the layout's rectangle.
+    queried = np.concatenate([start + row.at for row, start in zip(rows, starts, strict=True)])
     targets = np.concatenate([row.targets for row in rows]).astype(np.int64)
-    before_Q, targets_Q = (to_device(each, worker.device) for each in (layout.where[asked], targets))
-    answer = worker.model(*model_input(layout, tokens_R, worker.device), before_Q, targets_Q, 1.0, False)
-    return cast(Tensor, answer[0])
+    before_Q, targets_Q = (to_device(values, worker.device) for values in (layout.where[queried], targets))
+    output = worker.model(*model_input(layout, tokens_R, worker.device), before_Q, targets_Q, 1.0, False)
+    return cast(Tensor, output[0])
 
 
 def _loss(objective: TokenSum, rows: Sequence[QueryRow], logprobs_Q: Tensor) -> Tensor:
-    """In double precision once it is summed, so that a large batch rounds no worse than a small one."""
+    """The loss of a micro-batch: a scalar, summed in double precision, so that a large batch rounds no worse than a
+    small one."""
     columns = {
         name: to_device(
             np.concatenate([np.zeros(0, np.float32), *(row.columns[name] for row in rows)]),

@@ -1,11 +1,11 @@
-"""A model's first weights: those of its directory, or random ones.
+"""The initial weights of a model: those of its directory, or random ones.
 
-Owns how a model that has shapes alone gets its numbers. Promises that a rank reads and keeps its own rows, beside at
-most one tensor, or those that are made together, as its experts of a layer are; that every number is the same on any
-number of ranks; and that none is made up: tensors that the directory lacks, or has too many, are named before anything
-is trained. Must not know optimizers, nor how models are sharded.
+Owns the filling of a model that has only shapes. Promises that a rank reads and stores its own rows, plus temporarily
+one tensor, or the tensors of one conversion, such as its experts of a layer; that the values do not depend on the
+number of ranks; and that missing and unexpected tensors of the directory raise an error before any training. Must not
+know optimizers, nor the sharding of models.
 
-    weights = Weights(config)                     # reads headers only
+    weights = WeightLoader(config)                # reads headers only
     weights.fill(tensors, seed)                   # sharded or not, on any device
 """
 
@@ -32,15 +32,15 @@ _COPY = "copy the whole model there again, with the config.json that belongs to 
 
 
 class WeightLoader:
-    """Where a model's first weights come from.
+    """Fills models with their initial weights, from a directory or a seed.
 
     Attributes:
-        form: which tensors they are, in the network and in files.
+        form: the layout of tensors in the network and in the files.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        """Raises `ConfigError` if the directory has tensors that the model has no place for; `CheckpointError` if its
-        files cannot be read."""
+        """Read the headers of the files. Raises `ConfigError` if the directory has tensors that are not in the model;
+        `CheckpointError` if its files cannot be read."""
         self._path = config.path
         self._files = TensorFiles(Path(config.path)) if config.init != "random" else None
         self.form = CheckpointLayout(Path(config.path), self._files.keys if self._files else ())
@@ -50,10 +50,10 @@ class WeightLoader:
             log.info("%d tensors of %s are not trained; exports have them unchanged: %s …", count, self._path, example)
 
     def fill(self, targets: Tensors, seed: int) -> set[str]:
-        """Give each of `targets`, by their names in the network, its rows; returns the names of those that got some.
+        """Fill each of `targets`, by name in the network, with its rows; returns the names of the filled ones.
 
-        Random ones depend on the seed and the names alone. Raises `ConfigError` if the directory lacks some, has some
-        of another shape, or holds two unlike versions of a tensor that is tied.
+        Random values depend on the seed and the name alone. Raises `ConfigError` if the directory lacks a tensor, has
+        one of another shape, or has two different versions of a tied tensor.
         """
         sources = self._read(self._files, targets) if self._files else self._draw(seed)
         filled = set()
@@ -62,9 +62,10 @@ class WeightLoader:
                 self._refuse_other_shape(name, source, targets[name])
                 fill_shard(targets[name], source)
                 filled.add(name)
-            del source  # before the next is made
+            del source  # released before the next one is read
             if name in targets and targets[name].nbytes >= _LARGE:
-                give_back_heap()  # glibc keeps what is below 32 MiB, in holes that the next may not fit into
+                # glibc does not return freed blocks below 32 MiB, and the next tensor may not fit into the holes.
+                give_back_heap()
         self._refuse("every tensor of the model", "not", set(self.form.missing(filled)) & targets.keys())
         for name, key in self.form.twice.items():
             if self._files and name in targets and not is_source_of(targets[name], self._files.slice(key)):
@@ -73,7 +74,7 @@ class WeightLoader:
         return filled & targets.keys()
 
     def refuse_unfilled(self, names: Collection[str]) -> None:
-        """Raises `ConfigError` if any parameters were given no numbers: they hold whatever their memory held."""
+        """Raise `ConfigError` for parameters without initial values, whose memory is uninitialized."""
         self._refuse("every parameter of the model", "not", names)
 
     def _draw(self, seed: int) -> Iterator[tuple[str, Any]]:
@@ -87,15 +88,16 @@ class WeightLoader:
                 yield from self._convert(files, fused, targets).items()
 
     def _convert(self, files: TensorFiles, fused: MergedTensor, targets: Tensors) -> dict[str, Tensor | SomeRows]:
-        """What `fused` makes; of stacked experts only those of this rank are read."""
+        """The network's tensors of a conversion; of stacked experts only those of this rank are read."""
         self._refuse("every tensor of the model", "not", self.form.keys_of(fused) - fused.patterns.keys())
         try:
             if not fused.stacked:
                 return {**self.form.convert(fused, files.whole)}
-            mine, count = rows_here(targets[fused.names[0]]), min(map(len, fused.keys.values()))
-            rows = slice(mine.start, mine.stop) if mine.start < mine.stop else slice(0, 1)  # a rank may have none
-            made = self.form.convert(fused, files.whole, rows)
-            return {name: SomeRows(tensor, rows.start, count) for name, tensor in made.items()}
+            own, count = rows_here(targets[fused.names[0]]), min(map(len, fused.keys.values()))
+            # A rank without experts converts one anyway, for the shapes.
+            rows = slice(own.start, own.stop) if own.start < own.stop else slice(0, 1)
+            converted = self.form.convert(fused, files.whole, rows)
+            return {name: SomeRows(tensor, rows.start, count) for name, tensor in converted.items()}
         except (RuntimeError, ValueError, IndexError) as error:
             shapes = ", ".join(f"{key} {list(files.shape(key))}" for key in list(fused.patterns)[:_NAMED])
             expected = f"tensors that make {fused.names[0]}, not {shapes}"
@@ -108,12 +110,12 @@ class WeightLoader:
             raise ConfigError("model.path", self._path, f"{expected}; {there} in its files: {named}{more}", _COPY)
 
     def _refuse_other_shape(self, name: str, source: Any, target: Tensor) -> None:
-        found = list(source.shape if isinstance(source, Tensor) else source.get_shape())
-        if found != list(target.shape):
-            expected = f"{name} to be {list(target.shape)}, as its config.json says, not {found}"
+        shape = list(source.shape if isinstance(source, Tensor) else source.get_shape())
+        if shape != list(target.shape):
+            expected = f"{name} to be {list(target.shape)}, as in its config.json, not {shape}"
             raise ConfigError("model.path", self._path, expected, _COPY)
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A seed for the random numbers of what is called `name`: near seeds and names give unlike ones."""
+    """The seed of the tensor `name`: a hash, so that similar seeds and names give unrelated random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1

@@ -132,8 +132,8 @@ def test_a_model_that_answers_at_random_is_refused_though_its_first_answers_are_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right with the seeds 0, 1 and 2, and off by a nat with 3."""
-    plain = packing_probe._ours
-    monkeypatch.setattr(packing_probe, "_ours", lambda *given: plain(*given) + (torch.rand(()) < 0.1))
+    plain = packing_probe._logprobs
+    monkeypatch.setattr(packing_probe, "_logprobs", lambda *given: plain(*given) + (torch.rand(()) < 0.1))
     with pytest.raises(ConfigError, match=r"wrong by 1 nats"):
         supports_packing(a_model(tmp_path, "llama"), wanted=False)
 

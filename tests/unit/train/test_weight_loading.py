@@ -146,7 +146,7 @@ def test_a_critic_needs_no_head(folder: Path) -> None:
     assert torch.equal(critic.layers[1].mlp.down_proj.weight, load_file(folder / "model.safetensors")[DOWN])
 
 
-def test_files_that_are_torn_or_not_there_are_refused_with_a_mend(folder: Path) -> None:
+def test_files_that_are_torn_or_not_there_are_refused_with_a_remedy(folder: Path) -> None:
     path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=rf"{path} cannot be read: .*; copy the whole model"):
@@ -170,7 +170,7 @@ def test_files_that_are_torn_or_not_there_are_refused_with_a_mend(folder: Path) 
     [lambda files: files.whole(DOWN), lambda files: files.slice(DOWN)[:1]],
     ids=["whole", "slice"],
 )
-def test_a_file_that_is_cut_while_it_is_read_is_named_with_a_mend(
+def test_a_file_that_is_cut_while_it_is_read_is_named_with_a_remedy(
     folder: Path, read: Callable[[safetensors_files.TensorFiles], Tensor]
 ) -> None:
     path = folder / "model.safetensors"
@@ -181,12 +181,12 @@ def test_a_file_that_is_cut_while_it_is_read_is_named_with_a_mend(
         read(files)
 
 
-def test_a_file_that_the_disk_does_not_take_is_named_with_a_mend(tmp_path: Path) -> None:
+def test_a_file_that_the_disk_does_not_take_is_named_with_a_remedy(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(1000)}
     layout = WeightLayout(tuple(Parameter.of(name, tensor) for name, tensor in tensors.items()))
     with (
         room_for(1000),
-        pytest.raises(CheckpointError, match=rf"{tmp_path}/model\.safetensors cannot be written: .*; make room there"),
+        pytest.raises(CheckpointError, match=rf"{tmp_path}/model\.safetensors cannot be written: .*; free disk space"),
     ):
         safetensors_files.write_tensors(tmp_path, layout, tensors.items())
 
