@@ -72,6 +72,7 @@ class AsyncSaver:
             for path, tensor in _tensor_paths("", tensors)
             if tensor.is_cuda
         }
+        # A new thread uses device 0 by default, and would create a context there.
         device, before = current_device(), self._allocations[-1:]
 
         def allocate() -> None:
@@ -96,7 +97,7 @@ class AsyncSaver:
         """
         self._wait_until_idle()
         self._staged[name] = _copied("", tensors, self._buffers.setdefault(name, {}))
-        if torch.cuda.is_available():
+        if torch.cuda.is_available():  # the copies are asynchronous, and the tensors may change after the return
             torch.cuda.synchronize()
 
     def start(
@@ -113,6 +114,7 @@ class AsyncSaver:
         `sharded_state.save` gets a tree with these names. A failed pruning is repeated by the next save.
         """
         self._wait_until_idle()
+        # Models that are not part of this save lose their copies and buffers.
         self._staged = {name: self._staged[name] for name in names}
         self._buffers = {name: self._buffers[name] for name in names}
         outcome: Future[Checkpoint] = Future()
@@ -198,6 +200,7 @@ def _pinned(value: Tensor) -> Tensor:
     memory = pinned_like(_local(value))
     if not isinstance(value, DTensor):
         return memory
+    # Rebuild the DTensor around the pinned local shard, with the same mesh, placements and global shape.
     whole = cast(Any, value.detach())
     names, spec = whole.__tensor_flatten__()
     inner = {name: getattr(whole, name) for name in names} | {"_local_tensor": memory}

@@ -172,10 +172,12 @@ def complete_checkpoint(
     )
     body = msgspec.json.encode(manifest)
     storage.put(f"{folder}/{MANIFEST}", body)
+    # The manifest has the sizes of the written bytes: a difference means that the filesystem lost some.
     try:
         _check_sizes(storage, folder, manifest)
     except DamagedCheckpointError as error:
         raise CheckpointError(f"cannot commit {name}: {error}") from error
+    # As late as possible: a superseded attempt must not complete a checkpoint.
     Fence(storage.url(), attempt).check()
     mark = CompletionMarker(manifest_sha256=hashlib.sha256(body).hexdigest())
     storage.put(f"{folder}/{COMMIT}", files.seal(msgspec.json.encode(mark)))

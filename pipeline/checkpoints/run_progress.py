@@ -86,7 +86,7 @@ def copy_identity(run: RunPaths, root: str) -> None:
     for path, copy in ((run.run, RUN), (run.config, CONFIG)):
         try:
             data = path.read_bytes()
-            if shared_files.unseal(data) is not None:
+            if shared_files.unseal(data) is not None:  # never replace a valid copy by a damaged file
                 storage.put(copy, data)
         except (OSError, CheckpointError) as error:
             log.warning("%s was not copied to the folder of the checkpoints: %s", path.name, error)
@@ -165,6 +165,7 @@ def known_identity(run: RunPaths) -> RunIdentity | None:
         identity = shared_files.read_document(run.checkpoints / RUN, RunIdentity)
     if identity is not None:
         return identity
+    # The rendezvous directory has one folder per run id, so a single one identifies the run.
     ids = [path for path in _entries(run.rendezvous) if path.is_dir()]
     if len(ids) == 1:
         return RunIdentity(run_id=ids[0].name, created=ids[0].stat().st_mtime)

@@ -63,6 +63,7 @@ class VerifyingReader(FsspecReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        # In file order, consecutive items share blocks, and `VerifiedFile` buffers only the last ones.
         items = sorted(plan.items, key=self._file_and_offset)
         return super().read_data(dataclasses.replace(plan, items=items), planner)
 

@@ -136,6 +136,7 @@ def _write_shards(storage: Storage, folder: str, tensors: Tensors, ranks: Ranks)
             state_dict_saver.save(tensors, storage_writer=writer, process_group=ranks.group)
     except CheckpointException as error:
         raise _translate(f"cannot save {storage.url(folder)}", error) from error
+    # Every file that the metadata names must have been written by some rank, else the checkpoint is incomplete.
     written = ranks.gathered(lambda: writer.records)
     if unwritten := ranks.first_decides(lambda: writer.named) - written.keys():
         raise CheckpointError(f"cannot save {storage.url(folder)}: nobody wrote {', '.join(sorted(unwritten))}")

@@ -155,7 +155,7 @@ def suggest_key(key: str, known: Sequence[str]) -> str:
     alike = sorted(
         (name for name in known if name.rpartition(".")[2] == word), key=lambda name: -_similarity(key, name)
     )
-    if not alike:
+    if not alike:  # no key ends with this word: compare the spelling of last words
         close = [name for name in known if _similarity(word, name.rpartition(".")[2]) >= _CLOSE]
         alike = [max(close, key=lambda name: _similarity(key, name))] if close else []
     if not alike:

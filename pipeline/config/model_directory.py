@@ -66,6 +66,7 @@ def longest_sequence(model: ModelConfig) -> int | None:
     others (see `pipeline.train.model.rope`).
     """
     settings = _text_settings(model)
+    # A scaling factor extends the positions, so `max_position_embeddings` is not the limit then.
     ropes = [settings[key] for key in ("rope_scaling", "rope_parameters") if isinstance(settings.get(key), dict)]
     stretched = any("factor" in rope and _rope_type(rope) not in ("longrope", "dynamic") for rope in ropes)
     positions = settings.get("max_position_embeddings")

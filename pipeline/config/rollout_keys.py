@@ -11,7 +11,7 @@ from pipeline.config.value_types import Bytes, Fraction, NotNegative, Positive, 
 
 
 class RolloutConfig(Section):
-    """How the actor samples."""
+    """Sampling by the actor."""
 
     group_size: Annotated[int, Field(ge=2)] = Field(8, description="Samples of each prompt (the group size).")
     oversample: NotNegative = Field(

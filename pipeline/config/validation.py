@@ -82,6 +82,7 @@ def closest_match(word: str, choices: list[str], default: str = "see docs/config
 
 
 def _config_error(details: ErrorDetails) -> ConfigError:
+    # pydantic appends "[key]" to the location of a mapping's invalid key.
     key = ".".join(str(part) for part in details["loc"] if part != "[key]")
     known = known_keys()
     canonical = canonical_key(key, known)
@@ -94,6 +95,7 @@ def _config_error(details: ErrorDetails) -> ConfigError:
     expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     if details["type"] == "string_pattern_mismatch":
         expected = PATTERN_MEANINGS.get(details["ctx"]["pattern"], expected)
+    # The values of a Literal; the arguments of a union are types.
     choices = get_args(field.annotation) if field and not isinstance(field.annotation, UnionType) else ()
     if details["type"] == "literal_error" and choices:
         meaning = closest_match(str(details["input"]), [str(choice) for choice in choices]) + f" ({meaning})"

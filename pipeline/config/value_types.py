@@ -64,7 +64,7 @@ def memory_bytes(value: str) -> int:
     if not value:
         return 0
     number, unit = (value[:-1], value[-1]) if value[-1].isalpha() else (value, "M")
-    return int(number) << 10 * (1 + "KMGT".index(unit))
+    return int(number) << 10 * (1 + "KMGT".index(unit))  # K is 2**10, M 2**20, and so on
 
 
 class Section(BaseModel):

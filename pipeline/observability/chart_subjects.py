@@ -28,7 +28,7 @@ def all_charts(history: History) -> list[Chart]:
     if config and not config.has_rollouts:
         charts = [chart for job, name in _KINDS.items() if _has(rows, job) for chart in _of_trainer(rows, job, name)]
         return charts or [chart("Loss", "The loss of each step.", [], (), "loss", section=NUMBERS)]
-    resumes = resume_steps(rows)
+    resumes = resume_steps(rows)  # of RL; those of SFT are separate
     return [
         *_learning(rows, resumes, config),
         *_optimization(rows, resumes, config),
@@ -41,7 +41,7 @@ def all_charts(history: History) -> list[Chart]:
 
 
 def unmeasured(history: History) -> list[str]:
-    """What a run of RL could measure besides, as `entropy: training.metrics=with_entropy`."""
+    """Unmeasured metrics of an RL run with the key that enables each: `entropy: training.metrics=with_entropy`."""
     config, rows = history.config, history.rows
     if config is None or not config.has_rollouts or config.evaluation.only or not _has(rows, "rl"):
         return []

@@ -196,6 +196,7 @@ class AttemptReader:
         """The records that the attempt has written so far."""
         paths = self._paths
         marks = _names(paths.marks)
+        # An agent that has left its mark of exit has ended in order: its old heartbeat is no sign of a hang.
         living = {rank for rank in _ranks(_names(paths.alive)) if paths.down(f"agent.{rank}").name not in marks}
         timelines = _timelines(paths)
         self._look([*(("alive", rank) for rank in living), *(("timeline", rank) for rank in timelines)])
@@ -216,6 +217,7 @@ class AttemptReader:
         """Read the new ones of `files`, and the next `PER_LOOK` known files."""
         known = set(self._turns)
         new = [file for file in files if file not in known]
+        # Rotate the queue of known files: each call reads the next ones.
         for _ in range(min(PER_LOOK, len(self._turns))):
             file = self._turns.popleft()
             self._turns.append(file)
@@ -246,7 +248,7 @@ def _began(paths: AttemptPaths, known: dict[str, float]) -> float:
     if paths.attempt not in known:
         ranks = _timelines(paths)
         first = next(iter(_lines(paths.timeline_of(ranks[0]))), None) if ranks else None
-        if first is None:
+        if first is None:  # not cached: the first transition may appear later
             return paths.root.stat().st_mtime
         known[paths.attempt] = first.time
     return known[paths.attempt]

@@ -91,6 +91,7 @@ def _times(samples: SampleTable, edges: Sequence[float]) -> list[float]:
 def _chosen(part: SampleTable) -> Samples:
     best = list(part.best(SAMPLES_PER_PHASE).load())
     shown = {(sample["position"], sample["sample"], sample["time"]) for sample in best}
+    # Twice the number of candidates, since a small phase may have the same samples as its best and its worst.
     worst = [
         s for s in part.worst(2 * SAMPLES_PER_PHASE).load() if (s["position"], s["sample"], s["time"]) not in shown
     ]
@@ -167,6 +168,7 @@ def _spread(title: str, note: str, steps: np.ndarray, values: np.ndarray) -> Cha
     """A two-dimensional histogram of values over steps; each column is normalized to 1."""
     columns = min(_COLUMNS, int(steps.max() - steps.min()) + 1)
     low, high = float(values.min()), float(values.max())
+    # A margin of about half a cell keeps the extreme values off the edges.
     margin = 0.5 if high == low else (high - low) / (2 * _CELLS)
     counts, at, among = np.histogram2d(
         steps, values, bins=(columns, _CELLS), range=((steps.min(), steps.max() + 1), (low - margin, high + margin))
@@ -176,7 +178,7 @@ def _spread(title: str, note: str, steps: np.ndarray, values: np.ndarray) -> Cha
     def paint(axes: Axes) -> None:
         for column, row in zip(*np.nonzero(shares), strict=True):
             corner, size = (at[column], among[row]), (at[column + 1] - at[column], among[row + 1] - among[row])
-            strength = 0.12 + 0.88 * float(shares[column, row])
+            strength = 0.12 + 0.88 * float(shares[column, row])  # even a small share is visible
             axes.add_patch(Rectangle(corner, *size, facecolor=SERIES[0], alpha=strength, linewidth=0))
         axes.set_xlim(at[0], at[-1])
         axes.set_ylim(among[0], among[-1])

@@ -72,7 +72,7 @@ def draw(width: float, height: float, paint: Callable[[Axes], None], label: str)
 
 def _themed(svg: str, label: str) -> str:
     """The `<svg>` element alone, without a fixed size, and with the page's CSS variables as colors."""
-    svg = svg[svg.index("<svg") :]
+    svg = svg[svg.index("<svg") :]  # drop the XML prolog, which has no place in HTML
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)

@@ -115,6 +115,8 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
         "tables of shared lines": _tables(config, tokens),
         "CUDA": CONTEXT,
     }
+    # Three moments compete for the peak of a backward pass: at the head, within a layer, and at the embedding, where
+    # the gradients outside of the layers are reduced.
     peaks: list[dict[str, int]] = [
         {"activations": _activation_bytes(config, sizes, tokens), "head": _lm_head_bytes(sizes, tokens)},
         {"activations": _activation_bytes(config, sizes, tokens) + _recomputed_activation_bytes(config, sizes, tokens)}
@@ -158,6 +160,7 @@ def sequence_bytes(config: RunConfig, sizes: Sizes) -> int:
     For layers with windows, vLLM uses somewhat more while it computes a long prompt.
     """
     length = config.model.max_length
+    # Layers with a window cache at most `window` tokens of a sequence.
     numbers = length * sizes.kv + min(length, sizes.window) * sizes.kv_window
     return _shard(numbers * sizes.width, min(_server_gpus(config), sizes.kv_heads))
 
@@ -339,6 +342,8 @@ def _tables(config: RunConfig, tokens: int) -> int:
 def _gradients(config: RunConfig, sizes: Sizes, shards: int) -> int:
     if config.training.reshard_after_forward:
         return _shard(_GRADIENT * sizes.trained, shards)
+    # Without resharding (ZeRO-2), a rank holds whole gradients until the last micro-batch, except those of experts
+    # that are sharded over `ep` ranks.
     experts = sizes.experts if sizes.trained == sizes.parameters else 0
     return _GRADIENT * _without_spread(config, sizes.trained, experts)
 

@@ -186,6 +186,8 @@ def _bundles(config: RunConfig) -> list[NodeBundle]:
     trainer, inference = _placed(_trainer_bundles(resources, ports=2), _inference_bundles(resources), resources)
     if resources.services.nodes:
         return [NodeBundle(roles=services), *trainer, *inference]
+    # Without separate nodes, the services join the last node of the role with the lower CPU load. Redis, if used,
+    # starts first, since all other roles connect to it.
     host = trainer if trainer and _trainer_load(resources) < _inference_load(resources) else inference
     host[-1] = NodeBundle(roles=services[:1] + host[-1].roles + services[1:])
     return [*trainer, *inference]

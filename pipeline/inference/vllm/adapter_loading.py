@@ -87,7 +87,7 @@ class AdapterSlot:
         update. The next step with a request loads the adapter again, from memory.
         """
         settings = self._folder / "adapter_config.json"
-        if not settings.exists():
+        if not settings.exists():  # written once, with the first adapter
             try:
                 shared_files.write_atomic(settings, json.dumps(self._config).encode())
             except OSError as error:

@@ -109,7 +109,7 @@ def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
         nonlocal whole, parts
         if num_positions != 1 or self.cu_num_generated_tokens is not None:
             return stock(self, req_idx, num_positions)
-        if self.logprobs is not whole:
+        if self.logprobs is not whole:  # the first request of a new step
             whole = self.logprobs
             parts = [*map(lists, *_columns(self), repeat(None))] if np.shape(whole)[1:] == (1,) else []
         return parts[req_idx] if parts else stock(self, req_idx, num_positions)
@@ -150,6 +150,7 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
         if values.ndim != 1:
             stock(self, logprobs_lists)
             return
+        # ranks[tokens], followed by one policy version if the engine marks its steps.
         ranks, versions = ranks[: len(ids)], ranks[len(ids) :].tolist()
         if self.tokenizer is not None or not isinstance(self.logprobs, list):
             stock(self, lists(ids[:, None], values[:, None], ranks, None))

@@ -131,6 +131,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         packet = func.overloadpacket
         if packet is torch.ops.aten.copy_:
+            # Operands of copy_: the parameter's view, and a view of the blank buffer of the checkpoint's layout.
             self._plan.targets.append(args[0])
             self._plan.slices.append(self._slice(args[1]))
             return args[0]
@@ -146,6 +147,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _slice(self, source: Tensor) -> Slice:
         """The part of the checkpoint that `source`, a view of the blank buffer, refers to."""
         layout = self._plan.layout
+        # The blank buffer has the checkpoint's layout, so a byte offset identifies a tensor and the position in it.
         at = int(source.storage_offset()) * source.element_size()
         index = bisect_right(layout.offsets, at) - 1
         parameter = layout.parameters[index] if index < len(layout.parameters) else None
@@ -176,6 +178,7 @@ def _checksum(tensor: Tensor) -> int:
     total = 0
     for start in range(0, len(flat), _BLOCK):
         part = flat[start : start + _BLOCK].to(torch.int64)
+        # uint8 times at most 65,521, summed over 2**24 bytes: below 2**48, so int64 does not overflow.
         positions = torch.arange(start, start + len(part), device=part.device) % _PERIOD + 1
         total += int((part * positions).sum())
     return total

@@ -49,7 +49,7 @@ def register() -> None:
     from pipeline.inference.vllm.token_versions import note_versions
     from pipeline.inference.vllm.vllm_compat import add_float32_head
 
-    if multiprocessing.parent_process() is not None:
+    if multiprocessing.parent_process() is not None:  # started by the server or an engine, not the server itself
         exit_with_parent()
     heartbeat.show_stacks()
     start_resource_tracker()

@@ -45,6 +45,7 @@ def add_float32_head() -> None:
         if not (self.rollcall_float32 and plain and hidden_states.is_cuda and hidden_states.dtype != torch.float32):
             logits: Tensor | None = stock_logits(self, hidden_states, lm_head, embedding_bias)
             return logits
+        # [tokens, hidden] × [hidden, local vocabulary] in compute type, accumulated and stored in float32.
         product = torch.mm(hidden_states, lm_head.weight.t(), out_dtype=torch.float32)
         gathered: Tensor | None = self._gather_logits(product if embedding_bias is None else product + embedding_bias)
         return gathered if gathered is None else gathered[..., : self.org_vocab_size]
