@@ -119,7 +119,7 @@ class VerifiedFile:
             for index, digest in zip(blocks, hashers.map(_sha256, parts), strict=True):
                 if digest != self._record.sha256[index]:
                     where = f"between bytes {index * BLOCK} and {min((index + 1) * BLOCK, self._record.size)}"
-                    raise DamagedCheckpointError(f"{self._name} is not what was committed (SHA-256 differs {where})")
+                    raise DamagedCheckpointError(f"{self._name} is not what was saved (SHA-256 differs {where})")
         self._at, self._data = start, data
 
 

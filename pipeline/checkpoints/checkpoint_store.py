@@ -82,7 +82,7 @@ class Checkpoint:
         """The content of a small file. `DamagedCheckpointError` if its hash differs from the manifest."""
         record, data = self.record(file), Storage(self.location).get(file)
         if data is None or FileRecord.of(data) != record:
-            raise DamagedCheckpointError(f"{self.location}/{file} is not what was committed (SHA-256 differs)")
+            raise DamagedCheckpointError(f"{self.location}/{file} is not what was saved (SHA-256 differs)")
         return data
 
     def record(self, file: str) -> FileRecord:
@@ -176,7 +176,7 @@ def complete_checkpoint(
     try:
         _check_sizes(storage, folder, manifest)
     except DamagedCheckpointError as error:
-        raise CheckpointError(f"cannot commit {name}: {error}") from error
+        raise CheckpointError(f"cannot complete {name}: {error}") from error
     # As late as possible: a superseded attempt must not complete a checkpoint.
     Fence(storage.url(), attempt).check()
     mark = CompletionMarker(manifest_sha256=hashlib.sha256(body).hexdigest())

@@ -94,12 +94,12 @@ class Fence:
         self._write_ancestry(None if before.line is None else (*before.line, before.owner))
         self._put(OWNER, self._attempt)
 
-    def keep(self, commits: Iterable[str]) -> None:
+    def keep(self, checkpoints: Iterable[str]) -> None:
         """Set the ancestry: only these checkpoints, `<job>-<step>/<attempt>`, and this attempt's count from now on.
 
         Raises like `check`.
         """
-        self._write_ancestry(tuple(commits))
+        self._write_ancestry(tuple(checkpoints))
         self.check()
         for name in self._old_ancestries:  # listed before the claim, so none of a later owner's
             self._storage.remove(f"{LINES}/{name}")

@@ -112,7 +112,7 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
         "copies in compute type": _gathered_bytes(config, sizes),
         "gradients": _gradients(config, sizes, shards),
         "tokens on their way to experts": _traveling(config, sizes, tokens),
-        "tables of shared lines": _tables(config, tokens),
+        "tables of shared rows": _tables(config, tokens),
         "CUDA": CONTEXT,
     }
     # Three moments compete for the peak of a backward pass: at the head, within a layer, and at the embedding, where
@@ -187,7 +187,7 @@ def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
         else 0
     )
     return MemoryBudget(
-        {"a commit that is being written": state, "models that wait": moved, "weights for the servers": published}
+        {"a checkpoint that is being written": state, "models that wait": moved, "weights for the servers": published}
     )
 
 

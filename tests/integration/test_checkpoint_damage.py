@@ -77,7 +77,7 @@ def test_a_shard_that_is_gone_before_the_commit_fails_it(disk: str, file: str, m
         return written
 
     monkeypatch.setattr(sharded_state, "_write_shards", remove)
-    with pytest.raises(CheckpointError, match=f"cannot commit rl-50: rl-50/1-0/{file} is missing"):
+    with pytest.raises(CheckpointError, match=f"cannot complete rl-50: rl-50/1-0/{file} is missing"):
         commit(disk, 50)
     assert newest_step(disk) is None
 
@@ -120,7 +120,7 @@ def test_a_damaged_block_is_found_by_whoever_loads_it_and_by_nobody_else(
     shard.write_bytes(data)
     load_shards(found, {"critic": {"w": torch.zeros(1000)}})
     with pytest.raises(
-        DamagedCheckpointError, match=r"rl-1/1-0/__0_0.distcp is not what was committed \(SHA-256 differs between"
+        DamagedCheckpointError, match=r"rl-1/1-0/__0_0.distcp is not what was saved \(SHA-256 differs between"
     ):
         load_shards(found, {"policy": {"w": torch.zeros(1000)}})
 
@@ -130,6 +130,6 @@ def test_a_damaged_small_file_is_found_before_anything_is_loaded(disk: str, name
     found = commit(disk, 1)
     changed(Path(disk) / "rl-1/1-0" / name)
     into = tensors(0.0)
-    with pytest.raises(DamagedCheckpointError, match=rf"{name} is not what was committed"):
+    with pytest.raises(DamagedCheckpointError, match=rf"{name} is not what was saved"):
         load_shards(found, into)
     assert not into["model"]["w"].any()

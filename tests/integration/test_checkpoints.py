@@ -174,7 +174,7 @@ def test_every_rank_learns_that_one_of_them_read_something_else(saved_by_two: Pa
     run_ranks(2, ranks.load_damaged, str(tmp_path / "copy/checkpoints"), tmp_path)
     told = [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)]
     assert told[0] == told[1]
-    assert "__1_0.distcp is not what was committed" in told[0]
+    assert "__1_0.distcp is not what was saved" in told[0]
 
 
 def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_committed(disk: str) -> None:

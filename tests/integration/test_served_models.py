@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_fails_its_load_and_the_model_stays_as_it_was(
     later = trained(models, "a")
     assert later != saved
     damage(tmp_path / "weights" / "bad")
-    with pytest.raises(CheckpointError, match="not what was committed"):
+    with pytest.raises(CheckpointError, match="not what was saved"):
         models.verify_saved("bad")
     assert asked(models, "a").logprobs == later
     with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
@@ -124,7 +124,7 @@ def test_damage_that_comes_between_the_look_and_the_load_costs_the_model_alone(
         models.create(id, Adapter(4, seed=1))
     models.save("a", "bad", sampler=False)
     damage(tmp_path / "weights" / "bad")
-    with pytest.raises(CheckpointError, match="not what was committed"):
+    with pytest.raises(CheckpointError, match="not what was saved"):
         models.load("a", "bad", optimizer=True)
     assert "a" not in models
     assert trained(models, "b")

@@ -337,8 +337,8 @@ def test_processes_that_share_a_line_have_a_part_of_its_tokens_each_and_shard_th
     shared, alone = config_of(processes=8, mesh={"cp": 4}, **SAVING), config_of(processes=8, **SAVING)
     assert describe_mesh(shared) == "dp_replicate 1 × dp_shard 2 × cp 4"
     before, after = trainer_memory(alone, B8).parts, trainer_memory(shared, B8).parts
-    assert {name for name in before if before[name] != after[name]} == {"tables of shared lines"}
-    assert after["tables of shared lines"] == 4 * 8 * 4 * 16_384
+    assert {name for name in before if before[name] != after[name]} == {"tables of shared rows"}
+    assert after["tables of shared rows"] == 4 * 8 * 4 * 16_384
     few = config_of(processes=8, mesh={"cp": 4}, prompts_per_step=1, micro_batch_tokens=1 << 20)
     assert micro_batch_tokens(few, 8) == 4 * 4096 // 4  # 8 samples, of which two ranks-of-four get four each
 
