@@ -67,7 +67,7 @@ def test_a_run_that_is_interrupted_commits_and_the_same_command_goes_on(start: S
     first.interrupt(signal.SIGTERM)
     assert first.end() == 143, first.output()
     first.assert_nothing_left()
-    assert "the same command resumes it from the last commit of each job" in first.output()
+    assert "the same command resumes it from the last checkpoint of each job" in first.output()
     done = events(file.with_suffix(".jsonl")).count("step")
     assert 0 < done < LONG
     assert events(file.with_suffix(".jsonl"))[-1] == "interrupted"

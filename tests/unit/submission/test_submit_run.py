@@ -46,7 +46,7 @@ def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) ->
         ("loss.kl_in=reward", "since loss.kl=0.0 does not read it; set that or leave it out, or set loss.kl above 0"),
         ("resources.device=cuda", "resources.inference.gpus=0: expected 1 or more with resources.device=cuda"),
         ("cluster.partition=gpu", "cluster.partition='gpu': expected nothing, without Slurm; set cluster=slurm"),
-        ("resources.hetjob=true", "resources.hetjob='het': expected one, without Slurm"),
+        ("resources.hetjob=true", "resources.hetjob=True: expected false, without Slurm"),
         (
             "resources=gpus_4 resources.inference.servers=1 resources.inference.gpus=3",
             "resources.inference.gpus=3: expected a divisor of 4, the model's num_attention_heads",

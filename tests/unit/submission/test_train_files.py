@@ -101,7 +101,7 @@ def test_the_next_run_of_the_same_jobs_begins_when_the_one_before_is_finished(tm
         (["FOLDER", "-m"], "option='--multirun': expected one run"),
         (
             ["FOLDER", "training.steps=5"],
-            "training.steps=5: expected 0 with training.jobs: each job says its",
+            "training.steps=5: expected 0 with training.jobs: each job file sets its",
         ),
         (["FOLDER", "experiment=demo"], "expected 0 with training.jobs"),
         (["FOLDER", "model.pth=x"], "model.pth='x': expected a known key; did you mean model.path?"),
