@@ -9,7 +9,10 @@ With expert parallelism a rank has some experts of each layer, and tokens travel
 An adapter on experts (`ExpertAdapter`) adds two thin grouped products of the sorted tokens; no whole matrix is made.
 
 Tokens are sorted by expert once. The gradient of the sort is a gather and a sum in float32, where autograd's own is a
-scatter in compute type. The function stays outside of compiled graphs: there, `grouped_mm` takes bfloat16 only.
+scatter in compute type.
+
+A compiled layer contains the function where it can: in bfloat16, the only type that `grouped_mm` takes in a graph, and
+without expert parallelism, whose sizes of messages the host must know. Elsewhere the graph breaks around it.
 
 Notation: T tokens, K experts of each token, S = T × K slots, X experts, E features.
 """
@@ -102,6 +105,11 @@ def refuse_unspreadable(network: nn.Module, ranks: int) -> None:
 
 def experts_forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """The weighted sum [T, E] over each token's experts, summed in float32 (float64 for float64 input)."""
+    in_graph = hidden_TE.dtype == torch.bfloat16 and not hasattr(module, GROUP)
+    return (_forward if in_graph else _forward_eagerly)(module, hidden_TE, chosen_TK, weights_TK)
+
+
+def _forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     T, K = chosen_TK.shape
     expert_S = chosen_TK.reshape(-1)
     order_S = torch.argsort(expert_S, stable=True)
@@ -120,6 +128,10 @@ def experts_forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_T
     return total_TE.to(hidden_TE.dtype)
 
 
+_forward_eagerly = torch.compiler.disable(_forward)  # type: ignore[no-untyped-call]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph would be compiled again for each sum of counts
 def _count(module: Any, expert_S: Tensor, counts_X: Tensor) -> None:
     before, weights_T = getattr(module, COUNTS, None), getattr(module, WEIGHTS, None)
     if weights_T is not None:
@@ -188,7 +200,9 @@ def _tokens_per_expert(expert_S: Tensor, experts: int) -> Tensor:
 def _has_kernel(x: Tensor) -> bool:
     kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     strides = (stride * x.itemsize % _ALIGNMENT == 0 for stride in x.stride() if stride != 1)
-    return x.dtype in kinds and x.numel() > 0 and x.data_ptr() % _ALIGNMENT == 0 and all(strides)
+    # A graph cannot read addresses; inductor allocates on boundaries of 16 bytes.
+    aligned = torch.compiler.is_compiling() or x.data_ptr() % _ALIGNMENT == 0
+    return x.dtype in kinds and x.numel() > 0 and aligned and all(strides)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -230,4 +244,4 @@ class _Loop(torch.autograd.Function):
         return of_x, torch.stack([x_SI[part].T @ slope_SO[part] for part in ctx.parts]), None
 
 
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS, torch.compiler.disable(experts_forward))  # type: ignore[no-untyped-call]
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)

@@ -60,6 +60,38 @@ def test_a_grouped_product_is_that_of_each_group_even_where_groups_are_empty(
     torch.testing.assert_close(slopes[0], slopes[1], rtol=bound, atol=bound)
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo's own, which would end its tracing as errors
+@pytest.mark.parametrize("width", [16, 12], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_compiled_layer_in_bfloat16_contains_the_grouped_products(family: str, width: int) -> None:
+    names = {"moe_intermediate_size", "intermediate_size"} & FAMILIES[family].keys()
+    settings = FAMILIES[family] | dict.fromkeys(names, width)
+    config = tiny_config(model_type=family, initializer_range=0.2, **settings)
+    config._experts_implementation = EXPERTS
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    (module, *_), products = experts.fused_experts(network), [0]
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    hidden, router = torch.randn(12, config.hidden_size, dtype=torch.bfloat16), torch.rand(12, 2)
+
+    def count_products(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        products[0] += sum("grouped_mm" in str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def answer_and_gradients(forward: Any) -> list[Tensor]:
+        tokens, weights = hidden.clone().requires_grad_(), router.clone().requires_grad_()
+        answer = forward(tokens, torch.arange(24).view(12, 2) % 7, weights)
+        return [answer, *torch.autograd.grad(answer.float().square().sum(), (tokens, weights, *module.parameters()))]
+
+    plain = answer_and_gradients(module)
+    compiled = answer_and_gradients(torch.compile(module, backend=count_products))
+
+    assert all(torch.equal(one, other) for one, other in zip(plain, compiled, strict=True))
+    assert products[0] == (2 if width == 16 else 1)  # the second has rows of 24 bytes: a loop stands in
+    assert getattr(module, experts.COUNTS).sum() == 2 * 24
+
+
 def test_a_policy_of_a_mixture_uses_the_grouped_experts_and_a_dense_one_has_none(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "mixture", model_type="qwen3_moe", **FAMILIES["qwen3_moe"])
     mixture = build_on_meta(ModelConfig(path=str(path), init="random"))
