@@ -15,7 +15,7 @@ from tests.support.oracle.cases import RECIPES, Arrays
 
 WORLDS = (1, 2, 4)
 Dtype = Literal["float32", "bfloat16"]
-_NAMED = ("glm", "layers", "reshard_after_forward", "offload", "checkpointing", "compile", "staged")
+_NAMED = ("glm", "layers", "reshard", "offload", "checkpointing", "compile", "staged")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ SWITCHES: tuple[dict[str, bool], ...] = (
     {"offload": True},
     {"checkpointing": True},
     {"offload": True, "checkpointing": True, "layers": True, "staged": True},
-    {"layers": True, "reshard_after_forward": True},
+    {"layers": True, "reshard": True},
 )
 
 

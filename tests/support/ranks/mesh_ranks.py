@@ -101,7 +101,7 @@ def spread_experts(dispatch: RankGroup, model: Path, folder: Path) -> None:
     wanted = parameters(dispatch)
     for mesh in (
         {"ep": 4},
-        {"ep": 2, "reshard_after_forward": True, "activation_checkpointing": True},
+        {"ep": 2, "reshard": True, "activation_checkpointing": True},
         {"ep": 2, "dp_replicate": 2},
     ):
         make(dispatch, model, **mesh)
@@ -171,7 +171,7 @@ def move_adapters(dispatch: RankGroup, model: Path, folder: Path) -> None:
     make(dispatch, model, **adapted)
     plain = [step(dispatch, batch) for _ in range(3)]
     wanted = parameters(dispatch)
-    for mesh in ({"ep": 4}, {"ep": 2, "reshard_after_forward": True}, {"ep": 2, "dp_replicate": 2}):
+    for mesh in ({"ep": 4}, {"ep": 2, "reshard": True}, {"ep": 2, "dp_replicate": 2}):
         make(dispatch, model, **mesh, **adapted)
         assert_same_steps(dispatch, batch, plain, wanted)
     assert_replicas_are_equal(dispatch)
