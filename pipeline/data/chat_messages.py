@@ -30,18 +30,18 @@ class Conversation:
 
     Attributes:
         messages: each with `role` and, as text, `content`.
-        asked: length of the prompt in messages. The prompt's assistant turns are context, not trained.
+        prompt_length: length of the prompt in messages. The prompt's assistant turns are context, not trained.
         tools: JSON schemas of the available tools.
     """
 
     messages: tuple[Message, ...]
-    asked: int = 0
+    prompt_length: int = 0
     tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def turns(self) -> tuple[int, ...]:
         """The indices of the assistant's messages after the prompt."""
-        indices = range(self.asked, len(self.messages))
+        indices = range(self.prompt_length, len(self.messages))
         return tuple(index for index in indices if self.messages[index]["role"] == "assistant")
 
 

@@ -37,8 +37,8 @@ class Example:
     def prompt(self) -> tuple[Message, ...]:
         """The messages before the policy's turn: the prompt's, or all before the last assistant turn."""
         conversation = self.conversation
-        if conversation.asked:
-            return conversation.messages[: conversation.asked]
+        if conversation.prompt_length:
+            return conversation.messages[: conversation.prompt_length]
         return conversation.messages[: conversation.turns[-1]] if conversation.turns else conversation.messages
 
 
@@ -94,7 +94,7 @@ class Examples:
             return Conversation(read_messages(row["messages"]), tools=tools)
         prompt = read_messages(row["prompt"])
         completion = read_messages(row["completion"], "assistant") if "completion" in row else ()
-        return Conversation((*prompt, *completion), asked=len(prompt), tools=tools)
+        return Conversation((*prompt, *completion), prompt_length=len(prompt), tools=tools)
 
 
 def _chosen_columns(available: tuple[str, ...], columns: ColumnsConfig, section: str) -> dict[str, str]:

@@ -77,7 +77,7 @@ class AssistantMasker:
             raise MaskError("no turn of an assistant to train; remove the row, or set data.invalid=drop")
         if self._choice == "each":
             for turn in turns:
-                upto = replace(conversation, messages=conversation.messages[: turn + 1], asked=turn)
+                upto = replace(conversation, messages=conversation.messages[: turn + 1], prompt_length=turn)
                 yield self._row(upto, upto.turns)
         else:
             yield self._row(conversation, turns if self._choice == "all" else turns[-1:])

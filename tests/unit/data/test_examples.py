@@ -35,38 +35,38 @@ def examples(tmp_path: Path, *rows: Mapping[str, Any], **settings: Any) -> Examp
 
 
 def test_a_conversation_keeps_its_other_columns_for_a_reward(tmp_path: Path) -> None:
-    found = examples(tmp_path, {"messages": [ASKED, SAID], "answer": 2, "level": "easy"})
-    assert len(found) == 1
-    assert found[0].conversation.messages == (ASKED, SAID)
-    assert found[0].prompt == (ASKED,)
-    assert found[0].columns == {"answer": 2, "level": "easy"}
+    rows = examples(tmp_path, {"messages": [ASKED, SAID], "answer": 2, "level": "easy"})
+    assert len(rows) == 1
+    assert rows[0].conversation.messages == (ASKED, SAID)
+    assert rows[0].prompt == (ASKED,)
+    assert rows[0].columns == {"answer": 2, "level": "easy"}
 
 
 def test_the_prompt_of_a_conversation_ends_before_its_last_answer(tmp_path: Path) -> None:
-    found = examples(tmp_path, {"messages": [ASKED, SAID, ASKED, SAID]})
-    assert found[0].prompt == (ASKED, SAID, ASKED)
-    assert found[0].conversation.turns == (1, 3)
+    rows = examples(tmp_path, {"messages": [ASKED, SAID, ASKED, SAID]})
+    assert rows[0].prompt == (ASKED, SAID, ASKED)
+    assert rows[0].conversation.turns == (1, 3)
 
 
 @pytest.mark.parametrize("completion", ["2", [SAID], SAID], ids=["text", "messages", "message"])
 def test_a_prompt_with_its_completion(tmp_path: Path, completion: Any) -> None:
-    found = examples(tmp_path, {"prompt": "1+1", "completion": completion})
-    assert found[0].conversation.messages == (ASKED, SAID)
-    assert found[0].conversation.turns == (1,)
-    assert found.answered
+    rows = examples(tmp_path, {"prompt": "1+1", "completion": completion})
+    assert rows[0].conversation.messages == (ASKED, SAID)
+    assert rows[0].conversation.turns == (1,)
+    assert rows.answered
 
 
 def test_answers_within_a_prompt_are_not_trained(tmp_path: Path) -> None:
-    found = examples(tmp_path, {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]})
-    assert found[0].conversation.turns == (3,)
-    assert len(found[0].prompt) == 3
+    rows = examples(tmp_path, {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]})
+    assert rows[0].conversation.turns == (3,)
+    assert len(rows[0].prompt) == 3
 
 
 def test_prompts_alone_are_a_dataset_for_rl(tmp_path: Path) -> None:
-    found = examples(tmp_path, {"question": "1+1", "answer": "2"}, columns=ColumnsConfig(prompt="question"))
-    assert found[0].prompt == (ASKED,)
-    assert found[0].columns == {"answer": "2"}
-    assert not found.answered
+    rows = examples(tmp_path, {"question": "1+1", "answer": "2"}, columns=ColumnsConfig(prompt="question"))
+    assert rows[0].prompt == (ASKED,)
+    assert rows[0].columns == {"answer": "2"}
+    assert not rows.answered
 
 
 def test_a_named_prompt_is_read_beside_messages(tmp_path: Path) -> None:
@@ -94,11 +94,11 @@ def test_tool_calls_have_objects_as_arguments_and_no_keys_of_other_rows(tmp_path
 
     tool = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
     schema = {"type": "function", "function": tool}
-    found = examples(tmp_path, calling({"a": 1}), calling('{"b": [2, {"c": 3}]}'), calling({"d": 4}))
-    arguments = [found[index].conversation.messages[1]["tool_calls"][0]["function"]["arguments"] for index in range(3)]
+    rows = examples(tmp_path, calling({"a": 1}), calling('{"b": [2, {"c": 3}]}'), calling({"d": 4}))
+    arguments = [rows[index].conversation.messages[1]["tool_calls"][0]["function"]["arguments"] for index in range(3)]
     assert arguments == [{"a": 1}, {"b": [2, {"c": 3}]}, {"d": 4}]
-    assert found[0].conversation.tools == (schema,)
-    assert found[0].conversation.messages[1]["content"] == ""
+    assert rows[0].conversation.tools == (schema,)
+    assert rows[0].conversation.messages[1]["content"] == ""
 
 
 def test_a_parquet_file_and_folders_by_split_give_the_same_rows(tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, split: str) -> None:
 
 
 def test_rows_of_json_are_what_their_lines_say(tmp_path: Path) -> None:
-    said = ["2", "true", "null", '{"a": 1}', [{"type": "text", "text": "2"}], "\u2028", "é\n"]
-    found = examples(tmp_path, *({"messages": [ASKED, {**SAID, "content": text}], "k": text} for text in said))
-    assert [found[index].columns["k"] for index in range(len(said))] == said
-    contents = [found[index].conversation.messages[1]["content"] for index in range(len(said))]
+    texts = ["2", "true", "null", '{"a": 1}', [{"type": "text", "text": "2"}], "\u2028", "é\n"]
+    rows = examples(tmp_path, *({"messages": [ASKED, {**SAID, "content": text}], "k": text} for text in texts))
+    assert [rows[index].columns["k"] for index in range(len(texts))] == texts
+    contents = [rows[index].conversation.messages[1]["content"] for index in range(len(texts))]
     assert contents == ["2", "true", "null", '{"a": 1}', "2", "\u2028", "é\n"]
 
 
@@ -183,21 +183,21 @@ def test_lines_are_counted_as_an_editor_does_also_after_empty_ones(tmp_path: Pat
     good, odd = json.dumps({"messages": [ASKED, SAID]}), json.dumps({"messages": []})
     path = tmp_path / "rows.jsonl"
     path.write_text(f"\n{good}\n\n\n{odd}\n{good}\n\n{{")
-    found = Examples.open(SourceConfig(path=str(path), split="train[1:]"))
-    assert len(found) == 3
+    rows = Examples.open(SourceConfig(path=str(path), split="train[1:]"))
+    assert len(rows) == 3
     with pytest.raises(RowError, match=r"row 0: .* \(rows\.jsonl, line 5\)$"):
-        found[0]
+        rows[0]
     with pytest.raises(RowError, match=r"row 2: rows\.jsonl, line 8: no JSON: .*, column 2"):
-        found[2]
+        rows[2]
 
 
 def test_a_broken_line_fails_alone_unless_there_is_no_other(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "rows.jsonl", [{"messages": [ASKED, SAID]}]))
     path.write_text("{\n" + path.read_text())
-    found = Examples.open(SourceConfig(path=str(path)))
-    assert found[1].prompt == (ASKED,)
+    rows = Examples.open(SourceConfig(path=str(path)))
+    assert rows[1].prompt == (ASKED,)
     with pytest.raises(RowError, match=r"row 0: .*rows\.jsonl, line 1: no JSON: "):
-        found[0]
+        rows[0]
     path.write_text("{\n[]\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 1: no JSON: "):
         Examples.open(SourceConfig(path=str(path)))
@@ -258,10 +258,10 @@ def test_the_keys_of_an_error_are_those_of_who_asked(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_that_is_no_conversation_is_named(tmp_path: Path, messages: Any, reason: str) -> None:
-    found = examples(tmp_path, {"messages": [ASKED, SAID]}, {"messages": messages})
-    assert found[0].prompt == (ASKED,)
+    rows = examples(tmp_path, {"messages": [ASKED, SAID]}, {"messages": messages})
+    assert rows[0].prompt == (ASKED,)
     with pytest.raises(RowError) as caught:
-        found[1]
+        rows[1]
     assert "rows.jsonl (train): row 1: " in str(caught.value)
     assert reason in str(caught.value)
 

@@ -72,7 +72,7 @@ SHAPES: dict[str, Conversation] = {
         (user("?"), said("both", tool_calls=[call("add", a="é"), call("add", a=[{"b": None}])])), tools=(TOOL, TOOL)
     ),
     "a call with special tokens": Conversation((user("?"), said("", tool_calls=[call("add", a="<|im_end|>")]))),
-    "turns of the prompt": Conversation((user("a"), said("b"), user("c"), said("d")), asked=3),
+    "turns of the prompt": Conversation((user("a"), said("b"), user("c"), said("d")), prompt_length=3),
     "many turns": Conversation(tuple(m for n in range(20) for m in (user(f"q{n}"), said(f"a{n}")))),
 }
 CONVERSATIONS = {
@@ -146,7 +146,7 @@ def test_marked_spans_are_those_of_transformers(folders: Mapping[str, Path], nam
     from transformers import AutoTokenizer
 
     conversation = CONVERSATIONS[name]
-    if conversation.asked:
+    if conversation.prompt_length:
         pytest.skip("transformers knows no prompt within a conversation")
     tokenizer = AutoTokenizer.from_pretrained(folders["marked"])
     # With the offsets that it trims, transformers leaves a token out that is white space at the beginning of a turn.
@@ -240,7 +240,7 @@ def test_a_template_that_writes_no_end_of_a_turn_teaches_none(folders: Mapping[s
 
 
 def test_a_conversation_without_an_answer_is_refused(folders: Mapping[str, Path]) -> None:
-    for talk in (Conversation((user("a"),)), Conversation((user("a"), said("b"), user("c")), asked=3)):
+    for talk in (Conversation((user("a"),)), Conversation((user("a"), said("b"), user("c")), prompt_length=3)):
         with pytest.raises(MaskError, match="no turn of an assistant to train"):
             masked(folders["chatml"], talk)
 

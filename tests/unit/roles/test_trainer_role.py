@@ -14,8 +14,8 @@ def launched(root, address):
     run = FakeRun(root / "run")
     attempt = run.attempt("12-0")
     world = attempt.meet()
-    place = msgspec.structs.replace(world.of_role("trainer")[0], address=address)
-    return trainer.launch(RoleContext(attempt.paths, run.config, world, place))
+    placement = msgspec.structs.replace(world.of_role("trainer")[0], address=address)
+    return trainer.launch(RoleContext(attempt.paths, run.config, world, placement))
 
 
 def test_gloo_is_bound_to_the_interface_of_the_address_that_the_leader_proved(tmp_path):
@@ -33,7 +33,7 @@ def test_every_node_but_the_first_is_told_elsewhere_that_it_is_ready(tmp_path):
     world = attempt.meet()
     first = world.of_role("trainer")[0]
     second = msgspec.structs.replace(first, index=1, rank=first.rank + 1)
-    contexts = [RoleContext(attempt.paths, run.config, world, place) for place in (first, second)]
+    contexts = [RoleContext(attempt.paths, run.config, world, placement) for placement in (first, second)]
     assert [trainer.launch(context).reports_state for context in contexts] == [False, True]
 
 

@@ -149,9 +149,9 @@ def test_a_commit_under_way_that_fails_does_not_hide_the_error_that_came_before(
 
 def test_a_warm_up_is_reported_while_it_goes_on_and_the_first_one_ever_after(waiting: Waiting) -> None:
     def status() -> tuple[str, list[float]]:
-        told = waiting.context.status()
-        assert told is not None
-        return told.detail, list(told.numbers.values())
+        status = waiting.context.status()
+        assert status is not None
+        return status.detail, list(status.numbers.values())
 
     with waiting.warming_up():
         assert status() == ("warming up", [])

@@ -16,12 +16,12 @@ SHARED = frozenset({"config.json"})
 
 def names() -> set[str]:
     """The names of all files that `pipeline.run.paths` lists."""
-    found = set()
+    names = set()
     for paths in (RunPaths(Path()), SweepPaths(Path()), AttemptPaths(Path(), "r", "7-0")):
         properties = (name for name, value in vars(type(paths)).items() if isinstance(value, property))
         values = (getattr(paths, name) for name in properties)
-        found |= {value.name for value in values if isinstance(value, Path) and value.name.endswith(SPELLED)}
-    return found - SHARED
+        names |= {value.name for value in values if isinstance(value, Path) and value.name.endswith(SPELLED)}
+    return names - SHARED
 
 
 def spelled(tree: ast.AST) -> Iterator[str]:

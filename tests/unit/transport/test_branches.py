@@ -96,16 +96,16 @@ def test_baselines_and_means_count_an_episode_once() -> None:
 def test_each_row_has_what_a_teacher_says_of_it() -> None:
     (group,) = groups()
     lengths = [len(row.tokens) for sample in group.group.samples for row in sample.rows()]
-    said = [np.full(length, -0.5 - place, "<f4") for place, length in enumerate(lengths)]
-    taught = msgspec.structs.replace(group, references=tuple(each.tobytes() for each in said))
+    logprobs = [np.full(length, -0.5 - place, "<f4") for place, length in enumerate(lengths)]
+    taught = msgspec.structs.replace(group, references=tuple(each.tobytes() for each in logprobs))
     taught.check(64, 1 << 20)
     assert [row.reference.tolist() for row in rows_of([taught]) if row.reference is not None] == [
-        each.tolist() for each in said
+        each.tolist() for each in logprobs
     ]
     assert [row.reference for row in rows_of([group])] == [None] * len(lengths)
     for references, reason in (
         (taught.references[1:], "references of 3 rows do not fit the group's 4 rows"),
-        ((said[0].tobytes()[4:], *taught.references[1:]), "do not fit"),
+        ((logprobs[0].tobytes()[4:], *taught.references[1:]), "do not fit"),
         ((np.full(lengths[0], np.nan, "<f4").tobytes(), *taught.references[1:]), "not finite"),
     ):
         with pytest.raises(RecordError, match=reason):
@@ -167,10 +167,10 @@ def test_the_deviation_of_a_batch_counts_an_episode_once() -> None:
         for number, (sample, reward) in enumerate([(a_sample(), 1.0), (ALONE, 0.0)])
         for row in sample.rows()
     ]
-    found = assign_advantages(rows, loss).advantages
-    assert [float(each[np.asarray(row.mask, bool)][0]) for each, row in zip(found, rows, strict=True)] == pytest.approx(
-        [1.0, 1.0, 1.0, -1.0], abs=1e-4
-    )
+    computed = assign_advantages(rows, loss).advantages
+    assert [
+        float(each[np.asarray(row.mask, bool)][0]) for each, row in zip(computed, rows, strict=True)
+    ] == pytest.approx([1.0, 1.0, 1.0, -1.0], abs=1e-4)
 
 
 def test_what_was_abandoned_beside_a_batch_is_told() -> None:

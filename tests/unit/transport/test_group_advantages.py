@@ -33,10 +33,10 @@ def test_leave_one_out_compares_each_sample_with_the_others() -> None:
 @pytest.mark.parametrize("baseline", BASELINES)
 @given(rewards=rewards_of_a_group)
 def test_advantages_sum_to_zero_and_keep_the_order_of_the_rewards(baseline: Baseline, rewards: list[float]) -> None:
-    found = advantages(rewards, baseline)
-    assert math.fsum(found) == pytest.approx(0, abs=1e-6)
+    computed = advantages(rewards, baseline)
+    assert math.fsum(computed) == pytest.approx(0, abs=1e-6)
     by_reward = sorted(range(len(rewards)), key=lambda i: rewards[i])
-    assert all(found[low] <= found[high] for low, high in pairwise(by_reward))
+    assert all(computed[low] <= computed[high] for low, high in pairwise(by_reward))
 
 
 @pytest.mark.parametrize("baseline", BASELINES)

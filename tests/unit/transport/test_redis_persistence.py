@@ -93,7 +93,7 @@ def test_data_of_redis_7_is_recognised(tmp_path: Path) -> None:
 
 def test_an_older_server_sets_the_data_of_redis_7_aside_and_finds_none(tmp_path: Path) -> None:
     (tmp_path / SEVERAL_FILES).mkdir()
-    told = make_loadable(tmp_path / "redis-server", tmp_path, 1, 6)
-    assert "redis-server is older than Redis 7" in told
+    message = make_loadable(tmp_path / "redis-server", tmp_path, 1, 6)
+    assert "redis-server is older than Redis 7" in message
     assert not needs_redis_7(tmp_path)
     assert (tmp_path / "newer-1" / SEVERAL_FILES).is_dir()

@@ -111,11 +111,13 @@ def test_with_a_mask_young_tokens_of_a_sample_that_was_cut_off_may_not_count() -
 
 
 def test_without_the_version_of_each_token_the_oldest_of_its_sample_counts() -> None:
-    told = a_sample(3, 5)
+    sample = a_sample(3, 5)
     silent = structs.replace(
-        told, version_offsets=b"", branches=tuple(structs.replace(one, version_offsets=b"") for one in told.branches)
+        sample,
+        version_offsets=b"",
+        branches=tuple(structs.replace(one, version_offsets=b"") for one in sample.branches),
     )
-    refused = [is_refused(6, Group(position=0, prompt=0, samples=(each,)), 1, "mask") for each in (told, silent)]
+    refused = [is_refused(6, Group(position=0, prompt=0, samples=(each,)), 1, "mask") for each in (sample, silent)]
     assert refused == [False, True]
 
 
