@@ -297,7 +297,7 @@ def _groups_can_succeed(config: RunConfig) -> None:
     rollout = config.rollout
     if rollout.min_samples > rollout.group_size:
         expected = f"at most rollout.group_size ({rollout.group_size})"
-        raise ConfigError("rollout.min_samples", rollout.min_samples, expected, "lower min_samples or raise samples")
+        raise ConfigError("rollout.min_samples", rollout.min_samples, expected, "lower min_samples or raise group_size")
 
 
 def _turns_leave_room_for_prompts(config: RunConfig) -> None:

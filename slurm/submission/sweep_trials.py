@@ -160,7 +160,9 @@ def _refuse_unlike(configs: Sequence[RunConfig]) -> None:
     """Raise `ConfigError` unless all points have one `cluster.scheduler`: a sweep is submitted in one way."""
     kinds = {config.cluster.scheduler: None for config in configs}
     if len(kinds) > 1:
-        raise ConfigError("cluster.scheduler", ", ".join(kinds), "one kind for the sweep", "submit a sweep for each")
+        raise ConfigError(
+            "cluster.scheduler", ", ".join(kinds), "one scheduler for all points", "submit a sweep for each"
+        )
 
 
 def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig]) -> None:

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = Path(folder) / "model"
         WORKLOADS[chosen.shape].write_model(model)
         for fast in (True, False):
-            with servers(model, [0], 1, chosen.api, fast_logprobs=fast) as (endpoint,):
+            with servers(model, [0], 1, chosen.api, compact_logprobs=fast) as (endpoint,):
                 for requests in (chosen.requests[0], *chosen.requests):  # the first one warms up
                     rows.append({"fast_logprobs": fast, "requests": requests, **measure(endpoint, requests, chosen)})
                     print(rows[-1], flush=True)

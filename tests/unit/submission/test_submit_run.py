@@ -42,7 +42,7 @@ def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) ->
         ("model.max_length=513", "expected at most 512, the model's max_position_embeddings"),
         ("training.micro_batch_tokens=63", "expected at least model.max_length (64)"),
         ("streams.budget_bytes=65536 rollout.group_size=64", "expected at least 147456, two of the largest groups"),
-        ("rollout.min_samples=9", "at most rollout.group_size (8); lower min_samples or raise samples"),
+        ("rollout.min_samples=9", "at most rollout.group_size (8); lower min_samples or raise group_size"),
         ("loss.kl_in=reward", "since loss.kl=0.0 does not read it; set that or leave it out, or set loss.kl above 0"),
         ("resources.device=cuda", "resources.inference.gpus=0: expected 1 or more with resources.device=cuda"),
         ("cluster.partition=gpu", "cluster.partition='gpu': expected nothing, without Slurm; set cluster=slurm"),

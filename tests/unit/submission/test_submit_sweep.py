@@ -116,7 +116,7 @@ def test_jobs_that_are_live_already_count_for_the_bound(tmp_path: Path, fake: Fa
 
 def test_a_bound_and_a_dependency_of_the_user_s_exclude_each_other(tmp_path: Path, fake: FakeLaunch) -> None:
     both = ("cluster.max_jobs=2", "cluster.sbatch.dependency=afterok:7")
-    with pytest.raises(ConfigError, match=r"cluster\.sbatch\.dependency='afterok:7': expected no dep"):
+    with pytest.raises(ConfigError, match=r"cluster\.sbatch\.dependency='afterok:7': expected no other dep"):
         check_config(compose_config([*command(tmp_path, "loss=grpo"), *both]))
 
 
@@ -216,7 +216,7 @@ def test_a_manifest_that_says_nothing_is_refused_and_not_replaced(
 
 
 def test_a_sweep_runs_at_one_kind_of_place(tmp_path: Path, fake: FakeLaunch) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.kind='local, slurm': expected one kind for the sweep"):
+    with pytest.raises(ConfigError, match=r"cluster\.scheduler='local, slurm': expected one scheduler for all points"):
         sweep([*command(tmp_path, "seed=1")[:3], "cluster=local,slurm"], fake.launch, detach=True)
     assert list(tmp_path.iterdir()) == []
 
