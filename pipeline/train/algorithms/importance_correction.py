@@ -16,13 +16,13 @@ from pipeline.train.algorithms.policy_losses import Terms, ratio
 
 
 def apply_correction(loss_N: Tensor, tokens: LossTokens, config: LossConfig) -> Terms:
-    """The loss of each token times its weight by `correction`: [N], and metrics.
+    """The loss of each token times its weight by `loss.tis`: [N], and metrics.
 
     - `none`: 1.
     - `truncate`: min(w, tis_cap), truncated importance sampling (Yao et al. 2025).
     - `mask`: w, or 0 outside of 1 / tis_cap … tis_cap: masked importance sampling.
 
-    Raises `TrainingError` if `correction` is not `none` and the rows have no old log-probabilities.
+    Raises `TrainingError` if `loss.tis` is not `none` and the rows have no old log-probabilities.
     """
     if tokens.old_logprobs_N is None:
         if config.tis != "none":
@@ -34,7 +34,7 @@ def apply_correction(loss_N: Tensor, tokens: LossTokens, config: LossConfig) -> 
         return loss_N, watched
     w_N = ratio(log_w_N)
     weight_N = _truncated(w_N, config) if config.tis == "truncate" else _masked(w_N, config)
-    return loss_N * weight_N, watched | {"correction": weight_N, "tis_fraction": weight_N != w_N}
+    return loss_N * weight_N, watched | {"tis_weight": weight_N, "tis_fraction": weight_N != w_N}
 
 
 def _truncated(w_N: Tensor, config: LossConfig) -> Tensor:
