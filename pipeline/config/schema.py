@@ -255,8 +255,8 @@ class TrainingConfig(Section):
     )
     staging_device: Literal["gpu", "host"] = Field(
         "gpu",
-        description="Memory for weights that wait for servers on GPUs: the trainer's first `gpu`, or its `host`, "
-        "which is slower.",
+        description="Memory for weights that wait for servers on GPUs, a part on each trainer process: its `gpu`, or "
+        "its `host`, which is slower.",
     )
     metrics: Literal["none", "basic", "with_entropy"] = Field(
         "basic", description="Level of the metrics of each batch; see docs/metrics.md."

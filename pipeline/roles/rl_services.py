@@ -8,8 +8,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from statistics import fmean
 
+from pipeline.inference.weight_sync.publication import CPU
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
-from pipeline.inference.weight_sync.weight_sender import CPU, WeightSender
+from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.metrics_log import read_rows
 from pipeline.train.controller.rank_group import RankGroup

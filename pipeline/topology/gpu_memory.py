@@ -25,9 +25,11 @@ ENGINE = 3 << 30
 
 _MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
 _PUBLISHED = 2
-"""Versions in memory on rank 0 while one is packed: the new one, and the previous one, which servers may still load."""
+"""Versions in memory while one is taken: the new one, and the previous one, which a server may still receive. Each
+process of a replica has its part of both."""
 WEIGHT_CHUNK = 1 << 27
-"""Maximum bytes of weights that are gathered at a time for one process of a server. A server needs two chunks."""
+"""Maximum bytes of weights that are sent at a time. A trainer process needs two chunks for a server, and a server one
+if several trainer processes send."""
 _ARRIVING = 2
 """Tokens that arrive at a process for its experts, relative to the number under uniform routing."""
 _LOGIT = 12
@@ -108,7 +110,7 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
     always = {
         "parameters and moments": _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, shards),
         "other models": _other_models_bytes(config, sizes, shards),
-        "weights for the servers": _staging_bytes(config, sizes) if _publishes(config) else 0,
+        "weights for the servers": _staging_bytes(config, sizes, shards) if _publishes(config) else 0,
         "copies in compute type": _gathered_bytes(config, sizes),
         "gradients": _gradients(config, sizes, shards),
         "tokens on their way to experts": _traveling(config, sizes, tokens),
@@ -182,7 +184,7 @@ def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
     state = _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, shards)
     moved = state + _other_models_bytes(config, sizes, shards) if config.training.offload_idle_models else 0
     published = (
-        _PUBLISHED * _published_bytes(config, sizes)
+        _PUBLISHED * _shard(_published_bytes(config, sizes), shards)
         if _publishes(config) and config.training.staging_device == "host"
         else 0
     )
@@ -277,8 +279,12 @@ def _published_bytes(config: RunConfig, sizes: Sizes) -> int:
 
 
 def _receive_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a policy version that each GPU of a server receives: its shard of a whole model, or a whole adapter."""
-    return _shard(_published_bytes(config, sizes), 1 if config.model.lora.travels_alone else _server_gpus(config))
+    """Memory of each GPU of a server for a policy version: its shard of a whole model, or a whole adapter; and a chunk
+    if several trainer processes send."""
+    chunk = WEIGHT_CHUNK if dp_shard(config, trainer_ranks(config)) > 1 else 0
+    return chunk + _shard(
+        _published_bytes(config, sizes), 1 if config.model.lora.travels_alone else _server_gpus(config)
+    )
 
 
 def _server_gpus(config: RunConfig) -> int:
@@ -289,15 +295,15 @@ def _shard(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-def _staging_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of weight-sync staging on rank 0's GPU: pending policy versions, and gather buffers.
+def _staging_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
+    """Bytes of weight-sync staging on a trainer's GPU: its part of pending policy versions, and gather buffers.
 
     Servers need a gather buffer if their shards differ from the staged layout, or the versions are in host memory.
     """
     on_host = config.training.staging_device == "host"
     servers = config.resources.inference.nodes * config.resources.inference.servers
     gathering = servers * 2 * WEIGHT_CHUNK if on_host or _server_gpus(config) > 1 else 0
-    return gathering + (0 if on_host else _PUBLISHED * _published_bytes(config, sizes))
+    return gathering + (0 if on_host else _PUBLISHED * _shard(_published_bytes(config, sizes), shards))
 
 
 def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:

@@ -83,10 +83,15 @@ def _leads_inward(name: str) -> bool:
 
 
 def _routed_address() -> str:
-    """The source address of outgoing connections, or "" if there is no route. Sends no packet."""
+    """The source address of outgoing connections, or "" if there is no route."""
+    return address_towards("192.0.2.1")
+
+
+def address_towards(host: str) -> str:
+    """The source address of connections to `host`, or "" if there is no route. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # a datagram socket: chooses a route without sending anything
+            probe.connect((host, 9))  # a datagram socket: chooses a route without sending anything
         except OSError:
             return ""
         return str(probe.getsockname()[0])

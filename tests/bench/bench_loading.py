@@ -4,9 +4,9 @@
 
 Makes a model of some 300 MB in a temporary folder (`--experts`: a mixture of that many experts in each layer), then
 a world of each size. Prints for each phase and rank the most private memory (MiB, `RssAnon`, every 2 ms) beyond what
-the process held after it had a tiny model, and what of it is more than the rank's float32 shards and, on rank 0 of the
-publication, the version that waits for the servers; as a part of the model's bytes in its compute type that must not be
-above 0.3. Exits with 1 if it is.
+the process held after it had a tiny model, and what of it is more than the rank's float32 shards and, of the
+publication, its part of the version that waits for the servers; as a part of the model's bytes in its compute type that
+must not be above 0.3. Exits with 1 if it is.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from pipeline.train.batching.packing import Budget
 from pipeline.train.controller.lead_or_serve import run_controller_or_worker
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import RankState
+from pipeline.train.loop.weight_publisher import WeightPublisher
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils.subprocesses import hold_port
 from tests.bench.tables import judge, markdown
@@ -115,7 +116,7 @@ def measure(dispatch: RankGroup, model: Path, dtype: str) -> list[Row]:
             work()
         size = dispatch.layout("policy").bytes
         for rank, memory in enumerate(dispatch.memory()):
-            peak, waiting = most[rank] - none[rank], 0 if rank else waits
+            peak, waiting = most[rank] - none[rank], waits // len(most)
             beyond = peak - memory["policy"].model - waiting
             parts = (peak / MIB, memory["policy"].model / MIB, waiting / MIB, beyond / MIB, beyond / size)
             rows.append((name, rank, *parts))
@@ -123,14 +124,13 @@ def measure(dispatch: RankGroup, model: Path, dtype: str) -> list[Row]:
     phase("load", lambda: init(dispatch, model, "pretrained", dtype))
     dispatch.remove_model("policy")
     phase("draw", lambda: init(dispatch, model, "random", dtype))
-    layout = dispatch.layout("policy")
     with tempfile.TemporaryDirectory() as out:
         phase("export", lambda: dispatch.save_hf_model("policy", Path(out)))
     with hold_port() as holder:
         meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], "s3cret")
         with WeightSender([], meeting, InferenceConfig(), 1.0, lambda server, version: None) as sender:
-            given = dispatch.full_parameters("policy")
-            phase("first publication", lambda: sender.start(1, given, layout), layout.bytes)
+            publisher = WeightPublisher(dispatch, sender, lambda: None)
+            phase("first publication", lambda: publisher.start(1), dispatch.layout("policy").bytes)
     return rows
 
 

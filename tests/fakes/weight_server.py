@@ -9,14 +9,18 @@ with WeightServer("127.0.0.5") as server:
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from pipeline.errors import WeightSyncError
+from pipeline.inference.weight_sync.rank_rows import RowSource, receiving_order
+from pipeline.inference.weight_sync.server_shards import Shard, Slice, whole_slice
+from pipeline.inference.weight_sync.transfer_route import RowReceiver, group_name, process_name
 from pipeline.inference.weight_sync.transports.gloo import (
     SERVER,
     TransferGroup,
@@ -24,8 +28,44 @@ from pipeline.inference.weight_sync.transports.gloo import (
     connect_store,
     publish_key,
 )
+from pipeline.inference.weight_sync.transports.gpu_group import Receiver
 from pipeline.utils.waiting import Deadline
 from tests.fakes.http_server import HttpServer, Request
+
+RECEIVE_SECONDS = 20
+
+
+def tensor_slices(layout: WeightLayout, process: int, processes: int) -> list[Slice]:
+    """What a process of a tensor-parallel server needs: of matrices in turn a part of the rows, and of the columns."""
+    slices = []
+    for index, parameter in enumerate(layout.parameters):
+        whole = whole_slice(index, parameter.shape)
+        if len(whole.shape) > 1:
+            part = whole.shape[index % 2] // processes
+            whole = whole.narrow(index % 2, process * part, part)
+        slices.append(whole)
+    return slices
+
+
+class _Process:
+    """One process of a server: its buffer, and its groups with the trainer's ranks."""
+
+    def __init__(self, store: Store, name: str, address: str, shard: Shard, receiver: RowReceiver) -> None:
+        self.shard, self._receiver = shard, receiver
+        self._store, self._name, self._address = store, name, address
+        self.groups: list[TransferGroup] = []
+        publish_key(store, name, Receiver(gpu="", slices=shard.plain()).text())
+
+    def meet(self, ranks: int, seconds: float) -> None:
+        for number in range(ranks):
+            name = group_name(self._name, number)
+            self.groups.append(TransferGroup(self._store, name, SERVER, self._address, seconds))
+
+    def receive(self) -> int:
+        deadline = Deadline("weights", RECEIVE_SECONDS)
+        version = self._receiver.receive(self.groups, lambda group, part: group.receive(part, deadline), deadline)
+        self.groups[0].report_prepared(version)
+        return version
 
 
 class WeightServer(HttpServer):
@@ -37,7 +77,9 @@ class WeightServer(HttpServer):
         hears: whether it hears the trainer say that it leaves.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, processes: int = 1) -> None:
+        """A tensor-parallel one with several `processes`; see `tensor_slices`."""
+        self._count = processes
         self.version: int | None = None
         self.hears = True
         self.loaded, self.calls = list[int](), list[str]()
@@ -45,7 +87,8 @@ class WeightServer(HttpServer):
         self.failing: set[str] = set()
         self._gates: dict[str, tuple[Event, Event]] = {}
         self._address, self._password = address, ""
-        self._group: TransferGroup | None = None
+        self._processes: list[_Process] = []
+        self._buffers: list[torch.Tensor] = []
         super().__init__(address)
 
     @contextmanager
@@ -60,8 +103,18 @@ class WeightServer(HttpServer):
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """The tensors that were loaded last."""
-        return dict(self._layout.views(self._buffer))
+        """The tensors that were loaded last, by the first process."""
+        return dict(self.parts[0])
+
+    @property
+    def parts(self) -> list[list[tuple[str, torch.Tensor]]]:
+        """What each process loaded last: its slices, as tensors of the layout."""
+        pairs = zip(self._processes, self._buffers, strict=True)
+        return [process.shard.staged.views(buffer) for process, buffer in pairs]
+
+    def restart(self) -> None:
+        """Be as one that was just started: without weights, in no group."""
+        self.version, self._processes = None, []
 
     def respond(self, request: Request) -> tuple[int, bytes]:
         self._password = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -86,17 +139,19 @@ class WeightServer(HttpServer):
             case "/finish_weight_update":
                 self.version = int(body["weight_version"])
             case "/get_world_size":
-                return self.answers.get(route, b'{"world_size": 1}')
+                return self.answers.get(route, json.dumps({"world_size": self._count}).encode())
             case "/collective_rpc":
-                return self.answers.get(route, json.dumps({"results": [[self._asked(body["method"])]]}).encode())
+                answer = self._asked(body["method"])
+                return self.answers.get(route, json.dumps({"results": [[answer]] * self._count}).encode())
         return self.answers.get(route, b"")
 
     def _asked(self, method: str) -> int | bool | None:
         """What a process of the server answers; see `pipeline.inference.vllm.worker_extension`."""
         match method:
             case "leave_weights":
-                heard = self._group is None or (self.hears and self._group.wait_for_leaving())
-                self._group = None
+                groups = [group for process in self._processes for group in process.groups[:1]]
+                heard = self.hears and all(group.wait_for_leaving() for group in groups)
+                self._processes = []
                 return heard
             case "served_weights":
                 return self.version
@@ -107,30 +162,46 @@ class WeightServer(HttpServer):
         host: str,
         port: int,
         group: str,
+        processes: int,
         address: str,
         seconds: float,
         layout: list[list[Any]],
+        sources: list[dict[str, Any]],
         adapter: dict[str, Any],
-        gpu: str,
         at_once: bool,
     ) -> None:
+        assert processes == self._count
         self._layout, self.adapter = WeightLayout.parse(layout), adapter
-        self._buffer = torch.empty(self._layout.bytes, dtype=torch.uint8)
-        store = connect_store(host, port, self._password, seconds)
-        publish_key(store, f"{group}/0")
-        self._group = TransferGroup(store, f"{group}/0", SERVER, address, seconds)
+        ranks = [RowSource.parse(self._layout, plain) for plain in sources]
+        shards = [self.shard_of(number) for number in range(self._count)]
+        self._buffers = [torch.empty(shard.staged.bytes, dtype=torch.uint8) for shard in shards]
+        self._processes = []
+        for number, (shard, buffer) in enumerate(zip(shards, self._buffers, strict=True)):
+            order = receiving_order(group, number, len(ranks), processes)
+            receiver = RowReceiver(shard, ranks, buffer, at_once, order)
+            store = connect_store(host, port, self._password, seconds)  # one that waits serves nobody else
+            self._processes.append(_Process(store, process_name(group, number), address, shard, receiver))
+        self._in_each(lambda process: process.meet(len(ranks), seconds))
+
+    def shard_of(self, number: int) -> Shard:
+        """What a process needs."""
+        if self._count == 1 or self.adapter:
+            return Shard.whole(self._layout)
+        return Shard(self._layout, tuple(tensor_slices(self._layout, number, self._count)))
 
     def _receive(self) -> None:
-        group = self._group
-        assert group is not None
-
-        def receive() -> None:
+        def fill(process: _Process) -> None:
             try:
-                version = group.receive(self._buffer, Deadline("weights", 20))
-                self.loaded.append(version)
-                group.report_prepared(version)
+                self.loaded.append(process.receive())
             except WeightSyncError:
-                return
+                process.groups.clear()  # so that every rank notices
 
-        self._reception = Thread(target=receive)
+        self._reception = Thread(target=self._in_each, args=(fill,))
         self._reception.start()
+
+    def _in_each(self, work: Callable[[_Process], None]) -> None:
+        threads = [Thread(target=work, args=(process,)) for process in self._processes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()

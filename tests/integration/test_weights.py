@@ -17,6 +17,7 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
+import torch
 
 from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
@@ -28,6 +29,7 @@ from pipeline.utils.subprocesses import hold_port, tail
 from pipeline.utils.waiting import Deadline, wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.processes import runs
+from tests.support.ranks import forked_ranks, publication_ranks
 from tests.support.servers.answers import answers_of, versions_told
 from tests.support.servers.traffic import (
     APART,
@@ -44,6 +46,7 @@ from tests.support.servers.traffic import (
 from tests.support.servers.vllm import (
     EOS,
     SECRET,
+    TRAINER,
     Model,
     Served,
     a_model,
@@ -79,6 +82,27 @@ def test_after_an_update_every_server_serves_the_trainers_logprobs(servers: list
                 assert (completion.version_min, completion.version_max) == (version, version)
                 assert distance(new, PROBE, completion) < CLOSE
                 assert distance(old, PROBE, completion) > APART
+
+
+def test_ranks_that_hold_parts_of_the_weights_update_every_server(servers: list[Served], tmp_path: Path) -> None:
+    model = a_model(servers[0].model, 5)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    where = [server.endpoint for server in servers], TRAINER, SECRET, tmp_path
+    ranks = forked_ranks.start_ranks(2, publication_ranks.publish_to, tmp_path / "model", *where)
+    for version in (1, 2):
+        wait_for("the ranks", (tmp_path / f"published {version}").exists, forked_ranks.JOIN_SECONDS)
+        for server in servers:
+            assert distance(model, PROBE, probe(server, version)) < CLOSE
+        with torch.no_grad():
+            for parameter in model.parameters():
+                publication_ranks.change_tensor(parameter, version)
+        (tmp_path / f"probed {version}").touch()
+    for process in ranks:
+        process.join(forked_ranks.JOIN_SECONDS)
+    codes = [process.exitcode for process in ranks]
+    forked_ranks.end_ranks(ranks)
+    assert codes == [0, 0]
 
 
 def test_a_tied_head_and_experts_are_updated_too_and_a_dead_server_loses_no_request(

@@ -1,31 +1,27 @@
 """The `nccl` weight-transfer engine: weights on GPUs, without a pause.
 
 A thread receives this process's shard into a staging buffer while the engine generates: over nccl or, on a GPU that it
-shares with the trainer, out of its memory, on a stream of its own. One call then enqueues copies from the buffer into
-the live parameters on the engine's stream, which puts them between two steps; nothing is paused and nothing waits for
-the device. Promises that a step sees all of the old weights or all of the new ones, that the copies are proven against
-vLLM's own reload before the first update, and that where they do not fit (quantised weights, say), every update is that
-reload, within one call. Of an adapter, every process gets all; the thread prepares it, and the call has vLLM copy it to
-its place with the next step. See `transfer_engine`.
+shares with a rank of the trainer, out of that rank's memory, on a stream of its own. One call then enqueues copies from
+the buffer into the live parameters on the engine's stream, which puts them between two steps; nothing is paused and
+nothing waits for the device. Promises that a step sees all of the old weights or all of the new ones, that the copies
+are proven against vLLM's own reload before the first update, and that where they do not fit (quantised weights, say),
+every update is that reload, within one call. Of an adapter, every process gets all; the thread prepares it, and the
+call has vLLM copy it to its place with the next step. See `transfer_engine`.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from pipeline.errors import WeightSyncError
 from pipeline.inference.vllm.copy_plan import CopyPlan, NoPlan
-from pipeline.inference.vllm.transfer_engine import (
-    EngineInit,
-    TransferEngine,
-    exit_process_on_failure,
-    reload_model,
-)
+from pipeline.inference.vllm.transfer_engine import TransferEngine, exit_process_on_failure, reload_model
+from pipeline.inference.weight_sync.rank_rows import RowSource
 from pipeline.inference.weight_sync.server_shards import Shard
+from pipeline.inference.weight_sync.transfer_route import RowReceiver
 from pipeline.inference.weight_sync.transports.gloo import SERVER, WeightLayout
 from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, gpu_of, join_gpu_group
 from pipeline.utils.waiting import Deadline
@@ -50,16 +46,15 @@ class NcclEngine(TransferEngine[GpuGroup]):
     _intake: StagingBuffer | None = None
     _taken: torch.cuda.Event | None = None
 
-    def shutdown(self) -> None:
-        group = self._group
-        super().shutdown()
-        if group is not None:
+    def _drop(self, groups: Sequence[GpuGroup]) -> None:
+        super()._drop(groups)
+        for group in groups:
             group.leave()
 
     def _gpu(self) -> str:
         return gpu_of(self.device)
 
-    def _stage(self, layout: WeightLayout) -> Shard:
+    def _stage(self, layout: WeightLayout) -> tuple[Shard, Tensor]:
         """Proven copies and a staging buffer for this layout; both are kept as long as the layout is the same.
 
         A model that is proven holds drawn values afterwards, until the next update.
@@ -67,21 +62,15 @@ class NcclEngine(TransferEngine[GpuGroup]):
         if self._intake is None or self._intake.layout != layout:
             self._intake = self._taken = None
             self._intake = self._proven(layout) if self._adapter is None else self._whole(layout)
-        return self._intake.shard
+        return self._intake.shard, self._intake.staging
 
-    def _join(self, store: Store, name: str, init: EngineInit, deadline: Deadline) -> GpuGroup:
-        return join_gpu_group(store, name, SERVER, self.device, init.gpu, deadline)
+    def _join(self, store: Store, name: str, source: RowSource, address: str, deadline: Deadline) -> GpuGroup:
+        return join_gpu_group(store, name, SERVER, self.device, source.gpu, deadline)
 
-    def _receive(self, group: GpuGroup, deadline: Deadline) -> int:
+    def _receive(self, groups: Sequence[GpuGroup], rows: RowReceiver, deadline: Deadline) -> int:
         torch.cuda.set_device(self.device)
-        intake = self._there()
-        versions = {
-            group.receive(intake.staging[chunk.start : chunk.end], deadline, self._taken)
-            for chunk in intake.shard.chunks(self._at_once)
-        }
-        if len(versions) != 1:
-            raise WeightSyncError(f"chunks of versions {sorted(versions)} came")
-        return versions.pop()
+        after = self._taken
+        return rows.receive(groups, lambda group, buffer: group.receive(buffer, deadline, after), deadline, after)
 
     def _arrived(self) -> Iterable[tuple[str, Tensor]]:
         """An adapter's bytes go to the host, where vLLM keeps adapters."""

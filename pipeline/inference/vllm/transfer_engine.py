@@ -1,10 +1,10 @@
 """The base class of the weight-transfer engines, inside each process of a vLLM server.
 
-Owns the server's side of an update, for all transports: it joins the trainer's group, receives in a thread while the
-engine generates, and changes the model in one call. The model changes to the announced version or not at all. No wait
-is longer than the trainer's deadline. Must not know HTTP, nor the transport of bytes.
+Owns the server's side of an update, for all transports: it joins a group with each sending rank of the trainer,
+receives in a thread while the engine generates, and changes the model in one call. The model changes to the announced
+version or not at all. No wait is longer than the trainer's deadline. Must not know HTTP, nor the transport of bytes.
 
-    init_transfer_engine   publishes the slices that this process needs, and joins the trainer's group
+    init_transfer_engine   publishes the slices that this process needs, and joins the groups with the trainer's ranks
     start_weight_update    starts to receive; returns at once
     update_weights         waits for all bytes, then changes the model or the adapter
     finish_weight_update   ends an update, including an incomplete one
@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +33,9 @@ from pipeline.errors import WeightSyncError, one_line
 from pipeline.inference.vllm.adapter_loading import AdapterSlot
 from pipeline.inference.vllm.expert_packing import pack_experts_at_updates
 from pipeline.inference.vllm.server_password import server_password
+from pipeline.inference.weight_sync.rank_rows import RowSource, receiving_order
 from pipeline.inference.weight_sync.server_shards import Shard
+from pipeline.inference.weight_sync.transfer_route import RowReceiver, group_name, process_name
 from pipeline.inference.weight_sync.transports.gloo import (
     PreparedSignal,
     TransferGroup,
@@ -54,23 +56,25 @@ class EngineInit(WeightTransferInitInfo):  # type: ignore[misc]
 
     Attributes:
         host, port: the trainer's store.
-        group: name of the groups, used once: the process of rank r joins `group/r`.
-        address: this server's address, on which the group listens.
+        group: prefix of the groups' names, used once (`transfer_route.group_name`).
+        processes: number of this server's processes.
+        address: this server's address, on which the groups listen.
         seconds: deadline of each wait for the trainer.
         layout: `WeightLayout.plain()` of every update.
+        sources: `RowSource.plain()` of each sending rank of the trainer.
         adapter: the settings of an adapter; empty for a whole model's weights.
-        gpu: the trainer's GPU from which it sends; empty over gloo.
-        at_once: whether the trainer sends a whole layout in one chunk (`Shard.chunks`), as always over gloo.
+        at_once: whether a single rank sends a whole layout in one chunk (`Shard.chunks`).
     """
 
     host: str
     port: int
     group: str
+    processes: int
     address: str
     seconds: float
     layout: list[list[Any]]
+    sources: list[dict[str, Any]]
     adapter: dict[str, Any]
-    gpu: str
     at_once: bool
 
 
@@ -85,8 +89,8 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     """Receives weights into a staging buffer, then copies them into the model, or installs the adapter.
 
     Attributes:
-        version: the policy version of the model; None before the first update, after a failed one, and without a
-            group.
+        version: the policy version of the model; None before the first update, after a failed one, and without
+            groups.
     """
 
     init_info_cls = EngineInit
@@ -94,20 +98,21 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     supports_draft_weight_update = False
 
     version: int | None = None
-    _group: G | None = None
+    _groups: Sequence[G] = ()
+    _rows: RowReceiver | None = None
     _arriving: "Future[tuple[int, Any]] | None" = None
     _adapter: AdapterSlot | None = None
 
     @abstractmethod
-    def _stage(self, layout: WeightLayout) -> Shard:
-        """Allocate the staging buffer for this layout. Returns the slices that this process needs."""
+    def _stage(self, layout: WeightLayout) -> tuple[Shard, Tensor]:
+        """Allocate the staging buffer for this layout. Returns the slices that this process needs, and the buffer."""
 
     @abstractmethod
-    def _join(self, store: Store, name: str, init: EngineInit, deadline: Deadline) -> G:
-        """Join the group of this name with the trainer."""
+    def _join(self, store: Store, name: str, source: RowSource, address: str, deadline: Deadline) -> G:
+        """Join the group of this name with a rank of the trainer."""
 
     @abstractmethod
-    def _receive(self, group: G, deadline: Deadline) -> int:
+    def _receive(self, groups: Sequence[G], rows: RowReceiver, deadline: Deadline) -> int:
         """Fill the staging buffer. Returns the version. Called in the receiving thread."""
 
     @abstractmethod
@@ -119,24 +124,32 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         """Replace every weight of the model by the received one."""
 
     def init_transfer_engine(self, init_info: EngineInit) -> None:
-        """Join the trainer's group. Another call drops the earlier group first."""
+        """Join the groups with the trainer's ranks. Another call drops the earlier groups first."""
         self.shutdown()
-        self._seconds, self._at_once = init_info.seconds, init_info.at_once
+        self._seconds = init_info.seconds
         deadline = Deadline("the trainer's group", init_info.seconds)
         layout = WeightLayout.parse(init_info.layout)
+        sources = [RowSource.parse(layout, plain) for plain in init_info.sources]
         self._adapter = self._adapter_slot(layout, init_info.adapter)
-        shard = self._stage(layout)
+        shard, buffer = self._stage(layout)
+        process = self.vllm_config.parallel_config.rank
+        order = receiving_order(init_info.group, process, len(sources), init_info.processes)
+        self._rows = RowReceiver(shard, sources, buffer, init_info.at_once, order)
         store = connect_store(init_info.host, init_info.port, server_password(), deadline.left)
-        name = f"{init_info.group}/{self.vllm_config.parallel_config.rank}"
+        name = process_name(init_info.group, process)
         publish_key(store, name, Receiver(gpu=self._gpu(), slices=shard.plain()).text())
-        self._group = self._join(store, name, init_info, deadline)
+        self._groups = [
+            self._join(store, group_name(name, number), source, init_info.address, deadline)
+            for number, source in enumerate(sources)
+        ]
 
     def start_weight_update(self) -> None:
-        if self._group is None:
+        if not self._groups or self._rows is None:
             raise WeightSyncError("the server has not met the trainer: init_weight_transfer_engine comes first")
         self._arriving = Future()
+        deadline = Deadline("weights from the trainer", self._seconds)
         # Not a pool: its threads would keep an ending server alive until the deadline.
-        arguments = self._group, self._arriving, Deadline("weights from the trainer", self._seconds)
+        arguments = self._groups, self._rows, self._arriving, deadline
         Thread(target=self._receive_and_prepare, args=arguments, name="weights", daemon=True).start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -166,14 +179,16 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
             self.shutdown()
 
     def leave(self) -> bool:
-        """Drop the group after the trainer's leave signal (`gloo.LeaveSignal`). Returns whether the signal came."""
-        announced = self._group is None or self._group.wait_for_leaving()
+        """Drop the groups after the trainer's leave signal (`gloo.LeaveSignal`), which rank 0 sends for all ranks.
+        Returns whether the signal came."""
+        announced = not self._groups or self._groups[0].wait_for_leaving()
         self.shutdown()
         return announced
 
     def shutdown(self) -> None:
-        """Drop the group; the trainer notices at its next operation."""
-        self._group = self._arriving = self.version = None
+        """Drop the groups; the trainer's ranks notice at their next operation."""
+        self._drop(self._groups)
+        self._arriving = self.version = None
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -189,14 +204,26 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         names = [parameter.name for parameter in layout.parameters]
         return AdapterSlot(self.model, self.model_config.model, settings, names) if settings else None
 
-    def _receive_and_prepare(self, group: G, arriving: "Future[tuple[int, Any]]", deadline: Deadline) -> None:
+    def _receive_and_prepare(
+        self, groups: Sequence[G], rows: RowReceiver, arriving: "Future[tuple[int, Any]]", deadline: Deadline
+    ) -> None:
         """The body of the receiving thread: receive, prepare, and notify the trainer."""
+
+        def receive() -> int:
+            return self._receive(groups, rows, deadline)
+
         try:
-            arriving.set_result(receive_and_prepare(group, lambda: self._receive(group, deadline), self._prepare))
+            arriving.set_result(receive_and_prepare(groups[0], receive, self._prepare))
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: `receive_weights` raises it
-            failure = error if isinstance(error, WeightSyncError) else WeightSyncError(one_line(error))
-            log.warning("the weights did not arrive: %s", failure)
-            arriving.set_exception(failure)
+            reason = str(error) if isinstance(error, WeightSyncError) else one_line(error)
+            log.warning("the weights did not arrive: %s", reason)
+            arriving.set_exception(WeightSyncError(reason))  # a new one: no traceback refers to the groups
+            self._drop(groups)
+
+    def _drop(self, groups: Sequence[G]) -> None:
+        """End these groups. If one is broken, the other ranks of the trainer notice it now, not at their deadline."""
+        if self._groups is groups:
+            self._groups = ()
 
     def _prepare(self) -> Any:
         """The part of an installation that the receiving thread does: for an adapter, all but the last call."""

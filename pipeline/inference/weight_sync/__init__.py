@@ -4,6 +4,9 @@
 |---|---|
 | `weight_sender`, `server_sync` | every server kept at the newest policy version; the state machine of one server |
 | `server_admin_client` | the HTTP routes that pause a server and change its weights |
-| `weight_snapshot`, `server_shards` | a version that waits for its servers; the shard of one process, in chunks |
+| `publication`, `weight_snapshot` | what takes versions of the weights; a rank's rows of one that waits for servers |
+| `rank_rows`, `server_shards` | the rows that each rank sends; what a server's process needs, in chunks |
+| `transfer_route` | the exchange of one rank and one process of a server |
+| `rank_orders` | what rank 0 has the trainer's other ranks do |
 | `transports/` | gloo, nccl and ipc |
 """

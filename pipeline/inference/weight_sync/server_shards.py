@@ -53,7 +53,12 @@ class Slice(NamedTuple):
 
     def rows(self, first: int, last: int) -> "Slice":
         """The view's rows from `first` on, without `last`."""
-        return self._replace(offset=self.offset + first * self.strides[0], shape=(last - first, *self.shape[1:]))
+        return self.narrow(0, first, last - first)
+
+    def narrow(self, dim: int, start: int, size: int) -> "Slice":
+        """The view's places `start` and on along a dimension."""
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        return self._replace(offset=self.offset + start * self.strides[dim], shape=shape)
 
 
 class Chunk(NamedTuple):
@@ -74,7 +79,7 @@ class Shard:
     @classmethod
     def whole(cls, layout: WeightLayout) -> "Shard":
         """Every tensor, whole: the staging buffer is what the trainer packs."""
-        return cls(layout, tuple(_whole(index, p.shape) for index, p in enumerate(layout.parameters)))
+        return cls(layout, tuple(whole_slice(index, p.shape) for index, p in enumerate(layout.parameters)))
 
     @classmethod
     def of(cls, layout: WeightLayout, slices: Iterable[Slice]) -> "Shard":
@@ -157,9 +162,9 @@ class Shard:
                 yield start + first * prod(each.shape[1:]) * width, part
 
 
-def _whole(tensor: int, shape: tuple[int, ...]) -> Slice:
-    strides = tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
-    return Slice(tensor, 0, shape, strides)
+def whole_slice(tensor: int, shape: tuple[int, ...]) -> Slice:
+    """All of a tensor of this shape."""
+    return Slice(tensor, 0, shape, tuple(prod(shape[place + 1 :]) for place in range(len(shape))))
 
 
 def _rows_of_a_chunk(each: Slice, width: int) -> int | None:

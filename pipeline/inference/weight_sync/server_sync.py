@@ -34,16 +34,11 @@ from torch._C._distributed_c10d import Store
 
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, InvalidTransitionError, RollcallError, WeightSyncError
+from pipeline.inference.weight_sync.rank_orders import Order, OrderKind, RankOrders
 from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient, ServerRejected, ServerUnreachable
-from pipeline.inference.weight_sync.server_shards import Shard
-from pipeline.inference.weight_sync.transports.gloo import (
-    TRAINER,
-    TransferGroup,
-    connect_store,
-    is_published,
-    wait_for_key,
-)
-from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, Receiver, await_event, gpu_of, join_gpu_group
+from pipeline.inference.weight_sync.transfer_route import SendingRank, TransferRoute, process_name
+from pipeline.inference.weight_sync.transports.gloo import connect_store, is_published
+from pipeline.inference.weight_sync.transports.gpu_group import await_event
 from pipeline.inference.weight_sync.weight_snapshot import ShardGatherer, WeightSnapshot
 from pipeline.utils.waiting import Deadline, wait_for
 
@@ -93,9 +88,13 @@ class MeetingPoint:
     port: int
     password: str
 
+    def connect(self, seconds: float) -> Store:
+        """A connection to the store; `WeightSyncError` when there is none in time."""
+        return connect_store(self.address, self.port, self.password, seconds)
+
 
 class ServerSync:
-    """One server and its group with the trainer.
+    """One server and its groups with the trainer's ranks.
 
     Attributes:
         state: see the module.
@@ -110,17 +109,18 @@ class ServerSync:
         meeting: MeetingPoint,
         config: InferenceConfig,
         on_change: Callable[[str, int | None], None],
+        orders: RankOrders,
     ) -> None:
         self.server, self.state, self.version = server, "absent", None
-        self._meeting, self._config, self._on_change = meeting, config, on_change
+        self._meeting, self._config, self._on_change, self._orders = meeting, config, on_change, orders
         self.phases = {}
 
     server: str
     state: SyncState
     version: int | None
     phases: dict[str, float]
-    _groups: Sequence[TransferGroup | GpuGroup] = ()
-    _shards: Sequence[Shard] = ()
+    _routes: Sequence[TransferRoute] = ()
+    _store: Store | None = None
     _gatherer: ShardGatherer | None = None
     _paused: bool = False
 
@@ -170,10 +170,10 @@ class ServerSync:
             self._fail()
 
     def close(self, seconds: float) -> None:
-        """Take the group down on both sides; `WeightSyncError` when the server did not do its part in time."""
+        """Take the groups down on both sides; `WeightSyncError` when the server did not do its part in time."""
         self._step("close")
         try:
-            if self._groups:
+            if self._routes:
                 with ServerAdminClient(self.server, self._meeting.password) as control:
                     self._leave(control, Deadline(f"{self.server} to leave its group", seconds))
         finally:
@@ -182,52 +182,48 @@ class ServerSync:
     def _leave(self, control: ServerAdminClient, deadline: Deadline) -> None:
         """Have the server end its part of the groups, which `LeaveSignal` explains."""
         control.begin("/collective_rpc", deadline, method="leave_weights")
-        for group in self._groups:
-            group.announce_leaving()
-        if _results(control, "leave_weights", control.end(deadline)) != [[True]] * len(self._groups):
+        for route in self._routes:
+            route.group.announce_leaving()
+        if _results(control, "leave_weights", control.end(deadline)) != [[True]] * len(self._routes):
             raise WeightSyncError(f"{self.server} left its group without having heard that the trainer leaves it")
 
     def _meet(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
-        """New groups with the server's processes, one each, whatever became of earlier ones."""
+        """New groups of the server's processes with each rank, whatever became of earlier ones."""
         processes = _processes(control, Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
         name = f"{self.server}/{secrets.token_hex(8)}"
-        store = connect_store(self._meeting.address, self._meeting.port, self._meeting.password, deadline.left)
-        control.begin(
-            "/init_weight_transfer_engine",
-            deadline,
-            init_info={
-                "host": self._meeting.address,
-                "port": self._meeting.port,
-                "group": name,
-                "address": self.server.rpartition(":")[0],
-                "seconds": self._config.update_seconds,
-                "gpu": gpu_of(payload.device),
-                "layout": payload.layout.plain(),
-                "at_once": payload.at_once,
-                "adapter": dict(payload.adapter),
-            },
-        )
-        met = [self._join(control, payload, f"{name}/{rank}", store, deadline) for rank in range(processes)]
-        self._groups, self._shards = [group for group, _ in met], [shard for _, shard in met]
+        store = self._meeting.connect(deadline.left)
+        control.begin("/init_weight_transfer_engine", deadline, init_info=self._init_info(payload, name, processes))
+        for process in range(processes):
+            _await_published(control, process_name(name, process), store, deadline)
+        self._store = store
+        order = self._order("meet", deadline, group=name, processes=processes)
+        own = SendingRank(0, len(self._orders.sources), payload.source, payload.device, self._meeting.address)
+        self._routes = own.meet(store, name, processes, deadline)
         self._gatherer = ShardGatherer(payload.device)
         control.end(deadline)
+        self._orders.await_reports(order, store, deadline)
 
-    def _join(
-        self, control: ServerAdminClient, payload: WeightSnapshot, name: str, store: Store, deadline: Deadline
-    ) -> tuple[TransferGroup | GpuGroup, Shard]:
-        """A group with one process, and what it needs."""
-        wait_for(deadline.awaited, lambda: control.answered or is_published(store, name), deadline.left)
-        if not is_published(store, name):
-            control.end(deadline)  # it says why not
-        if payload.device.type != "cuda":
-            group = TransferGroup(store, name, TRAINER, self._meeting.address, deadline.left)
-            return group, Shard.whole(payload.layout)
-        receiver = Receiver.parse(wait_for_key(store, name))
-        shard = Shard.parse(payload.layout, receiver.slices)
-        return join_gpu_group(store, name, TRAINER, payload.device, receiver.gpu, deadline), shard
+    def _init_info(self, payload: WeightSnapshot, name: str, processes: int) -> dict[str, Any]:
+        """What the server's processes must know of the trainer (`transfer_engine.EngineInit`)."""
+        return {
+            "host": self._meeting.address,
+            "port": self._meeting.port,
+            "group": name,
+            "processes": processes,
+            "address": self.server.rpartition(":")[0],
+            "seconds": self._config.update_seconds,
+            "layout": payload.source.layout.plain(),
+            "sources": [source.plain() for source in self._orders.sources],
+            "at_once": payload.at_once,
+            "adapter": dict(payload.adapter),
+        }
+
+    def _order(self, kind: OrderKind, deadline: Deadline, **what: Any) -> int:
+        """Have the trainer's other ranks do their part; the number of the order."""
+        return self._orders.give(Order(kind=kind, server=self.server, seconds=deadline.left, **what))
 
     def _transfer(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
-        if self._gatherer is None:
+        if self._gatherer is None or self._store is None:
             raise WeightSyncError(f"{self.server}: no group")
         try:
             control.post("/start_weight_update", deadline)
@@ -236,21 +232,36 @@ class ServerSync:
             control.post("/start_weight_update", deadline)
         if payload.ready is not None:
             await_event(payload.ready, deadline)
-        for group, shard in zip(self._groups, self._shards, strict=True):
-            for chunk in shard.chunks(payload.at_once):
-                group.send(payload.version, self._gatherer.gather(payload, shard, chunk, deadline), deadline)
+        self._send(payload, self._store, self._gatherer, deadline)
         if payload.adapter:
             self._await_prepared(payload.version, deadline)
+
+    def _send(self, payload: WeightSnapshot, store: Store, gatherer: ShardGatherer, deadline: Deadline) -> None:
+        """Send this rank's rows while the other ranks send theirs; of two reasons theirs is the first."""
+        order = self._order("send", deadline, version=payload.version)
+        try:
+            for route in self._routes:
+                route.send(payload, gatherer, deadline)
+        except WeightSyncError:
+            self._orders.raise_reported(order, store, deadline)
+            raise
+        self._orders.await_reports(order, store, deadline)
 
     def _await_prepared(self, version: int, deadline: Deadline) -> None:
         """Give the server's processes time for vLLM's form of an adapter, before its engine has to wait for them. One
         that does not report is asked to change all the same: its answer has the reason, or it is gone."""
         patience = Deadline("the adapter", min(deadline.left, PREPARE_SECONDS))
-        for group in self._groups:
-            group.await_prepared(version, patience.left)
+        for route in self._routes:
+            route.group.await_prepared(version, patience.left)
 
     def _drop(self) -> None:
-        self._groups, self._shards, self._gatherer = (), (), None
+        """End this rank's part of the groups, and the other ranks'."""
+        if self._store is not None:
+            try:
+                self._order("drop", Deadline("the end of a group", RESUME_SECONDS))
+            except WeightSyncError as error:  # with the store the other ranks lose their groups
+                log.warning("%s", error)
+        self._routes, self._store, self._gatherer = (), None, None
 
     def _swap(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
         """Change the model of a server that has the bytes. It is paused meanwhile for a whole model over gloo, and
@@ -276,7 +287,7 @@ class ServerSync:
         if paused:
             control.post("/reset_prefix_cache", deadline)
         told = self._told(control, deadline)
-        if told != [version] * len(self._groups):
+        if told != [version] * len(self._routes):
             raise WeightSyncError(f"{self.server} says that it serves weights {told}")
 
     @contextmanager
@@ -326,6 +337,12 @@ class ServerSync:
 
     def _step(self, event: SyncEvent) -> None:
         self.state = next_sync_state(self.state, event)
+
+
+def _await_published(control: ServerAdminClient, name: str, store: Store, deadline: Deadline) -> None:
+    wait_for(deadline.awaited, lambda: control.answered or is_published(store, name), deadline.left)
+    if not is_published(store, name):
+        control.end(deadline)  # it says why not
 
 
 def _processes(control: ServerAdminClient, deadline: Deadline) -> int:

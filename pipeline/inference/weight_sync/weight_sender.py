@@ -3,14 +3,16 @@
 Owns the trainer's store, one thread for each server, and the rule of whom `settle` waits for: every server that was
 current when the version was started, and at least one. Promises that a server which fails or misses the deadline is
 evicted, not waited for until it is back; that servers which are late, restarted or evicted are brought up in the
-background, to the newest weights, before anybody may ask them; and that every failure is told. Must not know models,
-streams or placements.
+background, to the newest weights, before anybody may ask them; that a version's memory is free before the next is
+taken, unless a server is busy with it; and that every failure is told. Must not know models, streams or placements.
 
     meeting = MeetingPoint(trainer.address, trainer.ports[1], world.password)
     with WeightSender(["127.0.0.3:8000"], meeting, config.inference, 240, board.post_server) as sender:
         sender.start(version, [("model.norm.weight", tensor), …])
         ...                                                       # the servers swap meanwhile
         report = sender.settle()
+
+Where several ranks send, each its rows: `sender.open(publication)` once, and `sender.take(version)` for each version.
 """
 
 import logging
@@ -25,9 +27,12 @@ import torch
 
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import WeightSyncError
+from pipeline.inference.weight_sync.publication import CPU, Publication, SenderSettings, WholeTensors
+from pipeline.inference.weight_sync.rank_orders import Order, RankOrders
+from pipeline.inference.weight_sync.rank_rows import check_sources
 from pipeline.inference.weight_sync.server_sync import RESUME_SECONDS, MeetingPoint, ServerSync, adapter_settings
 from pipeline.inference.weight_sync.transports.gloo import NamedTensors, WeightLayout, create_store
-from pipeline.inference.weight_sync.weight_snapshot import SnapshotMemory, WeightSnapshot
+from pipeline.inference.weight_sync.weight_snapshot import WeightSnapshot
 from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
@@ -36,7 +41,6 @@ FIRST_RETRY, LONGEST_RETRY = 0.25, 5.0
 CLOSE_SECONDS = 5.0
 VERIFY_SECONDS = 2.0
 _PULSE_SECONDS = 0.1
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,10 @@ class SyncReport:
 
 @dataclass
 class _ServerSlot:
-    """A server's link and the end of its last attempt."""
+    """A server's link, the version that is on its way there, and the end of its last attempt."""
 
     link: ServerSync
+    busy: int | None = None
     attempted_version: int = -1
     attempts: int = 0
     seconds: float = 0.0
@@ -149,13 +154,14 @@ class WeightSender:
             device: which sends: a GPU over nccl, or out of its memory to a server on the same GPU; a CPU over gloo.
             on_host: keep versions that wait in memory of the host, where a GPU sends them.
         """
-        self._device, self._host = device, SnapshotMemory() if on_host and device.type == "cuda" else None
-        self._config, self._patience, self._adapter = config, patience, adapter_settings(lora or LoraConfig())
+        self.settings = SenderSettings(meeting, adapter_settings(lora or LoraConfig()), device.type, on_host)
+        self._config, self._patience = config, patience
         self._store = create_store(meeting.address, meeting.port, meeting.password, config.update_seconds)
-        self._seats = [_ServerSlot(ServerSync(server, meeting, config, on_change)) for server in servers]
+        self._orders = RankOrders(self._store)
+        self._seats = [_ServerSlot(ServerSync(server, meeting, config, on_change, self._orders)) for server in servers]
         self._changed = Condition()
         self._payload: WeightSnapshot | None = None
-        self._layout: WeightLayout | None = None
+        self._publication: Publication | None = None
         self._round: _SyncRound | None = None
         self._broken: BaseException | None = None
         self._closing = False
@@ -170,48 +176,48 @@ class WeightSender:
         return self.wait_until_synced(pulse)
 
     def start(self, version: int, parameters: NamedTensors, layout: WeightLayout | None = None) -> None:
-        """Hand a version over to the servers' threads; the tensors may change as soon as this returns.
+        """Hand over a version of tensors that are whole in this process; they may change as soon as this returns.
 
         Names are those of a Hugging Face checkpoint, the same every time, else `WeightSyncError`; a tied head is not
         sent. `parameters` are read once, one by one, from any device: an iterator that makes them needs memory for one,
         if `layout` says beforehand what it makes; without it, the first version's are all held while they are packed.
-        May be called while an earlier version is on its way: a server that did not begin it skips it, one that is busy
-        with it takes this one afterwards. The earlier version's memory is free before this one is packed, unless a
-        server is busy with it.
         """
-        started = time.monotonic()
-        with self._changed:
-            self._payload = None
-        if self._layout is None:
+        if self._publication is None:
             if layout is None:
                 parameters = list(parameters)
                 layout = WeightLayout.of(parameters)
-            self._layout = layout
-        payload = self._packed(version, self._layout, parameters)
+            self.open(WholeTensors(self.settings.snapshots(layout)))
+        assert isinstance(self._publication, WholeTensors), "start is not for a sender that was opened"
+        self._publication.parameters = parameters
+        self.take(version)
+
+    def open(self, publication: Publication) -> None:
+        """Send what this publication takes; called once, before the first version.
+
+        `WeightSyncError` unless its ranks have each row of the weights once.
+        """
+        check_sources(publication.sources)
+        self._publication, self._orders.sources = publication, tuple(publication.sources)
+
+    def take(self, version: int) -> None:
+        """Take a version of the weights and hand it over to the servers' threads; they may change as soon as this
+        returns.
+
+        May be called while an earlier version is on its way: a server that did not begin it skips it, one that is busy
+        with it takes this one afterwards.
+        """
+        if self._publication is None:
+            raise WeightSyncError("nothing is published: open comes first")
+        started = time.monotonic()
+        with self._changed:
+            self._payload = None  # whose memory the next version may take
+            in_use = {seat.busy for seat in self._seats if seat.busy is not None}
+        payload = self._publication.take(version, in_use)
         with self._changed:
             self._payload = payload
             self._round = _SyncRound(version, self._seats, self._config.update_seconds)
             self._round.held_up = time.monotonic() - started
             self._changed.notify_all()
-
-    def _packed(self, version: int, layout: WeightLayout, parameters: NamedTensors) -> WeightSnapshot:
-        if self._host is None:
-            buffer = torch.empty(layout.bytes, dtype=torch.uint8, device=self._device)
-        else:
-            buffer = self._host.take(layout.bytes)
-        layout.pack(parameters, buffer)
-        payload = WeightSnapshot(version, layout, buffer, self._adapter, self._device, self._mark())
-        if self._host is not None:
-            self._host.free_after(payload)
-        return payload
-
-    def _mark(self) -> torch.cuda.Event | None:
-        """What passes once everything that was begun on the device is done."""
-        if self._device.type != "cuda":
-            return None
-        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        mark.record(torch.cuda.current_stream(self._device))
-        return mark
 
     def wait_until_synced(self, pulse: Callable[[], None] = lambda: None) -> SyncReport:
         """Wait until the servers that had weights at the last `start` have its version or are evicted.
@@ -242,9 +248,13 @@ class WeightSender:
         problems += [f"{thread.name} is still busy" for thread in self._threads if thread.is_alive()]
         for problem in problems:
             log.warning("closing: %s", problem)
-        self._payload = None  # it has the size of the model
-        if self._host is not None:
-            self._host.close()
+        self._payload = None  # it may have the size of the model
+        if self._publication is not None:
+            self._publication.close()
+        try:
+            self._orders.give(Order(kind="close"))
+        except WeightSyncError as error:
+            problems.append(str(error))
         return problems
 
     def __enter__(self) -> Self:
@@ -305,7 +315,9 @@ class WeightSender:
         with self._changed:
             pause = seat.retry.left or VERIFY_SECONDS
             wanted = self._changed.wait_for(lambda: self._closing or seat.needs_update(self._payload), pause)
-            return self._payload if wanted and not self._closing else None
+            payload = self._payload if wanted and not self._closing else None
+            seat.busy = None if payload is None else payload.version
+            return payload
 
     def _push(self, seat: _ServerSlot, payload: WeightSnapshot) -> None:
         started, failure, reported = time.monotonic(), "", seat.live
@@ -317,6 +329,7 @@ class WeightSender:
                 log.info("a server is not there yet: %s", failure)
         with self._changed:
             seat.note(payload.version, time.monotonic() - started, failure)
+            seat.busy = None
             self._changed.notify_all()
 
     def _leave(self, seat: _ServerSlot) -> None:

@@ -9,6 +9,7 @@
 | `batch_staging` | the sharding of rows, their transfer, and their storage on the ranks |
 | `rank_operations` | the operations on a rank |
 | `rank_process` | a rank's process: join the torchrun world, run operations, report failures |
+| `rank_publication` | the versions of a model that each rank holds and sends to the servers |
 | `model_saving` | models to and from checkpoints |
 | `device_release` | the release of device memory when a job is done |
 """

@@ -10,9 +10,7 @@ result depends on it. Must not know tasks, rewards, or when to step.
         batch = Batch.of(rows, normalize="token", temperature=1.0)
         metrics = dispatch.forward_backward("policy", batch, config.loss)
         metrics |= dispatch.optim_step("policy")
-        dispatch.prepare_weight_sync("policy")
-        for name, tensor in dispatch.full_parameters("policy"):
-            ...
+        sender.take(version)                  # of a sender that was opened with a `rank_publication.RankPublication`
         dispatch.finish_weight_sync("policy")
 
     run_controller_or_worker(algorithm, Budget(tokens=16384))      # in every process of torchrun; see `lead`
@@ -41,6 +39,7 @@ from pipeline.config import LossConfig, OptimConfig
 from pipeline.config.mesh_checks import check_context_packing
 from pipeline.errors import TrainingError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
+from pipeline.inference.weight_sync.weight_snapshot import RankSnapshots
 from pipeline.train.algorithms import LossSpec, MetricsLevel, loss_metrics
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch, Column, refuse_unsampled_rows
@@ -92,6 +91,13 @@ class RankGroup:
     def saver(self) -> AsyncSaver:
         """What this rank writes its part of checkpoints with; see `pipeline.train.controller.model_saving`."""
         return self._site.saver
+
+    @property
+    def snapshots(self) -> RankSnapshots:
+        """What this rank holds for servers; see `pipeline.train.controller.rank_publication`."""
+        if self._site.snapshots is None:
+            raise TrainingError("no model is published")
+        return self._site.snapshots
 
     @property
     def device(self) -> torch.device:
@@ -266,7 +272,7 @@ class RankGroup:
         return self._site.worker(name).layout
 
     def finish_weight_sync(self, name: str) -> None:
-        """Colocated, give the memory back that gathering took; else the next operation has a use for it."""
+        """Colocated, give the memory back that taking a version took; else the next operation has a use for it."""
         self._check(name)
         if self._control.colocated:
             self.empty_cache()

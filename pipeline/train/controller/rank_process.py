@@ -47,6 +47,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeline.checkpoints.async_save import AsyncSaver
 from pipeline.errors import DeadlineError, TrainingError
+from pipeline.inference.weight_sync.weight_snapshot import RankSnapshots
 from pipeline.train.batching.sequences import Batch
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.model_worker import ModelWorker
@@ -127,6 +128,7 @@ class RankState:
         workers: models with their optimizers, by name.
         staged: rows that wait here for operations, by the number of their staging: its batches, in order.
         saver: writes its part of checkpoints, beside the operations.
+        snapshots: versions of its rows that wait for servers; None on a rank that sends none.
         number: of the operation under way, or the last one; counted alike on every rank.
     """
 
@@ -140,6 +142,7 @@ class RankState:
     workers: dict[str, ModelWorker] = field(default_factory=dict)
     staged: dict[int, list[Shares]] = field(default_factory=dict)
     saver: AsyncSaver = field(default_factory=AsyncSaver)
+    snapshots: RankSnapshots | None = None
     number: int = 0
     _groups: dict[tuple[str, str, str], dist.ProcessGroup] = field(default_factory=dict)
 

@@ -1,8 +1,8 @@
 """The trainer's weights on their way to the servers.
 
-Owns gathering the policy's parameters and handing them to the sender after every step. Promises that the
-trainer goes on while the servers take a version; that they took it, or are evicted, before the next one is handed over;
-and that the actor can see which server has what. Must not know how the bytes travel, nor where the servers are.
+Owns having every rank hold its rows of the policy after a step, and handing the version to the sender. Promises that
+the trainer goes on while the servers take a version; that they took it, or are evicted, before the next one is handed
+over; and that the actor can see which server has what. Must not know how the bytes travel, nor where the servers are.
 """
 
 import logging
@@ -10,6 +10,7 @@ import time
 
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_publication import RankPublication
 from pipeline.train.loop.group_batches import Pulse
 
 log = logging.getLogger(__name__)
@@ -25,12 +26,16 @@ class WeightPublisher:
 
     def __init__(self, dispatch: RankGroup, sender: WeightSender, pulse: Pulse) -> None:
         self._dispatch, self._sender, self._pulse = dispatch, sender, pulse
+        self._opened = False
         self._under_way = False
 
     def start(self, version: int) -> dict[str, float]:
         """Hand the policy as it is now to the servers, as `version`; what it took."""
         started = time.monotonic()
-        self._sender.start(version, self._dispatch.full_parameters("policy"), self._dispatch.layout("policy"))
+        if not self._opened:
+            self._sender.open(RankPublication(self._dispatch, "policy", self._sender.settings))
+            self._opened = True
+        self._sender.take(version)
         self._dispatch.finish_weight_sync("policy")
         self._under_way = True
         return {"sync/handover_seconds": time.monotonic() - started}

@@ -13,6 +13,7 @@
 | `cpu_offload` | parts that move to host memory and back |
 | `weight_loading`, `checkpoint_layout`, `safetensors_files` | initial weights; file tensors to network tensors |
 | `lora`, `expert_lora`, `adapter_merge` | adapters, those of experts, and whole weights with them |
+| `public_tensors` | what leaves the trainer: whole, or this rank's rows |
 | `hf_export` | exported model directories |
 | `adapter_swap`, `token_queries` | several adapters that take turns on a model; log-probabilities of given tokens |
 | `model_size`, `tiny_config`, `packing_probe` | a model's size; a tiny copy; the check that packing keeps results |

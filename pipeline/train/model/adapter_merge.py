@@ -4,14 +4,13 @@ Owns the sum W + alpha / rank · B A of linear layers and of experts, of this ra
 as it is, and that beside one tensor's rows only A of a linear layer is gathered. Must not know where the sum goes.
 
     rows = AdapterMerge(network, group)(parameter)      # sharded like it; itself where there is no adapter
-    whole = gatherer(network, lora, group)(parameter, torch.bfloat16)
+    rows = merger(network, lora, group)(parameter)      # the same, or the parameter itself without `lora.merge`
 
 Rows of W and of B belong together, and are sharded alike: B A of them needs the whole of A. Of experts A and B have a
 row for each expert, as W has.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +24,9 @@ from pipeline.train.model.experts import ADAPTERS, ExpertAdapter, fused_experts
 from pipeline.train.model.row_shards import gather
 
 
-def gatherer(network: nn.Module, lora: LoraConfig, group: dist.ProcessGroup) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """What gathers a parameter of the network, in another type; with `lora.merge` its adapter is added before."""
-    if not (lora.rank and lora.merge):
-        return partial(gather, group=group)
-    merge = AdapterMerge(network, group)
-    return lambda tensor, dtype: gather(merge(tensor), dtype, group)
+def merger(network: nn.Module, lora: LoraConfig, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """What makes a parameter of the network as it is published: with `lora.merge` its adapter is added."""
+    return AdapterMerge(network, group) if lora.rank and lora.merge else lambda tensor: tensor
 
 
 class AdapterMerge:

@@ -56,9 +56,7 @@ class MergedTensor:
     @property
     def stacked(self) -> bool:
         """Whether the tensor is a stack with a row for each key of a pattern, as that of experts."""
-        first, *others = self.converter.operations
-        apart = all(isinstance(each, Concatenate) and each.dim > 0 for each in others)
-        return len(self.names) == 1 and isinstance(first, MergeModulelist) and first.dim == 0 and apart
+        return len(self.names) == 1 and _is_stack(self.converter)
 
 
 class CheckpointLayout:
@@ -100,16 +98,37 @@ class CheckpointLayout:
         decoder = self._twin.get_decoder()
         return next(f"{name}." for name, module in self._twin.named_modules() if module is decoder)
 
-    @cached_property
+    @property
     def groups(self) -> list[list[str]]:
         """The names of `tensors`, those in one list that `public` must be given at once."""
+        return self._grouped[0]
+
+    @property
+    def converted(self) -> set[str]:
+        """The names of `tensors` of which `public` makes other numbers than it was given, or other tensors of them."""
+        return self._grouped[1]
+
+    @property
+    def stacks(self) -> set[str]:
+        """Of `converted`, those that are stacks, as that of experts: `public` makes tensors of each row alone, and
+        names them by the row's number."""
+        return self._grouped[2]
+
+    @cached_property
+    def _grouped(self) -> tuple[list[list[str]], set[str], set[str]]:
         reverse = [conversion.reverse_transform() for conversion in reversed(self._twin._weight_conversions)]
         renamings, converters = _parted(reverse)
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         groups: dict[str, list[str]] = {}
+        converter_of: dict[str, Any] = {}
         for name in self.tensors:
             key, pattern = rename_source_key(name, renamings, converters, reverse=True)
             groups.setdefault(name if pattern is None else f"{pattern} {key}", []).append(name)
-        return list(groups.values())
+            if pattern is not None:
+                converter_of[name] = by_pattern[pattern]
+        stacks = {name for (name, *others) in groups.values() if not others and name in converter_of}
+        stacks = {name for name in stacks if _is_stack(converter_of[name].reverse_transform())}
+        return list(groups.values()), set(converter_of), stacks
 
     def public(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Whole tensors of the network as those of a checkpoint; where that is possible, views of what was given."""
@@ -204,6 +223,13 @@ def expert_layers(network: Any) -> set[str]:
     converters = _parted(get_model_conversion_mapping(network))[1]
     patterns = [pattern for each in converters for pattern in each.source_patterns if "experts" in pattern]
     return {pattern.removesuffix(".weight").rpartition(".")[-1] for pattern in patterns}
+
+
+def _is_stack(converter: Any) -> bool:
+    """Whether a conversion from the files makes a tensor with a row for each key of a pattern."""
+    first, *others = converter.operations
+    apart = all(isinstance(each, Concatenate) and each.dim > 0 for each in others)
+    return isinstance(first, MergeModulelist) and first.dim == 0 and apart
 
 
 def _parted(conversions: Collection[Any]) -> tuple[list[Any], list[Any]]:

@@ -6,7 +6,7 @@ controller put into the batch are the only normalisation. Every method is a coll
 the same number of micro-batches. Knows ranks; must not know tasks, rewards or when to step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -27,23 +27,22 @@ from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.train.algorithms import LossSpec, MetricsLevel, ValueLoss, loss_metrics, total, total_value
 from pipeline.train.batching.packing import Packing
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.model.adapter_merge import gatherer
 from pipeline.train.model.collate import MicroBatch, collate
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.cpu_offload import Memory, Offloadable, Part, allocated, empty_cache
 from pipeline.train.model.expert_load import ExpertLoad
 from pipeline.train.model.fsdp import shard_model
-from pipeline.train.model.hf_export import adapter_tensors, refuse_unwritable, write_model
+from pipeline.train.model.hf_export import refuse_unwritable, write_model
 from pipeline.train.model.models import (
     PolicyModel,
     build_on_meta,
-    checkpoint_tensors,
     compile_layers,
     copy_parameters,
     materialize,
     recompute_activations,
 )
 from pipeline.train.model.optimizer import AdamSettings, Optimizer, OptimizerStep
+from pipeline.train.model.public_tensors import PublicTensors
 from pipeline.train.model.weight_loading import WeightLoader
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils import heartbeat
@@ -101,9 +100,10 @@ class ModelWorker:
         shard_model(self.model, mesh, self.compute, spec.reshard, expert_mesh)
         weights = WeightLoader(spec.model)
         materialize(self.model, weights, spec.model, spec.seed, self.device)
-        self._form, self._expert_load = weights.form, ExpertLoad(self.model)
+        self._untrained, self._expert_load = weights.form.untrained, ExpertLoad(self.model)
         self.group, self.ranks = mesh.get_group(mesh.ndim - 1), mesh.size()
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
+        self.public = PublicTensors(self.model, weights.form, self.compute, self.group, spec.model.lora)
         self.optimizer = None if spec.optim is None else self._fresh_optimizer(spec.optim, spec.steps)
         self._parts: dict[Part, Offloadable] = {
             "model": Offloadable(self._model_tensors),
@@ -192,12 +192,12 @@ class ModelWorker:
 
         Each item may be a collective operation: every rank must take all items.
         """
-        return self._gathered(self.compute)
+        return self.public.gathered(self.compute)
 
     @property
     def layout(self) -> WeightLayout:
         """What `full_parameters` yields, told without gathering anything."""
-        return self._layout(self.compute)
+        return self.public.layout(self.compute)
 
     def state(self) -> dict[str, Any]:
         """Sharded state for `torch.distributed.checkpoint`: parameters, and if the model is trained the moments and
@@ -233,10 +233,10 @@ class ModelWorker:
         if not isinstance(self.model, PolicyModel):
             raise TrainingError("a critic has no Hugging Face form; only a policy can be saved as one")
         dtype = torch.float32 if self._config.lora.travels_alone else self.compute
-        tensors = self._gathered(dtype)
+        tensors = self.public.gathered(dtype)
         try:
             if dist.get_rank() == 0:
-                layout, untrained = self._layout(dtype), self._form.untrained
+                layout, untrained = self.public.layout(dtype), self._untrained
                 write_model(path, self.model.network, layout, tensors, self._config, untrained)
         finally:
             for _ in tensors:  # of which every rank gathers its part, even of those that were not written
@@ -264,39 +264,6 @@ class ModelWorker:
     def empty_cache(self) -> None:
         """Give memory that is free, but held by the allocator, back to the device."""
         empty_cache(self.device)
-
-    def _layout(self, dtype: torch.dtype) -> WeightLayout:
-        def shape(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-            return torch.empty(tensor.shape, dtype=dtype, device="meta")
-
-        return WeightLayout.of(self._public(dtype, shape))
-
-    def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for each in self._public(dtype, gatherer(self.model.network, self._config.lora, self.group)):
-            heartbeat.beat()
-            yield each
-
-    def _public(
-        self, dtype: torch.dtype, whole: Callable[[Tensor, torch.dtype], Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that leaves the trainer, by its public name; `whole` makes it of what this rank has."""
-        adapted = self._config.lora.travels_alone
-        if adapted or not isinstance(self.model, PolicyModel):
-            for name, parameter in self.model.named_parameters():
-                own_name = name.removeprefix("network.")
-                if parameter.requires_grad and adapted:
-                    yield from adapter_tensors(self.model.network, own_name, whole(parameter, dtype))
-                elif parameter.requires_grad:
-                    yield own_name, whole(parameter, dtype)
-            return
-        own = checkpoint_tensors(self.model, self._form)
-        for names in self._form.groups:
-            made = {
-                name: whole(own[name], dtype if isinstance(own[name], nn.Parameter) else own[name].dtype)
-                for name in names
-            }
-            yield from self._form.public(made).items()
-            del made  # before the next are gathered
 
     @property
     def _options(self) -> states.StateDictOptions:

@@ -41,6 +41,15 @@ def rows_here(tensor: Tensor) -> slice:
     return _rows_of_rank(tensor, dist.get_rank())
 
 
+def owned_rows(tensor: Tensor, group: dist.ProcessGroup) -> slice:
+    """The rows that this rank gives where every row is given once by the ranks of `group`, which have one whole tensor
+    among them: its own, and of a tensor that is whole on every rank all or, on all but the first, none. A number is a
+    row."""
+    if isinstance(tensor, DTensor) and tensor.ndim:
+        return rows_here(tensor)
+    return slice(0, (len(tensor) if tensor.ndim else 1) if dist.get_rank(group) == 0 else 0)
+
+
 @torch.no_grad()
 def fill_shard(target: Tensor, source: Any) -> None:
     """Fill this rank's rows of `target` from `source`: a whole tensor, or what reads the rows that it is indexed with
@@ -80,9 +89,16 @@ def gather(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tens
     return whole
 
 
+def share_of(rows: int, ranks: int, rank: int) -> slice:
+    """Which rows of a tensor of `rows` a rank has, of ranks that share it by rows."""
+    shape, first = _compute_local_shape_and_global_offset((rows,), (ranks,), [rank], [Shard(0)])
+    return slice(first[0], first[0] + shape[0])
+
+
 def rows_of(rows: int, ranks: int, rank: int) -> int:
-    """How many rows of a tensor of `rows` a rank has."""
-    return _compute_local_shape_and_global_offset((rows,), (ranks,), [rank], [Shard(0)])[0][0]
+    """How many these are."""
+    share = share_of(rows, ranks, rank)
+    return int(share.stop - share.start)
 
 
 def _rows_of_rank(tensor: DTensor, rank: int) -> slice:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from pipeline.config import InferenceConfig
+from pipeline.inference.weight_sync.rank_orders import RankOrders
+from pipeline.inference.weight_sync.rank_rows import RowSource
 from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
 from pipeline.inference.weight_sync.server_sync import MeetingPoint, ServerSync
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout, create_store
@@ -28,9 +30,12 @@ def main(point: str, server: str, model: str) -> None:
     with hold_port() as holder, ServerAdminClient(server, SECRET) as control:
         meeting = MeetingPoint(TRAINER, port_of(holder), SECRET)
         store = create_store(TRAINER, meeting.port, SECRET, 60)
-        link = ServerSync(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None)
-        link._meet(control, WeightSnapshot(1, layout, layout.pack(tensors), {}, torch.device("cpu")), deadline)
-        (group,) = link._groups
+        orders, source = RankOrders(store), RowSource(layout)
+        orders.sources = (source,)
+        link = ServerSync(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None, orders)
+        link._meet(control, WeightSnapshot(1, source, layout.pack(tensors), {}, torch.device("cpu")), deadline)
+        (route,) = link._routes
+        group = route.group
         control.post("/start_weight_update", deadline)
         if point == "sending":
             group.send(1, torch.zeros(layout.bytes // 2, dtype=torch.uint8), deadline)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync import server_shards
+from pipeline.inference.weight_sync.rank_rows import RowSource
 from pipeline.inference.weight_sync.server_shards import Shard, Slice
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.inference.weight_sync.weight_snapshot import ShardGatherer, WeightSnapshot
@@ -33,7 +34,7 @@ SCALAR = Slice(3, 0, (), ())
 
 
 def payload() -> WeightSnapshot:
-    return WeightSnapshot(1, LAYOUT, LAYOUT.pack(TENSORS), {}, CPU)
+    return WeightSnapshot(1, RowSource(LAYOUT), LAYOUT.pack(TENSORS), {}, CPU)
 
 
 def received(shard: Shard, at_once: bool = False) -> list[Tensor]:
@@ -88,15 +89,14 @@ def test_rows_of_a_large_slice_go_in_several_chunks_and_those_of_a_transposed_on
 def test_the_whole_layout_goes_in_one_chunk_from_where_it_lies() -> None:
     whole, sent = Shard.whole(LAYOUT), payload()
     (chunk,) = whole.chunks(at_once=True)
-    assert ShardGatherer(CPU).gather(sent, whole, chunk, SOON) is sent.buffer
+    assert ShardGatherer(CPU).gather(sent, whole, chunk, SOON).data_ptr() == sent.buffer.data_ptr()
     assert (chunk.start, chunk.end) == (0, LAYOUT.bytes)
 
 
 def test_the_whole_layout_in_chunks_is_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_shards, "WEIGHT_CHUNK", 100)
-    on_host = WeightSnapshot(
-        1, LAYOUT, LAYOUT.pack(TENSORS), {}, torch.device("meta")
-    )  # which is not where the buffer is
+    elsewhere = torch.device("meta")  # which is not where the buffer is
+    on_host = WeightSnapshot(1, RowSource(LAYOUT), LAYOUT.pack(TENSORS), {}, elsewhere)
     whole, gatherer = Shard.whole(LAYOUT), ShardGatherer(CPU)
     arrived = torch.zeros(LAYOUT.bytes, dtype=torch.uint8)
     for chunk in whole.chunks(on_host.at_once):

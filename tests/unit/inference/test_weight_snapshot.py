@@ -5,12 +5,14 @@ import gc
 import pytest
 import torch
 
+from pipeline.inference.weight_sync.rank_rows import RowSource
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.inference.weight_sync.weight_snapshot import SnapshotMemory, WeightSnapshot
 from pipeline.utils import pinned_memory
 from tests.fakes.cuda_runtime import CudaRuntime
 
 LAYOUT = WeightLayout.of([("w", torch.zeros(64))])
+SOURCE = RowSource(LAYOUT)
 
 
 @pytest.fixture
@@ -21,7 +23,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
 
 
 def waiting(memory: SnapshotMemory, version: int) -> WeightSnapshot:
-    sent = WeightSnapshot(version, LAYOUT, memory.take(LAYOUT.bytes), {}, torch.device("cuda"))
+    sent = WeightSnapshot(version, SOURCE, memory.take(LAYOUT.bytes), {}, torch.device("cuda"))
     memory.free_after(sent)
     return sent
 

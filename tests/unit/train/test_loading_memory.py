@@ -13,14 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.config import InferenceConfig, ModelConfig
+from pipeline.config import ModelConfig
+from pipeline.inference.weight_sync.publication import SenderSettings
+from pipeline.inference.weight_sync.server_shards import Shard
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
-from pipeline.inference.weight_sync.weight_sender import WeightSender
+from pipeline.inference.weight_sync.weight_snapshot import ShardGatherer, WeightSnapshot
 from pipeline.train.model import fsdp, row_shards, weight_loading
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.worker_spec import ModelSpec
-from pipeline.utils.subprocesses import hold_port
+from pipeline.utils.waiting import Deadline
 from tests.fakes.shards import rank_of
 
 RANKS, MARGIN = 4, 0.3
@@ -112,11 +114,25 @@ def test_a_rank_that_writes_the_model_holds_a_tensor_at_a_time(folder: Path, mes
     assert held_by(one) < held.peak < held_by(one) + MARGIN * one.layout.bytes
 
 
-def test_the_first_version_for_the_servers_is_packed_a_tensor_at_a_time(folder: Path, mesh: DeviceMesh) -> None:
+def test_a_rank_that_publishes_holds_its_rows_of_one_version_and_little_beside(folder: Path, mesh: DeviceMesh) -> None:
     one = ModelWorker(spec_of(folder), mesh)
-    with hold_port() as holder:
-        meeting = MeetingPoint("127.0.0.2", holder.getsockname()[1], "s3cret")
-        with WeightSender([], meeting, InferenceConfig(), 1.0, lambda server, version: None) as sender, Held() as held:
-            sender.start(1, one.full_parameters(), one.layout)
-    size = one.layout.bytes
-    assert held_by(one) + size <= held.peak < held_by(one) + (1 + MARGIN) * size
+    settings = SenderSettings(MeetingPoint("127.0.0.2", 1, ""), {}, "cpu", on_host=False)
+    snapshots = settings.snapshots(one.layout, one.public.rows)
+    own, size = snapshots.source.own, one.layout.bytes
+    assert own.bytes < (1 + MARGIN) * size / RANKS
+
+    def fill(buffer: Tensor) -> None:
+        one.public.fill_rows([view for _, view in own.views(buffer)])
+
+    for version in (1, 2):
+        with Held() as held:
+            sent = list(chunks_of(snapshots.take(version, fill, ())))
+        assert held.peak < held_by(one) + own.bytes + MARGIN * size / RANKS
+        assert sum(sent) == own.bytes
+
+
+def chunks_of(snapshot: WeightSnapshot) -> Iterator[int]:
+    """Sizes of the pieces that go to a server that needs all."""
+    parts, gatherer = snapshot.source.parts(Shard.whole(snapshot.source.layout)), ShardGatherer(snapshot.device)
+    for chunk in parts.chunks():
+        yield len(gatherer.gather(snapshot, parts.shard, chunk, Deadline("a chunk", 5)))

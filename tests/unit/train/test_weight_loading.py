@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.inference.weight_sync.transports.gloo import Parameter, WeightLayout
-from pipeline.train.model import adapter_merge, fsdp, safetensors_files
+from pipeline.train.model import fsdp, public_tensors, safetensors_files
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.models import build_model, build_on_meta, materialize
@@ -311,7 +311,7 @@ def test_a_model_that_cannot_be_written_has_been_gathered_all_the_same(
     def full(file: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(adapter_merge, "gather", gathered)
+    monkeypatch.setattr(public_tensors, "gather", gathered)
     monkeypatch.setattr(safetensors_files, "FILE_BYTES", 1)
     monkeypatch.setattr(safetensors_files.os, "fsync", full)
     for one in shards(folder, 1, monkeypatch):

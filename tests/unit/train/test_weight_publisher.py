@@ -1,35 +1,42 @@
 """What the trainer does around an update of the servers, with the dispatch and the sender written down."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
+from pipeline.inference.weight_sync.publication import Publication, SenderSettings
+from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.inference.weight_sync.weight_sender import SyncReport, WeightSender
 from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.rank_publication import ReportedSource
 from pipeline.train.loop.weight_publisher import WeightPublisher
 
 
 class Recorder:
     """Stands in for dispatch and sender; `calls` is what was asked of them, in order."""
 
+    settings = SenderSettings(MeetingPoint("127.0.0.2", 1, ""), {}, "cpu", on_host=False)
+
     def __init__(self) -> None:
         self.calls: list[str] = []
-
-    def full_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        self.calls.append(f"gather {name}")
-        yield "w", torch.ones(2)
 
     def layout(self, name: str) -> WeightLayout:
         return WeightLayout.of([("w", torch.empty(2, device="meta"))])
 
+    def run_on_all_models(self, function: Callable[..., Any], name: str, *args: Any, **needs: Any) -> list[Any]:
+        self.calls.append(f"{function.__name__} of {name}")
+        return [ReportedSource(rows, "") for rows in (((0, 1),), ((1, 2),))]
+
     def finish_weight_sync(self, name: str) -> None:
         self.calls.append(f"finish {name}")
 
-    def start(self, version: int, parameters: Any, layout: WeightLayout) -> None:
-        assert len(layout.pack(parameters)) == layout.bytes
-        self.calls.append(f"start {version} with {len(layout.parameters)}")
+    def open(self, publication: Publication) -> None:
+        self.calls.append(f"open {len(publication.sources)} ranks")
+
+    def take(self, version: int) -> None:
+        self.calls.append(f"take {version}")
 
     def wait_until_synced(self, pulse: Any) -> SyncReport:
         self.calls.append("settle")
@@ -43,10 +50,12 @@ def a_publisher() -> tuple[WeightPublisher, list[str]]:
     return publisher, recorder.calls
 
 
-def test_what_gathering_the_policy_took_is_returned() -> None:
+def test_the_ranks_are_opened_once_and_asked_for_each_version() -> None:
     publisher, calls = a_publisher()
-    publisher.start(1)
-    assert calls == ["gather policy", "start 1 with 1", "finish policy"]
+    assert publisher.start(1).keys() == {"sync/handover_seconds"}
+    publisher.start(2)
+    opened = ["open_publication of policy", "open 2 ranks"]
+    assert calls == [*opened, "take 1", "finish policy", "take 2", "finish policy"]
 
 
 def test_a_version_is_settled_once_and_says_how_many_servers_have_it() -> None:

@@ -9,8 +9,9 @@ the tensors mean.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -97,6 +98,29 @@ def await_event(event: torch.cuda.Event, deadline: Deadline) -> None:
         if deadline.passed:
             raise WeightSyncError(str(deadline.error()))
         time.sleep(_POLL_SECONDS)
+
+
+class SideStream:
+    """A stream of its own on a GPU, for copies that neither wait for what else runs there nor hold it up; nothing on a
+    CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def begin(self, after: torch.cuda.Event | None = None) -> AbstractContextManager[Any]:
+        """What is copied within is copied there, once `after` has passed."""
+        if self._stream is None:
+            return nullcontext()
+        if after is not None:
+            self._stream.wait_event(after)
+        return torch.cuda.stream(self._stream)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait until all of it is copied; `WeightSyncError` if it is not in time."""
+        if self._stream is not None:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+            await_event(done, deadline)
 
 
 def gpu_of(device: torch.device) -> str:

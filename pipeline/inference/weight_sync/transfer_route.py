@@ -1,0 +1,142 @@
+"""What one rank of the trainer and one process of a server exchange: how they meet, and how a version goes from the one
+to the other.
+
+Owns the two ends of an exchange: `TransferRoute` sends the rank's rows, `RowReceiver` receives those of every rank.
+Promises that both cut them into the same chunks, and that the staging buffer holds one version or raises
+`WeightSyncError`. Must not know vLLM or HTTP.
+
+    server                                                     trainer, on every rank that sends
+    publish_key(store, name, Receiver(...).text())
+    groups = [join(store, group_name(name, number), …)         route = TransferRoute.meet(store, name, number, …)
+              for number, source in enumerate(sources)]
+    receiver.receive(groups, …)                                route.send(snapshot, gatherer, deadline)
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from pipeline.errors import WeightSyncError
+from pipeline.inference.weight_sync.rank_rows import RowParts, RowSource, sending_order
+from pipeline.inference.weight_sync.server_shards import Chunk, Shard
+from pipeline.inference.weight_sync.transports.gloo import ALIGNMENT, TRAINER, TransferGroup, wait_for_key
+from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, Receiver, SideStream, join_gpu_group
+from pipeline.inference.weight_sync.weight_snapshot import ShardGatherer, WeightSnapshot
+from pipeline.utils.waiting import Deadline
+
+G = TypeVar("G", TransferGroup, GpuGroup)
+
+
+def process_name(group: str, process: int) -> str:
+    """Under which a server's process announces itself; `group` belongs to one meeting of the server."""
+    return f"{group}/{process}"
+
+
+def group_name(process: str, source: int) -> str:
+    """The group of a server's process with the trainer's rank number `source`."""
+    return f"{process}/{source}"
+
+
+@dataclass(frozen=True, eq=False)
+class TransferRoute:
+    """From one rank of the trainer to one process of a server."""
+
+    group: TransferGroup | GpuGroup
+    parts: RowParts
+
+    def send(self, snapshot: WeightSnapshot, gatherer: ShardGatherer, deadline: Deadline) -> None:
+        """Send the rank's rows; returns once all are handed over."""
+        for chunk in self.parts.chunks(snapshot.at_once):
+            gathered = gatherer.gather(snapshot, self.parts.shard, chunk, deadline)
+            self.group.send(snapshot.version, gathered, deadline)
+
+
+@dataclass(frozen=True, eq=False)
+class SendingRank:
+    """A rank of the trainer, as it meets servers.
+
+    Attributes:
+        number: among the `ranks` that send.
+        device: which sends.
+        address: its own, where groups over TCP listen.
+    """
+
+    number: int
+    ranks: int
+    source: RowSource
+    device: torch.device
+    address: str
+
+    def meet(self, store: Store, group: str, processes: int, deadline: Deadline) -> list[TransferRoute]:
+        """Routes to every process of a server, which all have announced themselves, in the order in which to send."""
+        met = [self._meet(store, process_name(group, process), deadline) for process in range(processes)]
+        return [met[process] for process in sending_order(group, self.number, self.ranks, processes)]
+
+    def _meet(self, store: Store, process: str, deadline: Deadline) -> TransferRoute:
+        receiver, name = Receiver.parse(wait_for_key(store, process)), group_name(process, self.number)
+        parts = self.source.parts(Shard.parse(self.source.layout, receiver.slices))
+        if self.device.type == "cuda":
+            return TransferRoute(join_gpu_group(store, name, TRAINER, self.device, receiver.gpu, deadline), parts)
+        return TransferRoute(TransferGroup(store, name, TRAINER, self.address, deadline.left), parts)
+
+
+class RowReceiver:
+    """The staging buffer of one process of a server, and the way of each rank's rows to their places there."""
+
+    def __init__(
+        self, shard: Shard, sources: Sequence[RowSource], buffer: Tensor, at_once: bool, order: Sequence[int]
+    ) -> None:
+        """`buffer` is uint8[shard.staged.bytes]; `at_once` is the trainer's `WeightSnapshot.at_once`; `order` is the
+        `receiving_order`. What is received in pieces from several ranks goes through a bucket
+        of the size of the largest piece."""
+        self._shard, self._buffer, self._at_once, self._order = shard, buffer, at_once, order
+        self._parts = [source.parts(shard) for source in sources]
+        self._direct = len(sources) == 1 and sources[0].rows is None
+        chunks = [] if self._direct else [chunk for parts in self._parts for chunk in parts.chunks()]
+        size = max((chunk.end - chunk.start + ALIGNMENT for chunk in chunks), default=0)
+        self._bucket = torch.empty(size, dtype=torch.uint8, device=buffer.device)
+        self._stream = SideStream(buffer.device)
+
+    def receive(
+        self,
+        groups: Sequence[G],
+        receive: Callable[[G, Tensor], int],
+        deadline: Deadline,
+        after: torch.cuda.Event | None = None,
+    ) -> int:
+        """Fill the buffer from one group for each source; the version of what is in it.
+
+        `receive` fills a tensor from a group and returns the version. What is copied into the buffer here is copied
+        once `after` has passed.
+        """
+        versions = set()
+        for number in self._order:
+            parts = self._parts[number]
+            for chunk in parts.chunks(self._at_once):
+                here = self._target(chunk)
+                versions.add(receive(groups[number], here))
+                if not self._direct:
+                    self._place(parts, chunk, here, deadline, after)
+        if len(versions) != 1:
+            raise WeightSyncError(f"parts of versions {sorted(versions)} came")
+        return versions.pop()
+
+    def _target(self, chunk: Chunk) -> Tensor:
+        if self._direct:
+            return self._buffer[chunk.start : chunk.end]
+        lead = chunk.start % ALIGNMENT  # so that every type is aligned
+        return self._bucket[lead : lead + chunk.end - chunk.start]
+
+    def _place(
+        self, parts: RowParts, chunk: Chunk, here: Tensor, deadline: Deadline, after: torch.cuda.Event | None
+    ) -> None:
+        """Copy what came to where it belongs."""
+        with self._stream.begin(after):
+            for at, target in parts.places(chunk):
+                there = target.of(self._shard.staged.view(target.tensor, self._buffer))
+                there.copy_(here[at : at + there.nbytes].view(there.dtype).view(there.shape))
+        self._stream.settle(deadline)

@@ -1,0 +1,208 @@
+"""The tensors of a model as they leave the trainer: for its servers, and for the files of an export.
+
+Owns their names, types and shapes, and two ways to make them: whole on every rank, one at a time, or the rows of each
+that this rank publishes. Promises that the rows of all ranks of a replica are together each tensor once, and that a
+rank reads only its own rows of a tensor that has another name in public, and of a stack its own experts. Tensors which
+are made of others in another way are made whole, one group at a time, and each rank takes its part of the group. Must
+not know where they go.
+
+    tensors = PublicTensors(model, form, torch.bfloat16, group, lora)
+    tensors.layout(torch.bfloat16)                    # gathers nothing
+    for name, tensor in tensors.gathered(torch.bfloat16): ...
+    tensors.fill_rows(targets)                        # one for each (first, last) of `tensors.rows`
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.config import LoraConfig
+from pipeline.inference.weight_sync.transports.gloo import WeightLayout
+from pipeline.train.model.adapter_merge import merger
+from pipeline.train.model.checkpoint_layout import CheckpointLayout, Tensors
+from pipeline.train.model.cpu_offload import local
+from pipeline.train.model.hf_export import adapter_tensors
+from pipeline.train.model.models import DecoderModel, PolicyModel, checkpoint_tensors
+from pipeline.train.model.row_shards import BLOCK_BYTES, gather, owned_rows, share_of
+from pipeline.utils import heartbeat
+
+Make = Callable[[Tensor, torch.dtype], Tensor]
+Rows = tuple[int, int]
+Split = Callable[[Tensor], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class _TensorGroup:
+    """Tensors of the network that become public together.
+
+    Attributes:
+        public: makes the public tensors of them.
+        renamed: whether it is a single tensor, which gets another name at most.
+        split: of a single tensor whose rows, such as experts, become tensors each: makes those of a block of rows, in
+            the order of `public` (with several for each row, first the first of all rows).
+    """
+
+    tensors: Tensors
+    public: Callable[[Tensors], Tensors]
+    renamed: bool = False
+    split: Split | None = None
+
+    @property
+    def single(self) -> Tensor:
+        (tensor,) = self.tensors.values()
+        return tensor
+
+
+class PublicTensors:
+    """What a model's checkpoint has, or that of its adapters if they alone are published; a critic's tensors have their
+    names in memory."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        form: CheckpointLayout,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        lora: LoraConfig,
+    ) -> None:
+        """`dtype` is that of published parameters; `group` has the ranks of a replica."""
+        self._model, self._form, self._dtype, self._group = model, form, dtype, group
+        self._adapted, self._merge = lora.travels_alone, merger(model.network, lora, group)
+
+    def layout(self, dtype: torch.dtype) -> WeightLayout:
+        """Names, types and shapes of what `gathered` yields."""
+        return WeightLayout.of(self._each(dtype, _outline))
+
+    def gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """All of them, whole; every rank of the replica must take every item."""
+        for each in self._each(dtype, self._gather):
+            heartbeat.beat()
+            yield each
+
+    @cached_property
+    def rows(self) -> tuple[Rows, ...]:
+        """The rows of each tensor that this rank publishes: from the first on, without the last."""
+        return tuple(rows for group in self._groups() for rows in self._rows_of(group))
+
+    @torch.no_grad()
+    def fill_rows(self, targets: Sequence[Tensor]) -> None:
+        """Fill each target with this rank's rows of its tensor. Collective over the replica."""
+        waiting = iter(targets)
+        for group in self._groups():
+            heartbeat.beat()
+            rows = self._rows_of(group)
+            own = [next(waiting) for _ in rows]
+            if group.renamed:
+                _copy(own[0], self._local(group.single), rows[0])
+            elif group.split is not None:
+                self._fill_stack(group.single, group.split, own)
+            else:
+                self._fill_made(group, own, rows)
+
+    def _fill_stack(
+        self, stack: Tensor, split: Callable[[Tensor], Sequence[Tensor]], targets: Sequence[Tensor]
+    ) -> None:
+        """A block of this rank's experts at a time."""
+        rows, mine = owned_rows(stack, self._group), self._local(stack)
+        step = max(1, BLOCK_BYTES * len(stack) // stack.nbytes)
+        for start in range(rows.start, rows.stop, step):
+            stop = min(start + step, rows.stop)
+            for place, each in enumerate(split(mine[start - rows.start : stop - rows.start])):
+                which, expert = divmod(place, stop - start)
+                _copy(targets[which * len(stack) + start + expert], each, (0, len(each)))
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        """This rank's rows, with adapters that are merged. Collective if they are."""
+        return local(self._merge(tensor).detach())
+
+    def _gather(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return gather(self._merge(tensor), dtype, self._group)
+
+    def _fill_made(self, group: _TensorGroup, targets: Sequence[Tensor], rows: Sequence[Rows]) -> None:
+        made = group.public(self._made(group, self._dtype, self._gather))
+        for tensor, target, (first, last) in zip(made.values(), targets, rows, strict=True):
+            _copy(target, tensor[first:last] if tensor.ndim else tensor, (first, last))
+
+    def _rows_of(self, group: _TensorGroup) -> list[Rows]:
+        if group.renamed:
+            rows = owned_rows(group.single, self._group)
+            return [(rows.start, rows.stop)]
+        sizes = [len(tensor) if tensor.ndim else 1 for tensor in self._outlines(group).values()]
+        if group.split is not None:
+            experts, count = owned_rows(group.single, self._group), len(group.single)
+            owned = (experts.start <= place % count < experts.stop for place in range(len(sizes)))
+            return [(0, size if own else 0) for own, size in zip(owned, sizes, strict=True)]
+        ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        parts = [share_of(size, ranks, rank) for size in sizes]
+        return [(part.start, part.stop) for part in parts]
+
+    def _outlines(self, group: _TensorGroup) -> Tensors:
+        """The public tensors of a group, on the meta device."""
+        return group.public(self._made(group, self._dtype, _outline))
+
+    def _each(self, dtype: torch.dtype, make: Make) -> Iterator[tuple[str, Tensor]]:
+        for group in self._groups():
+            made = group.public(self._made(group, dtype, make))
+            yield from made.items()
+            del made  # before the next are gathered
+
+    @staticmethod
+    def _made(group: _TensorGroup, dtype: torch.dtype, make: Make) -> Tensors:
+        """Parameters in `dtype`; buffers keep their type."""
+        return {
+            name: make(tensor, dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+            for name, tensor in group.tensors.items()
+        }
+
+    def _groups(self) -> Iterator[_TensorGroup]:
+        if self._adapted:
+            yield from (self._adapter_group(name, parameter) for name, parameter in self._trained())
+        elif not isinstance(self._model, PolicyModel):
+            yield from (_TensorGroup({name: each}, _unchanged, renamed=True) for name, each in self._trained())
+        else:
+            own = checkpoint_tensors(self._model, self._form)
+            yield from (self._file_group({name: own[name] for name in names}) for names in self._form.groups)
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                yield name.removeprefix("network."), parameter
+
+    def _adapter_group(self, name: str, parameter: Tensor) -> _TensorGroup:
+        """An adapter's parameter; that of experts has an adapter in each row."""
+
+        def public(tensors: Tensors) -> Tensors:
+            return dict(adapter_tensors(self._model.network, name, tensors[name]))
+
+        first, *_ = public({name: _outline(parameter, self._dtype)}).values()
+        if first.shape == parameter.shape:
+            return _TensorGroup({name: parameter}, public, renamed=True)
+        return _TensorGroup({name: parameter}, public, split=torch.Tensor.unbind)
+
+    def _file_group(self, tensors: Tensors) -> _TensorGroup:
+        if not self._form.converted & tensors.keys():
+            return _TensorGroup(tensors, self._form.public, renamed=True)
+        if not self._form.stacks & tensors.keys():
+            return _TensorGroup(tensors, self._form.public)
+        (name,) = tensors
+        return _TensorGroup(
+            tensors, self._form.public, split=lambda block: list(self._form.public({name: block}).values())
+        )
+
+
+def _outline(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def _unchanged(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def _copy(target: Tensor, source: Tensor, rows: Rows) -> None:
+    """In the target's type; a GPU's copy to memory of the host that is pinned is not waited for."""
+    if rows[0] < rows[1]:
+        target.copy_(source, non_blocking=source.is_cuda and (target.is_cuda or target.is_pinned()))
