@@ -26,8 +26,8 @@ from tests.support.ranks.dispatch_cases import BUDGET, GRPO, OPTIM, Scenario, fr
 
 APART = {"close", "cut", "layout"}
 """What is not played: the end, and what asks nothing of the ranks."""
-MINDLESS = {"stage", "amend", "unstage", "finish_weight_sync", "remove_model"}
-MINDLESS |= {"memory", "offload_all", "empty_cache", "idle"}
+MINDLESS = {"stage", "set_column", "unstage", "finish_weight_sync", "remove_model"}
+MINDLESS |= {"memory", "offload_all", "empty_cache", "keepalive"}
 """What needs no model on the device."""
 COMBINED = {"forward_each", "run_on_all_models", "full_parameters"}
 """What needs models for purposes of other names."""
@@ -83,7 +83,7 @@ class Script:
             Step(
                 "run_on_ranks", {"critic": "forward"}, lambda d: d.run_on_ranks("critic", parameters, needs="forward")
             ),
-            Step("amend", {}, lambda d: d.set_column(self._staged[-1], "advantages", [self._halves])),
+            Step("set_column", {}, lambda d: d.set_column(self._staged[-1], "advantages", [self._halves])),
             on("critic", "forward", lambda d: d.forward("critic", self._rows)),
         ]
 
@@ -108,7 +108,7 @@ class Script:
             Step("unstage", {}, lambda d: d.unstage(self._staged.pop())),
             Step("memory", {}, lambda d: [list(of_rank) for of_rank in d.memory()]),
             Step("empty_cache", {}, lambda d: d.empty_cache()),
-            Step("idle", {}, lambda d: d.keepalive()),
+            Step("keepalive", {}, lambda d: d.keepalive()),
             Step("offload_all", {}, lambda d: d.offload_all()),
             *(
                 Step("remove_model", {}, lambda d, n=name: d.remove_model(n))
