@@ -122,13 +122,15 @@ def test_sets_are_measured_apart_and_named_in_their_numbers(streams: Streams) ->
     asked.request(25, asked.due(25))
     requests = [entry.record for entry in streams.scan("eval_requests", EvalRequest)]
     assert [(request.id, request.set) for request in requests] == [("a-0:25", OWN), ("a-0:hard:25", "hard")]
-    answer(streams, "a-0:hard:25", 25, 0.25, set="hard", samples=4, late=1, pass_at={4: 0.5}, metrics={"tools/x": 2.0})
+    answer(
+        streams, "a-0:hard:25", 25, 0.25, set="hard", samples=4, timed_out=1, pass_at={4: 0.5}, metrics={"tools/x": 2.0}
+    )
     answer(streams, "a-0:25", 25)
     asked.wait()
     assert set(notes) == {(OWN, 25), ("hard", 25)}
     hard = notes["hard", 25]
     assert (hard["eval/hard/accuracy"], hard["eval/hard/pass@4"], hard["eval/hard/tools/x"]) == (0.25, 0.5, 2.0)
-    assert (hard["eval/hard/samples"], hard["eval/hard/late"]) == (4, 1)
+    assert (hard["eval/hard/samples"], hard["eval/hard/timed_out"]) == (4, 1)
     assert "eval/accuracy" not in hard
 
 
