@@ -1,6 +1,6 @@
 """Cancel a run or a sweep: `python launchers/cancel.py run=<name or directory>`, or `sweep=<name or directory>`.
 
-Its job commits, comes down and is not queued again; submitting the run again resumes it.
+The job saves a checkpoint, shuts down and is not queued again. The command that submitted the run resumes it.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""What all launchers share: is this our code, then run it.
+"""The entry point of all launchers: checks which code would be imported, and runs it.
 
-Owns the guard against namesakes: `pipeline`, `slurm` and `conf` are common names, and another project's may come first
-in the search path. Promises one line for it, before any of them is imported;
-and that text from outside commands no terminal. Uses the standard library alone.
+Owns the check for foreign packages: `pipeline`, `slurm` and `conf` are common names, and another project's package may
+come first in the search path. Promises a one-line error before any package is imported, and that text from outside
+cannot control the terminal. Uses only the standard library.
 """
 
 import sys
@@ -16,7 +16,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def run(module: str, usage: str = "") -> int:
-    """The exit code of `main(arguments)` of a module of ours; with `usage`, `--help` prints that instead."""
+    """Run `main(arguments)` of one of our modules. Returns its exit code. `--help` prints `usage` if it is set."""
     if usage and {"-h", "--help"} & set(sys.argv[1:]):
         print(usage)
         return 0
@@ -34,19 +34,19 @@ def run(module: str, usage: str = "") -> int:
 
 
 def namesake(checkout: Path) -> str:
-    """What is wrong with the packages that an import would find; empty if they are of this checkout, or installed."""
+    """Why an import would load foreign or missing packages; empty if they are of this checkout, or installed."""
     install = f"{sys.executable} -m pip install -e {checkout}"
-    found = {name: _folder(name) for name in PACKAGES}
-    for name, folder in found.items():
+    folders = {name: _folder(name) for name in PACKAGES}
+    for name, folder in folders.items():
         if folder is None:
             return f"{name} is not installed in {sys.executable}: run make, or {install}"
-        if folder != checkout and not (folder.name in INSTALLED and folder == found["pipeline"]):
+        if folder != checkout and not (folder.name in INSTALLED and folder == folders["pipeline"]):
             return f"{name} is found in {folder}, which is not this project: run {install}, and see PYTHONPATH"
     return ""
 
 
 def _folder(name: str) -> Path | None:
-    """The folder that holds the package; nothing is imported."""
+    """The folder that contains the package, which is not imported."""
     spec = find_spec(name)
     if spec is None:
         return None

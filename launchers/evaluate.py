@@ -1,7 +1,7 @@
 """Evaluate a model: `python launchers/evaluate.py run=<name> [checkpoint=rl-50] [key=value …]`, or `model=<directory>`.
 
-One job of servers and an actor, here or with `cluster=slurm`; prints a table and writes `evaluation.json`. Which
-prompts are asked, and how: docs/evaluation.md. All else is as for launchers/submit.py.
+One job of servers and an actor, on this machine or with `cluster=slurm`; prints a table and writes `evaluation.json`.
+docs/evaluation.md describes the prompts and their settings. All else is as for launchers/submit.py.
 """
 
 import sys

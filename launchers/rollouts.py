@@ -1,6 +1,6 @@
 """Read the samples of a run: `python launchers/rollouts.py run=<name or directory> [--worst 5] [--tokens] [--json] …`.
 
-`--help` lists the filters; docs/rollouts.md explains what is shown.
+`--help` lists the filters; docs/rollouts.md explains the output.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The table of all runs: `python launchers/runs.py [output=runs] [sweep=<name>] [--json]`."""
+"""Print the table of all runs: `python launchers/runs.py [output=runs] [sweep=<name>] [--json]`."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Serve the Tinker API: `python launchers/serve.py experiment=tinker cluster=local [key=value …]`.
 
-The public `tinker` SDK is the client; see docs/tinker.md. `--url` prints how a client reaches a run that serves,
-`--usage` what each key's name used.
+The public `tinker` SDK is the client; see docs/tinker.md. `--url` prints the address of a serving run and its
+client's environment variables, `--usage` the usage of each key's name.
 """
 
 import sys

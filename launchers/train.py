@@ -1,7 +1,7 @@
-"""Train the jobs of a file, or of a folder of them: `python launchers/train.py <file or folder> [key=value …]`.
+"""Train the jobs of one file, or of a folder of files: `python launchers/train.py <file or folder> [key=value …]`.
 
-A run with trainers only, here or with `cluster=slurm`; all else is as for launchers/submit.py. The form of a job:
-docs/jobs.md.
+A run with trainers only, on this machine or with `cluster=slurm`; all else is as for launchers/submit.py. docs/jobs.md
+describes the format of a job.
 """
 
 import sys

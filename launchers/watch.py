@@ -1,6 +1,6 @@
 """Watch a run: `python launchers/watch.py run=<name or directory>`, or a sweep: `sweep=<name or directory>`.
 
-Ctrl-C leaves the runs alone.
+Ctrl-C ends the display and does not affect the runs.
 """
 
 import sys

@@ -1,14 +1,14 @@
-"""The job: how it gets onto a cluster, or onto one machine, and what keeps it there.
+"""The scheduler's job of a run: its submission, its agents, and its requeue, on a cluster or on one machine.
 
-| room | what is in it |
+| room | owns |
 |---|---|
-| `submission` | the commands of a user: submit, sweep, follow, cancel; Hydra's sweepers; the jobs of files |
-| `monitor` | the terminal views of runs that live |
-| `batch` | one job: its batch file, its executors, and what becomes of it after an attempt |
-| `agent` | one rank: the agent, and the roles that it starts, watches and ends |
-| `registry` | which runs and sweeps there are, and which job or launcher has each |
-| `rendezvous` | how the ranks of an attempt find each other |
+| `submission` | the commands of a user: submit, sweep, follow, cancel; Hydra's sweepers; job files |
+| `monitor` | the terminal views of live runs |
+| `batch` | one job: its checks, its executors, and the decision after an attempt |
+| `agent` | one rank: the agent, and the roles that it starts, monitors and stops |
+| `registry` | the runs and sweeps on disk, and the job or launcher that owns each |
+| `rendezvous` | the rendezvous of an attempt's ranks |
 | `scheduler` | Slurm's commands and variables, behind a protocol |
 
-A room imports those below it, and `pipeline`; never the reverse. `.importlinter` holds it.
+A room imports rooms below it, and `pipeline`; never the reverse. `.importlinter` checks this.
 """

@@ -1,10 +1,10 @@
-"""Which runs and sweeps there are, and whose each one is.
+"""The runs and sweeps on disk, and the job or launcher that owns each.
 
 | module | owns |
 |---|---|
-| `run_registry` | the runs, and the job that each belongs to |
-| `run_contents` | what a submission finds and leaves in a run directory |
-| `code_snapshot` | the copy of the code that every attempt of a run starts |
+| `run_registry` | the claim on a run, and the run's job |
+| `run_contents` | the content of a run directory before its job starts |
+| `code_snapshot` | the copy of the code that every attempt of a run executes |
 | `sweep_manifest` | sweeps and their points |
-| `file_locks` | which launcher is at a run or a sweep |
+| `file_locks` | locks on runs and sweeps |
 """

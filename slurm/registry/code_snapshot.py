@@ -1,12 +1,12 @@
-"""The copy of the code that every attempt of a run starts.
+"""The copy of the code that every attempt of a run executes.
 
-Owns which files it has, and their hashes. Promises that damage is noticed before anything is started, and that a copy
-that was lost is made again from the same code only. The caller holds the run's lock.
+Owns the choice of its files, and their hashes. Promises that damage is detected before anything is started, and that a
+lost copy is only created again from the same code. The caller holds the run's lock.
 
-    make(run, config)                           # a new run
+    snapshot_code(run, config)                  # a new run
     identity = RunIdentity(…, code=digest(run))
     refuse_damaged(run, known)                  # each later submission
-    make(run, config, known.code)               # where the copy is gone
+    snapshot_code(run, config, known.code)      # if the copy is lost
 """
 
 import hashlib
@@ -25,16 +25,16 @@ from pipeline.run.run_documents import RunIdentity
 from pipeline.utils import shared_files
 
 PACKAGES = ("pipeline", "slurm", "conf")
-"""What an attempt runs from its snapshot."""
+"""The packages of a snapshot."""
 HASHES = ".hashes.json"
-"""SHA-256 of each file of a snapshot, by its path there."""
+"""The file with the SHA-256 of each file of a snapshot, by relative path."""
 _NAMED = 3
 
 
 def snapshot_code(run: RunPaths, config: RunConfig, expected: str = "") -> None:
-    """Copy the packages that this checkout runs, and the user's modules; a half copy of an earlier try is replaced.
+    """Copy this checkout's packages and the user's modules; a partial copy of an earlier try is replaced.
 
-    With an `expected` digest any other code is a `RunStateError`, and is not kept.
+    With an `expected` digest, different code is a `RunStateError` and leaves no copy.
     """
     source = Path(pipeline.__file__).parent.parent
     part = run.code.with_name(f"{run.code.name}.part")
@@ -45,7 +45,7 @@ def snapshot_code(run: RunPaths, config: RunConfig, expected: str = "") -> None:
     hashes = _hashes(part)
     if expected not in ("", _digest(hashes)):
         shutil.rmtree(part)
-        raise RunStateError("resume", config.resume, f"the code that {run.root} was made with; {_ways_on(run)}")
+        raise RunStateError("resume", config.resume, f"the code that {run.root} was made with; {_resume_hint(run)}")
     shared_files.write_document(part / HASHES, hashes)
     if run.code.exists():
         shutil.rmtree(run.code)
@@ -53,15 +53,15 @@ def snapshot_code(run: RunPaths, config: RunConfig, expected: str = "") -> None:
 
 
 def digest(run: RunPaths) -> str:
-    """Of the snapshot that is there; empty if it has no hashes."""
+    """The digest of the run's snapshot; empty if it has no hashes."""
     hashes = shared_files.read_document(run.code / HASHES, dict[str, str])
     return _digest(hashes) if hashes else ""
 
 
 def refuse_damaged(run: RunPaths, known: RunIdentity) -> None:
-    """Raise `CheckpointError` unless the snapshot is what was copied, or is gone and can be made again.
+    """Raise `CheckpointError` unless the snapshot is unchanged, or is lost and can be copied again.
 
-    Runs that were made before there were hashes are not looked at.
+    Snapshots of runs without recorded hashes are not checked.
     """
     if not run.code.exists():
         if not known.code:
@@ -74,11 +74,11 @@ def refuse_damaged(run: RunPaths, known: RunIdentity) -> None:
         more = f" and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else ""
         raise CheckpointError(
             f"{run.code} is damaged ({', '.join(damaged[:_NAMED])}{more}); restore these files, or remove the folder, "
-            f"so that the same code is copied again, and {_ways_on(run)}"
+            f"so that the same code is copied again, and {_resume_hint(run)}"
         )
 
 
-def _ways_on(run: RunPaths) -> str:
+def _resume_hint(run: RunPaths) -> str:
     known = shared_files.read_document(run.run, RunIdentity)
     made = known.revision if known else ""
     return (
@@ -88,8 +88,8 @@ def _ways_on(run: RunPaths) -> str:
 
 
 def _hashes(code: Path) -> dict[str, str]:
-    found = sorted(path for path in code.rglob("*") if path.is_file())
-    return {path.relative_to(code).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    files = sorted(path for path in code.rglob("*") if path.is_file())
+    return {path.relative_to(code).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def _digest(hashes: dict[str, str]) -> str:
@@ -97,10 +97,10 @@ def _digest(hashes: dict[str, str]) -> str:
 
 
 def _damaged(code: Path, hashes: dict[str, str] | None) -> list[str]:
-    """The files that are missing or not what was copied. What is there besides is nobody's, such as compiled code."""
+    """The missing and changed files of a snapshot. Additional files, such as compiled code, are ignored."""
     if hashes is None:
         return [HASHES]
-    return [name for name, wanted in hashes.items() if _hash_of(code / name) != wanted]
+    return [name for name, expected in hashes.items() if _hash_of(code / name) != expected]
 
 
 def _hash_of(path: Path) -> str:

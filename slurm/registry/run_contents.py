@@ -1,9 +1,9 @@
-"""What a submission finds in a run directory, and what it leaves there before the job starts.
+"""The content of a run directory before its job starts.
 
-Owns the run's identity, its frozen config, the snapshot of the code, and the start from scratch. What must be there to
-go on is the rule of `pipeline.checkpoints.run_progress`. Promises that a run directory only ever belongs to one config;
-that what is damaged or missing is made again from its copy, or refused with what to do; and that a start from scratch
-removes nothing. The caller holds the run's lock.
+Owns the run's identity, its frozen config, the snapshot of the code, and the start from scratch.
+`pipeline.checkpoints.run_progress` owns the rule which files a resumed run needs. Promises that a run directory belongs
+to one config only; that a damaged or missing file is restored from its copy, or refused with a hint; and that a start
+from scratch deletes nothing. The caller holds the run's lock.
 """
 
 import secrets
@@ -29,14 +29,17 @@ from pipeline.utils import shared_files
 from slurm.registry import code_snapshot
 
 ENTRANCES = ("slurm/agent/agent.py", "slurm/batch/requeue.py", "slurm/batch/local_controller.py")
-"""The modules in a run's snapshot that a launcher, which may be newer, tells its job to start."""
+"""The modules of a run's snapshot that the job starts, as a launcher of a possibly newer version expects."""
 
 
 def refuse_contents(run: RunPaths, config: RunConfig) -> RunIdentity | None:
-    """Insist that what is there, if anything, is this run, not at its end, and can be gone on with; who it is, or None
-    for a new run. Nothing is insisted on where it will be set aside."""
+    """Raise `RunStateError` unless the directory is empty, or has this run, unfinished and resumable.
+
+    Returns the run's identity, or None for a new run. With `resume=scratch` the content is moved aside, so only a
+    sweep's directory is refused.
+    """
     if SweepPaths(run.root).manifest.exists():
-        raise RunStateError("name", config.name, "a name that is no sweep's", f"add -m, or name={config.name}-2")
+        raise RunStateError("name", config.name, "a name that no sweep has", f"add -m, or name={config.name}-2")
     if config.resume == "scratch":
         return None
     if is_finished(run):
@@ -45,13 +48,15 @@ def refuse_contents(run: RunPaths, config: RunConfig) -> RunIdentity | None:
     try:
         return _refuse_incomplete(run, config)
     except CheckpointError as error:
-        raise RunStateError("resume", config.resume, f"a run that can go on; {error}") from None
+        raise RunStateError("resume", config.resume, f"a run that can continue; {error}") from None
 
 
 def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
-    """Raise `CheckpointError` unless the rule of `pipeline.checkpoints.run_progress` is met, as far as it can be seen
-    from
-    here, and `RunStateError` for another run."""
+    """Raise `CheckpointError` if the run lacks files that `pipeline.checkpoints.run_progress` requires.
+
+    Checkpoints that this machine cannot reach are not checked. `RunStateError` for a run with another config or
+    version.
+    """
     known = known_identity(run)
     if known is None:
         return None
@@ -65,7 +70,7 @@ def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
     old, new = _load(run, tree), located_config(config)
     if identity_digest(old) != identity_digest(new):
         changes = "; ".join(differences(old, new))
-        hint = f"submit it as it was, or give the new one another name (name={config.name}-2)"
+        hint = f"submit it with the old values, or give the new run another name (name={config.name}-2)"
         raise RunStateError("name", config.name, f"the config this run was made with, but {changes}", hint)
     if has_begun(run) and not (
         config.evaluation.only or config.training.jobs
@@ -75,7 +80,7 @@ def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
 
 
 def _refuse_lost_checkpoints(run: RunPaths, root: str, *, elsewhere: bool) -> None:
-    """A store that cannot be reached from here is left to the trainer, which applies the same rule."""
+    """Raise `CheckpointError` if the run's checkpoints are lost. The trainer checks unreachable stores."""
     try:
         if newest_checkpoint(root) is not None:
             return
@@ -95,7 +100,7 @@ def _load(run: RunPaths, tree: dict[str, Any]) -> RunConfig:
 
 
 def _of_another_version(run: RunPaths, expected: str) -> RunStateError:
-    """A run that is sound, but not for this checkout."""
+    """The error for a valid run of another version of the code."""
     known = shared_files.read_document(run.run, RunIdentity)
     made = known.revision if known else ""
     hint = f"submit it from the checkout it was made with{made and f' ({made})'}, or start a new one with "
@@ -103,29 +108,31 @@ def _of_another_version(run: RunPaths, expected: str) -> RunStateError:
 
 
 def set_aside(run: RunPaths) -> None:
-    """Move what is there to a folder of its own below `aside`, so that the run begins again, under another id.
+    """Move the run's files to a new folder below `aside`, so that the run starts over with another id.
 
-    An attempt that was cut off and goes on writes nothing more: the right to write is taken from it, also for the
-    folder that the next attempt will use.
+    An attempt that was cut off may still run. A new fencing owner revokes its right to write to the old checkpoints,
+    and to the folder that the next attempt uses.
     """
     locks = {run.lock, run.job_lock, run.aside}
-    found = sorted(path for path in run.root.iterdir() if path not in locks and not path.name.startswith("."))
-    if not found:
+    entries = sorted(path for path in run.root.iterdir() if path not in locks and not path.name.startswith("."))
+    if not entries:
         return
     target = new_aside_folder(run)
     owner = f"scratch-{target.name}"
     _adopt_owner(run, owner)
     target.mkdir(parents=True)
-    for path in sorted(found, key=lambda path: path in (run.attempts, run.metrics)):  # what shows progress comes last
+    for path in sorted(
+        entries, key=lambda path: path in (run.attempts, run.metrics)
+    ):  # attempts and metrics last: they show that the run had progress
         path.rename(target / path.name)
     fence = Fence(str(run.checkpoints), owner)
     fence.claim()
     fence.keep([])
-    print(f"what was in {run.root} is in {target} now; the run starts over", file=sys.stderr)
+    print(f"the files of {run.root} are in {target} now; the run starts over", file=sys.stderr)
 
 
 def _adopt_owner(run: RunPaths, owner: str) -> None:
-    """Claim the checkpoints that are given up, as far as they are known and can be reached."""
+    """Claim the abandoned checkpoints for `owner`, if they are known and reachable."""
     try:
         config, known = read_frozen_config(run), known_identity(run)
         if config is not None and known is not None:
@@ -135,10 +142,10 @@ def _adopt_owner(run: RunPaths, owner: str) -> None:
 
 
 def freeze_run(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> None:
-    """Keep code, config and identity, each unless it is there; a config that is there takes the operational changes.
+    """Write code, config and identity, unless they exist; an existing config gets the operational changes.
 
-    In this order: a submission that is killed between two of them is completed by the next. What of a `known` run was
-    lost is made again.
+    The order matters: if a submission is killed between two of them, the next submission completes it. Lost files of a
+    `known` run are created again.
     """
     lost = [path for path, kind in ((run.run, RunIdentity), (run.config, dict)) if not _is_readable(path, kind)]
     if known and not run.code.exists():
@@ -154,7 +161,7 @@ def freeze_run(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> N
     elif run.run in lost:
         shared_files.write_document(run.run, known)
     for path in lost if known and run.attempts.exists() else ():
-        print(f"warning: {path} was lost, and is made again from what remains", file=sys.stderr)
+        print(f"warning: {path} was lost, and is created again from the remaining files", file=sys.stderr)
 
 
 def _is_readable(path: Path, kind: type[Any]) -> bool:
@@ -162,7 +169,7 @@ def _is_readable(path: Path, kind: type[Any]) -> bool:
 
 
 def located_config(config: RunConfig) -> RunConfig:
-    """The config as it is kept: right from whatever directory the next submission is made."""
+    """The config with absolute paths, so that it is valid in any working directory."""
     jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
     located: dict[str, Any] = {
         "resume": "auto",
@@ -173,7 +180,9 @@ def located_config(config: RunConfig) -> RunConfig:
     located["task"] = _located_task(config.task)
     sets = config.evaluation.sets
     with_tasks = {
-        name: each.model_copy(update={"task": _located_task(each.task)}) for name, each in sets.items() if each.task
+        name: eval_set.model_copy(update={"task": _located_task(eval_set.task)})
+        for name, eval_set in sets.items()
+        if eval_set.task
     }
     located["evaluation"] = config.evaluation.model_copy(update={"sets": {**sets, **with_tasks}})
     return config.model_copy(update=located)
@@ -186,7 +195,7 @@ def _located_task(task: TaskConfig) -> TaskConfig:
 
 
 def git_revision() -> str:
-    """Revision of this checkout, with `-dirty` when it is edited; empty without git."""
+    """The revision of this checkout, with `-dirty` if it has changes; empty without git."""
     source = Path(pipeline.__file__).parent.parent
     command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

@@ -1,11 +1,11 @@
-"""Run directories: made once, resumed, refused.
+"""The claim on a run directory, and the run's job.
 
-Owns who is at a run: a lock for a local job, `job.json` and the scheduler's answer for one of Slurm. What a submission
-finds and leaves in the directory is in `slurm.registry.run_contents`. Promises that two live jobs never share one, and
-that `examine` writes nothing. A job that cannot be asked about counts as live.
+Owns the liveness of a run: by a lock for a local job, by `job.json` and the scheduler's answer for a Slurm job.
+`slurm.registry.run_contents` owns the content of the directory. Promises that two live jobs never share a run, and that
+`examine` writes nothing. A job counts as live if the scheduler does not answer.
 
-    with claimed(config) as run, job_replaced(run):
-        record_job(run, "slurm", sbatch(...))   # from here on the job keeps others out, the claim need not
+    with claimed_run(config) as run, job_replaced(run):
+        record_job(run, "slurm", sbatch(...))   # from here on the job excludes others, and the claim may end
 """
 
 import errno
@@ -30,10 +30,10 @@ from slurm.scheduler.slurm.slurm_commands import find_slurm, my_name
 
 
 def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> RunPaths:
-    """The run's directory, looked at but not touched; `scheduler` is called only if the run had a job of one.
+    """Check the run's directory without changing it. `scheduler` is called only if the run had a scheduler's job.
 
-    Raises `RunStateError` if it is finished, live, unreadable or of another config, and `ConfigError` if it cannot be
-    written.
+    Raises `RunStateError` if the run is finished, live, unreadable or has another config, and `ConfigError` if the
+    directory cannot be written.
     """
     run = RunPaths(config.directory.resolve())
     with _disk(config):
@@ -46,7 +46,7 @@ def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
 
 @contextmanager
 def claimed_run(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> Iterator[RunPaths]:
-    """The run's directory, made or found, and locked as live until the block ends; raises what `examine` raises."""
+    """Create or check the run's directory, and lock it until the block ends; raises the errors of `examine`."""
     run = RunPaths(config.directory.resolve())
     with _disk(config):
         make_directory(run.root, config.cluster.directory_mode)
@@ -69,25 +69,25 @@ def is_new(run: RunPaths) -> bool:
 
 
 def identity(run: RunPaths) -> RunIdentity:
-    """Who this run is; made at its first submission."""
-    found = shared_files.read_document(run.run, RunIdentity)
-    if found is None:
+    """The run's identity, created at its first submission; `RunStateError` if it cannot be read."""
+    document = shared_files.read_document(run.run, RunIdentity)
+    if document is None:
         expected = f"a run with a readable {run.run}"
-        raise RunStateError("name", run.root.name, expected, "the command that submitted the run makes it again")
-    return found
+        raise RunStateError("name", run.root.name, expected, "the command that submitted the run creates it again")
+    return document
 
 
 def record_job(run: RunPaths, kind: Literal["local", "slurm"], job: str) -> None:
-    """Keep that this job was submitted for the run, by this user on this machine, now."""
+    """Record that this user submitted this job for the run on this machine, now."""
     document = SubmittedJob(kind=kind, job=job, user=my_name(), host=os.uname().nodename, time=time.time())
     shared_files.write_document(run.job, document)
 
 
 @contextmanager
 def job_replaced(run: RunPaths) -> Iterator[None]:
-    """Put the record of the earlier job, which is over, aside while another is submitted; back if the block raises.
+    """Remove the record of the earlier, ended job while another one is submitted; restore it if the block raises.
 
-    The new job may start before it is recorded, and must not take itself for an earlier one.
+    The new job may start before it is recorded, and a record of the earlier job would make it refuse the run.
     """
     earlier = submitted_job(run)
     run.job.unlink(missing_ok=True)
@@ -100,26 +100,26 @@ def job_replaced(run: RunPaths) -> Iterator[None]:
 
 
 def submitted_job(run: RunPaths) -> SubmittedJob | None:
-    """The job that was submitted for the run last; `RunStateError` if it is recorded and cannot be read."""
-    for _ in range(2):  # a file that is replaced while it is read is there at the second look
-        found = shared_files.read_document(run.job, SubmittedJob)
-        if found is not None or not run.job.exists():
-            return found
+    """The last job that was submitted for the run; `RunStateError` if its record cannot be read."""
+    for _ in range(2):  # a file that is replaced during the first read is readable at the second one
+        document = shared_files.read_document(run.job, SubmittedJob)
+        if document is not None or not run.job.exists():
+            return document
     hint = f"see that no job of this run is live, then remove {run.job}"
     raise RunStateError("name", run.root.name, f"a run with a readable {run.job}", hint)
 
 
 def owns(run: RunPaths, job: str) -> bool:
-    """Whether this job may carry out the run: it is the last that was submitted, as far as that is recorded."""
+    """Whether this job may execute the run: the last recorded job is this one, or none is recorded."""
     last = submitted_job(run)
     return last is None or last.job == job
 
 
 def live_job(run: RunPaths, scheduler: Scheduler) -> QueuedJob | None:
-    """The scheduler's job of this run if it is live; raises `SchedulerError` when the scheduler does not answer.
+    """The scheduler's live job of this run, if any; `SchedulerError` if the scheduler does not answer.
 
-    It is found by its record, else by the run_id in its comment: the answer to its submission may have been lost, or
-    an earlier job queued again by hand.
+    The job is identified by its record, else by the run_id in its comment: the answer to its submission may have been
+    lost, or a user may have queued an earlier job again.
     """
     last = submitted_job(run)
     queued = scheduler.job(last.job) if last is not None and last.kind == "slurm" else None
@@ -130,9 +130,9 @@ def live_job(run: RunPaths, scheduler: Scheduler) -> QueuedJob | None:
 
 
 def is_job_of(run: RunPaths, queued: QueuedJob) -> bool:
-    """Whether a job with the recorded id is this run's, and not another's that was given the same id since.
+    """Whether a job with the recorded id belongs to this run: the scheduler may have reused the id.
 
-    Its comment tells; its name only at a site that keeps no comments.
+    The job's comment decides; at a site without comments, its name.
     """
     known = shared_files.read_document(run.run, RunIdentity)
     if known is None:
@@ -142,7 +142,7 @@ def is_job_of(run: RunPaths, queued: QueuedJob) -> bool:
 
 @contextmanager
 def _disk(config: RunConfig) -> Iterator[None]:
-    """Whatever the disk refuses is said in one line."""
+    """Turn an `OSError` of the block into a `ConfigError`."""
     try:
         yield
     except OSError as error:
@@ -153,8 +153,8 @@ def _disk(config: RunConfig) -> Iterator[None]:
 def _reason(error: OSError) -> str:
     if isinstance(error, shutil.Error):  # one (source, target, reason) for each file that could not be copied
         return " ".join(str(error.args[0][0][2]).split())
-    place = f": {error.filename}" if error.filename else ""
-    return f"{error.strerror or error}{place}"
+    file = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror or error}{file}"
 
 
 def _refuse_unwritable(run: RunPaths) -> None:
@@ -167,7 +167,7 @@ def _refuse_unwritable(run: RunPaths) -> None:
 
 @contextmanager
 def held_by_job(run: RunPaths) -> Iterator[None]:
-    """Mark the run as live for as long as its job runs, which may be longer than its launcher."""
+    """Hold the job's lock during the block, which may outlive the launcher; `BlockingIOError` if it is held."""
     with file_locks.open_lock(run.job_lock) as lock:
         if not file_locks.take_lock(lock.fileno(), run.job_lock):
             raise BlockingIOError(errno.EWOULDBLOCK, f"held by {file_locks.signature(run.job_lock)}", str(run.job_lock))
@@ -175,26 +175,26 @@ def held_by_job(run: RunPaths) -> Iterator[None]:
 
 
 def has_job(run: RunPaths) -> bool:
-    """Whether a job of this run may be alive: nobody took its lock yet, or somebody holds it."""
+    """Whether a job of this run may be alive: its lock is held, or was never taken."""
     return not run.job_lock.exists() or file_locks.is_held(run.job_lock)
 
 
 def is_live_here(run: RunPaths) -> bool:
-    """Whether a launcher or a local job is at this run: a launcher that is starting holds its own lock first."""
+    """Whether a launcher or a local job holds one of the run's locks; a starting launcher takes its lock first."""
     return file_locks.is_held(run.lock) or file_locks.is_held(run.job_lock)
 
 
 def _refuse_live(run: RunPaths, config: RunConfig, *paths: Path) -> None:
-    """Raise `RunStateError` if anybody holds one of these locks."""
+    """Raise `RunStateError` if a process holds one of these locks."""
     for path in paths:
         if file_locks.is_held(path):
             raise _live(run, config, _launcher(path))
 
 
 def _refuse_queued(run: RunPaths, config: RunConfig, scheduler: Callable[[], Scheduler]) -> None:
-    """Raise `RunStateError` if the scheduler has a live job of this run, or cannot say.
+    """Raise `RunStateError` if the scheduler has a live job of this run, or does not answer.
 
-    It is asked for the job on record, and before a further one is submitted also for one that is not.
+    Before a Slurm submission, the query also covers jobs that are not on record.
     """
     last = submitted_job(run)
     recorded = last if last is not None and last.kind == "slurm" else None
@@ -205,7 +205,7 @@ def _refuse_queued(run: RunPaths, config: RunConfig, scheduler: Callable[[], Sch
     except RollcallError as error:
         whose = f"Slurm job {recorded.job} of {recorded.user}" if recorded else "its Slurm jobs"
         otherwise = f", or, if that job is over, remove {run.job}" if recorded else ""
-        expected = f"a run that is not live, but nobody here can say so of {whose} ({error})"
+        expected = f"a run that is not live, which is unknown for {whose} ({error})"
         raise RunStateError("name", config.name, expected, f"try again where Slurm answers{otherwise}") from None
     if queued is not None:
         raise _live(run, config, _describe(queued))
@@ -228,7 +228,7 @@ def _launcher(lock: Path) -> str:
 def _live(run: RunPaths, config: RunConfig, who: str) -> RunStateError:
     named = config.name if config.output == Path("runs") else run.root
     hint = (
-        f"end it (python launchers/cancel.py run={named}), wait for it, or give this one another name "
+        f"end it (python launchers/cancel.py run={named}), wait for it, or give this run another name "
         f"(name={config.name}-2)"
     )
     return RunStateError("name", config.name, f"a run that is not live ({who})", hint)

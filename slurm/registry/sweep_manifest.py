@@ -1,8 +1,8 @@
-"""The points of a sweep, as its directory keeps them.
+"""The manifest of a sweep, with its points.
 
-Owns `sweep.json`: which points a sweep has, what each run is called, and what was submitted for it. Promises that a
-point keeps its number and name for ever, and that the same overrides are the same point, in whatever order they were
-given. Must not know how a run is submitted.
+Owns `sweep.json`: the points of a sweep, the names of their runs, and their submitted jobs. Promises that a point never
+changes its number and name, and that equal overrides in any order are the same point. Must not know how a run is
+submitted.
 """
 
 import re
@@ -17,19 +17,19 @@ from pipeline.run.paths import SWEEP, SweepPaths
 from pipeline.utils import shared_files
 
 MAX_NAME = 63
-"""Of a run; see `pipeline.config.RunConfig.name`."""
+"""Most characters of a run's name; see `pipeline.config.RunConfig.name`."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a sweep.
 
     Attributes:
-        number: its place, from 0.
-        overrides: what makes it differ from the other points.
-        name: of its run.
-        job: the job that was submitted for it last, empty for none.
-        submitted: when, in seconds since the epoch.
-        refused: why its last submission was refused; empty if it was not.
+        number: its index, from 0.
+        overrides: the overrides that only this point has.
+        name: the name of its run.
+        job: its last submitted job; empty for none.
+        submitted: the time of that submission, in seconds since the epoch.
+        refused: why its last submission was refused; empty if it was accepted.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`sweep.json`: the overrides that all points share, as they were given last, and all points by number."""
+    """The content of `sweep.json`: the last command's shared overrides, and all points by number."""
 
     base: tuple[str, ...]
     points: tuple[Trial, ...] = ()
@@ -55,31 +55,31 @@ class SweepManifest(msgspec.Struct, frozen=True, kw_only=True):
         return [known[_key(one)] for one in overrides]
 
     def noted(self, point: Trial) -> "SweepManifest":
-        """The manifest with a newer note on one of its points."""
+        """The manifest with a newer record of one point."""
         points = tuple(point if point.number == old.number else old for old in self.points)
         return msgspec.structs.replace(self, points=points)
 
 
 def load_manifest(paths: SweepPaths) -> SweepManifest | None:
-    """The manifest, or None where there is no sweep; `RunStateError` if it is there and cannot be read."""
+    """The manifest; None if there is no sweep, `RunStateError` if the file cannot be read."""
     why = "it is torn, or of another version"
-    for _ in range(2):  # a file that is replaced while it is read is there at the second look
+    for _ in range(2):  # a file that is replaced during the first read is readable at the second one
         try:
-            found = shared_files.read_document(paths.manifest, SweepManifest)
-            if found is None and not paths.manifest.exists():
+            manifest = shared_files.read_document(paths.manifest, SweepManifest)
+            if manifest is None and not paths.manifest.exists():
                 return None
         except OSError as error:
-            found, why = None, error.strerror or str(error)
-        if found is not None and found.points:
-            return found
-        why = "it has no points" if found is not None else why
+            manifest, why = None, error.strerror or str(error)
+        if manifest is not None and manifest.points:
+            return manifest
+        why = "it has no points" if manifest is not None else why
     expected = f"a sweep with a readable {paths.manifest} ({why})"
     hint = f"start a new sweep with name={paths.root.name}-2, or remove {paths.root}"
     raise RunStateError("name", paths.root.name, expected, hint)
 
 
 def find_sweep(value: str, output: Path | None = None) -> SweepPaths:
-    """The sweep with this name below `output`, if that is given; else in this directory, or below `runs/`.
+    """The sweep with this name below `output`. Without `output`, `value` is a directory, or a name below `runs/`.
 
     `ConfigError` if there is none.
     """
@@ -94,7 +94,7 @@ def find_sweep(value: str, output: Path | None = None) -> SweepPaths:
 
 
 def extended(old: SweepManifest | None, base: Sequence[str], overrides: Iterable[Sequence[str]]) -> SweepManifest:
-    """The manifest after these points were asked for: known ones stay as they are, new ones get the next numbers."""
+    """The manifest with these points added: known ones stay unchanged, new ones get the next numbers."""
     points = list(old.points) if old else []
     known = {_key(point.overrides) for point in points}
     for one in overrides:
@@ -105,7 +105,7 @@ def extended(old: SweepManifest | None, base: Sequence[str], overrides: Iterable
 
 
 def run_name(number: int, overrides: Iterable[str]) -> str:
-    """`<number>-<key>_<value>-…`: unique by the number, readable by the rest, and a name that a run may have.
+    """A valid run name `<number>-<key>_<value>-…`: the number makes it unique, the rest readable.
 
     run_name(3, ["optim.lr=0.0001", "loss=gspo"])     3-lr_0.0001-loss_gspo
     """

@@ -46,7 +46,7 @@ def test_a_damaged_copy_is_refused_and_made_again_once_it_is_removed(
     shutil.rmtree(run.code)
     with run_registry.claimed_run(demo(tmp_path)):
         assert code_snapshot.digest(run) == whole
-    assert f"warning: {run.code} was lost, and is made again" in capsys.readouterr().err
+    assert f"warning: {run.code} was lost, and is created again" in capsys.readouterr().err
 
 
 def test_many_damaged_files_are_one_line(run: RunPaths, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_lost_identity_is_made_again(
     damage(run.run)
     with run_registry.claimed_run(demo(tmp_path, *overrides)):
         assert run_registry.identity(run).run_id == before
-    assert "run.json was lost, and is made again" in capsys.readouterr().err
+    assert "run.json was lost, and is created again" in capsys.readouterr().err
 
 
 def test_an_identity_that_nothing_else_tells_is_not_made_up(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_lost_config_is_made_again_and_still_keeps_another_one_out(
         pass
     with run_registry.claimed_run(demo(tmp_path)):
         assert read_config(run) == before
-    assert "config.json was lost, and is made again" in capsys.readouterr().err
+    assert "config.json was lost, and is created again" in capsys.readouterr().err
 
 
 def test_a_config_without_a_copy_is_not_made_up(tmp_path: Path) -> None:
@@ -198,7 +198,10 @@ def test_a_sweep_is_not_moved_aside(tmp_path: Path) -> None:
     manifest = SweepPaths(tmp_path / "demo").manifest
     manifest.parent.mkdir()
     manifest.touch()
-    with pytest.raises(RunStateError, match="no sweep's"), run_registry.claimed_run(demo(tmp_path, "resume=scratch")):
+    with (
+        pytest.raises(RunStateError, match="a name that no sweep has"),
+        run_registry.claimed_run(demo(tmp_path, "resume=scratch")),
+    ):
         pass
     assert manifest.exists()
 

@@ -282,7 +282,7 @@ def test_a_job_that_is_not_on_record_is_found_by_its_run_id_before_another_is_su
     with pytest.raises(RunStateError, match=rf"not live \(Slurm job {job} of alice is PENDING\)"):
         run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler)
     scheduler.fail("jobs_with")
-    with pytest.raises(RunStateError, match=r"say so of its Slurm jobs .*; try again where Slurm answers$"):
+    with pytest.raises(RunStateError, match=r"which is unknown for its Slurm jobs .*; try again where Slurm answers$"):
         run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler)
     scheduler.cancel(job)
     assert run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler) == run
@@ -317,7 +317,7 @@ def test_a_scheduler_that_cannot_be_asked_never_means_that_the_job_is_over(tmp_p
     scheduler = FakeScheduler()
     run = submitted(tmp_path, scheduler)
     scheduler.fail("job", said="Unable to contact slurm controller")
-    with pytest.raises(RunStateError, match=r"say so of Slurm job 1 of \S+ \(job: Unable to contact"):
+    with pytest.raises(RunStateError, match=r"which is unknown for Slurm job 1 of \S+ \(job: Unable to contact"):
         run_registry.examine(demo(tmp_path), lambda: scheduler)
 
     def no_slurm() -> Scheduler:
