@@ -57,7 +57,7 @@ def test_ctrl_c_loses_no_step_that_takes_longer_than_the_grace(launches: Launche
     assert last["step"] > first["step"], "the step under way was waited for"
     assert last["seconds/step"] > 1.5, "this machine is too fast for this test: it proves nothing"
     assert list(run.run.checkpoints.glob(f"sft-{last['step']}/*/COMMIT"))
-    assert "SIGINT: waiting for the trainer to end its step and make a checkpoint" in run.output()
+    assert "SIGINT: waiting for the trainer to end its step and save a checkpoint" in run.output()
     draining = Events(run.attempts[0]).get("draining")
     assert draining is not None
     assert draining.why == "interrupted by Ctrl-C (SIGINT) at the launcher"
