@@ -116,6 +116,7 @@ class OrderedRank:
             store, number = self.connect(), 0
             while self._follow(number, _order(store, number)):
                 number += 1
+            store.set(_key(number, self.rank.number), "")
         except (WeightSyncError, SignatureError, RuntimeError) as error:
             log.warning("rank %s sends no weights any more: %s", self.rank.number, error)
         self.snapshots.close()

@@ -252,9 +252,12 @@ class WeightSender:
         if self._publication is not None:
             self._publication.close()
         try:
-            self._orders.give(Order(kind="close"))
+            order = self._orders.give(Order(kind="close"))
+            # Else they would lose the store while they wait in it, and torch would write a stack for each.
+            self._orders.await_reports(order, self._store, Deadline("the end of the other ranks", CLOSE_SECONDS))
         except WeightSyncError as error:
             problems.append(str(error))
+        self._orders.sources = ()  # nobody follows orders any more
         return problems
 
     def __enter__(self) -> Self:
