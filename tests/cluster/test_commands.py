@@ -165,12 +165,12 @@ def test_a_heterogeneous_batch_file_is_tried_out_too(slurm: SlurmCommands, tmp_p
     assert slurm.test_only(file) == "Requested node configuration is not available"
 
 
-@pytest.mark.parametrize("layout", ["one", "het"])
+@pytest.mark.parametrize("hetjob", ["false", "true"])
 def test_the_demo_with_gpus_passes_all_checks_and_is_not_queued(
-    layout: str, cluster: SlurmCluster, slurm: SlurmCommands, tmp_path: Path
+    hetjob: str, cluster: SlurmCluster, slurm: SlurmCommands, tmp_path: Path
 ) -> None:
     gpus = ["resources.trainer.gpus=1", "resources.inference.gpus=1"]
-    check(slurm, tmp_path, f"resources.hetjob={layout}", "cluster.time=1-0", "cluster.account=any", *gpus)
+    check(slurm, tmp_path, f"resources.hetjob={hetjob}", "cluster.time=1-0", "cluster.account=any", *gpus)
     assert cluster.run("squeue", "--noheader") == ""
 
 
