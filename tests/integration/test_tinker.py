@@ -258,7 +258,7 @@ def test_checkpoints_are_listed_replaced_and_removed(client: tinker.ServiceClien
     ("bad", "says"),
     [
         (datum([1, 2], {"target_tokens": [2, 3], "weights": np.array([1, np.nan], np.float32)}), "not finite"),
-        (datum([1, 99], {"target_tokens": [2, 3], "weights": np.ones(2, np.float32)}), "the model knows 0 … 16"),
+        (datum([1, 99], {"target_tokens": [2, 3], "weights": np.ones(2, np.float32)}), "expected 0 … 16"),
         (datum([1] * 17, {"target_tokens": [2] * 17, "weights": np.ones(17, np.float32)}), "at most 16"),
         (datum([1, 2], {"target_tokens": [2, 3], "mask": np.ones(2, np.float32)}), "'mask'"),
     ],

@@ -125,7 +125,7 @@ def test_the_cache_holds_what_layers_of_its_kind_keep(
 def test_what_cannot_be_told_is_refused_in_one_line(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "n_layer": 1}))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"model\.path.*expected a model that transformers knows") as caught:
+    with pytest.raises(ConfigError, match=r"model\.path.*expected a model that transformers supports") as caught:
         sizes_of(ModelConfig(path=str(tmp_path), init="random"))
     assert "\n" not in str(caught.value)
 

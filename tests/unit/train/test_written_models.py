@@ -92,5 +92,5 @@ def test_what_could_not_be_written_at_the_end_is_refused(
         raise PermissionError(f"{source} belongs to another")
 
     monkeypatch.setattr(shutil, "copy2", deny)
-    with pytest.raises(ConfigError, match=r"model\.path.*can be written.*belongs to another"):
+    with pytest.raises(ConfigError, match=r"model\.path.*can be exported.*belongs to another"):
         refuse_unwritable(network, config)
