@@ -308,7 +308,7 @@ def test_the_states_of_sft_and_rl_are_not_mixed(dispatch: RankGroup, config: Run
 
 def test_the_checkpoints_of_a_run_are_no_state_of_a_job(dispatch: RankGroup, config: RunConfig, tmp_path: Path) -> None:
     save(str(tmp_path / "run"), "1-0", TrainerState(job="sft", step=3), {"w": torch.ones(2)})
-    with pytest.raises(CheckpointError, match="holds the checkpoints of a run; give this job an optimizer_state"):
+    with pytest.raises(CheckpointError, match="holds the checkpoints of a run; give this job another optimizer_state"):
         run_job_file(write_job(tmp_path, "sft", optimizer_state="run"), dispatch, config)
 
 
