@@ -3,7 +3,7 @@
 | module | owns |
 |---|---|
 | `gateway_process` | the front as a process |
-| `gateway`, `routes` | what clients ask, and what they are answered |
+| `gateway`, `routes` | the clients' requests, and the answers |
 | `trainer_routes` | the routes of the trainer |
 | `service_state`, `model_requests` | sessions, models and their requests, and how they change |
 | `restore` | the same from the store, when the front starts |
@@ -24,8 +24,8 @@
 | `tinker_paths` | ids, `tinker://` paths and the folders behind them |
 | `usage` | what keys used |
 | `api_keys` | API keys and limits |
-| `tinker_records`, `entities`, `gateway_settings` | what travels, what is kept, what the process is told |
-| `api_errors` | what a client is told |
+| `tinker_records`, `entities`, `gateway_settings` | messages, stored records, settings of the process |
+| `api_errors` | errors that a client receives |
 
-The front is a process of its own, which goes on while the trainer is away: it takes requests, and tells clients to
-wait. See docs/tinker.md and decision 0021."""
+The front is a separate process, which continues while the trainer is away: it takes requests, and has clients wait.
+See docs/tinker.md and decision 0021."""

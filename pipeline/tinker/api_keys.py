@@ -76,9 +76,9 @@ class Keys:
 
     def owner(self, key: str) -> Owner:
         """Whose key this is; `ApiError` 401 if nobody's, 408 while the file cannot be read."""
-        given = digest(key)
+        hashed = digest(key)
         for known, owner in self._current().items():
-            if hmac.compare_digest(known, given):
+            if hmac.compare_digest(known, hashed):
                 return owner
         raise ApiError("no such API key: set TINKER_API_KEY to a key of this server", 401)
 

@@ -1,7 +1,8 @@
 """What was written lately, in memory.
 
-Owns a few bytes beside the store, so that what is asked for at once needs no disk: a read there waits for the flush
-that is under way. Promises never to hold more than its room; what does not fit is read from the store. Pure.
+Owns a few bytes in addition to the store, so that a read soon after a write needs no disk: a read there waits
+for the flush that is under way. Promises never to hold more than its room; what does not fit is read from the store.
+Pure.
 """
 
 from collections import OrderedDict

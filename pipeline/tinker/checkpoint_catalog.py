@@ -34,7 +34,7 @@ class CheckpointCatalog:
     """The checkpoints and samplers that a store holds."""
 
     def __init__(self, kept: Store, clock: Callable[[], float], is_read: Callable[[str], bool]) -> None:
-        """`is_read` says of a folder whether an open request reads it."""
+        """`is_read` returns whether an open request reads a folder."""
         self._store, self._clock, self._is_read = kept, clock, is_read
         self.checkpoints = _restored(kept, "checkpoint", SavedWeights)
         self.samplers = _restored(kept, "sampler", SamplingSession)
@@ -51,23 +51,31 @@ class CheckpointCatalog:
 
     def checkpoint(self, owner: Owner, path: str) -> SavedWeights:
         """`NotFoundError` for one that is not there, has expired, or is another owner's."""
-        found = self.checkpoints.get(str(tinker_paths.parse_path(path)))
-        if found is None or found.owner != owner.name or (found.expires and found.expires < self._clock()):
+        checkpoint = self.checkpoints.get(str(tinker_paths.parse_path(path)))
+        if (
+            checkpoint is None
+            or checkpoint.owner != owner.name
+            or (checkpoint.expires and checkpoint.expires < self._clock())
+        ):
             raise NotFoundError(f"no checkpoint {path!r}")
-        return found
+        return checkpoint
 
     def named(self, owner: Owner, parts: Mapping[str, str]) -> SavedWeights:
         """The checkpoint of an address's `model`, `kind` and `name`."""
         return self.checkpoint(owner, f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}")
 
     def of_model(self, model: str) -> list[SavedWeights]:
-        return [each for each in self.checkpoints.values() if tinker_paths.parse_path(each.path).model == model]
+        return [
+            checkpoint
+            for checkpoint in self.checkpoints.values()
+            if tinker_paths.parse_path(checkpoint.path).model == model
+        ]
 
     def stored_bytes(self, owner: str) -> int:
-        return sum(each.size for each in self.checkpoints.values() if each.owner == owner)
+        return sum(checkpoint.size for checkpoint in self.checkpoints.values() if checkpoint.owner == owner)
 
     async def keep_for(self, checkpoint: SavedWeights, seconds: int | None) -> None:
-        """Have it expire after so many seconds from now; None: never."""
+        """Make the checkpoint expire `seconds` from now; with None, never."""
         expires = None if seconds is None else self._clock() + seconds
         changed = msgspec.structs.replace(checkpoint, expires=expires)
         await self._store.keep(durable_store.fact("checkpoint", changed.path, encode(changed)))
@@ -75,8 +83,10 @@ class CheckpointCatalog:
 
     async def remove(self, checkpoint: SavedWeights) -> None:
         """Forget it, with the sampling clients that were made for it alone; its folder goes once nobody reads it."""
-        orphans = [each for each in self.samplers.values() if checkpoint.ephemeral and each.path == checkpoint.path]
-        dropped = [durable_store.no_fact("sampler", each.id) for each in orphans]
+        orphans = [
+            sampler for sampler in self.samplers.values() if checkpoint.ephemeral and sampler.path == checkpoint.path
+        ]
+        dropped = [durable_store.no_fact("sampler", orphan.id) for orphan in orphans]
         await self._store.keep(
             durable_store.no_fact("checkpoint", checkpoint.path),
             durable_store.fact("unnamed", checkpoint.folder, b""),
@@ -84,8 +94,8 @@ class CheckpointCatalog:
         )
         self.checkpoints.pop(checkpoint.path, None)
         self._used.pop(checkpoint.path, None)
-        for each in orphans:
-            self.samplers.pop(each.id, None)
+        for orphan in orphans:
+            self.samplers.pop(orphan.id, None)
         self._unnamed.add(checkpoint.folder)
         await self.remove_folders()
 
@@ -101,7 +111,7 @@ class CheckpointCatalog:
 
     async def make_room(self, owner: str, limit: int) -> None:
         """Have an owner's checkpoints be below `limit` bytes, as far as snapshots can give way before their time."""
-        own = [each for each in self._replaced() if each.owner == owner]
+        own = [checkpoint for checkpoint in self._replaced() if checkpoint.owner == owner]
         for old in sorted(own, key=self._last_use):
             if self.stored_bytes(owner) < limit:
                 return
@@ -110,12 +120,12 @@ class CheckpointCatalog:
     def _replaced(self) -> list[SavedWeights]:
         """Snapshots that are not among the newest of their models, and that no open sample reads."""
         by_model: dict[str, list[SavedWeights]] = {}
-        for each in self.checkpoints.values():
-            if each.ephemeral:
-                by_model.setdefault(tinker_paths.parse_path(each.path).model, []).append(each)
+        for saved in self.checkpoints.values():
+            if saved.ephemeral:
+                by_model.setdefault(tinker_paths.parse_path(saved.path).model, []).append(saved)
         opened = self.open_folders()
-        older = (each for own in by_model.values() for each in sorted(own, key=_created)[: -_most_ephemeral(own[0])])
-        return [each for each in older if each.folder not in opened]
+        older = (saved for own in by_model.values() for saved in sorted(own, key=_created)[: -_most_ephemeral(own[0])])
+        return [checkpoint for checkpoint in older if checkpoint.folder not in opened]
 
     def _last_use(self, checkpoint: SavedWeights) -> float:
         """When its client last used it; what was before this process started is not known, and counts as its start."""
@@ -123,7 +133,7 @@ class CheckpointCatalog:
 
     async def remove_folders(self) -> None:
         opened = self.open_folders()
-        for folder in [each for each in self._unnamed if each not in opened and not self._is_read(each)]:
+        for folder in [folder for folder in self._unnamed if folder not in opened and not self._is_read(folder)]:
             await asyncio.to_thread(self.on_removed, folder)
             with contextlib.suppress(ApiError):  # then it is removed again
                 await self._store.keep(durable_store.no_fact("unnamed", folder))
@@ -131,14 +141,14 @@ class CheckpointCatalog:
 
     def sampler(self, owner: Owner, id: str) -> SamplingSession:
         """`NotFoundError` for one that is not there, or another owner's."""
-        found = self.samplers.get(id)
-        if found is None or found.owner != owner.name:
+        sampler = self.samplers.get(id)
+        if sampler is None or sampler.owner != owner.name:
             raise NotFoundError(
                 f"no sampling session {id!r}, or its snapshot was not used for {self.snapshot_seconds:.0f} s and newer "
                 "ones exist; what save_weights_for_sampler saves under a name stays"
             )
-        self._used[found.path] = self._clock()
-        return found
+        self._used[sampler.path] = self._clock()
+        return sampler
 
     async def add_sampler(self, sampler: SamplingSession) -> None:
         await self._store.keep(durable_store.fact("sampler", sampler.id, encode(sampler)))
@@ -146,9 +156,9 @@ class CheckpointCatalog:
 
     async def drop_samplers(self, sessions: Set[str]) -> None:
         """Forget the sampling clients of these sessions, with their snapshots."""
-        for each in [each for each in self.checkpoints.values() if each.ephemeral]:
-            if tinker_paths.session_of(tinker_paths.parse_path(each.path).model) in sessions:
-                await self.remove(each)
+        for checkpoint in [checkpoint for checkpoint in self.checkpoints.values() if checkpoint.ephemeral]:
+            if tinker_paths.session_of(tinker_paths.parse_path(checkpoint.path).model) in sessions:
+                await self.remove(checkpoint)
         old = [id for id in self.samplers if tinker_paths.session_of(id) in sessions]
         if old:
             await self._store.keep(*(durable_store.no_fact("sampler", id) for id in old))

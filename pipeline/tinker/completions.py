@@ -41,26 +41,26 @@ _USAGE = {"include_usage": True, "continuous_usage_stats": True}
 def checked_body(route: str, body: Mapping[str, Any], most: int) -> dict[str, Any]:
     """The body for a server that makes at most `most` completions at once; `ApiError` names the field that is not
     served."""
-    asked = {name: value for name, value in body.items() if value is not None and name not in LABELS}
-    for name in asked:
+    fields = {name: value for name, value in body.items() if value is not None and name not in LABELS}
+    for name in fields:
         if name not in FIELDS[route]:
             raise ApiError(f"{name} is not served by {route}; leave it out")
     for name in ("stream", "echo"):
-        if not isinstance(asked.get(name, False), bool):
-            raise ApiError(f"{name}={_short(asked[name])}; expected true or false")
-    choices = asked.get("n", 1)
+        if not isinstance(fields.get(name, False), bool):
+            raise ApiError(f"{name}={_short(fields[name])}; expected true or false")
+    choices = fields.get("n", 1)
     if not is_whole(choices, 1, most):
         raise ApiError(f"n={_short(choices)}; expected 1 to {most}")
-    if not _are_ids(asked.get("stop_token_ids", [])):
+    if not _are_ids(fields.get("stop_token_ids", [])):
         raise ApiError("stop_token_ids: expected a list of token ids")
     if route == CHAT:
-        _check_messages(asked.get("messages"))
-        _check_template(asked.get("chat_template_kwargs", {}))
+        _check_messages(fields.get("messages"))
+        _check_template(fields.get("chat_template_kwargs", {}))
     else:
-        _check_prompts(asked.get("prompt"), choices, most)
-    if asked.get("stream"):
-        asked["stream_options"] = _USAGE  # read here for each key's usage, and hidden from who does not ask for it
-    return asked
+        _check_prompts(fields.get("prompt"), choices, most)
+    if fields.get("stream"):
+        fields["stream_options"] = _USAGE  # read here for each key's usage, and hidden from who does not ask for it
+    return fields
 
 
 def sequences_of(body: Mapping[str, Any]) -> int:
@@ -162,7 +162,7 @@ def _prompts(prompt: Any) -> list[Any]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(is_whole(each, 0, _MAX_ID) for each in value)
+    return isinstance(value, list) and all(is_whole(id, 0, _MAX_ID) for id in value)
 
 
 def _short(value: Any) -> str:

@@ -12,8 +12,8 @@ BASE = "base"
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A client's session; `ended` says why it takes nothing any more, `ended_at` since when. It `lapsed` if its client
-    did not end it, but was not heard of: what waits is not done."""
+    """A client's session; `ended` is why the session takes no more requests, `ended_at` since when. A session has
+    `lapsed` if its client did not end it, but sent no heartbeat: waiting requests are not done."""
 
     id: str
     owner: str
@@ -52,7 +52,7 @@ class SavedWeights(msgspec.Struct, frozen=True):
     expires: float | None = None
     metadata: dict[str, str] | None = None
     ephemeral: bool = False
-    """Made for one sampling client, without a name of its own: older ones give way to newer ones."""
+    """Made for one sampling client, without a name from the client: older ones give way to newer ones."""
 
     @property
     def sampled(self) -> "SampledWeights":

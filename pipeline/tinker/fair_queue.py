@@ -55,7 +55,7 @@ class FairQueue:
         self._waiting.setdefault(session, OrderedDict())[id] = None
 
     def remove(self, id: str) -> None:
-        """It is done, or given up; what is not known changes nothing."""
+        """Remove a request that is done or abandoned; an unknown id changes nothing."""
         if id not in self._known:
             return
         session, size = self._known.pop(id)

@@ -66,7 +66,7 @@ class Forwarder:
 
     @asynccontextmanager
     async def turn(self, key: str, sequences: int, weights: SampledWeights) -> AsyncIterator[None]:
-        """Entered while a request of so many sequences may be at the servers of such weights. All requests of a key's
+        """A context in which a request of `sequences` may be at the servers of `weights`. All requests of a key's
         name wait as those of one session do; `NoServerError` if there is no server for `HOLD_SECONDS`."""
         async with self._sampling.turn(f"openai {key}", sequences, weights) as turn:  # no session's id has a space
             while not turn.is_set():
@@ -121,10 +121,10 @@ class Forwarder:
             yield server
 
     async def _count_death(self, death: ServerDied, tries: _Tries, *, begun: bool) -> None:
-        """Note that a server died; `ApiError` if the request is not tried again."""
+        """Count a server's crash; `ApiError` if the request is not tried again."""
         if begun:
             raise NoServerError("the server ended in the middle of this answer; ask again", 502)
-        if tries.attempt != self._sampling.attempt:  # servers that end with their attempt died of no request
+        if tries.attempt != self._sampling.attempt:  # an attempt's end, not a request, ended its servers
             tries.attempt, tries.deaths = self._sampling.attempt, 0
         tries.deaths += 1
         if tries.deaths >= MAX_SERVER_CRASHES and await self._is_back(death, tries.attempt):

@@ -15,9 +15,9 @@ from pipeline.tinker.retention import request_is_over, session_is_over
 async def drop_requests(kept: Store, requests: dict[str, Request], models: dict[str, ModelEntry], now: float) -> None:
     """Requests whose results no client will fetch and that no trainer does again."""
     gone = {id for id, live in models.items() if live.fact.gone}
-    old = [each for each in requests.values() if request_is_over(each, now, gone=each.model in gone)]
+    old = [request for request in requests.values() if request_is_over(request, now, gone=request.model in gone)]
     if old:
-        await kept.keep(*durable_store.no_requests([each.id for each in old]))
+        await kept.keep(*durable_store.no_requests([request.id for request in old]))
     for request in old:
         requests.pop(request.id, None)
         models[request.model].requests.pop(request.seq, None)

@@ -1,7 +1,7 @@
 """The front as a process: `python -m pipeline.tinker.gateway_process <settings as JSON>`.
 
-Owns its start and its end. Promises that it tells its address once it listens, under a secret that only the run's owner
-can read, and that it listens at the same address again when it is started anew, if that is free.
+Owns its start and its end. Promises that the process publishes its address once it listens, under a secret that only
+the run's owner can read, and that it listens at the same address when it is started again, if that address is free.
 """
 
 import asyncio

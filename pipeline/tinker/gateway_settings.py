@@ -1,4 +1,4 @@
-"""What the front is told when it starts.
+"""Settings with which the front starts.
 
 Owns the settings of the process, and how they follow from a run's config. Pure.
 """
@@ -16,14 +16,14 @@ MAX_ADAPTERS = 8
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one front.
+    """Settings of one front.
 
     Attributes:
         root: the folder of the store, its weights and its address.
         host, port: where it listens; port 0: any that is free.
         held: the process that started the front holds the port for it.
         keys: the file of API keys; empty: one key of the run's own, in `root`.
-        base_names: what clients may call the run's base, the first one is told to them.
+        base_names: names of the run's base model for clients, who receive the first one.
         tokenizer: what the SDK loads the tokenizer from.
         bases: the other base models: names, and what the SDK loads the tokenizer from.
         max_samples: sequences that a server runs at once.
@@ -119,7 +119,7 @@ def settings_of(config: RunConfig, root: Path) -> Settings:
 
 
 def address_file(root: Path) -> Path:
-    """Where a front tells where it is."""
+    """The file in which a front publishes its address."""
     return root / "address.json"
 
 

@@ -22,29 +22,29 @@ _GREEDY = 1e-5
 def request_body(body: Mapping[str, Any], model: str, limits: Limits) -> dict[str, Any]:
     """The request in vLLM's form."""
     tokens = checked_request(body, limits)
-    given = body.get("sampling_params") or {}
-    stop = given.get("stop")
+    params = body.get("sampling_params") or {}
+    stop = params.get("stop")
     top, top_prompt = int(body.get("topk_sample_logprobs") or 0), int(body.get("topk_prompt_logprobs") or 0)
-    temperature = given.get("temperature", 1.0)
+    temperature = params.get("temperature", 1.0)
     sampling: dict[str, Any] = {
         "n": 1 if temperature < _GREEDY else body.get("num_samples", 1),
         "temperature": temperature,
-        "top_p": given.get("top_p", 1.0),
-        "top_k": max(0, given.get("top_k", -1)),
-        "max_tokens": min(given.get("max_tokens") or limits.length, limits.length - len(tokens)),
+        "top_p": params.get("top_p", 1.0),
+        "top_k": max(0, params.get("top_k", -1)),
+        "max_tokens": min(params.get("max_tokens") or limits.length, limits.length - len(tokens)),
         "logprobs": top,
         "ignore_eos": False,
         "output_kind": FINAL_ONLY,
     }
-    if given.get("seed") is not None:
-        sampling["seed"] = given["seed"]
+    if params.get("seed") is not None:
+        sampling["seed"] = params["seed"]
     if body.get("prompt_logprobs") or top_prompt:
         sampling["prompt_logprobs"] = top_prompt
     stops = [stop] if isinstance(stop, str) else list(stop or [])
     if stops and isinstance(stops[0], str):
         sampling |= {"stop": stops, "detokenize": True, "include_stop_str_in_output": True}
         sampling |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}  # they may be what stops
-    else:  # tokens that are named, also none, take the place of the model's own last token; texts stand beside it
+    else:  # named tokens, also none, replace the model's own last token; texts are in addition to it
         sampling |= {"stop_token_ids": stops, "detokenize": False, "ignore_eos": stop is not None}
     return {"model": model, "token_ids": tokens, "sampling_params": sampling}
 

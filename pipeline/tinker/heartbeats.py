@@ -1,22 +1,22 @@
 """Which sessions are silent.
 
-Owns when each session was last heard of: any request of it is a heartbeat, and its SDK sends one of its own every 10 s.
+Owns the time of each session's last heartbeat: any request is a heartbeat, and the SDK also sends one every 10 s.
 Promises that a session is silent only after `silent_seconds` without any, that its next request ends the silence at
-once, and that time in which the front itself stood still counts as nobody's silence. Pure: its clock is given, and
-whoever acts on silence subscribes.
+once, and that time in which the front itself stood still counts as nobody's silence. Pure: the caller passes
+the clock, and subscribers act on silence.
 """
 
 from collections.abc import Callable, Iterable
 
 SILENT_SECONDS = 120.0
-"""Default of `serve.silent_seconds`. The SDK tries a heartbeat every 10 s and gives each 10 s, so a client that lives
-misses six in a row before; its own warning comes after the same time."""
+"""Default of `serve.silent_seconds`. The SDK tries a heartbeat every 10 s with a timeout of 10 s, so a running client
+misses six in a row before; the SDK's warning comes after the same time."""
 MAX_LOOK_GAP_SECONDS = 10.0
-"""Between two looks; more means that the front was stopped, or its host asleep, and heard nobody."""
+"""Seconds between two looks; more means that the front was stopped, or its host asleep, and received no heartbeat."""
 
 
 class Heartbeats:
-    """When sessions were last heard of, by their ids."""
+    """The times of the sessions' last heartbeats, by session id."""
 
     def __init__(self, clock: Callable[[], float], silent: Iterable[str] = ()) -> None:
         """`silent` are the sessions that were silent when the front ended."""
@@ -38,7 +38,7 @@ class Heartbeats:
         return session in self._silent
 
     def seconds_silent(self, session: str) -> float:
-        """Since its last heartbeat; one that was never heard of counts as heard of now."""
+        """Seconds since the session's last heartbeat; a session without one counts from now."""
         now = self._clock()
         return now - self._heard.setdefault(session, now)
 

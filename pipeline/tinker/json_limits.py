@@ -29,12 +29,12 @@ def json_object(body: bytes) -> dict[str, Any]:
     if sum(map(body.count, (b"[", b"{", b":"))) > MAX_PARTS:
         raise ApiError(f"the body has more than {MAX_PARTS} lists, objects and keys", 413)
     try:
-        found = msgspec.json.decode(body)
+        fields = msgspec.json.decode(body)
     except RecursionError:
         raise ApiError("the body is nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ApiError("the body is no JSON object")
-    return found
+    return fields
 
 
 def check_fields(body: bytes, kind: Any) -> None:
@@ -54,8 +54,8 @@ def check_fields(body: bytes, kind: Any) -> None:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, memoryview | None]]:
-    """Number and content of each field of a message; None for one that is a number. A torn one is the last: the parser
-    says what is wrong."""
+    """Number and content of each field of a message; None for one that is a number. A torn field is the last: the
+    parser reports what is wrong."""
     at = 0
     try:
         while at < len(data):

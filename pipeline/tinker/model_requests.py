@@ -1,6 +1,7 @@
 """Requests to models, as the front has them in memory.
 
-Owns what is remembered of each beside the store, and what a body means for doing it again. Pure but for events."""
+Owns what memory has of each request in addition to the store, and what a body means for a replay. Pure but
+for events."""
 
 import asyncio
 import time
@@ -52,7 +53,7 @@ class Request:
     served: float = 0.0
 
     tokens: int = 0
-    """Of a pass; `backward`: one with gradients."""
+    """Tokens of a pass; `backward`: a pass with gradients."""
     backward: bool = False
     handed: float = 0.0
     """When a trainer got it last (`time.monotonic`); 0: none did since this process started."""

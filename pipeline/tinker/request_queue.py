@@ -2,7 +2,7 @@
 
 Owns the rule: by their numbers, however they arrive. Promises that a request is handed out once for each trainer that
 comes, that what a client retries changes nothing, and that a number which never comes holds the model up for
-`GAP_SECONDS` at most: numbers are lost when a submission is given up. Pure: no I/O, no clock of its own.
+`GAP_SECONDS` at most: numbers are lost when a client abandons a submission. Pure: no I/O, no clock.
 
     queue.add(3, now); queue.add(1, now)
     queue.next(now)          # 1

@@ -23,5 +23,5 @@ def request_is_over(request: Request, now: float, *, gone: bool) -> bool:
 
 
 def session_is_over(session: Session, now: float) -> bool:
-    """Whether a session ended so long ago that its client is gone, too."""
+    """Whether a session ended more than `ENDED_SECONDS` ago: its client is gone, too."""
     return bool(session.ended) and now - session.ended_at > ENDED_SECONDS

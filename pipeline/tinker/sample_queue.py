@@ -137,8 +137,8 @@ class SampleQueue(SampleServers):
 
     @asynccontextmanager
     async def turn(self, session: str, size: int, weights: SampledWeights) -> AsyncIterator[asyncio.Event]:
-        """Have a request that is not stored wait among the samples of such weights: the event is set once `size`
-        sequences of it may be at the servers. They count as in flight until the context is left, which also gives up
+        """Have a request that is not stored wait among the samples of `weights`: the event is set once `size`
+        sequences of it may be at the servers. They count as in flight until the context is left, which also drops
         a turn that has not come. `OverLimitError` with status 429 where too many wait.
 
             async with queue.turn("openai ada", 1, weights) as turn:
@@ -179,7 +179,7 @@ class SampleQueue(SampleServers):
                 self.cancel(id, why)
 
     def set_silent(self, session: str, is_silent: bool) -> None:
-        """A silent session's samples leave the servers, and wait until it is heard of again."""
+        """Hold a silent session's samples, away from the servers, until its next heartbeat."""
         for pool in self._pools.values():
             if is_silent:
                 for id in pool.hold(session):
@@ -189,7 +189,7 @@ class SampleQueue(SampleServers):
         self._start_next()
 
     async def sweep(self) -> None:
-        """Forget what was fetched a while ago, or given up."""
+        """Forget samples that were fetched a while ago, or abandoned."""
         now = time.monotonic()
         old = [id for id, job in self._jobs.items() if job.is_over(now)]
         if old:
@@ -230,7 +230,7 @@ class SampleQueue(SampleServers):
 
     def _answered(self, id: str, job: _Job, task: "asyncio.Task[bytes | Failed]") -> None:
         if task.cancelled() or job.task is not task:
-            return  # it was held or given up
+            return  # the sample was held or abandoned
         if error := task.exception():
             job.outcome.set_exception(error)
         self._end(id, job, None if error else task.result())

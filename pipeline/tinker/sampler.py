@@ -2,7 +2,7 @@
 
 Owns which server does a request, and the form of the answer. Promises that a request is done, if need be by another
 server after this one was lost, unless servers die of it; and that a sampling client of a snapshot gets tokens of that
-snapshot alone, since every save has a name of its own. Must not know models' training, HTTP's front, which request is
+snapshot alone, since every save has a separate name. Must not know models' training, HTTP's front, which request is
 next (`pipeline.tinker.sample_queue`), or how a server gets weights (`pipeline.tinker.server_weights`)."""
 
 import asyncio
@@ -56,7 +56,7 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
 
 class ServerDied(Exception):
-    """A server died while it worked on the request."""
+    """A server crashed while it worked on the request."""
 
     def __init__(self, endpoint: str, error: Exception) -> None:
         super().__init__(f"{endpoint} died: {one_line(error)}")
@@ -76,7 +76,7 @@ class SampleServers:
 
     async def start(self) -> None:
         """Open the connections."""
-        # Without a bound on connections: whether a server lives is asked beside any number of samples.
+        # Without a bound on connections: health checks run next to any number of samples.
         unbounded = AuthenticatedConnector(lambda: self._password, limit=0)
         self._http = aiohttp.ClientSession(connector=unbounded, timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS))
 
@@ -195,8 +195,8 @@ class SampleServers:
             server.running -= 1
 
     async def is_back(self, endpoint: str, attempt: str) -> bool:
-        """Wait until a server that died is there again. False once another attempt has come: the servers of the one
-        before ended with it, perhaps one after another, and of no request."""
+        """Wait until a crashed server answers again. False once another attempt has come: the servers of the previous
+        attempt ended with it, perhaps one after another, and no request crashed them."""
         assert self._http is not None
         headers = self._authorization
         while self._password == attempt:

@@ -51,10 +51,10 @@ def checked_request(body: Mapping[str, Any], limits: Limits) -> list[int]:
     if len(tokens) >= limits.length:
         raise ApiError(f"the prompt has {len(tokens)} tokens; expected fewer than {limits.length} (model.max_length)")
     _check_counts(body, len(tokens), limits.samples)
-    given = body.get("sampling_params")
-    if given is not None and not isinstance(given, dict):
-        raise ApiError(f"sampling_params={_short(given)}; expected an object")
-    _check_params(given or {})
+    params = body.get("sampling_params")
+    if params is not None and not isinstance(params, dict):
+        raise ApiError(f"sampling_params={_short(params)}; expected an object")
+    _check_params(params or {})
     for name, hint in _NOT_SERVED.items():
         if body.get(name):
             raise ApiError(f"{name} is not served; {hint}")
@@ -114,8 +114,8 @@ def _check_params(given: Mapping[str, Any]) -> None:
         raise _wrong("seed", seed, "a whole number, or null")
     stop = given.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
-    texts = isinstance(stops, list) and all(isinstance(each, str) and each for each in stops)
-    ids = isinstance(stops, list) and all(is_whole(each, 0, _MOST_ID) for each in stops)
+    texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
+    ids = isinstance(stops, list) and all(is_whole(id, 0, _MOST_ID) for id in stops)
     if not (texts or ids) or stop in ("", 0, False):
         raise _wrong("stop", stop, "a text, a list of texts, a list of token ids, or null; no text may be empty")
 

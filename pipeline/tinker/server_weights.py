@@ -86,7 +86,7 @@ class ServerWeights:
     async def _make_room(self, server: Server) -> None:
         """Have the weights that were not used for longest give way; where all are in use, wait until some are not."""
         while len(server.held) >= (1 if server.pool.whole else self._most):
-            oldest = next((each for each in server.held if each not in server.in_use), None)
+            oldest = next((weights for weights in server.held if weights not in server.in_use), None)
             if oldest is None:
                 server.unused.clear()
                 await server.unused.wait()
@@ -130,7 +130,7 @@ class ServerWeights:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do some work that its waiter cannot cut off: a client that gives up must not leave a server paused, or cause
+    """Do some work that its waiter cannot cut off: a client that hangs up must not leave a server paused, or cause
     the next one to load the same weights again."""
     task = asyncio.ensure_future(work)
     try:

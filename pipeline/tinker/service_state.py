@@ -1,6 +1,6 @@
-"""Everything the front knows, and the rules by which it changes.
+"""The front's state, and the rules by which it changes.
 
-Owns sessions, models and their requests, each change of which is in the store before anybody is answered. Promises that
+Owns sessions, models and their requests; each of their changes is stored before anybody is answered. Promises that
 a request is accepted once, whatever a client retries; that a result which was given never changes; that nobody sees
 what another owner's key made; and that what a trainer lost with its memory is handed out again, in the same order,
 until a commit covers it, while the checkpoints that it reads stay. Must not know HTTP, protobuf or how samples are
@@ -58,9 +58,9 @@ class ModelRegistry:
         self.heartbeats = Heartbeats(clock, self._written_silent)
         self.schedule = WorkSchedule(kept, self.models, self.heartbeats)
         self.on_lapsed: Callable[[str, str], None] = lambda session, why: None
-        """Called with a session that nobody was heard of for so long that its requests are given up, and why."""
+        """Called with a session whose requests are abandoned because its heartbeats stopped, and with the reason."""
         self._results = ByteLru(RECENT_BYTES)
-        """Of those that no client got yet."""
+        """Results that no client has fetched yet."""
         self.shelf = CheckpointCatalog(kept, clock, self._is_read)
         self.usage = UsageMeter(kept, clock)
 
@@ -197,13 +197,13 @@ class ModelRegistry:
         if not request.answered:
             return None
         kept = self._results.get(request.id) or self._store.result(request.id)
-        found: Result | None = None if kept is None else results.decode(kept)
-        return found
+        result: Result | None = None if kept is None else results.decode(kept)
+        return result
 
     # Work
 
     async def finish(self, done: WorkResult) -> None:
-        """Keep the result of a request, unless it has one; then its client hears of it."""
+        """Store the result of a request, unless it has one; then notify its client."""
         model, _, seq = done.request.rpartition(":")
         if seq == str(UNLOAD_SEQ):
             await self._unloaded(model)
@@ -317,7 +317,7 @@ class ModelRegistry:
             self._written_silent = silent
 
     async def sweep(self, session_seconds: float) -> None:
-        """End sessions that nobody was heard of for so long, and drop what nobody needs any more."""
+        """End sessions without a heartbeat for `session_seconds`, and drop records that nobody needs any more."""
         now, why = self._clock(), f"no heartbeat for {session_seconds:.0f} s"
         for session in list(self.sessions.values()):
             if self.heartbeats.seconds_silent(session.id) > session_seconds:
@@ -333,7 +333,9 @@ class ModelRegistry:
 
     def _is_read(self, folder: str) -> bool:
         """Whether a trainer may yet be asked to read a folder."""
-        return any(each.reads == folder and each.open and each.failure is None for each in self.requests.values())
+        return any(
+            request.reads == folder and request.open and request.failure is None for request in self.requests.values()
+        )
 
     # The store
 

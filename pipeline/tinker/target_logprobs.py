@@ -72,16 +72,16 @@ class Targets:
 
 def read_targets(body: Mapping[str, Any], length: int) -> Targets | None:
     """The named tokens of a request whose prompt has `length` tokens; `ApiError` for what cannot be scored."""
-    given = body.get(_FIELD)
-    if given is None:
+    tensor = body.get(_FIELD)
+    if tensor is None:
         return None
-    if not isinstance(given, dict) or given.get("dtype") != "int64":
+    if not isinstance(tensor, dict) or tensor.get("dtype") != "int64":
         raise ApiError(f"{_FIELD}: expected a tensor of dtype int64")
-    shape = given.get("shape")
+    shape = tensor.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or shape[0] != length - 1 or not is_whole(shape[1], 1):
         raise ApiError(f"{_FIELD}: shape {str(shape)[:80]}; expected [{length - 1}, K], a row less than prompt tokens")
-    ids = _whole_numbers(given.get("data"), "data", -1, _MAX_ID)
-    targets = _sparse(given, ids, shape) if given.get("sparse_crow_indices") is not None else _dense(ids, shape)
+    ids = _whole_numbers(tensor.get("data"), "data", -1, _MAX_ID)
+    targets = _sparse(tensor, ids, shape) if tensor.get("sparse_crow_indices") is not None else _dense(ids, shape)
     cells = targets.cells
     if not cells:
         raise ApiError(f"{_FIELD} names no token; leave it out")

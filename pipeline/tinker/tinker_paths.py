@@ -1,6 +1,6 @@
 """Names that clients see, and the folders behind them.
 
-Owns the ids of models, samplers and requests, which are derived from what a client says, so that a retry means the same
+Owns the ids of models, samplers and requests, which are derived from a client's request, so that a retry means the same
 thing; and the form of `tinker://` paths. Promises that no path leads out of the store: a name is one plain word, and a
 folder is made of checked words alone. Pure.
 
@@ -41,12 +41,12 @@ def session_of(id: str) -> str:
 
 
 def request_id(owner: str, number: int) -> str:
-    """Of the request with this number of a model or a sampler."""
+    """The id of the request with this number of a model or a sampler."""
     return f"{owner}:{number}"
 
 
 def unload_id(model: str) -> str:
-    """Of the request to unload a model."""
+    """The id of the request to unload a model."""
     return f"{model}:unload"
 
 
@@ -63,11 +63,11 @@ class WeightsPath:
 
     @property
     def checkpoint(self) -> str:
-        """As `weights/0001`."""
+        """The kind and the name, such as `weights/0001`."""
         return f"{self.kind}/{self.name}"
 
     def folder(self, version: int) -> str:
-        """Where a version of it lies, below the store's folder of weights: each save has one of its own."""
+        """The folder of one version, below the store's folder of weights: each save has a separate version."""
         return f"{self.model.replace(':', '-')}/{self.kind}/{self.name}/{version}"
 
 
@@ -79,7 +79,7 @@ def checked_name(name: str) -> str:
 
 
 def parse_path(path: str) -> WeightsPath:
-    """`ApiError` for what is no `tinker://` path of ours."""
+    """The parts of a `tinker://` path; `ApiError` for any other text."""
     model, _, rest = path.removeprefix(_SCHEME).partition("/")
     kind, _, name = rest.partition("/")
     for known in KINDS:

@@ -152,7 +152,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="stepped"):
 
 
 class SaveResult(msgspec.Struct, frozen=True, tag="saved"):
-    """Bytes that were written; the front adds what it is called, and the sampler that it was made for."""
+    """The number of bytes written; the front adds the path, and the sampler that the save was made for."""
 
     size: int
     path: str = ""
@@ -205,8 +205,8 @@ class Attach(msgspec.Struct, frozen=True):
 
 
 class TrainerTurn(msgspec.Struct, frozen=True):
-    """A trainer's turn: what it has done since the last, the cursors of a commit that became durable meanwhile, and how
-    many seconds it would wait for work; one that is `ending` takes none."""
+    """A trainer's turn: its results since the last turn, the cursors of a commit that became durable meanwhile, and how
+    many seconds the trainer would wait for work; a trainer that is `ending` takes none."""
 
     attempt: str
     done: tuple[WorkResult, ...] = ()

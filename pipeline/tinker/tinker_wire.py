@@ -57,8 +57,8 @@ def protocol() -> Any:
 
 
 def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
-    """The body of a request; `ApiError` if it is larger than `limit`, or in an encoding that nobody sends. Takes the
-    lock of Python for moments only, so a thread of its own keeps it from holding up others."""
+    """The body of a request; `ApiError` if it is larger than `limit`, or in an encoding that nobody sends. It holds
+    Python's lock for moments only, so in a separate thread it does not delay other requests."""
     if encoding in PLAIN:
         return body
     if encoding != "zstd":
@@ -118,22 +118,22 @@ def settings_of(loss: str, given: Mapping[str, float]) -> dict[str, float]:
 
 
 def _message_fields(message: Any) -> dict[str, float]:
-    given = dict(message.loss_fn_config)
+    config = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
             raise ApiError(f"loss_fn_config {name!r} is no number")
-        given[name] = value.number
-    return given
+        config[name] = value.number
+    return config
 
 
 class _CellBudget:
-    """The cells that a request may yet ask for. A CSR matrix has as many as its shape says, whatever it holds."""
+    """The cells that a request may still ask for. A CSR matrix counts with its whole shape, not its values."""
 
     def __init__(self) -> None:
         self._left = MAX_CELLS
 
     def take(self, cells: int, name: str) -> None:
-        """`ApiError` if there are not so many."""
+        """Take `cells` from the budget; `ApiError` if fewer are left."""
         self._left -= cells
         if self._left < 0:
             raise ApiError(f"{name}: the request asks for more than {MAX_CELLS} cells (N × K of all data); split it")

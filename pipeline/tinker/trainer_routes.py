@@ -1,8 +1,8 @@
 """Where the trainer comes in.
 
 Owns the routes under /engine, by which a trainer takes work and brings results, and the proof for which a trainer asks
-before it sends the secret. Promises that only who knows the front's secret is heard; that of two trainers the one that
-came last is obeyed, and the other is told so; and that what a trainer brought is in the store when it is answered."""
+before it sends the secret. Promises that only trainers with the front's secret are served; that the later of two
+trainers is obeyed, and the other is refused; and that a trainer's results are in the store when it is answered."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ class TrainerRoutes:
     """The routes for a trainer, over a registry."""
 
     def __init__(self, registry: ModelRegistry, secret: str, on_change: Callable[[ServerFacts | None], None]) -> None:
-        """`on_change` is told what a trainer that comes knows, and None when it is gone."""
+        """`on_change` receives the facts of a trainer that comes, and None when the trainer is gone."""
         self._registry, self.secret, self._on_change = registry, secret, on_change
         self._attempt = self._latest = ""
         self._replaced: set[str] = set()

@@ -115,6 +115,6 @@ class _AnswerUsage(msgspec.Struct):
 
 def _sum(usages: Iterable[Usage]) -> Usage:
     total = Usage()
-    for each in usages:
-        total.add(each)
+    for usage in usages:
+        total.add(usage)
     return total

@@ -1,7 +1,7 @@
 """What the trainer works on next.
 
 Owns which model's request is handed out, and the bodies that no trainer got yet. Promises that sessions take turns;
-that what a silent session has asked for waits until it is heard of again; and that a trainer is asked to forget models
+that a silent session's requests wait until its next heartbeat; and that a trainer is asked to forget models
 that are gone. Must not know how requests come and what their results change: `pipeline.tinker.service_state`.
 
     schedule.remember(request, body); schedule.wake(live)
@@ -19,7 +19,7 @@ from pipeline.tinker.tinker_records import Pass, Work, encode
 from pipeline.tinker.turns import RoundRobin
 
 RECENT_BYTES = 1 << 26
-"""Bodies that no trainer got yet, and results that no client got, that are in memory too; of each so many bytes."""
+"""Bytes of bodies that no trainer got yet, and of results that no client got, in memory too: the limit of each."""
 
 
 class WorkSchedule:
@@ -51,7 +51,7 @@ class WorkSchedule:
     def next_work(self) -> bytes | None:
         """What a trainer is to do next, encoded; None while there is nothing. Sessions take turns, and their models; a
         step that waits belongs to the turn of the pass before it, since gradients between two turns have to be put
-        away. What a silent session has asked for waits until it is heard of again."""
+        away. A silent session's requests wait until its next heartbeat."""
         if self.unknown_models:
             return encode(unload_work(self.unknown_models.pop()))
         for id in self._turns.order():

@@ -110,7 +110,7 @@ def time_of(seconds: float) -> str:
 
 
 def page(items: list[Any], request: web.Request) -> tuple[list[Any], dict[str, int]]:
-    """What `offset` and `limit` of the address ask for, and the cursor that says so."""
+    """The items that `offset` and `limit` of the address select, and the cursor of that page."""
 
     def query(name: str, otherwise: int) -> int:
         given = request.query.get(name, str(otherwise))

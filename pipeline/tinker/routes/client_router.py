@@ -64,7 +64,7 @@ class Router:
     def add_open(
         self, method: str, route: str, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> None:
-        """A route for whoever knows its address, without a key."""
+        """Add a route that needs no key."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:

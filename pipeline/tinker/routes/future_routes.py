@@ -1,7 +1,7 @@
 """What became of a request.
 
-A client that polls is held for `HOLD_SECONDS` at most, less than the SDK's own time-out. While no trainer is there, it
-is told that this is a pause."""
+A client that polls is held for `HOLD_SECONDS` at most, less than the SDK's own time-out. While no trainer is there,
+the client receives the status of a pause."""
 
 import asyncio
 import contextlib

@@ -56,7 +56,7 @@ class ListRoutes:
 
     async def _checkpoints_of(self, owner: Owner, request: web.Request) -> web.Response:
         model = self._registry.model(owner, request.match_info["model"]).fact.id
-        own = [each for each in self._visible(owner) if parse_path(each.path).model == model]
+        own = [checkpoint for checkpoint in self._visible(owner) if parse_path(checkpoint.path).model == model]
         return web.json_response({"checkpoints": [listed(each) for each in own]})
 
     async def _checkpoints(self, owner: Owner, request: web.Request) -> web.Response:
@@ -64,8 +64,10 @@ class ListRoutes:
         return web.json_response({"checkpoints": [listed(each) for each in some], "cursor": cursor})
 
     def _visible(self, owner: Owner) -> list[SavedWeights]:
-        own = [each for each in self._registry.shelf.checkpoints.values() if each.owner == owner.name]
-        return sorted((each for each in own if not each.ephemeral), key=lambda each: -each.created)
+        own = [checkpoint for checkpoint in self._registry.shelf.checkpoints.values() if checkpoint.owner == owner.name]
+        return sorted(
+            (checkpoint for checkpoint in own if not checkpoint.ephemeral), key=lambda checkpoint: -checkpoint.created
+        )
 
     async def _delete(self, owner: Owner, request: web.Request) -> web.Response:
         await self._registry.shelf.remove(self._registry.shelf.named(owner, request.match_info))

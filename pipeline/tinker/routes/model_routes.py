@@ -1,4 +1,4 @@
-"""Models: fresh ones, those from a checkpoint, and what they are."""
+"""Routes of models: new ones, models from a checkpoint, and their descriptions."""
 
 from typing import Any
 

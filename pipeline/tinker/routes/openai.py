@@ -1,8 +1,8 @@
 """OpenAI's API over the models that can be sampled from.
 
 A model's name is a `tinker://` path of `save_weights_for_sampler`, or the base's. A request waits for its turn
-among the samples of all sessions. It lives as long as its connection: nothing of it is stored, and a client that hangs
-up, or stops reading its stream, ends it on the server, or gives up its turn."""
+among the samples of all sessions. A request ends with its connection: nothing of it is stored, and a client that
+hangs up, or stops reading its stream, ends the request on the server, or loses its turn."""
 
 import asyncio
 import logging
@@ -172,7 +172,7 @@ class OpenAiRoutes:
 async def _streamed(
     request: web.Request, parts: AsyncGenerator[dict[str, Any], None], model: str, *, usage: bool
 ) -> web.StreamResponse:
-    """Server-sent events. What fails before the first has a status of its own; what fails later is an event."""
+    """Server-sent events. A failure before the first event is an HTTP status; a later failure is an event."""
     first = await _while_connected(request, anext(parts))
     answer = web.StreamResponse(headers=_TEXT_STREAM)
     try:

@@ -44,7 +44,7 @@ class SessionRoutes:
         return dict(DYNAMIC_FLAGS)
 
     async def _telemetry(self, owner: Owner, body: Body) -> Body:
-        """What the SDK tells of its user is not looked at, and not kept."""
+        """Accept the SDK's telemetry, which is neither read nor stored."""
         return {"status": "accepted"}
 
     async def _create(self, owner: Owner, body: Body) -> Body:
@@ -61,7 +61,7 @@ class SessionRoutes:
         return web.json_response({})
 
     async def _list(self, owner: Owner, request: web.Request) -> web.Response:
-        own = [each for each in self._registry.sessions.values() if each.owner == owner.name]
+        own = [session for session in self._registry.sessions.values() if session.owner == owner.name]
         some, _ = page(sorted(own, key=lambda each: -each.created), request)
         return web.json_response({"sessions": [each.id for each in some]})
 
@@ -69,7 +69,7 @@ class SessionRoutes:
         session = self._registry.known_session(owner, request.match_info["session"])
         id = session.id
         models = [live.fact.id for live in self._registry.models.values() if live.fact.session == id]
-        samplers = [each for each in self._registry.shelf.samplers if each.startswith(f"{id}:")]
+        samplers = [sampler for sampler in self._registry.shelf.samplers if sampler.startswith(f"{id}:")]
         return web.json_response(
             {"training_run_ids": models, "sampler_ids": samplers, "user_metadata": session.metadata}
         )

@@ -166,7 +166,7 @@ async def _send_tar(request: web.Request, folder: Path) -> web.StreamResponse:
 def _files(folder: Path) -> list[Path]:
     """`NotFoundError` for a checkpoint whose folder somebody took away."""
     try:
-        return sorted(each for each in folder.iterdir() if each.is_file())
+        return sorted(path for path in folder.iterdir() if path.is_file())
     except OSError as error:
         raise NotFoundError(f"the files of this checkpoint are not there any more: {one_line(error)}") from None
 
