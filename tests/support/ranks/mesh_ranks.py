@@ -221,7 +221,7 @@ def refuse_what_cannot_be_spread_or_copied(dispatch: RankGroup, model: Path) -> 
     dispatch.init_model("reference", policy_spec(model, optim=None))
     said = refusal(lambda: dispatch.copy_parameters("policy", "reference"))
     assert (
-        "the other model has no network.model.layers.0.mlp.experts.gate_up_proj of the same shape, spread alike" in said
+        "the other model has no network.model.layers.0.mlp.experts.gate_up_proj of the same shape and sharding" in said
     )
     dispatch.init_model("reference", policy_spec(model, optim=None, ep=2))
     step(dispatch, make_batch("grpo"))
