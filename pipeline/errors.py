@@ -17,7 +17,7 @@ into one of these at the boundary where they appear. Must not import anything of
     │   └── SupersededError   another attempt has the right to write by now
     ├── WeightSyncError      an update of the servers' weights failed
     ├── RolloutError         one sample could not be produced; carries the reason
-    │   └── EpisodeError     whoever ran the episode says that it came to nothing
+    │   └── EpisodeError     reported by the program that ran the episode
     ├── TaskError            a task cannot produce anything usable
     ├── SweepError           a point of a sweep has no result; says why
     ├── SchedulerError       a command of the scheduler failed, or gave no answer in time

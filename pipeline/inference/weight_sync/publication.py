@@ -1,6 +1,6 @@
 """What takes versions of the weights for the servers, on one rank or on several.
 
-Owns the contract between whoever has the weights and the sender of versions. Must not know servers, nor when a version
+Owns the contract between the owner of the weights and the sender of versions. Must not know servers, nor when a version
 is taken.
 """
 

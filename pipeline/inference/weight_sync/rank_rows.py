@@ -53,14 +53,14 @@ class RowSource:
 
     @classmethod
     def parse(cls, layout: WeightLayout, plain: Any) -> "RowSource":
-        """What `plain()` said; `WeightSyncError` for anything else."""
+        """The source whose `plain()` this is; `WeightSyncError` for anything else."""
         try:
-            said = msgspec.convert(plain, _PlainSource)
+            source = msgspec.convert(plain, _PlainSource)
         except msgspec.ValidationError as error:
             raise WeightSyncError(f"the trainer says of a rank what cannot be read: {error}") from error
-        if said.rows and len(said.rows) != len(layout.parameters):
-            raise WeightSyncError(f"the trainer tells rows of {len(said.rows)} of {len(layout.parameters)} tensors")
-        return cls(layout, tuple(said.rows) or None, said.gpu)
+        if source.rows and len(source.rows) != len(layout.parameters):
+            raise WeightSyncError(f"the trainer has rows of {len(source.rows)} of {len(layout.parameters)} tensors")
+        return cls(layout, tuple(source.rows) or None, source.gpu)
 
     def plain(self) -> dict[str, Any]:
         """The source without its layout, as values that JSON holds."""

@@ -158,15 +158,15 @@ class ServerSync:
             return
         try:
             with ServerAdminClient(self.server, self._meeting.password) as control:
-                told = self._told(control, Deadline(f"{self.server} to answer", PROBE_SECONDS))
+                versions = self._versions_of(control, Deadline(f"{self.server} to answer", PROBE_SECONDS))
         except ServerUnreachable as error:
             log.warning("%s: it has to join again", error)
             self._fail()
             return
         except WeightSyncError:
             return
-        if any(version != self.version for version in told):
-            log.warning("%s serves weights %s instead of %s: it has to join again", self.server, told, self.version)
+        if any(version != self.version for version in versions):
+            log.warning("%s serves weights %s instead of %s: it has to join again", self.server, versions, self.version)
             self._fail()
 
     def close(self, seconds: float) -> None:
@@ -286,9 +286,9 @@ class ServerSync:
         control.post("/finish_weight_update", deadline, weight_version=str(version))
         if paused:
             control.post("/reset_prefix_cache", deadline)
-        told = self._told(control, deadline)
-        if told != [version] * len(self._routes):
-            raise WeightSyncError(f"{self.server} says that it serves weights {told}")
+        versions = self._versions_of(control, deadline)
+        if versions != [version] * len(self._routes):
+            raise WeightSyncError(f"{self.server} serves weights {versions}")
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -298,7 +298,7 @@ class ServerSync:
         finally:
             self.phases[phase] = time.monotonic() - started
 
-    def _told(self, control: ServerAdminClient, deadline: Deadline) -> list[int | None]:
+    def _versions_of(self, control: ServerAdminClient, deadline: Deadline) -> list[int | None]:
         """The version that each process of the server says it holds."""
         return [version for (version,) in _call_processes(control, "served_weights", deadline)]
 

@@ -4,7 +4,7 @@ Owns the trainer's store, one thread for each server, and the rule of whom `sett
 current when the version was started, and at least one. Promises that a server which fails or misses the deadline is
 evicted, not waited for until it is back; that servers which are late, restarted or evicted are brought up in the
 background, to the newest weights, before anybody may ask them; that a version's memory is free before the next is
-taken, unless a server is busy with it; and that every failure is told. Must not know models, streams or placements.
+taken, unless a server is busy with it; and that every failure is reported. Must not know models, streams or placements.
 
     meeting = MeetingPoint(trainer.address, trainer.ports[1], world.password)
     with WeightSender(["127.0.0.3:8000"], meeting, config.inference, 240, board.post_server) as sender:
@@ -146,10 +146,10 @@ class WeightSender:
             servers: `host:port` of each.
             meeting: an address and port of this machine, and the world's password.
             config: how to update and the deadline of an update.
-            patience: seconds that `settle` waits for a first server when there is none.
-            on_change: told (server, version) when a server becomes current, (server, None) when it must not be asked
-                any more; called from the servers' threads. A server of which it cannot tell (a `RollcallError`, as of
-                streams that are lost) counts as failed, and is brought again; anything else ends the wait of `settle`.
+            patience: seconds that `wait_until_synced` waits for a first server when there is none.
+            on_change: called from the servers' threads, with (server, version) when a server becomes current and
+                (server, None) when requests must stop. If it raises a `RollcallError` (such as lost streams), the
+                server counts as failed and is updated again; any other error ends `wait_until_synced`.
             lora: the adapter that is sent, on a base that the servers have; of rank 0 or None: whole models.
             device: which sends: a GPU over nccl, or out of its memory to a server on the same GPU; a CPU over gloo.
             on_host: keep versions that wait in memory of the host, where a GPU sends them.

@@ -85,8 +85,8 @@ class WeightRoutes:
 
     def _url(self, request: web.Request, checkpoint: SavedWeights, file: str, expires: int) -> str:
         path = tinker_paths.parse_path(checkpoint.path)
-        told = request.headers.get("X-Forwarded-Proto", "").lower()
-        scheme = told if told in ("http", "https") else request.scheme
+        forwarded = request.headers.get("X-Forwarded-Proto", "").lower()
+        scheme = forwarded if forwarded in ("http", "https") else request.scheme
         place = f"{API}downloads/{path.model}/{path.checkpoint}/{quote(file)}"
         return f"{scheme}://{request.host}{place}?expires={expires}&sign={self._sign(checkpoint, file, expires)}"
 

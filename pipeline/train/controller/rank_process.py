@@ -70,7 +70,7 @@ STOP = pickle.dumps(None)
 
 _HANG_FRACTION = 0.9
 """Of the longest collective: an operation that stands still for so long hangs. Less than all, so that the rank which
-hangs is told before those that wait for it give up."""
+hangs is reported before its peers time out."""
 FINAL_REPORT_SECONDS = 3.0
 """For a rank to tell what it saw when another was lost."""
 
@@ -294,7 +294,7 @@ def joined_world(
     CUDA device that others share, `allowance` says what this process may allocate.
 
     What the processes say to each other, in torchrun's store and in collectives of objects, is signed with the world's
-    `secret`, since torch believes and unpickles what comes: `SignatureError` for anything else.
+    `secret`, since torch unpickles any message: `SignatureError` for anything else.
 
     From here on a signal of native code (SEGV, ABRT, BUS, …) ends the process with the stacks of its Python threads on
     standard error: a heap that glibc finds broken leaves one line otherwise, which names neither rank nor place.

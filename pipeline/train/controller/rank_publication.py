@@ -33,9 +33,9 @@ class RankPublication:
     def __init__(self, dispatch: RankGroup, name: str, settings: SenderSettings) -> None:
         self._dispatch, self._name = dispatch, name
         layout = dispatch.layout(name)
-        told = dispatch.run_on_all_models(open_publication, name, settings)
+        sources = dispatch.run_on_all_models(open_publication, name, settings)
         self.sources: Sequence[RowSource] = [
-            RowSource(layout, each.rows, each.gpu) for each in told if each is not None
+            RowSource(layout, each.rows, each.gpu) for each in sources if each is not None
         ]
 
     def take(self, version: int, in_use: Collection[int]) -> WeightSnapshot:

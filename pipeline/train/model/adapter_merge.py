@@ -59,7 +59,7 @@ def _of_experts(parts: list[ExpertAdapter]) -> Tensor:
 
 
 def _adapts(module: nn.Module) -> bool:
-    """Whether peft put an adapter on this layer; told without peft, which takes a second to import."""
+    """Whether peft put an adapter on this layer. Does not import peft, which takes a second."""
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 

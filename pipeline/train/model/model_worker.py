@@ -196,7 +196,7 @@ class ModelWorker:
 
     @property
     def layout(self) -> WeightLayout:
-        """What `full_parameters` yields, told without gathering anything."""
+        """What `full_parameters` yields, without gathering anything."""
         return self.public.layout(self.compute)
 
     def state(self) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class ModelWorker:
     def _refuse_if_broken(self) -> None:
         """FSDP keeps gradients of a call that broke off, and adds them to those of the next."""
         if self._broken:
-            raise TrainingError("this model broke off in the middle of a pass: make it anew, from its checkpoint")
+            raise TrainingError("this model failed in the middle of a pass: load it again from its checkpoint")
 
     def reduce_after(self, last: bool) -> None:
         """Unless all is sharded again after every pass, gradients cross ranks once a call, after the last micro-batch;

@@ -104,7 +104,7 @@ def a_model_that_broke_off_in_the_middle_of_a_pass_is_used_no_more(rank: int, pa
         with pytest.raises(ValueError, match="an error"):
             one.forward_backward(MICRO_BATCHES, True, SFT)
         for use in (lambda: train(one), lambda: one.forward(MICRO_BATCHES, True), one.optim_step, one.state):
-            with pytest.raises(TrainingError, match="make it anew"):
+            with pytest.raises(TrainingError, match="load it again"):
                 use()
 
 

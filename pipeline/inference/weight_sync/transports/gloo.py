@@ -140,13 +140,13 @@ def connect_store(address: str, port: int, password: str, seconds: float) -> Sto
     return SignedStore(store, password)
 
 
-def publish_key(store: Store, name: str, said: str = "") -> None:
+def publish_key(store: Store, name: str, value: str = "") -> None:
     """The server says that it is about to meet the trainer in group `name`, and what the trainer must know of it."""
-    store.set(f"{name}/announced", said)
+    store.set(f"{name}/announced", value)
 
 
 def wait_for_key(store: Store, name: str) -> str:
-    """What the server said that announced itself; `WeightSyncError` when the store is lost."""
+    """The value that the announced server stored; `WeightSyncError` when the store is lost."""
     try:
         return str(store.get(f"{name}/announced").decode())
     except (RuntimeError, SignatureError) as error:
@@ -154,7 +154,7 @@ def wait_for_key(store: Store, name: str) -> str:
 
 
 def is_published(store: Store, name: str) -> bool:
-    """Whether the server said so; does not wait. `WeightSyncError` when the store is lost."""
+    """Whether the server announced itself; does not wait. `WeightSyncError` when the store is lost."""
     try:
         return bool(store.check([f"{name}/announced"]))
     except RuntimeError as error:
@@ -165,10 +165,10 @@ class LeaveSignal:
     """How two members leave their group: neither ends it while the other one may still use it.
 
         the trainer asks the server to leave, and says in the store that nothing of its own is under way
-        the server hears that, ends its part, and answers
+        the server receives that, ends its part, and answers
         the trainer ends its own
 
-    A server that does not hear it within `LEAVE_SECONDS`, since its trainer is gone, ends its part all the same.
+    A server that does not receive it within `LEAVE_SECONDS`, since its trainer is gone, ends its part all the same.
     """
 
     _store: Store

@@ -2,8 +2,7 @@
 
 Owns what a server says of a process that receives (`Receiver`), the words of a group (`GpuGroup`) and which way a group
 takes: over nccl between two GPUs, out of each other's memory on one. Promises that every wait has a deadline and that
-what is said is read as it was meant, or a `WeightSyncError` says why not. Must not know vLLM's engine, HTTP, or what
-the tensors mean.
+a malformed message raises `WeightSyncError`. Must not know vLLM's engine, HTTP, or what the tensors mean.
 """
 
 import time
@@ -42,10 +41,10 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self).decode()
 
     @classmethod
-    def parse(cls, said: str) -> "Receiver":
-        """What `text()` said; `WeightSyncError` for anything else."""
+    def parse(cls, text: str) -> "Receiver":
+        """The receiver whose `text()` this is; `WeightSyncError` for anything else."""
         try:
-            return msgspec.json.decode(said, type=cls)
+            return msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
             raise WeightSyncError(f"the server says of itself what cannot be read: {error}") from error
 
@@ -83,7 +82,7 @@ class GpuGroup(LeaveSignal, PreparedSignal, ABC):
         except RuntimeError as error:
             raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
 
-    def _told(self, key: str, read: Callable[[bytes], T], deadline: Deadline) -> T:
+    def _receive(self, key: str, read: Callable[[bytes], T], deadline: Deadline) -> T:
         """What the other member says under `key`, once it does."""
         try:
             self._store.wait([key], timedelta(seconds=max(deadline.left, 0.001)))

@@ -56,7 +56,7 @@ class IpcGroup(GpuGroup):
                 "PYTORCH_CUDA_ALLOC_CONF must not ask for expandable_segments"
             ) from error
         self._tell(key, msgspec.json.encode(mapping).decode())
-        refusal = self._told(f"{key}/taken", bytes.decode, deadline)
+        refusal = self._receive(f"{key}/taken", bytes.decode, deadline)
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         if refusal:
             self.leave()
@@ -65,11 +65,11 @@ class IpcGroup(GpuGroup):
     def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
         key = self._next()
         try:
-            mapping = self._told(key, lambda data: msgspec.json.decode(data, type=CudaIpcHandle), deadline)
+            mapping = self._receive(key, lambda data: msgspec.json.decode(data, type=CudaIpcHandle), deadline)
             self._copy(buffer, mapping, deadline, after)
         except Exception as error:
             self.leave()
-            with suppress(WeightSyncError):  # of two reasons the first is told
+            with suppress(WeightSyncError):  # the first of two reasons is reported
                 self._tell(f"{key}/taken", one_line(error))
             raise
         self._tell(f"{key}/taken", "")

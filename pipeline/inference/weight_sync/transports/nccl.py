@@ -1,8 +1,8 @@
 """How weights travel between GPUs: one buffer over an nccl communicator of two members.
 
 Owns the communicator and its handshake. nccl has no deadlines of its own, and a receive that waits on the device for a
-sender that is late can stop everything else on that device. So a receive is posted only once the sender has said, in
-the store, that the bytes are on their way. Whatever takes too long is aborted.
+sender that is late can stop everything else on that device. So a receive is posted only once the sender has announced
+in the store that the bytes are on their way. Whatever takes too long is aborted.
 
 Must not know vLLM's engine, HTTP, or what the tensors mean.
 
@@ -44,7 +44,7 @@ class NcclGroup(GpuGroup):
         self._exchange(self._library.ncclSend, buffer, SERVER, deadline)
 
     def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
-        version = self._told(self._key(), int, deadline)
+        version = self._receive(self._key(), int, deadline)
         if after is not None:
             self._stream.wait_event(after)
         self._exchange(self._library.ncclRecv, buffer, TRAINER, deadline)
@@ -64,8 +64,8 @@ class NcclGroup(GpuGroup):
             unique = self._library.ncclGetUniqueId()
             self._tell(f"{self._name}/id", bytes(unique.internal).hex())
         else:
-            told = self._told(f"{self._name}/id", lambda data: bytes.fromhex(data.decode()), deadline)
-            unique = self._library.unique_id_from_bytes(told)
+            unique_id = self._receive(f"{self._name}/id", lambda data: bytes.fromhex(data.decode()), deadline)
+            unique = self._library.unique_id_from_bytes(unique_id)
         made: Future[Any] = Future()
         Thread(target=self._make, args=(unique, made), name="nccl", daemon=True).start()
         try:
