@@ -19,7 +19,7 @@ into one of these at the boundary where they appear. Must not import anything of
     ├── RolloutError         one sample could not be produced; carries the reason
     │   └── EpisodeError     reported by the program that ran the episode
     ├── TaskError            a task cannot produce anything usable
-    ├── SweepError           a point of a sweep has no result; says why
+    ├── SweepError           a point of a sweep has no result, with the reason
     ├── SchedulerError       a command of the scheduler failed, or gave no answer in time
     ├── SignatureError          a message that nobody of this world wrote
     ├── ImpostorError        a program that does not know the attempt's secret listens in a server's place
@@ -68,7 +68,7 @@ class ConfigError(RollcallError):
 
 
 class PlanError(ConfigError):
-    """The plan asks for more than the resources hold; `hint` says which number to change."""
+    """The plan asks for more than the resources hold; `hint` names the number to change."""
 
 
 class RunStateError(ConfigError):
@@ -124,7 +124,7 @@ class EpisodeError(RolloutError):
 
 
 class TaskError(RollcallError):
-    """The task produces nothing usable; the message says what failed and how often."""
+    """The task produces nothing usable; the message names what failed and how often."""
 
 
 class TrainingError(RollcallError):

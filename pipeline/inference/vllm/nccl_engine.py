@@ -1,7 +1,7 @@
 """The `nccl` weight-transfer engine: weights on GPUs, without a pause.
 
 A thread receives this process's shard into a staging buffer while the engine generates: over nccl or, on a GPU that it
-shares with a rank of the trainer, out of that rank's memory, on a stream of its own. One call then enqueues copies from
+shares with a rank of the trainer, out of that rank's memory, on a separate stream. One call then enqueues copies from
 the buffer into the live parameters on the engine's stream, which puts them between two steps; nothing is paused and
 nothing waits for the device. Promises that a step sees all of the old weights or all of the new ones, that the copies
 are proven against vLLM's own reload before the first update, and that where they do not fit (quantised weights, say),

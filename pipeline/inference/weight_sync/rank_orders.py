@@ -3,7 +3,7 @@
 Rank 0 alone talks HTTP to the servers and decides which version goes where (`server_sync`). What it decides it orders
 here, in its store, which is signed with the world's password; every other rank that sends follows the orders of each
 server in a thread, and reports. Owns orders and reports. Promises that no wait outlasts the deadline of its order, that
-a rank which cannot do its part says why, that an order which rank 0 has given up is not begun, and that a rank sends a
+a rank that fails reports why, that an order which rank 0 abandoned is not begun, and that a rank sends a
 version only as it was taken, on every rank in one operation of the trainer. Must not know HTTP, nor when a version is
 taken.
 
@@ -35,7 +35,7 @@ from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
 ORDERS_IN_STORE = 1024
-"""Later orders take the place of those before, which every rank has followed or given up."""
+"""Later orders take the place of those before, which every rank has followed or abandoned."""
 _LISTEN_SECONDS = 3600.0
 """Long, since torch writes two lines to standard error whenever such a wait ends."""
 OrderKind = Literal["meet", "send", "drop", "close"]
