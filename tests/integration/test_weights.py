@@ -1,16 +1,13 @@
 """Weights on their way from a trainer to real vLLM servers: what is served afterwards, and what survives a fault."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import replace
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -21,16 +18,15 @@ import torch
 
 from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
-from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles.inference import is_healthy
 from pipeline.rollout.server_client import Completion, _Choice
 from pipeline.rollout.server_pool import InferenceClient
-from pipeline.utils.subprocesses import hold_port, tail
+from pipeline.utils.subprocesses import tail
 from pipeline.utils.waiting import Deadline, wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.processes import runs
 from tests.support.ranks import forked_ranks, publication_ranks
-from tests.support.servers.answers import answers_of, versions_told
+from tests.support.servers.answers import answers_of, status_of, versions_told
 from tests.support.servers.traffic import (
     APART,
     CLOSE,
@@ -38,6 +34,7 @@ from tests.support.servers.traffic import (
     Traffic,
     check_purity,
     client_of,
+    lose_a_server,
     probe,
     run_traffic,
     sample,
@@ -47,7 +44,6 @@ from tests.support.servers.vllm import (
     EOS,
     SECRET,
     TRAINER,
-    Model,
     Served,
     a_model,
     a_sender,
@@ -56,6 +52,7 @@ from tests.support.servers.vllm import (
     mixture_directory,
     parameters,
     publish_to_all,
+    two_models,
     two_servers,
 )
 
@@ -123,23 +120,6 @@ def test_a_tied_head_and_experts_are_updated_too_and_a_dead_server_loses_no_requ
     assert len(completions) == 32
     assert {completion.server for completion in completions} == {servers[0].endpoint}
     assert retries >= 16
-
-
-async def lose_a_server(servers: Sequence[Served], victim: Served) -> tuple[list[Completion], int]:
-    """The samples of 32 requests, half of which run on a server when it is killed; how many were tried again."""
-    async with client_of(servers) as client:
-        for server in servers:
-            client.update(server.endpoint, 1)
-        requests = [asyncio.create_task(sample(client, tokens=200)) for _ in range(32)]
-        while len(client._servers[victim.endpoint].running) < 16:
-            await asyncio.sleep(0)
-        await asyncio.to_thread(victim.child.kill)
-        completions = await asyncio.wait_for(asyncio.gather(*requests), WAIT_SECONDS)
-        return list(completions), client.retries["disconnected"]
-
-
-def two_models(directory: Path) -> tuple[Model, Model]:
-    return a_model(directory, 3), a_model(directory, 4)
 
 
 def test_requests_in_flight_go_on_through_an_update_and_later_ones_see_only_the_new_weights(
@@ -296,13 +276,6 @@ def test_who_has_the_key_can_have_no_file_written(servers: list[Served], tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def status_of(endpoint: str, route: str, key: str, body: dict[str, Any] | None = None) -> int:
-    link = HTTPConnection(endpoint, timeout=30)
-    with closing(link):
-        link.request("POST", route, json.dumps(body or {}), {"Authorization": f"Bearer {key}"})
-        return link.getresponse().status
-
-
 def test_a_request_that_can_never_work_says_why(servers: list[Served]) -> None:
     from pipeline.errors import RolloutError
 
@@ -387,19 +360,6 @@ def test_a_sample_ends_at_a_stop_token_which_it_keeps(servers: list[Served]) -> 
         stopped = [completion for completion in asyncio.run(ask()) if completion.finish == "stop"]
     assert stopped
     assert all(completion.tokens.index(EOS) == len(completion.tokens) - 1 for completion in stopped)
-
-
-def test_without_any_server_publishing_fails_and_says_who_is_missing() -> None:
-    from pipeline.config import InferenceConfig
-    from pipeline.inference.weight_sync.server_sync import MeetingPoint
-    from tests.support.servers.vllm import port_of
-
-    with hold_port() as holder:
-        meeting = MeetingPoint("127.0.0.2", port_of(holder), SECRET)
-        refused = pytest.raises(WeightSyncError, match=r"127\.0\.0\.9:9/get_world_size: ConnectionRefusedError")
-        nobody = WeightSender(["127.0.0.9:9"], meeting, InferenceConfig(), 1, lambda server, version: None)
-        with nobody as sender, refused:
-            sender.publish(0, [])
 
 
 def test_servers_that_differ_in_their_way_for_log_probabilities_answer_alike(servers: list[Served]) -> None:

@@ -1,6 +1,7 @@
 """Whole answers of servers that should say the same: which requests, and what of an answer is compared."""
 
 import json
+from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any
 
@@ -48,3 +49,10 @@ def versions_told(answers: list[Any]) -> list[tuple[Any, Any]]:
     release says itself."""
     choices = [choice for answer in answers for choice in answer["choices"] if choice["logprobs"]]
     return [(choice["logprobs"].pop("weight_versions", None), choice["weight_versions"]) for choice in choices]
+
+
+def status_of(endpoint: str, route: str, key: str, body: dict[str, Any] | None = None) -> int:
+    link = HTTPConnection(endpoint, timeout=30)
+    with closing(link):
+        link.request("POST", route, json.dumps(body or {}), {"Authorization": f"Bearer {key}"})
+        return link.getresponse().status

@@ -117,3 +117,16 @@ def check_purity(traffic: Traffic, models: dict[int, Model], *, kept: bool = Tru
 
 def straddling(traffic: Traffic) -> list[Completion]:
     return [completion for _, completion in traffic.done if completion.version_min < completion.version_max]
+
+
+async def lose_a_server(servers: Sequence[Served], victim: Served) -> tuple[list[Completion], int]:
+    """The samples of 32 requests, half of which run on a server when it is killed; how many were tried again."""
+    async with client_of(servers) as client:
+        for server in servers:
+            client.update(server.endpoint, 1)
+        requests = [asyncio.create_task(sample(client, tokens=200)) for _ in range(32)]
+        while len(client._servers[victim.endpoint].running) < 16:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(victim.child.kill)
+        completions = await asyncio.wait_for(asyncio.gather(*requests), WAIT_SECONDS)
+        return list(completions), client.retries["disconnected"]

@@ -257,3 +257,7 @@ def _continued(older: Model, newer: Model, prompt: Sequence[int], completion: Co
     logits = newer(ids[:, done:-1], past_key_values=cache, use_cache=True).logits[0].float()
     sampled: Tensor = logits.log_softmax(-1).gather(-1, ids[0, done + 1 :, None])[:, 0]
     return sampled
+
+
+def two_models(directory: Path) -> tuple[Model, Model]:
+    return a_model(directory, 3), a_model(directory, 4)

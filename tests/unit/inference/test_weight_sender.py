@@ -283,3 +283,12 @@ def test_a_server_of_which_nobody_can_be_told_is_brought_again_until_somebody_ca
 def test_settling_before_any_start_is_refused() -> None:
     with a_sender("127.0.0.9:9", []) as sender, pytest.raises(WeightSyncError, match="no version was started"):
         sender.wait_until_synced()
+
+
+def test_without_any_server_publishing_fails_and_says_who_is_missing() -> None:
+    with hold_port() as holder:
+        meeting = MeetingPoint("127.0.0.2", holder.getsockname()[1], "secret")
+        refused = pytest.raises(WeightSyncError, match=r"127\.0\.0\.9:9/get_world_size: ConnectionRefusedError")
+        nobody = WeightSender(["127.0.0.9:9"], meeting, InferenceConfig(), 1, lambda server, version: None)
+        with nobody as sender, refused:
+            sender.publish(0, [])
