@@ -1,11 +1,11 @@
-"""What the measurements on GPUs train: models of Qwen3's shapes with random weights, or a tiny one; rows of them."""
+"""What the measurements on GPUs train: models in the shapes of Qwen3 and Qwen3-MoE, random weights, and their rows."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from pipeline.train.batching.sequences import Batch, TrainSequence
 
@@ -15,7 +15,7 @@ class Workload:
     """A model and the batch of one optimizer step.
 
     Attributes:
-        model: arguments of `Qwen3Config`.
+        model: arguments of `Qwen3Config`, or with `num_experts` of `Qwen3MoeConfig`.
         rows: samples of a step.
         shortest, longest: tokens of a sample, drawn evenly between.
         prompt: tokens of a sample that are not counted.
@@ -33,7 +33,9 @@ class Workload:
 
     def write_model(self, path: Path) -> None:
         """A directory with a config and no weights."""
-        Qwen3Config(**TIED | self.model, architectures=["Qwen3ForCausalLM"]).save_pretrained(path)
+        mixture = "num_experts" in self.model
+        config, name = (Qwen3MoeConfig, "Qwen3Moe") if mixture else (Qwen3Config, "Qwen3")
+        config(**TIED | self.model, architectures=[f"{name}ForCausalLM"]).save_pretrained(path)
 
     def of_length(self, rows: int, length: int, prompt: int, group: int = 1) -> "Workload":
         """The same model with rows of one length."""
@@ -58,6 +60,22 @@ class Workload:
 TIED = {"tie_word_embeddings": True}
 _QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096}
 _REAL = _QWEN3 | {"vocab_size": 151_936}
+_TINY = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "max_position_embeddings": 256,
+}
+
+
+def _experts(experts: int, of_a_token: int, size: int) -> dict[str, Any]:
+    """Every layer with experts of the intermediate size `size`, `of_a_token` of them for each token."""
+    chosen = {"num_experts": experts, "num_experts_per_tok": of_a_token, "moe_intermediate_size": size}
+    return chosen | {"norm_topk_prob": True, "decoder_sparse_step": 1}
 
 
 def _large(**model: Any) -> Workload:
@@ -89,17 +107,25 @@ WORKLOADS = {
         intermediate_size=12_288,
         tie_word_embeddings=False,
     ),
-    "tiny": Workload(
-        model={
-            "vocab_size": 512,
-            "hidden_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "intermediate_size": 256,
-            "max_position_embeddings": 256,
+    "moe": Workload(  # 1.7B parameters, 0.3B of which a token meets
+        model=_QWEN3
+        | {
+            "vocab_size": 32_000,
+            "hidden_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "intermediate_size": 3072,
+            **_experts(64, 8, 512),
         },
+        rows=128,
+        shortest=200,
+        longest=1000,
+        prompt=64,
+        budget=16_384,
+    ),
+    "tiny": Workload(model=_TINY, rows=32, shortest=20, longest=100, prompt=8, budget=512),
+    "tiny-moe": Workload(
+        model=_TINY | _experts(8, 2, 64),
         rows=32,
         shortest=20,
         longest=100,
