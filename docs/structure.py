@@ -6,17 +6,24 @@ another), the imports that make them up, and the circles: rooms that import each
     python -m docs.structure                     # pipeline and slurm
     python -m docs.structure pipeline.train   # the rooms of one room
     python -m docs.structure --arrows slurm      # each arrow, with its imports
+
+Two rules hold between files, over `FOLDERS`: no circle of imports (`import_circle`), and no two modules with one name
+(`repeated_names`).
 """
 
 import argparse
+import ast
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import grimp
 
 PACKAGES = ("pipeline", "slurm")
+FOLDERS = (*PACKAGES, "launchers")
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,63 @@ def _circles(rooms: Sequence[str], arrows: set[tuple[str, str]]) -> tuple[frozen
                 reached[room] |= reached[middle]
     found = {frozenset(other for other in reached[room] if room in reached[other]) for room in rooms}
     return tuple(sorted((circle for circle in found if circle), key=sorted))
+
+
+def import_circle(imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, the first one again at the end; empty if there is no circle."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def file_imports(root: Path, folders: Sequence[str] = FOLDERS) -> dict[str, set[str]]:
+    """Imports between the modules below `root`, by the syntax of their files.
+
+    An import inside a function counts as any other, and so does `import_module` of a constant name. An import for type
+    checking only does not count: it never runs. Nor does the implicit import of the packages that contain a module.
+    """
+    files = {_module_name(file, root): file for folder in folders for file in sorted((root / folder).rglob("*.py"))}
+    trees = {module: ast.parse(file.read_text()) for module, file in files.items()}
+    return {module: {*_imported(tree, files)} - {module} for module, tree in trees.items()}
+
+
+def repeated_names(root: Path, folders: Sequence[str] = FOLDERS) -> dict[str, list[str]]:
+    """File names that occur more than once, with their paths. `__init__.py` and `__main__.py` may repeat."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for folder in folders:
+        for file in sorted((root / folder).rglob("*.py")):
+            places[file.name].append(str(file.relative_to(root)))
+    return {name: paths for name, paths in places.items() if len(paths) > 1 and not name.startswith("__")}
+
+
+def _module_name(file: Path, root: Path) -> str:
+    return ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imported(node: ast.AST, modules: Mapping[str, Path]) -> Iterator[str]:
+    """The modules among `modules` that this syntax tree imports."""
+    if isinstance(node, ast.Import):
+        named = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        # `from package import name` imports the module of that name, or else the package, which defines the name.
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        named = [name if name in modules else str(node.module) for name in names]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        named = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+    else:
+        named = []
+    yield from (name for name in named if name in modules)
+    for child in _running(node):
+        yield from _imported(child, modules)
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """The children of a node that run: of `if TYPE_CHECKING`, only the other branch."""
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        return iter(node.orelse)
+    return ast.iter_child_nodes(node)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,6 +8,7 @@
 | `trainer_session`, `rl_services` | rank 0 in a training run; its connections to the other roles |
 | `offline_session`, `tinker_session` | rank 0 in a run that executes job files; in one that serves the API |
 | `evaluator`, `benchmark_command` | the actor's work in a run that only evaluates |
+| `event_loop` | parts of the event loop that actor and evaluator share |
 | `sample_quota` | where a role stores samples |
 | `held_port` | third-party programs that listen on a held port |
 

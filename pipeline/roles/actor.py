@@ -11,10 +11,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 from pipeline.environments import Task, load_task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
@@ -23,6 +21,7 @@ from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import RollcallError, one_line
 from pipeline.roles import RoleCommand
+from pipeline.roles.event_loop import REPORT_SECONDS, beat, close_in_thread, work_until
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.sample_quota import sample_store_for
 from pipeline.rollout.eval_rollouts import Evaluation
@@ -37,7 +36,6 @@ from pipeline.utils import heartbeat
 
 log = logging.getLogger(__name__)
 
-REPORT_SECONDS = 1.0
 READ_SECONDS = 60.0
 
 
@@ -99,13 +97,6 @@ class Actor:
             await asyncio.sleep(REPORT_SECONDS)
 
 
-async def beat() -> None:
-    """Beat the heartbeat while the event loop runs. Separate from the report, whose file may be slow to write."""
-    while True:
-        heartbeat.beat()
-        await asyncio.sleep(REPORT_SECONDS)
-
-
 async def run(context: RoleContext, stop: asyncio.Event) -> None:
     """Run the actor until `stop` is set; `TaskError` (in a group) when the task never succeeds."""
     config, world = context.config, context.world
@@ -114,7 +105,7 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
     store = sample_store_for(context, EVAL)
     async with (
         aclosing(task),
-        iterate_in_thread(store),
+        close_in_thread(store),
         AsyncStreams(streams) as asynchronous,
         WorkerPool(
             Setup(config.task, config.seed, Path(config.model.path), config.reward), config.cluster.startup_seconds
@@ -132,27 +123,6 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
         await work_until(
             stop, Actor(context, task, calls, chat, asynchronous, SharedState(streams), client, store).work()
         )
-
-
-@asynccontextmanager
-async def iterate_in_thread(store: SampleStore) -> AsyncIterator[None]:
-    """Open the store in the block. Closing it may take a while, so a thread does that."""
-    store.__enter__()
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(store.__exit__, None, None, None)
-
-
-async def work_until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, raising its error, or until `stop` is set, which cancels it."""
-    working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    done, running = await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    for task in done:
-        task.result()
 
 
 async def _run_until_signal(context: RoleContext) -> None:

@@ -22,7 +22,7 @@
 | `tinker_wire`, `json_limits` | protobuf to records, and back; how many values a body may have |
 | `durable_store`, `byte_lru` | what is on disk, and what of it is in memory too |
 | `tinker_paths` | ids, `tinker://` paths and the folders behind them |
-| `usage` | what keys used |
+| `usage_meter` | what keys used |
 | `api_keys` | API keys and limits |
 | `tinker_records`, `entities`, `gateway_settings` | messages, stored records, settings of the process |
 | `api_errors` | errors that a client receives |

@@ -17,7 +17,7 @@ from pipeline.tinker.routes.openai import PREFIXES, OpenAiRouter, OpenAiRoutes
 from pipeline.tinker.routes.sample_routes import SampleRoutes
 from pipeline.tinker.routes.session_routes import SessionRoutes
 from pipeline.tinker.routes.training_routes import TrainingRoutes
-from pipeline.tinker.routes.usage import UsageRoutes
+from pipeline.tinker.routes.usage_routes import UsageRoutes
 from pipeline.tinker.routes.weight_routes import WeightRoutes
 from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.service_state import ModelRegistry

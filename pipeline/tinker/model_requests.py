@@ -15,7 +15,7 @@ from pipeline.tinker.entities import Model
 from pipeline.tinker.request_queue import ModelQueue
 from pipeline.tinker.tinker_paths import WeightsPath
 from pipeline.tinker.tinker_records import STATEFUL, Body, Failed, Load, Pass, Result, Save, Step, Unload, Work
-from pipeline.tinker.usage import Usage
+from pipeline.tinker.usage_meter import Usage
 
 UNLOAD_SEQ = 1 << 40
 GONE = Failed("the model was unloaded, or its session has ended", "user")

@@ -29,7 +29,7 @@ from pipeline.tinker.sampler import SampleRequest, SampleServers
 from pipeline.tinker.sampling_limits import Limits, checked_request, prompt_tokens
 from pipeline.tinker.target_logprobs import places_of, read_targets
 from pipeline.tinker.tinker_records import Failed, Pool, ServerFacts
-from pipeline.tinker.usage import UsageMeter
+from pipeline.tinker.usage_meter import UsageMeter
 
 FETCHED_SECONDS, UNFETCHED_SECONDS = 300.0, 3600.0
 """How long samples are kept after a client got them, and if none asks."""

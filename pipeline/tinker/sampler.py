@@ -25,7 +25,7 @@ from pipeline.tinker.sampling_limits import Limits
 from pipeline.tinker.server_weights import RequestRefused, Server, ServerUnhealthy, ServerWeights
 from pipeline.tinker.target_logprobs import MAX_PARALLEL_SCORES, Cell, Targets, read_targets
 from pipeline.tinker.tinker_records import Failed, Pool, ServerFacts
-from pipeline.tinker.usage import UsageMeter, usage_of_sample
+from pipeline.tinker.usage_meter import UsageMeter, usage_of_sample
 from pipeline.utils.authenticated_connector import AuthenticatedConnector
 from pipeline.utils.backoff import available
 from pipeline.utils.poison_request import ABANDONED, HEALTH, MAX_SERVER_CRASHES, PoisonRequestGuard, is_dead

@@ -42,7 +42,7 @@ from pipeline.tinker.tinker_records import (
     WorkResult,
     encode,
 )
-from pipeline.tinker.usage import UsageMeter
+from pipeline.tinker.usage_meter import UsageMeter
 from pipeline.tinker.work_schedule import RECENT_BYTES, WorkSchedule
 
 MAX_DELIVERIES = 3

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from pipeline.tinker.api_errors import OverLimitError
-from pipeline.tinker.routes.usage import ALL, described
+from pipeline.tinker.routes.usage_routes import ALL, described
 from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_records import Attach, ServerFacts, TrainerTurn
 from pipeline.utils.authenticated_http import ROUTE, proof_answer

@@ -12,7 +12,7 @@
 | `sweeps/` | Hydra's sweepers, driving runs |
 | `train_files` | runs that execute job files |
 | `serve_tinker`, `gateway_supervisor` | runs that serve the Tinker API; the supervisor of the gateway process |
-| `usage` | the usage of each name on a serving run |
+| `usage_table` | the usage of each name on a serving run |
 | `evaluate_model` | runs that evaluate a checkpoint or a model directory |
 | `local_job` | a run's job on this machine |
 | `launcher_signals` | the signals that end a launcher |

@@ -31,7 +31,7 @@ from slurm.submission.gateway_supervisor import GatewaySupervisor
 from slurm.submission.launcher_signals import recorded_signals
 from slurm.submission.submit_run import check_submission, print_plan, run_here, submit_one
 from slurm.submission.tail_job import follow_job, print_job
-from slurm.submission.usage import print_usage
+from slurm.submission.usage_table import print_usage
 
 BASE_SECONDS = 600.0
 SHORT_SECONDS, MAX_SHORT = 60.0, MAX_DELIVERIES + 2

@@ -1,12 +1,15 @@
-"""The structure of the code in numbers: what counts as a room, an arrow and a circle."""
+"""The structure of the code: what counts as a room, an arrow and a circle; no circle and no name twice among files."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import grimp
 import pytest
 
-from docs.structure import Structure, structure_of
+from docs.structure import Structure, file_imports, import_circle, repeated_names, structure_of
+
+ROOT = Path(__file__).parents[2]
 
 FILES = {
     "house/__init__.py": "",
@@ -46,3 +49,52 @@ def test_no_room_of_ours_is_in_a_circle() -> None:
     graph = grimp.build_graph("pipeline", "slurm", cache_dir=None)
     for package in ("pipeline", "slurm"):
         assert structure_of(package, graph).circles == ()
+
+
+def files(folder: Path, **texts: str) -> Path:
+    for name, text in texts.items():
+        file = folder / "house" / f"{name.replace('__', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import house.roof",
+        "from house import roof",
+        "def climb():\n    from house.roof import tile",
+        "class Step:\n    def climb(self):\n        import_module('house.roof')",
+        "if TYPE_CHECKING:\n    import torch\nelse:\n    import house.roof",
+    ],
+)
+def test_a_circle_of_files_is_named_wherever_the_import_stands(tmp_path: Path, back: str) -> None:
+    root = files(tmp_path, roof="from house.hall.door import key", hall__door="import house.cellar", cellar=back)
+    circle = import_circle(file_imports(root, ["house"]))
+    assert set(circle) == {"house.roof", "house.hall.door", "house.cellar"}
+    assert (circle[0], len(circle)) == (circle[-1], 4)
+    following = dict(pairwise(circle))
+    assert following["house.roof"] == "house.hall.door"
+
+
+@pytest.mark.parametrize("back", ["if TYPE_CHECKING:\n    import house.roof", "import os", "name = 'house.roof'"])
+def test_an_import_for_types_is_no_arrow(tmp_path: Path, back: str) -> None:
+    root = files(tmp_path, roof="import house.cellar", cellar=back)
+    assert file_imports(root, ["house"]) == {"house.cellar": set(), "house.roof": {"house.cellar"}}
+    assert import_circle(file_imports(root, ["house"])) == []
+
+
+def test_a_name_of_two_modules_is_reported(tmp_path: Path) -> None:
+    root = files(tmp_path, door="", __init__="", hall__door="", hall____init__="", cellar="")
+    assert repeated_names(root, ["house"]) == {"door.py": ["house/door.py", "house/hall/door.py"]}
+
+
+def test_no_file_of_ours_is_in_a_circle() -> None:
+    imports = file_imports(ROOT)
+    assert sum(map(len, imports.values())) > 1000
+    assert " → ".join(import_circle(imports)) == ""
+
+
+def test_no_two_modules_of_ours_have_one_name() -> None:
+    assert repeated_names(ROOT) == {}

@@ -23,7 +23,8 @@ from pipeline.inference.weight_sync.rank_rows import RowSource
 from pipeline.inference.weight_sync.server_shards import Shard
 from pipeline.inference.weight_sync.transfer_route import RowReceiver
 from pipeline.inference.weight_sync.transports.gloo import SERVER, WeightLayout
-from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, gpu_of, join_gpu_group
+from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, gpu_of
+from pipeline.inference.weight_sync.transports.gpu_transport import join_gpu_group
 from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)

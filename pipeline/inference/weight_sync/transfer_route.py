@@ -24,7 +24,8 @@ from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync.rank_rows import RowParts, RowSource, sending_order
 from pipeline.inference.weight_sync.server_shards import Chunk, Shard
 from pipeline.inference.weight_sync.transports.gloo import ALIGNMENT, TRAINER, TransferGroup, wait_for_key
-from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, Receiver, SideStream, join_gpu_group
+from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, Receiver, SideStream
+from pipeline.inference.weight_sync.transports.gpu_transport import join_gpu_group
 from pipeline.inference.weight_sync.weight_snapshot import ShardGatherer, WeightSnapshot
 from pipeline.utils.waiting import Deadline
 

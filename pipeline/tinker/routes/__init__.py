@@ -11,7 +11,7 @@
 | `sample_routes` | sampling |
 | `openai` | OpenAI's API over the same models |
 | `future_routes` | what became of a request |
-| `usage` | what keys used |
+| `usage_routes` | what keys used |
 | `list_routes` | training runs and checkpoints |
 
 Each subject is a class with `add(router)`. docs/tinker.md lists every route of the API with what is done here."""

@@ -32,7 +32,7 @@ from pipeline.tinker.routes.client_router import Router
 from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_paths import parse_path
-from pipeline.tinker.usage import usage_of_answer
+from pipeline.tinker.usage_meter import usage_of_answer
 
 log = logging.getLogger(__name__)
 PREFIXES = ("/v1/", "/oai/api/v1/")

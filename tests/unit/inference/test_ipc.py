@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from pipeline.errors import WeightSyncError
-from pipeline.inference.weight_sync.transports import gpu_group, ipc
+from pipeline.inference.weight_sync.transports import gpu_transport, ipc
 from pipeline.inference.weight_sync.transports.gloo import SERVER, TRAINER, publish_key, wait_for_key
 from pipeline.inference.weight_sync.transports.ipc import CudaIpcHandle, IpcGroup
 from pipeline.inference.weight_sync.transports.nccl import NcclGroup
@@ -168,8 +168,8 @@ def test_members_on_one_gpu_share_its_memory_and_others_use_nccl(
     monkeypatch.setattr(NcclGroup, "__init__", lambda self, *arguments: None)
     store = HashStore()
     publish_key(store, "g", gpus[1])
-    monkeypatch.setattr(gpu_group, "gpu_of", lambda device: gpus[0])
-    trainer = gpu_group.join_gpu_group(store, "g", TRAINER, CPU, wait_for_key(store, "g"), soon())
-    monkeypatch.setattr(gpu_group, "gpu_of", lambda device: gpus[1])
-    server = gpu_group.join_gpu_group(store, "g", SERVER, CPU, gpus[0], soon())
+    monkeypatch.setattr(gpu_transport, "gpu_of", lambda device: gpus[0])
+    trainer = gpu_transport.join_gpu_group(store, "g", TRAINER, CPU, wait_for_key(store, "g"), soon())
+    monkeypatch.setattr(gpu_transport, "gpu_of", lambda device: gpus[1])
+    server = gpu_transport.join_gpu_group(store, "g", SERVER, CPU, gpus[0], soon())
     assert type(trainer) is type(server) is kind

@@ -13,7 +13,7 @@ from pipeline.tinker.entities import SampledWeights, SamplingSession
 from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.sampling_limits import Limits
 from pipeline.tinker.tinker_records import Failed, Pool, ServerFacts
-from pipeline.tinker.usage import UsageMeter
+from pipeline.tinker.usage_meter import UsageMeter
 from pipeline.utils.authenticated_http import ROUTE
 from pipeline.utils.weights_route import HEADER, LOAD
 from tests.fakes.async_server import prove

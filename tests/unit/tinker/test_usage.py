@@ -10,11 +10,11 @@ from pipeline.errors import ConfigError
 from pipeline.tinker import tinker_wire
 from pipeline.tinker.durable_store import Store
 from pipeline.tinker.gateway_settings import Address
-from pipeline.tinker.routes.usage import ALL
+from pipeline.tinker.routes.usage_routes import ALL
 from pipeline.tinker.tinker_records import Failed, PassResult, StepResult, WorkResult
 from pipeline.tinker.trainer_routes import SECRET
-from pipeline.tinker.usage import KEPT_DAYS, Usage, UsageMeter
-from slurm.submission.usage import ask_usage, usage_lines
+from pipeline.tinker.usage_meter import KEPT_DAYS, Usage, UsageMeter
+from slurm.submission.usage_table import ask_usage, usage_lines
 from tests.unit.tinker.front_case import ADA, BOB, Client, with_front
 from tests.unit.tinker.test_openai import MESSAGES, Script, ask, events, torn, with_script
 

@@ -1,8 +1,8 @@
 """What two members on GPUs tell each other through the store, before and after bytes travel.
 
-Owns what a server says of a process that receives (`Receiver`), the words of a group (`GpuGroup`) and which way a group
-takes: over nccl between two GPUs, out of each other's memory on one. Promises that every wait has a deadline and that
-a malformed message raises `WeightSyncError`. Must not know vLLM's engine, HTTP, or what the tensors mean.
+Owns the record of a receiving process (`Receiver`), the messages of a group (`GpuGroup`), and the identity of a GPU
+(`gpu_of`). Promises that every wait has a deadline and that a malformed message raises `WeightSyncError`. Must not know
+vLLM's engine, HTTP, what the tensors mean, or which transport a group uses (`gpu_transport` chooses it).
 """
 
 import time
@@ -125,13 +125,3 @@ class SideStream:
 def gpu_of(device: torch.device) -> str:
     """Which GPU of which machine this is, by the number that NVIDIA gave it; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def join_gpu_group(store: Store, name: str, rank: int, device: torch.device, peer: str, deadline: Deadline) -> GpuGroup:
-    """The group `name` of this member, on `device`, with the other one, on the GPU `peer` (as `gpu_of` says it)."""
-    from pipeline.inference.weight_sync.transports.ipc import IpcGroup
-    from pipeline.inference.weight_sync.transports.nccl import NcclGroup
-
-    if gpu_of(device) == peer:
-        return IpcGroup(store, name, device)
-    return NcclGroup(store, name, rank, device, deadline)

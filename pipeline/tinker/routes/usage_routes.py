@@ -14,7 +14,7 @@ ALL = "/engine/usage"
 
 
 class UsageRoutes:
-    """The counts of `pipeline.tinker.usage`."""
+    """The counts of `pipeline.tinker.usage_meter`."""
 
     def __init__(self, registry: ModelRegistry) -> None:
         self._registry = registry

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pipeline.errors import ConfigError, one_line
 from pipeline.tinker.gateway_settings import Address
-from pipeline.tinker.routes.usage import ALL
+from pipeline.tinker.routes.usage_routes import ALL
 from pipeline.tinker.trainer_routes import SECRET
 from pipeline.utils.authenticated_http import connect
 
