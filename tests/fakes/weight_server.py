@@ -72,16 +72,16 @@ class WeightServer(HttpServer):
     """One server; serves from its construction to the end of its block.
 
     Attributes:
-        version: what it says that it serves.
-        loaded: versions whose bytes came to their end, in order.
-        hears: whether it hears the trainer say that it leaves.
+        version: the version that it reports.
+        loaded: versions received completely, in order.
+        sees_signal: whether it sees the trainer's signal to leave.
     """
 
     def __init__(self, address: str, processes: int = 1) -> None:
         """A tensor-parallel one with several `processes`; see `tensor_slices`."""
         self._count = processes
         self.version: int | None = None
-        self.hears = True
+        self.sees_signal = True
         self.loaded, self.calls = list[int](), list[str]()
         self.answers: dict[str, bytes] = {}
         self.failing: set[str] = set()
@@ -150,9 +150,9 @@ class WeightServer(HttpServer):
         match method:
             case "leave_weights":
                 groups = [group for process in self._processes for group in process.groups[:1]]
-                heard = self.hears and all(group.wait_for_leaving() for group in groups)
+                left = self.sees_signal and all(group.wait_for_leaving() for group in groups)
                 self._processes = []
-                return heard
+                return left
             case "served_weights":
                 return self.version
         raise AssertionError(method)

@@ -1,4 +1,4 @@
-"""What takes versions of the weights for the servers, on one rank or on several.
+"""Publications, which take versions of the weights for the servers, on one rank or on several.
 
 Owns the contract between the owner of the weights and the sender of versions. Must not know servers, nor when a version
 is taken.
@@ -21,13 +21,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class SenderSettings:
-    """What every rank of the trainer that sends needs to know.
+    """The settings of every sending rank of the trainer.
 
     Attributes:
         meeting: rank 0's store.
         adapter: see `WeightSnapshot`.
-        device: type of the device that sends.
-        on_host: whether versions wait in memory of the host, where a GPU sends them.
+        device: type of the sending device.
+        on_host: whether a sending GPU holds pending versions in pinned host memory.
     """
 
     meeting: MeetingPoint
@@ -37,30 +37,32 @@ class SenderSettings:
 
     @property
     def device_here(self) -> torch.device:
-        """The device of this process that sends."""
+        """The sending device of this process."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else CPU
 
     def snapshots(self, layout: WeightLayout, rows: tuple[Rows, ...] | None = None) -> RankSnapshots:
-        """The versions that this process will send: those rows of each tensor, or (None) all."""
+        """An empty store for the versions that this process will send: `rows` of each tensor; None: all rows."""
         source = RowSource(layout, rows, gpu_of(self.device_here))
         return RankSnapshots(source, self.adapter, self.device_here, self.on_host)
 
 
 class Publication(Protocol):
-    """What takes versions of the weights on every rank that sends.
+    """An object that takes versions of the weights on every sending rank.
 
     Attributes:
-        sources: these ranks, this one first.
+        sources: the sending ranks, this one first.
     """
 
     sources: Sequence[RowSource]
 
     def take(self, version: int, in_use: Collection[int]) -> WeightSnapshot:
-        """Hold the weights as they are now on every rank; this rank's rows. Versions in use stay as they are, others
-        are forgotten first."""
+        """Copy the present weights on every rank; returns this rank's rows.
+
+        Versions in use stay unchanged; others are released first.
+        """
 
     def close(self) -> None:
-        """Forget this rank's versions; the others do when they are ordered to close."""
+        """Release this rank's versions; the other ranks release theirs at the order `close`."""
 
 
 class WholeTensors:

@@ -1,11 +1,11 @@
 """How the trainer's other ranks send their rows while rank 0 leads the updates.
 
-Rank 0 alone talks HTTP to the servers and decides which version goes where (`server_sync`). What it decides it orders
-here, in its store, which is signed with the world's password; every other rank that sends follows the orders of each
-server in a thread, and reports. Owns orders and reports. Promises that no wait outlasts the deadline of its order, that
-a rank that fails reports why, that an order which rank 0 abandoned is not begun, and that a rank sends a
-version only as it was taken, on every rank in one operation of the trainer. Must not know HTTP, nor when a version is
-taken.
+Rank 0 alone sends HTTP requests to the servers and decides which version goes where (`server_sync`). It writes its
+orders to its store, which is signed with the cluster's password. Every other sending rank follows the orders for each
+server in one thread per server, and reports the result. Owns orders and reports. Promises that no wait outlasts the
+deadline of its order, that a rank which fails reports the reason, that a rank skips an order which rank 0 has
+abandoned, and that a rank sends only versions that every rank took in one operation of the trainer. Must not know HTTP,
+nor when a version is taken.
 
     rank 0, for one server                              every other rank
     meet    the server's processes are announced        joins a group with each of them
@@ -35,21 +35,22 @@ from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
 ORDERS_IN_STORE = 1024
-"""Later orders take the place of those before, which every rank has followed or abandoned."""
+"""Number of orders whose reports the store holds; each new order deletes the reports of the order 1024 before it, which
+every rank has followed or abandoned."""
 _LISTEN_SECONDS = 3600.0
-"""Long, since torch writes two lines to standard error whenever such a wait ends."""
+"""Length of one wait for the next order; long, since torch writes two lines to standard error whenever a wait ends."""
 OrderKind = Literal["meet", "send", "drop", "close"]
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 wants of the other ranks.
+    """An order of rank 0 to the other ranks.
 
     Attributes:
-        server: which rank 0 updates.
-        group: of a meeting: how the names of the server's processes begin.
-        processes: how many the server has.
-        version: what to send.
-        seconds: how long this may take.
+        server: `host:port` of the server that rank 0 updates.
+        group: for `meet`, the prefix of the names of the server's processes.
+        processes: for `meet`, the number of the server's processes.
+        version: for `send`, the policy version to send.
+        seconds: time limit of the order.
     """
 
     kind: OrderKind
@@ -73,7 +74,7 @@ class RankOrders:
         self._store, self._lock, self._next = store, Lock(), 0
 
     def give(self, order: Order) -> int:
-        """Give an order; its number. `WeightSyncError` when the store is lost."""
+        """Publish an order and return its number; `WeightSyncError` when the store is lost."""
         if len(self.sources) < 2:
             return -1
         with self._lock:
@@ -87,14 +88,14 @@ class RankOrders:
         return number
 
     def await_reports(self, number: int, store: Store, deadline: Deadline) -> None:
-        """Wait until every rank has done what was ordered; `WeightSyncError` with its reason for one that has not."""
+        """Wait until every rank has executed the order; `WeightSyncError` with the reason of a rank that failed."""
         for rank in range(1, len(self.sources)):
             with _of_rank(rank, deadline):
                 store.wait([_key(number, rank)], timedelta(seconds=max(deadline.left, 0.001)))
                 _raise_reason(store.get(_key(number, rank)))
 
     def raise_reported(self, number: int, store: Store, deadline: Deadline) -> None:
-        """`WeightSyncError` with the reason of a rank that has already reported that it could not; does not wait."""
+        """Raise `WeightSyncError` with the reason of a rank that has already reported a failure; does not wait."""
         for rank in range(1, len(self.sources)):
             with _of_rank(rank, deadline):
                 if store.check([_key(number, rank)]):
@@ -102,11 +103,10 @@ class RankOrders:
 
 
 class OrderedRank:
-    """A rank of the trainer that follows rank 0's orders, from its construction until `close`, or rank 0 is gone."""
+    """A rank of the trainer that follows rank 0's orders from its construction until `close` or the loss of rank 0."""
 
     def __init__(self, rank: SendingRank, snapshots: RankSnapshots, connect: Callable[[], Store]) -> None:
-        """`connect` opens a connection to rank 0's store: each thread has one, since one that waits serves nobody
-        else."""
+        """`connect` opens a connection to rank 0's store. Each thread opens one, since a wait blocks its connection."""
         self.rank, self.snapshots, self.connect = rank, snapshots, connect
         self._queues: dict[str, SimpleQueue[tuple[int, Order]]] = {}
         Thread(target=self._listen, name="weight orders", daemon=True).start()
@@ -144,7 +144,7 @@ class _ServerFeeder:
         self._gatherer = ShardGatherer(owner.rank.device)
 
     def run(self) -> None:
-        """Do what is ordered until `close`."""
+        """Execute orders until `close`."""
         try:
             if self._rank.device.type == "cuda":
                 torch.cuda.set_device(self._rank.device)
@@ -162,7 +162,9 @@ class _ServerFeeder:
         reason = self._do(store, order)
         if order.kind != "drop":
             store.set(_key(number, self._rank.number), reason)
-        if reason:  # only now: rank 0, whose sending then breaks off, finds the reason
+        # The report precedes the end of the groups: rank 0's own transfer to the server then fails too, and rank 0
+        # must find this rank's reason in the store at that moment.
+        if reason:
             self._drop()
         return True
 
@@ -170,8 +172,9 @@ class _ServerFeeder:
         """Why an order could not be followed; empty when it was."""
         deadline = Deadline(f"{order.server} and rank {self._rank.number} of the trainer", order.seconds)
         try:
+            # Rank 0 gives a server its next order only after the last one ended or was abandoned.
             if not self._orders.empty():
-                raise WeightSyncError("rank 0 has given this up")
+                raise WeightSyncError("rank 0 has abandoned this order")
             if order.kind == "send":
                 if not self._routes:
                     raise WeightSyncError("this rank has not met the server")
@@ -197,7 +200,7 @@ class _ServerFeeder:
 
 @contextmanager
 def _of_rank(rank: int, deadline: Deadline) -> Iterator[None]:
-    """Errors within are those of this rank."""
+    """Name this rank in every error raised inside the context."""
     try:
         yield
     except (RuntimeError, SignatureError, WeightSyncError) as error:
@@ -210,18 +213,18 @@ def _raise_reason(report: bytes) -> None:
 
 
 def _key(number: int, rank: int = 0) -> str:
-    """Of an order, or of a rank's report on it."""
+    """The store's key of an order or, with `rank`, of a rank's report on the order."""
     return f"orders/{number}/{rank}" if rank else f"orders/{number}"
 
 
 def _order(store: Store, number: int) -> Order:
-    """The order of this number, once it is given."""
-    while not _is_given(store, number):
+    """Wait for the order of this number and return it."""
+    while not _is_published(store, number):
         continue
     return msgspec.json.decode(store.get(_key(number)), type=Order)
 
 
-def _is_given(store: Store, number: int) -> bool:
+def _is_published(store: Store, number: int) -> bool:
     try:
         store.wait([_key(number)], timedelta(seconds=_LISTEN_SECONDS))
     except torch.distributed.DistStoreError:  # nothing yet

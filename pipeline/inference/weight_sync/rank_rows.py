@@ -1,15 +1,16 @@
 """Which rows of the weights each trainer rank sends, and what a process of a server gets from each of them.
 
-Every rank of the trainer that sends has some rows of each tensor, and all ranks together have each row once. A process
-of a server needs slices (`server_shards`). What travels between the two is where the slices and the rows meet: slices
-again, of the rank's rows on one side, and of the slices' places in the staging buffer on the other. Owns that
-arithmetic, and the order of the exchanges. Trainer and server both use this module, so they cannot disagree. Must not
-know vLLM, HTTP, or how bytes travel.
+Every sending rank of the trainer has some rows of each tensor, and all ranks together have each row once. A process of
+a server needs slices (`server_shards`). The rank sends the intersection of its rows with these slices. The intersection
+consists of slices again: slices of the rank's rows on the sender's side, and slices of the staging buffer's tensors on
+the receiver's side. Both sides compute both lists from the rows and slices that they exchanged when they met, so the
+messages with the bytes need no description of their contents. Owns that arithmetic and the order of the exchanges.
+Must not know vLLM, HTTP, or how bytes travel.
 
     source = RowSource(layout, rows)
     parts = source.parts(shard)                          # both sides
-    for chunk in parts.shard.chunks(at_once=False):      # of the rank's own rows, in the order in which they are sent
-        for at, target in parts.places(chunk): ...
+    for chunk in parts.chunks():                         # of the rank's own rows, in the order in which they are sent
+        for at, target in parts.targets_of(chunk): ...   # byte in the chunk, slice of the staging buffer
 """
 
 import zlib
@@ -31,7 +32,7 @@ Rows = tuple[int, int]
 
 
 class _PlainSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A source as JSON has it; no `rows`: all of them."""
+    """A source as JSON; an empty `rows` stands for all rows."""
 
     gpu: str
     rows: list[Rows]
@@ -39,12 +40,12 @@ class _PlainSource(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class RowSource:
-    """One rank that sends.
+    """One sending rank.
 
     Attributes:
-        layout: all tensors.
-        rows: of each tensor, those that the rank has; None: all of all tensors.
-        gpu: from which it sends, as `gpu_of` says it; "" for a CPU.
+        layout: all tensors of the model.
+        rows: the rank's rows of each tensor; None: all rows of all tensors.
+        gpu: the UUID of its GPU (`gpu_of`); "" for a CPU.
     """
 
     layout: WeightLayout
@@ -53,11 +54,11 @@ class RowSource:
 
     @classmethod
     def parse(cls, layout: WeightLayout, plain: Any) -> "RowSource":
-        """The source whose `plain()` this is; `WeightSyncError` for anything else."""
+        """Parse the value of `plain()`; `WeightSyncError` if it is malformed."""
         try:
             source = msgspec.convert(plain, _PlainSource)
         except msgspec.ValidationError as error:
-            raise WeightSyncError(f"the trainer says of a rank what cannot be read: {error}") from error
+            raise WeightSyncError(f"the trainer described one of its ranks by a malformed value: {error}") from error
         if source.rows and len(source.rows) != len(layout.parameters):
             raise WeightSyncError(f"the trainer has rows of {len(source.rows)} of {len(layout.parameters)} tensors")
         return cls(layout, tuple(source.rows) or None, source.gpu)
@@ -68,11 +69,11 @@ class RowSource:
 
     @cached_property
     def own(self) -> WeightLayout:
-        """The rank's rows, as tensors of their own; there is an empty one where it has none."""
+        """The layout of the rank's rows: one tensor per tensor of the model, empty where the rank has no row."""
         if self.rows is None:
             return self.layout
-        each = zip(self.layout.parameters, self.rows, strict=True)
-        return WeightLayout(tuple(Parameter(p.name, p.dtype, _shape(p.shape, rows)) for p, rows in each))
+        pairs = zip(self.layout.parameters, self.rows, strict=True)
+        return WeightLayout(tuple(Parameter(p.name, p.dtype, _shape(p.shape, rows)) for p, rows in pairs))
 
     def rows_of(self, tensor: int) -> Rows:
         """The rank's rows of a tensor."""
@@ -81,11 +82,11 @@ class RowSource:
     def parts(self, shard: Shard) -> "RowParts":
         """What a process that needs `shard` gets from this rank."""
         if self.rows is None:
-            pairs = [(each, whole_slice(place, each.shape)) for place, each in enumerate(shard.slices)]
+            pairs = [(needed, whole_slice(index, needed.shape)) for index, needed in enumerate(shard.slices)]
         elif shard.is_whole:
             pairs = [(whole_slice(at, p.shape), self._rows_in(at)) for at, p in enumerate(self.own.parameters)]
         else:
-            pairs = [pair for place, each in enumerate(shard.slices) for pair in self._meeting(place, each)]
+            pairs = [pair for index, needed in enumerate(shard.slices) for pair in self._meeting(index, needed)]
         return RowParts(Shard(self.own, tuple(here for here, _ in pairs)), tuple(there for _, there in pairs))
 
     def _rows_in(self, tensor: int) -> Slice:
@@ -93,10 +94,10 @@ class RowSource:
         first, _ = self._elements(tensor)
         return whole_slice(tensor, self.own.parameters[tensor].shape)._replace(offset=first)
 
-    def _meeting(self, place: int, each: Slice) -> Iterator[tuple[Slice, Slice]]:
-        """Where a slice, number `place` of its shard, and this rank's rows meet."""
-        first, last = self._elements(each.tensor)
-        for here, there in _within(each, whole_slice(place, each.shape), first, last):
+    def _meeting(self, index: int, needed: Slice) -> Iterator[tuple[Slice, Slice]]:
+        """Where a slice, number `index` of its shard, and this rank's rows meet."""
+        first, last = self._elements(needed.tensor)
+        for here, there in _within(needed, whole_slice(index, needed.shape), first, last):
             yield here._replace(offset=here.offset - first), there
 
     def _elements(self, tensor: int) -> Rows:
@@ -108,11 +109,11 @@ class RowSource:
 
 @dataclass(frozen=True, eq=False)
 class RowParts:
-    """What a process gets from one rank.
+    """What a server's process receives from one rank.
 
     Attributes:
-        shard: of the rank's own rows.
-        targets: for each of its slices, where it belongs: a slice of the tensors in the staging buffer.
+        shard: slices of the rank's own rows.
+        targets: for each of these slices, its destination: a slice of a tensor in the staging buffer.
     """
 
     shard: Shard
@@ -122,13 +123,14 @@ class RowParts:
         """The rank's part in the pieces in which it travels (`Shard.chunks`)."""
         return (chunk for chunk in self.shard.chunks(at_once) if at_once or chunk.start < chunk.end)
 
-    def places(self, chunk: Chunk) -> Iterator[tuple[int, Slice]]:
-        """For each slice of a chunk, the byte of `chunk` where it begins, and where it belongs."""
+    def targets_of(self, chunk: Chunk) -> Iterator[tuple[int, Slice]]:
+        """For each slice of a chunk, its first byte in the chunk and its destination in the staging buffer."""
         for at, part in chunk.slices:
             if not part.elements:
                 continue
             number = self._number(at)
             target, whole = self.targets[number], self.shard.slices[number]
+            # A slice larger than a chunk was cut into runs of rows: its destination is the same run of `target`.
             if part.shape != whole.shape:
                 row = prod(part.shape[1:]) * self.shard.width(part)
                 first = (at - self.shard.staged.offsets[number]) // row
@@ -136,12 +138,12 @@ class RowParts:
             yield at - chunk.start, target
 
     def _number(self, at: int) -> int:
-        """The slice that has this byte; empty ones before it begin there too."""
+        """The index of the slice with this byte; empty slices in front of it begin at the same byte."""
         return bisect_right(self.shard.staged.offsets, at, hi=len(self.shard.slices)) - 1
 
 
 def check_sources(sources: Sequence[RowSource]) -> None:
-    """`WeightSyncError` unless these have every row of their layout once."""
+    """Raise `WeightSyncError` unless the sources together have every row of their layout exactly once."""
     layout = sources[0].layout
     for index, parameter in enumerate(layout.parameters):
         held = sorted(rows for rows in (source.rows_of(index) for source in sources) if rows[0] < rows[1])
@@ -153,8 +155,9 @@ def check_sources(sources: Sequence[RowSource]) -> None:
 def sending_order(group: str, source: int, ranks: int, processes: int) -> list[int]:
     """The processes of a server, in the order in which rank number `source` of `ranks` sends to them.
 
-    At each turn a rank sends to one process and a process receives from one rank, so all of them work at once, and none
-    waits for one that waits for it. Servers, by the name of their group, begin with different ranks.
+    At each turn a rank sends to one process and a process receives from one rank (a cyclic
+    Latin square). So all links work in parallel and no cycle of waits is possible. The hash of the group's name makes
+    different servers begin with different ranks.
 
         >>> [sending_order("", source, 3, 2) for source in range(3)]
         [[0, 1], [1, 0], [0, 1]]
@@ -186,8 +189,11 @@ def _shape(whole: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
 
 
 def _within(here: Slice, there: Slice, first: int, last: int) -> Iterator[tuple[Slice, Slice]]:
-    """The parts of `here` whose elements are `first` to `last` of the tensor, and what is in their place in `there`,
-    which has the same shape."""
+    """The parts of `here` whose elements lie in `first:last` of the flat tensor, each with the same part of `there`.
+
+    `here` and `there` have the same shape and different strides. Cuts `here` along its dimension of the largest stride:
+    every index is completely inside, partly inside, or outside. Partial indices are cut again along the next dimension.
+    """
     begin, end = here.offset, here.offset + here.span
     if end <= first or last <= begin or first == last:
         return
@@ -197,7 +203,8 @@ def _within(here: Slice, there: Slice, first: int, last: int) -> Iterator[tuple[
     dim = max(range(len(here.shape)), key=lambda d: (here.shape[d] > 1, here.strides[d]))
     stride, size = here.strides[dim], here.shape[dim]
     inner = here.narrow(dim, 0, 1).span
-    low = min(size, max(0, -((begin - first) // stride)))  # the first that is all in, if any is
+    # Index i covers the elements from begin + i * stride up to begin + i * stride + inner; -(-a // b) rounds a / b up.
+    low = min(size, max(0, -((begin - first) // stride)))  # first index that is completely inside
     high = max(low, min(size, (last - begin - inner) // stride + 1))
     reached = range(max(0, (first - begin - inner) // stride + 1), min(size, -((begin - last) // stride)))
     if low < high:

@@ -1,11 +1,12 @@
 """What one process of a server needs of the weights, and the chunks in which it gets them.
 
 A tensor-parallel server splits its matrices and its vocabulary over its processes, so each needs a part of most
-tensors. Which part, a process finds out by recording its copies (`copies`); here it is written down as strided slices
-of the trainer's tensors. Owns the order of the slices in the staging buffer of that process, and how they are cut into
-chunks. Trainer and server both use this module, so they cannot disagree. Must not know vLLM, HTTP, or how bytes travel.
+tensors. A process determines its part by recording the copies of vLLM's weight loaders (`copy_plan`). Here the part is
+a list of strided slices of the trainer's tensors. Owns the order of the slices in the staging buffer of that process,
+and their division into chunks. Trainer and server both use this module, so they cannot disagree. Must not know vLLM,
+HTTP, or how bytes travel.
 
-    shard = Shard.of(layout, slices)              # the server's; it tells the trainer `shard.plain()`
+    shard = Shard.of(layout, slices)              # on the server, which publishes `shard.plain()` to the trainer
     for chunk in shard.chunks(at_once=False):     # both sides, in this order
         staging[chunk.start : chunk.end]          # where the bytes of `chunk.slices` belong
 """
@@ -48,15 +49,15 @@ class Slice(NamedTuple):
         return reach + 1 if self.elements else 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This view of the tensor, which is contiguous."""
+        """This view of a contiguous tensor."""
         return tensor.as_strided(self.shape, self.strides, int(tensor.storage_offset()) + self.offset)
 
     def rows(self, first: int, last: int) -> "Slice":
-        """The view's rows from `first` on, without `last`."""
+        """Rows `first:last` of the view."""
         return self.narrow(0, first, last - first)
 
     def narrow(self, dim: int, start: int, size: int) -> "Slice":
-        """The view's places `start` and on along a dimension."""
+        """Indices `start:start + size` of the view along a dimension."""
         shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
         return self._replace(offset=self.offset + start * self.strides[dim], shape=shape)
 
@@ -83,21 +84,21 @@ class Shard:
 
     @classmethod
     def of(cls, layout: WeightLayout, slices: Iterable[Slice]) -> "Shard":
-        """These slices, each once; the whole layout, if that is no larger."""
+        """The slices without duplicates, in order; the whole layout if the slices are not smaller than that."""
         shard = cls(layout, tuple(sorted(set(slices))))
         return shard if shard.staged.bytes < layout.bytes else cls.whole(layout)
 
     @classmethod
     def parse(cls, layout: WeightLayout, plain: Sequence[Sequence[Any]]) -> "Shard":
-        """The shard that `plain()` wrote; `WeightSyncError` if it is not one of this layout."""
+        """Parse the value of `plain()`; `WeightSyncError` if it is malformed or does not fit the layout."""
         if not plain:
             return cls.whole(layout)
         try:
             slices = [Slice(int(at), int(offset), tuple(shape), tuple(strides)) for at, offset, shape, strides in plain]
         except (TypeError, ValueError) as error:
             raise WeightSyncError(f"the server asks for slices that cannot be read: {error}") from error
-        for each in slices:
-            _check(layout, each)
+        for slice_ in slices:
+            _check(layout, slice_)
         return cls(layout, tuple(slices))
 
     def plain(self) -> list[Slice]:
@@ -111,17 +112,22 @@ class Shard:
 
     @cached_property
     def staged(self) -> WeightLayout:
-        """The staging buffer, each slice as a tensor of its own."""
-        named = ((self.layout.parameters[each.tensor], each) for each in self.slices)
-        return WeightLayout(tuple(Parameter(parameter.name, parameter.dtype, each.shape) for parameter, each in named))
+        """The layout of the staging buffer: one contiguous tensor per slice."""
+        named = ((self.layout.parameters[slice_.tensor], slice_) for slice_ in self.slices)
+        return WeightLayout(
+            tuple(Parameter(parameter.name, parameter.dtype, slice_.shape) for parameter, slice_ in named)
+        )
 
-    def find(self, wanted: Iterable[Slice], staging: Tensor) -> Iterator[Tensor]:
-        """Each of these slices in the staging buffer; they are this shard's, or any if the shard is whole."""
+    def find(self, requested: Iterable[Slice], staging: Tensor) -> Iterator[Tensor]:
+        """The tensors of the requested slices in the staging buffer.
+
+        The slices must be those of this shard; a whole shard has every slice.
+        """
         views = [view for _, view in self.staged.views(staging)]
         if self.is_whole:
-            return (each.of(views[each.tensor]) for each in wanted)
-        place = dict(zip(self.slices, views, strict=True))
-        return (place[each] for each in wanted)
+            return (slice_.of(views[slice_.tensor]) for slice_ in requested)
+        view_of = dict(zip(self.slices, views, strict=True))
+        return (view_of[slice_] for slice_ in requested)
 
     def chunks(self, at_once: bool) -> Iterator[Chunk]:
         """The shard in chunks that span at most `WEIGHT_CHUNK` bytes of the trainer's tensors each, or a single row;
@@ -142,44 +148,47 @@ class Shard:
         if held:
             yield self._chunk(held)
 
-    def width(self, each: Slice) -> int:
+    def width(self, slice_: Slice) -> int:
         """Bytes of an element."""
-        return self.layout.parameters[each.tensor].width
+        return self.layout.parameters[slice_.tensor].width
 
     def _chunk(self, held: Sequence[tuple[int, Slice]]) -> Chunk:
         at, last = held[-1]
         return Chunk(held[0][0], at + last.elements * self.width(last), tuple(held))
 
     def _parts(self) -> Iterator[tuple[int, Slice]]:
-        """Each slice, or its rows where it spans more than a chunk may; with the byte where they begin."""
-        for start, each in zip(self.staged.offsets, self.slices, strict=False):
-            rows, width = _rows_of_a_chunk(each, self.width(each)), self.width(each)
+        """Each slice with its first byte in the staging buffer; runs of rows for a slice larger than a chunk."""
+        for start, slice_ in zip(self.staged.offsets, self.slices, strict=False):
+            rows, width = _rows_of_a_chunk(slice_, self.width(slice_)), self.width(slice_)
             if rows is None:
-                yield start, each
+                yield start, slice_
                 continue
-            for first in range(0, each.shape[0], rows):
-                part = each.rows(first, min(first + rows, each.shape[0]))
-                yield start + first * prod(each.shape[1:]) * width, part
+            for first in range(0, slice_.shape[0], rows):
+                part = slice_.rows(first, min(first + rows, slice_.shape[0]))
+                yield start + first * prod(slice_.shape[1:]) * width, part
 
 
 def whole_slice(tensor: int, shape: tuple[int, ...]) -> Slice:
     """All of a tensor of this shape."""
-    return Slice(tensor, 0, shape, tuple(prod(shape[place + 1 :]) for place in range(len(shape))))
+    return Slice(tensor, 0, shape, tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))))
 
 
-def _rows_of_a_chunk(each: Slice, width: int) -> int | None:
-    """How many rows of a slice a chunk may have; None if the slice goes into one, or its rows do not lie one after
-    another in the tensor."""
-    fits = each.span * width <= WEIGHT_CHUNK
-    if fits or not any(each.strides) or each.strides[0] < max(each.strides):
+def _rows_of_a_chunk(slice_: Slice, width: int) -> int | None:
+    """The number of rows of a slice that fit into a chunk.
+
+    None if the slice fits as a whole, or if its first dimension is not the outermost in the tensor's memory: then
+    a run of rows spans as much memory as the whole slice.
+    """
+    fits = slice_.span * width <= WEIGHT_CHUNK
+    if fits or not any(slice_.strides) or slice_.strides[0] < max(slice_.strides):
         return None
-    return max(1, WEIGHT_CHUNK // (each.strides[0] * width))
+    return max(1, WEIGHT_CHUNK // (slice_.strides[0] * width))
 
 
-def _check(layout: WeightLayout, each: Slice) -> None:
-    if not 0 <= each.tensor < len(layout.parameters):
-        raise WeightSyncError(f"the server asks for tensor {each.tensor} of {len(layout.parameters)}")
-    parameter = layout.parameters[each.tensor]
-    positive = min((each.offset, *each.shape, *each.strides)) >= 0 and len(each.shape) == len(each.strides)
-    if not positive or each.offset + each.span > prod(parameter.shape):
-        raise WeightSyncError(f"the server asks for {tuple(each)}, which {parameter.name!r} does not have")
+def _check(layout: WeightLayout, slice_: Slice) -> None:
+    if not 0 <= slice_.tensor < len(layout.parameters):
+        raise WeightSyncError(f"the server asks for tensor {slice_.tensor} of {len(layout.parameters)}")
+    parameter = layout.parameters[slice_.tensor]
+    positive = min((slice_.offset, *slice_.shape, *slice_.strides)) >= 0 and len(slice_.shape) == len(slice_.strides)
+    if not positive or slice_.offset + slice_.span > prod(parameter.shape):
+        raise WeightSyncError(f"the server asks for {tuple(slice_)}, which {parameter.name!r} does not have")

@@ -1,8 +1,8 @@
 """The trainer's side of one server: how it gets new weights.
 
-Owns the order of an update and the states of a server. Promises that a server which is `current` serves exactly the
-version that it says, that a server which was paused is resumed whatever happened, and that nothing outlasts the
-deadline of the update by more than `RESUME_SECONDS`. One thread at a time may use a link. Must not know other servers.
+Owns the order of an update and the states of a server. Promises that a server which is `current` serves exactly
+`version`, that a paused server is resumed after success and after failure, and that no call outlasts the update's
+deadline by more than `RESUME_SECONDS`. One thread at a time may use a `ServerSync`. Must not know other servers.
 
     absent ──join──► joining ──succeed──► current ──update──► updating
       ▲                 │                  │   ▲                │   │
@@ -11,15 +11,15 @@ deadline of the update by more than `RESUME_SECONDS`. One thread at a time may u
 
 The order of an update, and why:
 
-    start     the server begins to receive, in a thread; it goes on generating
+    start     the server begins to receive, in a thread, and continues to generate
     send      all bytes, into the server's staging buffer; an adapter is prepared there
     pause     no token is sampled from here on; requests in flight are kept, finished or aborted as configured
     update    the model changes; from here on cached prefixes are wrong
-    finish    the new version is what the server writes on every token
+    finish    from here on the server labels every token with the new version
     resume
 
-A server whose requests go on is not paused on GPUs, nor for an adapter anywhere: its `update` is a few copies between
-two steps.
+A server that keeps its requests is paused only for full weights over TCP. On GPUs, and for adapters, its `update` is a
+few copies between two steps of its engine.
 """
 
 import logging
@@ -73,7 +73,7 @@ def next_sync_state(state: SyncState, event: SyncEvent) -> SyncState:
 
 
 def adapter_settings(lora: LoraConfig) -> dict[str, Any]:
-    """An adapter in the words of peft's `adapter_config.json`; empty when there is none."""
+    """The adapter's settings under the keys of peft's `adapter_config.json`; empty without an adapter."""
     if not lora.rank:
         return {}
     return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
@@ -81,8 +81,10 @@ def adapter_settings(lora: LoraConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where groups meet: the trainer's store; and the world's password, which every server asks for and
-    which signs what is in the store."""
+    """The address of the trainer's store, where groups meet, and the cluster's password.
+
+    Every server requires the password, and it signs the values in the store.
+    """
 
     address: str
     port: int
@@ -98,9 +100,9 @@ class ServerSync:
 
     Attributes:
         state: see the module.
-        version: what the server serves; None unless it may be asked.
-        phases: seconds that each part of the last update took: `send`, `pause`, `update`, `resume`. A server that is
-            not paused has neither `pause` nor `resume`. Replaced at the next one, never changed once it is over.
+        version: the policy version that the server serves; None while no request may be sent to it.
+        phases: seconds of each part of the last update: `send`, `pause`, `update`, `resume`. A server that is not
+            paused has neither `pause` nor `resume`. The next update replaces the mapping and leaves this one unchanged.
     """
 
     def __init__(
@@ -125,9 +127,9 @@ class ServerSync:
     _paused: bool = False
 
     def sync(self, payload: WeightSnapshot) -> None:
-        """Bring the server to these weights, from whatever state it is in.
+        """Bring the server to these weights, from any state.
 
-        Raises `WeightSyncError`; then the server is absent: it must not be asked until it was brought again.
+        Raises `WeightSyncError`; the server is then absent and gets no requests until a later `sync` succeeds.
         """
         joining = self.state == "absent"
         self._step("join" if joining else "update")
@@ -150,9 +152,10 @@ class ServerSync:
             raise WeightSyncError(f"weights {payload.version}: {error}") from error
 
     def verify(self) -> None:
-        """Notice a current server that is gone, or lost its weights since it was restarted; it is absent then.
+        """Mark a current server as absent if it is gone, or was restarted and lost its weights.
 
-        One that is there and does not answer is left alone: it may be busy, and its clients know how to go elsewhere.
+        A server that accepts the connection and does not answer stays current: it may be busy, and clients retry their
+        requests on other servers.
         """
         if self.state != "current":
             return
@@ -170,7 +173,7 @@ class ServerSync:
             self._fail()
 
     def close(self, seconds: float) -> None:
-        """Take the groups down on both sides; `WeightSyncError` when the server did not do its part in time."""
+        """End the groups on both sides; `WeightSyncError` when the server did not end its part in time."""
         self._step("close")
         try:
             if self._routes:
@@ -180,22 +183,23 @@ class ServerSync:
             self._drop()
 
     def _leave(self, control: ServerAdminClient, deadline: Deadline) -> None:
-        """Have the server end its part of the groups, which `LeaveSignal` explains."""
+        """Make the server end its part of the groups (see `LeaveSignal`)."""
         control.begin("/collective_rpc", deadline, method="leave_weights")
         for route in self._routes:
             route.group.announce_leaving()
         if _results(control, "leave_weights", control.end(deadline)) != [[True]] * len(self._routes):
-            raise WeightSyncError(f"{self.server} left its group without having heard that the trainer leaves it")
+            raise WeightSyncError(f"{self.server} left its group before it received the trainer's signal to leave")
 
     def _meet(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
-        """New groups of the server's processes with each rank, whatever became of earlier ones."""
+        """Create new groups of the server's processes with each rank; earlier groups do not matter."""
         processes = _processes(control, Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
-        name = f"{self.server}/{secrets.token_hex(8)}"
+        name = f"{self.server}/{secrets.token_hex(8)}"  # used once: keys of earlier meetings stay in the store
         store = self._meeting.connect(deadline.left)
         control.begin("/init_weight_transfer_engine", deadline, init_info=self._init_info(payload, name, processes))
         for process in range(processes):
             _await_published(control, process_name(name, process), store, deadline)
         self._store = store
+        # Ordered before rank 0's own part, so that all ranks meet the server's processes at the same time.
         order = self._order("meet", deadline, group=name, processes=processes)
         own = SendingRank(0, len(self._orders.sources), payload.source, payload.device, self._meeting.address)
         self._routes = own.meet(store, name, processes, deadline)
@@ -204,7 +208,7 @@ class ServerSync:
         self._orders.await_reports(order, store, deadline)
 
     def _init_info(self, payload: WeightSnapshot, name: str, processes: int) -> dict[str, Any]:
-        """What the server's processes must know of the trainer (`transfer_engine.EngineInit`)."""
+        """The facts about the trainer that the server's processes need (`transfer_engine.EngineInit`)."""
         return {
             "host": self._meeting.address,
             "port": self._meeting.port,
@@ -219,7 +223,7 @@ class ServerSync:
         }
 
     def _order(self, kind: OrderKind, deadline: Deadline, **what: Any) -> int:
-        """Have the trainer's other ranks do their part; the number of the order."""
+        """Order the trainer's other ranks to do their part; returns the number of the order."""
         return self._orders.give(Order(kind=kind, server=self.server, seconds=deadline.left, **what))
 
     def _transfer(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
@@ -227,7 +231,7 @@ class ServerSync:
             raise WeightSyncError(f"{self.server}: no group")
         try:
             control.post("/start_weight_update", deadline)
-        except ServerRejected:  # an earlier update was left half done; it can only be finished
+        except ServerRejected:  # an earlier update broke off half way, and vLLM starts none before that one is finished
             control.post("/finish_weight_update", deadline)
             control.post("/start_weight_update", deadline)
         if payload.ready is not None:
@@ -237,25 +241,28 @@ class ServerSync:
             self._await_prepared(payload.version, deadline)
 
     def _send(self, payload: WeightSnapshot, store: Store, gatherer: ShardGatherer, deadline: Deadline) -> None:
-        """Send this rank's rows while the other ranks send theirs; of two reasons theirs is the first."""
+        """Send this rank's rows while the other ranks send theirs; reports another rank's failure before its own."""
         order = self._order("send", deadline, version=payload.version)
         try:
             for route in self._routes:
                 route.send(payload, gatherer, deadline)
         except WeightSyncError:
+            # A rank that fails drops its groups, and the server then drops all of them: the error here is the effect.
             self._orders.raise_reported(order, store, deadline)
             raise
         self._orders.await_reports(order, store, deadline)
 
     def _await_prepared(self, version: int, deadline: Deadline) -> None:
-        """Give the server's processes time for vLLM's form of an adapter, before its engine has to wait for them. One
-        that does not report is asked to change all the same: its answer has the reason, or it is gone."""
+        """Wait while the server's processes convert the adapter to vLLM's layout, so that its engine need not wait.
+
+        After `PREPARE_SECONDS` the update is requested from a silent process too: its answer has the reason.
+        """
         patience = Deadline("the adapter", min(deadline.left, PREPARE_SECONDS))
         for route in self._routes:
             route.group.await_prepared(version, patience.left)
 
     def _drop(self) -> None:
-        """End this rank's part of the groups, and the other ranks'."""
+        """End the groups of this rank and of the other ranks."""
         if self._store is not None:
             try:
                 self._order("drop", Deadline("the end of a group", RESUME_SECONDS))
@@ -264,8 +271,11 @@ class ServerSync:
         self._routes, self._store, self._gatherer = (), None, None
 
     def _swap(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
-        """Change the model of a server that has the bytes. It is paused meanwhile for a whole model over gloo, and
-        where its requests are to end, or to be computed again."""
+        """Change the model of a server that has received the bytes.
+
+        The server is paused for a whole model over gloo, and wherever the configuration ends its requests or recomputes
+        their KV cache.
+        """
         mode, recompute = self._config.pause_mode, self._config.reset_kv_cache_on_update
         clear = recompute or mode != "keep"
         pause = clear or not (payload.adapter or payload.device.type == "cuda")
@@ -281,7 +291,7 @@ class ServerSync:
             self._paused = False
 
     def _change(self, control: ServerAdminClient, version: int, deadline: Deadline, *, paused: bool) -> None:
-        """Have the server load what it received, and say that it serves it."""
+        """Make the server load the received version, and verify that each of its processes serves it."""
         control.post("/update_weights", deadline, update_info={"version": version})
         control.post("/finish_weight_update", deadline, weight_version=str(version))
         if paused:
@@ -299,11 +309,11 @@ class ServerSync:
             self.phases[phase] = time.monotonic() - started
 
     def _versions_of(self, control: ServerAdminClient, deadline: Deadline) -> list[int | None]:
-        """The version that each process of the server says it holds."""
+        """The version that each process of the server reports."""
         return [version for (version,) in _call_processes(control, "served_weights", deadline)]
 
     def _resume(self) -> None:
-        """Let a server go on that failed while it was paused: it may hold others' requests."""
+        """Resume a server that failed while it was paused: it may hold requests of other clients."""
         self._paused = False
         with ServerAdminClient(self.server, self._meeting.password) as control:
             try:
@@ -312,9 +322,9 @@ class ServerSync:
                 log.warning("could not resume a server: %s", error)
 
     def _fail(self) -> None:
-        """Evict the server: nobody may ask it, and only then may it go on.
+        """Evict the server: announce that it serves no version, and only then resume it.
 
-        When it failed late, it has the new weights under the old version, so what it samples now must not be used.
+        After a late failure the server has the new weights under the old version, so its samples must not be used.
         """
         self._drop()
         self._step("fail")
@@ -326,14 +336,16 @@ class ServerSync:
             self._resume()
 
     def _announce(self, version: int | None) -> None:
-        """Tell what the server serves, once; `WeightSyncError` when `on_change` could not pass it on."""
+        """Announce a change of the served version; `WeightSyncError` when `on_change` could not publish it."""
         if version == self.version:
             return
         self.version = version
         try:
             self._on_change(self.server, version)
         except RollcallError as error:
-            raise WeightSyncError(f"{self.server}: cannot tell that it serves weights {version}: {error}") from error
+            raise WeightSyncError(
+                f"{self.server}: cannot announce that it serves weights {version}: {error}"
+            ) from error
 
     def _step(self, event: SyncEvent) -> None:
         self.state = next_sync_state(self.state, event)
@@ -342,7 +354,7 @@ class ServerSync:
 def _await_published(control: ServerAdminClient, name: str, store: Store, deadline: Deadline) -> None:
     wait_for(deadline.awaited, lambda: control.answered or is_published(store, name), deadline.left)
     if not is_published(store, name):
-        control.end(deadline)  # it says why not
+        control.end(deadline)  # raises with the server's reason
 
 
 def _processes(control: ServerAdminClient, deadline: Deadline) -> int:
@@ -354,12 +366,12 @@ def _processes(control: ServerAdminClient, deadline: Deadline) -> int:
 
 
 def _call_processes(control: ServerAdminClient, method: str, deadline: Deadline) -> list[list[Any]]:
-    """What each process of a server answers to a method of `extension.WeightsExtension`: a list of one."""
+    """Call a method of `worker_extension.WeightsExtension` in each process of a server; one list of one result each."""
     return _results(control, method, control.post("/collective_rpc", deadline, method=method))
 
 
 def _results(control: ServerAdminClient, method: str, answer: Any) -> list[list[Any]]:
     results = answer.get("results") if isinstance(answer, dict) else None
-    if not isinstance(results, list) or not all(isinstance(each, list) and len(each) == 1 for each in results):
+    if not isinstance(results, list) or not all(isinstance(result, list) and len(result) == 1 for result in results):
         raise WeightSyncError(f"{control.server}/collective_rpc {method}: no results in {str(answer)[:100]!r}")
     return results

@@ -1,5 +1,4 @@
-"""What one rank of the trainer and one process of a server exchange: how they meet, and how a version goes from the one
-to the other.
+"""The exchange between one rank of the trainer and one process of a server: how they meet, and how a version travels.
 
 Owns the two ends of an exchange: `TransferRoute` sends the rank's rows, `RowReceiver` receives those of every rank.
 Promises that both cut them into the same chunks, and that the staging buffer holds one version or raises
@@ -33,7 +32,7 @@ G = TypeVar("G", TransferGroup, GpuGroup)
 
 
 def process_name(group: str, process: int) -> str:
-    """Under which a server's process announces itself; `group` belongs to one meeting of the server."""
+    """The key under which a server's process announces itself; `group` belongs to one meeting of the server."""
     return f"{group}/{process}"
 
 
@@ -44,13 +43,13 @@ def group_name(process: str, source: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class TransferRoute:
-    """From one rank of the trainer to one process of a server."""
+    """The route from one rank of the trainer to one process of a server."""
 
     group: TransferGroup | GpuGroup
     parts: RowParts
 
     def send(self, snapshot: WeightSnapshot, gatherer: ShardGatherer, deadline: Deadline) -> None:
-        """Send the rank's rows; returns once all are handed over."""
+        """Send the rank's rows; returns once the transport has taken all of them."""
         for chunk in self.parts.chunks(snapshot.at_once):
             gathered = gatherer.gather(snapshot, self.parts.shard, chunk, deadline)
             self.group.send(snapshot.version, gathered, deadline)
@@ -58,12 +57,12 @@ class TransferRoute:
 
 @dataclass(frozen=True, eq=False)
 class SendingRank:
-    """A rank of the trainer, as it meets servers.
+    """A sending rank of the trainer.
 
     Attributes:
-        number: among the `ranks` that send.
-        device: which sends.
-        address: its own, where groups over TCP listen.
+        number: index among the `ranks` sending ranks.
+        device: the sending device.
+        address: this rank's address, on which groups over TCP listen.
     """
 
     number: int
@@ -73,7 +72,10 @@ class SendingRank:
     address: str
 
     def meet(self, store: Store, group: str, processes: int, deadline: Deadline) -> list[TransferRoute]:
-        """Routes to every process of a server, which all have announced themselves, in the order in which to send."""
+        """Join a group with every process of a server; the routes in the order in which to send.
+
+        Every process must have announced itself.
+        """
         met = [self._meet(store, process_name(group, process), deadline) for process in range(processes)]
         return [met[process] for process in sending_order(group, self.number, self.ranks, processes)]
 
@@ -86,16 +88,24 @@ class SendingRank:
 
 
 class RowReceiver:
-    """The staging buffer of one process of a server, and the way of each rank's rows to their places there."""
+    """Receives the rows of every rank into the staging buffer of one process of a server."""
 
     def __init__(
         self, shard: Shard, sources: Sequence[RowSource], buffer: Tensor, at_once: bool, order: Sequence[int]
     ) -> None:
-        """`buffer` is uint8[shard.staged.bytes]; `at_once` is the trainer's `WeightSnapshot.at_once`; `order` is the
-        `receiving_order`. What is received in pieces from several ranks goes through a bucket
-        of the size of the largest piece."""
+        """Prepare to receive from these sources.
+
+        Args:
+            shard: the slices that this process needs.
+            sources: the sending ranks.
+            buffer: uint8[shard.staged.bytes].
+            at_once: the trainer's `WeightSnapshot.at_once`.
+            order: the indices of the sources, as `receiving_order` gives them.
+        """
         self._shard, self._buffer, self._at_once, self._order = shard, buffer, at_once, order
         self._parts = [source.parts(shard) for source in sources]
+        # One rank with all rows sends the staging buffer's own bytes. A part of the rows is strided there, so it is
+        # received into a bucket of the size of the largest chunk and copied from it.
         self._direct = len(sources) == 1 and sources[0].rows is None
         chunks = [] if self._direct else [chunk for parts in self._parts for chunk in parts.chunks()]
         size = max((chunk.end - chunk.start + ALIGNMENT for chunk in chunks), default=0)
@@ -109,10 +119,10 @@ class RowReceiver:
         deadline: Deadline,
         after: torch.cuda.Event | None = None,
     ) -> int:
-        """Fill the buffer from one group for each source; the version of what is in it.
+        """Fill the buffer from one group per source; returns the version.
 
-        `receive` fills a tensor from a group and returns the version. What is copied into the buffer here is copied
-        once `after` has passed.
+        `receive` fills a tensor from a group and returns the version of its bytes. Copies from the bucket into the
+        buffer wait for the event `after`.
         """
         versions = set()
         for number in self._order:
@@ -121,9 +131,9 @@ class RowReceiver:
                 here = self._target(chunk)
                 versions.add(receive(groups[number], here))
                 if not self._direct:
-                    self._place(parts, chunk, here, deadline, after)
+                    self._copy_to_staging(parts, chunk, here, deadline, after)
         if len(versions) != 1:
-            raise WeightSyncError(f"parts of versions {sorted(versions)} came")
+            raise WeightSyncError(f"received parts of versions {sorted(versions)}")
         return versions.pop()
 
     def _target(self, chunk: Chunk) -> Tensor:
@@ -132,12 +142,12 @@ class RowReceiver:
         lead = chunk.start % ALIGNMENT  # so that every type is aligned
         return self._bucket[lead : lead + chunk.end - chunk.start]
 
-    def _place(
+    def _copy_to_staging(
         self, parts: RowParts, chunk: Chunk, here: Tensor, deadline: Deadline, after: torch.cuda.Event | None
     ) -> None:
-        """Copy what came to where it belongs."""
+        """Copy a received chunk from the bucket to its destinations in the staging buffer."""
         with self._stream.begin(after):
-            for at, target in parts.places(chunk):
+            for at, target in parts.targets_of(chunk):
                 there = target.of(self._shard.staged.view(target.tensor, self._buffer))
                 there.copy_(here[at : at + there.nbytes].view(there.dtype).view(there.shape))
-        self._stream.settle(deadline)
+        self._stream.wait(deadline)  # the bucket receives the next chunk now

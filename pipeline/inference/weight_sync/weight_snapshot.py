@@ -1,9 +1,7 @@
-"""A version of the weights on one rank of the trainer: where its rows lie until every server has them, and how they
-leave.
+"""Snapshots of the weights on one rank of the trainer, held until every server has them.
 
-Owns the memory of versions, on the device that sends or, where a GPU's own is needed for training, in pinned memory of
-the host; and the chunks that are brought together for a process that needs a part of it. Must not know groups, HTTP or
-the model.
+Owns the memory of the snapshots (on the sending device or, to save memory of a training GPU, pinned on the host), and
+the staging of chunks for a process that needs only a part. Must not know groups, HTTP or the model.
 
     snapshots = RankSnapshots(source, adapter, device, on_host)
     snapshot = snapshots.take(version, fill, in_use)               # the rank's rows as they are now
@@ -31,14 +29,14 @@ from pipeline.utils.waiting import Deadline
 
 @dataclass(frozen=True, eq=False)
 class WeightSnapshot:
-    """One rank's rows of one version as bytes; never changed, so that late servers may still get them.
+    """One rank's rows of one version as bytes; never changed, so that late servers can still receive them.
 
     Attributes:
         source: the rank.
         buffer: uint8[source.own.bytes], on `device` or in memory of its host.
-        adapter: what the bytes are: an adapter with these settings, or, when empty, a whole model.
-        device: from which it is sent.
-        ready: on a GPU, passes once the buffer is filled.
+        adapter: the adapter's settings, if the bytes are an adapter; empty for a whole model.
+        device: the sending device.
+        ready: on a GPU, an event that passes once the buffer is filled.
     """
 
     version: int
@@ -50,33 +48,36 @@ class WeightSnapshot:
 
     @property
     def on_device(self) -> bool:
-        """Whether it can be sent from where it lies."""
+        """Whether the buffer can be sent without a copy to the device."""
         return self.buffer.device.type == self.device.type
 
     @property
     def at_once(self) -> bool:
-        """Whether this is all there is, and it can be sent from where it lies."""
+        """Whether the buffer holds every row, and can be sent without a copy to the device."""
         return self.on_device and self.source.rows is None
 
 
 class SnapshotMemory:
-    """Pinned buffers, used again for later versions, since to pin one takes seconds. There are as many as versions are
-    on their way at a time; none is ever waited for."""
+    """A pool of pinned buffers, reused for later versions, since pinning one takes seconds.
+
+    It grows to the number of versions that are being sent at once; `take` never waits.
+    """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
-        """uint8[size], a free one or a new one."""
-        fitting = next((place for place, free in enumerate(self._free) if len(free) == size), None)
+        """A free or new buffer, uint8[size]."""
+        fitting = next((index for index, free in enumerate(self._free) if len(free) == size), None)
         return pinned_tensor(size) if fitting is None else self._free.pop(fitting)
 
     def free_after(self, snapshot: WeightSnapshot) -> None:
-        """The snapshot's buffer may be used again once nobody holds the snapshot any more."""
+        """Return the snapshot's buffer to the pool once no server's thread refers to the snapshot any more."""
+        # A server's thread holds the snapshot while it sends, so the garbage collector knows when the buffer is free.
         weakref.finalize(snapshot, self._free.append, snapshot.buffer)
 
     def close(self) -> None:
-        """Give back the buffers that are free."""
+        """Release the free buffers."""
         self._free.clear()
 
 
@@ -84,15 +85,19 @@ class RankSnapshots:
     """The versions that one rank holds for servers."""
 
     def __init__(self, source: RowSource, adapter: Mapping[str, Any], device: torch.device, on_host: bool) -> None:
-        """`source`, `adapter` and `device` are those of the snapshots; with `on_host` they wait in the host's memory,
-        where a GPU sends them."""
+        """`source`, `adapter` and `device` are those of the snapshots.
+
+        With `on_host` and a sending GPU, the snapshots are held in pinned host memory.
+        """
         self.source, self._adapter, self._device = source, adapter, device
         self._host = SnapshotMemory() if on_host and device.type == "cuda" else None
         self._held: dict[int, WeightSnapshot] = {}
 
     def take(self, version: int, fill: Callable[[Tensor], object], in_use: Collection[int]) -> WeightSnapshot:
-        """A new version: `fill` fills its buffer, on the current stream. Versions that are not in use are forgotten
-        before there is memory for it."""
+        """Take a new version: `fill` fills its buffer on the current stream.
+
+        Versions that are not in use are released first, so that their memory can hold the new one.
+        """
         for old in self._held.keys() - set(in_use):
             del self._held[old]
         size = self.source.own.bytes
@@ -105,20 +110,20 @@ class RankSnapshots:
         return snapshot
 
     def held(self, version: int) -> WeightSnapshot:
-        """A version that was taken and is not forgotten; else `WeightSyncError`."""
+        """A version that was taken and not yet released; else `WeightSyncError`."""
         snapshot = self._held.get(version)
         if snapshot is None:
             raise WeightSyncError(f"this rank does not hold version {version} any more")
         return snapshot
 
     def close(self) -> None:
-        """Forget all versions."""
+        """Release all versions."""
         self._held.clear()
         if self._host is not None:
             self._host.close()
 
     def _mark(self) -> torch.cuda.Event | None:
-        """What passes once everything that was begun on the device is done."""
+        """An event that passes once all work on the current stream is done; None on a CPU."""
         if self._device.type != "cuda":
             return None
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -127,40 +132,51 @@ class RankSnapshots:
 
 
 class ShardGatherer:
-    """Brings chunks together on the GPU that sends, on a stream of its own: it neither waits for the training there nor
-    holds it up. It takes at most two chunks' memory."""
+    """Gathers the slices of a chunk into one contiguous buffer on the sending GPU.
+
+    Copies on a side stream, so that it neither waits for training kernels nor delays them. Uses the memory of at most
+    two chunks.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = SideStream(device)
         self._chunk = self._span = torch.empty(0, dtype=torch.uint8, device=device)
 
     def gather(self, snapshot: WeightSnapshot, shard: Shard, chunk: Chunk, deadline: Deadline) -> Tensor:
-        """uint8[end - start] on the snapshot's device: the chunk of a shard of its rows. It is there when this returns,
-        until the next call; `WeightSyncError` at the deadline."""
+        """The bytes of a chunk, uint8[end - start] on the snapshot's device.
+
+        Filled when this returns, and valid until the next call; `WeightSyncError` at the deadline.
+        """
+        # A whole shard has the layout of the buffer: no gathering, the chunk is sent from the snapshot.
         if snapshot.on_device and shard.is_whole:
             return snapshot.buffer[chunk.start : chunk.end]
-        lead = chunk.start % ALIGNMENT  # so that every type is aligned here as it is there
+        lead = chunk.start % ALIGNMENT  # every tensor gets the alignment that it has in the staging buffer
         size = chunk.end - chunk.start
         with self._stream.begin():
             self._chunk = _fits(self._chunk, lead + size)
-            for at, each in chunk.slices:
-                tensor = snapshot.source.own.view(each.tensor, snapshot.buffer)
+            for at, slice_ in chunk.slices:
+                tensor = snapshot.source.own.view(slice_.tensor, snapshot.buffer)
                 begin = lead + at - chunk.start
-                target = self._chunk[begin : begin + each.elements * shard.width(each)].view(tensor.dtype)
-                target.view(each.shape).copy_(each.of(tensor) if snapshot.on_device else self._brought(each, tensor))
-        self._stream.settle(deadline)
+                target = self._chunk[begin : begin + slice_.elements * shard.width(slice_)].view(tensor.dtype)
+                target.view(slice_.shape).copy_(
+                    slice_.of(tensor) if snapshot.on_device else self._brought(slice_, tensor)
+                )
+        self._stream.wait(deadline)
         return self._chunk[lead : lead + size]
 
-    def _brought(self, each: Slice, tensor: Tensor) -> Tensor:
-        """A slice of a tensor of the host: all that it spans is copied to the device in one piece."""
-        spanned = tensor.view(-1)[each.offset : each.offset + each.span]
-        size = each.span * tensor.element_size()
+    def _brought(self, slice_: Slice, tensor: Tensor) -> Tensor:
+        """Copy a slice of a host tensor to the device: its whole span in one copy, strided only on the device.
+
+        Torch would copy a strided host tensor through a contiguous temporary on the CPU.
+        """
+        spanned = tensor.view(-1)[slice_.offset : slice_.offset + slice_.span]
+        size = slice_.span * tensor.element_size()
         self._span = _fits(self._span, size)
         here = self._span[:size].view(tensor.dtype)
         here.copy_(spanned, non_blocking=True)
-        return here.as_strided(each.shape, each.strides)
+        return here.as_strided(slice_.shape, slice_.strides)
 
 
 def _fits(buffer: Tensor, size: int) -> Tensor:
-    """The buffer, or a larger one."""
+    """The buffer if it has `size` bytes or more, else a new one."""
     return buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8, device=buffer.device)

@@ -1,8 +1,8 @@
-"""What the ranks do to publish a model: each holds its own rows of a version, and sends them.
+"""Publication of a model by the trainer's ranks: each copies its own rows of a version and sends them.
 
-Owns the operations of the dispatch for it, and what a rank has for it between them. Promises that the rows of one
-version are taken on all ranks in one operation, so that they are of one step. Only the ranks of the first replica take
-part. Must not know servers, nor when a version is taken.
+Owns the operations of the dispatch for it, and the snapshots of each rank. Promises that all ranks copy the rows of one
+version in one operation, so that they are of one step. Only the ranks of the first replica take part. Must not know
+servers, nor when a version is taken.
 
     publication = RankPublication(dispatch, "policy", sender.settings)
     sender.open(publication)
@@ -35,7 +35,7 @@ class RankPublication:
         layout = dispatch.layout(name)
         sources = dispatch.run_on_all_models(open_publication, name, settings)
         self.sources: Sequence[RowSource] = [
-            RowSource(layout, each.rows, each.gpu) for each in sources if each is not None
+            RowSource(layout, source.rows, source.gpu) for source in sources if source is not None
         ]
 
     def take(self, version: int, in_use: Collection[int]) -> WeightSnapshot:
@@ -50,14 +50,14 @@ class RankPublication:
 
 @dataclass(frozen=True)
 class ReportedSource:
-    """A rank that sends, as it reports to rank 0: `rows` of each tensor (None: all), and its GPU."""
+    """A sending rank's report to rank 0: its `rows` of each tensor (None: all), and its GPU."""
 
     rows: tuple[Rows, ...] | None
     gpu: str
 
 
 def open_publication(site: RankState, name: str, settings: SenderSettings) -> ReportedSource | None:
-    """Make ready to publish the model `name`; nothing on a rank that does not send."""
+    """Prepare a rank to publish the model `name`; None on a rank that does not send."""
     worker = site.worker(name)
     if worker.replica:
         site.snapshots = None
@@ -70,7 +70,7 @@ def open_publication(site: RankState, name: str, settings: SenderSettings) -> Re
 
 
 def take_rows(site: RankState, name: str, version: int, in_use: Collection[int]) -> None:
-    """Hold this rank's rows, as they are now, as `version`."""
+    """Copy the present rows of this rank as `version`."""
     if site.snapshots is not None:
         public, own = site.worker(name).public, site.snapshots.source.own
         site.snapshots.take(version, lambda buffer: public.fill_rows([view for _, view in own.views(buffer)]), in_use)

@@ -1,8 +1,9 @@
-"""The trainer's weights on their way to the servers.
+"""Publication of the trainer's weights after a step.
 
-Owns having every rank hold its rows of the policy after a step, and handing the version to the sender. Promises that
-the trainer goes on while the servers take a version; that they took it, or are evicted, before the next one is handed
-over; and that the actor can see which server has what. Must not know how the bytes travel, nor where the servers are.
+Owns the order of a publication: every rank copies its rows of the policy, then the sender gets the version. Promises
+that the trainer continues while the servers receive a version; that every server has it, or is evicted, before the next
+version is published; and that the actor can see the version of each server. Must not know how the bytes travel, nor
+where the servers are.
 """
 
 import logging
@@ -19,9 +20,9 @@ log = logging.getLogger(__name__)
 class WeightPublisher:
     """Publishes the policy of `dispatch`.
 
-    publisher.start(version)      # after a step: the servers take the weights from now on
+    publisher.start(version)          # after a step: the servers receive the weights from now on
     …the next step…
-    publisher.settle()            # before the next `start`, or when the version has to be everywhere
+    publisher.wait_until_synced()     # before the next `start`, or when every server must have the version
     """
 
     def __init__(self, dispatch: RankGroup, sender: WeightSender, pulse: Pulse) -> None:
@@ -30,7 +31,7 @@ class WeightPublisher:
         self._under_way = False
 
     def start(self, version: int) -> dict[str, float]:
-        """Hand the policy as it is now to the servers, as `version`; what it took."""
+        """Publish the present weights of the policy as `version`; returns the seconds of the copy as a metric."""
         started = time.monotonic()
         if not self._opened:
             self._sender.open(RankPublication(self._dispatch, "policy", self._sender.settings))
@@ -41,9 +42,9 @@ class WeightPublisher:
         return {"sync/handover_seconds": time.monotonic() - started}
 
     def wait_until_synced(self) -> dict[str, float]:
-        """Wait until the servers have what was started; what became of it, nothing if all was settled before.
+        """Wait until the servers have the started version; returns metrics of the sync, none without a version.
 
-        Raises `WeightSyncError` when no server could be brought there, `Interrupted` when the attempt is ending.
+        Raises `WeightSyncError` when no server has the version, `Interrupted` when the attempt is ending.
         """
         if not self._under_way:
             return {}

@@ -144,21 +144,21 @@ def test_ranks_that_do_not_have_each_row_once_are_refused(rows: list[tuple[Rows,
 @pytest.mark.parametrize(
     "source", [RowSource(LAYOUT), RowSource(LAYOUT, ((0, 4), (0, 1)), "GPU-1")], ids=["all", "rows"]
 )
-def test_a_rank_is_told_in_json(source: RowSource) -> None:
+def test_a_source_survives_json(source: RowSource) -> None:
     again = RowSource.parse(LAYOUT, json.loads(json.dumps(source.plain())))
     assert (again.rows, again.gpu) == (source.rows, source.gpu)
 
 
-@pytest.mark.parametrize("told", [{"gpu": "", "rows": [[0, 1]]}, {"gpu": 1, "rows": []}, {"rows": [1]}, 7])
-def test_a_rank_that_is_told_otherwise_is_refused(told: object) -> None:
-    with pytest.raises(WeightSyncError, match=r"the trainer has rows|cannot be read"):
-        RowSource.parse(LAYOUT, told)
+@pytest.mark.parametrize("plain", [{"gpu": "", "rows": [[0, 1]]}, {"gpu": 1, "rows": []}, {"rows": [1]}, 7])
+def test_a_malformed_source_is_refused(plain: object) -> None:
+    with pytest.raises(WeightSyncError, match=r"the trainer has rows|malformed value"):
+        RowSource.parse(LAYOUT, plain)
 
 
 @pytest.mark.parametrize("ranks", range(1, 6))
 @pytest.mark.parametrize("processes", range(1, 6))
-def test_exchanges_in_both_sides_orders_all_end_and_several_go_on_at_once(ranks: int, processes: int) -> None:
-    """A rank sends to one process at a time, a process receives from one rank at a time, each in its own order."""
+def test_exchanges_in_the_order_of_both_sides_end_and_run_in_parallel(ranks: int, processes: int) -> None:
+    """A rank sends to one process at a time, a process receives from one rank at a time, each in its order."""
     sends = [sending_order("a server/1", rank, ranks, processes) for rank in range(ranks)]
     takes = [receiving_order("a server/1", process, ranks, processes) for process in range(processes)]
     turns = 0

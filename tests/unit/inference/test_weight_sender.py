@@ -128,7 +128,7 @@ def test_closing_before_anything_was_published_ends_all_threads() -> None:
     assert threading.active_count() == before
 
 
-def test_a_server_hears_that_its_trainer_leaves_their_group() -> None:
+def test_a_server_receives_the_leave_signal_of_its_trainer() -> None:
     with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], 10) as sender:
         bring_all(sender, 1)
         assert sender.close() == []
@@ -137,8 +137,8 @@ def test_a_server_hears_that_its_trainer_leaves_their_group() -> None:
 def test_a_server_that_did_not_hear_that_its_trainer_leaves_is_named() -> None:
     with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], 10) as sender:
         bring_all(sender, 1)
-        server.hears = False
-        assert sender.close() == [f"{server.endpoint} left its group without having heard that the trainer leaves it"]
+        server.sees_signal = False
+        assert sender.close() == [f"{server.endpoint} left its group before it received the trainer's signal to leave"]
 
 
 @contextmanager

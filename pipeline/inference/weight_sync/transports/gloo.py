@@ -1,8 +1,8 @@
-"""How weights travel on a CPU: one buffer of bytes, in chunks, over a gloo group of two members.
+"""The transport between CPUs: one buffer of bytes, in chunks, over a gloo group of two members.
 
 Owns the layout of the buffer, the group, and the order of its messages; trainer and server both use this module, so
-they cannot disagree. Every server has a group of its own: one that is late, lost or slow delays nobody else. Must not
-know vLLM, HTTP, or what the tensors mean.
+they cannot disagree. Each pair of a rank and a server's process has a separate group, so a late, lost or slow server
+delays no other. Must not know vLLM, HTTP, or the meaning of the tensors.
 
 A message is an int64[1] with the weight version, then the buffer in chunks of at most `CHUNK_BYTES`.
 """
@@ -27,7 +27,7 @@ from pipeline.utils.waiting import Deadline
 TRAINER, SERVER = 0, 1
 CHUNK_BYTES = 1 << 26
 LEAVE_SECONDS = 3.0
-"""How long a server waits for its trainer's word before it ends its part of a group."""
+"""How long a server waits for its trainer's signal before it ends its part of a group."""
 ALIGNMENT = 64
 _BACKLOG = 1024
 
@@ -62,7 +62,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Which tensor lies where in the buffer: in order, each at a multiple of `ALIGNMENT` bytes."""
+    """The tensors of the buffer, in order; each begins at a multiple of `ALIGNMENT` bytes."""
 
     parameters: tuple[Parameter, ...]
 
@@ -73,7 +73,7 @@ class WeightLayout:
 
     @classmethod
     def parse(cls, plain: Sequence[Sequence[Any]]) -> "WeightLayout":
-        """The layout that `plain()` wrote."""
+        """Parse the value of `plain()`."""
         return cls(tuple(Parameter(name, dtype, tuple(shape)) for name, dtype, shape in plain))
 
     def plain(self) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -91,11 +91,10 @@ class WeightLayout:
         return list(accumulate((-(-p.bytes // ALIGNMENT) * ALIGNMENT for p in self.parameters), initial=0))
 
     def pack(self, tensors: NamedTensors, buffer: Tensor | None = None) -> Tensor:
-        """uint8[bytes], `buffer` or a new one: a copy of the tensors, which must have this layout; else
-        `WeightSyncError`.
+        """Copy the tensors into `buffer` or a new one, uint8[bytes]; `WeightSyncError` if their layout differs.
 
-        Reads them one by one, so an iterator that makes each of them needs memory for one. Where a GPU copies them, to
-        its own memory or to pinned memory of the host, they are there once its current stream has come that far.
+        Reads the tensors one by one, so a generator needs memory for one. Copies from a GPU (to its own memory or to
+        pinned host memory) are asynchronous: they are done once the current stream has passed them.
         """
         if buffer is None:
             buffer = torch.empty(self.bytes, dtype=torch.uint8)
@@ -115,18 +114,18 @@ class WeightLayout:
         return [(parameter.name, self.view(index, buffer)) for index, parameter in enumerate(self.parameters)]
 
     def view(self, index: int, buffer: Tensor) -> Tensor:
-        """One of them."""
+        """The tensor of this index in a buffer of this layout, without a copy."""
         start, parameter = self.offsets[index], self.parameters[index]
         return buffer[start : start + parameter.bytes].view(parameter.torch_dtype).view(parameter.shape)
 
 
 def create_store(address: str, port: int, password: str, seconds: float) -> Store:
-    """The trainer's store, where groups meet, on this address alone; waits in it end after `seconds`.
+    """Create the trainer's store, where groups meet, on this address alone; waits in it end after `seconds`.
 
-    Anybody who reaches it may read it, but what was not signed with the password is not believed.
+    Every process that reaches the address can read the store; only values signed with the password are accepted.
     """
     limit = timedelta(seconds=seconds)
-    listening = listen_on_held(address, port, _BACKLOG).detach()  # by itself it listens to everybody
+    listening = listen_on_held(address, port, _BACKLOG).detach()  # TCPStore itself would listen on all interfaces
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening)
     return SignedStore(store, password)
 
@@ -141,7 +140,7 @@ def connect_store(address: str, port: int, password: str, seconds: float) -> Sto
 
 
 def publish_key(store: Store, name: str, value: str = "") -> None:
-    """The server says that it is about to meet the trainer in group `name`, and what the trainer must know of it."""
+    """Announce that a server's process is about to join group `name`; `value` describes the process to the trainer."""
     store.set(f"{name}/announced", value)
 
 
@@ -162,27 +161,27 @@ def is_published(store: Store, name: str) -> bool:
 
 
 class LeaveSignal:
-    """How two members leave their group: neither ends it while the other one may still use it.
+    """The protocol by which two members leave their group: neither ends it while the other may still use it.
 
-        the trainer asks the server to leave, and says in the store that nothing of its own is under way
-        the server receives that, ends its part, and answers
-        the trainer ends its own
+        the trainer asks the server to leave, and sets a key in the store: the trainer has no operation in flight
+        the server reads the key, ends its part, and answers
+        the trainer ends its part
 
-    A server that does not receive it within `LEAVE_SECONDS`, since its trainer is gone, ends its part all the same.
+    A server that does not see the key within `LEAVE_SECONDS`, since its trainer is gone, ends its part regardless.
     """
 
     _store: Store
     _name: str
 
     def announce_leaving(self) -> None:
-        """The trainer's word; `WeightSyncError` when the store is lost."""
+        """Set the trainer's key; `WeightSyncError` when the store is lost."""
         try:
             self._store.set(f"{self._name}/leaves", "yes")
         except RuntimeError as error:
             raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
 
     def wait_for_leaving(self, seconds: float = LEAVE_SECONDS) -> bool:
-        """Wait for the trainer's word; False if it does not come."""
+        """Wait for the trainer's key; False after `seconds` without it."""
         try:
             self._store.wait([f"{self._name}/leaves"], timedelta(seconds=seconds))
         except (RuntimeError, SignatureError):
@@ -191,24 +190,27 @@ class LeaveSignal:
 
 
 class PreparedSignal:
-    """How a server reports that it has prepared what it received.
+    """The signal by which a server reports that it has prepared the received adapter.
 
-    The trainer asks it to change only then: its engine would wait for the rest between two steps, and generate nothing.
+    The trainer requests the update only after it: the engine would otherwise wait between two steps, without
+    generating.
     """
 
     _store: Store
     _name: str
 
     def report_prepared(self, version: int) -> None:
-        """The server's report, also where it failed: then its answer to the update has the reason. `WeightSyncError`
-        when the store is lost."""
+        """Report that preparation ended, also with a failure: the server's answer to the update has the reason.
+
+        `WeightSyncError` when the store is lost.
+        """
         try:
             self._store.set(f"{self._name}/prepared/{version}", "yes")
         except RuntimeError as error:
             raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
 
     def await_prepared(self, version: int, seconds: float) -> bool:
-        """Wait for that report; False if it does not come."""
+        """Wait for the server's report; False after `seconds` without it."""
         try:
             self._store.wait([f"{self._name}/prepared/{version}"], timedelta(seconds=max(seconds, 0.001)))
         except (RuntimeError, SignatureError):
@@ -217,15 +219,16 @@ class PreparedSignal:
 
 
 class TransferGroup(LeaveSignal, PreparedSignal):
-    """Two members that exchange weights. Any error leaves it unusable: drop it and meet again under another name.
+    """A gloo group of two members that exchange weights.
 
-    Dropping it closes its connections, so the peer's wait ends at once.
+    Any error leaves the group unusable: drop it and meet again under another name. Dropping it closes its connections,
+    so the peer's wait ends at once.
     """
 
     def __init__(self, store: Store, name: str, rank: int, address: str, seconds: float) -> None:
         """Meet the other member under `name`, which is used once; listens on `address` only."""
         gloo: Any = ProcessGroupGloo
-        self._store, self._name = store, name  # torch's C++ keeps a part of the store only
+        self._store, self._name = store, name  # torch's C++ holds no reference to the Python part of the store
         options = gloo._Options()
         options._timeout = timedelta(seconds=seconds)
         try:
@@ -235,12 +238,12 @@ class TransferGroup(LeaveSignal, PreparedSignal):
             raise WeightSyncError(f"group {name}: the other member did not come: {error}") from error
 
     def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
-        """Send a buffer; returns once all of it is handed over, `WeightSyncError` at the deadline or a lost peer."""
+        """Send a buffer; returns once gloo has taken it. `WeightSyncError` at the deadline or for a lost peer."""
         for part in self._parts(torch.tensor([version]), buffer):
             self._exchange(self._gloo.send, part, SERVER, deadline)
 
     def receive(self, buffer: Tensor, deadline: Deadline) -> int:
-        """Fill the buffer; the version of what is in it. Raises like `send`; then the buffer holds anything."""
+        """Fill the buffer; returns its version. Raises like `send`; the buffer's contents are then undefined."""
         version = torch.zeros(1, dtype=torch.int64)
         for part in self._parts(version, buffer):
             self._exchange(self._gloo.recv, part, TRAINER, deadline)
@@ -263,10 +266,10 @@ class TransferGroup(LeaveSignal, PreparedSignal):
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise WeightSyncError(f"{name!r} is no type of a tensor")
+        raise WeightSyncError(f"{name!r} is not a dtype of torch")
     return dtype
 
 
-def _layout_difference(found: str, expected: Parameter | None) -> WeightSyncError:
-    wanted = f"{expected.name!r} {expected.dtype}{list(expected.shape)}" if expected else "nothing more"
-    return WeightSyncError(f"the parameters are not those that were announced: {found} in place of {wanted}")
+def _layout_difference(received: str, expected: Parameter | None) -> WeightSyncError:
+    described = f"{expected.name!r} {expected.dtype}{list(expected.shape)}" if expected else "nothing more"
+    return WeightSyncError(f"the parameters are not those that were announced: {received} in place of {described}")

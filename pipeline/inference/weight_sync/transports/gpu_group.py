@@ -1,8 +1,8 @@
-"""What two members on GPUs tell each other through the store, before and after bytes travel.
+"""Groups of two members on GPUs, and the messages that they exchange through the store.
 
 Owns the record of a receiving process (`Receiver`), the messages of a group (`GpuGroup`), and the identity of a GPU
 (`gpu_of`). Promises that every wait has a deadline and that a malformed message raises `WeightSyncError`. Must not know
-vLLM's engine, HTTP, what the tensors mean, or which transport a group uses (`gpu_transport` chooses it).
+vLLM's engine, HTTP, the meaning of the tensors, or which transport a group uses (`gpu_transport` chooses it).
 """
 
 import time
@@ -27,11 +27,11 @@ _POLL_SECONDS = 0.0005
 
 
 class Receiver(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of a server, as it announces itself.
+    """The announcement of a server's process.
 
     Attributes:
-        gpu: on which it is, as `gpu_of` says it.
-        slices: its shard of the weights, as `Shard.plain` says it.
+        gpu: the UUID of its GPU (`gpu_of`); "" for a CPU.
+        slices: its shard of the weights (`Shard.plain`).
     """
 
     gpu: str
@@ -42,17 +42,17 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str) -> "Receiver":
-        """The receiver whose `text()` this is; `WeightSyncError` for anything else."""
+        """Parse the value of `text()`; `WeightSyncError` if it is malformed."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
-            raise WeightSyncError(f"the server says of itself what cannot be read: {error}") from error
+            raise WeightSyncError(f"the server described its process by a malformed value: {error}") from error
 
 
 class GpuGroup(LeaveSignal, PreparedSignal, ABC):
-    """Two members. Any error leaves it unusable: drop it and meet again under another name.
+    """A group of two members. Any error leaves it unusable: drop it and meet again under another name.
 
-    The sender says under a key of its own for each buffer that the bytes are there; only then does the receiver begin.
+    For each buffer the sender sets a key in the store once the bytes are ready; only then does the receiver begin.
     """
 
     def __init__(self, store: Store, name: str, device: torch.device) -> None:
@@ -62,28 +62,28 @@ class GpuGroup(LeaveSignal, PreparedSignal, ABC):
 
     @abstractmethod
     def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
-        """Send uint8[n], whose bytes are there; returns when all of it is handed over."""
+        """Send a filled buffer, uint8[n]; returns when all of it has been sent."""
 
     @abstractmethod
     def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
-        """Fill uint8[n] once `after` has passed; the version of what is in it."""
+        """Fill uint8[n] once `after` has passed; returns the version of its bytes."""
 
     @abstractmethod
     def leave(self) -> None:
-        """End the group, also with an operation under way."""
+        """End the group, also with an operation in flight."""
 
     def _key(self) -> str:
-        """Of the buffer that is next."""
+        """The store's key for the next buffer."""
         return f"{self._name}/{self._buffers}"
 
-    def _tell(self, key: str, value: str) -> None:
+    def _publish(self, key: str, value: str) -> None:
         try:
             self._store.set(key, value)
         except RuntimeError as error:
             raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
 
     def _receive(self, key: str, read: Callable[[bytes], T], deadline: Deadline) -> T:
-        """What the other member says under `key`, once it does."""
+        """Wait until the other member has set `key`; returns the parsed value."""
         try:
             self._store.wait([key], timedelta(seconds=max(deadline.left, 0.001)))
             return read(self._store.get(key))
@@ -92,7 +92,10 @@ class GpuGroup(LeaveSignal, PreparedSignal, ABC):
 
 
 def await_event(event: torch.cuda.Event, deadline: Deadline) -> None:
-    """Wait until the device has come to this event; `WeightSyncError` if it does not in time."""
+    """Wait until the device has passed this event; `WeightSyncError` at the deadline.
+
+    Polls, since `event.synchronize` has no timeout.
+    """
     while not event.query():  # type: ignore[no-untyped-call]
         if deadline.passed:
             raise WeightSyncError(str(deadline.error()))
@@ -100,22 +103,21 @@ def await_event(event: torch.cuda.Event, deadline: Deadline) -> None:
 
 
 class SideStream:
-    """A stream of its own on a GPU, for copies that neither wait for what else runs there nor hold it up; nothing on a
-    CPU."""
+    """A separate stream on a GPU, so that copies neither wait for other kernels nor delay them; no effect on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def begin(self, after: torch.cuda.Event | None = None) -> AbstractContextManager[Any]:
-        """What is copied within is copied there, once `after` has passed."""
+        """A context whose copies run on this stream, once `after` has passed."""
         if self._stream is None:
             return nullcontext()
         if after is not None:
             self._stream.wait_event(after)
         return torch.cuda.stream(self._stream)
 
-    def settle(self, deadline: Deadline) -> None:
-        """Wait until all of it is copied; `WeightSyncError` if it is not in time."""
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until all copies are done; `WeightSyncError` at the deadline."""
         if self._stream is not None:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
@@ -123,5 +125,5 @@ class SideStream:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Which GPU of which machine this is, by the number that NVIDIA gave it; "" for a CPU."""
+    """The UUID of a GPU, which is unique over all machines; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

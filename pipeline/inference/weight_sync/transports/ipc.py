@@ -1,10 +1,9 @@
-"""How weights travel on one GPU that trainer and server share: the server copies them out of the trainer's memory.
+"""The transport on one GPU that trainer and server share: the server copies the bytes out of the trainer's memory.
 
-nccl refuses two members on one GPU. CUDA lets another process map a piece of memory; what it needs for that is said in
-the store, which is signed. The trainer's buffer is held until the server said that it has everything, or why it has
-not.
+nccl refuses two members on one GPU. CUDA IPC lets another process map an allocation; the handle travels through the
+signed store. The trainer holds its buffer until the server reports that it has copied everything, or why it failed.
 
-Must not know vLLM's engine, HTTP, or what the tensors mean.
+Must not know vLLM's engine, HTTP, or the meaning of the tensors.
 """
 
 from contextlib import suppress
@@ -20,13 +19,13 @@ from pipeline.utils.waiting import Deadline
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """A buffer of another process, in the words of torch's storages (`UntypedStorage._share_cuda_`).
+    """A buffer of another process, by the fields of torch's shared storages (`UntypedStorage._share_cuda_`).
 
     Attributes:
-        handle, size, offset: the allocation that holds it, and where it lies there.
-        counter, slot: where users of the memory are counted.
-        event, sync: what passes when the sender's stream is done with it, and whether to wait for that.
-        start, length: of the buffer in its storage.
+        handle, size, offset: CUDA's handle of the allocation; the storage's size and offset in it.
+        counter, slot: file and index of the reference counter of the memory.
+        event, sync: an event that passes when the sender's stream is done with it, and whether to wait for the event.
+        start, length: offset and size of the buffer in its storage.
     """
 
     version: int
@@ -42,21 +41,22 @@ class CudaIpcHandle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IpcGroup(GpuGroup):
-    """Two processes on one GPU."""
+    """A group of two processes on one GPU."""
 
     _left = False
 
     def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
         key = self._next()
         try:
-            mapping = _export_handle(version, buffer)
+            handle = _export_handle(version, buffer)
         except RuntimeError as error:
             raise WeightSyncError(
                 f"this memory cannot be shared between processes ({error}); "
                 "PYTORCH_CUDA_ALLOC_CONF must not ask for expandable_segments"
             ) from error
-        self._tell(key, msgspec.json.encode(mapping).decode())
+        self._publish(key, msgspec.json.encode(handle).decode())
         refusal = self._receive(f"{key}/taken", bytes.decode, deadline)
+        # Torch holds shared memory until it has seen that the other process released it.
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         if refusal:
             self.leave()
@@ -65,15 +65,15 @@ class IpcGroup(GpuGroup):
     def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
         key = self._next()
         try:
-            mapping = self._receive(key, lambda data: msgspec.json.decode(data, type=CudaIpcHandle), deadline)
-            self._copy(buffer, mapping, deadline, after)
+            handle = self._receive(key, lambda data: msgspec.json.decode(data, type=CudaIpcHandle), deadline)
+            self._copy(buffer, handle, deadline, after)
         except Exception as error:
             self.leave()
-            with suppress(WeightSyncError):  # the first of two reasons is reported
-                self._tell(f"{key}/taken", one_line(error))
+            with suppress(WeightSyncError):  # the first error is the one to report
+                self._publish(f"{key}/taken", one_line(error))
             raise
-        self._tell(f"{key}/taken", "")
-        return mapping.version
+        self._publish(f"{key}/taken", "")
+        return handle.version
 
     def leave(self) -> None:
         self._left = True
@@ -85,14 +85,14 @@ class IpcGroup(GpuGroup):
         self._buffers += 1
         return key
 
-    def _copy(self, buffer: Tensor, mapping: CudaIpcHandle, deadline: Deadline, after: torch.cuda.Event | None) -> None:
+    def _copy(self, buffer: Tensor, handle: CudaIpcHandle, deadline: Deadline, after: torch.cuda.Event | None) -> None:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         try:
-            theirs = _open_handle(mapping, self._device)
+            exported = _open_handle(handle, self._device)
             with torch.cuda.stream(self._stream):
                 if after is not None:
                     self._stream.wait_event(after)
-                buffer.copy_(theirs, non_blocking=True)
+                buffer.copy_(exported, non_blocking=True)
                 done.record(self._stream)
         except RuntimeError as error:
             raise WeightSyncError(f"{deadline.awaited}: {error}") from error
@@ -100,7 +100,7 @@ class IpcGroup(GpuGroup):
 
 
 def _export_handle(version: int, buffer: Tensor) -> CudaIpcHandle:
-    """uint8[n] of this process, as another one may map it."""
+    """Export a buffer of this process, uint8[n], for another process on the GPU."""
     storage: Any = buffer.untyped_storage()
     _, handle, size, offset, counter, slot, event, sync = storage._share_cuda_()
     return CudaIpcHandle(
@@ -117,17 +117,17 @@ def _export_handle(version: int, buffer: Tensor) -> CudaIpcHandle:
     )
 
 
-def _open_handle(mapping: CudaIpcHandle, device: torch.device) -> Tensor:
-    """uint8[length]: the other process's buffer, in this one."""
+def _open_handle(handle: CudaIpcHandle, device: torch.device) -> Tensor:
+    """Map the buffer of another process, uint8[length], without a copy."""
     storages: Any = torch.UntypedStorage
     storage = storages._new_shared_cuda(
         device.index if device.index is not None else torch.cuda.current_device(),
-        mapping.handle,
-        mapping.size,
-        mapping.offset,
-        mapping.counter,
-        mapping.slot,
-        mapping.event,
-        mapping.sync,
+        handle.handle,
+        handle.size,
+        handle.offset,
+        handle.counter,
+        handle.slot,
+        handle.event,
+        handle.sync,
     )
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, mapping.start, (mapping.length,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, handle.start, (handle.length,), (1,))

@@ -1,12 +1,10 @@
-"""How weights travel between GPUs: one buffer over an nccl communicator of two members.
+"""The transport between GPUs: one buffer over an nccl communicator of two members.
 
-Owns the communicator and its handshake. nccl has no deadlines of its own, and a receive that waits on the device for a
-sender that is late can stop everything else on that device. So a receive is posted only once the sender has announced
-in the store that the bytes are on their way. Whatever takes too long is aborted.
+Owns the communicator and its handshake. nccl has no deadlines, and a receive that waits on the device for a late sender
+can block all other kernels of that device. So a receive is posted only once the sender has announced in the store that
+it sends now. An operation that exceeds its deadline is aborted. Dropping the group leaves it.
 
-Must not know vLLM's engine, HTTP, or what the tensors mean.
-
-It is left by dropping it.
+Must not know vLLM's engine, HTTP, or the meaning of the tensors.
 """
 
 from concurrent.futures import Future
@@ -24,7 +22,7 @@ from pipeline.utils.waiting import Deadline
 
 
 class NcclGroup(GpuGroup):
-    """Two members on two GPUs."""
+    """A group of two members on two GPUs."""
 
     _comm: Any = None
 
@@ -40,7 +38,7 @@ class NcclGroup(GpuGroup):
     _library: Any
 
     def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
-        self._tell(self._key(), str(version))
+        self._publish(self._key(), str(version))
         self._exchange(self._library.ncclSend, buffer, SERVER, deadline)
 
     def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
@@ -59,10 +57,10 @@ class NcclGroup(GpuGroup):
         self.leave()
 
     def _join(self, deadline: Deadline) -> None:
-        """Make the communicator, in a thread, since nccl waits for the other member without an end."""
+        """Create the communicator, in a thread, since nccl waits for the other member without a timeout."""
         if self._rank == TRAINER:
             unique = self._library.ncclGetUniqueId()
-            self._tell(f"{self._name}/id", bytes(unique.internal).hex())
+            self._publish(f"{self._name}/id", bytes(unique.internal).hex())
         else:
             unique_id = self._receive(f"{self._name}/id", lambda data: bytes.fromhex(data.decode()), deadline)
             unique = self._library.unique_id_from_bytes(unique_id)
@@ -84,7 +82,7 @@ class NcclGroup(GpuGroup):
             made.set_exception(error)
 
     def _abort_late(self, made: "Future[Any]") -> None:
-        """Nobody waits any more for the communicator that came after all."""
+        """Abort a communicator that was created after its deadline."""
         if made.exception() is None:
             self._library.ncclCommAbort(made.result())
 
@@ -93,7 +91,7 @@ class NcclGroup(GpuGroup):
 
         if self._comm is None:
             raise WeightSyncError(f"group {self._name} was left")
-        buffer.record_stream(self._stream)
+        buffer.record_stream(self._stream)  # torch must not reuse the memory before this stream is done with it
         self._buffers += 1
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         try:
