@@ -5,7 +5,7 @@
 | `model_worker` | a sharded model with its optimizer, and the loop over micro-batches |
 | `models`, `lm_head`, `packed_attention` | policy and critic, log-probabilities, and attention inside each row |
 | `experts`, `expert_dispatch` | the experts of a mixture, by grouped products; tokens that travel to them |
-| `expert_load` | tokens of each expert, and the bias that evens them out |
+| `routers`, `expert_load` | the choice of experts in float32; tokens of each, and the bias that evens them out |
 | `supported_architectures`, `rope` | supported architectures; rotary frequencies, as in the servers |
 | `fsdp`, `row_shards` | the model sharded over ranks; one tensor's rows, filled and gathered |
 | `collate`, `context_parallel` | a micro-batch as tensors; a packed line that ranks share |

@@ -29,6 +29,7 @@ from pipeline.train.model.experts import experts_per_token, use_grouped_experts
 from pipeline.train.model.lm_head import head_logprobs
 from pipeline.train.model.packed_attention import ATTENTION, Segments
 from pipeline.train.model.rope import fix_frequencies
+from pipeline.train.model.routers import use_exact_routers
 from pipeline.train.model.row_shards import fill_shard
 from pipeline.train.model.supported_architectures import refuse_unloadable, refuse_unsupported
 from pipeline.train.model.weight_loading import WeightLoader
@@ -166,6 +167,7 @@ def build_on_meta(config: ModelConfig, kind: ModelKind = "policy") -> DecoderMod
         refuse_unloadable(settings)
         network = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=ATTENTION)
         use_grouped_experts(network)
+        use_exact_routers(network)
         fix_frequencies(network, config.max_length)
         refuse_unsupported(network)
         for module in network.modules():
