@@ -1,13 +1,13 @@
-"""Whole weights out of a base and its adapters.
+"""Merging of adapters into their base weights.
 
-Owns the sum W + alpha / rank · B A of linear layers and of experts, of this rank's rows. Promises that the base stays
-as it is, and that beside one tensor's rows only A of a linear layer is gathered. Must not know where the sum goes.
+Owns the sum W + alpha / rank · B A (LoRA, Hu et al. 2021) for linear layers and experts, for this rank's rows. Promises
+that the base is unchanged, and that only A of a linear layer is gathered. Must not know the receiver of the sum.
 
-    rows = AdapterMerge(network, group)(parameter)      # sharded like it; itself where there is no adapter
+    rows = AdapterMerge(network, group)(parameter)      # sharded like the parameter; itself where there is no adapter
     rows = merger(network, lora, group)(parameter)      # the same, or the parameter itself without `lora.merge`
 
-Rows of W and of B belong together, and are sharded alike: B A of them needs the whole of A. Of experts A and B have a
-row for each expert, as W has.
+W [out, in] and B [out, rank] are sharded by the same rows, so a rank's rows of B A need the whole of A [rank, in]. Of
+experts W [X, out, in], A and B have one row per expert, so no gathering is needed.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,22 +25,22 @@ from pipeline.train.model.row_shards import gather
 
 
 def merger(network: nn.Module, lora: LoraConfig, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """What makes a parameter of the network as it is published: with `lora.merge` its adapter is added."""
+    """A function that makes the published value of a parameter: with `lora.merge`, the sum with its adapter."""
     return AdapterMerge(network, group) if lora.rank and lora.merge else lambda tensor: tensor
 
 
 class AdapterMerge:
-    """Adds to each tensor of a base what its adapters do. Collective over `group`, the ranks of one whole model."""
+    """Adds adapters to the tensors of their base. Collective over `group`, the ranks of one whole model."""
 
     def __init__(self, network: nn.Module, group: dist.ProcessGroup) -> None:
         self._group = group
         layers: list[Any] = [module for module in network.modules() if _adapts(module)]
         self._linear = {id(layer.base_layer.weight): layer for layer in layers}
-        self._experts = {id(stack): parts for stack, parts in _adapted_stacks(network)}
+        self._experts = {id(stack): adapters for stack, adapters in _adapted_stacks(network)}
 
     @torch.no_grad()
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The rows of `tensor` that this rank has, with the adapters' part; in the type of the base."""
+        """This rank's rows of `tensor` plus the adapter's product; in the type of the base."""
         if id(tensor) in self._linear:
             return _like(tensor, local(tensor) + self._of_linear(self._linear[id(tensor)]))
         if id(tensor) in self._experts:
@@ -54,25 +54,28 @@ class AdapterMerge:
         return product
 
 
-def _of_experts(parts: list[ExpertAdapter]) -> Tensor:
-    return torch.cat([part.scale * torch.bmm(local(part.lora_B), local(part.lora_A)) for part in parts], dim=1)
+def _of_experts(adapters: list[ExpertAdapter]) -> Tensor:
+    # [x, out, rank] @ [x, rank, in] for this rank's x experts; a fused tensor has its matrices one below the other.
+    return torch.cat(
+        [adapter.scale * torch.bmm(local(adapter.lora_B), local(adapter.lora_A)) for adapter in adapters], dim=1
+    )
 
 
 def _adapts(module: nn.Module) -> bool:
-    """Whether peft put an adapter on this layer. Does not import peft, which takes a second."""
+    """Whether peft put an adapter on this layer, by its attributes: importing peft takes a second."""
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 
 def _adapted_stacks(network: nn.Module) -> Iterator[tuple[Tensor, list[ExpertAdapter]]]:
-    """Each tensor of experts that has adapters, with those of its matrices in order."""
+    """Each tensor of experts with adapters, and the adapters of its matrices in the order of their rows."""
     for module in fused_experts(network):
         adapters: Any = getattr(module, ADAPTERS, None)
         if adapters is not None:
-            yield from ((getattr(module, name), list(parts.values())) for name, parts in adapters.items())
+            yield from ((getattr(module, name), list(adapters.values())) for name, adapters in adapters.items())
 
 
 def _like(tensor: Tensor, rows: Tensor) -> Tensor:
-    """These rows as the part of a tensor that is sharded like `tensor`."""
+    """This rank's `rows` as a tensor sharded like `tensor`."""
     if not isinstance(tensor, DTensor):
         return rows
     return DTensor.from_local(

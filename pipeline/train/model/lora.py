@@ -1,14 +1,15 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) on a network, by peft.
 
-Owns which layers get an adapter, the adapters' names, and their form on disk. Promises that a fresh adapter changes
-nothing (its B is zero) and is equal on every rank, that one which does not fit raises instead of starting afresh, and
-that what is saved is a directory that peft and vLLM load. Must not know ranks, optimizers or servers.
+Owns which layers get an adapter, the adapters' names, and their directory on disk. Promises that a new adapter changes
+no output (its B is zero) and is equal on every rank, that an adapter directory which does not fit raises an error, and
+that peft and vLLM load a saved directory. Must not know ranks, optimizers or servers.
 
     network = add_adapters(network, config.model.lora)                  # layers are replaced in place
     for name, tensor in first_tensors(network, config.model.lora, config.seed):
         dict(network.named_parameters())[name].copy_(tensor)
     trained = {name: p for name, p in network.named_parameters() if is_trained(name)}
-    save_adapter(path, dict(chain(*(checkpoint_tensors(network, *each) for each in trained.items()))), config.model)
+    tensors = chain(*(checkpoint_tensors(network, name, parameter) for name, parameter in trained.items()))
+    save_adapter(path, dict(tensors), config.model)
 
 A layer W of the base becomes W + alpha / rank · B A, with A [rank, in] and B [out, rank]; only A and B are trained.
 Linear layers are adapted by peft, the experts of a mixture by `expert_lora`.
@@ -56,17 +57,18 @@ _EMPTY = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transfo
 
 
 def add_adapters(network: nn.Module, lora: LoraConfig) -> nn.Module:
-    """The same network with an adapter on every targeted layer, and all else frozen; they hold no numbers of use yet.
+    """Put an uninitialized adapter on every targeted layer and freeze all other parameters; returns the same network.
 
-    Raises `ConfigError` for a target that names no linear layer or the layers of experts that can have no adapters, and
-    for an adapter to go on from that is not there or was made with other settings.
+    Raises `ConfigError` for a target that is no linear layer or names experts that cannot have adapters, and for a
+    `lora.adapter` that is missing or has other settings.
     """
     experts = _targeted_experts(network, lora.targets)
     if lora.adapter:
         _check_settings(_read_settings(Path(lora.adapter)), Path(lora.adapter), lora)
     network.requires_grad_(False)
     if any(name.rpartition(".")[-1] in lora.targets for name in _linear_layers(network)):
-        # Of a mixture peft would adapt the tensors of experts in its own way: it tells one by its config.
+        # Peft recognizes a mixture by the network's config and would adapt the tensors of experts by its own method. A
+        # shell without a config hides it.
         shell = nn.ModuleDict({"network": network}) if experts else network
         with torch.random.fork_rng(devices=[]):
             inject_adapter_in_model(_peft_config(lora), shell, adapter_name=_NAME)
@@ -76,10 +78,10 @@ def add_adapters(network: nn.Module, lora: LoraConfig) -> nn.Module:
 
 
 def first_tensors(network: nn.Module, lora: LoraConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """What the adapters of a network start with, whole, by the names of its parameters.
+    """The initial values of a network's adapters: whole tensors, by parameter name.
 
-    Fresh ones depend on the seed and their names alone: A is drawn as peft does, B is 0. With `lora.adapter` they are
-    those of that directory: `CheckpointError` if it is torn or of another model.
+    New adapters depend on the seed and the name alone: A is Kaiming-uniform as in peft, B is 0. With `lora.adapter` the
+    values are read from that directory: `CheckpointError` if it is incomplete or belongs to another model.
     """
     shapes = {name: parameter.shape for name, parameter in network.named_parameters() if is_trained(name)}
     if lora.adapter:
@@ -88,21 +90,21 @@ def first_tensors(network: nn.Module, lora: LoraConfig, seed: int) -> Iterator[t
     for name, shape in shapes.items():
         tensor = torch.zeros(shape)
         if ".lora_A" in name:
-            rows = tensor.flatten(0, -2)  # those of an expert are drawn as a layer's are
+            # [X, rank, in] of experts becomes [X · rank, in]: the fan-in is that of one layer.
+            rows = tensor.flatten(0, -2)
             nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed_of(seed, name)))
         yield name, tensor
 
 
 def is_trained(name: str) -> bool:
-    """Whether a parameter of a network with adapters belongs to one."""
+    """Whether a parameter belongs to an adapter."""
     return ".lora_A" in name or ".lora_B" in name
 
 
 def checkpoint_tensors(network: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """An adapter's whole parameter of that name in the network as the tensors of a peft checkpoint: one, or of experts
-    one for each, which are views."""
-    for each, part in adapter_tensors(network, name, tensor):
-        yield _PREFIX + each.replace(f".{_NAME}.", "."), part
+    """The whole parameter `name` of an adapter as tensors of a peft checkpoint: one, or for experts one view each."""
+    for key, part in adapter_tensors(network, name, tensor):
+        yield _PREFIX + key.replace(f".{_NAME}.", "."), part
 
 
 def save_adapter(path: Path, tensors: Mapping[str, Tensor], model: ModelConfig) -> None:
@@ -124,20 +126,23 @@ def _peft_config(lora: LoraConfig, base: str | None = None, inference_mode: bool
 
 
 def _linear_layers(network: Any) -> set[str]:
-    """The names of those that may have an adapter. The head may not: log-probabilities are computed from its weight
-    alone (see `lm_head`)."""
+    """The names of the layers that may have an adapter: all linear layers except the head.
+
+    `lm_head` computes log-probabilities from the head's weight alone.
+    """
     head = network.get_output_embeddings()
     return {name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module is not head}
 
 
 def _targeted_experts(network: Any, targets: tuple[str, ...]) -> list[ExpertMatrix]:
-    """The matrices of experts that the targets name; `ConfigError` unless each target can have an adapter.
+    """The targeted matrices of experts; `ConfigError` unless each target can have an adapter.
 
-    Layers of other names may be called like those of experts, so a target names all or none of them.
+    Other layers may have the same names as the matrices of experts (such as `gate_proj` of a dense layer), so the
+    targets must name all of the experts' matrices or none.
     """
     of_experts, stacked = expert_layers(network), expert_tensors(network)
     named = (of_experts | stacked).intersection(targets)
-    matrices = expert_matrices(network) if named else []  # which takes seconds, of a large model
+    matrices = expert_matrices(network) if named else []  # takes seconds for a large model
     adaptable = dict.fromkeys(matrix.name for matrix in matrices)
     known = {name.rpartition(".")[-1] for name in _linear_layers(network)} - of_experts | adaptable.keys()
     wrong = [target for target in targets if target not in known]
@@ -168,7 +173,7 @@ def _target_error(wrong: list[str], targets: tuple[str, ...], known: list[str], 
 
 
 def _check_layers(network: nn.Module, targets: tuple[str, ...]) -> None:
-    """Whatever peft makes of the names of targets, adapters are on linear layers only."""
+    """`ConfigError` if peft put an adapter on a layer that is not linear: it matches targets by the ends of names."""
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             expected = f"names of linear layers; peft puts an adapter on {name}, which is none"
@@ -177,7 +182,7 @@ def _check_layers(network: nn.Module, targets: tuple[str, ...]) -> None:
 
 def _read(network: nn.Module, shapes: Mapping[str, torch.Size], directory: Path) -> Iterator[tuple[str, Tensor]]:
     try:
-        found = load_file(directory / WEIGHTS)
+        saved = load_file(directory / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory / WEIGHTS} cannot be read: {error}") from error
     parts = {
@@ -185,16 +190,17 @@ def _read(network: nn.Module, shapes: Mapping[str, torch.Size], directory: Path)
         for name, shape in shapes.items()
     }
     expected = {key: part.shape for of_name in parts.values() for key, part in of_name.items()}
-    there = {key: tensor.shape for key, tensor in found.items()}
-    wrong = sorted(key for key in there.keys() | expected.keys() if there.get(key) != expected.get(key))
+    present = {key: tensor.shape for key, tensor in saved.items()}
+    wrong = sorted(key for key in present.keys() | expected.keys() if present.get(key) != expected.get(key))
     if wrong:
-        both = [list(keys[wrong[0]]) if wrong[0] in keys else None for keys in (there, expected)]
+        both = [list(keys[wrong[0]]) if wrong[0] in keys else None for keys in (present, expected)]
         raise CheckpointError(
             f"{directory} is no adapter of this model: {wrong[0]} is {both[0]} there, {both[1]} here "
             f"({len(wrong)} differ); set model.path to the model it was trained on"
         )
     for name, shape in shapes.items():
-        yield name, torch.stack([found[key] for key in parts[name]]).view(shape)
+        # One tensor of a linear layer, or X of a stack of experts; `view` drops the dimension of the single one.
+        yield name, torch.stack([saved[key] for key in parts[name]]).view(shape)
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
@@ -208,19 +214,19 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     return settings
 
 
-def _check_settings(found: dict[str, Any], directory: Path, lora: LoraConfig) -> None:
-    """An adapter of other settings would be another function, or of other shapes."""
-    wanted = adapter_settings(lora) | _PLAIN
-    for key, value in wanted.items():
-        have = found.get(key, value if key in _PLAIN else None)
-        same = set(have) == set(value) if isinstance(have, list) and isinstance(value, list) else have == value
+def _check_settings(saved: dict[str, Any], directory: Path, lora: LoraConfig) -> None:
+    """`ConfigError` for an adapter with other settings, which is another function or has other shapes."""
+    expected = adapter_settings(lora) | _PLAIN
+    for key, value in expected.items():
+        actual = saved.get(key, value if key in _PLAIN else None)
+        same = set(actual) == set(value) if isinstance(actual, list) and isinstance(value, list) else actual == value
         if not same:
-            raise _mismatch_error(directory, f"{key}={have!r}", f"{key}={value!r}")
+            raise _mismatch_error(directory, f"{key}={actual!r}", f"{key}={value!r}")
     for key in _EMPTY:
-        if found.get(key):
-            raise _mismatch_error(directory, f"{key}={found[key]!r}", f"no {key}")
+        if saved.get(key):
+            raise _mismatch_error(directory, f"{key}={saved[key]!r}", f"no {key}")
 
 
-def _mismatch_error(directory: Path, found: str, expected: str) -> ConfigError:
+def _mismatch_error(directory: Path, actual: str, expected: str) -> ConfigError:
     hint = "make model.lora.rank, alpha and targets those that it was trained with, or choose another adapter"
-    return ConfigError("model.lora.adapter", f"{directory} with {found}", f"an adapter with {expected}", hint)
+    return ConfigError("model.lora.adapter", f"{directory} with {actual}", f"an adapter with {expected}", hint)

@@ -1,9 +1,9 @@
 """One model with its optimizer, on one rank.
 
 Owns the loop over micro-batches, the optimizer step, and the state that checkpoints and servers need. Promises sum
-semantics: a gradient is the sum over all micro-batches, calls and ranks of the weighted loss, so the weights that the
-controller put into the batch are the only normalisation. Every method is a collective operation: all ranks call it with
-the same number of micro-batches. Knows ranks; must not know tasks, rewards or when to step.
+semantics: a gradient is the sum over all micro-batches, calls and ranks of the weighted loss, so the loss weights that
+the controller put into the batch are the only normalization. Every method is a collective operation: all ranks call it
+with the same number of micro-batches. Must not know tasks, rewards or when to step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,11 +50,11 @@ from pipeline.utils import heartbeat
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the controller may know of a model.
+    """Facts about a model for the controller.
 
     Attributes:
-        parameters: all of them, adapters included.
-        vocabulary: tokens 0 … vocabulary − 1 are known.
+        parameters: number of parameters, including adapters.
+        vocabulary: size of the vocabulary; valid token ids are 0 … vocabulary − 1.
         flops_per_token: see `DecoderModel.flops_per_token`.
     """
 
@@ -67,9 +67,9 @@ class ModelWorker:
     """A sharded model and, if it is trained, its AdamW.
 
     Between `forward_backward` calls gradients accumulate; `optim_step` uses and clears them. Parameters are sharded
-    whenever no method runs. What has no gradient (below adapters, the whole model) is neither trained nor part of
-    `full_parameters` and `state`. No method but `load` minds whether a part is offloaded. A model that broke off in the
-    middle of a pass answers, trains and is saved no more.
+    whenever no method runs. Parameters without a gradient (with adapters, the whole base) are neither trained nor part
+    of `full_parameters` and `state`. The caller loads an offloaded part before a method that needs it. After an
+    exception in the middle of a pass the model refuses passes, steps and `state`.
     """
 
     def __init__(
@@ -79,11 +79,15 @@ class ModelWorker:
         expert_mesh: DeviceMesh | None = None,
         context: ContextParallel | None = None,
     ) -> None:
-        """Make the model's shapes, shard them over the last dimension of `mesh`, with a replica for each place of the
-        first if it has two, and fill the shards on the device. `expert_mesh`: see `shard_model`. The ranks of `context`
-        share each micro-batch.
+        """Build the model on the meta device, shard it, and fill the shards on the device.
 
-        Raises what `build_on_meta`, `WeightLoader` and `materialize` raise.
+        Args:
+            spec: the model and its optimizer.
+            mesh: the ranks; the last dimension shards the parameters, the first of two replicates them (HSDP).
+            expert_mesh: see `shard_model`.
+            context: the ranks that share each micro-batch (context parallelism).
+
+        Raises the errors of `build_on_meta`, `WeightLoader` and `materialize`.
         """
         self.device = torch.device(mesh.device_type)
         self._config, self.context = spec.model, context
@@ -112,7 +116,7 @@ class ModelWorker:
 
     @property
     def adapters(self) -> LoraConfig:
-        """The settings of its adapters; of rank 0 without any."""
+        """The settings of the model's adapters; `rank` is 0 without adapters."""
         return self._config.lora
 
     @property
@@ -121,9 +125,9 @@ class ModelWorker:
         return ModelInfo(parameters, self.model.vocabulary, self.model.flops_per_token)
 
     def forward(self, micro_batches: Sequence[Batch], how: Packing) -> list[NDArray[np.float32]]:
-        """The answer about each row's counted tokens, 0 elsewhere: float32[T] in the order of the rows.
+        """The model's output for each row's counted tokens, 0 elsewhere: float32[T], in the order of the rows.
 
-        Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
+        Of a policy, their log-probabilities in nats; of a critic, the value of the state before each token.
         """
         with torch.no_grad(), self.passes():
             answers = [self._answer(self._collate(batch, how), batch.temperature) for batch in micro_batches]
@@ -137,8 +141,10 @@ class ModelWorker:
         loss_weight: float = 1.0,
         level: MetricsLevel = "basic",
     ) -> dict[str, float]:
-        """Add the gradient of `loss_weight` × loss; returns this rank's sums (see
-        `pipeline.train.algorithms.total`)."""
+        """Add the gradient of `loss_weight` × loss.
+
+        Returns this rank's sums of the loss and its metrics (see `pipeline.train.algorithms.total`).
+        """
         optimizer = self._trainer()
         self._refuse_loss(objective)
         parts: list[dict[str, Tensor]] = []
@@ -162,33 +168,34 @@ class ModelWorker:
         return step
 
     def set_lr(self, lr: float) -> None:
-        """Step at this rate from now on; see `Optimizer.set_lr`."""
+        """Set a constant learning rate in place of the schedule; see `Optimizer.set_lr`."""
         self._trainer().set_lr(lr)
 
     def reset_optimizer(self, optim: OptimConfig, steps: int) -> None:
-        """Forget moments, gradients and progress: the next job's optimizer starts fresh."""
+        """Replace the optimizer by a new one for the next training job; drops moments, gradients and progress."""
         self._trainer()
         self.model.zero_grad(set_to_none=True)
         self.optimizer = self._fresh_optimizer(optim, steps)
         self._parts["optimizer"] = Offloadable(self._moments)
 
     def restart_optimizer(self) -> None:
-        """`reset_optimizer` with the settings that it has."""
+        """Call `reset_optimizer` with the present settings."""
         own = self._trainer()
         self.reset_optimizer(own.config, own.steps)
 
     def copy_from(self, other: "ModelWorker") -> None:
-        """Take the parameters of another model of the same architecture, sharded alike.
+        """Copy the parameters of another model of the same architecture and sharding.
 
-        A critic takes the decoder and keeps its head; of a policy with adapters it takes what they are put on.
+        A critic copies the decoder and keeps its head. From a policy with adapters it copies the base weights.
         """
         copy_parameters(other.model, self.model)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """All that was or could be trained, whole, in compute type, as the tensors of a Hugging Face checkpoint: in the
-        form that the model's directory has, and of a tied head the embedding alone. Buffers that such a checkpoint
-        holds keep their type. Of a policy with adapters, theirs alone, as the tensors of a peft checkpoint, or with
-        `lora.merge` the whole weights with them. A critic's have the names that they have in memory.
+        """The whole parameters as tensors of a Hugging Face checkpoint, in the compute type.
+
+        The names and shapes are those of the model's directory; of a tied head, the embedding alone. Buffers keep their
+        type. With adapters: the adapters alone, as tensors of a peft checkpoint, or with `lora.merge` the merged
+        weights. A critic's tensors have their names in memory.
 
         Each item may be a collective operation: every rank must take all items.
         """
@@ -196,12 +203,12 @@ class ModelWorker:
 
     @property
     def layout(self) -> WeightLayout:
-        """What `full_parameters` yields, without gathering anything."""
+        """Names, types and shapes of the items of `full_parameters`; gathers nothing."""
         return self.public.layout(self.compute)
 
     def state(self) -> dict[str, Any]:
-        """Sharded state for `torch.distributed.checkpoint`: parameters, and if the model is trained the moments and
-        the optimizer's progress.
+        """Sharded state for `torch.distributed.checkpoint`: parameters and, of a trained model, the moments and the
+        optimizer's progress.
 
         Tensors are the live ones, so a loader may fill them in place; then call `load_state` with the same tree.
         """
@@ -213,8 +220,11 @@ class ModelWorker:
         return {"model": model, "optimizer": moments, "progress": self.optimizer.progress()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of the form of `state()`. Betas, epsilon and weight decay stay those of the spec, though
-        they lie beside the moments."""
+        """Load a tree of the structure of `state()`.
+
+        Betas, epsilon and weight decay stay those of the spec: torch stores them with the moments, and a resumed run
+        may have changed them.
+        """
         states.set_model_state_dict(self.model, state["model"], options=self._options)
         if self.optimizer is not None:
             adamw = self.optimizer.adamw
@@ -225,13 +235,13 @@ class ModelWorker:
             self.optimizer.load_progress(state["progress"])
 
     def save_hf_model(self, path: Path) -> None:
-        """Write a directory that transformers and vLLM load, with the tokenizer of the model it came from.
+        """Write a model directory for transformers and vLLM, with the tokenizer of the original model.
 
-        Of a policy with adapters that are not merged, the directory of its adapter, for peft and vLLM; always in
-        float32, so that a job which goes on from it loses nothing. Whole models are written in compute type.
+        A policy with unmerged adapters is written as an adapter directory for peft and vLLM, always in float32, so that
+        a job which starts from it loses no precision. Whole models are written in the compute type.
         """
         if not isinstance(self.model, PolicyModel):
-            raise TrainingError("a critic has no Hugging Face form; only a policy can be saved as one")
+            raise TrainingError("a critic has no Hugging Face format; only a policy can be saved as one")
         dtype = torch.float32 if self._config.lora.travels_alone else self.compute
         tensors = self.public.gathered(dtype)
         try:
@@ -239,30 +249,32 @@ class ModelWorker:
                 layout, untrained = self.public.layout(dtype), self._untrained
                 write_model(path, self.model.network, layout, tensors, self._config, untrained)
         finally:
-            for _ in tensors:  # of which every rank gathers its part, even of those that were not written
+            # Each item is a collective operation. The other ranks take all items here, and so does rank 0 after a
+            # failed write: else its peers would wait until their timeout.
+            for _ in tensors:
                 pass
         dist.barrier()
 
     def offload(self, part: Part) -> None:
-        """Give the device memory of a part back; see `Offloadable`. Gradients go with the model."""
+        """Move a part to host memory; see `Offloadable`. Gradients move with the model."""
         self._parts[part].offload()
 
     def load(self, part: Part) -> None:
-        """Bring an offloaded part back."""
+        """Move an offloaded part back to the device."""
         self._parts[part].load()
 
     def discard(self) -> None:
-        """Give the memory of all parts back, for a model that nobody needs any more: nothing is kept of it."""
+        """Free the memory of all parts, without a copy, for a model that is not used again."""
         for part in self._parts.values():
             part.discard()
         empty_cache(self.device)
 
     def memory(self) -> Memory:
-        """What this process holds, and what this model does."""
+        """Bytes on the device: of this process, and of this model's parts."""
         return Memory(allocated(self.device), self._parts["model"].resident, self._parts["optimizer"].resident)
 
     def empty_cache(self) -> None:
-        """Give memory that is free, but held by the allocator, back to the device."""
+        """Return free blocks of torch's allocator to the device."""
         empty_cache(self.device)
 
     @property
@@ -280,7 +292,7 @@ class ModelWorker:
         return Optimizer([p for p in self.model.parameters() if p.requires_grad], optim, steps, self.group)
 
     def _model_tensors(self) -> Iterator[Tensor]:
-        """Gradients, which come and go, after all parameters."""
+        """Parameters, then gradients: gradients come and go, and must not change the index of a parameter."""
         parameters = list(self.model.parameters())
         yield from (p.detach() for p in parameters)
         yield from (p.grad for p in parameters if p.grad is not None)
@@ -322,19 +334,24 @@ class ModelWorker:
         return micro.complete(values_M)
 
     def _refuse_if_broken(self) -> None:
-        """FSDP keeps gradients of a call that broke off, and adds them to those of the next."""
+        """Raise `TrainingError` after a failed pass: FSDP would add its partial gradients to those of the next pass."""
         if self._broken:
             raise TrainingError("this model failed in the middle of a pass: load it again from its checkpoint")
 
     def reduce_after(self, last: bool) -> None:
-        """Unless all is sharded again after every pass, gradients cross ranks once a call, after the last micro-batch;
-        until then they add up whole."""
+        """Reduce gradients over ranks after the last micro-batch only, unless FSDP reshards after every pass.
+
+        Until then each rank accumulates whole, unreduced gradients: fewer reductions for more memory.
+        """
         module = cast(FSDPModule, self.model)
         module.set_requires_gradient_sync(last or self._reshard)
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Forward and backward passes; parameters that they left whole are sharded again, as a step changes shards."""
+        """A context for forward and backward passes; reshards the parameters at its end.
+
+        Without resharding after each layer, FSDP leaves gathered copies, which are stale after the next optimizer step.
+        """
         self._refuse_if_broken()
         try:
             yield
@@ -347,12 +364,13 @@ class ModelWorker:
 
 
 def _numbers(sums: dict[str, Tensor]) -> dict[str, float]:
-    """All scalars in one transfer from the device."""
+    """Scalars of the device as floats, in one transfer: each `.item()` would wait for the device."""
     values = torch.stack([value.double() for value in sums.values()]).tolist()
     return dict(zip(sums, values, strict=True))
 
 
 def _by_row(batch: Batch, answer_N: Tensor) -> list[NDArray[np.float32]]:
+    """Scatter the answers of N counted tokens, in the order of the batch's rows, to one float32[T] per row."""
     flat = answer_N.float().cpu().numpy()
     rows: list[NDArray[np.float32]] = []
     used = 0

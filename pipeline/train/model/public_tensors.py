@@ -1,10 +1,9 @@
-"""The tensors of a model as they leave the trainer: for its servers, and for the files of an export.
+"""Public tensors: the tensors of a model as servers and exports receive them.
 
-Owns their names, types and shapes, and two ways to make them: whole on every rank, one at a time, or the rows of each
-that this rank publishes. Promises that the rows of all ranks of a replica are together each tensor once, and that a
-rank reads only its own rows of a tensor that has another name in public, and of a stack its own experts. Tensors which
-are made of others in another way are made whole, one group at a time, and each rank takes its part of the group. Must
-not know where they go.
+Owns their names, types and shapes, and two ways to make them: whole on every rank, one at a time; or only the rows that
+this rank publishes. Promises that the ranks of a replica together publish each row exactly once. A renamed tensor, and
+a stack of experts, needs no communication: a rank publishes its own rows or experts. Tensors with any other conversion
+are gathered and converted whole, one group at a time, and each rank publishes its part. Must not know the receiver.
 
     tensors = PublicTensors(model, form, torch.bfloat16, group, lora)
     tensors.layout(torch.bfloat16)                    # gathers nothing
@@ -37,13 +36,13 @@ Split = Callable[[Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class _TensorGroup:
-    """Tensors of the network that become public together.
+    """Tensors of the network that are converted together.
 
     Attributes:
-        public: makes the public tensors of them.
-        renamed: whether it is a single tensor, which gets another name at most.
-        split: of a single tensor whose rows, such as experts, become tensors each: makes those of a block of rows, in
-            the order of `public` (with several for each row, first the first of all rows).
+        public: converts them to the public tensors.
+        renamed: whether the group is a single tensor that at most gets another name.
+        split: for a single stack whose rows, such as experts, become separate tensors: converts a block of rows, in the
+            order of `public` (gate of all experts, then up of all experts).
     """
 
     tensors: Tensors
@@ -58,8 +57,10 @@ class _TensorGroup:
 
 
 class PublicTensors:
-    """What a model's checkpoint has, or that of its adapters if they alone are published; a critic's tensors have their
-    names in memory."""
+    """The public tensors of one model: those of its checkpoint, or of its adapter if that is published alone.
+
+    A critic's tensors have their names in memory.
+    """
 
     def __init__(
         self,
@@ -69,23 +70,23 @@ class PublicTensors:
         group: dist.ProcessGroup,
         lora: LoraConfig,
     ) -> None:
-        """`dtype` is that of published parameters; `group` has the ranks of a replica."""
+        """`dtype` is the type of published parameters; `group` has the ranks of one replica."""
         self._model, self._form, self._dtype, self._group = model, form, dtype, group
         self._adapted, self._merge = lora.travels_alone, merger(model.network, lora, group)
 
     def layout(self, dtype: torch.dtype) -> WeightLayout:
-        """Names, types and shapes of what `gathered` yields."""
+        """Names, types and shapes of the items of `gathered`."""
         return WeightLayout.of(self._each(dtype, _outline))
 
     def gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All of them, whole; every rank of the replica must take every item."""
-        for each in self._each(dtype, self._gather):
+        """All public tensors, whole; every rank of the replica must take every item."""
+        for item in self._each(dtype, self._gather):
             heartbeat.beat()
-            yield each
+            yield item
 
     @cached_property
     def rows(self) -> tuple[Rows, ...]:
-        """The rows of each tensor that this rank publishes: from the first on, without the last."""
+        """The rows `first:last` of each public tensor that this rank publishes."""
         return tuple(rows for group in self._groups() for rows in self._rows_of(group))
 
     @torch.no_grad()
@@ -106,17 +107,19 @@ class PublicTensors:
     def _fill_stack(
         self, stack: Tensor, split: Callable[[Tensor], Sequence[Tensor]], targets: Sequence[Tensor]
     ) -> None:
-        """A block of this rank's experts at a time."""
+        """Fill the targets of this rank's experts, one block of experts at a time."""
+        # stack is [X, …]: X experts, of which this rank has rows.start to rows.stop in `mine`.
         rows, mine = owned_rows(stack, self._group), self._local(stack)
         step = max(1, BLOCK_BYTES * len(stack) // stack.nbytes)
         for start in range(rows.start, rows.stop, step):
             stop = min(start + step, rows.stop)
-            for place, each in enumerate(split(mine[start - rows.start : stop - rows.start])):
-                which, expert = divmod(place, stop - start)
-                _copy(targets[which * len(stack) + start + expert], each, (0, len(each)))
+            for index, matrix in enumerate(split(mine[start - rows.start : stop - rows.start])):
+                # `split` gives matrix 0 of every expert of the block, then matrix 1 …; `targets` has all X of each.
+                kind, expert = divmod(index, stop - start)
+                _copy(targets[kind * len(stack) + start + expert], matrix, (0, len(matrix)))
 
     def _local(self, tensor: Tensor) -> Tensor:
-        """This rank's rows, with adapters that are merged. Collective if they are."""
+        """This rank's rows, including merged adapters. Collective if adapters are merged."""
         return local(self._merge(tensor).detach())
 
     def _gather(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,7 +137,7 @@ class PublicTensors:
         sizes = [len(tensor) if tensor.ndim else 1 for tensor in self._outlines(group).values()]
         if group.split is not None:
             experts, count = owned_rows(group.single, self._group), len(group.single)
-            owned = (experts.start <= place % count < experts.stop for place in range(len(sizes)))
+            owned = (experts.start <= index % count < experts.stop for index in range(len(sizes)))
             return [(0, size if own else 0) for own, size in zip(owned, sizes, strict=True)]
         ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         parts = [share_of(size, ranks, rank) for size in sizes]
@@ -152,7 +155,7 @@ class PublicTensors:
 
     @staticmethod
     def _made(group: _TensorGroup, dtype: torch.dtype, make: Make) -> Tensors:
-        """Parameters in `dtype`; buffers keep their type."""
+        """Apply `make` to each tensor: parameters get `dtype`, buffers keep their type."""
         return {
             name: make(tensor, dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
             for name, tensor in group.tensors.items()
@@ -162,7 +165,7 @@ class PublicTensors:
         if self._adapted:
             yield from (self._adapter_group(name, parameter) for name, parameter in self._trained())
         elif not isinstance(self._model, PolicyModel):
-            yield from (_TensorGroup({name: each}, _unchanged, renamed=True) for name, each in self._trained())
+            yield from (_TensorGroup({name: p}, _unchanged, renamed=True) for name, p in self._trained())
         else:
             own = checkpoint_tensors(self._model, self._form)
             yield from (self._file_group({name: own[name] for name in names}) for names in self._form.groups)
@@ -173,7 +176,7 @@ class PublicTensors:
                 yield name.removeprefix("network."), parameter
 
     def _adapter_group(self, name: str, parameter: Tensor) -> _TensorGroup:
-        """An adapter's parameter; that of experts has an adapter in each row."""
+        """The group of an adapter's parameter; a parameter of experts holds one adapter per row."""
 
         def public(tensors: Tensors) -> Tensors:
             return dict(adapter_tensors(self._model.network, name, tensors[name]))
@@ -203,6 +206,6 @@ def _unchanged(tensors: Tensors) -> Tensors:
 
 
 def _copy(target: Tensor, source: Tensor, rows: Rows) -> None:
-    """In the target's type; a GPU's copy to memory of the host that is pinned is not waited for."""
+    """Copy and convert to the target's type; a copy from a GPU to pinned memory is asynchronous."""
     if rows[0] < rows[1]:
         target.copy_(source, non_blocking=source.is_cuda and (target.is_cuda or target.is_pinned()))

@@ -1,7 +1,7 @@
-"""A tensor that is spread over ranks by its rows: filling a rank's rows, and gathering all of them.
+"""Tensors that are sharded by rows over ranks: filling a rank's rows, and gathering all rows.
 
-Owns which rows of a tensor are a rank's. Promises that neither way needs memory for more than `BLOCK_BYTES` beside the
-rows and the one whole tensor that is asked for. Must not know where tensors come from, nor where they go.
+Owns the assignment of rows to ranks. Promises that filling and gathering need at most `BLOCK_BYTES` of memory in
+addition to the rows and the one gathered tensor. Must not know where tensors come from, nor where they go.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class SomeRows:
-    """Rows of a tensor from number `first` on, of `count` rows in all; read like the whole tensor."""
+    """Some rows of a tensor, from index `first`, of `count` rows in all; indexed like the whole tensor."""
 
     rows: Tensor
     first: int
     count: int
 
-    def __getitem__(self, wanted: slice) -> Tensor:
-        return self.rows[wanted.start - self.first : wanted.stop - self.first]
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.rows[rows.start - self.first : rows.stop - self.first]
 
     def get_shape(self) -> list[int]:
         """Shape of the whole tensor."""
@@ -35,16 +35,18 @@ class SomeRows:
 
 
 def rows_here(tensor: Tensor) -> slice:
-    """The rows of a tensor that this rank has."""
+    """The rows of a tensor in this rank's memory."""
     if not isinstance(tensor, DTensor) or not tensor.ndim:
         return slice(0, len(tensor) if tensor.ndim else 0)
     return _rows_of_rank(tensor, dist.get_rank())
 
 
 def owned_rows(tensor: Tensor, group: dist.ProcessGroup) -> slice:
-    """The rows that this rank gives where every row is given once by the ranks of `group`, which have one whole tensor
-    among them: its own, and of a tensor that is whole on every rank all or, on all but the first, none. A number is a
-    row."""
+    """The rows that this rank contributes when the ranks of `group` contribute each row exactly once.
+
+    Of a sharded tensor, the rank's own rows. Of a tensor that every rank has whole, all rows on the first rank and none
+    on the others. A scalar counts as one row. The ranks of `group` together have one whole tensor.
+    """
     if isinstance(tensor, DTensor) and tensor.ndim:
         return rows_here(tensor)
     return slice(0, (len(tensor) if tensor.ndim else 1) if dist.get_rank(group) == 0 else 0)
@@ -52,8 +54,10 @@ def owned_rows(tensor: Tensor, group: dist.ProcessGroup) -> slice:
 
 @torch.no_grad()
 def fill_shard(target: Tensor, source: Any) -> None:
-    """Fill this rank's rows of `target` from `source`: a whole tensor, or what reads the rows that it is indexed with
-    (`safe_open().get_slice`)."""
+    """Fill this rank's rows of `target` from `source`.
+
+    `source` is a whole tensor or a lazy one that reads the rows it is indexed with (`safe_open().get_slice`).
+    """
     mine, first = local(target.detach()), rows_here(target).start
     if not mine.ndim:
         mine.copy_(source[...])
@@ -64,54 +68,54 @@ def fill_shard(target: Tensor, source: Any) -> None:
 
 @torch.no_grad()
 def is_source_of(target: Tensor, source: Any) -> bool:
-    """Whether `source` has, in this rank's rows, the numbers that are in `target`."""
+    """Whether `source` and `target` are equal in this rank's rows."""
     mine, first = local(target.detach()), rows_here(target).start
     pairs = ((mine[rows], source[first + rows.start : first + rows.stop]) for rows in _blocks(mine))
     return all(torch.equal(own, other.to(own)) for own, other in pairs)
 
 
 def gather(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    """All rows on every rank, on the device, in another type; a tensor of its own. Collective over `group`, the ranks
-    that have one whole tensor among them.
+    """All rows on every rank, on the device, as a new tensor of type `dtype`. Collective over `group`, the ranks that
+    together have one whole tensor.
 
-    Each rank's rows go straight to their place: `full_tensor` would hold the tensor twice, and in both types.
+    Each rank's rows are received directly into the result: `full_tensor` would hold the tensor twice, in both types.
     """
     mine = local(tensor.detach())
     if not isinstance(tensor, DTensor):
         return mine.to(dtype, copy=True)
     whole = torch.empty(tensor.shape, dtype=dtype, device=mine.device)
-    for rank, of_world in enumerate(dist.get_process_group_ranks(group)):
-        rows = _rows_of_rank(tensor, of_world)
+    # One broadcast per rank, since the ranks have different numbers of rows; a slice of rows is contiguous in `whole`.
+    for rank, global_rank in enumerate(dist.get_process_group_ranks(group)):
+        rows = _rows_of_rank(tensor, global_rank)
         if rank == dist.get_rank(group):
-            whole[rows].copy_(mine)
+            whole[rows].copy_(mine)  # converts to `dtype` before the rows are sent
         if rows.start < rows.stop:
             dist.broadcast(whole[rows], group=group, group_src=rank)
     return whole
 
 
 def share_of(rows: int, ranks: int, rank: int) -> slice:
-    """Which rows of a tensor of `rows` a rank has, of ranks that share it by rows."""
+    """The rows of `rank` if `ranks` ranks shard `rows` rows, as DTensor's `Shard(0)` does."""
     shape, first = _compute_local_shape_and_global_offset((rows,), (ranks,), [rank], [Shard(0)])
     return slice(first[0], first[0] + shape[0])
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> int:
-    """How many these are."""
+    """The number of rows of `rank` if `ranks` ranks shard `rows` rows."""
     share = share_of(rows, ranks, rank)
     return int(share.stop - share.start)
 
 
 def _rows_of_rank(tensor: DTensor, rank: int) -> slice:
-    """The rows of this rank of the world. Experts are spread over `ep` first and then over `efsdp`, so they too are one
-    block."""
+    """The rows of a global rank, one block: experts are sharded over `ep` first and within that over `efsdp`."""
     mesh = tensor.device_mesh
-    place = (mesh.mesh == rank).nonzero()[0].tolist()
-    shape, first = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, place, tensor.placements)
+    coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
+    shape, first = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, coordinate, tensor.placements)
     return slice(first[0], first[0] + shape[0])
 
 
 def _blocks(tensor: Tensor) -> list[slice]:
-    """Its rows, in blocks of about `BLOCK_BYTES`."""
+    """The rows of a tensor, in blocks of about `BLOCK_BYTES`."""
     if not tensor.numel():
         return []
     rows = len(tensor)

@@ -67,7 +67,7 @@ class WeightLoader:
                 # glibc does not return freed blocks below 32 MiB, and the next tensor may not fit into the holes.
                 give_back_heap()
         self._refuse("every tensor of the model", "not", set(self.form.missing(filled)) & targets.keys())
-        for name, key in self.form.twice.items():
+        for name, key in self.form.duplicate_keys.items():
             if self._files and name in targets and not is_source_of(targets[name], self._files.slice(key)):
                 hint = "set tie_word_embeddings to false in its config.json if they are meant to differ"
                 raise ConfigError("model.path", self._path, f"{self.form.direct[name]} and {key} to be equal", hint)
@@ -78,29 +78,29 @@ class WeightLoader:
         self._refuse("every parameter of the model", "not", names)
 
     def _draw(self, seed: int) -> Iterator[tuple[str, Any]]:
-        return self.form.drawn(lambda name: seed_of(seed, name))
+        return self.form.init_weights(lambda name: seed_of(seed, name))
 
     def _read(self, files: TensorFiles, targets: Tensors) -> Iterator[tuple[str, Any]]:
         for name, key in self.form.direct.items():
             yield name, files.slice(key)
-        for fused in self.form.fused:
-            if not set(fused.names).isdisjoint(targets):
-                yield from self._convert(files, fused, targets).items()
+        for merged in self.form.merged:
+            if not set(merged.names).isdisjoint(targets):
+                yield from self._convert(files, merged, targets).items()
 
-    def _convert(self, files: TensorFiles, fused: MergedTensor, targets: Tensors) -> dict[str, Tensor | SomeRows]:
+    def _convert(self, files: TensorFiles, merged: MergedTensor, targets: Tensors) -> dict[str, Tensor | SomeRows]:
         """The network's tensors of a conversion; of stacked experts only those of this rank are read."""
-        self._refuse("every tensor of the model", "not", self.form.keys_of(fused) - fused.patterns.keys())
+        self._refuse("every tensor of the model", "not", self.form.keys_of(merged) - merged.patterns.keys())
         try:
-            if not fused.stacked:
-                return {**self.form.convert(fused, files.whole)}
-            own, count = rows_here(targets[fused.names[0]]), min(map(len, fused.keys.values()))
+            if not merged.stacked:
+                return {**self.form.convert(merged, files.whole)}
+            own, count = rows_here(targets[merged.names[0]]), min(map(len, merged.keys.values()))
             # A rank without experts converts one anyway, for the shapes.
             rows = slice(own.start, own.stop) if own.start < own.stop else slice(0, 1)
-            converted = self.form.convert(fused, files.whole, rows)
+            converted = self.form.convert(merged, files.whole, rows)
             return {name: SomeRows(tensor, rows.start, count) for name, tensor in converted.items()}
         except (RuntimeError, ValueError, IndexError) as error:
-            shapes = ", ".join(f"{key} {list(files.shape(key))}" for key in list(fused.patterns)[:_NAMED])
-            expected = f"tensors that make {fused.names[0]}, not {shapes}"
+            shapes = ", ".join(f"{key} {list(files.shape(key))}" for key in list(merged.patterns)[:_NAMED])
+            expected = f"tensors that make {merged.names[0]}, not {shapes}"
             raise ConfigError("model.path", self._path, expected, _COPY) from error
 
     def _refuse(self, expected: str, there: str, names: Collection[str]) -> None:

@@ -200,7 +200,7 @@ def a_loss_of_another_kind_of_model_is_refused(rank: int, path: Path) -> None:
             ModelWorker(spec_of(path, "critic"), mesh).forward_backward(MICRO_BATCHES, True, SFT)
         with pytest.raises(TrainingError, match="'value' is not one of a policy"):
             ModelWorker(spec_of(path), mesh).forward_backward(MICRO_BATCHES, True, ValueLoss(0.2))
-        with pytest.raises(TrainingError, match="no Hugging Face form"):
+        with pytest.raises(TrainingError, match="no Hugging Face format"):
             ModelWorker(spec_of(path, "critic"), mesh).save_hf_model(path.parent / "critic")
 
 
