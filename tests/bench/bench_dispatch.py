@@ -74,9 +74,9 @@ def report(given: argparse.Namespace, dispatch: RankGroup) -> None:
     def in_turn() -> dict[str, Answers]:
         return {name: dispatch.forward(name, staged[0]) for name in NAMES}
 
-    check(given.device == "cpu", in_turn(), dispatch.forward_each(NAMES, staged[0]))
+    check(given.device == "cpu", in_turn(), dispatch.forward_models(NAMES, staged[0]))
     pairs: list[dict[str, Way]] = [
-        {"models in turn": in_turn, "models at once": lambda: dispatch.forward_each(NAMES, staged[0])},
+        {"models in turn": in_turn, "models at once": lambda: dispatch.forward_models(NAMES, staged[0])},
         {
             "rows sent": lambda: dispatch.forward_backward("policy", batch, LOSS),
             "rows staged": lambda: dispatch.forward_backward("policy", staged[0], LOSS),

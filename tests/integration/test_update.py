@@ -106,7 +106,7 @@ def test_a_single_optimizer_step_takes_its_ratios_over_its_own_pass(dispatch: Ra
     update = begun(dispatch, config)
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dispatch, "forward_each", lambda names, _: calls.extend(names))
+        patched.setattr(dispatch, "forward_models", lambda names, _: calls.extend(names))
         metrics = update.run(rows, 0)
     assert not calls
     found = parameters(dispatch)

@@ -1,26 +1,26 @@
 """The controller's handle on the trainer's ranks.
 
-Owns how one call becomes the same operation on every rank: rows are split over ranks and micro-batches, results come
-back in the order of the rows, sums become metrics, and what the operation needs is on the device before it begins.
-Promises that the caller never sees how many ranks there are, how rows were cut, nor what had to move, and that no
-result depends on it. Must not know tasks, rewards, or when to step.
+Owns the translation of one call to the same operation on every rank: rows are split over ranks and micro-batches,
+results return in the order of the rows, sums become metrics, and the models that the operation needs are on the device
+before it begins. Promises that neither the interface nor any result depends on the number of ranks, the split of rows,
+or the placement of models. Must not know tasks, rewards, or when to step.
 
     def algorithm(dispatch: RankGroup) -> None:
         dispatch.init_model("policy", ModelSpec("policy", config.model, config.optim, steps=100))
         batch = Batch.of(rows, normalize="token", temperature=1.0)
         metrics = dispatch.forward_backward("policy", batch, config.loss)
         metrics |= dispatch.optim_step("policy")
-        sender.take(version)                  # of a sender that was opened with a `rank_publication.RankPublication`
+        sender.take(version)                  # a sender that was opened with a `rank_publication.RankPublication`
         dispatch.finish_weight_sync("policy")
 
-    run_controller_or_worker(algorithm, Budget(tokens=16384))      # in every process of torchrun; see `lead`
+    run_controller_or_worker(algorithm, Budget(tokens=16384))      # in every process of torchrun; see `lead_or_serve`
 
-Rows that several operations take are staged; see `staging`. Where models are colocated, each leaves the device when
-another computes; see `residency`.
+Rows for several operations are staged; see `batch_staging`. Colocated models leave the device when another computes;
+see `device_placement`.
 
-While the caller waits for something else, it calls `idle()` now and then: the ranks take a controller that is silent
-for `Deadlines.control` for dead. A heartbeat that the waiting code itself sends was chosen over an unbounded wait, and
-over a thread that beats, because those two would also hide a controller that hangs.
+A caller that waits for something else calls `keepalive()` regularly: the ranks exit after a silence of the controller
+of `Deadlines.control`. The waiting code itself sends this heartbeat. An unbounded wait of the ranks, or a thread that
+sends heartbeats, would hide a controller that hangs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,15 +60,14 @@ Answers = list[NDArray[np.float32]]
 
 
 class RankGroup:
-    """Models by name, each spread over all ranks; one operation at a time.
+    """Models by name, each sharded over all ranks; one operation at a time.
 
-    A `TrainingError` that a check of the input raises leaves everything as it was. One that names a rank does not:
-    gradients may be incomplete, and if the rank failed alone the world is gone (`broken`). Restart from a checkpoint
-    then.
+    A `TrainingError` of an input check changes no state. After a `TrainingError` that names a rank, gradients may be
+    incomplete, and if only this rank failed the world has ended (`broken`): restart from a checkpoint.
     """
 
     def __init__(self, site: RankState, budget: Budget, colocated: bool = False, clock: Clock = CLOCK) -> None:
-        """With `colocated`, only what an operation needs is on the device while it runs and until the next."""
+        """With `colocated`, only the parts that the current or last operation needs are on the device."""
         self._site, self._budget = site, budget
         self._control = OperationRunner(site, colocated, clock)
         self._models: dict[str, ModelInfo] = {}
@@ -79,48 +78,48 @@ class RankGroup:
 
     @property
     def broken(self) -> bool:
-        """Whether an operation is under way, or ended in a way after which no other is possible."""
+        """Whether an operation is running, or the last one left the ranks unable to run another."""
         return self._control.broken
 
     @property
     def patience(self) -> Deadlines:
-        """Its deadlines."""
+        """The deadlines of the world."""
         return self._site.patience
 
     @property
     def saver(self) -> AsyncSaver:
-        """What this rank writes its part of checkpoints with; see `pipeline.train.controller.model_saving`."""
+        """The writer of this rank's part of checkpoints; see `pipeline.train.controller.model_saving`."""
         return self._site.saver
 
     @property
     def snapshots(self) -> RankSnapshots:
-        """What this rank holds for servers; see `pipeline.train.controller.rank_publication`."""
+        """The versions that this rank holds for servers; see `pipeline.train.controller.rank_publication`."""
         if self._site.snapshots is None:
             raise TrainingError("no model is published")
         return self._site.snapshots
 
     @property
     def device(self) -> torch.device:
-        """Where models of this rank compute."""
+        """The device on which models of this rank compute."""
         if self._site.device == "cpu":
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
     @property
     def budget(self) -> Budget:
-        """What a micro-batch may hold, as the models that there are allow it."""
+        """The size of a micro-batch; packed if every present model supports packing."""
         return self._budget
 
     @property
     def models(self) -> Mapping[str, ModelInfo]:
-        """The models that there are, by name."""
+        """The present models, by name."""
         return MappingProxyType(self._models)
 
     def init_model(self, name: str, spec: ModelSpec) -> ModelInfo:
-        """Build and shard a model and its optimizer; one of that name is replaced, and gone if that fails.
+        """Build and shard a model and its optimizer. Drops an earlier model of this name first, also if this fails.
 
-        From the first model on whose rows would see each other packed, all rows are padded; see `likeness`. They cannot
-        be spread over ranks (`ModelSpec.cp`), and such a model is refused with a `ConfigError` then.
+        From the first model on that does not support packing (`packing_probe`), all rows are padded. Padded rows cannot
+        be split over ranks: `ConfigError` for a model with context parallelism (`ModelSpec.cp`) then.
         """
         ranks, replicas, cp = self._site.ranks, spec.dp_replicate, spec.cp
         if replicas < 1 or ranks % replicas:
@@ -140,17 +139,17 @@ class RankGroup:
         return info
 
     def remove_model(self, name: str) -> None:
-        """Drop a model and its optimizer, wherever they are."""
+        """Drop a model and its optimizer, on the device or offloaded."""
         self._check(name)
         self._forget(name)
         self._control.run_on_all("remove_model", rank_operations.remove_model, name)
 
     def reset_optimizer(self, name: str, optim: OptimConfig, *, steps: int) -> None:
-        """Start the next job on the same parameters with a fresh optimizer: no moments, no gradients, step 0."""
+        """Replace the optimizer for the next training job: no moments, no gradients, step 0; parameters stay."""
         self._run_on_model("reset_optimizer", name, ModelWorker.reset_optimizer, optim, steps, needs="reset_optimizer")
 
     def copy_parameters(self, source: str, target: str) -> None:
-        """Give `target` the parameters of `source`, a model of the same architecture; a critic takes the decoder."""
+        """Copy the parameters of `source` to `target`, a model of the same architecture; to a critic, the decoder."""
         self._check(source, target)
         if self._replicas[source] != self._replicas[target]:
             raise TrainingError(f"{source!r} has not as many replicas as {target!r}: parameters cannot be copied")
@@ -158,11 +157,10 @@ class RankGroup:
         self._control.run_on_all("copy_parameters", rank_operations.copy_parameters, source, target, needs=needs)
 
     def stage(self, batches: Sequence[Batch]) -> Staged:
-        """Send batches to the ranks, where they stay until `unstage`; each is what an operation takes.
+        """Send batches to the ranks, where they stay until `unstage`; an operation takes one of them.
 
-        They are cut for the models that there are. Raises `TrainingError` if there is none yet, and with the row's
-        number in its batch for one that the budget cannot hold, or that has a token which one of the models does not
-        know.
+        The batches are sharded for the present models. Raises `TrainingError` if there is no model, and with the index
+        of the row for a row that exceeds the budget or has a token outside of a model's vocabulary.
         """
         if not self._models:
             raise TrainingError("rows are cut for the models that take them, and there is none yet: init_model first")
@@ -176,46 +174,51 @@ class RankGroup:
         return self._staged[number]
 
     def set_column(self, staged: Staged, column: Column, values: Values) -> None:
-        """Give staged rows a further column, or another in its place: float32[T] for each row of each batch.
+        """Add or replace a column of staged rows: float32[T] for each row of each batch.
 
-        Raises `TrainingError` with batch and row for values that are not finite or not one for each token; then no row
-        was changed.
+        Raises `TrainingError` with batch and row for values that are not finite or not one per token; no row is changed
+        then.
         """
         self._check_staged(staged.number)
         arrays = batch_staging.checked_values(staged.batches, column, values)
         ranks = range(self._site.ranks)
-        each = list(zip(staged.batches, arrays, strict=True))
+        pairs = list(zip(staged.batches, arrays, strict=True))
         arguments = [
-            (staged.number, column, [batch.on_rank(rank, len(ranks), given) for batch, given in each]) for rank in ranks
+            (staged.number, column, [batch.on_rank(rank, len(ranks), array) for batch, array in pairs])
+            for rank in ranks
         ]
         self._control.run("amend", batch_staging.put_column, arguments, {})
 
     def unstage(self, staged: Staged) -> None:
-        """Forget staged rows."""
+        """Drop staged rows on all ranks."""
         self._check_staged(staged.number)
         del self._staged[staged.number]
         self._control.run_on_all("unstage", batch_staging.drop_rows, staged.number)
 
     def forward(self, name: str, data: Batch | ShardedBatch) -> Answers:
-        """The answer about every row's counted tokens, 0 elsewhere: float32[T] for each row, in order.
+        """The model's output for every row's counted tokens, 0 elsewhere: float32[T] for each row, in order.
 
-        Of a policy, their log-probabilities (nats); of a critic, the value of the tokens before each.
+        Of a policy, their log-probabilities in nats; of a critic, the value of the state before each token.
         """
         return self._forward(name, self.cut((name,), data))
 
-    def forward_each(self, names: Sequence[str], data: Batch | ShardedBatch) -> dict[str, Answers]:
-        """`forward` of several models on the same rows: all at once on the CPU; on CUDA, where layers are compiled, and
-        where models evict each other, in turn."""
+    def forward_models(self, names: Sequence[str], data: Batch | ShardedBatch) -> dict[str, Answers]:
+        """Run `forward` of several models on the same rows.
+
+        The models run concurrently on the CPU, and in turn on CUDA, with compiled layers, and if colocated.
+        """
         cut = self.cut(names, data)
         if self._control.colocated or len(names) < 2:
             return {name: self._forward(name, cut) for name in names}
-        given = {name: cut.data(self._sizes[name], self._site.ranks) for name in names}
+        by_rank = {name: cut.data(self._sizes[name], self._site.ranks) for name in names}
         arguments = [
-            ({name: given[name][rank] for name in names}, self._budget.packing) for rank in range(self._site.ranks)
+            ({name: by_rank[name][rank] for name in names}, self._budget.packing) for rank in range(self._site.ranks)
         ]
         needs: Requirements = dict.fromkeys(names, "forward")
-        outcomes = self._control.run("forward_each", rank_operations.forward_each, arguments, needs)
-        return {name: cut.in_order(self._of_places(name, [outcome[name] for outcome in outcomes])) for name in names}
+        outcomes = self._control.run("forward_models", rank_operations.forward_models, arguments, needs)
+        return {
+            name: cut.in_order(self._per_data_rank(name, [outcome[name] for outcome in outcomes])) for name in names
+        }
 
     def forward_backward(
         self,
@@ -234,11 +237,11 @@ class RankGroup:
         if isinstance(loss, LossConfig):
             refuse_unsampled_rows(cut.batch.rows)
         settings = (self._budget.packing, loss, loss_weight, level)
-        arguments = [(name, given, *settings) for given in cut.data(self._sizes[name], self._site.ranks)]
+        arguments = [(name, rows, *settings) for rows in cut.data(self._sizes[name], self._site.ranks)]
         outcomes = self._control.run(
             "forward_backward", rank_operations.forward_backward, arguments, {name: "forward_backward"}
         )
-        return loss_metrics.means(loss_metrics.combine(self._of_places(name, outcomes)), cut.batch.counted)
+        return loss_metrics.means(loss_metrics.combine(self._per_data_rank(name, outcomes)), cut.batch.counted)
 
     def optim_step(self, name: str) -> dict[str, float]:
         """One optimizer step: `grad_norm` before clipping, `lr`, and `skipped` (1 when the gradient was not finite)."""
@@ -246,15 +249,15 @@ class RankGroup:
         return {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped)}
 
     def set_lr(self, name: str, lr: float) -> None:
-        """Step at this rate from now on, whatever the schedule says."""
+        """Set a constant learning rate in place of the schedule."""
         self._run_on_model("set_lr", name, ModelWorker.set_lr, lr, needs="set_lr")
 
     def prepare_weight_sync(self, name: str) -> None:
-        """Bring what `full_parameters` gathers to the device."""
+        """Move the parameters that `full_parameters` gathers to the device."""
         self._run_on_model("prepare_weight_sync", name, _nothing, needs="prepare_weight_sync")
 
     def full_parameters(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Every trained parameter whole on this rank, under its Hugging Face name, one at a time.
+        """Every trained parameter, whole on this rank, by its Hugging Face name, one at a time.
 
         No other call is possible until the iterator is exhausted or closed.
         """
@@ -263,23 +266,22 @@ class RankGroup:
         with self._control.run_alongside(
             "full_parameters", rank_operations.gather_parameters, (name,), rank_operations.join_gathers, (parameters,)
         ):
-            for each in parameters:  # noqa: UP028 (`yield from` would close it when the caller stops early)
-                yield each
+            for item in parameters:  # noqa: UP028 (`yield from` would close it when the caller stops early)
+                yield item
 
     def layout(self, name: str) -> WeightLayout:
-        """Names, types and shapes of what `full_parameters` yields; gathers nothing."""
+        """Names, types and shapes of the items of `full_parameters`; gathers nothing."""
         self._check(name)
         return self._site.worker(name).layout
 
     def finish_weight_sync(self, name: str) -> None:
-        """Colocated, give the memory back that taking a version took; else the next operation has a use for it."""
+        """Return free memory to the device if models are colocated; else the next operation reuses it."""
         self._check(name)
         if self._control.colocated:
             self.empty_cache()
 
     def save_hf_model(self, name: str, path: Path) -> None:
-        """Write the model as a Hugging Face directory (weights in compute type, config, tokenizer); of a model with
-        adapters, them."""
+        """Write the model as a Hugging Face directory: weights in compute type, config, tokenizer; or its adapter."""
         self._check(name)
         needs: Requirements = {name: "save_hf_model"}
         self._control.run_on_all("save_hf_model", rank_operations.save_hf_model, name, path, needs=needs)
@@ -291,19 +293,19 @@ class RankGroup:
         *args: *Ts,
         needs: device_placement.Purpose = "run_on_ranks",
     ) -> list[T]:
-        """Run `function(worker, *args)` on every rank; its results in rank order.
+        """Run `function(worker, *args)` on every rank; returns the results in rank order.
 
-        The hook for what this module does not know: `function` is importable by name on every rank, and may be
-        collective. It finds on the device what `needs` does; by default the whole model with its optimizer.
+        An extension point: `function` must be importable by name on every rank, and may be collective. The parts of the
+        model that the operation `needs` requires are on the device; by default the whole model with its optimizer.
         """
         return self._run_on_model(function.__name__, name, function, *args, needs=needs)
 
     def run_on_all_models(
         self, function: Callable[[RankState, *Ts], T], *args: *Ts, needs: Requirements | None = None
     ) -> list[T]:
-        """Run `function(site, *args)` on every rank, for what minds several models, or none; as `run_on_ranks`.
+        """Run `function(site, *args)` on every rank, for a function of several models or of none; see `run_on_ranks`.
 
-        `needs` says which operation each model of it counts as: `{"policy": "save_checkpoint"}`.
+        `needs` maps each of its models to the operation with the same requirements: `{"policy": "save_checkpoint"}`.
         """
         self._check(*(needs or {}))
         return self._control.run_on_all(function.__name__, function, *args, needs=needs)
@@ -313,15 +315,15 @@ class RankGroup:
         return self._control.run_on_all("memory", rank_operations.device_memory)
 
     def offload_all(self) -> None:
-        """Give the device memory of all models back; each comes back when it is needed."""
+        """Offload all models; each returns to the device when an operation needs it."""
         self._control.empty_device()
 
     def empty_cache(self) -> None:
-        """Give memory that is free, but held by the ranks' allocators, back."""
+        """Return free blocks of the ranks' allocators to their devices."""
         self._control.run_on_all("empty_cache", rank_operations.empty_device_cache)
 
     def keepalive(self) -> None:
-        """Show the ranks that the controller lives; cheap, to be called in every loop that waits."""
+        """Send the ranks a heartbeat of the controller; cheap, to be called in every waiting loop."""
         self._control.keepalive()
 
     def close(self) -> None:
@@ -329,9 +331,9 @@ class RankGroup:
         self._control.close()
 
     def _forward(self, name: str, cut: ShardedBatch) -> Answers:
-        arguments = [(name, given, self._budget.packing) for given in cut.data(self._sizes[name], self._site.ranks)]
+        arguments = [(name, rows, self._budget.packing) for rows in cut.data(self._sizes[name], self._site.ranks)]
         outcomes = self._control.run("forward", rank_operations.forward, arguments, {name: "forward"})
-        return cut.in_order(self._of_places(name, outcomes))
+        return cut.in_order(self._per_data_rank(name, outcomes))
 
     def _run_on_model(
         self, operation: str, name: str, function: Callable[..., T], *args: Any, needs: device_placement.Purpose
@@ -340,7 +342,7 @@ class RankGroup:
         return self._control.run_on_all(operation, rank_operations.on_model, name, function, *args, needs={name: needs})
 
     def cut(self, names: Sequence[str], data: Batch | ShardedBatch) -> ShardedBatch:
-        """The rows as operations on these models cut and take them; `TrainingError` if one cannot take them."""
+        """Shard the rows for operations on these models; `TrainingError` if a model cannot take them."""
         self._check(*names)
         vocabulary = min(self._models[name].vocabulary for name in names)
         if isinstance(data, Batch):
@@ -361,8 +363,8 @@ class RankGroup:
         except TrainingError as error:
             raise TrainingError(f"batch {index}: {error}") from None
 
-    def _of_places(self, name: str, outcomes: list[T]) -> list[T]:
-        """The outcome of the first rank of those that have the same rows."""
+    def _per_data_rank(self, name: str, outcomes: list[T]) -> list[T]:
+        """One outcome per data-parallel rank: the ranks of a context-parallel group have the same rows and outcomes."""
         return outcomes[:: self._site.ranks // self._sizes[name]]
 
     def _check(self, *names: str) -> None:

@@ -65,7 +65,7 @@ def forward(site: RankState, name: str, data: Data, how: Packing) -> list[NDArra
     return site.worker(name).forward(micro_batches(site, data), how)
 
 
-def forward_each(site: RankState, data: Mapping[str, Data], how: Packing) -> dict[str, list[NDArray[np.float32]]]:
+def forward_models(site: RankState, data: Mapping[str, Data], how: Packing) -> dict[str, list[NDArray[np.float32]]]:
     """Run `forward` of several models, concurrently on the CPU; after the end of all, the first failure is raised."""
     # In turn on CUDA: collectives of several nccl groups can deadlock if ranks begin them in different orders, and one
     # model occupies the device anyway. In turn with compiled layers: models of one architecture share torch's guards,

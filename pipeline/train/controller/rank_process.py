@@ -1,27 +1,28 @@
 """The processes of one trainer, as a torchrun world.
 
-Owns how a process joins the world, receives operations from the controller (rank 0), runs them and reports; the process
-groups that it does so in, with their deadlines; and the place (`RankState`) where what outlives an operation is kept,
-models and staged rows. Promises that every rank runs the same operations in the same order; that a failure anywhere
-reaches the controller with its rank and traceback, within `Deadlines.grace` even when the others are stuck in a
-collective; that a rank which native code ends says where its Python threads were; and that ranks other than 0 leave
-only when the controller tells them, is gone, or is silent for `Deadlines.control`. Must not know what an operation
+Owns the protocol by which a process joins the world, receives operations from the controller (rank 0), runs them and
+reports; the process groups for it, with their deadlines; and the state of a rank between operations (`RankState`):
+models and staged rows. Promises that every rank runs the same operations in the same order; that a failure on any rank
+reaches the controller with the rank and its traceback, within `Deadlines.grace` even when other ranks are stuck in a
+collective; that a crash in native code writes the stacks of the Python threads; and that ranks other than 0 exit only
+at the controller's order, at its loss, or after its silence of `Deadlines.control`. Must not know what an operation
 does.
 
-How one operation goes:
+One operation:
 
     controller: scatter (operation, arguments)  ─►  every rank: run it  ─►  controller: gather outcomes
 
-A rank that fails marks its failure in the store and waits for the others to end theirs. If they do, the outcomes are
-gathered and the world can go on. If they do not, they wait for the failed rank inside a collective: it exits, its
-connections break, and the controller, thrown out of the collective, finds the first failure in the store.
+A rank that fails records its failure in the store and waits for the others to end the operation. If they end, the
+outcomes are gathered and the world continues. If they do not, they wait for the failed rank inside a collective: it
+exits, its connections break, the collective raises on the controller, and the controller reads the first failure from
+the store.
 
 | group | backend | carries | deadline |
 |---|---|---|---|
-| the world | gloo, with CUDA nccl too | what is not a model's | `Deadlines.operation` |
-| of models (`RankState.mesh_of`, `context_of`) | gloo or nccl | parameters, gradients, attention |
-`Deadlines.operation` | | control | gloo | orders and outcomes | `Deadlines.control` | | background | gloo | commits,
-beside training | `Deadlines.checkpoint` |
+| the world | gloo; with CUDA also nccl | all traffic outside of models | `Deadlines.operation` |
+| models (`mesh_of`, `context_of`) | gloo or nccl | parameters, gradients, attention | `Deadlines.operation` |
+| control | gloo | orders and outcomes | `Deadlines.control` |
+| background | gloo | checkpoints, during training | `Deadlines.checkpoint` |
 """
 
 import faulthandler
@@ -56,12 +57,12 @@ from pipeline.utils.signed_store import SignedStore, signed_objects
 from pipeline.utils.waiting import wait_for
 
 Operation = Callable[..., Any]
-"""What every rank calls with its `RankState` and its own arguments; importable by name, since it travels pickled."""
+"""A function that every rank calls with its `RankState` and the rank's arguments; importable, since it is pickled."""
 Device = Literal["cpu", "cuda"]
 Allowance = Callable[[int], int]
-"""Bytes that a process may allocate of a CUDA device of so many."""
+"""The bytes that a process may allocate on a CUDA device, as a function of the device's bytes."""
 Shares = dict[int, list[Batch]]
-"""Of a staged batch: the micro-batches of each share that some model of this rank takes, by the share's number."""
+"""The micro-batches of a staged batch on one rank, by the number of the share (see `batch_staging`)."""
 Operations = tuple[Operation, tuple[Any, ...]]
 """An operation with the arguments of one rank."""
 STOP = pickle.dumps(None)
@@ -69,21 +70,21 @@ STOP = pickle.dumps(None)
 
 
 _HANG_FRACTION = 0.9
-"""Of the longest collective: an operation that stands still for so long hangs. Less than all, so that the rank which
-hangs is reported before its peers time out."""
+"""Fraction of the collective timeout after which an operation without progress hangs. Less than 1, so that the hanging
+rank is reported before its peers' collectives time out."""
 FINAL_REPORT_SECONDS = 3.0
-"""For a rank to tell what it saw when another was lost."""
+"""Time for a rank to report the loss of another rank before it exits."""
 
 
 def end_with_lost_ranks() -> None:
-    """Have this process end soon after torchrun lost another rank of this node.
+    """Make this process exit `FINAL_REPORT_SECONDS` after torchrun lost another rank of this node.
 
-    Torchrun tells the ranks that are left by TERM, and ends them 30 s later. The shield of roles blocks TERM, since
-    schedulers send it to everybody; so a thread takes it, and minds who sent it. Only for a process that is shielded.
+    Torchrun sends TERM to the remaining ranks, and KILL 30 s later. The shield of roles blocks TERM, since schedulers
+    send it to every process. So a thread waits for TERM and checks its sender. Only for a shielded process.
     """
 
     def listen() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():  # torchrun is the parent
             continue
         time.sleep(FINAL_REPORT_SECONDS)
         os._exit(1)
@@ -97,9 +98,9 @@ class Deadlines:
 
     Attributes:
         operation: for one collective inside an operation.
-        control: longest silence of the controller; `RankGroup.keepalive` keeps it from running out.
-        commit: for a commit from its beginning until it is durable, and so for each collective of its way there; as
-            much for reading one.
+        control: longest silence of the controller; `RankGroup.keepalive` ends a silence.
+        checkpoint: for a checkpoint from its beginning until it is durable, and for each collective of it; also for
+            reading one.
         grace: how long a failed rank waits for the others to end the operation.
     """
 
@@ -119,17 +120,18 @@ class Failure:
 
 @dataclass
 class RankState:
-    """What operations act on in one process: its place in the world, its models and its rows.
+    """The state of one rank on which operations act: its groups, models and rows.
 
     Attributes:
-        rank, ranks: its number in the world, and how many there are; 0 is the controller.
-        store: where failures of the operation under way are marked.
-        control, background: groups; see above. Operations of the background may run beside others.
+        rank, ranks: the rank's number, and the size of the world; rank 0 is the controller.
+        store: holds the failures of the running operation.
+        control, background: groups, see the module. Background operations run concurrently with all others.
+        patience: the deadlines of the groups.
         workers: models with their optimizers, by name.
-        staged: rows that wait here for operations, by the number of their staging: its batches, in order.
-        saver: writes its part of checkpoints, beside the operations.
-        snapshots: versions of its rows that wait for servers; None on a rank that sends none.
-        number: of the operation under way, or the last one; counted alike on every rank.
+        staged: staged batches, in order, by the number of their staging.
+        saver: writes this rank's part of checkpoints, in the background.
+        snapshots: versions of the rank's rows, held for servers; None on a rank that sends none.
+        number: number of the running operation, or of the last one; equal on every rank.
     """
 
     rank: int
@@ -155,9 +157,9 @@ class RankState:
     def mesh_of(self, name: str, dp_replicate: int = 1) -> DeviceMesh:
         """The mesh of a model of this name: `dp_shard`, behind `dp_replicate` if there are several replicas.
 
-        The rank of replica r and shard s is r × shards + s, so that the ranks of a replica are neighbors. On the CPU
-        the groups are of that name alone, so that what models do at the same time cannot mix. On CUDA models take turns
-        and share: a group of nccl costs memory, and several of them may block each other. Collective over all ranks.
+        The rank of replica r and shard s is r × shards + s, so the ranks of a replica are neighbors. On the CPU each
+        model has separate groups, so that concurrent models cannot mix their messages. On CUDA models run in turn and
+        share groups: a group of nccl costs memory, and several groups can block each other. Collective over all ranks.
         """
         name = name if self.device == "cpu" else ""
         ranks = torch.arange(self.ranks).view(dp_replicate, -1)
@@ -169,11 +171,13 @@ class RankState:
         return DeviceMesh.from_group(groups, self.device, mesh=ranks, mesh_dim_names=names)
 
     def expert_mesh_of(self, name: str, dp_replicate: int, ep: int) -> DeviceMesh | None:
-        """The ranks of `mesh_of` as experts see them, `efsdp` × `ep`, behind `dp_replicate` if there are several
-        replicas; None with ep 1. The ranks of `ep` are neighbors. Collective over all ranks."""
+        """The mesh of a model's experts: the ranks of `mesh_of` as `efsdp` × `ep`, behind `dp_replicate` if there are
+        several replicas; None with ep 1. The ranks of `ep` are neighbors. Collective over all ranks."""
         if ep == 1:
             return None
         name = name if self.device == "cpu" else ""
+        # [replicas, efsdp, ep]. Each row of a matrix given to `_group` is one group: transposing puts the ranks that
+        # differ only in `efsdp` into one row.
         ranks = torch.arange(self.ranks).view(dp_replicate, -1, ep)
         groups = [self._group(name, "efsdp", ranks.mT.reshape(-1, ranks.shape[1]))]
         groups.append(self._group(name, "ep", ranks.reshape(-1, ep)))
@@ -186,8 +190,8 @@ class RankState:
     def context_of(self, name: str, cp: int = 1) -> ContextParallel | None:
         """The `cp` neighboring ranks that share the micro-batches of a model of this name; None if no two do.
 
-        They are a part of the `dp_shard` of `mesh_of`, over all of which parameters are sharded. Collective over all
-        ranks.
+        They are a subset of the model's `dp_shard` ranks: parameters are sharded over all of `dp_shard`. Collective
+        over all ranks.
         """
         if cp == 1:
             return None
@@ -200,22 +204,27 @@ class RankState:
         key = name, dimension, str(ranks.tolist())
         if key not in self._groups:
             patience = timedelta(seconds=self.patience.operation)
-            made = [dist.new_group(group, patience) for group in ranks.tolist()]
-            self._groups[key] = made[int((ranks == self.rank).nonzero()[0, 0])]
+            # torch requires every rank to create every group, in one order, also those without this rank.
+            groups = [dist.new_group(group, patience) for group in ranks.tolist()]
+            self._groups[key] = groups[int((ranks == self.rank).nonzero()[0, 0])]
         return self._groups[key]
 
     def send(self, orders: Sequence[bytes]) -> None:
-        """Controller: hand every rank its order (see `write_orders`)."""
+        """Send every rank its order (see `write_orders`); called on the controller."""
         self._scatter(orders)
 
     def run(self, operation: Operation, arguments: tuple[Any, ...]) -> Any:
-        """The operation's result, or its `Failure` once all ranks have ended it; `TrainingError` if some do not."""
+        """Run an operation; its result, or a `Failure` once all ranks have ended it.
+
+        Raises `TrainingError` if this rank failed and another does not end within `Deadlines.grace`.
+        """
         self.number += 1
         try:
             with heartbeat.busy_with(f"operation {self.number}", _HANG_FRACTION * self.patience.operation):
                 outcome = operation(self, *arguments)
         except Exception:  # noqa: BLE001 - the boundary where a rank's failure becomes a report
             outcome = Failure(self.rank, traceback.format_exc())
+            # Only the first failure is the cause: later ones are broken collectives.
             self.store.compare_set(self._key("failure"), "", f"{self.rank} {outcome.text}")
         self.store.add(self._key("ended"), 1)
         if isinstance(outcome, Failure):
@@ -223,7 +232,7 @@ class RankState:
         return outcome
 
     def report(self, outcome: Any) -> list[Any] | None:
-        """Gather the outcomes: all of them, in rank order, on the controller; None elsewhere."""
+        """Gather the outcomes of all ranks; in rank order on the controller, None elsewhere."""
         outcomes: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
         with heartbeat.busy_with("gathering outcomes", self.patience.control):
             dist.gather_object(outcome, outcomes, dst=0, group=self.control)
@@ -232,17 +241,17 @@ class RankState:
         return outcomes
 
     def first_failure(self) -> Failure | None:
-        """The failure of the current operation that was marked first, wherever it happened."""
+        """The first recorded failure of the current operation on any rank."""
         if not self.store.check([self._key("failure")]):
             return None
         rank, _, text = self.store.get(self._key("failure")).decode().partition(" ")
         return Failure(int(rank), text)
 
     def serve(self) -> None:
-        """Ranks other than 0: run what the controller sends until it ends the world.
+        """Run the controller's operations until its order to stop; for ranks other than 0.
 
-        The agent's INT, which torchrun passes on to every rank, is left to the controller, which alone knows when state
-        is whole.
+        Ignores INT, which torchrun forwards from the agent to every rank: only the controller can end the world between
+        two operations.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while True:
@@ -278,26 +287,26 @@ class RankState:
 
 
 def write_orders(operation: Operation, arguments: Sequence[tuple[Any, ...]]) -> list[bytes]:
-    """The operation with each rank's arguments, pickled before anything is sent: what cannot travel harms nobody."""
-    return [pickle.dumps((operation, each)) for each in arguments]
+    """Pickle the operation with each rank's arguments, before any is sent: a pickling error then reaches no rank."""
+    return [pickle.dumps((operation, of_rank)) for of_rank in arguments]
 
 
 @contextmanager
 def joined_world(
     device: Device, patience: Deadlines, secret: str = "", allowance: Allowance | None = None
 ) -> Iterator[RankState]:
-    """This process as a member of the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them).
+    """Join the torchrun world (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, … as torchrun sets them) and leave it at the end.
 
-    One process for each device: on CUDA, the one with the local rank's number. Gradients travel over gloo or nccl;
-    control, and what goes on in the background, have gloo groups of their own, whose time-outs may be long without
-    hiding a stuck collective. Raises `TrainingError` before it meets the others if there is no device for it. Of a
-    CUDA device that others share, `allowance` says what this process may allocate.
+    There is one process per device; on CUDA, local rank i uses device i. Gradients travel over gloo or nccl. Control
+    and background have separate gloo groups, so that their long timeouts do not delay the detection of a stuck
+    collective. Raises `TrainingError` before the rendezvous if the process has no device. On a CUDA device that other
+    processes share, `allowance` limits the memory of this process.
 
-    What the processes say to each other, in torchrun's store and in collectives of objects, is signed with the world's
-    `secret`, since torch unpickles any message: `SignatureError` for anything else.
+    Messages in torchrun's store and in collectives of objects are signed with the world's `secret`, since torch
+    unpickles every message; `SignatureError` for an unsigned one.
 
-    From here on a signal of native code (SEGV, ABRT, BUS, …) ends the process with the stacks of its Python threads on
-    standard error: a heap that glibc finds broken leaves one line otherwise, which names neither rank nor place.
+    A fatal signal (SEGV, ABRT, BUS, …) from now on ends the process with the stacks of its Python threads on standard
+    error: glibc's message about a corrupted heap names neither rank nor code.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__ or 2)
@@ -325,10 +334,10 @@ def joined_world(
 
 
 def _take_device(allowance: Allowance | None) -> None:
-    """Compute on the CUDA device of the local rank from now on.
+    """Select the CUDA device of the local rank, and limit its allocator to the allowance.
 
-    Without a limit torch's allocator keeps what it has freed until the device is full: a neighbour that starts later
-    finds nothing, and nobody asks this process to give it back. At its limit it does so by itself.
+    Without a limit torch's allocator holds freed blocks until the device is full, and a process that starts later on
+    the device finds no memory. At the limit the allocator releases its free blocks.
     """
     local, seen = dist.get_node_local_rank(), torch.cuda.device_count()
     if local >= seen:

@@ -164,7 +164,7 @@ class PolicyUpdate:
         if self._config.training.offload_idle_models:
             # Models share the device in turns: all mini-batches of one model first, so that each is loaded once.
             return {name: [self._dispatch.forward(name, batch) for batch in staged.batches] for name in names}
-        outputs = [self._dispatch.forward_each(names, batch) for batch in staged.batches]
+        outputs = [self._dispatch.forward_models(names, batch) for batch in staged.batches]
         return {name: [output[name] for output in outputs] for name in names}
 
     @property

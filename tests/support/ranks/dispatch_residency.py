@@ -29,7 +29,7 @@ APART = {"close", "cut", "layout"}
 MINDLESS = {"stage", "set_column", "unstage", "finish_weight_sync", "remove_model"}
 MINDLESS |= {"memory", "offload_all", "empty_cache", "keepalive"}
 """What needs no model on the device."""
-COMBINED = {"forward_each", "run_on_all_models", "full_parameters"}
+COMBINED = {"forward_models", "run_on_all_models", "full_parameters"}
 """What needs models for purposes of other names."""
 VALUE = RECIPES["value"].objective
 Call = Callable[[RankGroup], object]
@@ -70,7 +70,7 @@ class Script:
         values = make_batch("value")
         return [
             on("policy", "forward", lambda d: d.forward("policy", self._rows)),
-            Step("forward_each", {"critic": "forward"}, self._answer_and_amend),
+            Step("forward_models", {"critic": "forward"}, self._answer_and_amend),
             on("policy", "forward_backward", lambda d: d.forward_backward("policy", self._rows, GRPO)),
             on("critic", "forward_backward", lambda d: d.forward_backward("critic", values, VALUE)),
             on("policy", "forward_backward", lambda d: d.forward_backward("policy", make_batch("grpo"), GRPO)),
@@ -125,9 +125,9 @@ class Script:
         return [np.full(len(row), 0.5, np.float32) for row in self._rows.batch.rows]
 
     def _answer_and_amend(self, dispatch: RankGroup) -> object:
-        answers = dispatch.forward_each(("policy", "reference", "critic"), self._rows)
+        answers = dispatch.forward_models(("policy", "reference", "critic"), self._rows)
         dispatch.set_column(self._staged[-1], "old_logprobs", [answers["policy"]])
-        return answers, dispatch.forward_each(("policy", "critic"), make_batch("grpo"))
+        return answers, dispatch.forward_models(("policy", "critic"), make_batch("grpo"))
 
     def _gather(self, dispatch: RankGroup) -> object:
         return [(name, tensor.clone()) for name, tensor in dispatch.full_parameters("policy")]

@@ -152,7 +152,7 @@ def models_of_other_meshes_take_the_same_staged_rows(dispatch: RankGroup, path: 
     batch = fresh(dispatch, path)
     staged = dispatch.stage([batch])
     dispatch.init_model("reference", policy_spec(path, optim=None, dp_replicate=2))
-    answers = dispatch.forward_each(["policy", "reference"], staged[0])
+    answers = dispatch.forward_models(["policy", "reference"], staged[0])
     for one, other in zip(answers["policy"], answers["reference"], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
     assert "as many replicas" in refusal(lambda: dispatch.copy_parameters("policy", "reference"))
@@ -168,10 +168,10 @@ def models_that_answer_together_answer_as_alone(dispatch: RankGroup, path: Path)
     staged = dispatch.stage([batch])
     for data in (batch, staged[0]):
         alone = {name: dispatch.forward(name, data) for name in THREE}
-        (only,) = dispatch.forward_each(["policy"], data).values()
+        (only,) = dispatch.forward_models(["policy"], data).values()
         assert all(np.array_equal(a, b) for a, b in zip(only, alone["policy"], strict=True))
         for _ in range(5):
-            together = dispatch.forward_each(THREE, data)
+            together = dispatch.forward_models(THREE, data)
             assert list(together) == list(THREE)
             for name in THREE:
                 assert all(np.array_equal(a, b) for a, b in zip(together[name], alone[name], strict=True))
@@ -184,7 +184,7 @@ def models_that_answer_together_compute_at_the_same_time(dispatch: RankGroup, pa
     batch = three_models(dispatch, path)
     dispatch.run_on_all_models(meet_in_forward)
     try:
-        dispatch.forward_each(THREE, batch)
+        dispatch.forward_models(THREE, batch)
     finally:
         dispatch.run_on_all_models(restore)
     leave_policy(dispatch)
@@ -194,12 +194,12 @@ def a_model_that_fails_beside_others_is_reported(dispatch: RankGroup, path: Path
     batch = three_models(dispatch, path)
     dispatch.run_on_all_models(fail_in_forward)
     try:
-        text = refusal(lambda: dispatch.forward_each(THREE, batch))
+        text = refusal(lambda: dispatch.forward_models(THREE, batch))
     finally:
         dispatch.run_on_all_models(restore)
     assert "RuntimeError: the critic is out of sorts" in text.splitlines()[0]
-    assert text.startswith("forward_each failed on rank ")
-    dispatch.forward_each(THREE, batch)
+    assert text.startswith("forward_models failed on rank ")
+    dispatch.forward_models(THREE, batch)
     leave_policy(dispatch)
 
 

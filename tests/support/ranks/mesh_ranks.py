@@ -226,7 +226,7 @@ def refuse_what_cannot_be_spread_or_copied(dispatch: RankGroup, model: Path) -> 
     dispatch.init_model("reference", policy_spec(model, optim=None, ep=2))
     step(dispatch, make_batch("grpo"))
     dispatch.copy_parameters("policy", "reference")
-    answers = dispatch.forward_each(["policy", "reference"], make_batch("grpo"))  # at the same time, in two threads
+    answers = dispatch.forward_models(["policy", "reference"], make_batch("grpo"))  # at the same time, in two threads
     for one, other in zip(answers["policy"], answers["reference"], strict=True):
         assert np.array_equal(one, other)
     dispatch.remove_model("reference")
