@@ -44,9 +44,13 @@ def first_line(error: BaseException) -> str:
 
 
 class RollcallError(Exception):
-    """Base of all errors of Rollcall. `exit_code` is what a command ends with when it reaches the top."""
+    """Base of all errors of Rollcall. `exit_code` is what a command ends with when it reaches the top.
+
+    `is_final`: whether a restarted process would meet the same error, so that its role is not restarted.
+    """
 
     exit_code = 1
+    is_final = False
 
 
 class ConfigError(RollcallError):
@@ -57,6 +61,7 @@ class ConfigError(RollcallError):
     """
 
     exit_code = 2
+    is_final = True
 
     def __init__(self, key: str, value: Any, expected: str, hint: str = "") -> None:
         self.key, self.value, self.expected, self.hint = key, value, expected, hint
@@ -77,6 +82,8 @@ class RunStateError(ConfigError):
 
 class DeadlineError(RollcallError):
     """A wait ran out. Names what was awaited, for how long (seconds), and what was still missing."""
+
+    is_final = True
 
     def __init__(self, awaited: str, seconds: float, missing: str = "") -> None:
         self.awaited, self.seconds, self.missing = awaited, seconds, missing
@@ -102,6 +109,8 @@ class StreamError(RollcallError):
 class CheckpointError(RollcallError):
     """A checkpoint is missing, torn, or does not match the model."""
 
+    is_final = True
+
 
 class DamagedCheckpointError(CheckpointError):
     """What lies there is not what was committed, and will not be: an older commit may do."""
@@ -125,6 +134,8 @@ class EpisodeError(RolloutError):
 
 class TaskError(RollcallError):
     """The task produces nothing usable; the message names what failed and how often."""
+
+    is_final = True
 
 
 class TrainingError(RollcallError):

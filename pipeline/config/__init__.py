@@ -9,6 +9,7 @@
 | `data_keys` | the keys of datasets |
 | `task_keys` | the keys of tasks, rewards and a teacher |
 | `rollout_keys` | the keys of rollouts and servers |
+| `recovery_keys` | the keys of restarts in place |
 | `evaluation_keys` | the keys of evaluation sets |
 | `tinker_keys`, `tinker_losses` | the keys of a run that serves; the losses that its clients name |
 | `value_types` | the types of values |

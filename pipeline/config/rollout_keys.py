@@ -70,9 +70,6 @@ class InferenceConfig(Section):
         "adapters.",
     )
     max_sequences: Positive = Field(256, description="Largest number of concurrent sequences of a server.")
-    restarts: NotNegative = Field(
-        3, description="Number of restarts of a crashed or hung server before it ends the attempt."
-    )
     compact_logprobs: bool = Field(
         True,
         description="Send log-probabilities from vLLM's engine as plain numbers, which costs the engine less; the "

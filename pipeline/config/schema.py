@@ -19,6 +19,7 @@ from pydantic import Field
 from pipeline.config.cluster_keys import ClusterConfig, ResourcesConfig
 from pipeline.config.data_keys import DataConfig
 from pipeline.config.evaluation_keys import EvaluationConfig
+from pipeline.config.recovery_keys import RecoveryConfig
 from pipeline.config.rollout_keys import InferenceConfig, RolloutConfig
 from pipeline.config.task_keys import RewardConfig, TaskConfig, TeacherConfig
 from pipeline.config.tinker_keys import ServeConfig
@@ -346,6 +347,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     inference: InferenceConfig = InferenceConfig()
     streams: StreamsConfig = StreamsConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     tracking: TrackingConfig = TrackingConfig()
     serve: ServeConfig = ServeConfig()
 

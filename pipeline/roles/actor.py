@@ -162,7 +162,7 @@ def _log_error(context: RoleContext, error: BaseException) -> None:
     is_expected = isinstance(error, RollcallError)
     text = str(error) if is_expected else one_line(error)
     log.error("%s", text, exc_info=None if is_expected else error)
-    context.report("failed", text)
+    context.report_failure(error, text)
 
 
 def _first(error: BaseException) -> BaseException:

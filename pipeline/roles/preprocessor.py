@@ -163,7 +163,7 @@ def main(arguments: list[str]) -> None:
             preprocessor = Preprocessor(streams, config, lambda numbers: context.report("ready", "", **numbers), keep)
             preprocessor.run(stop.is_set)
     except RollcallError as error:
-        context.report("failed", str(error))
+        context.report_failure(error, str(error))
         log.error("%s", error)
         sys.exit(error.exit_code)
     context.report("stopped")

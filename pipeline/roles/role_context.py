@@ -18,7 +18,7 @@ import msgspec
 from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
-from pipeline.errors import RendezvousError
+from pipeline.errors import RendezvousError, RollcallError
 from pipeline.run.events import Events
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.topology.plan import Placement, RoleName, World
@@ -31,12 +31,16 @@ RoleState = Literal["starting", "ready", "stopping", "stopped", "failed"]
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Latest state of one role: written by its process, read by the agent and the terminal view."""
+    """Latest state of one role: written by its process, read by the agent and the terminal view.
+
+    `is_final`: of a failed role, whether its error is one that a restart would meet again.
+    """
 
     state: RoleState
     pid: int
     time: float
     detail: str = ""
+    is_final: bool = False
     numbers: dict[str, float] = msgspec.field(default_factory=dict)
 
 
@@ -63,6 +67,21 @@ class RoleContext:
             self._write(Status(state=state, pid=os.getpid(), time=time.time(), detail=detail, numbers=numbers))
         except OSError as error:
             log.warning("%r is not reported: %s", state, error)
+
+    def report_failure(self, error: BaseException, text: str) -> None:
+        """Report the error that ends the role, as `text`; the numbers of the last report stay."""
+        last = self.status()
+        final, numbers = isinstance(error, RollcallError) and error.is_final, last.numbers if last else {}
+        try:
+            self._write(
+                Status(state="failed", pid=os.getpid(), time=time.time(), detail=text, is_final=final, numbers=numbers)
+            )
+        except OSError as refused:
+            log.warning("'failed' is not reported: %s", refused)
+
+    def forget_status(self) -> None:
+        """Remove the last report before the role is restarted: it is its predecessor's. `OSError` if the disk fails."""
+        self.paths.status(self.placement.name).unlink(missing_ok=True)
 
     def announce(self, state: RoleState, detail: str) -> None:
         """Make a report that is not repeated soon and that the agent waits for; `OSError` if the disk keeps failing."""

@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> None:
         try:
             session_of(context, dispatch).run()
         except Exception as error:
-            context.report("failed", first_line(error))
+            context.report_failure(error, first_line(error))
             raise
 
     subprocesses.exit_after(lambda: run_role_of_rank(context.config, context.world.secret, lead))

@@ -40,9 +40,14 @@ class DataGeneration(msgspec.Struct, frozen=True, kw_only=True):
 def inherit(folder: Path) -> DataGeneration:
     """Prepare the `folder` of one attempt for its Redis: with its existing data, else with the newest sibling's data.
 
-    Removes siblings older than the copied one.
+    Removes siblings older than the copied one. Raises `StreamError` if the attempt's own data is gone: an empty Redis
+    would take the place of streams that other roles still use.
     """
     if (folder / _MARK).exists():
+        if not _listing(folder):
+            raise StreamError(
+                f"the data of this attempt's Redis is gone from {folder}; the next attempt starts without"
+            )
         existing = _generations(folder.parent)[folder.name]
         shared_files.write_document(folder / _MARK, existing)
         return existing

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 MAX_SERVER_CRASHES = 3
-"""Equals the default number of crashes of one server that an attempt tolerates (`inference.restarts`)."""
+"""Equals the default number of crashes of one server that an attempt tolerates (`recovery.inference`)."""
 ABANDONED = f"{MAX_SERVER_CRASHES} servers crashed while they processed this request, so it is not retried"
 HEALTH = aiohttp.ClientTimeout(total=5.0)
 

@@ -4,6 +4,8 @@
 |---|---|
 | `agent` | one rank, from its start to its end |
 | `supervisor`, `role_process` | the roles of a rank: started, monitored, stopped; the state of one role |
+| `recovery_policy` | which end of a role is followed by its restart in place, and how often |
+| `role_failure` | the cause of a role's failure, and its record |
 | `role_lifecycle` | the states of a role, and the shutdown order |
 | `preflight` | a rank's check of its node |
 | `gpu_locks` | locks on the GPUs of a machine without a scheduler |

@@ -36,11 +36,8 @@ TRANSITIONS: dict[tuple[State, RoleEvent], State] = {
 """The events that each state accepts, and the next state.
 
 A role that exits in the state `stopping` has `ended`, with any exit code. A role that exits earlier has `finished` if
-the attempt's end was published and the exit code is 0. Otherwise it has `crashed`, or is `replaced` if it is in
-`REPLACEABLE`: it is then `restarting` until its new process starts."""
-
-REPLACEABLE: frozenset[RoleName] = frozenset({"inference"})
-"""Roles whose process can be replaced within an attempt: a server's crash costs only time."""
+the attempt's end was published and the exit code is 0. Otherwise it has `crashed`, or is `replaced` if
+`recovery_policy` allows a restart: it is then `restarting` until its new process starts."""
 
 SHUTDOWN_ORDER: tuple[frozenset[RoleName], ...] = (
     frozenset({"actor", "preprocessor"}),

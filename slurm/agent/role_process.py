@@ -4,19 +4,18 @@ Owns these values, and how the process is killed. `role_lifecycle` owns the tran
 the actions.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.utils import subprocesses
 from pipeline.utils.listeners import NO_LISTENER, listening_process
-from pipeline.utils.waiting import Deadline, exponential_pauses
+from pipeline.utils.waiting import Deadline
 from slurm.agent import role_lifecycle
 from slurm.agent.liveness import LivenessMonitor
+from slurm.agent.recovery_policy import EndKind, RestartBudget
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds before the first restart of a server, and before any later one."""
 _KILL_SECONDS = 2.0
 """Seconds that the loop waits for a killed process to exit. A slower exit is checked again at the end."""
 FROZEN = "; the kernel keeps it, as if it waited for a device or a file system that is gone"
@@ -34,11 +33,12 @@ class SupervisedRole:
     deadline: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
     reason: Deadline | None = None
     """Deadline for the published reason of a role that exited with code 0."""
-    replaced: int = 0
-    """Number of replacements of its process."""
-    pauses: Iterator[float] = field(default_factory=lambda: exponential_pauses(FIRST_PAUSE, LONGEST_PAUSE))
     pause: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
     """The pause before the next restart."""
+    budget: RestartBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.budget = RestartBudget.from_config(self.context.placement.role, self.context.config.recovery)
 
     @property
     def name(self) -> str:
@@ -51,6 +51,15 @@ class SupervisedRole:
     @property
     def down(self) -> bool:
         return self.state in ("stopped", "failed")
+
+    @property
+    def log(self) -> Path:
+        """The file of the output of all its processes."""
+        return self.context.paths.log(self.context.placement.role, self.context.placement.index)
+
+    def may_restart(self, kind: EndKind) -> bool:
+        """Whether it is restarted after an end of this kind, before the attempt's end."""
+        return self.budget.allows(kind, progressed=self.state == "ready")
 
     def taken_ports(self) -> str:
         """Names the listeners on the ports of a role that exited before it was ready; empty if the ports were free."""

@@ -1,8 +1,8 @@
 """Supervision of one rank's roles, from the assignment to a clean end.
 
-Owns starting, monitoring and stopping this rank's roles. Promises that the loop never blocks on a role. A server that
-fails after it was ready is restarted, up to `inference.restarts` times, once its process group has exited and after a
-backoff. The first other failure on any rank stops every role of every rank; a ready trainer first gets
+Owns starting, monitoring and stopping this rank's roles. Promises that the loop never blocks on a role. A role that
+fails is restarted in place if `recovery_policy` allows it, once its process group has exited and after a backoff. The
+first other failure on any rank stops every role of every rank; a ready trainer first gets
 `cluster.grace_seconds` to save a checkpoint, or unlimited time if a launcher waits for it. An orderly shutdown follows
 `role_lifecycle.SHUTDOWN_ORDER`. When `run` returns, no process that it started is alive, except those that the kernel
 cannot end. Events of other ranks may be visible `lateness` later without changing the end, and a temporary failure of
@@ -43,6 +43,8 @@ from slurm.agent import role_lifecycle
 from slurm.agent.agent_heartbeat import ExitMarkers
 from slurm.agent.liveness import LivenessMonitor, Stall
 from slurm.agent.oom import OomWatch
+from slurm.agent.recovery_policy import EndKind
+from slurm.agent.role_failure import cause_of_exit, failure_record, kind_of_exit
 from slurm.agent.role_process import FROZEN, SupervisedRole
 from slurm.scheduler.slurm.slurm_environment import child_environment
 
@@ -174,7 +176,7 @@ class Supervisor:
 
     def _start(self, role: SupervisedRole, patience: float = FINAL_WRITE_TIMEOUT) -> None:
         """Start the role's process. The loop blocks up to `patience` seconds while the log cannot be created."""
-        argv, log = role.launch.argv, self._log(role)
+        argv, log = role.launch.argv, role.log
         hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # no access to GPUs of other roles
         heartbeat = role.monitor.board.environment
         variables = child_environment({**self._variables, **role.launch.env, **heartbeat, **hidden})
@@ -200,7 +202,7 @@ class Supervisor:
                 self._advance(role, "became_ready")
             case "starting" if role.deadline.passed:
                 late = str(role.deadline.error(role.monitor.probe.last_error))
-                self._failed(role, "startup_timeout", self._failure_record(role, late))
+                self._failed(role, "startup_timeout", "hang", failure_record(role, late))
             case "stopping" if role.deadline.passed:
                 self._kill(role)
             case "ready" if self._is_monitored(role) and (hang := role.monitor.watch(role.pid)):
@@ -213,11 +215,11 @@ class Supervisor:
     def _hung(self, role: SupervisedRole, hang: Stall) -> None:
         """Log the stacks of all processes of the role, since the cause may be in any of them, then fail the role."""
         stacks = role.monitor.stacks(role.pid)
-        failure = self._failure_record(role, hang.cause, stacks=stacks.get(hang.pid, "").splitlines()[:_MAX_LINES])
+        failure = failure_record(role, hang.cause, stacks=stacks.get(hang.pid, "").splitlines()[:_MAX_LINES])
         texts = [f"\nStacks of process {pid}, whose role hangs:\n{text}" for pid, text in stacks.items()]
         with suppress(OSError):
-            _append(self._log(role), "".join(texts).encode())
-        self._failed(role, "hung", failure)
+            _append(role.log, "".join(texts).encode())
+        self._failed(role, "hung", "hang", failure)
 
     def _exited(self, role: SupervisedRole, code: int) -> None:
         self._poll_events(at_once=role.reason is None)
@@ -226,13 +228,8 @@ class Supervisor:
         elif self._end is not None and code == 0:
             self._advance(role, "finished")
         elif code != 0 or not self._may_learn_cause(role):
-            self._failed(role, "crashed", self._failure_record(role, self._cause(role, code), code))
-
-    def _cause(self, role: SupervisedRole, code: int) -> str:
-        """The cause of a role's exit: its code, an out-of-memory kill, its own report, and listeners on its ports. The
-        code alone hides a killed process: torchrun then exits with 1, and vLLM with 0."""
-        explained = self._oom_watch.explains(code, _last_lines(self._log(role)))
-        return f"{subprocesses.describe_exit(code)}{explained}{_own_failure(role)}{role.taken_ports()}"
+            failure = failure_record(role, cause_of_exit(role, code, self._oom_watch), code)
+            self._failed(role, "crashed", kind_of_exit(role, code), failure)
 
     def _may_learn_cause(self, role: SupervisedRole) -> bool:
         """Whether the event behind an exit with code 0 may still appear: one rank of the trainer publishes it."""
@@ -240,30 +237,15 @@ class Supervisor:
             role.reason = Deadline(f"the reason why {role.name} ended", self._cluster.lateness, self._clock)
         return not role.reason.passed
 
-    def _failure_record(
-        self, role: SupervisedRole, cause: str, code: int | None = None, stacks: Sequence[str] = ()
-    ) -> FirstFailure:
-        return FirstFailure(
-            role=role.name,
-            rank=role.context.placement.rank,
-            cause=cause,
-            exit_code=code,
-            time=time.time(),
-            log=str(self._log(role)),
-            last_lines=_last_lines(self._log(role)),
-            stacks=tuple(stacks),
-        )
-
-    def _log(self, role: SupervisedRole) -> Path:
-        return self._paths.log(role.context.placement.role, role.context.placement.index)
-
-    def _failed(self, role: SupervisedRole, event: role_lifecycle.RoleEvent, failure: FirstFailure) -> None:
-        """Kill the role's processes, and replace a server or record the attempt's first failure.
+    def _failed(
+        self, role: SupervisedRole, event: role_lifecycle.RoleEvent, kind: EndKind, failure: FirstFailure
+    ) -> None:
+        """Kill the role's processes, and restart the role or record the attempt's first failure.
 
         During a shutdown only the failure of a ready trainer counts, since it had to save a checkpoint.
         """
         stuck = role.kill()
-        if not stuck and self._may_replace(role):
+        if not stuck and self._end is None and role.may_restart(kind):
             self._replace(role, failure.cause)
             return
         trains = role.context.placement.role == "trainer" and role.state == "ready"
@@ -273,19 +255,13 @@ class Supervisor:
             self._publish("failed", failure.one_line(), role.name)
         self._advance(role, event, failure.cause + stuck)
 
-    def _may_replace(self, role: SupervisedRole) -> bool:
-        """Whether the role may be replaced. A role that never was ready would fail again."""
-        once_ready = role.state == "ready" or (role.state == "starting" and role.replaced > 0)
-        left = role.replaced < role.context.config.inference.restarts
-        return self._end is None and once_ready and left and role.context.placement.role in role_lifecycle.REPLACEABLE
-
     def _replace(self, role: SupervisedRole, cause: str) -> None:
-        role.replaced += 1
-        detail = f"{cause}; restarted, {role.replaced} of inference.restarts={role.context.config.inference.restarts}"
+        role.budget.used += 1
+        detail = f"{cause}; {role.budget}"
         print(f"{role.name}: {detail}", flush=True)
         role.monitor.close()
         role.monitor, role.reason = self._monitor(role.name, role.launch), None
-        role.pause = Deadline("its pause", next(role.pauses), self._clock)
+        role.pause = Deadline("its pause", next(role.budget.pauses), self._clock)
         role.deadline = Deadline(f"{role.name} to be restarted", FS_OUTAGE_TIMEOUT, self._clock)
         self._advance(role, "replaced", detail)
 
@@ -295,15 +271,16 @@ class Supervisor:
         missing = f"the end of its processes{FROZEN}"
         if role.child is None or role.child.group_is_gone():
             try:
+                role.context.forget_status()
                 self._start(role, patience=0.0)
             except OSError as error:
                 if not is_transient(error):
                     raise
-                missing = f"{self._log(role)} cannot be written: {error.strerror or error}"
+                missing = f"{role.log} cannot be written: {error.strerror or error}"
             else:
                 return
         if role.deadline.passed:
-            self._failed(role, "crashed", self._failure_record(role, str(role.deadline.error(missing))))
+            self._failed(role, "crashed", "final", failure_record(role, str(role.deadline.error(missing))))
 
     def _stop_next_stage(self) -> None:
         """Request the stop of each role whose predecessors in `SHUTDOWN_ORDER` are down or timed out."""
@@ -356,19 +333,6 @@ class Supervisor:
             _append(self._paths.timeline_of(rank), msgspec.json.encode(line) + b"\n")
         if role.down:
             self._outbox.submit(lambda: self._attempt.replace(down_mark(role.name), role.state))
-
-
-def _own_failure(role: SupervisedRole) -> str:
-    """The failure that the role itself reported; empty if it did not."""
-    status = role.context.status()
-    return f": {status.detail}" if status is not None and status.state == "failed" else ""
-
-
-def _last_lines(log: Path) -> tuple[str, ...]:
-    try:
-        return tuple(subprocesses.tail(log))
-    except OSError as error:
-        return (f"{log} cannot be read: {error.strerror or error}",)
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -154,7 +154,7 @@ def test_a_job_that_outlives_its_launcher_keeps_the_run_and_a_second_ctrl_c_ends
 
 @pytest.mark.parametrize(("role", "rank"), [("redis", 0), pytest.param("actor", 0, marks=pytest.mark.trial)])
 def test_a_role_that_is_killed_is_named_and_nothing_is_left(role: RoleName, rank: int, launches: Launches) -> None:
-    launched = launches.submit("r", ONE_SERVER)
+    launched = launches.submit("r", ONE_SERVER, f"recovery.{role}=0")
     launched.wait_for_state("actor.0", "ready")
     launched.kill_role(role, 0)
     launched.assert_nothing_left()

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from pipeline.config.cluster_keys import ClusterConfig
+from pipeline.config.recovery_keys import RecoveryConfig
 from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.events import Events
@@ -87,7 +88,8 @@ class Attempt:
         return b"up" in self.paths.log(role, 0).read_bytes()
 
     def start(self) -> None:
-        config = compose_config(["experiment=demo", f"inference.restarts={self.restarts}"])
+        keys = (f"recovery.{role}={self.restarts}" for role in RecoveryConfig.model_fields)
+        config = compose_config(["experiment=demo", *keys])
         places = tuple(
             Placement(
                 role=role,

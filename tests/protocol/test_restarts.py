@@ -1,4 +1,4 @@
-"""A server that dies or hangs is started again by its supervisor; with real processes."""
+"""A role that crashes or hangs is restarted in place by its supervisor; with real processes."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ import pytest
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import wait_for
 from slurm.agent import supervisor
-from slurm.agent.role_process import FIRST_PAUSE
+from slurm.agent.recovery_policy import RECOVERY
 from tests.patience import WAIT_SECONDS
 from tests.protocol.small_roles import BEATS, FOREVER, Attempt
 
@@ -54,7 +54,7 @@ def test_a_server_is_started_again_once_nothing_of_its_group_is_left(
         patch.setattr(Child, "_signal", lambda child, number: os.kill(child.pid, number))
         os.kill(run.pid_of("inference"), 9)
         wait_for("the end of the server", partial(run.has_been, "inference.0", [*UP, "restarting"]), WAIT_SECONDS)
-        time.sleep(2 * FIRST_PAUSE)
+        time.sleep(2 * RECOVERY["inference"].pauses[0])
         assert run.has_been("inference.0", [*UP, "restarting"])
         assert helper.is_running()
     helper.kill()
@@ -106,7 +106,50 @@ def test_a_server_that_cannot_be_started_again_for_long_fails_the_attempt(
     )
 
 
-def test_a_server_that_never_was_ready_and_other_roles_are_not_started_again(attempt: Callable[..., Attempt]) -> None:
+def test_actor_preprocessor_and_redis_are_restarted_while_the_other_roles_stay(
+    attempt: Callable[..., Attempt],
+) -> None:
+    early = (
+        "import pathlib, sys, time\nprint('up', flush=True)\ngo = pathlib.Path(sys.argv[1]).with_name('go')\n"
+        "while not go.exists(): time.sleep(0.02)\ngo.unlink()"
+    )
+    run = attempt(restarts=1, preprocessor=early)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    os.kill(run.pid_of("actor"), signal.SIGKILL)
+    os.kill(run.pid_of("redis"), signal.SIGTERM)  # blocked by the shield, so nothing happens
+    os.kill(run.pid_of("redis"), signal.SIGABRT)
+    go = run.paths.events.with_name("go")
+    go.touch()
+    for role in ("actor.0", "redis.0", "preprocessor.0"):
+        wait_for(f"{role} again", partial(run.has_been, role, [*UP, "restarting", *UP]), WAIT_SECONDS)
+    go.touch()
+    assert run.join() == {"failed"}
+    failure = run.first_failure
+    assert (failure.role, failure.cause) == ("preprocessor.0", "exited with code 0"), "it exits early a second time"
+    assert run.history().count(("preprocessor.0", "restarting")) == 1
+    details = {line["role"]: line["detail"] for line in run.lines() if line["state"] == "restarting"}
+    assert details["actor.0"] == "killed by SIGKILL; restarted, 1 of recovery.actor=1"
+    assert details["redis.0"] == "killed by SIGABRT; restarted, 1 of recovery.redis=1"
+    assert [state for name, state in run.history() if name == "trainer.0"][:2] == UP
+    assert run.left() == set()
+
+
+def test_a_role_whose_error_would_come_again_is_not_restarted(attempt: Callable[..., Attempt]) -> None:
+    reports = (
+        "import json, os, pathlib, sys, time\nprint('up', flush=True)\n"
+        "from pipeline.errors import TaskError\nfrom pipeline.run.paths import AttemptPaths\n"
+        "from pipeline.roles.role_context import Status\nfrom pipeline.utils import shared_files\n"
+        "paths = AttemptPaths(pathlib.Path(sys.argv[1]).parents[2], 'r', 'a-0')\n"
+        "status = Status(state='failed', pid=1, time=0.0, detail='no reward', is_final=TaskError.is_final)\n"
+        "shared_files.write_document(paths.status('actor.0'), status)\nsys.exit(1)"
+    )
+    run = attempt(restarts=2, actor=reports)
+    assert run.join() == {"failed"}
+    assert run.first_failure.cause == "exited with code 1: no reward"
+    assert ("actor.0", "restarting") not in run.history()
+
+
+def test_a_server_that_never_was_ready_is_not_restarted(attempt: Callable[..., Attempt]) -> None:
     run = attempt(restarts=2, inference="import time; time.sleep(600)", startup_seconds=1.5)
     assert run.join() == {"failed"}
     assert run.has_been("inference.0", ["starting", "failed"])

@@ -38,6 +38,14 @@ def test_an_attempt_that_starts_again_keeps_its_own_data(tmp_path: Path) -> None
     assert (tmp_path / "7-0" / ONE_FILE).read_text() == "mine"
 
 
+def test_an_attempt_whose_own_data_is_gone_does_not_start_again_empty(tmp_path: Path) -> None:
+    inherit(tmp_path / "7-0")
+    (tmp_path / "7-0" / ONE_FILE).write_text("mine")
+    (tmp_path / "7-0" / ONE_FILE).unlink()
+    with pytest.raises(StreamError, match=r"the data of this attempt's Redis is gone from .*7-0"):
+        inherit(tmp_path / "7-0")
+
+
 @pytest.mark.parametrize("content", [b"", b"{torn"])
 def test_an_attempt_that_starts_again_keeps_its_own_data_though_its_document_cannot_be_read(
     tmp_path: Path, content: bytes
@@ -72,6 +80,7 @@ def test_only_the_data_of_the_last_two_attempts_is_kept(tmp_path: Path) -> None:
 def test_an_earlier_attempt_that_starts_again_removes_nothing_of_a_later_one(tmp_path: Path) -> None:
     for name in ("7-0", "7-1"):
         inherit(tmp_path / name)
+        (tmp_path / name / ONE_FILE).write_text(name)
     inherit(tmp_path / "7-0")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7-0", "7-1"]
 

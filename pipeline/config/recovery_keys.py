@@ -1,0 +1,15 @@
+"""The keys of restarts in place, `recovery.*`."""
+
+from pydantic import Field
+
+from pipeline.config.value_types import NotNegative, Section
+
+
+class RecoveryConfig(Section):
+    """Restarts in place: how often an attempt replaces the process of a role before that role's failure ends it; 0:
+    never. See [operations](operations.md#restarts-in-place)."""
+
+    inference: NotNegative = Field(3, description="Restarts of each server.")
+    actor: NotNegative = Field(3, description="Restarts of the actor. Samples in flight are sampled again.")
+    preprocessor: NotNegative = Field(3, description="Restarts of the preprocessor.")
+    redis: NotNegative = Field(3, description="Restarts of Redis with its data.")

@@ -1,0 +1,92 @@
+"""The consequence of a role's end before the attempt's end: its restart in place, or the end of the attempt.
+
+Owns the table of roles and kinds of end, and the budget of each role. A role is restarted if the table has a restart
+for this kind of end, the budget is not used up, and the process that ended had made progress: it was ready. Without
+progress the same cause would end the next process too. Pure: no process, file or clock.
+
+    budget = RestartBudget("actor", config.recovery)
+    if budget.allows("signal", progressed=True):
+        budget.used += 1
+        pause = next(budget.pauses)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.config.recovery_keys import RecoveryConfig
+from pipeline.topology.plan import RoleName
+from pipeline.utils.waiting import exponential_pauses
+
+EndKind = Literal["early", "exit", "signal", "hang", "final"]
+"""How a role ended:
+
+| kind | observation |
+|---|---|
+| `early` | exit code 0, although the attempt continues |
+| `exit` | another exit code |
+| `signal` | killed by a signal |
+| `hang` | stopped, stuck, or without progress |
+| `final` | after the role's own report of an error that a restart would meet again (`RollcallError.is_final`) |
+"""
+_PASSING: frozenset[EndKind] = frozenset({"early", "exit", "signal", "hang"})
+_NEVER: frozenset[EndKind] = frozenset()
+
+
+@dataclass(frozen=True)
+class RecoveryRule:
+    """A row of the table.
+
+    Attributes:
+        restarts: the kinds of end after which the role is restarted; the others end the attempt.
+        pauses: seconds before the first restart, and before any later one. Each pause is half again as long.
+        retries_start: whether a restarted process may fail before it is ready, within the budget.
+    """
+
+    restarts: frozenset[EndKind]
+    pauses: tuple[float, float]
+    retries_start: bool = False
+
+
+RECOVERY: dict[RoleName, RecoveryRule] = {
+    # The GPU memory of a killed server may become free late, so its first new process may fail.
+    "inference": RecoveryRule(_PASSING, (1.0, 30.0), retries_start=True),
+    "actor": RecoveryRule(_PASSING, (1.0, 30.0)),
+    "preprocessor": RecoveryRule(_PASSING, (1.0, 30.0)),
+    # All other roles wait for Redis, for at most `FS_OUTAGE_TIMEOUT`.
+    "redis": RecoveryRule(_PASSING, (0.2, 5.0)),
+    "trainer": RecoveryRule(_NEVER, (1.0, 30.0)),
+}
+"""The consequence of each role's end. The budget is `recovery.<role>`."""
+
+
+@dataclass
+class RestartBudget:
+    """The restarts of one role in an attempt.
+
+    Attributes:
+        limit: the largest number of restarts.
+        used: the number of restarts so far.
+    """
+
+    role: RoleName
+    limit: int
+    used: int = 0
+    pauses: Iterator[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pauses = exponential_pauses(*RECOVERY[self.role].pauses)
+
+    @classmethod
+    def from_config(cls, role: RoleName, config: RecoveryConfig) -> "RestartBudget":
+        """The budget of a role, `recovery.<role>`; 0 for a role that is never restarted."""
+        return cls(role, getattr(config, role, 0))
+
+    def allows(self, kind: EndKind, *, progressed: bool) -> bool:
+        """Whether the role is restarted after an end of this kind."""
+        rule = RECOVERY[self.role]
+        may_start = progressed or (rule.retries_start and self.used > 0)
+        return kind in rule.restarts and may_start and self.used < self.limit
+
+    def __str__(self) -> str:
+        return f"restarted, {self.used} of recovery.{self.role}={self.limit}"

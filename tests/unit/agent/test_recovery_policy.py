@@ -1,0 +1,42 @@
+"""The table of restarts in place: which end of which role is followed by a restart, and how often."""
+
+from typing import get_args
+
+import pytest
+
+from pipeline.config.recovery_keys import RecoveryConfig
+from pipeline.topology.plan import RoleName
+from slurm.agent.recovery_policy import RECOVERY, EndKind, RestartBudget
+
+RESTARTED: tuple[RoleName, ...] = ("inference", "actor", "preprocessor", "redis")
+
+
+def test_every_role_has_a_row_and_every_restarted_role_a_key() -> None:
+    assert set(RECOVERY) == set(get_args(RoleName))
+    assert set(RecoveryConfig.model_fields) == {role for role, rule in RECOVERY.items() if rule.restarts}
+
+
+@pytest.mark.parametrize("role", RESTARTED)
+def test_a_role_is_restarted_as_often_as_its_budget_allows_and_never_after_a_final_error(role: RoleName) -> None:
+    budget = RestartBudget.from_config(role, RecoveryConfig(**{role: 2}))
+    kinds = get_args(EndKind)
+    assert [kind for kind in kinds if not budget.allows(kind, progressed=True)] == ["final"]
+    budget.used = 1
+    assert budget.allows("signal", progressed=True)
+    budget.used = 2
+    assert not any(budget.allows(kind, progressed=True) for kind in kinds)
+    assert str(budget) == f"restarted, 2 of recovery.{role}=2"
+
+
+@pytest.mark.parametrize(("role", "again"), [("inference", True), ("actor", False), ("redis", False)])
+def test_only_a_server_may_fail_before_it_is_ready_once_it_was_restarted(role: RoleName, again: bool) -> None:
+    budget = RestartBudget(role, 3)
+    assert not budget.allows("exit", progressed=False)
+    budget.used = 1
+    assert budget.allows("exit", progressed=False) == again
+
+
+def test_pauses_grow_to_their_limit() -> None:
+    pauses = RestartBudget("inference", 3).pauses
+    assert [next(pauses) for _ in range(3)] == [1.0, 1.5, 2.25]
+    assert max(next(pauses) for _ in range(20)) == 30.0
