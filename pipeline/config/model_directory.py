@@ -100,6 +100,11 @@ def expert_count(model: ModelConfig) -> int:
     return max((count for count in counts if isinstance(count, int) and count > 1), default=0)
 
 
+def model_family(model: ModelConfig) -> str:
+    """The `model_type` of the language model in the model's config."""
+    return str(_text_settings(model).get("model_type", ""))
+
+
 def has_vision_tower(model: ModelConfig) -> bool:
     """Whether the model's config has a vision tower. Only the language model is trained."""
     return isinstance(_settings(model, model_directory(model)).get("vision_config"), dict)

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from pipeline.config import ModelConfig, RunConfig
-from pipeline.config.cross_checks import check_adapters, check_parallel, check_run
+from pipeline.config.cross_checks import check_adapters, check_parallel, check_run, check_weight_updates
 from pipeline.config.mesh_checks import check_context_heads, check_context_packing
 from pipeline.config.model_directory import (
     describe_weights,
@@ -23,6 +23,7 @@ from pipeline.config.model_directory import (
     key_heads,
     longest_sequence,
     model_directory,
+    model_family,
 )
 from pipeline.environments import check_demonstrations, check_task, load_task
 from pipeline.environments.eval_set_checks import check_eval_tasks, check_held_out
@@ -139,6 +140,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     if config.has_servers:
         check_parallel(config, head_count(config.model))
         check_adapters(config, expert_count(config.model))
+        check_weight_updates(config, model_family(config.model))
         _check_served_adapters(config.model)
         find_vllm()
         check_extra_args(config)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pipeline.config import LossConfig
 from pipeline.train.algorithms import ValueLoss
-from tests.support.oracle.cases import LAYERS, RECIPES, STEPS, make_rows, write_models
+from tests.support.oracle.cases import BALANCED, LAYERS, RECIPES, STEPS, make_rows, write_models
 from tests.support.oracle.losses import CLIPPED
 from tests.support.oracle.truth import FLOAT32, answers, errors, excess
 from tests.support.oracle.ways import (
@@ -35,6 +35,7 @@ from tests.support.oracle.ways import (
     cases,
     compiled_cases,
     context_cases,
+    family_cases,
     mixture_cases,
 )
 from tests.support.ranks import forked_ranks, training_ranks
@@ -80,7 +81,9 @@ def check(result: Result, models: Path, case: Case, ranks: int) -> None:
     assert excess(errors(result, case.model(models), case.recipe), FLOAT32) == {}
     shards = ranks // case.replicas
     assert result.seen["shards"] == ranks * shards
-    assert result.seen["units"] == ranks * ((3 if case.layers else 1) + (LAYERS - case.glm if case.ep > 1 else 0))
+    assert result.seen["units"] == ranks * (
+        (3 if case.layers else 1) + (LAYERS - (case.family in BALANCED) if case.ep > 1 else 0)
+    )
     assert result.seen.get("evicted", 0) == (ranks * STEPS if case.offload else 0)
     assert (result.seen["graphs"] > 0) == case.compile
     if not case.compile:
@@ -170,7 +173,7 @@ def test_the_full_product_computes_what_the_oracle_does(ranks: int, models: Path
         check(computed[case], models, case, ranks)
 
 
-TRIALS = {"mixtures": mixture_cases, "context": context_cases, "compiled": compiled_cases}
+TRIALS = {"families": family_cases, "mixtures": mixture_cases, "context": context_cases, "compiled": compiled_cases}
 """What a trial of one list of cases is called, and its cases on so many ranks."""
 
 
@@ -178,7 +181,12 @@ TRIALS = {"mixtures": mixture_cases, "context": context_cases, "compiled": compi
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("trial", "ranks"),
-    [*product(["mixtures"], WORLDS), *product(["context"], [2, 4]), *product(["compiled"], [1, 2])],
+    [
+        *product(["families"], [*WORLDS, 8]),
+        *product(["mixtures"], WORLDS),
+        *product(["context"], [2, 4]),
+        *product(["compiled"], [1, 2]),
+    ],
 )
 def test_all_cases_of_a_list_compute_what_the_oracle_does(trial: str, ranks: int, models: Path, tmp_path: Path) -> None:
     computed = run_ranks(models, ranks, tmp_path / "results", trial, seconds=1400)

@@ -22,7 +22,7 @@ from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import RankState
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.policy_update import PolicyUpdate
-from pipeline.train.model import packed_attention
+from pipeline.train.model import attention_sinks, packed_attention
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.worker_spec import models_of
 from tests.fakes.configs import make_config
@@ -119,7 +119,7 @@ def kernel(
 def train_both_ways(rank: int, path: Path, ranks: int, packing: Packing, loss: str) -> None:
     if packing == "shared":  # the rectangle does not read the tables of the shared line
         packed_attention._kernel_takes = lambda query: True  # type: ignore[assignment]
-        packed_attention.varlen_attn = kernel  # type: ignore[assignment]
+        attention_sinks.varlen_attn = kernel  # type: ignore[assignment]
     compile_ = torch.nn.Module.compile
     torch.nn.Module.compile = lambda self: compile_(self, backend="eager")  # type: ignore[method-assign]
 

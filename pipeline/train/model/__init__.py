@@ -3,7 +3,8 @@
 | module | owns |
 |---|---|
 | `model_worker` | a sharded model with its optimizer, and the loop over micro-batches |
-| `models`, `lm_head`, `packed_attention` | policy and critic, log-probabilities, and attention inside each row |
+| `models`, `lm_head` | policy and critic; log-probabilities |
+| `packed_attention`, `attention_sinks` | attention inside each row, and with a logit per head beside the tokens |
 | `experts`, `expert_dispatch` | the experts of a mixture, by grouped products; tokens that travel to them |
 | `routers`, `expert_load` | the choice of experts in float32; tokens of each, and the bias that evens them out |
 | `supported_architectures`, `rope` | supported architectures; rotary frequencies, as in the servers |

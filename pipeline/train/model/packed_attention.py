@@ -25,10 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from pipeline.errors import ConfigError
+from pipeline.train.model.attention_sinks import KernelOptions, KernelRows, attend_behind_sinks, attend_kernel
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.to_device import to_device
 
@@ -151,15 +152,16 @@ def attend(
     scaling: float | None = None,
     segments: Segments | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention with the signature of transformers' attention functions; returns [B, T, H, D].
 
     Grouped key and value heads are fewer than H. Without `segments` each line is one row, padded on the right;
     causality alone keeps its tokens from the padding. With context parallelism (`Segments.context`), T is this rank's
-    part of the line, and H are all heads. There is no dropout and no cache. Raises `ConfigError` for any other argument
-    of a model, such as `softcap`, `s_aux` or a custom mask: ignoring it would train another model than the servers
-    sample from.
+    part of the line, and H are all heads. `s_aux` [H] are sinks (see `attention_sinks`). There is no dropout and no
+    cache. Raises `ConfigError` for any other argument of a model, such as `softcap` or a custom mask: ignoring it would
+    train another model than the servers sample from.
     """
     arguments = others | {"attention_mask": attention_mask}
     unknown = sorted(name for name, value in arguments.items() if value is not None and name not in _IGNORED)
@@ -167,18 +169,33 @@ def attend(
         refused = f"{type(module).__name__} with {', '.join(unknown)}"
         raise ConfigError("model.path", refused, "a model with plain causal attention", "choose another model")
     context = None if segments is None else segments.context
-    tensors = query_BHTD, key_BHTD, value_BHTD
+    tensors, options = (query_BHTD, key_BHTD, value_BHTD), _Options(scaling, sliding_window, s_aux)
     if context is not None:
         tensors = context.scatter_heads(*tensors)  # [1, H, p, D] → [1, H / c, P, D]
+        options = options.of_heads(context)
     if segments is None:
-        attended = _attend(*tensors, scaling, sliding_window)
+        attended = _attend(*tensors, options)
     elif _kernel_takes(query_BHTD):
-        attended = _attend_lengths(*tensors, segments, scaling, sliding_window)
+        attended = _attend_lengths(*tensors, segments, options)
     else:
-        attended = _attend_packed(*tensors, segments, scaling, sliding_window)
+        attended = _attend_packed(*tensors, segments, options)
     if context is not None:
         attended = context.gather_heads(attended)  # [1, H / c, P, D] → [1, H, p, D]
     return attended.transpose(1, 2).contiguous(), None  # [B, H, T, D] → [B, T, H, D]
+
+
+class _Options(NamedTuple):
+    """How a layer attends: the `scaling` of scores (None: 1 / √D), the tokens of a `window`, and `sinks` [H]."""
+
+    scaling: float | None
+    window: int | None
+    sinks: Tensor | None
+
+    def of_heads(self, context: ContextParallel) -> "_Options":
+        """With the sinks of the heads that this rank has while a line is exchanged."""
+        if self.sinks is None:
+            return self
+        return self._replace(sinks=self.sinks[context.own_part(len(self.sinks))])
 
 
 def _kernel_takes(query: Tensor) -> bool:
@@ -186,33 +203,26 @@ def _kernel_takes(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and size <= 256 and size % 8 == 0
 
 
-def _attend_lengths(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
-) -> Tensor:
+def _attend_lengths(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: _Options) -> Tensor:
     """[1, H, P, D] → [1, H, P, D], by the kernel for rows of various lengths."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [1, H, P, D] → [P, H, D]
     if segments.line_R is not None:
         # [P, H, D] → [R, H, D]: keys and values of whole rows, each with a copy of its prefix. Queries stay [P, H, D]:
         # a shared token's output is the same in all rows, so it is computed once.
         key, value = (_repeat(x, segments.line_R, 0) for x in (key, value))
-    heads, grouped = query.shape[1], query.shape[1] != key.shape[1]
+    heads, grouped, width = query.shape[1], query.shape[1] != key.shape[1], value.shape[-1]
     if grouped and not _GROUPS:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-    options: dict[str, Any] = {"enable_gqa": grouped} if _GROUPS else {}
+    if width < query.shape[-1]:
+        value = pad(value, (0, query.shape[-1] - width))  # latent attention (MLA): the kernel takes one width
     # With fewer queries than keys, the kernel aligns the last query of a row with its last key, as suffixes need it.
-    attended = varlen_attn(
-        query,
-        key,
-        value,
-        segments.own.bounds,
-        segments.whole.bounds,
-        segments.own.longest,
-        segments.whole.longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **options,
-    )
-    return cast(Tensor, attended).transpose(0, 1).unsqueeze(0)  # [P, H, D] → [1, H, P, D]
+    own, whole = segments.own, segments.whole
+    rows = KernelRows(own.bounds, whole.bounds, own.longest, whole.longest)
+    window = (-1 if options.window is None else options.window - 1, 0)
+    others = {"enable_gqa": grouped} if _GROUPS else {}
+    kernel_options = KernelOptions(options.scaling, window, others)
+    attended = attend_kernel(query, key, value, options.sinks, rows, kernel_options)[..., :width]
+    return attended.transpose(0, 1).unsqueeze(0)  # [P, H, D] → [1, H, P, D]
 
 
 class _Repeat(torch.autograd.Function):
@@ -235,14 +245,12 @@ def _repeat(table: Tensor, index: Tensor, dim: int) -> Tensor:
     return cast(Tensor, _Repeat.apply(table, index, dim))  # type: ignore[no-untyped-call]
 
 
-def _attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
-) -> Tensor:
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: _Options) -> Tensor:
     """[1, H, P, D] → [1, H, P, D], through rectangles of one row per line."""
     shapes = [rectangle.shape for rectangle in segments.rectangles]
     line_A = torch.cat([rectangle.flatten() for rectangle in segments.rectangles])
     parts = [_unpack(x, line_A, shapes) for x in (query, key, value)]
-    attended = [_attend(q, k, v, scaling, window) for q, k, v in zip(*parts, strict=True)]  # each [S, H, L, D]
+    attended = [_attend(q, k, v, options) for q, k, v in zip(*parts, strict=True)]  # each [S, H, L, D]
     heads_first = torch.cat([part.transpose(0, 1).flatten(1, 2) for part in attended], 1)  # [H, A, D]
     return heads_first[:, segments.rectangle_P].unsqueeze(0)  # drops the padding: [H, A, D] → [1, H, P, D]
 
@@ -255,15 +263,26 @@ def _unpack(packed: Tensor, line_A: Tensor, shapes: Sequence[torch.Size]) -> lis
     return [part.view(heads, *shape, size).transpose(0, 1) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
     """Causal attention along each line, at most `window` tokens back: [B, H, T, D] → [B, H, T, D]."""
-    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
-    if window is None or window >= length:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-    # Bool [T, T]: key j for query i with i − window < j ≤ i.
-    ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
-    near = ones.tril() & ones.triu(1 - window)
-    return scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scaling, enable_gqa=grouped)
+    length, grouped, near = query.shape[2], query.shape[1] != key.shape[1], None
+    if options.window is not None and options.window < length:
+        # Bool [T, T]: key j for query i with i − window < j ≤ i.
+        ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        near = ones.tril() & ones.triu(1 - options.window)
+    if options.sinks is None:
+        return _dot_product(query, key, value, options.scaling, near, grouped)
+    scale = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
+    return attend_behind_sinks(_dot_product, query, key, value, options.sinks, scale, near)
+
+
+def _dot_product(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, near: Tensor | None, grouped: bool = False
+) -> Tensor:
+    causal = near is None
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=near, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
 
 
 AttentionInterface.register(ATTENTION, attend)

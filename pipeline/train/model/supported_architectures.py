@@ -26,12 +26,18 @@ _WORDS = 8
 
 
 def refuse_unloadable(config: Any) -> None:
-    """Raise `ConfigError` for a family whose causal language model transformers cannot load from its own directory:
-    there is none, or it has another config class, with other names of tensors than the family's files."""
+    """Raise `ConfigError` for quantized weights, and for a family whose causal language model transformers cannot load
+    from its own directory: there is none, or it has another config class, with other names of tensors than the
+    family's files."""
     network = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if network is None or network.config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         expected = "a family that transformers' AutoModelForCausalLM saves and loads"
         raise ConfigError("model.path", config.model_type, expected, "choose one that it does, such as Qwen or Llama")
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else type(quantized).__name__
+        expected = f"weights in bfloat16 or float32, not quantized ({method or 'quantization_config'})"
+        raise ConfigError("model.path", config.model_type, expected, "choose a directory with dequantized weights")
 
 
 def refuse_unsupported(network: Any) -> None:

@@ -21,22 +21,65 @@ LAYERS, HEADS, GROUPS, SIZE = 2, 2, 1, 32
 ALPHA, MAX_LENGTH = 6.0, 12
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 """Of each layer of the mixture."""
-GLM: dict[str, Any] = {
-    "model_type": "glm4_moe",
+ROUTED: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
     "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
-    "use_qk_norm": True,
-    "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1e-6,
 }
-"""Of a mixture that is balanced by biases."""
+Family = Literal["", "glm", "gpt_oss", "deepseek"]
+"""A mixture's kind; the empty one is Qwen3-MoE's."""
+FAMILIES: dict[Family, dict[str, Any]] = {
+    "": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS},
+    "glm": {
+        "model_type": "glm4_moe",
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        **ROUTED,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 16,
+        "sliding_window": 3,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "rms_norm_eps": 1e-6,
+    },
+    "deepseek": {
+        "model_type": "deepseek_v3",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "num_key_value_heads": HEADS,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 20,
+        "head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 10,
+        "num_nextn_predict_layers": 0,
+        **ROUTED,
+    },
+}
+BALANCED: tuple[Family, ...] = ("glm", "deepseek")
+"""Families that are balanced by biases, and whose first layer has no experts."""
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "mixture": (_ATTENTION, ()),
+    "glm": (_ATTENTION, ()),
+    "gpt_oss": (_ATTENTION, _ATTENTION),
+    "deepseek": (_LATENT, (*_LATENT, "gate_proj", "up_proj", "down_proj")),
+}
+"""The layers of each mixture that have adapters: attention's, and with the experts; none named are the default ones."""
 BIAS_RATE = 0.01
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
 Arrays = dict[str, NDArray[np.float32]]
@@ -50,6 +93,7 @@ class Recipe:
         objective, normalize, temperature: of the loss.
         old_logprobs: whether the ratio is taken over other log-probabilities than those of the sampling policy.
         lora: rank of the adapters that alone are trained; 0: all parameters are.
+        experts: whether a mixture's experts have adapters too.
     """
 
     objective: LossSpec
@@ -57,6 +101,7 @@ class Recipe:
     temperature: float = 1.0
     old_logprobs: bool = False
     lora: int = 0
+    experts: bool = True
 
     @property
     def model(self) -> Literal["policy", "critic"]:
@@ -82,35 +127,43 @@ RECIPES: dict[str, Recipe] = {
     "value": Recipe(ValueLoss(clip=0.4), "token"),
     "value_free": Recipe(ValueLoss(clip=0.0), "sequence"),
     "lora": Recipe(_loss("grpo", entropy=0.05), "token", 0.8, lora=2),
-    "lora_sft": Recipe(SFT, "prompt", lora=3),
+    "lora_sft": Recipe(SFT, "prompt", lora=3, experts=False),
 }
 
 
 def write_models(folder: Path) -> None:
-    """The model whose head is its embedding, one with a head of its own, and a mixture of experts."""
+    """The model whose head is its embedding, one with a head of its own, and mixtures of experts."""
     write_model(folder / "tied", tied=True)
     write_model(folder / "untied", tied=False)
-    write_model(folder / "mixture", tied=False, model_type="qwen3_moe", norm_topk_prob=True, **EXPERTS)
-    write_model(folder / "glm", tied=False, **GLM)
-    _draw_biases(folder / "glm" / "model.safetensors")
+    for family, settings in FAMILIES.items():
+        path = folder / (family or "mixture")
+        write_model(path, tied=False, **settings)
+        _draw_biases(path / "model.safetensors")
 
 
 def write_model(path: Path, tied: bool, **changed: Any) -> None:
     """A tiny Qwen3 whose weights are large enough that attention and positions matter."""
     size = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": SIZE}
     large = {"max_position_embeddings": 64, "tie_word_embeddings": tied, "initializer_range": 0.2}
-    write_tiny(path, 5, **size, **large, **changed)
+    write_tiny(path, 5, **size | large | changed)
 
 
 def _draw_biases(file: Path) -> None:
-    """Give the routers' biases, which start at 0, numbers that change what is chosen."""
+    """Give biases, which start at 0, numbers that matter: those of routers change what is chosen."""
     tensors = load_file(file)
-    drawn_ones = {name: drawn(name, tensor.shape) for name, tensor in tensors.items() if "correction_bias" in name}
+    drawn_ones = {name: drawn(name, tensor.shape) for name, tensor in tensors.items() if name.endswith("bias")}
     save_file(tensors | drawn_ones, file, {"format": "pt"})
 
 
-def model_config(path: Path, lora: int = 0) -> ModelConfig:
-    return ModelConfig(path=str(path), init="pretrained", lora=LoraConfig(rank=lora, alpha=ALPHA))
+def model_config(path: Path, lora: int = 0, experts: bool = True) -> ModelConfig:
+    targets = targets_of(path, experts)
+    settings: dict[str, Any] = {"targets": targets} if targets else {}
+    return ModelConfig(path=str(path), init="pretrained", lora=LoraConfig(rank=lora, alpha=ALPHA, **settings))
+
+
+def targets_of(path: Path, experts: bool) -> tuple[str, ...]:
+    """The layers of a model from `write_models` that have adapters; none named are the default ones."""
+    return TARGETS.get(path.name, ((), ()))[experts]
 
 
 def policy_spec(path: Path, **changed: Any) -> ModelSpec:
@@ -166,7 +219,7 @@ def start_of(recipe: Recipe, path: Path) -> tuple[Arrays, Arrays]:
     """Trained and frozen parameters before the first step, under Hugging Face names (adapters: as peft ends them)."""
     file: Arrays = load_file(path / "model.safetensors")
     if recipe.lora:
-        return _adapters(file, recipe.lora), file
+        return _adapters(file, recipe.lora, targets_of(path, recipe.experts)), file
     if recipe.model == "critic":
         width = file["model.norm.weight"].shape[0]
         file.pop("lm_head.weight", None)
@@ -174,11 +227,11 @@ def start_of(recipe: Recipe, path: Path) -> tuple[Arrays, Arrays]:
     return file, {}
 
 
-def _adapters(file: Arrays, rank: int) -> Arrays:
+def _adapters(file: Arrays, rank: int, targets: tuple[str, ...]) -> Arrays:
     made: Arrays = {}
     for name, matrix in file.items():
-        if name.endswith("_proj.weight"):
-            layer = name.removesuffix(".weight")
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "weight" and (layer.rpartition(".")[-1] in targets if targets else layer.endswith("_proj")):
             for part, shape in (("lora_A", (rank, matrix.shape[1])), ("lora_B", (matrix.shape[0], rank))):
                 made[f"{layer}.{part}.weight"] = drawn(f"{layer}.{part}.weight", shape)
     return made

@@ -23,7 +23,16 @@ import pipeline.train.algorithms
 from pipeline.train.batching import packing, sequences
 from pipeline.train.batching.packing import Bins, Layout, Packing, PrefixGroup
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.model import collate, context_parallel, expert_dispatch, expert_load, experts, model_worker, models
+from pipeline.train.model import (
+    collate,
+    context_parallel,
+    expert_dispatch,
+    expert_load,
+    experts,
+    model_worker,
+    models,
+    packed_attention,
+)
 from pipeline.train.model.cpu_offload import Part, local
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.packed_attention import Segments
@@ -260,6 +269,17 @@ def wrong_adapter(rank: ModelWorker) -> None:
     patch(experts, "grouped_product", swapped)
 
 
+def lost_sink(rank: ModelWorker) -> None:
+    """Attention without its sinks."""
+    attend = packed_attention.attend_behind_sinks
+
+    def without(function: Any, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, *others: Any) -> Tensor:
+        seen["mutated"] += 1
+        return attend(function, query, key, value, sinks_H * 0 - 100, *others)
+
+    patch(packed_attention, "attend_behind_sinks", without)
+
+
 def unreplicated_bias(rank: ModelWorker) -> None:
     """Each rank balances the experts by the tokens that it has seen itself."""
     reduce = dist.all_reduce
@@ -291,5 +311,6 @@ MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "wrong_expert": wrong_expert,
     "lost_chunk": lost_chunk,
     "wrong_adapter": wrong_adapter,
+    "lost_sink": lost_sink,
     "unreplicated_bias": unreplicated_bias,
 }

@@ -15,9 +15,9 @@ from pipeline.train.batching.sequences import TrainSequence
 from tests.support.oracle import arithmetic as oracle
 from tests.support.oracle.cases import (
     ALPHA,
+    BALANCED,
     BIAS_RATE,
-    EXPERTS,
-    GLM,
+    FAMILIES,
     GROUPS,
     HEADS,
     LAYERS,
@@ -139,12 +139,25 @@ def goal_of(recipe: Recipe) -> Goal:
 
 def shape_of(recipe: Recipe, model: Path) -> oracle.Shape:
     scale = ALPHA / recipe.lora if recipe.lora else 0.0
-    taken = EXPERTS["num_experts_per_tok"]
-    shape = oracle.Shape(layers=LAYERS, heads=HEADS, groups=GROUPS, size=SIZE, scale=scale, taken=taken)
-    if model.name != "glm":
-        return shape
-    glm = {"rotary": GLM["partial_rotary_factor"], "teams": GLM["n_group"], "routed": GLM["routed_scaling_factor"]}
-    return replace(shape, **glm, bias_rate=BIAS_RATE, taken=GLM["num_experts_per_tok"])
+    family = next((family for family in FAMILIES if family == model.name), "")
+    settings = FAMILIES[family]
+    taken, rate = settings["num_experts_per_tok"], BIAS_RATE if family in BALANCED and not recipe.lora else 0.0
+    shape = oracle.Shape(LAYERS, HEADS, GROUPS, SIZE, scale=scale, taken=taken, bias_rate=rate)
+    named = {name: settings[key] for name, key in _KEYS.items() if key in settings}
+    return replace(shape, **named)
+
+
+_KEYS = {
+    "rotary": "partial_rotary_factor",
+    "teams": "n_group",
+    "chosen_teams": "topk_group",
+    "routed": "routed_scaling_factor",
+    "latent": "kv_lora_rank",
+    "turning": "qk_rope_head_dim",
+    "window": "sliding_window",
+    "limit": "swiglu_limit",
+}
+"""What `Shape` calls the keys of configs."""
 
 
 def plain(row: TrainSequence) -> Sequence64:

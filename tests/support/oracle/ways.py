@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from pipeline.train.algorithms import MetricsLevel
 from pipeline.train.batching.packing import Budget
-from tests.support.oracle.cases import RECIPES, Arrays
+from tests.support.oracle.cases import BALANCED, FAMILIES, RECIPES, Arrays, Family
 
 WORLDS = (1, 2, 4)
 Dtype = Literal["float32", "bfloat16"]
-_NAMED = ("glm", "layers", "reshard", "offload", "checkpointing", "compile", "staged")
+_NAMED = ("layers", "reshard", "offload", "checkpointing", "compile", "staged")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Case:
         level: of the metrics.
         tied: whether the model's head is its embedding.
         ep: of a mixture of experts, as in `ModelSpec`; 0: the model is none.
-        glm: whether the mixture is of GLM-4.5's kind, balanced by biases.
+        family: the mixture's kind.
     """
 
     recipe: str
@@ -52,11 +52,11 @@ class Case:
     dtype: Dtype = "float32"
     tied: bool = True
     ep: int = 0
-    glm: bool = False
+    family: Family = ""
 
     def model(self, folder: Path) -> Path:
         """Where `write_models` put the case's model."""
-        return folder / ("glm" if self.glm else "mixture" if self.ep else "tied" if self.tied else "untied")
+        return folder / (self.family or ("mixture" if self.ep else "tied" if self.tied else "untied"))
 
     @property
     def budget(self) -> Budget:
@@ -67,6 +67,7 @@ class Case:
         words = [self.recipe, self.budget.packing, limit]
         words += [name for name in _NAMED if getattr(self, name)]
         words += [f"replicas{self.replicas}"] if self.replicas > 1 else []
+        words += [self.family] if self.family else []
         words += [f"ep{self.ep}"] if self.ep else []
         words += [f"cp{self.cp}"] if self.cp > 1 else []
         words += [] if self.tied or self.ep else ["untied"]
@@ -123,14 +124,31 @@ def _replicated(ranks: int) -> Iterator[Case]:
 
 def _mixtures(ranks: int) -> Iterator[Case]:
     if ranks == 1:
-        yield from (_mixture("grpo", 1), _mixture("gspo", 1, glm=True, rows=None, tokens=24))
+        yield from (_mixture("grpo", 1), _mixture("gspo", 1, family="glm", rows=None, tokens=24))
+        yield _mixture("grpo", 1, family="gpt_oss", rows=None, tokens=24)
     if ranks == 2:
         yield from (_mixture("cispo", 1), _mixture("grpo", 2), _mixture("value", 2, layers=True, reshard=True))
-        yield _mixture("cispo", 2, glm=True, checkpointing=True)
-        yield from (_mixture("lora", 2), _mixture("lora_sft", 1, layers=True, checkpointing=True))
+        yield _mixture("cispo", 2, family="glm", checkpointing=True)
+        yield _mixture("grpo", 1, family="gpt_oss", cp=2, rows=None, tokens=24)
+        yield _mixture("lora", 2, family="gpt_oss", packed=False)
+        yield _mixture("cispo", 2, family="deepseek", layers=True, checkpointing=True)
+        yield from (_mixture("lora", 2), _mixture("lora", 1, layers=True, checkpointing=True))
     if ranks == 4:
         yield from (_mixture("sft", 2, checkpointing=True), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
         yield from (_mixture("value", 2, cp=2, layers=True), _mixture("cispo", 4, cp=2, checkpointing=True))
+
+
+def family_cases(ranks: int) -> list[Case]:
+    """Dense and each kind of mixture × full, adapters, adapters on experts too × packed, shared prefixes; the ranks are
+    shards, spread experts, shared lines and replicas by turns."""
+    meshes = [{"ep": ep, "cp": cp, "replicas": n} for ep in (1, 2, 4, 8) for cp in (1, 2) for n in (1, 2)]
+    meshes = [mesh for mesh in meshes if ranks % (max(mesh["ep"], mesh["cp"]) * mesh["replicas"]) == 0]
+    kinds = [(family, recipe) for family in ("dense", *FAMILIES) for recipe in ("grpo", "lora", "lora_sft")]
+    chosen = []
+    for number, ((family, recipe), shared) in enumerate(product(kinds, (False, True))):
+        mesh = meshes[(number * 5) % len(meshes)] | ({"ep": 0} if family == "dense" else {})
+        chosen.append(Case(recipe, 24, shared=shared, tied=False, family=family.replace("dense", ""), **mesh))
+    return chosen
 
 
 def _mixture(recipe: str, ep: int, **switches: Any) -> Case:
@@ -143,10 +161,10 @@ def mixture_cases(ranks: int) -> list[Case]:
     spread = [(ep, replicas) for ep in (1, 2, 4) for replicas in (1, 2) if ranks % (ep * replicas) == 0]
     switches: list[dict[str, Any]] = [{}, *SWITCHES, {"packed": False}, {"rows": None, "tokens": 24}, {"shared": False}]
     return [
-        _mixture(recipe, ep, replicas=replicas, glm=glm, **switches[(number + turn) % len(switches)])
+        _mixture(recipe, ep, replicas=replicas, family=family, **switches[(number + turn) % len(switches)])
         for turn, (ep, replicas) in enumerate(spread)
-        for number, (recipe, glm) in enumerate(product(RECIPES, (False, True)))
-        if not glm or not (RECIPES[recipe].lora or RECIPES[recipe].model == "critic")
+        for number, (recipe, family) in enumerate(product(RECIPES, FAMILIES))
+        if family not in BALANCED or not (RECIPES[recipe].lora or RECIPES[recipe].model == "critic")
     ]
 
 
@@ -251,6 +269,7 @@ Mutation = Literal[
     "wrong_expert",
     "lost_chunk",
     "wrong_adapter",
+    "lost_sink",
     "unreplicated_bias",
 ]
 PACKED, PADDED = Case("grpo", rows=2), Case("grpo", rows=2, packed=False)
@@ -274,7 +293,8 @@ MUTATIONS: dict[Mutation, Case] = {
     "wrong_expert": SPREAD,
     "lost_chunk": SPREAD,
     "wrong_adapter": _mixture("lora", 2),
-    "unreplicated_bias": _mixture("grpo", 1, glm=True),
+    "lost_sink": _mixture("grpo", 1, family="gpt_oss"),
+    "unreplicated_bias": _mixture("grpo", 1, family="glm"),
 }
 
 

@@ -7,7 +7,7 @@ import argparse
 import gc
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from pipeline.train.batching import packing
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines, Device, RankState, joined_world
-from pipeline.train.model import fsdp, packed_attention
+from pipeline.train.model import attention_sinks, fsdp
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.worker_spec import ModelSpec
 from tests.support.oracle import mutations as training_mutations
 from tests.support.oracle.cases import (
+    BALANCED,
     BIAS_RATE,
     OPTIM,
     RECIPES,
@@ -48,10 +49,13 @@ from tests.support.oracle.ways import (
     cases,
     compiled_cases,
     context_cases,
+    family_cases,
     few_compiled_cases,
     mixture_cases,
     mutations,
 )
+
+_ATTENTIONS = ("Qwen3Attention", "Qwen3MoeAttention", "Glm4MoeAttention", "GptOssAttention", "DeepseekV3Attention")
 
 
 def plain_name(name: str) -> str:
@@ -64,17 +68,20 @@ def gradients(rank: ModelWorker) -> Arrays:
     """The accumulated gradients, whole."""
     whole = {name: p.grad.full_tensor() for name, p in rank.model.named_parameters() if isinstance(p.grad, DTensor)}
     named = {plain_name(name): tensor.float().cpu().numpy() for name, tensor in whole.items()}
-    return {name: matrix for fused, array in named.items() for name, matrix in matrices_of(fused, array)}
+    return {name: matrix for fused, array in named.items() for name, matrix in matrices_of(fused, array, named)}
 
 
-def matrices_of(name: str, array: NDArray[np.float32]) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """The matrices of each expert, which lie in one array [experts, …], by the oracle's names; another as it is."""
+def matrices_of(
+    name: str, array: NDArray[np.float32], names: Collection[str]
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """The matrices of each expert, which lie in one array [experts, …], by the oracle's names; another as it is.
+    `names` are those of all arrays."""
     layer, _, fused = name.rpartition(".")
     if ".experts.adapters." in name:
         yield from zip(names_of_experts(name, len(array)), array, strict=True)
         return
-    if not layer.endswith(".experts"):
-        yield name, array
+    if not layer.endswith(".experts") or f"{layer}.gate_up_proj_bias" in names:
+        yield name, array  # gpt-oss has such arrays in its files too
         return
     for expert, matrices in enumerate(array):
         parts = np.split(matrices, 2) if fused == "gate_up_proj" else [matrices]
@@ -101,7 +108,7 @@ def parameters(dispatch: RankGroup, name: str) -> Arrays:
     dispatch.prepare_weight_sync(name)
     whole = {plain_name(key): tensor.float().cpu().numpy().copy() for key, tensor in dispatch.full_parameters(name)}
     dispatch.finish_weight_sync(name)
-    return {each: matrix for fused, array in whole.items() for each, matrix in matrices_of(fused, array)}
+    return {each: matrix for fused, array in whole.items() for each, matrix in matrices_of(fused, array, whole)}
 
 
 def set_layer_unit(rank: ModelWorker, parameters: int) -> None:
@@ -127,7 +134,7 @@ def begin(rank: ModelWorker) -> None:
 def watch(rank: ModelWorker) -> None:
     """Count attention that is computed inside of a backward pass, and by the kernel for packed rows; and micro-batches
     whose rows share tokens."""
-    seen, kernel, share = training_mutations.seen, packed_attention.varlen_attn, packing.pack_shared_prefix
+    seen, kernel, share = training_mutations.seen, attention_sinks.varlen_attn, packing.pack_shared_prefix
 
     def before(*_: object) -> None:
         seen["recomputed"] += torch._C._current_graph_task_id() != -1
@@ -140,10 +147,10 @@ def watch(rank: ModelWorker) -> None:
         seen["shared"] += 1
         return share(*given)
 
-    training_mutations.patch(packed_attention, "varlen_attn", counted)
+    training_mutations.patch(attention_sinks, "varlen_attn", counted)
     training_mutations.patch(packing, "pack_shared_prefix", shared)
     for module in rank.model.modules():
-        if type(module).__name__ in ("Qwen3Attention", "Qwen3MoeAttention", "Glm4MoeAttention"):
+        if type(module).__name__ in _ATTENTIONS:
             module.register_forward_pre_hook(before)
 
 
@@ -186,17 +193,18 @@ def run_case(site: RankState, models: Path, case: Case, mutation: Mutation | Non
 def spec_of(case: Case, path: Path) -> ModelSpec:
     """The model that the case trains."""
     recipe = RECIPES[case.recipe]
+    rate = BIAS_RATE if case.family in BALANCED and not recipe.lora else 0.0
     return policy_spec(
         path,
         kind=recipe.model,
-        model=model_config(path, recipe.lora).model_copy(update={"dtype": case.dtype}),
+        model=model_config(path, recipe.lora, recipe.experts).model_copy(update={"dtype": case.dtype}),
         activation_checkpointing=case.checkpointing,
         compile=case.compile,
         reshard=case.reshard,
         dp_replicate=case.replicas,
         ep=max(1, case.ep),
         cp=case.cp,
-        optim=OPTIM.model_copy(update={"router_bias_rate": BIAS_RATE if case.glm else 0.0}),
+        optim=OPTIM.model_copy(update={"router_bias_rate": rate}),
     )
 
 
@@ -261,6 +269,7 @@ CHOICES: dict[str, Callable[[int], list[Case]]] = {
     "compiled": compiled_cases,
     "few_compiled": few_compiled_cases,
     "mixtures": mixture_cases,
+    "families": family_cases,
 }
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import ConfigError
 from pipeline.train.batching.packing import group_by_prefix, make_layout
-from pipeline.train.model import packed_attention
+from pipeline.train.model import attention_sinks, packed_attention
 from pipeline.train.model.packed_attention import Segments, attend
 from tests.unit.train.test_packing import alike
 from tests.unit.train.test_policy import Largest, draw
@@ -46,7 +46,7 @@ def test_rows_that_share_their_first_tokens_attend_as_if_each_were_alone(
 ) -> None:
     if by_kernel:
         monkeypatch.setattr(packed_attention, "_kernel_takes", lambda query: True)
-        monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+        monkeypatch.setattr(attention_sinks, "varlen_attn", kernel)
     lengths = (4, 5, 2, 4)
     query, key, value = (draw(1, heads, 7, 8, seed=heads).requires_grad_() for heads in (4, 2, 1))
     value = value.expand(1, 2, 7, 8)
@@ -111,7 +111,7 @@ def test_a_window_hides_what_lies_further_back() -> None:
 def test_an_argument_that_attention_does_not_know_is_refused_unless_it_is_none() -> None:
     part = draw(1, 1, 4, 8)
     attend(torch.nn.Identity(), part, part, part, None, softcap=None, dropout=0.0)
-    unknown: list[dict[str, Any]] = [{"softcap": 1.0}, {"s_aux": part}, {"news": False}]
+    unknown: list[dict[str, Any]] = [{"softcap": 1.0}, {"position_bias": part}, {"news": False}]
     for argument in unknown:
         with pytest.raises(ConfigError, match=f"Identity with {next(iter(argument))}"):
             attend(torch.nn.Identity(), part, part, part, None, **argument)
@@ -158,7 +158,7 @@ def test_the_kernel_for_ragged_rows_gets_what_the_rectangle_gets(
     given = {"segments": segments, "sliding_window": window, "scaling": 0.3}
     rectangle, _ = attend(torch.nn.Identity(), *parts, None, **given)
     monkeypatch.setattr(packed_attention, "_kernel_takes", lambda query: True)
-    monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention_sinks, "varlen_attn", kernel)
     monkeypatch.setattr(packed_attention, "_GROUPS", groups)
     ragged, _ = attend(torch.nn.Identity(), *parts, None, **given)
     assert ragged.is_contiguous()

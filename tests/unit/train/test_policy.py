@@ -61,7 +61,7 @@ def build_one(folder: Path, model_type: str, kind: ModelKind = "policy", **keys:
         ("granite", {"logits_scaling": 8.0}, "logits_scaling=8"),
         ("cohere", {}, "logit_scale=0.0625"),
         ("phi", {}, "lm_head.bias"),
-        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"not quantized \(mxfp4\)"),
     ],
 )
 def test_a_model_whose_logits_would_be_wrong_is_refused(
