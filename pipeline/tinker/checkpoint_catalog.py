@@ -33,12 +33,12 @@ F = TypeVar("F")
 class CheckpointCatalog:
     """The checkpoints and samplers that a store holds."""
 
-    def __init__(self, kept: Store, clock: Callable[[], float], is_read: Callable[[str], bool]) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float], is_read: Callable[[str], bool]) -> None:
         """`is_read` returns whether an open request reads a folder."""
-        self._store, self._clock, self._is_read = kept, clock, is_read
-        self.checkpoints = _restored(kept, "checkpoint", SavedWeights)
-        self.samplers = _restored(kept, "sampler", SamplingSession)
-        self._unnamed = {folder for folder, _ in kept.facts("unnamed")}
+        self._store, self._clock, self._is_read = store, clock, is_read
+        self.checkpoints = _restored(store, "checkpoint", SavedWeights)
+        self.samplers = _restored(store, "sampler", SamplingSession)
+        self._unnamed = {folder for folder, _ in store.facts("unnamed")}
         """Folders of checkpoints that are gone; each stays while an open request reads it."""
         self.on_removed: Callable[[str], None] = lambda folder: None
         """Called in a thread, with a folder that nobody needs."""
@@ -104,9 +104,9 @@ class CheckpointCatalog:
         for checkpoint in list(self.checkpoints.values()):
             if checkpoint.expires is not None and checkpoint.expires < now:
                 await self.remove(checkpoint)
-        for each in self._replaced():
-            if now - self._last_use(each) > self.snapshot_seconds:
-                await self.remove(each)
+        for checkpoint in self._replaced():
+            if now - self._last_use(checkpoint) > self.snapshot_seconds:
+                await self.remove(checkpoint)
         await self.remove_folders()
 
     async def make_room(self, owner: str, limit: int) -> None:
@@ -207,5 +207,5 @@ def _created(checkpoint: SavedWeights) -> float:
     return checkpoint.created
 
 
-def _restored(kept: Store, kind: str, form: type[F]) -> dict[str, F]:
-    return {key: msgspec.msgpack.decode(body, type=form) for key, body in kept.facts(kind)}
+def _restored(store: Store, kind: str, record_type: type[F]) -> dict[str, F]:
+    return {key: msgspec.msgpack.decode(body, type=record_type) for key, body in store.facts(kind)}

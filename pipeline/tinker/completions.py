@@ -149,7 +149,7 @@ def _check_template(switches: Any) -> None:
 
 def _check_prompts(prompt: Any, choices: int, most: int) -> None:
     prompts = _prompts(prompt)
-    if not prompt or not all(isinstance(each, str) or (each and _are_ids(each)) for each in prompts):
+    if not prompt or not all(isinstance(item, str) or (item and _are_ids(item)) for item in prompts):
         raise ApiError("prompt: expected a text, a list of token ids, or a list of such; none may be empty")
     if len(prompts) * choices > most:
         raise ApiError(f"{len(prompts)} prompts with n={choices}; expected {most} completions at most")

@@ -158,15 +158,15 @@ class Store:
             while len(batch) < _BATCH and not self._waiting.empty():
                 batch.append(self._waiting.get())
             ending = None in batch
-            given = [each for each in batch if each is not None]
-            if given:
-                self._keep_together(given)
+            submissions = [submission for submission in batch if submission is not None]
+            if submissions:
+                self._keep_together(submissions)
 
-    def _keep_together(self, given: list[tuple[Sequence[Statement], "asyncio.Future[None]"]]) -> None:
+    def _keep_together(self, submissions: list[tuple[Sequence[Statement], "asyncio.Future[None]"]]) -> None:
         """All in one flush; if that fails, each alone, so that one caller's trouble is not another's."""
-        error = self._transaction([change for changes, _ in given for change in changes])
-        for changes, done in given:
-            own = error if error is None or len(given) == 1 else self._transaction(changes)
+        error = self._transaction([change for changes, _ in submissions for change in changes])
+        for changes, done in submissions:
+            own = error if error is None or len(submissions) == 1 else self._transaction(changes)
             done.get_loop().call_soon_threadsafe(_resolve, done, own)
 
     def _transaction(self, changes: Sequence[Statement]) -> Exception | None:

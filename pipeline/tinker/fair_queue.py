@@ -87,7 +87,7 @@ class FairQueue:
         ready = [session for session in self._waiting if session not in self._held]
         if not ready or self._in_flight.total() >= self.capacity:
             return None
-        session = min(ready, key=lambda each: self._in_flight[each])
+        session = min(ready, key=lambda name: self._in_flight[name])
         id = next(iter(self._waiting[session]))
         self._waiting.move_to_end(session)
         self._drop_waiting(session, id)

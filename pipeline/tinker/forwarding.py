@@ -83,11 +83,11 @@ class Forwarder:
 
         Raises `ApiError` with the server's reason for what it refuses, `NoServerError` and `ForwardingFailed`.
         """
-        asked = {**body, "model": weights.name}
+        request = {**body, "model": weights.name}
         tries, begun = _Tries(time.monotonic() + HOLD_SECONDS, self._sampling.attempt), False
         while True:
             try:
-                async with aclosing(self._one_try(route, weights, asked, tries)) as parts:
+                async with aclosing(self._one_try(route, weights, request, tries)) as parts:
                     async for part in parts:
                         begun = True
                         yield part
@@ -101,11 +101,11 @@ class Forwarder:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _one_try(
-        self, route: str, weights: SampledWeights, asked: Mapping[str, Any], tries: _Tries
+        self, route: str, weights: SampledWeights, request: Mapping[str, Any], tries: _Tries
     ) -> AsyncGenerator[bytes, None]:
         async with self._sampling.suspects.attempt(tries.deaths), self._server(weights, tries.until) as server:
-            async with self._sampling.asked(server, route, asked, weights) as response:
-                if not asked.get("stream"):
+            async with self._sampling.posted(server, route, request, weights) as response:
+                if not request.get("stream"):
                     yield await response.read()
                 else:
                     async for event in _events(response.content):

@@ -12,41 +12,41 @@ from pipeline.tinker.model_requests import ModelEntry, Request
 from pipeline.tinker.retention import request_is_over, session_is_over
 
 
-async def drop_requests(kept: Store, requests: dict[str, Request], models: dict[str, ModelEntry], now: float) -> None:
+async def drop_requests(store: Store, requests: dict[str, Request], models: dict[str, ModelEntry], now: float) -> None:
     """Requests whose results no client will fetch and that no trainer does again."""
     gone = {id for id, live in models.items() if live.fact.gone}
     old = [request for request in requests.values() if request_is_over(request, now, gone=request.model in gone)]
     if old:
-        await kept.keep(*durable_store.no_requests([request.id for request in old]))
+        await store.keep(*durable_store.no_requests([request.id for request in old]))
     for request in old:
         requests.pop(request.id, None)
         models[request.model].requests.pop(request.seq, None)
 
 
 async def drop_sessions(
-    kept: Store, sessions: dict[str, Session], models: dict[str, ModelEntry], shelf: CheckpointCatalog, now: float
+    store: Store, sessions: dict[str, Session], models: dict[str, ModelEntry], catalog: CheckpointCatalog, now: float
 ) -> set[str]:
     """Sessions that ended a while ago, with their sampling clients, once no trainer has a model of them; their ids."""
     busy = {live.fact.session for live in models.values() if not live.fact.gone}
-    old = {each.id for each in sessions.values() if session_is_over(each, now) and each.id not in busy}
+    old = {session.id for session in sessions.values() if session_is_over(session, now) and session.id not in busy}
     if old:
-        await kept.keep(*(durable_store.no_fact("session", id) for id in old))
-        await shelf.drop_samplers(old)
+        await store.keep(*(durable_store.no_fact("session", id) for id in old))
+        await catalog.drop_samplers(old)
     for id in old:
         sessions.pop(id, None)
     return old
 
 
 async def drop_models(
-    kept: Store, models: dict[str, ModelEntry], sessions: dict[str, Session], shelf: CheckpointCatalog
+    store: Store, models: dict[str, ModelEntry], sessions: dict[str, Session], catalog: CheckpointCatalog
 ) -> list[ModelEntry]:
     """Models of sessions that were dropped; one that has checkpoints stays as long as they do, to list them."""
-    named = {tinker_paths.parse_path(path).model for path in shelf.checkpoints}
+    named = {tinker_paths.parse_path(path).model for path in catalog.checkpoints}
     old = [
         id
         for id, live in models.items()
         if live.fact.gone and not live.requests and live.fact.session not in sessions and id not in named
     ]
     if old:
-        await kept.keep(*(durable_store.no_fact(kind, id) for id in old for kind in ("model", "settled")))
+        await store.keep(*(durable_store.no_fact(kind, id) for id in old for kind in ("model", "committed_cursor")))
     return [models.pop(id) for id in old]

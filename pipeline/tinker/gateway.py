@@ -54,8 +54,8 @@ class Gateway:
 
     def add_routes(self, app: web.Application) -> None:
         router = Router(app, self._keys, self._limit)
-        for each in self._routes:
-            each.add(router)
+        for routes in self._routes:
+            routes.add(router)
         router.refuse_others()
         for prefix in PREFIXES:
             other = OpenAiRouter(app, self._keys, self._limit, prefix)

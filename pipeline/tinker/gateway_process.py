@@ -60,8 +60,8 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     registry.heartbeats.silent_seconds = settings.silent_seconds
     registry.heartbeats.subscribers.append(sampling.set_silent)
     registry.on_lapsed = sampling.cancel_session
-    registry.shelf.on_removed = lambda folder: _remove(settings.weights, folder)
-    registry.shelf.open_folders, registry.shelf.snapshot_seconds = sampling.open_folders, settings.snapshot_seconds
+    registry.catalog.on_removed = lambda folder: _remove(settings.weights, folder)
+    registry.catalog.open_folders, registry.catalog.snapshot_seconds = sampling.open_folders, settings.snapshot_seconds
     known = _known(settings)
     secret = known.secret if known else secrets.token_hex(16)
     front = Gateway(settings, registry, sampling, keys, secret)
@@ -71,18 +71,18 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
         sampling.set_servers(facts)
         log.info("the trainer is %s", "there" if facts else "gone")
 
-    door = TrainerRoutes(registry, secret, changed)
+    trainer_routes = TrainerRoutes(registry, secret, changed)
     app = web.Application(client_max_size=0)  # clients are held to their limit by `Gateway`
     raise_open_files()
     admission = limit_connections(app, "the front", MAX_UNPROVED)
     front.add_routes(app)
-    door.add_routes(app)
+    trainer_routes.add_routes(app)
     runner = web.AppRunner(app, auto_decompress=False, access_log=None)
     try:
         await sampling.start()
         await runner.setup()
-        await _listen(settings, runner, admission, door, known)
-        await _sweep_until(settings, registry, sampling, door, stop)
+        await _listen(settings, runner, admission, trainer_routes, known)
+        await _sweep_until(settings, registry, sampling, trainer_routes, stop)
     finally:
         await sampling.close()
         await runner.cleanup()
@@ -91,7 +91,11 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
 
 
 async def _listen(
-    settings: Settings, runner: web.AppRunner, admission: ConnectionLimiter, door: TrainerRoutes, known: Address | None
+    settings: Settings,
+    runner: web.AppRunner,
+    admission: ConnectionLimiter,
+    trainer_routes: TrainerRoutes,
+    known: Address | None,
 ) -> None:
     """At the address of last time if it is free and no other is asked for; then tell it."""
     earlier = int(known.url.rpartition(":")[2]) if known and not settings.port else settings.port
@@ -106,19 +110,23 @@ async def _listen(
         else:
             break
     port = runner.addresses[0][1]
-    address = Address(url=f"http://{settings.host}:{port}", secret=door.secret, pid=os.getpid())
+    address = Address(url=f"http://{settings.host}:{port}", secret=trainer_routes.secret, pid=os.getpid())
     shared_files.write_document(settings.address, address)
     log.info("serving at %s", address.url)
 
 
 async def _sweep_until(
-    settings: Settings, registry: ModelRegistry, sampling: SampleQueue, door: TrainerRoutes, stop: asyncio.Event
+    settings: Settings,
+    registry: ModelRegistry,
+    sampling: SampleQueue,
+    trainer_routes: TrainerRoutes,
+    stop: asyncio.Event,
 ) -> None:
     rounds = 0
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
-        door.look()
+        trainer_routes.look()
         await registry.usage.flush()
         rounds += 1
         try:

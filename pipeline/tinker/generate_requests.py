@@ -67,21 +67,26 @@ def sample_json(
     proto = tinker_wire.protocol()
     message = proto.SampleResponse()
     top, top_prompt = int(body.get("topk_sample_logprobs") or 0), int(body.get("topk_prompt_logprobs") or 0)
-    choices = sorted(answer["choices"], key=lambda each: each["index"])
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     for choice in choices if len(choices) > 1 else choices * int(body.get("num_samples", 1)):
         content = (choice.get("logprobs") or {}).get("content") or []
         sequence = message.sequences.add(
             stop_reason=proto.STOP_REASON_LENGTH if choice["finish_reason"] == "length" else proto.STOP_REASON_STOP,
             tokens=np.array(choice["token_ids"], "<i4").tobytes(),
-            logprobs=np.array([each["logprob"] for each in content], "<f4").tobytes(),
+            logprobs=np.array([token["logprob"] for token in content], "<f4").tobytes(),
         )
         if top:
-            ranked = [{_id(one): one["logprob"] for one in each.get("top_logprobs") or []} for each in content]
+            ranked = [
+                {_id(candidate): candidate["logprob"] for candidate in token.get("top_logprobs") or []}
+                for token in content
+            ]
             sequence.topk_sampled_logprobs.CopyFrom(_top(ranked, top))
     prompt = answer.get("prompt_logprobs")
     if prompt is not None:
         tokens = prompt_tokens(body)
-        rows = [{int(id): one["logprob"] for id, one in (each or {}).items()} for each in prompt]
+        rows = [
+            {int(id): candidate["logprob"] for id, candidate in (candidates or {}).items()} for candidates in prompt
+        ]
         own = [float("nan"), *(row[token] for row, token in zip(rows[1:], tokens[1:], strict=True))]
         if last := body.get("prompt_logprobs_last_n"):
             rows[:-last], own[:-last] = [{}] * (len(rows) - last), [float("nan")] * (len(own) - last)
@@ -101,8 +106,8 @@ def _top(rows: Sequence[Mapping[int, float]], k: int) -> Any:
     ids = np.zeros((len(rows), k), "<i4")
     logprobs = np.full((len(rows), k), _NO_TOKEN, "<f4")
     for number, row in enumerate(rows):
-        for place, (token, logprob) in enumerate(sorted(row.items(), key=lambda item: -item[1])[:k]):
-            ids[number, place], logprobs[number, place] = token, logprob
+        for rank, (token, logprob) in enumerate(sorted(row.items(), key=lambda item: -item[1])[:k]):
+            ids[number, rank], logprobs[number, rank] = token, logprob
     proto = tinker_wire.protocol()
     return proto.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
 

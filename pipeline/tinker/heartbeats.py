@@ -21,7 +21,7 @@ class Heartbeats:
     def __init__(self, clock: Callable[[], float], silent: Iterable[str] = ()) -> None:
         """`silent` are the sessions that were silent when the front ended."""
         self._clock, self._silent = clock, set(silent)
-        self._heard: dict[str, float] = {}
+        self._last_beats: dict[str, float] = {}
         self._looked = clock()
         self.silent_seconds = SILENT_SECONDS
         self.subscribers: list[Callable[[str, bool], None]] = []
@@ -29,7 +29,7 @@ class Heartbeats:
 
     def beat(self, session: str) -> None:
         """A request of this session came."""
-        self._heard[session] = self._clock()
+        self._last_beats[session] = self._clock()
         if session in self._silent:
             self._silent.discard(session)
             self._publish(session, is_silent=False)
@@ -40,21 +40,21 @@ class Heartbeats:
     def seconds_silent(self, session: str) -> float:
         """Seconds since the session's last heartbeat; a session without one counts from now."""
         now = self._clock()
-        return now - self._heard.setdefault(session, now)
+        return now - self._last_beats.setdefault(session, now)
 
     def look(self, sessions: Iterable[str]) -> None:
         """Note which of these sessions have become silent. To be called every few seconds."""
         now = self._clock()
         pause, self._looked = now - self._looked, now
         if pause > MAX_LOOK_GAP_SECONDS:
-            self._heard = {session: min(now, heard + pause) for session, heard in self._heard.items()}
+            self._last_beats = {session: min(now, last_beat + pause) for session, last_beat in self._last_beats.items()}
         for session in sessions:
             if session not in self._silent and self.seconds_silent(session) > self.silent_seconds:
                 self._silent.add(session)
                 self._publish(session, is_silent=True)
 
     def forget(self, session: str) -> None:
-        self._heard.pop(session, None)
+        self._last_beats.pop(session, None)
         self._silent.discard(session)
 
     def _publish(self, session: str, *, is_silent: bool) -> None:

@@ -80,9 +80,9 @@ def _fields(data: memoryview) -> Iterator[tuple[int, memoryview | None]]:
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
     """A number, and where the next field begins."""
     value = 0
-    for place in range(_MAX_VARINT):
-        byte = data[at + place]
-        value |= (byte & 0x7F) << 7 * place
+    for index in range(_MAX_VARINT):
+        byte = data[at + index]
+        value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
-            return value, at + place + 1
+            return value, at + index + 1
     raise IndexError("a number without end")

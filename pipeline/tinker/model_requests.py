@@ -48,7 +48,7 @@ class Request:
     answered: float = 0.0
     failure: Failed | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    kept: asyncio.Event = field(default_factory=asyncio.Event)
+    stored: asyncio.Event = field(default_factory=asyncio.Event)
     deliveries: int = 0
     served: float = 0.0
 

@@ -13,22 +13,22 @@ from pipeline.tinker.model_requests import GONE, ModelEntry, Request, bodies, re
 from pipeline.tinker.request_queue import ModelQueue
 
 
-def restore_entries(kept: Store, now: float) -> tuple[dict[str, Session], dict[str, ModelEntry], dict[str, Request]]:
+def restore_entries(store: Store, now: float) -> tuple[dict[str, Session], dict[str, ModelEntry], dict[str, Request]]:
     """All sessions, models and requests by their ids; `now` in seconds since the epoch."""
-    sessions = {id: msgspec.msgpack.decode(body, type=Session) for id, body in kept.facts("session")}
-    models = {id: _model(msgspec.msgpack.decode(body, type=Model), sessions) for id, body in kept.facts("model")}
-    for id, body in kept.facts("settled"):
+    sessions = {id: msgspec.msgpack.decode(body, type=Session) for id, body in store.facts("session")}
+    models = {id: _model(msgspec.msgpack.decode(body, type=Model), sessions) for id, body in store.facts("model")}
+    for id, body in store.facts("committed_cursor"):
         models[id].committed_cursor = msgspec.msgpack.decode(body, type=int)
     requests = {}
-    for each in kept.requests():
-        if each.model in models:  # else it is a sample
-            live = models[each.model]
-            live.requested = max(live.requested, each.served)
-            requests[each.id] = live.requests[each.seq] = _request(live, each, kept.body(each.id), now)
-    for live in models.values():
-        answered = [seq for seq, request in live.requests.items() if request.answered]
-        live.queue = ModelQueue(max(answered, default=-1) + 1)
-        live.queue.restart(0, sorted(live.requests))
+    for saved in store.requests():
+        if saved.model in models:  # else it is a sample
+            entry = models[saved.model]
+            entry.requested = max(entry.requested, saved.served)
+            requests[saved.id] = entry.requests[saved.seq] = _request(entry, saved, store.body(saved.id), now)
+    for entry in models.values():
+        answered = [seq for seq, request in entry.requests.items() if request.answered]
+        entry.queue = ModelQueue(max(answered, default=-1) + 1)
+        entry.queue.restart(0, sorted(entry.requests))
     return sessions, models, requests
 
 
@@ -37,14 +37,14 @@ def _model(fact: Model, sessions: dict[str, Session]) -> ModelEntry:
     return ModelEntry(fact, ModelQueue(), unloading=fact.unloading or session is None or bool(session.ended))
 
 
-def _request(live: ModelEntry, kept: StoredRequest, body: bytes | None, now: float) -> Request:
-    request = Request(kept.id, kept.model, kept.seq, open=kept.open and not live.fact.gone, served=kept.served)
+def _request(entry: ModelEntry, saved: StoredRequest, body: bytes | None, now: float) -> Request:
+    request = Request(saved.id, saved.model, saved.seq, open=saved.open and not entry.fact.gone, served=saved.served)
     if body is not None:
         request.understand(bodies.decode(body))
-    request.kept.set()
-    if kept.result is not None:
-        small = results.decode(kept.result) if kept.result else None
+    request.stored.set()
+    if saved.result is not None:
+        small = results.decode(saved.result) if saved.result else None
         request.finish(small, now)  # a long one is read when it is asked for: it is no failure
-    elif live.fact.gone:
+    elif entry.fact.gone:
         request.finish(GONE, now)
     return request

@@ -27,7 +27,7 @@ from pipeline.tinker.entities import SampledWeights, SamplingSession
 from pipeline.tinker.fair_queue import FairQueue
 from pipeline.tinker.sampler import SampleRequest, SampleServers
 from pipeline.tinker.sampling_limits import Limits, checked_request, prompt_tokens
-from pipeline.tinker.target_logprobs import places_of, read_targets
+from pipeline.tinker.target_logprobs import max_sequences, read_targets
 from pipeline.tinker.tinker_records import Failed, Pool, ServerFacts
 from pipeline.tinker.usage_meter import UsageMeter
 
@@ -41,7 +41,7 @@ _CLAIMING_SECONDS = 0.01
 
 @dataclass(eq=False)
 class _Job:
-    given: SampleRequest
+    request: SampleRequest
     is_stored: bool = False
     task: "asyncio.Task[bytes | Failed] | None" = None
     """Set while it is at the servers."""
@@ -53,12 +53,12 @@ class _Job:
 
     @property
     def session(self) -> str:
-        return tinker_paths.session_of(self.given.sampler)
+        return tinker_paths.session_of(self.request.sampler)
 
     @property
     def size(self) -> int:
         """Sequences that it takes at a server."""
-        return places_of(self.given.body, len(prompt_tokens(self.given.body)))
+        return max_sequences(self.request.body, len(prompt_tokens(self.request.body)))
 
     def is_over(self, now: float) -> bool:
         """Whether no client will ask for it again."""
@@ -70,9 +70,9 @@ class _Job:
 class SampleQueue(SampleServers):
     """All requests to sample, before the servers that there are now."""
 
-    def __init__(self, kept: Store, weights: Path, limits: Limits, most_adapters: int, usage: UsageMeter) -> None:
+    def __init__(self, store: Store, weights: Path, limits: Limits, most_adapters: int, usage: UsageMeter) -> None:
         super().__init__(weights, limits, most_adapters, usage)
-        self._store = kept
+        self._store = store
         self._pools: defaultdict[Pool, FairQueue] = defaultdict(FairQueue)
         self._per_server = limits.samples + limits.samples // 8  # so that a server has the next one when one ends
         self._jobs: dict[str, _Job] = {}
@@ -83,11 +83,11 @@ class SampleQueue(SampleServers):
     async def start(self) -> None:
         """Know what was accepted before this process; it is done once a client asks what became of it."""
         await super().start()
-        for kept in self._store.requests():
-            body = self._store.body(kept.id) if kept.model == "" else None
+        for saved in self._store.requests():
+            body = self._store.body(saved.id) if saved.model == "" else None
             if body is not None:
-                given = msgspec.msgpack.decode(body, type=SampleRequest)
-                self._jobs[kept.id] = _Job(given, is_stored=True, ended=time.monotonic())
+                request = msgspec.msgpack.decode(body, type=SampleRequest)
+                self._jobs[saved.id] = _Job(request, is_stored=True, ended=time.monotonic())
 
     async def close(self) -> None:
         for job in self._jobs.values():
@@ -104,11 +104,11 @@ class SampleQueue(SampleServers):
     def owner_of(self, id: str) -> str | None:
         """Whose sample it is; None for one that there is not."""
         job = self._jobs.get(id)
-        return job.given.owner if job else None
+        return job.request.owner if job else None
 
     def open_folders(self) -> set[str]:
         """The folders of the adapters of samples whose clients have no result yet."""
-        return {job.given.folder for job in self._jobs.values() if not job.fetched}
+        return {job.request.folder for job in self._jobs.values() if not job.fetched}
 
     async def accept(
         self, id: str, sampler: SamplingSession, weights: SampledWeights, seq: int, body: dict[str, Any]
@@ -122,10 +122,10 @@ class SampleQueue(SampleServers):
             self._enqueue(id, known)
             return id
         self._check_room(self._queue(weights.pool), tinker_paths.session_of(sampler.id))
-        given = SampleRequest(sampler.id, seq, weights.folder, body, sampler.owner, weights.whole, weights.base)
+        request = SampleRequest(sampler.id, seq, weights.folder, body, sampler.owner, weights.whole, weights.base)
         read_targets(body, len(checked_request(body, self._limits)))
-        written = msgspec.msgpack.encode(given)  # before others can wait for it: not every JSON can be written so
-        job = self._jobs[id] = _Job(given)
+        written = msgspec.msgpack.encode(request)  # before others can wait for it: not every JSON can be written so
+        job = self._jobs[id] = _Job(request)
         try:
             await self._store.keep(durable_store.request(id, "", seq, written))
         except OverLimitError as error:
@@ -199,7 +199,7 @@ class SampleQueue(SampleServers):
 
     def _enqueue(self, id: str, job: _Job) -> None:
         """Have it be done, unless it is or will be."""
-        pool = self._queue(job.given.weights.pool)
+        pool = self._queue(job.request.weights.pool)
         if job.is_stored and not job.outcome.done() and id not in pool:
             job.ended = 0.0
             pool.add(job.session, id, job.size)
@@ -225,7 +225,7 @@ class SampleQueue(SampleServers):
                 self._turns[id].set()
                 continue
             job = self._jobs[id]
-            job.task = asyncio.create_task(self.answer(id, job.given), name=f"sample {id}")
+            job.task = asyncio.create_task(self.answer(id, job.request), name=f"sample {id}")
             job.task.add_done_callback(partial(self._answered, id, job))
 
     def _answered(self, id: str, job: _Job, task: "asyncio.Task[bytes | Failed]") -> None:
@@ -237,7 +237,7 @@ class SampleQueue(SampleServers):
 
     def _end(self, id: str, job: _Job, outcome: bytes | Failed | None) -> None:
         """It needs no server any more; the first outcome is the one that its client gets."""
-        self._queue(job.given.weights.pool).remove(id)
+        self._queue(job.request.weights.pool).remove(id)
         self._stop(job)
         if outcome is not None and not job.outcome.done():
             job.outcome.set_result(outcome)

@@ -59,7 +59,7 @@ class ServerDied(Exception):
     """A server crashed while it worked on the request."""
 
     def __init__(self, endpoint: str, error: Exception) -> None:
-        super().__init__(f"{endpoint} died: {one_line(error)}")
+        super().__init__(f"{endpoint} exited: {one_line(error)}")
         self.endpoint = endpoint
 
 
@@ -88,9 +88,9 @@ class SampleServers:
         """Ask these servers from now on; None: there are none."""
         known = {(server.endpoint, server.pool) for server in self._servers}
         pools = chain(facts.pools, repeat(Pool())) if facts else ()
-        wanted = list(zip(facts.servers, pools, strict=False)) if facts else []
-        if facts is not None and (set(wanted) != known or facts.password != self._password):
-            self._servers = [Server(endpoint, pool) for endpoint, pool in wanted]
+        pairs = list(zip(facts.servers, pools, strict=False)) if facts else []
+        if facts is not None and (set(pairs) != known or facts.password != self._password):
+            self._servers = [Server(endpoint, pool) for endpoint, pool in pairs]
             self._password = facts.password
         elif facts is None:
             self._servers = []
@@ -105,7 +105,7 @@ class SampleServers:
     def waits_for_servers(self) -> bool:
         return not self._servers
 
-    async def answer(self, id: str, given: SampleRequest) -> bytes | Failed:
+    async def answer(self, id: str, request: SampleRequest) -> bytes | Failed:
         """The answer, however often servers are lost; one that makes no sense is asked for `MAX_WRONG` times."""
         failures = wrong = deaths = 0
         attempt, abandoned = self._password, self.suspects.abandoned
@@ -114,7 +114,7 @@ class SampleServers:
                 attempt, abandoned, deaths = self._password, self.suspects.abandoned, 0
             try:
                 async with self.suspects.attempt(deaths):
-                    return await self._once(given)
+                    return await self._once(request)
             except (RequestRefused, ApiError) as error:
                 return Failed(str(error), "user")
             except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
@@ -135,26 +135,26 @@ class SampleServers:
             await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
             failures += 1
 
-    async def _once(self, given: SampleRequest) -> bytes:
-        async with self.server_with(given.weights) as server:
-            body = request_body(given.body, given.weights.name, self._limits)
+    async def _once(self, request: SampleRequest) -> bytes:
+        async with self.server_with(request.weights) as server:
+            body = request_body(request.body, request.weights.name, self._limits)
             started = time.monotonic()
-            answer = msgspec.json.decode(await self._generate(server, given.weights, body))
+            answer = msgspec.json.decode(await self._generate(server, request.weights, body))
             server.backoff.record_success()
-            written = sample_json(answer, given.body, await self._scores(server, given, body["token_ids"]))
-            self._usage.count(given.owner, usage_of_sample(body, answer, time.monotonic() - started))
+            written = sample_json(answer, request.body, await self._scores(server, request, body["token_ids"]))
+            self._usage.count(request.owner, usage_of_sample(body, answer, time.monotonic() - started))
             return written
 
-    async def _scores(self, server: Server, given: SampleRequest, tokens: list[int]) -> dict[Cell, float]:
+    async def _scores(self, server: Server, request: SampleRequest, tokens: list[int]) -> dict[Cell, float]:
         """The log-probabilities of the tokens that a request names; several prompts at a time."""
-        targets = read_targets(given.body, len(tokens))
+        targets = read_targets(request.body, len(tokens))
         left, scores = iter(targets.cells if targets else ()), dict[Cell, float]()
 
         async def score() -> None:
             for cell in left:
                 prompt = Targets.prompt(tokens, cell)
-                body = score_body(prompt, given.weights.name)
-                answer = msgspec.json.decode(await self._generate(server, given.weights, body))
+                body = score_body(prompt, request.weights.name)
+                answer = msgspec.json.decode(await self._generate(server, request.weights, body))
                 scores[cell] = score_of(answer, prompt)
 
         scoring = [asyncio.create_task(score()) for _ in range(MAX_PARALLEL_SCORES if targets else 0)]
@@ -178,7 +178,7 @@ class SampleServers:
             raise RequestRefused(no_server(weights.pool))
         load = self._limits.samples if weights.whole else 0  # others' samples wait while a model is loaded
         server = min(
-            available(apt), key=lambda each: each.running + (0 if weights in each.held else load), default=None
+            available(apt), key=lambda server: server.running + (0 if weights in server.held else load), default=None
         )
         if server is None:
             raise OSError("the servers are gone")
@@ -217,15 +217,15 @@ class SampleServers:
         return {"Authorization": f"Bearer {self._password}"}
 
     async def _generate(self, server: Server, weights: SampledWeights, body: Mapping[str, Any]) -> bytes:
-        async with self.asked(server, "/inference/v1/generate", body, weights) as response:
+        async with self.posted(server, "/inference/v1/generate", body, weights) as response:
             return await response.read()
 
     async def _post(self, server: Server, route: str, body: Mapping[str, Any]) -> bytes:
-        async with self.asked(server, route, body) as response:
+        async with self.posted(server, route, body) as response:
             return await response.read()
 
     @asynccontextmanager
-    async def asked(
+    async def posted(
         self, server: Server, route: str, body: Mapping[str, Any], weights: SampledWeights | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A server's answer, whose body is not read yet, and which is of these weights; `RequestRefused` for what can
@@ -233,7 +233,7 @@ class SampleServers:
         assert self._http is not None
         url, headers = f"http://{server.endpoint}{route}", self._authorization
         if weights is not None and weights.whole:
-            headers[HEADER] = str(self._weights.place(weights))
+            headers[HEADER] = str(self._weights.directory_of(weights))
         async with self._http.post(url, json=body, headers=headers) as response:
             if response.status == 200:
                 yield response
@@ -257,8 +257,8 @@ def no_server(pool: Pool) -> str:
 
 def _reason(answer: bytes) -> str:
     with suppress(msgspec.DecodeError, AttributeError, TypeError):
-        found = msgspec.json.decode(answer)
-        message = (found.get("error") or {}).get("message") or found.get("message")
+        error = msgspec.json.decode(answer)
+        message = (error.get("error") or {}).get("message") or error.get("message")
         if message:
             return f"the server refuses: {message}"
     return f"the server refuses: {answer[:300]!r}"

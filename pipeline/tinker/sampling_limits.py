@@ -99,20 +99,20 @@ def _check_counts(body: Mapping[str, Any], length: int, most: int) -> None:
         raise ApiError("prompt_logprobs_last_n without prompt_logprobs; set prompt_logprobs to true")
 
 
-def _check_params(given: Mapping[str, Any]) -> None:
-    temperature, top_p, top_k = given.get("temperature", 1.0), given.get("top_p", 1.0), given.get("top_k", -1)
+def _check_params(params: Mapping[str, Any]) -> None:
+    temperature, top_p, top_k = params.get("temperature", 1.0), params.get("top_p", 1.0), params.get("top_k", -1)
     if not is_number(temperature, 0.0, MAX_TEMPERATURE):
         raise _wrong("temperature", temperature, f"a number from 0 to {MAX_TEMPERATURE:g}")
     if not is_number(top_p, 0.0, 1.0) or top_p == 0:
         raise _wrong("top_p", top_p, "a number above 0, 1 at most")
     if not is_whole(top_k, -1):
         raise _wrong("top_k", top_k, "-1 (all tokens), or a number of tokens")
-    longest, seed = given.get("max_tokens"), given.get("seed")
+    longest, seed = params.get("max_tokens"), params.get("seed")
     if longest is not None and not is_whole(longest, 1):
         raise _wrong("max_tokens", longest, "a number of 1 or more, or null: up to model.max_length")
     if seed is not None and not is_whole(seed, -_MOST_NUMBER):
         raise _wrong("seed", seed, "a whole number, or null")
-    stop = given.get("stop")
+    stop = params.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
     texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
     ids = isinstance(stops, list) and all(is_whole(id, 0, _MOST_ID) for id in stops)

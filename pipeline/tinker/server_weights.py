@@ -79,7 +79,7 @@ class ServerWeights:
                 del server.in_use[weights]
                 server.unused.set()
 
-    def place(self, weights: SampledWeights) -> Path:
+    def directory_of(self, weights: SampledWeights) -> Path:
         """The folder of weights, as servers read it."""
         return self._root / weights.folder
 
@@ -97,9 +97,9 @@ class ServerWeights:
             server.held.pop(oldest, None)
 
     async def _load_adapter(self, server: Server, weights: SampledWeights) -> None:
-        place = self._found(weights, "adapter_config.json")
+        directory = self._checked_directory(weights, "adapter_config.json")
         try:
-            await self._post(server, "/v1/load_lora_adapter", {"lora_name": weights.name, "lora_path": str(place)})
+            await self._post(server, "/v1/load_lora_adapter", {"lora_name": weights.name, "lora_path": str(directory)})
         except RequestRefused as refusal:
             if "already" not in str(refusal):
                 raise
@@ -107,10 +107,10 @@ class ServerWeights:
 
     async def _load_whole(self, server: Server, weights: SampledWeights) -> None:
         """The pause ends what a client that hung up left there, and drops what is cached of other weights."""
-        place = self._found(weights, "config.json")
+        directory = self._checked_directory(weights, "config.json")
         await self._post(server, "/pause?mode=abort&clear_cache=true", {})
         try:
-            await self._post(server, LOAD, {"folder": str(place)})
+            await self._post(server, LOAD, {"folder": str(directory)})
         except ServerUnhealthy as error:
             server.failed_loads[weights] += 1
             if server.failed_loads[weights] < MAX_FAILED_LOADS:
@@ -122,11 +122,11 @@ class ServerWeights:
         await self._post(server, "/resume", {})
         server.held[weights] = None
 
-    def _found(self, weights: SampledWeights, file: str) -> Path:
-        place = self.place(weights)
-        if not (place / file).is_file():
+    def _checked_directory(self, weights: SampledWeights, file: str) -> Path:
+        directory = self.directory_of(weights)
+        if not (directory / file).is_file():
             raise RequestRefused(REMOVED)
-        return place
+        return directory
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

@@ -51,18 +51,18 @@ MAX_DELIVERIES = 3
 class ModelRegistry:
     """The front's memory, from the store at its start."""
 
-    def __init__(self, kept: Store, clock: Callable[[], float] = time.time) -> None:
-        self._store, self._clock = kept, clock
-        self.sessions, self.models, self.requests = restore_entries(kept, clock())
-        self._written_silent = {session for session, _ in kept.facts("silent")}
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._clock = store, clock
+        self.sessions, self.models, self.requests = restore_entries(store, clock())
+        self._written_silent = {session for session, _ in store.facts("silent")}
         self.heartbeats = Heartbeats(clock, self._written_silent)
-        self.schedule = WorkSchedule(kept, self.models, self.heartbeats)
+        self.schedule = WorkSchedule(store, self.models, self.heartbeats)
         self.on_lapsed: Callable[[str, str], None] = lambda session, why: None
         """Called with a session whose requests are abandoned because its heartbeats stopped, and with the reason."""
         self._results = ByteLru(RECENT_BYTES)
         """Results that no client has fetched yet."""
-        self.shelf = CheckpointCatalog(kept, clock, self._is_read)
-        self.usage = UsageMeter(kept, clock)
+        self.catalog = CheckpointCatalog(store, clock, self._is_read)
+        self.usage = UsageMeter(store, clock)
 
     # Sessions and models
 
@@ -168,7 +168,7 @@ class ModelRegistry:
             self.requests.pop(request.id, None)
             if not live.requests and not live.fact.gone and seq == 0:
                 self.models.pop(live.fact.id, None)
-            request.kept.set()
+            request.stored.set()
             raise
         live.requested = self._clock()
         live.queue.add(seq, time.monotonic())
@@ -176,7 +176,7 @@ class ModelRegistry:
             request.finish(failure, self._clock())
         else:
             self.schedule.remember(request, written)
-        request.kept.set()
+        request.stored.set()
         self.schedule.wake(live)
         return request
 
@@ -185,7 +185,7 @@ class ModelRegistry:
         now."""
         known = live.requests.get(seq)
         if known is not None:
-            await known.kept.wait()
+            await known.stored.wait()
             if live.requests.get(seq) is not known:
                 raise OverLimitError("the store took nothing just now; ask again")
         return known
@@ -196,8 +196,8 @@ class ModelRegistry:
             return request.failure
         if not request.answered:
             return None
-        kept = self._results.get(request.id) or self._store.result(request.id)
-        result: Result | None = None if kept is None else results.decode(kept)
+        encoded = self._results.get(request.id) or self._store.result(request.id)
+        result: Result | None = None if encoded is None else results.decode(encoded)
         return result
 
     # Work
@@ -224,7 +224,7 @@ class ModelRegistry:
         if request.seq == 0 and request.failure is not None:
             await self._unloaded(request.model)
         if changes:
-            await self.shelf.remove_folders()
+            await self.catalog.remove_folders()
 
     def _outcome(self, request: Request, result: Result) -> tuple[Result, list[Statement], Callable[[], None]]:
         """The result as its client gets it, and what it changes: a checkpoint that was saved, and its sampler."""
@@ -234,7 +234,7 @@ class ModelRegistry:
         save = None if body is None else bodies.decode(body)
         if not isinstance(result, SaveResult) or not isinstance(save, Save):
             return result, [], lambda: None
-        return self.shelf.put(self.models[request.model].fact, save, result.size)
+        return self.catalog.put(self.models[request.model].fact, save, result.size)
 
     async def attach(self, cursors: dict[str, int]) -> None:
         """A trainer came, whose models have these requests behind them: what they lack is handed out again."""
@@ -276,7 +276,7 @@ class ModelRegistry:
                 live.committed_cursor = live.cursors[0]
                 changes += [
                     durable_store.cursor_passed(id, live.committed_cursor),
-                    durable_store.fact("settled", id, encode(live.committed_cursor)),
+                    durable_store.fact("committed_cursor", id, encode(live.committed_cursor)),
                 ]
                 for seq, request in live.requests.items():
                     request.open = request.open and (seq > live.committed_cursor or not request.answered)
@@ -325,11 +325,11 @@ class ModelRegistry:
                     await self.end_session(session, why, lapsed=True)
                 self.on_lapsed(session.id, why)
         await drop_requests(self._store, self.requests, self.models, now)
-        for id in await drop_sessions(self._store, self.sessions, self.models, self.shelf, now):
+        for id in await drop_sessions(self._store, self.sessions, self.models, self.catalog, now):
             self.heartbeats.forget(id)
-        for live in await drop_models(self._store, self.models, self.sessions, self.shelf):
+        for live in await drop_models(self._store, self.models, self.sessions, self.catalog):
             self.schedule.discard(live)
-        await self.shelf.remove_expired()
+        await self.catalog.remove_expired()
 
     def _is_read(self, folder: str) -> bool:
         """Whether a trainer may yet be asked to read a folder."""

@@ -92,7 +92,7 @@ def read_targets(body: Mapping[str, Any], length: int) -> Targets | None:
     return targets
 
 
-def places_of(body: Mapping[str, Any], length: int) -> int:
+def max_sequences(body: Mapping[str, Any], length: int) -> int:
     """The most sequences that a request with a prompt of `length` tokens has at a server at once."""
     targets = read_targets(body, length)
     scores = min(MAX_PARALLEL_SCORES, len(targets.cells)) if targets else 0
@@ -105,9 +105,9 @@ def _dense(ids: NDArray[np.int64], shape: list[int]) -> Targets:
     return Targets(np.repeat(np.arange(shape[0]), shape[1]), ids, (shape[0], shape[1]), None, None)
 
 
-def _sparse(given: Mapping[str, Any], ids: NDArray[np.int64], shape: list[int]) -> Targets:
-    crow = _whole_numbers(given.get("sparse_crow_indices"), "sparse_crow_indices", 0, len(ids))
-    columns = _whole_numbers(given.get("sparse_col_indices"), "sparse_col_indices", 0, shape[1] - 1)
+def _sparse(matrix: Mapping[str, Any], ids: NDArray[np.int64], shape: list[int]) -> Targets:
+    crow = _whole_numbers(matrix.get("sparse_crow_indices"), "sparse_crow_indices", 0, len(ids))
+    columns = _whole_numbers(matrix.get("sparse_col_indices"), "sparse_col_indices", 0, shape[1] - 1)
     fits = len(crow) == shape[0] + 1 and len(columns) == len(ids) and crow[0] == 0 and crow[-1] == len(ids)
     if not fits or (np.diff(crow) < 0).any():
         raise ApiError(f"{_FIELD}: the CSR matrix does not fit its shape {shape}")

@@ -41,12 +41,12 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
         """N."""
         return len(self.tokens) // 4
 
-    def answer(self, asked: NDArray[np.float32]) -> NDArray[np.float32]:
+    def answer(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """The answers to the questions in the form of the answer, flat: 0 where nothing was asked."""
         if not self.cells:
-            return asked
+            return values
         whole = np.zeros(self.length * max(1, self.width), np.float32)
-        whole[np.frombuffer(self.cells, np.int64)] = asked
+        whole[np.frombuffer(self.cells, np.int64)] = values
         return whole
 
 

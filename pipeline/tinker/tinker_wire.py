@@ -42,8 +42,8 @@ def protocol() -> Any:
 
     `ConfigError` where the wheel is not installed.
     """
-    found = find_spec("tinker")
-    folder = next(iter(found.submodule_search_locations or ()), "") if found else ""
+    spec = find_spec("tinker")
+    folder = next(iter(spec.submodule_search_locations or ()), "") if spec else ""
     file = Path(folder) / "proto" / "tinker_public_pb2.py"
     if not folder or not file.is_file():
         expected = "the wheel of the tinker SDK, for its protobuf module"
@@ -103,15 +103,15 @@ def pass_of(message: Any, longest: int) -> Pass:
     return Pass(data, loss, settings_of(loss, _message_fields(message)), not message.forward_only)
 
 
-def settings_of(loss: str, given: Mapping[str, float]) -> dict[str, float]:
+def settings_of(loss: str, settings: Mapping[str, float]) -> dict[str, float]:
     """All settings of a loss; `ApiError` for one that it does not have, or that is no number."""
     known = SETTINGS[loss]
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in known:
             raise ApiError(f"loss_fn_config {name!r}; {loss} takes {', '.join(known) or 'none'}")
         if not np.isfinite(value):
             raise ApiError(f"loss_fn_config {name}={value}; expected a finite number")
-    settings = {**known, **given}
+    settings = {**known, **settings}
     if "clip_low_threshold" in settings and settings["clip_low_threshold"] > settings["clip_high_threshold"]:
         raise ApiError("loss_fn_config: clip_low_threshold is above clip_high_threshold")
     return settings

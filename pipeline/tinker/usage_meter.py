@@ -51,9 +51,9 @@ class Usage(msgspec.Struct):
 class UsageMeter:
     """The counts of all names, from the store at its start."""
 
-    def __init__(self, kept: Store, clock: Callable[[], float] = time.time) -> None:
-        self._store, self._clock = kept, clock
-        self._days = {key: msgspec.msgpack.decode(body, type=Usage) for key, body in kept.facts(KIND)}
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._clock = store, clock
+        self._days = {key: msgspec.msgpack.decode(body, type=Usage) for key, body in store.facts(KIND)}
         """By "<day> <name>", as 2026-11-25 ada."""
         self._changed: set[str] = set()
 
@@ -95,17 +95,17 @@ class UsageMeter:
 
 def usage_of_answer(usage: object, seconds: float) -> Usage:
     """The amounts in the `usage` field of an answer in OpenAI's form; one that is torn has none."""
-    found = Usage(requests=1, sampling_seconds=seconds)
+    usage = Usage(requests=1, sampling_seconds=seconds)
     with suppress(msgspec.ValidationError):
         counted = msgspec.convert(usage, type=_AnswerUsage)
-        found.prompt_tokens, found.sampled_tokens = counted.prompt_tokens, counted.completion_tokens
-    return found
+        usage.prompt_tokens, usage.sampled_tokens = counted.prompt_tokens, counted.completion_tokens
+    return usage
 
 
-def usage_of_sample(asked: Mapping[str, Any], answer: Mapping[str, Any], seconds: float) -> Usage:
+def usage_of_sample(request: Mapping[str, Any], answer: Mapping[str, Any], seconds: float) -> Usage:
     """The amounts of a request to sample and its answer, both in vLLM's form."""
     sampled = sum(len(choice["token_ids"]) for choice in answer["choices"])
-    return Usage(1, len(asked["token_ids"]), sampled, sampling_seconds=seconds)
+    return Usage(1, len(request["token_ids"]), sampled, sampling_seconds=seconds)
 
 
 class _AnswerUsage(msgspec.Struct):

@@ -25,8 +25,8 @@ RECENT_BYTES = 1 << 26
 class WorkSchedule:
     """The order of work over all models, which it only reads; `models` is the registry's own dictionary."""
 
-    def __init__(self, kept: Store, models: dict[str, ModelEntry], heartbeats: Heartbeats) -> None:
-        self._store, self._models, self._heartbeats = kept, models, heartbeats
+    def __init__(self, store: Store, models: dict[str, ModelEntry], heartbeats: Heartbeats) -> None:
+        self._store, self._models, self._heartbeats = store, models, heartbeats
         self.news = asyncio.Event()
         """Set when a trainer may have something to do."""
         heartbeats.subscribers.append(lambda session, is_silent: self.news.set())

@@ -46,10 +46,12 @@ def flag(body: dict[str, Any], field: str) -> bool:
 
 def metadata(body: dict[str, Any]) -> dict[str, str] | None:
     """What a client notes on what it makes: texts by name."""
-    given = body.get("user_metadata")
-    if given is not None and not (isinstance(given, dict) and all(isinstance(each, str) for each in given.values())):
-        raise ApiError(f"user_metadata={str(given)[:80]!r}; expected an object whose values are texts")
-    return given
+    metadata = body.get("user_metadata")
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
+        raise ApiError(f"user_metadata={str(metadata)[:80]!r}; expected an object whose values are texts")
+    return metadata
 
 
 def ttl(body: dict[str, Any]) -> int | None:
@@ -67,7 +69,7 @@ def step(body: dict[str, Any]) -> Step:
     params = body.get("adam_params")
     if not isinstance(params, dict):
         raise ApiError("optim_step without adam_params; only adamw is served")
-    given = {
+    values = {
         "lr": params.get("learning_rate", 1e-4),
         "beta1": params.get("beta1", 0.9),
         "beta2": params.get("beta2", 0.95),
@@ -75,13 +77,13 @@ def step(body: dict[str, Any]) -> Step:
         "weight_decay": params.get("weight_decay", 0.0),
         "clip_norm": params.get("grad_clip_norm", 0.0),
     }
-    for name, value in given.items():
+    for name, value in values.items():
         if not is_number(value, 0.0, sys.float_info.max):
             field = _ADAM_FIELDS.get(name, name)
             raise ApiError(f"adam_params: {field}={value!r}; expected a finite number that is not negative")
-    if given["beta1"] >= 1 or given["beta2"] >= 1:
+    if values["beta1"] >= 1 or values["beta2"] >= 1:
         raise ApiError("adam_params: beta1 and beta2 have to be below 1")
-    return Step(**{name: float(value) for name, value in given.items()})
+    return Step(**{name: float(value) for name, value in values.items()})
 
 
 def future(request: Request) -> dict[str, Any]:
@@ -113,10 +115,10 @@ def page(items: list[Any], request: web.Request) -> tuple[list[Any], dict[str, i
     """The items that `offset` and `limit` of the address select, and the cursor of that page."""
 
     def query(name: str, otherwise: int) -> int:
-        given = request.query.get(name, str(otherwise))
-        if not given.isdecimal():
-            raise ApiError(f"{name}={given!r}; expected a number")
-        return int(given)
+        value = request.query.get(name, str(otherwise))
+        if not value.isdecimal():
+            raise ApiError(f"{name}={value!r}; expected a number")
+        return int(value)
 
     offset, limit = query("offset", 0), query("limit", 100)
     return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}

@@ -44,25 +44,25 @@ class FutureRoutes:
         model = id.removesuffix(unload_id(""))
         if model != id:
             return await self._retrieve_unload(owner, model)
-        found = self._registry.requests.get(id)
-        live = self._registry.models.get(found.model) if found else None
-        if found is None or live is None or live.fact.owner != owner.name:
+        pending = self._registry.requests.get(id)
+        entry = self._registry.models.get(pending.model) if pending else None
+        if pending is None or entry is None or entry.fact.owner != owner.name:
             raise NotFoundError(f"no request {id!r}, or its result was fetched long ago")
-        self._registry.heartbeats.beat(live.fact.session)
+        self._registry.heartbeats.beat(entry.fact.session)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(found.done.wait(), 0 if live.lost else HOLD_SECONDS)
-        result = self._registry.result(found)
+            await asyncio.wait_for(pending.done.wait(), 0 if entry.lost else HOLD_SECONDS)
+        result = self._registry.result(pending)
         if result is None:
-            return _failure(Failed(live.lost, "server")) if live.lost else self._pending()
-        await self._registry.note_served(found)
-        return _answer(live, result)
+            return _failure(Failed(entry.lost, "server")) if entry.lost else self._pending()
+        await self._registry.note_served(pending)
+        return _answer(entry, result)
 
     async def _retrieve_unload(self, owner: Owner, model: str) -> web.Response:
-        live = self._registry.model(owner, model)
-        if not live.unloading and not live.fact.gone:
+        entry = self._registry.model(owner, model)
+        if not entry.unloading and not entry.fact.gone:
             raise NotFoundError(f"nobody asked to unload model {model!r}")
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(live.unloaded.wait(), HOLD_SECONDS)
+            await asyncio.wait_for(entry.unloaded.wait(), HOLD_SECONDS)
             return web.json_response({"type": "unload_model", "model_id": model})
         return self._pending()
 
@@ -89,7 +89,7 @@ class FutureRoutes:
         return {}
 
 
-def _answer(live: ModelEntry, result: Result) -> web.Response:
+def _answer(entry: ModelEntry, result: Result) -> web.Response:
     if isinstance(result, Failed):
         return _failure(result)
     if isinstance(result, PassResult):
@@ -101,7 +101,7 @@ def _answer(live: ModelEntry, result: Result) -> web.Response:
             {"sampling_session_id": result.sampler, "path": None} if result.sampler else {"path": result.path}
         )
     assert isinstance(result, Acknowledged)
-    return web.json_response({"model_id": live.fact.id})
+    return web.json_response({"model_id": entry.fact.id})
 
 
 def _failure(failed: Failed) -> web.Response:

@@ -39,8 +39,8 @@ class ListRoutes:
 
     def _run(self, live: ModelEntry) -> dict[str, Any]:
         fact, newest = live.fact, dict[str, Any]()
-        for each in sorted(self._registry.shelf.of_model(fact.id), key=lambda each: each.created):
-            newest[parse_path(each.path).kind] = listed(each)
+        for checkpoint in sorted(self._registry.catalog.of_model(fact.id), key=lambda checkpoint: checkpoint.created):
+            newest[parse_path(checkpoint.path).kind] = listed(checkpoint)
         rank = fact.adapter.rank
         return {
             "training_run_id": fact.id,
@@ -57,23 +57,25 @@ class ListRoutes:
     async def _checkpoints_of(self, owner: Owner, request: web.Request) -> web.Response:
         model = self._registry.model(owner, request.match_info["model"]).fact.id
         own = [checkpoint for checkpoint in self._visible(owner) if parse_path(checkpoint.path).model == model]
-        return web.json_response({"checkpoints": [listed(each) for each in own]})
+        return web.json_response({"checkpoints": [listed(checkpoint) for checkpoint in own]})
 
     async def _checkpoints(self, owner: Owner, request: web.Request) -> web.Response:
         some, cursor = page(self._visible(owner), request)
-        return web.json_response({"checkpoints": [listed(each) for each in some], "cursor": cursor})
+        return web.json_response({"checkpoints": [listed(checkpoint) for checkpoint in some], "cursor": cursor})
 
     def _visible(self, owner: Owner) -> list[SavedWeights]:
-        own = [checkpoint for checkpoint in self._registry.shelf.checkpoints.values() if checkpoint.owner == owner.name]
+        own = [
+            checkpoint for checkpoint in self._registry.catalog.checkpoints.values() if checkpoint.owner == owner.name
+        ]
         return sorted(
             (checkpoint for checkpoint in own if not checkpoint.ephemeral), key=lambda checkpoint: -checkpoint.created
         )
 
     async def _delete(self, owner: Owner, request: web.Request) -> web.Response:
-        await self._registry.shelf.remove(self._registry.shelf.named(owner, request.match_info))
+        await self._registry.catalog.remove(self._registry.catalog.named(owner, request.match_info))
         return web.json_response({})
 
     async def _set_ttl(self, owner: Owner, request: web.Request) -> web.Response:
-        checkpoint = self._registry.shelf.named(owner, request.match_info)
-        await self._registry.shelf.keep_for(checkpoint, ttl(await self._read_json(request)))
+        checkpoint = self._registry.catalog.named(owner, request.match_info)
+        await self._registry.catalog.keep_for(checkpoint, ttl(await self._read_json(request)))
         return web.json_response({})

@@ -34,21 +34,21 @@ class ModelRoutes:
         session, adapter = text(body, "session_id"), self._adapter(body.get("lora_config"), seq, base)
         return future(await self._registry.make_model(owner, session, seq, base, Create(adapter), metadata(body)))
 
-    def _adapter(self, wanted: Any, seq: int, base: str) -> Adapter:
-        wanted = {"rank": 0} if wanted is None else wanted
-        if not isinstance(wanted, dict):
-            raise ApiError(f"lora_config={str(wanted)[:80]!r}; expected an object with a rank")
-        rank = wanted.get("rank")
+    def _adapter(self, lora_config: Any, seq: int, base: str) -> Adapter:
+        lora_config = {"rank": 0} if lora_config is None else lora_config
+        if not isinstance(lora_config, dict):
+            raise ApiError(f"lora_config={str(lora_config)[:80]!r}; expected an object with a rank")
+        rank = lora_config.get("rank")
         if is_whole(rank, 0, 0):
             if not self._settings.whole_models:
                 raise ApiError("no lora_config, or rank=0: full fine-tuning is off here (serve.whole_models)")
             return Adapter(0, base=self._settings.base_key(base))
         if not is_whole(rank, 1, self._settings.max_rank):
             raise ApiError(f"lora_config.rank={rank!r}; expected 1 to {self._settings.max_rank} (serve.max_rank)")
-        attention, mlp = flag(wanted, "train_attn"), flag(wanted, "train_mlp")
+        attention, mlp = flag(lora_config, "train_attn"), flag(lora_config, "train_mlp")
         if not (attention or mlp):
             raise ApiError("lora_config: neither train_attn nor train_mlp, so nothing would be trained")
-        seed = wanted.get("seed")
+        seed = lora_config.get("seed")
         if seed is not None and not is_whole(seed, -MAX_SEED, MAX_SEED):
             raise ApiError(f"lora_config.seed={str(seed)[:80]!r}; expected a whole number, or null")
         seed = self._settings.seed + seq if seed is None else seed
@@ -68,14 +68,14 @@ class ModelRoutes:
         _check_optimizer(body)
         if body.get("weights_access_token"):
             raise ApiError("weights_access_token is not served; load a checkpoint that your own key made")
-        checkpoint = self._registry.shelf.checkpoint(owner, text(body, "path"))
+        checkpoint = self._registry.catalog.checkpoint(owner, text(body, "path"))
         if parse_path(checkpoint.path).kind != "weights":
             raise ApiError(f"{checkpoint.path} is for sampling; expected tinker://<model id>/weights/<name>")
         if not fresh:
             own = self._registry.model(owner, text(body, "model_id")).fact.adapter
             if own.form != checkpoint.adapter.form:
-                found = f"rank {checkpoint.adapter.rank} on {checkpoint.base}"
-                raise ApiError(f"{checkpoint.path} is of another form: {found}, not rank {own.rank}")
+                described = f"rank {checkpoint.adapter.rank} on {checkpoint.base}"
+                raise ApiError(f"{checkpoint.path} is of another form: {described}, not rank {own.rank}")
         base = body.get("base_model")
         base = checkpoint.base if base is None else self._settings.checked_base(base)
         if self._settings.base_key(base) != checkpoint.adapter.base:
@@ -98,7 +98,7 @@ class ModelRoutes:
 
 def _check_optimizer(body: Body) -> None:
     """`ApiError` for another optimizer than the one there is."""
-    given = body.get("optimizer_config")
-    kind = given.get("type") if isinstance(given, dict) else given
+    config = body.get("optimizer_config")
+    kind = config.get("type") if isinstance(config, dict) else config
     if kind not in (None, "adamw"):
         raise ApiError(f"optimizer_config {kind!r}; only adamw is served")

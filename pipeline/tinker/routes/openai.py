@@ -81,7 +81,7 @@ class OpenAiRoutes:
         return await self._answer(COMPLETION, owner, request)
 
     async def _list(self, owner: Owner, request: web.Request) -> web.Response:
-        paths = [path for path in self._registry.shelf.checkpoints if self._is_sampled(owner, path)]
+        paths = [path for path in self._registry.catalog.checkpoints if self._is_sampled(owner, path)]
         names = [*self._settings.all_bases, *paths] if self._settings.sampling else []
         return web.json_response({"object": "list", "data": [self._described(owner, name) for name in names]})
 
@@ -91,11 +91,11 @@ class OpenAiRoutes:
         return web.json_response(self._described(owner, name))
 
     def _described(self, owner: Owner, name: str) -> dict[str, Any]:
-        found = self._registry.shelf.checkpoints.get(name)
+        checkpoint = self._registry.catalog.checkpoints.get(name)
         about: dict[str, Any] = {"id": name, "object": "model", "max_model_len": self._settings.max_length}
-        if found is None:
+        if checkpoint is None:
             return about | {"created": 0, "owned_by": "base"}
-        return about | {"created": int(found.created), "owned_by": owner.name, "parent": found.base}
+        return about | {"created": int(checkpoint.created), "owned_by": owner.name, "parent": checkpoint.base}
 
     def _is_sampled(self, owner: Owner, path: str) -> bool:
         try:
@@ -114,7 +114,7 @@ class OpenAiRoutes:
                     f"model {str(model)[:200]!r}; served: {known}, and tinker:// paths of sampler weights"
                 )
             return SampledWeights(base=self._settings.base_key(model))
-        checkpoint = self._registry.shelf.checkpoint(owner, model)
+        checkpoint = self._registry.catalog.checkpoint(owner, model)
         if parse_path(checkpoint.path).kind != "sampler_weights":
             raise ApiError(f"{model} is for training; save_weights_for_sampler makes what can be sampled from")
         return checkpoint.sampled
@@ -122,15 +122,15 @@ class OpenAiRoutes:
     async def _answer(self, route: str, owner: Owner, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)
         weights, usage = self._weights(owner, body.get("model")), wants_usage(body)
-        asked = checked_body(route, body, self._settings.limits.samples)
+        checked = checked_body(route, body, self._settings.limits.samples)
         if self._open.get(owner.name, 0) >= MAX_OPEN:
             raise ApiError(f"{owner.name} has {MAX_OPEN} requests open, which is all it may have", 429)
         self._open[owner.name] = self._open.get(owner.name, 0) + 1
         try:
-            answer = self._parts(route, weights, asked, body["model"])
-            turn = self._forwarder.turn(owner.name, sequences_of(asked), weights)
+            answer = self._parts(route, weights, checked, body["model"])
+            turn = self._forwarder.turn(owner.name, sequences_of(checked), weights)
             async with aclosing(self._counted(owner, turn, answer)) as parts:
-                if asked.get("stream"):
+                if checked.get("stream"):
                     return await _streamed(request, parts, body["model"], usage=usage)
                 part = await _while_connected(request, anext(parts))
                 return web.json_response(completion_json(part, body["model"]))
@@ -155,11 +155,11 @@ class OpenAiRoutes:
                     self._registry.usage.count(owner.name, usage_of_answer(usage, time.monotonic() - started))
 
     async def _parts(
-        self, route: str, weights: SampledWeights, asked: Mapping[str, Any], model: str
+        self, route: str, weights: SampledWeights, checked: Mapping[str, Any], model: str
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The parts of an answer, decoded; errors name the model as the client does."""
         try:
-            async with aclosing(self._forwarder.parts(route, weights, asked)) as parts:
+            async with aclosing(self._forwarder.parts(route, weights, checked)) as parts:
                 async for text in parts:
                     if text != b"[DONE]":
                         yield read_part(text)
@@ -208,8 +208,8 @@ async def _while_connected(request: web.Request, first: Any) -> dict[str, Any]:
         while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
             if request.transport is None or request.transport.is_closing():
                 raise ApiError("the client hung up", 499)
-        found: dict[str, Any] = task.result()
-        return found
+        answer: dict[str, Any] = task.result()
+        return answer
     except StopAsyncIteration:
         raise NoServerError("the server gave no answer", 502) from None
     finally:

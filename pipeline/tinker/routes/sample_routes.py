@@ -28,16 +28,16 @@ class SampleRoutes:
         self._refuse_without_servers()
         session = self._registry.session(owner, text(body, "session_id"))
         id = tinker_paths.sampler_id(session.id, number(body, "sampling_session_seq_id"))
-        if id not in self._registry.shelf.samplers:
+        if id not in self._registry.catalog.samplers:
             path = body.get("model_path") or ""
             if path:
-                checkpoint = self._registry.shelf.checkpoint(owner, path)
+                checkpoint = self._registry.catalog.checkpoint(owner, path)
                 if tinker_paths.parse_path(checkpoint.path).kind != "sampler_weights":
                     raise ApiError(f"{path} is for training; save_weights_for_sampler makes what can be sampled from")
                 base = checkpoint.base
             else:
                 base = self._settings.checked_base(text(body, "base_model"))
-            await self._registry.shelf.add_sampler(SamplingSession(id, owner.name, base, path))
+            await self._registry.catalog.add_sampler(SamplingSession(id, owner.name, base, path))
         return {"type": "create_sampling_session", "sampling_session_id": id}
 
     def _refuse_without_servers(self) -> None:
@@ -45,16 +45,16 @@ class SampleRoutes:
             raise ApiError("nothing samples here: this server was started without serve.sampling=true")
 
     async def _get(self, owner: Owner, request: web.Request) -> web.Response:
-        found = self._registry.shelf.sampler(owner, request.match_info["sampler"])
-        answer = {"sampler_id": found.id, "base_model": found.base, "model_path": found.path or None}
+        sampler = self._registry.catalog.sampler(owner, request.match_info["sampler"])
+        answer = {"sampler_id": sampler.id, "base_model": sampler.base, "model_path": sampler.path or None}
         return web.json_response(answer)
 
     async def _sample(self, owner: Owner, body: Body) -> Body:
         self._refuse_without_servers()
-        sampler = self._registry.shelf.sampler(owner, text(body, "sampling_session_id"))
+        sampler = self._registry.catalog.sampler(owner, text(body, "sampling_session_id"))
         self._registry.heartbeats.beat(tinker_paths.session_of(sampler.id))
         if sampler.path:
-            weights = self._registry.shelf.checkpoint(owner, sampler.path).sampled
+            weights = self._registry.catalog.checkpoint(owner, sampler.path).sampled
         else:
             weights = SampledWeights(base=self._settings.base_key(sampler.base))
         seq = number(body, "seq_id")

@@ -62,14 +62,14 @@ class SessionRoutes:
 
     async def _list(self, owner: Owner, request: web.Request) -> web.Response:
         own = [session for session in self._registry.sessions.values() if session.owner == owner.name]
-        some, _ = page(sorted(own, key=lambda each: -each.created), request)
-        return web.json_response({"sessions": [each.id for each in some]})
+        some, _ = page(sorted(own, key=lambda session: -session.created), request)
+        return web.json_response({"sessions": [session.id for session in some]})
 
     async def _get(self, owner: Owner, request: web.Request) -> web.Response:
         session = self._registry.known_session(owner, request.match_info["session"])
         id = session.id
         models = [live.fact.id for live in self._registry.models.values() if live.fact.session == id]
-        samplers = [sampler for sampler in self._registry.shelf.samplers if sampler.startswith(f"{id}:")]
+        samplers = [sampler for sampler in self._registry.catalog.samplers if sampler.startswith(f"{id}:")]
         return web.json_response(
             {"training_run_ids": models, "sampler_ids": samplers, "user_metadata": session.metadata}
         )

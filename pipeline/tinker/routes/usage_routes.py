@@ -30,4 +30,4 @@ class UsageRoutes:
 def described(registry: ModelRegistry, owner: str) -> dict[str, Any]:
     """The total of a name, and the bytes of checkpoints that it keeps now."""
     total = msgspec.to_builtins(registry.usage.total(owner))
-    return {"name": owner, "total": total, "checkpoint_bytes": registry.shelf.stored_bytes(owner)}
+    return {"name": owner, "total": total, "checkpoint_bytes": registry.catalog.stored_bytes(owner)}

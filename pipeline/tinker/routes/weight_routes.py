@@ -56,9 +56,9 @@ class WeightRoutes:
         return _Saving(self._settings, self._registry, kind)
 
     async def _info(self, owner: Owner, body: Body) -> Body:
-        found = self._registry.shelf.checkpoint(owner, text(body, "tinker_path"))
-        adapter = found.adapter
-        info = {"base_model": found.base, "is_lora": adapter.rank > 0, "lora_rank": adapter.rank or None}
+        checkpoint = self._registry.catalog.checkpoint(owner, text(body, "tinker_path"))
+        adapter = checkpoint.adapter
+        info = {"base_model": checkpoint.base, "is_lora": adapter.rank > 0, "lora_rank": adapter.rank or None}
         return info | {"train_unembed": False, "train_mlp": adapter.mlp, "train_attn": adapter.attention}
 
     async def _urls(self, owner: Owner, request: web.Request) -> web.Response:
@@ -78,7 +78,7 @@ class WeightRoutes:
         return web.Response(status=302, headers=headers)
 
     def _downloadable(self, owner: Owner, request: web.Request) -> SavedWeights:
-        checkpoint = self._registry.shelf.named(owner, request.match_info)
+        checkpoint = self._registry.catalog.named(owner, request.match_info)
         if tinker_paths.parse_path(checkpoint.path).kind == "weights":
             raise ApiError(f"{checkpoint.path} is for training on; save_weights_external makes what can be downloaded")
         return checkpoint
@@ -87,8 +87,8 @@ class WeightRoutes:
         path = tinker_paths.parse_path(checkpoint.path)
         forwarded = request.headers.get("X-Forwarded-Proto", "").lower()
         scheme = forwarded if forwarded in ("http", "https") else request.scheme
-        place = f"{API}downloads/{path.model}/{path.checkpoint}/{quote(file)}"
-        return f"{scheme}://{request.host}{place}?expires={expires}&sign={self._sign(checkpoint, file, expires)}"
+        route = f"{API}downloads/{path.model}/{path.checkpoint}/{quote(file)}"
+        return f"{scheme}://{request.host}{route}?expires={expires}&sign={self._sign(checkpoint, file, expires)}"
 
     def _sign(self, checkpoint: SavedWeights, file: str, expires: int) -> str:
         """Of this version of the checkpoint alone: one that replaces it has another folder."""
@@ -96,9 +96,9 @@ class WeightRoutes:
         return hmac.digest(self._secret.encode(), text.encode(), hashlib.sha256).hex()
 
     async def _download(self, request: web.Request) -> web.StreamResponse:
-        given, file = request.match_info, request.match_info["file"]
-        path = tinker_paths.parse_path(f"tinker://{given['model']}/{given['kind']}/{given['name']}")
-        checkpoint = self._registry.shelf.checkpoints.get(str(path))
+        parts, file = request.match_info, request.match_info["file"]
+        path = tinker_paths.parse_path(f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}")
+        checkpoint = self._registry.catalog.checkpoints.get(str(path))
         expires = request.query.get("expires", "")
         if checkpoint is None or not expires.isdecimal() or int(expires) < time.time():
             raise NotFoundError("this address has expired, or what it names was removed; ask for another one")
@@ -120,7 +120,7 @@ class _Saving:
         live = self._registry.model(owner, text(body, "model_id"))
         seq = number(body, "seq_id", least=1)
         if owner.bytes:
-            await self._registry.shelf.make_room(owner.name, owner.bytes)
+            await self._registry.catalog.make_room(owner.name, owner.bytes)
         return future(await self._registry.accept(live, seq, lambda: self._save(owner, body)))
 
     def _save(self, owner: Owner, body: Body) -> Save:
@@ -136,15 +136,15 @@ class _Saving:
             raise ApiError(f"kind={kind!r} is not served; kind='snapshot' is: make a new sampling client of each save")
         if body.get("age_encryption_recipients"):
             raise ApiError("age_encryption_recipients: files are not encrypted here; leave it out")
-        given = body.get("path")
-        if given is None and not sampler:
+        name = body.get("path")
+        if name is None and not sampler:
             raise ApiError("a save needs a path: a name for the checkpoint")
         path = WeightsPath(
-            model, self._kind, tinker_paths.checked_name(given) if given is not None else f"passing-{seq}"
+            model, self._kind, tinker_paths.checked_name(name) if name is not None else f"ephemeral-{seq}"
         )
-        if str(path) in self._registry.shelf.checkpoints and not body.get("overwrite"):
+        if str(path) in self._registry.catalog.checkpoints and not body.get("overwrite"):
             raise ApiError(f"{path} is there already; choose another name, or overwrite=True")
-        stored = self._registry.shelf.stored_bytes(owner.name)
+        stored = self._registry.catalog.stored_bytes(owner.name)
         if owner.bytes and stored >= owner.bytes:
             raise ApiError(f"{owner.name} keeps {stored} bytes of checkpoints, its limit is {owner.bytes}; delete some")
         return save_body(path, seq, SaveNote(str(path), ttl(body), metadata(body), sampler))

@@ -61,7 +61,7 @@ class Client:
         await self.turn("one")
         await self.turn("one", WorkResult(f"{model}:1", SaveResult(10)))
         path = f"tinker://{model}/sampler_weights/{name}"
-        folder = self.root / "weights" / self.registry.shelf.checkpoints[path].folder
+        folder = self.root / "weights" / self.registry.catalog.checkpoints[path].folder
         folder.mkdir(parents=True)
         (folder / "adapter_config.json").write_text("{}")
         return path

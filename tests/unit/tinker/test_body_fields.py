@@ -127,7 +127,7 @@ def test_addresses_of_downloads_have_a_scheme_of_http_whatever_a_proxy_says(tmp_
         await client.post("save_weights_external", {"model_id": model, "seq_id": 1, "path": "mine"})
         await client.turn("one")
         await client.turn("one", WorkResult(f"{model}:1", SaveResult(10)))
-        (saved,) = client.registry.shelf.checkpoints.values()
+        (saved,) = client.registry.catalog.checkpoints.values()
         (tmp_path / "weights" / saved.folder).mkdir(parents=True)
         (tmp_path / "weights" / saved.folder / "file").touch()
         route = f"training_runs/{model}/checkpoints/external_weights/mine/external_weights_urls"

@@ -19,7 +19,7 @@ from tests.unit.tinker.front_case import BOB, LORA, Client, with_front
 
 EVE = {"X-API-Key": "tml-eve"}
 AT_ONCE, ROUND = 8, 400
-KINDS = ("session", "model", "settled", "checkpoint", "sampler", "unnamed")
+KINDS = ("session", "model", "committed_cursor", "checkpoint", "sampler", "unnamed")
 ODD: tuple[Any, ...] = (
     *(None, True, 0, -1, 7, 1 << 70, 1.5, -0.0, 1e400, "", "a", "..", "../../etc/passwd", "\x00", "ü" * 300, [], {}),
     *("tinker://", "tinker://../../weights/x", [[]], [{}], [None], {"rank": 1 << 40}, {"chunks": [7]}, {"type": "x"}),
@@ -124,8 +124,8 @@ def picture(client: Client, session: str) -> list[Any]:
 
 def known_to(registry: ModelRegistry) -> tuple[set[str], ...]:
     """The names of all that a registry knows."""
-    shelf = registry.shelf
-    parts = (registry.sessions, registry.models, registry.requests, shelf.checkpoints, shelf.samplers)
+    catalog = registry.catalog
+    parts = (registry.sessions, registry.models, registry.requests, catalog.checkpoints, catalog.samplers)
     return tuple(set(part) for part in parts)
 
 

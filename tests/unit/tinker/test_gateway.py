@@ -134,17 +134,17 @@ def test_a_model_that_is_unloaded_takes_nothing_and_leaves_a_trainer_that_brings
 def test_a_checkpoint_that_an_open_load_reads_stays_until_none_does(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         removed: list[str] = []
-        client.registry.shelf.on_removed = removed.append
+        client.registry.catalog.on_removed = removed.append
         model = (await client.model(await client.session()))[1]["model_id"]
         await client.attach("one")
         await client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
         await client.turn("one")
         await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
         await client.turn("one", WorkResult(f"{model}:1", SaveResult(10)))
-        [saved] = client.registry.shelf.checkpoints.values()
+        [saved] = client.registry.catalog.checkpoints.values()
         load = {"model_id": model, "seq_id": 2, "path": saved.path, "optimizer": True}
         assert (await client.post("load_weights", load))[0] == 200
-        await client.registry.shelf.remove(saved)
+        await client.registry.catalog.remove(saved)
         await client.turn("one", WorkResult(f"{model}:2", Acknowledged()))
         assert removed == [], "a trainer that comes now loads it again"
         await client.registry.committed({model: 2})
@@ -224,7 +224,7 @@ def test_what_became_of_a_sample_is_told_to_its_owner_though_its_sampling_client
         assert status == 200
         asked = {"request_id": sample["request_id"]}
         await client.post("cancel_future", asked, BOB)
-        await client.registry.shelf.drop_samplers({session})
+        await client.registry.catalog.drop_samplers({session})
         assert (await client.post("retrieve_future", asked, BOB))[0] == 404
         await client.post("cancel_future", asked)
         status, outcome = await client.post("retrieve_future", asked)

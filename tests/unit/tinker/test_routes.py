@@ -54,7 +54,7 @@ def test_an_address_of_a_download_is_good_for_its_file_alone_and_until_it_is_rep
             await client.post("save_weights_external", save)
             await client.turn("one")
             await client.turn("one", WorkResult(f"{model}:{seq}", SaveResult(10)))
-            (saved,) = client.registry.shelf.checkpoints.values()
+            (saved,) = client.registry.catalog.checkpoints.values()
             (tmp_path / "weights" / saved.folder).mkdir(parents=True)
             (tmp_path / "weights" / saved.folder / "adapter_config.json").write_text(f"save {seq}")
             (tmp_path / "weights" / saved.folder / "other").write_text("other")

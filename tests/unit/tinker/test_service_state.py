@@ -168,7 +168,7 @@ def test_an_ended_session_is_forgotten_with_its_models_unless_they_have_checkpoi
     async def story(stage: Play) -> None:
         model = await three_steps(stage)
         session = stage.registry.sessions[stage.live.fact.session]
-        await stage.registry.shelf.add_sampler(SamplingSession(f"{session.id}:sample:0", "ada", "tiny"))
+        await stage.registry.catalog.add_sampler(SamplingSession(f"{session.id}:sample:0", "ada", "tiny"))
         await stage.registry.accept(stage.live, 4, lambda: save_body(path_of(model), 4, SaveNote(str(path_of(model)))))
         assert stage.work() is not None
         await stage.done(4, SaveResult(1))
@@ -178,13 +178,15 @@ def test_an_ended_session_is_forgotten_with_its_models_unless_they_have_checkpoi
         await stage.registry.finish(WorkResult(unload.request, Acknowledged()))
         stage.now += ENDED_SECONDS + 1
         await stage.registry.sweep(1e9)
-        assert (stage.registry.sessions, stage.registry.shelf.samplers, stage.registry.requests) == ({}, {}, {})
+        assert (stage.registry.sessions, stage.registry.catalog.samplers, stage.registry.requests) == ({}, {}, {})
         assert set(stage.registry.models) == {model}, "its checkpoint is listed under it"
-        (checkpoint,) = stage.registry.shelf.checkpoints.values()
-        await stage.registry.shelf.remove(checkpoint)
+        (checkpoint,) = stage.registry.catalog.checkpoints.values()
+        await stage.registry.catalog.remove(checkpoint)
         await stage.registry.sweep(1e9)
         assert not stage.registry.models
-        assert not [each for kind in ("session", "model", "settled", "sampler") for each in stage.kept.facts(kind)]
+        assert not [
+            each for kind in ("session", "model", "committed_cursor", "sampler") for each in stage.kept.facts(kind)
+        ]
         stage.restart()
         await stage.registry.attach({model: 2})
         again = stage.work()

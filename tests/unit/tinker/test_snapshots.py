@@ -23,7 +23,7 @@ async def eleven_snapshots(stage: Play, rank: int = 4) -> list[str]:
     await stage.registry.attach({})
     for seq in range(1, 12):
         path, sampler = (
-            WeightsPath(model, "sampler_weights", f"passing-{seq}"),
+            WeightsPath(model, "sampler_weights", f"ephemeral-{seq}"),
             f"{stage.live.fact.session}:sample:{seq}",
         )
         note = SaveNote(str(path), sampler=sampler)
@@ -39,21 +39,21 @@ async def eleven_snapshots(stage: Play, rank: int = 4) -> list[str]:
 
 def known_samplers(stage: Play, samplers: list[str]) -> list[int]:
     """The numbers of those that can still be sampled from; does not use them."""
-    return [number for number, each in enumerate(samplers) if each in stage.registry.shelf.samplers]
+    return [number for number, each in enumerate(samplers) if each in stage.registry.catalog.samplers]
 
 
 def test_snapshots_stay_while_their_sampling_clients_use_them(tmp_path: Path) -> None:
     async def story(stage: Play) -> None:
-        samplers, shelf = await eleven_snapshots(stage), stage.registry.shelf
+        samplers, catalog = await eleven_snapshots(stage), stage.registry.catalog
         await stage.registry.sweep(1e9)
         assert known_samplers(stage, samplers) == list(range(11)), "none of them is old"
         for _ in range(3):
             stage.now += SNAPSHOT_SECONDS - 60
-            assert shelf.sampler(ADA, samplers[1])
+            assert catalog.sampler(ADA, samplers[1])
             await stage.registry.sweep(1e9)
         assert known_samplers(stage, samplers) == [1, *range(11 - MAX_EPHEMERAL, 11)]
         with pytest.raises(NotFoundError, match="snapshot was not used"):
-            shelf.sampler(ADA, samplers[0])
+            catalog.sampler(ADA, samplers[0])
         stage.restart()
         await stage.registry.sweep(1e9)
         assert known_samplers(stage, samplers) == [1, *range(11 - MAX_EPHEMERAL, 11)], "a restart counts as a use"
@@ -63,18 +63,18 @@ def test_snapshots_stay_while_their_sampling_clients_use_them(tmp_path: Path) ->
 
 def test_a_snapshot_with_an_open_sample_stays_and_so_do_its_files(tmp_path: Path) -> None:
     async def story(stage: Play) -> None:
-        samplers, shelf = await eleven_snapshots(stage), stage.registry.shelf
+        samplers, catalog = await eleven_snapshots(stage), stage.registry.catalog
         removed: list[str] = []
-        shelf.on_removed = removed.append
-        folder = shelf.checkpoints[shelf.samplers[samplers[0]].path].folder
-        shelf.open_folders = lambda: {folder}
+        catalog.on_removed = removed.append
+        folder = catalog.checkpoints[catalog.samplers[samplers[0]].path].folder
+        catalog.open_folders = lambda: {folder}
         stage.now += SNAPSHOT_SECONDS + 20
         await stage.registry.sweep(1e9)
         assert known_samplers(stage, samplers) == [0, *range(3, 11)]
-        await shelf.remove(shelf.checkpoints[shelf.samplers[samplers[0]].path])  # as its client may
+        await catalog.remove(catalog.checkpoints[catalog.samplers[samplers[0]].path])  # as its client may
         assert len(removed) == 2
         assert folder not in removed
-        shelf.open_folders = frozenset
+        catalog.open_folders = frozenset
         await stage.registry.sweep(1e9)
         assert folder in removed
 
@@ -83,12 +83,12 @@ def test_a_snapshot_with_an_open_sample_stays_and_so_do_its_files(tmp_path: Path
 
 def test_snapshots_give_way_before_a_save_is_refused_for_want_of_room(tmp_path: Path) -> None:
     async def story(stage: Play) -> None:
-        samplers, shelf = await eleven_snapshots(stage), stage.registry.shelf
+        samplers, catalog = await eleven_snapshots(stage), stage.registry.catalog
         stage.now += 1
-        shelf.sampler(ADA, samplers[0])
-        await shelf.make_room("ada", 101)
+        catalog.sampler(ADA, samplers[0])
+        await catalog.make_room("ada", 101)
         assert known_samplers(stage, samplers) == [0, *range(2, 11)], "the one that was not used for longest"
-        await shelf.make_room("ada", 10)
+        await catalog.make_room("ada", 10)
         assert known_samplers(stage, samplers) == list(range(3, 11))
 
     play(tmp_path, story)
@@ -96,9 +96,9 @@ def test_snapshots_give_way_before_a_save_is_refused_for_want_of_room(tmp_path: 
 
 def test_snapshots_of_a_session_that_is_forgotten_leave_no_files(tmp_path: Path) -> None:
     async def story(stage: Play) -> None:
-        samplers, shelf = await eleven_snapshots(stage), stage.registry.shelf
+        samplers, catalog = await eleven_snapshots(stage), stage.registry.catalog
         removed: list[str] = []
-        shelf.on_removed = removed.append
+        catalog.on_removed = removed.append
         await stage.registry.end_session(stage.registry.sessions[stage.live.fact.session], "it is over")
         unload = stage.work()
         assert unload is not None
@@ -106,7 +106,7 @@ def test_snapshots_of_a_session_that_is_forgotten_leave_no_files(tmp_path: Path)
         stage.now += ENDED_SECONDS + 1
         for _ in range(2):
             await stage.registry.sweep(1e9)
-        assert (len(removed), known_samplers(stage, samplers), shelf.checkpoints) == (11, [], {})
+        assert (len(removed), known_samplers(stage, samplers), catalog.checkpoints) == (11, [], {})
         assert not stage.registry.models
 
     play(tmp_path, story)

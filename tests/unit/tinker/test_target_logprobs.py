@@ -10,7 +10,7 @@ import pytest
 from pipeline.tinker import target_logprobs, tinker_wire
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.sample_queue import SampleQueue
-from pipeline.tinker.target_logprobs import MAX_PARALLEL_SCORES, places_of, read_targets
+from pipeline.tinker.target_logprobs import MAX_PARALLEL_SCORES, max_sequences, read_targets
 from tests.unit.tinker.sampling_case import Script, sample, with_servers
 
 
@@ -51,10 +51,10 @@ def test_a_sparse_matrix_is_answered_by_one_of_the_same_layout() -> None:
 
 
 def test_a_request_takes_as_many_places_as_are_scored_at_once() -> None:
-    assert places_of({"num_samples": 3}, 4) == 3
-    assert places_of({"num_samples": 1, "target_prompt_logprobs": SPARSE}, 4) == 3
+    assert max_sequences({"num_samples": 3}, 4) == 3
+    assert max_sequences({"num_samples": 1, "target_prompt_logprobs": SPARSE}, 4) == 3
     many = dense(*([list(range(40))] * 3))
-    assert places_of({"target_prompt_logprobs": many}, 4) == MAX_PARALLEL_SCORES
+    assert max_sequences({"target_prompt_logprobs": many}, 4) == MAX_PARALLEL_SCORES
 
 
 def test_servers_score_the_tokens_beside_the_sample(tmp_path: Path) -> None:
