@@ -13,7 +13,7 @@ from pipeline.observability.run_history import History
 from pipeline.observability.svg_drawing import SERIES
 from pipeline.run.metrics_log import MetricRecord, series
 
-LEARNING, OPTIMIZATION, SPEED, WARM_START = "Learning", "Optimization", "Speed", "Warm start"
+LEARNING, OPTIMIZATION, SPEED, SFT = "Learning", "Optimization", "Speed", "SFT"
 NUMBERS = "Numbers"
 """The only section of a run that consists of a trainer."""
 _KINDS = {"sft": "SFT", "rl": "RL"}
@@ -36,7 +36,7 @@ def all_charts(history: History) -> list[Chart]:
         _throughput(rows, resumes, "rl", SPEED),
         _idle(rows, resumes),
         _sync(rows, resumes),
-        *(_loss_and_gradient(rows, resume_steps(rows, "sft"), "sft", WARM_START) if _has(rows, "sft") else []),
+        *(_loss_and_gradient(rows, resume_steps(rows, "sft"), "sft", SFT) if _has(rows, "sft") else []),
     ]
 
 

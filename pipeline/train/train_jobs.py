@@ -160,7 +160,7 @@ _form: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")
 
 
 def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
-    """The jobs of a run, in order: the warm start if it has steps, then RL if that has. The last one's output is the
+    """The jobs of a run, in order: SFT if it has steps, then RL if it has steps. The output of the last one is the
     run's model. Paths are relative to `RunPaths.jobs`.
 
     `rows` are those of the dataset, which epochs are counted in; who goes on with RL need not know them.

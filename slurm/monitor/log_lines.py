@@ -98,7 +98,7 @@ class LogLines:
         if not last and now < self._next and evaluations == self._printed[2]:
             return []
         self._printed, self._next = (progress.job, progress.step, evaluations), now + LINE_SECONDS
-        return [f"  {job_text(snapshot, progress)} {step_text(progress)}{_known(snapshot)}"]
+        return [f"  {job_text(progress)} {step_text(progress)}{_known(snapshot)}"]
 
 
 def _known(snapshot: Snapshot) -> str:

@@ -182,7 +182,7 @@ def _is_well(role: RoleLine) -> bool:
 
 def _progress_line(snapshot: Snapshot) -> RenderableType:
     progress = snapshot.progress or snapshot.upcoming_phases or Progress("rl", 0, 0, None)
-    return _bar(job_text(snapshot, progress), progress.step, progress.steps, step_text(progress))
+    return _bar(job_text(progress), progress.step, progress.steps, step_text(progress))
 
 
 def _evaluation_line(snapshot: Snapshot) -> list[RenderableType]:
@@ -207,12 +207,12 @@ def evaluation_text(evaluation: EvaluationProgress) -> str:
     return f"{first}{evaluation.what}, {evaluation.done} / {evaluation.prompts} prompts"
 
 
-def job_text(snapshot: Snapshot, progress: Progress) -> str:
-    """The label of the training job: SFT before RL is the warm start, and a job file has its name."""
+def job_text(progress: Progress) -> str:
+    """The label of the training job: SFT or RL, or the name of a job file."""
     if progress.file:
         return progress.file
     if progress.job == "sft":
-        return "warm start" if snapshot.has_rollouts else "fine-tuning"
+        return "SFT"
     return "training"
 
 

@@ -4,7 +4,7 @@
 
 Starts the launcher as a user would, one run after the other, and prints what each run's own `metrics.jsonl` says:
 held-out accuracy before and after RL, time, lag, and where the time of a step goes. `lag0`, `lag1` and `lag4` are GRPO
-with another `max_lag` than the demo's 2; 0 is synchronous. `lora` trains adapters on what a warm start of all weights
+with another `max_lag` than the demo's 2; 0 is synchronous. `lora` trains adapters on what SFT of all weights
 left, a run of its own. Exits with 1 when a run gains less than 25 points or takes more than 6
 minutes.
 """
@@ -38,7 +38,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "lora": ("model.init=pretrained", "model.lora.rank=8", "optim.lr=1e-3", "training.sft.steps=0"),
 }
 COLUMNS = (
-    *("way", "seed", "warm start", "after RL", "gain", "minutes", "lag max"),
+    *("way", "seed", "after SFT", "after RL", "gain", "minutes", "lag max"),
     *("s a step", "of it: data", "train", "sync", "samples/s", "idle trainer", "idle servers", "log ratio at lag 0"),
 )
 
@@ -67,7 +67,7 @@ def measure(rows: list[dict[str, Any]], seconds: float, way: str, seed: int) -> 
     return {
         "way": way,
         "seed": seed,
-        "warm start": f"{accuracy[0]:.3f}",
+        "after SFT": f"{accuracy[0]:.3f}",
         "after RL": f"{accuracy[-1]:.3f}",
         "gain": accuracy[-1] - accuracy[0],
         "minutes": seconds / 60,

@@ -6,7 +6,7 @@
 
     python -m venv trl && trl/bin/pip install trl
 
-Both go on from the weights of the demo's warm start, with 32 prompts of 8 samples a step, and both may use two threads
+Both go on from the weights of the demo's SFT, with 32 prompts of 8 samples a step, and both may use two threads
 at most for each process. Rollcall's side is the demo as a user starts it, without evaluations: launcher, agents, Redis,
 a vLLM server, actor, preprocessor and trainer, asynchronous with the demo's `max_lag`. TRL's is one process in which
 transformers generates, then trains. They take turns, and who begins changes too. Samples/s are counted after the

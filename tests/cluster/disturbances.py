@@ -29,10 +29,10 @@ def start_up(run: SlurmRun, chance: random.Random) -> None:
     _until(run, f"{wanted[0]} {wanted[1]}", lambda: wanted in run.history())
 
 
-def warm_start(run: SlurmRun, chance: random.Random) -> None:
-    """The warm start is at a random step."""
+def sft_phase(run: SlurmRun, chance: random.Random) -> None:
+    """SFT is at a random step."""
     step = chance.randrange(2, 280)
-    _until(run, f"step {step} of the warm start", lambda: _step(run, "sft") >= step)
+    _until(run, f"step {step} of SFT", lambda: _step(run, "sft") >= step)
 
 
 def training(run: SlurmRun, chance: random.Random) -> None:
@@ -60,7 +60,7 @@ def shutdown(run: SlurmRun, chance: random.Random) -> None:
 PHASES: dict[str, Callable[[SlurmRun, random.Random], None]] = {
     "rendezvous": rendezvous,
     "start-up": start_up,
-    "warm start": warm_start,
+    "SFT": sft_phase,
     "training": training,
     "checkpoint": checkpoint,
     "shutdown": shutdown,

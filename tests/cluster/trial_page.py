@@ -62,7 +62,7 @@ INTRODUCTION = (
     "| at | the state of the run when it was disturbed; *commit open* marks a checkpoint in progress |",
     "| went on at | the step from which the next attempt trained; the steps in between were trained again |",
     "| cold, warm | seconds from the start of an attempt to its first step: of the first attempt, and of the "
-    "resumed one. The first step of SFT (the warm start) needs no server and the first RL step needs all "
+    "resumed one. The first step of SFT needs no server and the first RL step needs all "
     "servers, so compare only rows of the same phase |",
     "| gap | seconds from the disturbance to the first step after it, including Slurm's waiting time |",
     "| held-out | held-out accuracy before and after RL |",
@@ -111,9 +111,7 @@ def _summary(
     }
     lines += [f"- Not tried yet: {way}: {', '.join(phases)}." for way, phases in untried.items() if phases]
     starts = [trial.cold for trial in [*calm, *disturbed] if trial.cold is not None]
-    lines += _compared(
-        "the warm start", median(starts) if starts else None, [trial for trial in whole if not _in_rl(trial)]
-    )
+    lines += _compared("SFT", median(starts) if starts else None, [trial for trial in whole if not _in_rl(trial)])
     return [*lines, *_compared("RL", cold, [trial for trial in whole if _in_rl(trial)])]
 
 

@@ -39,7 +39,7 @@ CONFIG = (
     "resources.trainer.gpus=1",
     "resources.inference.gpus=2",
 )
-JOBS = {"sft": "warm start", "rl": "training"}
+JOBS = {"sft": "SFT", "rl": "training"}
 RESULTS = Path("trials.jsonl")
 
 
@@ -129,7 +129,7 @@ def _examine(trial: Trial, run: SlurmRun) -> None:
     wrong = {
         f"ended as {trial.state}": trial.state != "COMPLETED",
         f"{trial.attempts} attempts": trial.attempts not in _attempts(trial),
-        "steps of the warm start": _steps(run, "sft") != list(range(1, WARM + 1)),
+        "steps of SFT": _steps(run, "sft") != list(range(1, WARM + 1)),
         "steps of RL": _steps(run, "rl") != list(range(1, STEPS + 1)),
         "positions of the ledger": not _every_position_once(run),
         "no last commit": not list(run.run.checkpoints.glob(f"rl-{STEPS}/*/COMMIT")),
@@ -211,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--phases", nargs="*", choices=PHASES, default=list(PHASES))
     parser.add_argument("--repeat", type=int, default=1, help="seeds of each")
     parser.add_argument("--undisturbed", type=int, default=0, help="runs that nothing happens to")
-    parser.add_argument("--cold", action="store_true", help="time a cold start of RL, without warm start")
+    parser.add_argument("--cold", action="store_true", help="time a cold start of RL, without SFT")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, help="write the page from the results so far")
     return parser

@@ -46,7 +46,7 @@ def test_nothing_is_found_where_nothing_was_saved(root: str) -> None:
     assert newest_checkpoint(root) is None
 
 
-def test_the_newest_goes_by_step_and_rl_comes_after_the_warm_start(root: str) -> None:
+def test_the_newest_goes_by_step_and_rl_comes_after_sft(root: str) -> None:
     commit(root, 200, job="sft")
     assert newest_step(root) == 200
     for step in (9, 100, 25):

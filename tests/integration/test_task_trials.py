@@ -92,7 +92,7 @@ def talk(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def warm_start(tmp_path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
+def sft_model(tmp_path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
     """The key that has these conversations imitated first."""
     return f"data.path={write_rows(tmp_path / 'conversations.jsonl', rows)}"
 
@@ -110,7 +110,7 @@ def test_an_environment_of_verifiers_is_learned(tmp_path: Path) -> None:
     asked = [*map(row, map(sums.prompt, range(2000))), *map(row, sums.held_out())]
     shown = map(sums.demonstration, range(8000))
     words = [
-        warm_start(tmp_path, (talk(str(each.prompt.messages[0]["content"]), each.answer) for each in shown)),
+        sft_model(tmp_path, (talk(str(each.prompt.messages[0]["content"]), each.answer) for each in shown)),
         "task.options.id=vf-questions",
         f"task.options.python={VERIFIERS}",
         f"task.options.taskset.path={write_rows(tmp_path / 'questions.jsonl', asked)}",
@@ -142,7 +142,7 @@ def test_programs_that_pass_their_tests_are_learned_from_files(tmp_path: Path) -
         return {"prompt": f"x {word} {number}", "tests": f"assert [f(x) for x in (3, 7)] == {[value(3), value(7)]}"}
 
     words = [
-        warm_start(tmp_path, (shown() for _ in range(4000))),
+        sft_model(tmp_path, (shown() for _ in range(4000))),
         f"task.options.path={write_rows(tmp_path / 'tests.jsonl', [tested(*each) for each in asked])}",
         f"task.options.eval_rows={held_out}",
         "task.options.system=''",

@@ -42,7 +42,7 @@ def test_the_first_evaluation_is_named_with_its_progress_while_training_waits_fo
     assert "evaluating held_out, 5 / 32 prompts" in shown(now)
 
 
-def test_the_first_evaluation_after_a_warm_start_is_named_too(run: FakeRun, attempt: FakeAttempt) -> None:
+def test_the_first_evaluation_after_sft_is_named_too(run: FakeRun, attempt: FakeAttempt) -> None:
     attempt.meet()
     attempt.all_roles("starting", "ready")
     attempt.train("sft", range(1, 21))

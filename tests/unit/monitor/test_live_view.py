@@ -81,12 +81,12 @@ def test_the_numbers_are_those_of_the_last_step(run: FakeRun, attempt: FakeAttem
     assert now.max_lag == 2
 
 
-def test_the_warm_start_has_its_own_progress(run: FakeRun, attempt: FakeAttempt) -> None:
+def test_sft_before_rl_has_its_own_progress(run: FakeRun, attempt: FakeAttempt) -> None:
     attempt.train("sft", range(1, 11))
     now = read_snapshot(run.root)
     assert now.progress is not None
     assert (now.progress.job, now.progress.step, now.progress.steps) == ("sft", 10, 20)
-    assert job_text(now, now.progress) == "warm start"
+    assert job_text(now.progress) == "SFT"
 
 
 def test_sft_alone_shows_its_loss_and_nothing_of_what_is_sampled(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_sft_alone_shows_its_loss_and_nothing_of_what_is_sampled(tmp_path: Path)
     assert [name for name, *_ in figures_of(now)] == ["loss", "grad norm", "tokens/s"]
     assert figures_of(now)[0][1] == f"{now.losses[-1]:.3f}"
     assert now.progress is not None
-    assert job_text(now, now.progress) == "fine-tuning"
+    assert job_text(now.progress) == "SFT"
     assert (now.progress.step, now.progress.steps) == (10, 20)
 
 
@@ -120,7 +120,7 @@ def test_the_jobs_of_files_show_the_one_that_trains(tmp_path: Path) -> None:
         now = read_snapshot(run.root)
     assert now.progress == Progress("rl", 4, 10, pytest.approx(12.0), "2-rl")
     assert len(now.losses) == 7
-    assert job_text(now, now.progress) == "2-rl"
+    assert job_text(now.progress) == "2-rl"
     assert figures_of(now)[0][:2] == ("loss", "0.143")
 
 

@@ -119,7 +119,7 @@ def test_a_run_has_its_two_jobs_in_the_same_form(tmp_path: Path) -> None:
     assert rl.log == str(tmp_path / "metrics.jsonl")
 
 
-def test_a_run_without_a_warm_start_has_one_job() -> None:
+def test_a_run_without_sft_has_one_job() -> None:
     assert [job.kind for job in jobs_of(make_config())] == ["rl"]
 
 
