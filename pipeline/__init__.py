@@ -15,6 +15,7 @@
 | `checkpoints` | checkpoints: written, verified, fenced, pruned |
 | `topology` | the plan that a config asks for, and which rank gets which part of it |
 | `config` | the keys, the checks across keys, the copy that a run keeps |
+| `algorithms` | the formulas of losses and advantages, and their lists |
 | `run` | the run directory: where its files lie, and what they contain |
 | `utils` | files, waiting, processes, addresses, logs, heartbeats, pinned memory |
 | `errors` | every error that a user sees |

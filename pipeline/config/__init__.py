@@ -2,7 +2,8 @@
 
 | module | owns |
 |---|---|
-| `schema` | the keys of the algorithm, and the whole `RunConfig` |
+| `schema` | the keys of model, optimizer and training, and the whole `RunConfig` |
+| `loss_keys` | the keys of the loss, its advantages and the critic |
 | `validation` | the validation of a tree of values, and its errors |
 | `key_aliases` | suggestions for unknown keys, including the names of TRL and verl |
 | `cluster_keys` | the keys of cluster and resources |
@@ -11,7 +12,7 @@
 | `rollout_keys` | the keys of rollouts and servers |
 | `recovery_keys` | the keys of restarts in place |
 | `evaluation_keys` | the keys of evaluation sets |
-| `tinker_keys`, `tinker_losses` | the keys of a run that serves; the losses that its clients name |
+| `tinker_keys` | the keys of a run that serves |
 | `value_types` | the types of values |
 | `cross_checks`, `mesh_checks` | the rules between keys; the divisibility rules of a mesh |
 | `key_relevance` | keys that are read only with certain values of another key |
@@ -24,11 +25,10 @@ from pipeline.config.cluster_keys import ClusterConfig, ResourcesConfig
 from pipeline.config.data_keys import ColumnsConfig, DataConfig, SourceConfig
 from pipeline.config.evaluation_keys import EvalSetConfig, EvaluationConfig
 from pipeline.config.key_aliases import suggest_key
+from pipeline.config.loss_keys import CriticConfig, LossConfig
 from pipeline.config.rollout_keys import InferenceConfig, RolloutConfig
 from pipeline.config.schema import (
-    CriticConfig,
     LoraConfig,
-    LossConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,

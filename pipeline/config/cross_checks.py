@@ -272,7 +272,7 @@ def _teacher_logprobs_are_used(config: RunConfig) -> None:
 
 
 def _only_groups_are_filtered(config: RunConfig) -> None:
-    if config.training.zero_variance_groups == "drop" and config.loss.advantage_estimator in ("batch", "gae"):
+    if config.training.zero_variance_groups == "drop" and not config.loss.estimator.within_group:
         estimator = config.loss.advantage_estimator
         expected = f"keep with loss.advantage_estimator={estimator}: samples with equal rewards still have a gradient"
         raise ConfigError(

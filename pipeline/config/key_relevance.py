@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from pipeline.config import RunConfig, known_keys
+from pipeline.algorithms.advantage_estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
+from pipeline.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from pipeline.config import LossConfig, RunConfig, known_keys
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,30 @@ class KeyReader:
         return f"{self.key}={choices}" if self.values else f"{self.key} above 0"
 
 
-_CLIPPED = KeyReader("loss.name", ("ppo", "grpo", "gspo", "dr_grpo", "dapo", "cispo", "reinforce_pp"))
-_CRITIC = KeyReader("loss.advantage_estimator", ("gae",))
+def _parameters_of(
+    registry: Mapping[str, PolicyLoss] | Mapping[str, AdvantageEstimator], key: str
+) -> dict[str, KeyReader]:
+    """The keys of `loss.*` that are parameters of some entries of a registry, not of all; `key` chooses the entry."""
+    readers = {
+        name: tuple(choice for choice, entry in registry.items() if name in entry.keys)
+        for name in LossConfig.model_fields
+    }
+    return {f"loss.{name}": KeyReader(key, by) for name, by in readers.items() if 0 < len(by) < len(registry)}
+
+
+_CRITIC = KeyReader(
+    "loss.advantage_estimator", tuple(name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.has_critic)
+)
 _KL, _LORA = KeyReader("loss.kl"), KeyReader("model.lora.rank")
 
 READ_WITH: Mapping[str, KeyReader] = {
-    "loss.clip_low": _CLIPPED,
-    "loss.clip_high": _CLIPPED,
-    "loss.ratio_cap": KeyReader("loss.name", ("reinforce", "rloo")),
-    "loss.beta": KeyReader("loss.name", ("dro",)),
+    **_parameters_of(POLICY_LOSSES, "loss.name"),
+    **_parameters_of(ADVANTAGE_ESTIMATORS, "loss.advantage_estimator"),
     "loss.tis": KeyReader("loss.old_logprobs", ("recompute",)),
     "loss.tis_cap": KeyReader("loss.tis", ("truncate", "mask")),
     "loss.kl_in": _KL,
     "loss.kl_estimator": _KL,
     "loss.reference_every": _KL,
-    "loss.gae_lambda": _CRITIC,
     "critic.lr": _CRITIC,
     "critic.clip": _CRITIC,
     "model.lora.alpha": _LORA,
@@ -55,6 +66,7 @@ READ_WITH: Mapping[str, KeyReader] = {
     "model.lora.adapter": _LORA,
     "model.lora.merge": _LORA,
 }
+"""The condition of each key. Keys that are parameters of functions in `pipeline.algorithms` are derived from these."""
 
 
 def unread_keys(config: RunConfig) -> Iterator[tuple[str, Any, KeyReader]]:

@@ -6,9 +6,9 @@ Owns every key that a user can set, with its type, bounds and meaning. A `RunCon
     config = load_config({"name": "demo", "cluster": {...}, ...})       # of `pipeline.config.validation`
     config.optim.lr
 
-The field descriptions are the source of `docs/configuration.md`. Keys of the cluster, tasks, data, rollouts,
-evaluations and the Tinker API are in separate modules. Rules between keys are in `pipeline.config.cross_checks`, the
-keys that a resumed run may change in `pipeline.config.run_identity`.
+The field descriptions are the source of `docs/configuration.md`. Keys of losses, the cluster, tasks, data,
+rollouts, evaluations and the Tinker API are in separate modules. Rules between keys are in
+`pipeline.config.cross_checks`, the keys that a resumed run may change in `pipeline.config.run_identity`.
 """
 
 from pathlib import Path
@@ -19,6 +19,7 @@ from pydantic import Field
 from pipeline.config.cluster_keys import ClusterConfig, ResourcesConfig
 from pipeline.config.data_keys import DataConfig
 from pipeline.config.evaluation_keys import EvaluationConfig
+from pipeline.config.loss_keys import CriticConfig, LossConfig
 from pipeline.config.recovery_keys import RecoveryConfig
 from pipeline.config.rollout_keys import InferenceConfig, RolloutConfig
 from pipeline.config.task_keys import RewardConfig, TaskConfig, TeacherConfig
@@ -27,7 +28,6 @@ from pipeline.config.value_types import (
     NAME_PATTERN,
     Bytes,
     Decay,
-    Fraction,
     NotNegative,
     Positive,
     Rate,
@@ -75,73 +75,6 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type of trainer and servers.")
     max_length: Positive = Field(512, description="Largest number of tokens of one sample, including the prompt.")
     lora: LoraConfig = LoraConfig()
-
-
-class LossConfig(Section):
-    """The policy loss and its advantages."""
-
-    name: Literal["reinforce", "ppo", "grpo", "gspo", "dr_grpo", "dapo", "cispo", "rloo", "reinforce_pp", "dro"] = (
-        Field(description="The policy loss.")
-    )
-    advantage_estimator: Literal["group", "group_std", "leave_one_out", "batch", "group_batch", "gae"] = Field(
-        "group_std",
-        description="Estimator of the advantages. `group`: reward minus the group mean; `group_std`: the same "
-        "divided by the group's standard deviation; `leave_one_out`: reward minus the mean of the other samples; "
-        "`batch`: reward whitened over the batch; `group_batch`: reward minus the group mean, whitened over the "
-        "batch; `gae`: with a critic's values.",
-    )
-    old_logprobs: Literal["sampler", "recompute"] = Field(
-        "sampler",
-        description="Policy in the denominator of the ratio. `sampler`: the policy that sampled; `recompute`: the "
-        "trainer's policy at the start of the step, whose log-probabilities are recomputed if a batch takes several "
-        "optimizer steps.",
-    )
-    tis: Literal["none", "truncate", "mask"] = Field(
-        "none",
-        description="Importance-sampling correction of each token, by the ratio of the recomputed policy to the "
-        "sampling policy. `truncate`: weight by the ratio, at most tis_cap; `mask`: drop tokens outside of 1 "
-        "/ tis_cap … tis_cap.",
-    )
-    tis_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Bound of the correction's ratio.")
-    clip_low: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.2, description="The ratio is clipped from below at 1 − clip_low."
-    )
-    clip_high: Annotated[float, Field(ge=0)] = Field(
-        0.2, description="The ratio is clipped from above at 1 + clip_high."
-    )
-    normalize: Literal["token", "sequence", "prompt", "fixed"] = Field(
-        "token", description="Unit of the mean in each step's loss; `fixed` divides by samples × model.max_length."
-    )
-    kl: Annotated[float, Field(ge=0)] = Field(
-        0.0,
-        description="Weight of the KL divergence from the reference model, a frozen copy of the policy, or from the "
-        "model at teacher.url; 0: none.",
-    )
-    kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="Use the KL as a term of the loss, or subtract it from each token's reward."
-    )
-    reference_every: NotNegative = Field(
-        0, description="Steps between updates of the reference model to the current policy; 0: never."
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL (Schulman 2020).")
-    entropy: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus.")
-    ratio_cap: Annotated[float, Field(gt=0)] = Field(
-        5.0, description="Truncation of the importance weight (truncated importance sampling)."
-    )
-    beta: Annotated[float, Field(ge=0)] = Field(
-        0.05, description="Weight of the squared distance from the sampling policy."
-    )
-    gamma: Fraction = Field(1.0, description="Discount of a reward for each sampled token (γ).")
-    gae_lambda: Fraction = Field(0.95, description="Decay of the temporal differences in GAE (λ).")
-
-
-class CriticConfig(Section):
-    """The value model of `loss.advantage_estimator=gae`; it starts as the policy with a new head for one number."""
-
-    lr: Rate = Field(1e-4, description="The critic's learning rate; its optimizer otherwise has the policy's settings.")
-    clip: Annotated[float, Field(ge=0)] = Field(
-        0.2, description="Largest change of a value in one step before its loss has no gradient; 0: no limit."
-    )
 
 
 class OptimConfig(Section):

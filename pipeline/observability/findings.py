@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pipeline.algorithms.policy_losses import POLICY_LOSSES
 from pipeline.config import RunConfig
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.topology.gpu_split import best_split
@@ -23,8 +24,6 @@ MIN_STEPS = 4
 
 KEYS = {"trainer": "trainer", "servers": "inference"}
 """The section of `resources` for each half."""
-CLIPS = ("ppo", "grpo", "dr_grpo", "dapo", "reinforce_pp")
-"""Losses in which a clipped token has no gradient. `gspo` clips whole samples, many by design."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def _truncated(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Fin
 
 def _clipped(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
     clipped, over_sampler = _median(steps, "clip_fraction"), config.loss.old_logprobs == "sampler"
-    if clipped >= CLIPPED and config.loss.name in CLIPS and over_sampler and config.training.max_lag:
+    if clipped >= CLIPPED and POLICY_LOSSES[config.loss.name].clips_tokens and over_sampler and config.training.max_lag:
         yield Finding(
             f"The clip holds {clipped:.0%} of the tokens: the policy has moved too far from the one that sampled them.",
             "Set loss.old_logprobs=recompute loss.tis=truncate, or lower optim.lr or training.max_lag.",

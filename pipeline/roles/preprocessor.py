@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from msgspec import structs
 
+from pipeline.algorithms.advantage_estimators import has_zero_variance, sample_advantages
 from pipeline.config import RunConfig
 from pipeline.errors import RecordError, RollcallError
 from pipeline.roles import RoleCommand
@@ -25,8 +26,7 @@ from pipeline.rollout.sample_store import TRAIN, records_of_group
 from pipeline.rollout.teacher_client import References, Teacher
 from pipeline.rollout.time_fractions import TimeFraction
 from pipeline.transport import Entry, Reader, Streams, connect
-from pipeline.transport.group_advantages import FILTERED, advantages, has_zero_variance
-from pipeline.transport.sample_records import MALFORMED, Group, PreparedGroup
+from pipeline.transport.sample_records import FILTERED, MALFORMED, Group, PreparedGroup
 from pipeline.utils import heartbeat
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,9 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
     rewards = [sample.reward for sample in group.samples]
     if config.training.zero_variance_groups == "drop" and has_zero_variance(rewards):
         return PreparedGroup(group=group, outcome=FILTERED)
-    return PreparedGroup(group=group, advantages=tuple(advantages(rewards, config.loss.advantage_estimator).tolist()))
+    return PreparedGroup(
+        group=group, advantages=tuple(sample_advantages(rewards, config.loss.advantage_estimator).tolist())
+    )
 
 
 def attach_references(prepared: PreparedGroup, references: References | str) -> PreparedGroup:

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from pipeline.transport.group_advantages import REWARDS_ONLY, Baseline
+from pipeline.algorithms.advantage_estimators import ADVANTAGE_ESTIMATORS
 from pipeline.transport.sample_records import PreparedGroup, Sample
 
 log = logging.getLogger(__name__)
@@ -240,10 +240,10 @@ def _newest(left: Sequence[Path], sizes: dict[Path, int], bound: int) -> int:
     return len(left)
 
 
-def records_of_group(prepared: PreparedGroup, task: str, baseline: Baseline) -> list[SampleRecord]:
-    """The rows of a training group, with the advantages of `baseline`."""
+def records_of_group(prepared: PreparedGroup, task: str, estimator: str) -> list[SampleRecord]:
+    """The rows of a training group, with their advantages if `estimator` computes them from the group."""
     group = prepared.group
-    trained: list[float | None] = [*prepared.advantages] if baseline not in REWARDS_ONLY else []
+    trained: list[float | None] = [*prepared.advantages] if ADVANTAGE_ESTIMATORS[estimator].within_group else []
     advantages = trained or [None] * len(group.samples)
     head = {"task": task, "position": group.position, "prompt": group.prompt, "outcome": prepared.outcome}
     rows = [record_of(sample) | {"advantage": one} for sample, one in zip(group.samples, advantages, strict=True)]

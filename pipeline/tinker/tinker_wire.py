@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.tinker_losses import COLUMNS, NOT_SERVED, SETTINGS
+from pipeline.algorithms.tinker_losses import COLUMNS, NOT_SERVED, SETTINGS
 from pipeline.errors import ConfigError
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.json_limits import check_fields

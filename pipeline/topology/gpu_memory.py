@@ -315,7 +315,7 @@ def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
     if config.training.offload_idle_models:
         return 0
     reference = _MASTER * sizes.parameters if config.has_reference else 0
-    trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.advantage_estimator == "gae" else 0
+    trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.estimator.has_critic else 0
     return _shard(reference + trained, shards)
 
 

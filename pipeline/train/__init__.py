@@ -8,8 +8,9 @@
 | `controller/` | the controller's handle: one call is one operation on every rank |
 | `model/` | one sharded model with its optimizer on one rank |
 | `throughput` | tokens per second and MFU |
-| `algorithms/` | losses, corrections and token-level advantages |
-| `batching/` | token sequences and micro-batches |
+| `total_loss` | the loss of a micro-batch: the terms of `pipeline.algorithms`, weighted and summed |
+| `loss_specs` | what a model can be trained for |
+| `batching/` | token sequences, their advantages, and micro-batches |
 | `train_jobs` | what a trainer can be asked to do |
 | `worker_spec` | what a model is made from |
 """

@@ -64,7 +64,7 @@ def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, 
     models = {"policy": spec("policy", config.model, optim)}
     if job == "rl" and config.has_reference:
         models["reference"] = spec("policy", config.model, None)
-    if job == "rl" and loss.advantage_estimator == "gae":
+    if job == "rl" and loss.estimator.has_critic:
         plain = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 0})})
         models["critic"] = spec("critic", plain, optim.model_copy(update={"lr": config.critic.lr}))
     return models

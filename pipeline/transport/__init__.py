@@ -11,7 +11,6 @@
 | `shared_state` | the few values that the trainer posts and the actor watches |
 | `sample_records` | records between roles: samples, groups, evaluations |
 | `ledger`, `staleness` | the order and the outcomes of positions; the bound on generation ahead of training |
-| `group_advantages` | advantages of a sample within its group |
 
 Owns the streams between the roles. One interface (`streams.Streams`), two backends: Redis Streams (`redis`, the
 default) and files in the run directory (`files`, no Redis node). Promises:

@@ -30,6 +30,8 @@ MAX_VERSION_OFFSET = 255
 """The largest value in `Sample.version_offsets`. A token of even newer weights is recorded as older than it is."""
 MALFORMED = "malformed"
 """Prefix of the outcome of an invalid group. Its position is not marked done, and is sampled again."""
+FILTERED = "filtered: zero advantage"
+"""Outcome of a group without a signal, with `training.zero_variance_groups=drop`."""
 
 Place = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -203,8 +205,8 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
 
     Attributes:
         group: the group as the actor sent it.
-        advantages: one per sample, in order, or its reward (see `pipeline.transport.group_advantages`); empty unless
-            `outcome` is `train`.
+        advantages: one per sample, in order, or its reward (see `pipeline.algorithms.advantage_estimators`); empty
+            unless `outcome` is `train`.
         references: float32[T] as bytes for each row of each sample, in order: a teacher's log-probability of each
             token, 0 for the first; empty without a teacher.
         outcome: `train`, or the reason why the group is done without training (`failed: …`, `filtered: …`), or why it

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from pipeline.algorithms.loss_tokens import LossTokens
 from pipeline.config import LossConfig
-from pipeline.train.algorithms import LossTokens, total
+from pipeline.train.total_loss import total
 from tests.bench.tables import markdown
 from tests.support.models.tiny import tiny_config
 from tests.support.oracle.arithmetic import Shape, predictions

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
-from pipeline.train.algorithms import total
 from pipeline.train.batching import packing
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch, TrainSequence
@@ -34,6 +33,7 @@ from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines, RankState, joined_world
 from pipeline.train.model.collate import collate
 from pipeline.train.model.models import build_model
+from pipeline.train.total_loss import total
 from pipeline.train.worker_spec import ModelSpec
 from tests.bench.tables import judge, markdown
 

@@ -17,9 +17,9 @@ import conf
 from docs import families
 from docs.families import KEYS
 from pipeline.config import ModelConfig
-from pipeline.train.algorithms import SFT
 from pipeline.train.batching.packing import Packing
 from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.loss_specs import SFT
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.packing_probe import supports_packing
 from pipeline.train.model.tiny_config import TINY_SIZES, shrink_config

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config import LossConfig
-from pipeline.train.algorithms import ValueLoss
+from pipeline.train.loss_specs import ValueLoss
 from tests.support.oracle.cases import BALANCED, LAYERS, RECIPES, STEPS, make_rows, write_models
 from tests.support.oracle.losses import CLIPPED
 from tests.support.oracle.truth import FLOAT32, answers, errors, excess

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from pipeline.config import LossConfig, RunConfig
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms import SFT, ValueLoss, token_advantages
+from pipeline.train.batching import token_advantages
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.policy_update import PolicyUpdate, in_order_of, split_by_prompt
+from pipeline.train.loss_specs import SFT, ValueLoss
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.worker_spec import models_of
 from tests.fakes.configs import make_config

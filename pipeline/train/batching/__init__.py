@@ -3,6 +3,7 @@
 | module | owns |
 |---|---|
 | `sequences` | token sequences and batches, with every denominator of the loss |
+| `token_advantages` | the advantage of each token of a batch |
 | `packing` | the split of a batch into micro-batches, and their layout |
 | `conversation_rows`, `demonstrations` | sequences from a dataset's conversations, and from a task's demonstrations |
 | `logprob_queries` | sequences with queries for log-probabilities of given tokens |

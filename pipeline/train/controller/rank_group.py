@@ -34,13 +34,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.algorithms import loss_metrics
 from pipeline.checkpoints.async_save import AsyncSaver
 from pipeline.config import LossConfig, OptimConfig
 from pipeline.config.mesh_checks import check_context_packing
 from pipeline.errors import TrainingError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.inference.weight_sync.weight_snapshot import RankSnapshots
-from pipeline.train.algorithms import LossSpec, MetricsLevel, loss_metrics
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch, Column, refuse_unsampled_rows
 from pipeline.train.controller import batch_staging, device_placement, rank_operations
@@ -48,6 +48,7 @@ from pipeline.train.controller.batch_staging import ShardedBatch, Staged, Values
 from pipeline.train.controller.device_placement import Requirements
 from pipeline.train.controller.operation_runner import OperationRunner
 from pipeline.train.controller.rank_process import Deadlines, RankState
+from pipeline.train.loss_specs import LossSpec, MetricsLevel
 from pipeline.train.model.cpu_offload import Memory
 from pipeline.train.model.model_worker import ModelInfo, ModelWorker
 from pipeline.train.model.packing_probe import supports_packing
@@ -229,7 +230,7 @@ class RankGroup:
         level: MetricsLevel = "basic",
     ) -> dict[str, float]:
         """Add the gradient of `loss_weight` × loss over the whole batch; returns metrics (see
-        `pipeline.train.algorithms.loss_metrics`).
+        `pipeline.algorithms.loss_metrics`).
 
         Gradients accumulate over calls until `optim_step`.
         """

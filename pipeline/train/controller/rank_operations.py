@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.train.algorithms import LossSpec, MetricsLevel
 from pipeline.train.batching.packing import Packing
 from pipeline.train.controller.batch_staging import Data, micro_batches
 from pipeline.train.controller.device_placement import Move
 from pipeline.train.controller.rank_process import Operation, RankState
+from pipeline.train.loss_specs import LossSpec, MetricsLevel
 from pipeline.train.model.cpu_offload import Memory, empty_cache
 from pipeline.train.model.model_worker import ModelInfo, ModelWorker
 from pipeline.train.worker_spec import ModelSpec

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from pipeline.config import RunConfig
 from pipeline.topology.gpu_memory import micro_batch_tokens, trainer_ranks
-from pipeline.train.algorithms import LossSpec
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Pulse
+from pipeline.train.loss_specs import LossSpec
 from pipeline.train.model.model_worker import ModelWorker
 
 log = logging.getLogger(__name__)

@@ -26,13 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config import OptimConfig, RunConfig
-from pipeline.train.algorithms import LossSpec, ValueLoss, token_advantages
+from pipeline.train.batching import token_advantages
 from pipeline.train.batching.sequences import Batch, Column, TrainSequence, refuse_unsampled_rows
 from pipeline.train.controller.batch_staging import Staged
 from pipeline.train.controller.model_saving import expect_save
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.step_metrics import StepMetrics
+from pipeline.train.loss_specs import LossSpec, ValueLoss
 from pipeline.train.worker_spec import models_of
 
 Tokens = list[NDArray[np.float32]]
@@ -175,7 +176,7 @@ class PolicyUpdate:
             "policy": (self._loss.old_logprobs == "recompute" and several)
             or token_advantages.has_kl_in_reward(self._loss),
             "reference": self._config.has_reference,
-            "critic": self._loss.advantage_estimator == "gae",
+            "critic": self._loss.estimator.has_critic,
         }
         return [name for name, needed in needs.items() if needed]
 
@@ -183,7 +184,7 @@ class PolicyUpdate:
     def _objectives(self) -> dict[str, LossSpec]:
         """The trained models, in order, with their losses."""
         critic: dict[str, LossSpec] = {"critic": ValueLoss(self._config.critic.clip)}
-        return (critic if self._loss.advantage_estimator == "gae" else {}) | {"policy": self._loss}
+        return (critic if self._loss.estimator.has_critic else {}) | {"policy": self._loss}
 
     def _optimize(self, staged: Staged, mini_batches: Sequence[MiniBatch], step: int) -> dict[str, float]:
         """Take all optimizer steps: the critic's, then the policy's, since neither depends on the other in a step."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipeline.algorithms.advantage_estimators import has_zero_variance
 from pipeline.config import RunConfig
 from pipeline.train.batching.sequences import TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
@@ -22,9 +23,8 @@ from pipeline.train.loop.policy_update import PolicyUpdate
 from pipeline.train.loop.step_metrics import EqualRewards, NonFiniteGuard
 from pipeline.train.loop.weight_publisher import WeightPublisher
 from pipeline.train.train_jobs import RlJob
-from pipeline.transport.group_advantages import FILTERED, has_zero_variance
 from pipeline.transport.ledger import TRAINED
-from pipeline.transport.sample_records import PreparedGroup, Sample, mean_metrics
+from pipeline.transport.sample_records import FILTERED, PreparedGroup, Sample, mean_metrics
 from pipeline.transport.staleness import is_fresh
 
 FAILED, UNTRAINED = "failed: gradient not finite", "filtered: no token counts"

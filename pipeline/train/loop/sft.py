@@ -8,13 +8,13 @@ a new optimizer. Must not know ranks, checkpoints or files.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from pipeline.train.algorithms import SFT, MetricsLevel
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.eval_loss import EvalLoss
 from pipeline.train.loop.group_batches import Pulse
 from pipeline.train.loop.step_metrics import NonFiniteGuard
+from pipeline.train.loss_specs import SFT, MetricsLevel
 from pipeline.train.train_jobs import SftJob
 
 Demonstrate = Callable[[int, int], Sequence[TrainSequence]]

@@ -62,13 +62,13 @@ class EqualRewards:
     """
 
     def __init__(self, loss: LossConfig) -> None:
-        self._by_group = loss.advantage_estimator in ("group", "group_std", "leave_one_out", "group_batch")
+        self._within_group = loss.estimator.within_group
         self._row, self._warned = 0, False
 
     def note(self, groups: Sequence[Sequence[float]]) -> None:
         """Count a step, from the rewards of its samples by prompt."""
         everything = {reward for group in groups for reward in group}
-        equal = all(len(set(group)) == 1 for group in groups) if self._by_group else len(everything) == 1
+        equal = all(len(set(group)) == 1 for group in groups) if self._within_group else len(everything) == 1
         self._row = self._row + 1 if equal else 0
         if self._row < MAX_EQUAL or self._warned:
             return

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.algorithms.loss_tokens import LossTokens, ValueTokens
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms.loss_tokens import LossTokens, ValueTokens
 from pipeline.train.batching import packing
 from pipeline.train.batching.packing import Layout, Packing
 from pipeline.train.batching.sequences import Batch, Column, TrainSequence

@@ -21,12 +21,13 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from pipeline.algorithms import loss_metrics
 from pipeline.config import LoraConfig, OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
-from pipeline.train.algorithms import LossSpec, MetricsLevel, ValueLoss, loss_metrics, total, total_value
 from pipeline.train.batching.packing import Packing
 from pipeline.train.batching.sequences import Batch
+from pipeline.train.loss_specs import LossSpec, MetricsLevel, ValueLoss
 from pipeline.train.model.collate import MicroBatch, collate
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.cpu_offload import Memory, Offloadable, Part, allocated, empty_cache
@@ -44,6 +45,7 @@ from pipeline.train.model.models import (
 from pipeline.train.model.optimizer import AdamSettings, Optimizer, OptimizerStep
 from pipeline.train.model.public_tensors import PublicTensors
 from pipeline.train.model.weight_loading import WeightLoader
+from pipeline.train.total_loss import total, total_value
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils import heartbeat
 
@@ -143,7 +145,7 @@ class ModelWorker:
     ) -> dict[str, float]:
         """Add the gradient of `loss_weight` × loss.
 
-        Returns this rank's sums of the loss and its metrics (see `pipeline.train.algorithms.total`).
+        Returns this rank's sums of the loss and its metrics (see `pipeline.train.total_loss.total`).
         """
         optimizer = self._trainer()
         self._refuse_loss(objective)

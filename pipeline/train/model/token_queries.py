@@ -17,8 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.config.tinker_losses import COLUMNS, TokenSum
-from pipeline.train.algorithms.summed_losses import token_losses
+from pipeline.algorithms.summed_losses import token_losses
+from pipeline.algorithms.tinker_losses import COLUMNS, TokenSum
 from pipeline.train.batching import packing
 from pipeline.train.batching.logprob_queries import QueryRow
 from pipeline.train.batching.packing import Budget, Packing

@@ -9,7 +9,6 @@ from functools import partial
 
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms import MetricsLevel
 from pipeline.train.batching.demonstrations import TaskDemonstrations
 from pipeline.train.batching.sequences import TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
@@ -18,6 +17,7 @@ from pipeline.train.loop.policy_update import PolicyUpdate
 from pipeline.train.loop.sft import Demonstrate, SupervisedFineTuning
 from pipeline.train.loop.step_metrics import NonFiniteGuard
 from pipeline.train.loop.train_loop import Algorithm
+from pipeline.train.loss_specs import MetricsLevel
 from pipeline.train.offline.job_resume import JobState
 from pipeline.train.offline.packed_dataset import PackedRows
 from pipeline.train.train_jobs import Job, RlJob, SftJob

@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.algorithms.tinker_losses import TokenSum
 from pipeline.checkpoints import TrainerState, complete_checkpoints
 from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from pipeline.config.tinker_keys import ATTENTION_LAYERS, MLP_LAYERS
-from pipeline.config.tinker_losses import TokenSum
 from pipeline.errors import CheckpointError, DamagedCheckpointError, RollcallError
 from pipeline.tinker.tinker_records import Adapter, Datum, Pass, PassResult, SaveResult, Step, StepResult
-from pipeline.train.algorithms import SFT
 from pipeline.train.batching.logprob_queries import QueryRow
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import RankState
 from pipeline.train.loop.compile_warmup import WarmUp
+from pipeline.train.loss_specs import SFT
 from pipeline.train.model import adapter_swap
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.optimizer import AdamSettings

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
-from pipeline.train.algorithms import SFT, LossSpec, ValueLoss
 from pipeline.train.batching.sequences import Batch, Normalization, TrainSequence
+from pipeline.train.loss_specs import SFT, LossSpec, ValueLoss
 from pipeline.train.worker_spec import ModelSpec
 from tests.support.models.tiny import VOCABULARY, write_tiny
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import pipeline.train.algorithms
+from pipeline.train import total_loss
 from pipeline.train.batching import packing, sequences
 from pipeline.train.batching.packing import Bins, Layout, Packing, PrefixGroup
 from pipeline.train.batching.sequences import Batch
@@ -222,11 +222,11 @@ def _stale(part: Part, tensors_of: Callable[[ModelWorker], list[Tensor]]) -> Non
 
 
 def forgotten_correction(rank: ModelWorker) -> None:
-    def uncorrected(loss_N: Tensor, *others: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def uncorrected(loss_N: Tensor, tokens: Any, **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
         seen["mutated"] += 1
         return loss_N, {}
 
-    patch(pipeline.train.algorithms, "apply_correction", uncorrected)
+    patch(total_loss, "apply_correction", uncorrected)
 
 
 def wrong_expert(rank: ModelWorker) -> None:

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.train.algorithms import SupervisedLoss, ValueLoss
 from pipeline.train.batching.sequences import TrainSequence
+from pipeline.train.loss_specs import SupervisedLoss, ValueLoss
 from tests.support.oracle import arithmetic as oracle
 from tests.support.oracle.cases import (
     ALPHA,

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.train.algorithms import MetricsLevel
 from pipeline.train.batching.packing import Budget
+from pipeline.train.loss_specs import MetricsLevel
 from tests.support.oracle.cases import BALANCED, FAMILIES, RECIPES, Arrays, Family
 
 WORLDS = (1, 2, 4)

@@ -23,7 +23,6 @@ from pipeline.checkpoints.sharded_state import complete_checkpoint as real_commi
 from pipeline.config import ModelConfig, OptimConfig, RunConfig
 from pipeline.errors import CheckpointError, TrainingError
 from pipeline.run.paths import RunPaths
-from pipeline.train.algorithms import SFT, ValueLoss
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.lead_or_serve import run_controller_or_worker
@@ -31,6 +30,7 @@ from pipeline.train.controller.model_saving import await_save, start_save
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines, RankState
 from pipeline.train.loop.run_recorder import FINAL_SAVE_SECONDS, RunRecorder
+from pipeline.train.loss_specs import SFT, ValueLoss
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.train_jobs import Job, jobs_of
 from pipeline.train.worker_spec import ModelSpec

@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import OptimConfig
-from pipeline.train.algorithms import SFT
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.lead_or_serve import run_controller_or_worker
 from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loss_specs import SFT
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.models import build_model
 from pipeline.train.worker_spec import ModelSpec

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
-from pipeline.train.algorithms import SFT, LossSpec
 from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.loss_specs import SFT, LossSpec
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.worker_spec import ModelKind, ModelSpec
 from tests.support.models.tiny import write_tiny

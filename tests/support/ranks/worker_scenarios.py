@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config import OptimConfig
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.train.algorithms import SFT, ValueLoss
+from pipeline.train.loss_specs import SFT, ValueLoss
 from pipeline.train.model import fsdp, models, packed_attention
 from pipeline.train.model.model_worker import ModelWorker
 from tests.support.ranks.worker_cases import (

@@ -99,7 +99,7 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
             "since loss.name=ppo does not read it; set that or leave it out, or set loss.name=dro",
         ),
         (["loss.ratio_cap=2"], "or set loss.name=reinforce or rloo"),
-        (["loss=dro", "loss.clip_high=0.3"], "or set loss.name=ppo, grpo, gspo, dr_grpo, dapo, cispo or reinforce_pp"),
+        (["loss=dro", "loss.clip_high=0.3"], "or set loss.name=cispo, ppo, grpo, dr_grpo, dapo, reinforce_pp or gspo"),
         (
             ["loss.gae_lambda=0.5"],
             "since loss.advantage_estimator=group_std does not read it; set that or leave it out, or set "

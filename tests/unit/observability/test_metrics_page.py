@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.algorithms.loss_metrics import means
 from pipeline.run.paths import WORLD, RunPaths
 from pipeline.topology.plan import Placement, World
-from pipeline.train.algorithms import SFT, ValueLoss, total_value
-from pipeline.train.algorithms.loss_metrics import means
+from pipeline.train.loss_specs import SFT, ValueLoss
+from pipeline.train.total_loss import total_value
 from pipeline.utils.shared_dir import FileSharedDir
 from tests.unit.train.losses_by_hand import NAMES, N, everything, measured, numbers, tokens, value_tokens
 

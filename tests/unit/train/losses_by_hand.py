@@ -7,9 +7,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from pipeline.algorithms.loss_metrics import combine, means
+from pipeline.algorithms.loss_tokens import LossTokens, ValueTokens
 from pipeline.config import LossConfig
-from pipeline.train.algorithms import LossTokens, PolicyLossSpec, ValueTokens, total
-from pipeline.train.algorithms.loss_metrics import combine, means
+from pipeline.train.loss_specs import PolicyLossSpec
+from pipeline.train.total_loss import total
 
 Correction = Literal["none", "truncate", "mask"]
 Estimator = Literal["k1", "k2", "k3"]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from pipeline.config import RunConfig
 from pipeline.tinker.tinker_records import Adapter
-from pipeline.train.algorithms import SFT
 from pipeline.train.batching.packing import Budget, group_by_prefix, split_rows
 from pipeline.train.batching.sequences import Batch
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp, shapes
 from pipeline.train.loop.group_batches import Interrupted
+from pipeline.train.loss_specs import SFT
 from pipeline.train.model.model_worker import ModelInfo
 from pipeline.train.service.client_models import ServedModels
 from tests.fakes.configs import make_config

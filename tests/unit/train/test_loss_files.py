@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.algorithms.loss_tokens import LossTokens
+from pipeline.algorithms.policy_losses import POLICY_LOSSES
 from pipeline.config import LossConfig
 from pipeline.config.cross_checks import check_config
-from pipeline.train.algorithms import POLICY_LOSSES, LossTokens, total
+from pipeline.train.total_loss import total
 from slurm.submission import compose_config
 from tests.unit.train.losses_by_hand import NAMES
 
@@ -30,11 +32,11 @@ def table(pattern: str) -> dict[str, tuple[str, ...]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_is_what_its_row_of_the_page_says(name: str) -> None:
     loss = chosen(name)
-    functions = table(r"^\| ([a-z ]+) \| −.* \| `policy\.(\w+)` \|$")
-    functions |= table(r"^\| (clipped surrogate of the sequence) \| .* \| `policy\.(\w+)` \|$")
+    functions = table(r"^\| ([a-z ]+) \| −.* \| `policy_losses\.(\w+)` \|$")
+    functions |= table(r"^\| (clipped surrogate of the sequence) \| .* \| `policy_losses\.(\w+)` \|$")
     formula, advantage, normalize, rest = table(r"^\| `(\w+)` \| ([a-z ]+) \| `(\w+)` \| `(\w+)` \| (.*?) \| ")[name]
     assert (loss.name, loss.advantage_estimator, loss.normalize) == (name, advantage, normalize)
-    assert functions[formula] == (POLICY_LOSSES[name].__name__,)
+    assert functions[formula] == (POLICY_LOSSES[name].function.__name__,)
     for key, value in re.findall(r"`(ratio_cap|clip_high|beta)` ([\d.]+)", rest):
         assert getattr(loss, key) == float(value)
     if "clips 0.2" in rest:

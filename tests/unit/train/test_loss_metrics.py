@@ -6,10 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.algorithms.loss_metrics import combine, means
+from pipeline.algorithms.loss_tokens import ValueTokens
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms import SFT, PolicyLossSpec, ValueLoss, ValueTokens, total, total_value
-from pipeline.train.algorithms.loss_metrics import combine, means
+from pipeline.train.loss_specs import SFT, PolicyLossSpec, ValueLoss
+from pipeline.train.total_loss import total, total_value
 from tests.unit.train.losses_by_hand import NAMES, N, everything, measured, numbers, rows_of, tokens, value_tokens
 
 

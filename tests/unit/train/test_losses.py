@@ -1,5 +1,7 @@
 """Losses against their formulas, written out token by token in plain Python."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import conf
+from pipeline.algorithms.kl_estimators import KL_ESTIMATORS
+from pipeline.algorithms.loss_tokens import LossTokens, ValueTokens
+from pipeline.algorithms.policy_losses import POLICY_LOSSES
 from pipeline.config import LossConfig
 from pipeline.config.key_relevance import READ_WITH
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms import POLICY_LOSSES, SFT, LossTokens, ValueLoss, ValueTokens, total, total_value
-from pipeline.train.algorithms.kl_penalties import ESTIMATORS
+from pipeline.train.loss_specs import SFT, ValueLoss
+from pipeline.train.total_loss import total, total_value
 from tests.fakes.configs import make_config
 from tests.support.oracle.losses import divergence
 from tests.unit.train.losses_by_hand import (
@@ -168,12 +173,12 @@ def test_a_kl_term_without_reference_log_probabilities_is_refused() -> None:
 @pytest.mark.parametrize("difference", [-3000.0, -88.8, -20.1, -20.0, -19.9, -1.0, 0.0, 1.0, 20.1, 3000.0])
 def test_k3_and_its_gradient_stay_finite_and_are_the_oracles(difference: float) -> None:
     mine, theirs = (torch.tensor(difference, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    k3, expected = ESTIMATORS["k3"](mine), divergence(theirs, "k3")
+    k3, expected = KL_ESTIMATORS["k3"](mine), divergence(theirs, "k3")
     k3.backward()
     expected.backward()
     assert k3.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-15)
-    assert ESTIMATORS["k3"](torch.tensor(difference)).isfinite()
+    assert KL_ESTIMATORS["k3"](torch.tensor(difference)).isfinite()
     if difference < -20:
         assert mine.grad == 0
 
@@ -196,7 +201,7 @@ def test_an_unbiased_estimator_has_the_true_kl_as_its_mean(name: str) -> None:
     policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     reference = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
     difference = policy.log() - reference.log()
-    assert (policy * ESTIMATORS[name](difference)).sum() == pytest.approx((policy * difference).sum())
+    assert (policy * KL_ESTIMATORS[name](difference)).sum() == pytest.approx((policy * difference).sum())
 
 
 def test_supervised_loss_is_the_weighted_cross_entropy() -> None:
@@ -208,7 +213,7 @@ def test_supervised_loss_is_the_weighted_cross_entropy() -> None:
 
 def test_an_unknown_loss_is_refused_with_the_list() -> None:
     unknown = LossConfig.model_construct(name="dpo")  # type: ignore[call-arg]
-    with pytest.raises(TrainingError, match="unknown loss 'dpo'; there are reinforce, ppo, grpo, gspo"):
+    with pytest.raises(TrainingError, match="unknown loss 'dpo'; there are reinforce, rloo, cispo, ppo"):
         total(tokens(), unknown)
 
 
@@ -249,3 +254,11 @@ def test_the_rounding_of_a_value_within_its_bound_does_not_look_like_clipping() 
     loss, sums = total_value(t, ValueLoss(clip=0.2))
     assert sums["clip_fraction"] == 0
     assert loss == total_value(t, ValueLoss(clip=0))[0]
+
+
+def test_the_configuration_with_its_lists_of_losses_loads_no_torch() -> None:
+    code = (
+        "import sys, pipeline.config.cross_checks as checks; print([name for name in sys.modules if 'torch' in name])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == "[]"

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.algorithms.advantage_estimators import sample_advantages
+from pipeline.algorithms.loss_tokens import LossTokens
 from pipeline.config import LossConfig
-from pipeline.train.algorithms import SFT, LossTokens, PolicyLossSpec, total
 from pipeline.train.batching.sequences import Batch, TrainSequence
-from pipeline.transport.group_advantages import advantages
+from pipeline.train.loss_specs import SFT, PolicyLossSpec
+from pipeline.train.total_loss import total
 from slurm.submission import compose_config
 from tests.unit.train.losses_by_hand import NAMES
 
@@ -29,10 +31,10 @@ def reward_of(answers_RT: Tensor) -> Tensor:
 
 def advantages_of(rewards_R: Tensor, loss: LossConfig) -> Tensor:
     """Those of the loss; where they need the whole batch or a critic, the rewards over their mean and deviation."""
-    if loss.advantage_estimator in ("batch", "gae"):
+    if not loss.estimator.within_group:
         return (rewards_R - rewards_R.mean()) / (rewards_R.std() + 1e-6)
     groups = rewards_R.view(PROMPTS, SAMPLES).tolist()
-    return torch.from_numpy(np.concatenate([advantages(group, loss.advantage_estimator) for group in groups]))
+    return torch.from_numpy(np.concatenate([sample_advantages(group, loss.advantage_estimator) for group in groups]))
 
 
 def weights_of(loss: LossConfig) -> float:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms import SFT
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.batch_staging import ShardedBatch
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.sft import SupervisedFineTuning
+from pipeline.train.loss_specs import SFT
 from pipeline.train.train_jobs import DemonstrationsInput, SftJob, SftSchedule
 
 

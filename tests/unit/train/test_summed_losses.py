@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from pipeline.config.tinker_losses import COLUMNS, NOT_SERVED, SETTINGS, TokenSum
-from pipeline.train.algorithms.summed_losses import token_losses
+from pipeline.algorithms.summed_losses import token_losses
+from pipeline.algorithms.tinker_losses import COLUMNS, NOT_SERVED, SETTINGS, TokenSum
 
 LOGPROBS, BEHAVIOUR, ADVANTAGES = -1.0, -1.5, 2.0
 RATIO = math.exp(0.5)

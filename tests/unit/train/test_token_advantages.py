@@ -8,17 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.algorithms.advantage_estimators import EPSILON, discounted_sums, gae
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms.token_advantages import (
+from pipeline.train.batching.sequences import TrainSequence
+from pipeline.train.batching.token_advantages import (
     TokenAdvantages,
     assign_advantages,
-    discounted_sums,
-    gae,
     needs_token_advantages,
 )
-from pipeline.train.batching.sequences import TrainSequence
-from pipeline.transport.group_advantages import EPSILON
 
 numbers = st.integers(-30, 30).map(lambda tenths: tenths / 10)
 fractions = st.sampled_from([0.0, 0.5, 0.9, 1.0])
@@ -44,7 +42,7 @@ def test_gae_is_the_discounted_sum_of_temporal_differences(
 ) -> None:
     rewards = [np.array([reward for reward, _ in row]) for row in rows]
     values = [np.array([value for _, value in row]) for row in rows]
-    advantages, returns = gae(rewards, values, gamma, gae_lambda)
+    advantages, returns = gae(rewards, values, gamma, gae_lambda=gae_lambda)
     assert len(advantages) == len(returns) == len(rows)
     for row, found, promised in zip(rows, advantages, returns, strict=True):
         for k in range(len(row)):

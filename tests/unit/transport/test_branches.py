@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.algorithms.policy_losses import POLICY_LOSSES
 from pipeline.errors import RecordError
 from pipeline.roles.preprocessor import prepare_group
-from pipeline.train.algorithms import POLICY_LOSSES
-from pipeline.train.algorithms.token_advantages import assign_advantages
 from pipeline.train.batching.sequences import Batch, TrainSequence, episodes_of
+from pipeline.train.batching.token_advantages import assign_advantages
 from pipeline.train.loop.rl import batch_metrics, rows_of
 from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample, decode_record, encode_record
 from tests.fakes.configs import make_config

@@ -1,6 +1,6 @@
 """The losses of the Tinker API: their inputs, their settings, and alternatives to unsupported ones.
 
-Cheap to import and to pickle. The formulas are in `pipeline.train.algorithms.summed_losses`.
+Cheap to import and to pickle. The formulas are in `pipeline.algorithms.summed_losses`.
 """
 
 from collections.abc import Mapping

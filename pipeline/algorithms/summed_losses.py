@@ -1,8 +1,8 @@
 """Losses of the Tinker API: plain sums over tokens, with per-token weights or advantages from the client.
 
-Owns the formulas of the losses in `pipeline.config.tinker_losses`. Promises that the loss is a sum, never divided by a
-count; that weights and advantages may have any sign; and that bounds of a ratio are absolute. Reads only the number of
-tokens of each row; must not know models or ranks.
+Owns the formulas of the losses in `pipeline.algorithms.tinker_losses`. Promises that the loss is a sum, never divided
+by a count; that weights and advantages may have any sign; and that bounds of a ratio are absolute. Reads only the
+number of tokens of each row; must not know models or ranks.
 
 | name | loss, summed over the tokens | reads |
 |---|---|---|
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.config.tinker_losses import TokenSum
-from pipeline.train.algorithms.kl_penalties import LARGEST
+from pipeline.algorithms.kl_estimators import LARGEST
+from pipeline.algorithms.tinker_losses import TokenSum
 
 
 def token_losses(
@@ -37,7 +37,7 @@ def token_losses(
     Args:
         objective: one of the table above, with its settings.
         logprobs_N: log-probability of each token under the policy; has a gradient.
-        columns: the columns in `pipeline.config.tinker_losses.COLUMNS` for the loss, each [N].
+        columns: the columns in `pipeline.algorithms.tinker_losses.COLUMNS` for the loss, each [N].
         counts: number of tokens of each row, in order; their sum is N.
     """
     if objective.name == "cross_entropy":

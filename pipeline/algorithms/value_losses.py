@@ -1,14 +1,13 @@
-"""The loss of a critic. `pipeline.train.algorithms.token_advantages` computes the returns."""
+"""The loss of a critic. `pipeline.algorithms.advantage_estimators` computes the returns."""
 
 import torch
 from torch import Tensor
 
-from pipeline.train.algorithms.loss_specs import ValueLoss
-from pipeline.train.algorithms.loss_tokens import ValueTokens
-from pipeline.train.algorithms.policy_losses import Terms
+from pipeline.algorithms.loss_tokens import ValueTokens
+from pipeline.algorithms.policy_losses import Terms
 
 
-def clipped_value(tokens: ValueTokens, objective: ValueLoss) -> Terms:
+def clipped_value(tokens: ValueTokens, *, clip: float) -> Terms:
     """½ · max((V − R)², (clip(V, V_old − clip, V_old + clip) − R)²) of each token, [N]; with clip 0, ½ · (V − R)².
 
     V is the critic's value, V_old its value when the step began, R the return. The larger error counts, so a value that
@@ -18,8 +17,8 @@ def clipped_value(tokens: ValueTokens, objective: ValueLoss) -> Terms:
     error_N = tokens.returns_N - tokens.values_N
     squares_N = error_N.square()
     watched = {"value": tokens.values_N, "return": tokens.returns_N, "error": error_N}
-    if objective.clip:
-        bounded_N = _near(tokens.values_N, tokens.old_values_N, objective.clip)
+    if clip:
+        bounded_N = _near(tokens.values_N, tokens.old_values_N, clip)
         bounded_squares_N = (tokens.returns_N - bounded_N).square()
         watched["clip_fraction"] = bounded_squares_N > squares_N
         squares_N = torch.maximum(squares_N, bounded_squares_N)

@@ -8,7 +8,6 @@ Notation: N counted tokens of the micro-batch, R its rows. A suffix names a tens
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -47,13 +46,13 @@ class LossTokens:
 
     def row_mean(self, values_N: Tensor) -> Tensor:
         """Mean of the values over each token's row, for every token: [N] → [N]. Exact, since no row is ever split."""
-        counts_R = torch.bincount(self.rows_N, minlength=self.rows)
+        counts_R = self.rows_N.bincount(minlength=self.rows)
         return self.row_sum(values_N) / counts_R[self.rows_N]
 
     def row_sum(self, values_N: Tensor) -> Tensor:
         """Sum of the values over each token's row, for every token: [N] → [N]."""
         # [N] → scatter-add → [R] → gather → [N]
-        sums_R = torch.zeros(self.rows, dtype=values_N.dtype, device=values_N.device)
+        sums_R = values_N.new_zeros(self.rows)
         return sums_R.index_add(0, self.rows_N, values_N)[self.rows_N]
 
 

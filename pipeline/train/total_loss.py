@@ -1,19 +1,9 @@
-"""Losses: pure functions of flat token tensors.
+"""The loss of one micro-batch: all terms of an objective, weighted and summed.
 
-| module | owns |
-|---|---|
-| `loss_specs` | what a model can be trained for |
-| `policy_losses` | policy losses, token by token |
-| `kl_penalties`, `importance_correction` | terms added to a policy loss; importance weights of the sampling policy |
-| `value_losses`, `summed_losses` | the loss of a critic; plain sums over tokens, for the Tinker API |
-| `token_advantages` | from rewards to advantages of tokens |
-| `loss_tokens` | the tensors that every loss reads |
-| `loss_metrics`, `token_statistics` | from sums to metrics; statistics over tokens as sums |
-
-Owns the sum of an objective's terms. Promises that `total` and `total_value` return a plain weighted SUM over the
-counted tokens of a micro-batch. The normalization lies in the weights, which the controller computes once over the
-global batch. The sum over micro-batches and ranks is therefore the loss itself, regardless of how the batch was split.
-Must not know models, ranks, or packing.
+Promises that `total` and `total_value` return a plain weighted SUM over the counted tokens of a micro-batch. The
+normalization lies in the weights, which the controller computes once over the global batch. The sum over micro-batches
+and ranks is therefore the loss itself, regardless of how the batch was split. The formulas are in
+`pipeline.algorithms`. Must not know models, ranks, or packing.
 
     loss, sums = total(tokens, config)      # backward() on `loss`; add up `sums` over micro-batches and ranks
     metrics = loss_metrics.means(sums, counted)
@@ -23,36 +13,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from pipeline.algorithms.importance_correction import apply_correction
+from pipeline.algorithms.kl_estimators import KL_ESTIMATORS, k3
+from pipeline.algorithms.loss_tokens import LossTokens, ValueTokens
+from pipeline.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Terms
+from pipeline.algorithms.token_statistics import statistic_sums
+from pipeline.algorithms.value_losses import clipped_value
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms.importance_correction import apply_correction
-from pipeline.train.algorithms.kl_penalties import ESTIMATORS, k3
-from pipeline.train.algorithms.loss_specs import (
-    SFT,
-    LossSpec,
-    MetricsLevel,
-    PolicyLossSpec,
-    SupervisedLoss,
-    ValueLoss,
-)
-from pipeline.train.algorithms.loss_tokens import LossTokens, ValueTokens
-from pipeline.train.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Terms
-from pipeline.train.algorithms.token_statistics import statistic_sums
-from pipeline.train.algorithms.value_losses import clipped_value
-
-__all__ = [
-    "POLICY_LOSSES",
-    "SFT",
-    "LossSpec",
-    "LossTokens",
-    "MetricsLevel",
-    "PolicyLossSpec",
-    "SupervisedLoss",
-    "ValueLoss",
-    "ValueTokens",
-    "total",
-    "total_value",
-]
+from pipeline.train.loss_specs import MetricsLevel, PolicyLossSpec, SupervisedLoss, ValueLoss
 
 
 def total(
@@ -81,7 +50,7 @@ def total_value(
     tokens: ValueTokens, objective: ValueLoss, level: MetricsLevel = "basic"
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a critic on one micro-batch, Σ_N weight · `clipped_value`, and sums with the names `total` uses."""
-    loss_N, watched = clipped_value(tokens, objective)
+    loss_N, watched = clipped_value(tokens, clip=objective.clip)
     loss = (tokens.weights_N * loss_N).sum()
     return loss, statistic_sums(loss, {} if level == "none" else watched)
 
@@ -98,8 +67,8 @@ def _reinforced(tokens: LossTokens, config: LossConfig) -> Terms:
     # ones. The ratio is then 1 in value and still has the policy's gradient.
     if config.old_logprobs == "recompute" and tokens.old_logprobs_N is None:
         tokens = replace(tokens, old_logprobs_N=tokens.logprobs_N.detach())
-    loss_N, watched = _policy_loss(config.name)(tokens, config)
-    loss_N, mismatch = apply_correction(loss_N, tokens, config)
+    loss_N, watched = _policy_loss(config.name).terms(tokens, config)
+    loss_N, mismatch = apply_correction(loss_N, tokens, tis=config.tis, tis_cap=config.tis_cap)
     watched |= mismatch | _basics(tokens)
     in_loss = config.kl > 0 and config.kl_in == "loss"
     # With `kl_in="reward"` the advantages already contain the penalty; here the KL is only a metric.
@@ -121,7 +90,7 @@ def _policy_loss(name: str) -> PolicyLoss:
 def _reference_kl(tokens: LossTokens, config: LossConfig) -> Tensor:
     if tokens.reference_N is None:
         raise TrainingError(f"loss.kl={config.kl} needs reference log-probabilities, and the rows have none")
-    return ESTIMATORS[config.kl_estimator](tokens.logprobs_N - tokens.reference_N)
+    return KL_ESTIMATORS[config.kl_estimator](tokens.logprobs_N - tokens.reference_N)
 
 
 def _entropy(tokens: LossTokens) -> Tensor:

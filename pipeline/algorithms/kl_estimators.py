@@ -4,12 +4,17 @@ With d = logprob − reference, all estimates are `[N]`, in nats, and differenti
 "Approximating KL divergence", 2020). As a loss term, the gradient of k2 is that of the true KL in expectation for
 on-policy samples. The gradient of k1 has expectation zero. The gradient of k3 is biased but bounded below. The results
 are finite even if the policies are far apart.
+
+The configuration takes its values from `KL_ESTIMATORS`, so nothing here may import torch.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST = 20.0
 """Upper bound of a log ratio: no ratio, and no product of ratios over a long row, becomes infinite."""
@@ -33,7 +38,8 @@ def k3(difference_N: Tensor) -> Tensor:
     """
     bounded_N = difference_N.clamp(min=-LARGEST)
     # expm1 keeps precision for small d, where exp(−d) − 1 cancels.
-    return torch.expm1(-bounded_N) + bounded_N
+    return (-bounded_N).expm1() + bounded_N
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"k1": k1, "k2": k2, "k3": k3}
+"""Every value of `loss.kl_estimator`."""

@@ -8,39 +8,34 @@ multiplied by a bounded weight without a gradient. KL and entropy terms are not 
 import torch
 from torch import Tensor
 
-from pipeline.config import LossConfig
+from pipeline.algorithms.kl_estimators import k3
+from pipeline.algorithms.loss_tokens import LossTokens
+from pipeline.algorithms.policy_losses import Terms, ratio
 from pipeline.errors import TrainingError
-from pipeline.train.algorithms.kl_penalties import k3
-from pipeline.train.algorithms.loss_tokens import LossTokens
-from pipeline.train.algorithms.policy_losses import Terms, ratio
 
 
-def apply_correction(loss_N: Tensor, tokens: LossTokens, config: LossConfig) -> Terms:
-    """The loss of each token times its weight by `loss.tis`: [N], and metrics.
+def apply_correction(loss_N: Tensor, tokens: LossTokens, *, tis: str, tis_cap: float) -> Terms:
+    """The loss of each token times its weight by `tis`: [N], and metrics.
 
     - `none`: 1.
     - `truncate`: min(w, tis_cap), truncated importance sampling (Yao et al. 2025).
     - `mask`: w, or 0 outside of 1 / tis_cap … tis_cap: masked importance sampling.
 
-    Raises `TrainingError` if `loss.tis` is not `none` and the rows have no old log-probabilities.
+    Raises `TrainingError` if `tis` is not `none` and the rows have no old log-probabilities.
     """
     if tokens.old_logprobs_N is None:
-        if config.tis != "none":
-            raise TrainingError(f"loss.tis={config.tis} needs old log-probabilities, and the rows have none")
+        if tis != "none":
+            raise TrainingError(f"loss.tis={tis} needs old log-probabilities, and the rows have none")
         return loss_N, {}
     log_w_N = tokens.old_logprobs_N - tokens.sampler_logprobs_N
     watched = {"mismatch": log_w_N.abs(), "mismatch_kl": k3(-log_w_N)}
-    if config.tis == "none":
+    if tis == "none":
         return loss_N, watched
     w_N = ratio(log_w_N)
-    weight_N = _truncated(w_N, config) if config.tis == "truncate" else _masked(w_N, config)
+    weight_N = w_N.clamp(max=tis_cap) if tis == "truncate" else _masked(w_N, tis_cap)
     return loss_N * weight_N, watched | {"tis_weight": weight_N, "tis_fraction": weight_N != w_N}
 
 
-def _truncated(w_N: Tensor, config: LossConfig) -> Tensor:
-    return w_N.clamp(max=config.tis_cap)
-
-
-def _masked(w_N: Tensor, config: LossConfig) -> Tensor:
-    inside_N = (w_N >= 1 / config.tis_cap) & (w_N <= config.tis_cap)
+def _masked(w_N: Tensor, tis_cap: float) -> Tensor:
+    inside_N = (w_N >= 1 / tis_cap) & (w_N <= tis_cap)
     return torch.where(inside_N, w_N, 0)
