@@ -1,7 +1,7 @@
-"""Writes the tables of memory in docs/gpus.md: python -m docs.memory [--check]
+"""Writes the tables of memory in docs/gpus.md and docs/larger-models.md: python -m docs.memory [--check]
 
 Owns the shapes of a few common models, whose memory `pipeline.topology.gpu_memory` computes. It reads no weights and
-takes seconds. With `--check` it fails if the page has other tables than it would write.
+takes seconds. With `--check` it fails if a page has other tables than it would write.
 """
 
 import argparse
@@ -12,12 +12,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from docs.shapes import LARGER_SHAPES
 from pipeline.config import ModelConfig, RunConfig, load_config
 from pipeline.topology.gpu_memory import CONTEXT, GIB, Sizes, kv_bytes, sequences, server_memory, trainer_memory
 from pipeline.topology.memory_fit import max_gpu_memory_utilization
 from pipeline.train.model.model_size import sizes_of
+from slurm.submission.compose_config import compose_config
 
-PAGE = Path(__file__).parent / "gpus.md"
+PAGE, LARGER_PAGE = (Path(__file__).parent / name for name in ("gpus.md", "larger-models.md"))
 BEGIN, END = "<!-- made by python -m docs.memory -->\n", "<!-- end -->\n"
 LENGTH, TOKENS = 4096, 16_384
 CARDS = {"80 GB": 80 * GIB, "141 GB": 140 * GIB}
@@ -55,6 +57,40 @@ class Measured(NamedTuple):
         small = {"vocab_size": 32_000} if self.model == "0.6B" else {}
         return settings_of(self.model) | {"tie_word_embeddings": True} | small
 
+
+class LargerPlan(NamedTuple):
+    """A model, the GPUs that are enough for it, and the keys of its run.
+
+    Attributes:
+        shape: a name of `_SHAPES` or `LARGER_SHAPES`.
+        nodes, gpus: the machines.
+        keys: overrides of the command line, without the experiment.
+    """
+
+    shape: str
+    nodes: int
+    gpus: int
+    keys: str
+
+    @property
+    def sizes(self) -> Sizes:
+        return sizes_from(LARGER_SHAPES.get(self.shape) or settings_of(self.shape))
+
+    def config(self, *overrides: str) -> RunConfig:
+        """The run of `experiment=math` with these keys."""
+        return compose_config(["experiment=math", f"model.max_length={LENGTH}", *self.keys.split(), *overrides])
+
+
+LARGER = (
+    LargerPlan("8B", 1, 8, "model=qwen3_8b resources=gpus_8 training=large"),
+    LargerPlan("32B", 2, 8, "model=qwen3_32b resources=gpus_2x8_train12 training=large"),
+    LargerPlan("Qwen3-30B-A3B", 2, 8, "model=qwen3_30b_a3b resources=gpus_2x8_tp2 training=large training.mesh.ep=8"),
+    LargerPlan("GLM-4.5-Air", 8, 8, "model=glm4.5_air resources=gpus_8x8_tp8 training=large training.mesh.ep=8"),
+    LargerPlan(
+        "Qwen3-235B-A22B", 16, 8, "model=qwen3_235b_a22b resources=gpus_16x8_tp8 training=large training.mesh.ep=8"
+    ),
+)
+"""Each fits GPUs of 80 GB, which tests check."""
 
 SAVED = ("reshard_after_forward", "activation_checkpointing")
 MEASURED = (
@@ -128,6 +164,21 @@ def tables() -> str:
     return "\n".join([*_HEADS[0], *trainers, "", *_HEADS[1], *servers, "", *_HEADS[2], *measured, ""])
 
 
+def larger_table() -> str:
+    """The table of the larger models' plans."""
+    head = (
+        "| model | nodes × GPUs of 80 GB | keys | trainer process, GiB | GPU of a server, at least, GiB | sequences |"
+    )
+    return "\n".join([head, "|---|---|---|---:|---:|---:|", *(_larger_row(plan) for plan in LARGER), ""])
+
+
+def _larger_row(plan: LargerPlan) -> str:
+    config, sizes = plan.config("resources.gpu_memory=80G"), plan.sizes
+    totals = [f"{need(config, sizes).total / GIB:.0f}" for need in (trainer_memory, server_memory)]
+    room = sequences(config, sizes, CARDS["80 GB"])
+    return f"| {plan.shape} | {plan.nodes} × {plan.gpus} | `{plan.keys}` | {' | '.join(totals)} | {room} |"
+
+
 _RANKS = (1, 2, 4, 8, 16, 32)
 _HEADS = (
     [
@@ -180,7 +231,7 @@ def page(text: str, made: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
-        raise ValueError(f"{PAGE} has no lines {BEGIN.strip()} … {END.strip()}")
+        raise ValueError(f"the page has no lines {BEGIN.strip()} … {END.strip()}")
     return f"{before}{BEGIN}{made}{END}{after}"
 
 
@@ -188,13 +239,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
-    before = PAGE.read_text()
-    after = page(before, tables())
-    if given.check:
-        print(f"{PAGE} is {'as it should be' if before == after else 'stale: python -m docs.memory writes it'}")
-        return int(before != after)
-    PAGE.write_text(after)
-    return 0
+    stale = 0
+    for path, made in ((PAGE, tables()), (LARGER_PAGE, larger_table())):
+        before = path.read_text()
+        after = page(before, made)
+        if given.check:
+            print(f"{path} is {'as it should be' if before == after else 'stale: python -m docs.memory writes it'}")
+        else:
+            path.write_text(after)
+        stale += before != after
+    return int(given.check and stale > 0)
 
 
 if __name__ == "__main__":

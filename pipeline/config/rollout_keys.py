@@ -62,6 +62,11 @@ class InferenceConfig(Section):
         False, description="With `keep`: prefill the requests in flight again with the new weights."
     )
     update_seconds: Seconds = Field(60, description="Deadline of one update; a server that misses it is evicted.")
+    staging_device: Literal["gpu", "host"] = Field(
+        "gpu",
+        description="Memory for weights that arrive at a server on GPUs: the `gpu`, which then holds weights twice, "
+        "or its `host`, from which an update copies them (a second for 50 GB on a GPU). Adapters always use the GPU.",
+    )
     kv_cache_bytes: Bytes = Field(1 << 26, description="Memory of the KV cache of each server (CPU).")
     gpu_memory: Fraction = Field(0.85, description="Fraction of the GPU's memory for a server.")
     api_server_count: Positive = Field(

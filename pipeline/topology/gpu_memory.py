@@ -200,6 +200,9 @@ def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
         lines.append("  without activations, whose size is unknown for this model")
     if config.has_rollouts:
         lines += _describe_servers(config, sizes)
+    if _publishes(config) and _arrives_on_host(config):
+        arriving = _arriving_bytes(config, sizes)
+        lines.append(f"host memory of a server process: {arriving / GIB:.1f} GiB (weights that arrive), and vLLM's own")
     lines.append(f"host memory of a trainer process: {host_memory(config, sizes)}, and what its libraries take")
     return tuple(lines)
 
@@ -280,11 +283,19 @@ def _published_bytes(config: RunConfig, sizes: Sizes) -> int:
 
 def _receive_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Memory of each GPU of a server for a policy version: its shard of a whole model, or a whole adapter; and a chunk
-    if several trainer processes send."""
-    chunk = WEIGHT_CHUNK if dp_shard(config, trainer_ranks(config)) > 1 else 0
-    return chunk + _shard(
-        _published_bytes(config, sizes), 1 if config.model.lora.travels_alone else _server_gpus(config)
-    )
+    if several trainer processes send. With `inference.staging_device=host`, a chunk alone instead of the shard."""
+    on_host = _arrives_on_host(config)
+    chunk = WEIGHT_CHUNK if on_host or dp_shard(config, trainer_ranks(config)) > 1 else 0
+    return chunk + (0 if on_host else _arriving_bytes(config, sizes))
+
+
+def _arriving_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a policy version for one process of a server: its shard of a whole model, or a whole adapter."""
+    return _shard(_published_bytes(config, sizes), 1 if config.model.lora.travels_alone else _server_gpus(config))
+
+
+def _arrives_on_host(config: RunConfig) -> bool:
+    return config.inference.staging_device == "host" and not config.model.lora.travels_alone
 
 
 def _server_gpus(config: RunConfig) -> int:

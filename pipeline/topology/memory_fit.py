@@ -126,6 +126,9 @@ def _hint_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
         wide = config.model_copy(update={"resources": wider})
         if gpus > resources.inference.gpus and min_vllm_bytes(wide, sizes) + colocated_bytes(wide, sizes) <= memory:
             return f"set resources.inference.gpus={gpus}"
+    staged = config.model_copy(update={"inference": config.inference.model_copy(update={"staging_device": "host"})})
+    if min_vllm_bytes(staged, sizes) + colocated_bytes(staged, sizes) <= memory:
+        return "set inference.staging_device=host"
     return "choose GPUs of more memory"
 
 

@@ -169,6 +169,7 @@ class WeightServer(HttpServer):
         sources: list[dict[str, Any]],
         adapter: dict[str, Any],
         at_once: bool,
+        on_host: bool,
     ) -> None:
         assert processes == self._count
         self._layout, self.adapter = WeightLayout.parse(layout), adapter
@@ -178,7 +179,7 @@ class WeightServer(HttpServer):
         self._processes = []
         for number, (shard, buffer) in enumerate(zip(shards, self._buffers, strict=True)):
             order = receiving_order(group, number, len(ranks), processes)
-            receiver = RowReceiver(shard, ranks, buffer, at_once, order)
+            receiver = RowReceiver(shard, ranks, buffer, at_once, order, buffer.device)
             store = connect_store(host, port, self._password, seconds)  # one that waits serves nobody else
             self._processes.append(_Process(store, process_name(group, number), address, shard, receiver))
         self._in_each(lambda process: process.meet(len(ranks), seconds))

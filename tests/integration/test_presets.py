@@ -38,6 +38,7 @@ CLOSE_OF = {"granitemoehybrid": 5e-3}
 float64 of one row, with transformers alone; in float64 a padded row and the row alone differ by 1e-13."""
 MAX_LENGTH = 32
 ALIKE = {"Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B", "google/gemma-3-12b-it"} | {
+    "Qwen/Qwen3-235B-A22B",
     "meta-llama/Llama-3.2-3B-Instruct",
     "meta-llama/Llama-3.3-70B-Instruct",
 }

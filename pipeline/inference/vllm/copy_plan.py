@@ -7,7 +7,7 @@ instead of executed. A verified plan gives bit for bit the result of a reload, a
 the weights.
 
     plan = CopyPlan.record(model.load_weights, layout)
-    plan.stage(device)                            # a buffer of the shard's size
+    plan.stage(device)                            # a buffer of the shard's size, on the device or its host
     if plan.verify_against_reload(model, reload) == "":
         ...                                       # fill plan.staging
         plan.apply()                              # a few kernel launches, between two steps of the engine
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync.server_shards import Shard, Slice
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
+from pipeline.utils.pinned_memory import pinned_tensor
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 _PERIOD = 65_521
@@ -45,7 +46,7 @@ class CopyPlan:
         slices: parts of the checkpoint's tensors.
         fills: parameters (views) that loading sets to a constant, and the constant.
         shard: all slices, with their layout in a staging buffer.
-        staging: the staging buffer, uint8; set by `stage`.
+        staging: the staging buffer, uint8; set by `stage`, which also sets `device`, that of the model.
     """
 
     layout: WeightLayout
@@ -68,18 +69,20 @@ class CopyPlan:
 
     shard: Shard = field(init=False)
     staging: Tensor = field(init=False)
+    device: torch.device = field(init=False)
     _sources: list[Tensor] = field(init=False)
 
-    def stage(self, device: torch.device) -> None:
-        """Allocate the staging buffer, the source of all copies."""
-        self.staging = torch.empty(self.shard.staged.bytes, dtype=torch.uint8, device=device)
+    def stage(self, device: torch.device, on_host: bool = False) -> None:
+        """Allocate the staging buffer, the source of all copies, on the model's device or in pinned host memory."""
+        self.device = device
+        self.staging = staging_buffer(self.shard.staged.bytes, device, on_host)
         sources = self.shard.find(self.slices, self.staging)
         self._sources = [source.expand_as(target) for source, target in zip(sources, self.targets, strict=True)]
 
     def apply(self) -> None:
         """Execute all copies, on the current stream."""
         with torch.no_grad():
-            torch._foreach_copy_(self.targets, self._sources)
+            torch._foreach_copy_(self.targets, self._sources, non_blocking=True)  # the host need not wait
 
     def verify_against_reload(self, model: nn.Module, reload: Callable[[NamedTensors], None]) -> str:
         """The difference between the results of this plan and of `reload`; empty if they are equal.
@@ -99,10 +102,10 @@ class CopyPlan:
 
     def _random_tensors(self, seed: int) -> NamedTensors:
         """Random tensors of the layout, the same for each call with a seed. One is in memory at a time."""
-        generator = torch.Generator(self.staging.device)
+        generator = torch.Generator(self.device)
         for index, parameter in enumerate(self.layout.parameters):
             generator.manual_seed(seed * len(self.layout.parameters) + index)
-            values = torch.rand(parameter.shape, generator=generator, device=self.staging.device)
+            values = torch.rand(parameter.shape, generator=generator, device=self.device)
             yield parameter.name, (values * _MAX_VALUE).to(parameter.torch_dtype)
 
     def _fill(self, tensors: NamedTensors) -> None:
@@ -113,6 +116,13 @@ class CopyPlan:
             while pending and pending[-1][0].tensor == index:
                 part, view = pending.pop()
                 view.copy_(part.of(tensor))
+
+
+def staging_buffer(size: int, device: torch.device, on_host: bool) -> Tensor:
+    """uint8[size] for weights that arrive: on a model's device or, with `on_host` and a GPU, in pinned host memory."""
+    if on_host and device.type == "cuda":
+        return pinned_tensor(size)
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 _MAX_VALUE = 100

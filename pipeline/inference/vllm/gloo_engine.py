@@ -22,7 +22,7 @@ from pipeline.utils.waiting import Deadline
 class GlooEngine(TransferEngine[TransferGroup]):
     """Receives every parameter, then reloads the model, or installs an adapter, from the staging buffer."""
 
-    def _stage(self, layout: WeightLayout) -> tuple[Shard, Tensor]:
+    def _stage(self, layout: WeightLayout, on_host: bool) -> tuple[Shard, Tensor]:
         if self.parallel_config.world_size > 1 and self._adapter is None:
             raise WeightSyncError("the gloo backend feeds servers of one process with whole models; use nccl")
         self._layout = layout

@@ -1,12 +1,12 @@
 """The `nccl` weight-transfer engine: weights on GPUs, without a pause.
 
-A thread receives this process's shard into a staging buffer while the engine generates: over nccl or, on a GPU that it
-shares with a rank of the trainer, out of that rank's memory, on a separate stream. One call then enqueues copies from
-the buffer into the live parameters on the engine's stream, which puts them between two steps; nothing is paused and
-nothing waits for the device. Promises that a step sees all of the old weights or all of the new ones, that the copies
-are proven against vLLM's own reload before the first update, and that where they do not fit (quantised weights, say),
-every update is that reload, within one call. Of an adapter, every process gets all; the thread prepares it, and the
-call has vLLM copy it to its place with the next step. See `transfer_engine`.
+A thread receives this process's shard into a staging buffer, on the GPU or in host memory, while the engine generates:
+over nccl or, on a GPU that it shares with a rank of the trainer, out of that rank's memory, on a separate stream. One
+call then enqueues copies from the buffer into the live parameters on the engine's stream, which puts them between two
+steps; nothing is paused and nothing waits for the device. Promises that a step sees all of the old weights or all of
+the new ones, that the copies are proven against vLLM's own reload before the first update, and that where they do not
+fit (quantised weights, say), every update is that reload, within one call. Of an adapter, every process gets all; the
+thread prepares it, and the call has vLLM copy it to its place with the next step. See `transfer_engine`.
 """
 
 import logging
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from pipeline.inference.vllm.copy_plan import CopyPlan, NoPlan
+from pipeline.inference.vllm.copy_plan import CopyPlan, NoPlan, staging_buffer
 from pipeline.inference.vllm.transfer_engine import TransferEngine, exit_process_on_failure, reload_model
 from pipeline.inference.weight_sync.rank_rows import RowSource
 from pipeline.inference.weight_sync.server_shards import Shard
@@ -52,17 +52,20 @@ class NcclEngine(TransferEngine[GpuGroup]):
         for group in groups:
             group.leave()
 
+    def _arrival_device(self) -> torch.device:
+        return torch.device(self.device)
+
     def _gpu(self) -> str:
         return gpu_of(self.device)
 
-    def _stage(self, layout: WeightLayout) -> tuple[Shard, Tensor]:
+    def _stage(self, layout: WeightLayout, on_host: bool) -> tuple[Shard, Tensor]:
         """Proven copies and a staging buffer for this layout; both are kept as long as the layout is the same.
 
         A model that is proven holds drawn values afterwards, until the next update.
         """
         if self._intake is None or self._intake.layout != layout:
             self._intake = self._taken = None
-            self._intake = self._proven(layout) if self._adapter is None else self._whole(layout)
+            self._intake = self._proven(layout, on_host) if self._adapter is None else self._whole(layout, False)
         return self._intake.shard, self._intake.staging
 
     def _join(self, store: Store, name: str, source: RowSource, address: str, deadline: Deadline) -> GpuGroup:
@@ -93,11 +96,11 @@ class NcclEngine(TransferEngine[GpuGroup]):
         assert self._intake is not None, "made when the trainer was met"
         return self._intake
 
-    def _proven(self, layout: WeightLayout) -> StagingBuffer:
+    def _proven(self, layout: WeightLayout, on_host: bool) -> StagingBuffer:
         """Copies that do what a reload does; a reload out of all weights, where there are none."""
         try:
             copies = CopyPlan.record(self.model.load_weights, layout)
-            copies.stage(self.device)
+            copies.stage(self.device, on_host)
             with exit_process_on_failure("the copies of the weights could not be proven"):
                 reason = copies.verify_against_reload(self.model, self._reload)
             if not reason:
@@ -106,11 +109,11 @@ class NcclEngine(TransferEngine[GpuGroup]):
         except NoPlan as error:
             reason = str(error)
         log.warning("weights are reloaded at each update, which takes longer than copies: %s", reason)
-        return self._whole(layout)
+        return self._whole(layout, on_host)
 
-    def _whole(self, layout: WeightLayout) -> StagingBuffer:
+    def _whole(self, layout: WeightLayout, on_host: bool) -> StagingBuffer:
         """Room for all tensors."""
-        staging = torch.empty(layout.bytes, dtype=torch.uint8, device=self.device)
+        staging = staging_buffer(layout.bytes, self.device, on_host)
         return StagingBuffer(layout, Shard.whole(layout), staging, None)
 
     def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:

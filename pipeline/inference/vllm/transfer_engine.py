@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from vllm.distributed.weight_transfer.base import (
@@ -64,6 +65,7 @@ class EngineInit(WeightTransferInitInfo):  # type: ignore[misc]
         sources: `RowSource.plain()` of each sending rank of the trainer.
         adapter: the settings of an adapter; empty for a whole model's weights.
         at_once: whether a single rank sends a whole layout in one chunk (`Shard.chunks`).
+        on_host: whether a GPU's whole model is staged in host memory.
     """
 
     host: str
@@ -76,6 +78,7 @@ class EngineInit(WeightTransferInitInfo):  # type: ignore[misc]
     sources: list[dict[str, Any]]
     adapter: dict[str, Any]
     at_once: bool
+    on_host: bool
 
 
 @dataclass
@@ -104,8 +107,11 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     _adapter: AdapterSlot | None = None
 
     @abstractmethod
-    def _stage(self, layout: WeightLayout) -> tuple[Shard, Tensor]:
-        """Allocate the staging buffer for this layout. Returns the slices that this process needs, and the buffer."""
+    def _stage(self, layout: WeightLayout, on_host: bool) -> tuple[Shard, Tensor]:
+        """Allocate the staging buffer for this layout; returns the slices that this process needs, and the buffer.
+
+        On a GPU, the buffer of a whole model is in pinned host memory with `on_host`.
+        """
 
     @abstractmethod
     def _join(self, store: Store, name: str, source: RowSource, address: str, deadline: Deadline) -> G:
@@ -131,13 +137,15 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         layout = WeightLayout.parse(init_info.layout)
         sources = [RowSource.parse(layout, plain) for plain in init_info.sources]
         self._adapter = self._adapter_slot(layout, init_info.adapter)
-        shard, buffer = self._stage(layout)
+        shard, buffer = self._stage(layout, init_info.on_host)
         process = self.vllm_config.parallel_config.rank
         order = receiving_order(init_info.group, process, len(sources), init_info.processes)
-        self._rows = RowReceiver(shard, sources, buffer, init_info.at_once, order)
+        device = self._arrival_device()
+        on_host = buffer.device.type != device.type
+        self._rows = RowReceiver(shard, sources, buffer, init_info.at_once, order, device, on_host)
         store = connect_store(init_info.host, init_info.port, server_password(), deadline.left)
         name = process_name(init_info.group, process)
-        publish_key(store, name, Receiver(gpu=self._gpu(), slices=shard.plain()).text())
+        publish_key(store, name, Receiver(gpu=self._gpu(), slices=shard.plain(), on_host=on_host).text())
         self._groups = [
             self._join(store, group_name(name, number), source, init_info.address, deadline)
             for number, source in enumerate(sources)
@@ -194,6 +202,10 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Unsupported. Older releases of vLLM require the method."""
         raise NotImplementedError("the trainer sends by pipeline.inference.weight_sync.weight_sender")
+
+    def _arrival_device(self) -> torch.device:
+        """The device on which bytes arrive."""
+        return torch.device("cpu")
 
     def _gpu(self) -> str:
         """The GPU of this process, in the format of `gpu_of`; empty without one."""

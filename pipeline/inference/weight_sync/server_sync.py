@@ -219,6 +219,7 @@ class ServerSync:
             "layout": payload.source.layout.plain(),
             "sources": [source.plain() for source in self._orders.sources],
             "at_once": payload.at_once,
+            "on_host": self._config.staging_device == "host",
             "adapter": dict(payload.adapter),
         }
 

@@ -43,14 +43,19 @@ def group_name(process: str, source: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class TransferRoute:
-    """The route from one rank of the trainer to one process of a server."""
+    """The route from one rank of the trainer to one process of a server.
+
+    Attributes:
+        chunked: whether the process gets even a whole version in chunks, since it stages in host memory.
+    """
 
     group: TransferGroup | GpuGroup
     parts: RowParts
+    chunked: bool = False
 
     def send(self, snapshot: WeightSnapshot, gatherer: ShardGatherer, deadline: Deadline) -> None:
         """Send the rank's rows; returns once the transport has taken all of them."""
-        for chunk in self.parts.chunks(snapshot.at_once):
+        for chunk in self.parts.chunks(snapshot.at_once and not self.chunked):
             gathered = gatherer.gather(snapshot, self.parts.shard, chunk, deadline)
             self.group.send(snapshot.version, gathered, deadline)
 
@@ -83,7 +88,8 @@ class SendingRank:
         receiver, name = Receiver.parse(wait_for_key(store, process)), group_name(process, self.number)
         parts = self.source.parts(Shard.parse(self.source.layout, receiver.slices))
         if self.device.type == "cuda":
-            return TransferRoute(join_gpu_group(store, name, TRAINER, self.device, receiver.gpu, deadline), parts)
+            group = join_gpu_group(store, name, TRAINER, self.device, receiver.gpu, deadline)
+            return TransferRoute(group, parts, receiver.on_host)
         return TransferRoute(TransferGroup(store, name, TRAINER, self.address, deadline.left), parts)
 
 
@@ -91,7 +97,14 @@ class RowReceiver:
     """Receives the rows of every rank into the staging buffer of one process of a server."""
 
     def __init__(
-        self, shard: Shard, sources: Sequence[RowSource], buffer: Tensor, at_once: bool, order: Sequence[int]
+        self,
+        shard: Shard,
+        sources: Sequence[RowSource],
+        buffer: Tensor,
+        at_once: bool,
+        order: Sequence[int],
+        device: torch.device,
+        on_host: bool = False,
     ) -> None:
         """Prepare to receive from these sources.
 
@@ -101,16 +114,19 @@ class RowReceiver:
             buffer: uint8[shard.staged.bytes].
             at_once: the trainer's `WeightSnapshot.at_once`.
             order: the indices of the sources, as `receiving_order` gives them.
+            device: the device on which bytes arrive.
+            on_host: whether the buffer is in memory of the device's host, so that all rows come in chunks.
         """
-        self._shard, self._buffer, self._at_once, self._order = shard, buffer, at_once, order
+        self._shard, self._buffer, self._order = shard, buffer, order
+        self._at_once = at_once and not on_host
         self._parts = [source.parts(shard) for source in sources]
         # One rank with all rows sends the staging buffer's own bytes. A part of the rows is strided there, so it is
-        # received into a bucket of the size of the largest chunk and copied from it.
-        self._direct = len(sources) == 1 and sources[0].rows is None
+        # received into a bucket of the size of the largest chunk and copied from it, as is all that a host stages.
+        self._direct = not on_host and len(sources) == 1 and sources[0].rows is None
         chunks = [] if self._direct else [chunk for parts in self._parts for chunk in parts.chunks()]
         size = max((chunk.end - chunk.start + ALIGNMENT for chunk in chunks), default=0)
-        self._bucket = torch.empty(size, dtype=torch.uint8, device=buffer.device)
-        self._stream = SideStream(buffer.device)
+        self._bucket = torch.empty(size, dtype=torch.uint8, device=device)
+        self._stream = SideStream(device)
 
     def receive(
         self,
@@ -149,5 +165,5 @@ class RowReceiver:
         with self._stream.begin(after):
             for at, target in parts.targets_of(chunk):
                 there = target.of(self._shard.staged.view(target.tensor, self._buffer))
-                there.copy_(here[at : at + there.nbytes].view(there.dtype).view(there.shape))
+                there.copy_(here[at : at + there.nbytes].view(there.dtype).view(there.shape), non_blocking=True)
         self._stream.wait(deadline)  # the bucket receives the next chunk now

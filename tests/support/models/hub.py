@@ -45,6 +45,54 @@ def qwen3(tied: bool) -> dict[str, Any]:
     }
 
 
+def qwen3_moe() -> dict[str, Any]:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return qwen3(tied=False) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **experts,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    }
+
+
+def glm4_moe() -> dict[str, Any]:
+    return {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        **SMALL,
+        **HEADS,
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": [2, 3, 4],
+        "first_k_dense_replace": 1,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 0,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_qk_norm": False,
+    }
+
+
 def llama3(tied: bool, factor: float) -> dict[str, Any]:
     rope = {"factor": factor, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
     return {
@@ -236,6 +284,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-8B": qwen3(tied=False),
     "Qwen/Qwen3-14B": qwen3(tied=False),
     "Qwen/Qwen3-32B": qwen3(tied=False),
+    "Qwen/Qwen3-30B-A3B": qwen3_moe(),
+    "Qwen/Qwen3-235B-A22B": qwen3_moe(),
+    "zai-org/GLM-4.5-Air": glm4_moe(),
     "meta-llama/Llama-3.2-1B-Instruct": llama3(True, 32.0),
     "meta-llama/Llama-3.2-3B-Instruct": llama3(True, 32.0),
     "meta-llama/Llama-3.1-8B-Instruct": llama3(False, 8.0),

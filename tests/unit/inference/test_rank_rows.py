@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from pipeline.inference.weight_sync.rank_rows import (
     sending_order,
 )
 from pipeline.inference.weight_sync.server_shards import Shard, Slice, whole_slice
-from pipeline.inference.weight_sync.transfer_route import RowReceiver
+from pipeline.inference.weight_sync.transfer_route import RowReceiver, TransferRoute
 from pipeline.inference.weight_sync.transports.gloo import Parameter, WeightLayout
 from pipeline.inference.weight_sync.weight_snapshot import ShardGatherer, WeightSnapshot
 from pipeline.utils.waiting import Deadline
@@ -59,21 +60,33 @@ def snapshot_of(source: RowSource, tensors: Sequence[tuple[str, Tensor]]) -> Wei
     return WeightSnapshot(3, source, buffer, {}, CPU)
 
 
-def received(shard: Shard, snapshots: Sequence[WeightSnapshot], order: Sequence[int]) -> list[Tensor]:
-    """What a process has once it got every rank's part, over groups that are lists of chunks."""
-    groups: list[list[Tensor]] = []
-    for each in snapshots:
-        parts, gatherer = each.source.parts(shard), ShardGatherer(CPU)
-        groups.append([gatherer.gather(each, parts.shard, chunk, SOON).clone() for chunk in parts.chunks()])
-    staging = torch.full((shard.staged.bytes,), 255, dtype=torch.uint8)
-    receiver = RowReceiver(shard, [each.source for each in snapshots], staging, False, order)
+class ListGroup:
+    """A group that is a list of the chunks that were sent."""
 
-    def take(group: list[Tensor], target: Tensor) -> int:
-        target.copy_(group.pop(0))
+    def __init__(self) -> None:
+        self.chunks: list[Tensor] = []
+
+    def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
+        self.chunks.append(buffer.clone())
+
+
+def received(
+    shard: Shard, snapshots: Sequence[WeightSnapshot], order: Sequence[int], on_host: bool = False
+) -> list[Tensor]:
+    """What a process has once it got every rank's part."""
+    groups = [ListGroup() for _ in snapshots]
+    for each, group in zip(snapshots, groups, strict=True):
+        TransferRoute(cast(Any, group), each.source.parts(shard), on_host).send(each, ShardGatherer(CPU), SOON)
+    staging = torch.full((shard.staged.bytes,), 255, dtype=torch.uint8)
+    at_once = snapshots[0].at_once
+    receiver = RowReceiver(shard, [each.source for each in snapshots], staging, at_once, order, CPU, on_host)
+
+    def take(group: ListGroup, target: Tensor) -> int:
+        target.copy_(group.chunks.pop(0))
         return 3
 
     assert receiver.receive(groups, take, SOON) == 3  # type: ignore[type-var]
-    assert not any(groups)
+    assert not any(group.chunks for group in groups)
     return [view for _, view in shard.staged.views(staging)]
 
 
@@ -126,6 +139,25 @@ def test_pieces_of_a_ranks_rows_are_no_larger_than_a_chunk_may_be(monkeypatch: p
         assert sizes
         assert max(sizes) <= 256
         assert sum(sizes) <= source.own.bytes
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_whole_version_travels_at_once_unless_the_server_stages_on_its_host(
+    on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_shards, "WEIGHT_CHUNK", 256)
+    tensors = tensors_of([(40, 8), (3,), (40, 8)])
+    layout = WeightLayout.of(tensors)
+    source = RowSource(layout)
+    buffer = torch.zeros(layout.bytes, dtype=torch.uint8)
+    for (_, view), (_, tensor) in zip(layout.views(buffer), tensors, strict=True):
+        view.copy_(tensor)
+    snapshot, group = WeightSnapshot(3, source, buffer, {}, CPU), ListGroup()
+    shard = Shard.whole(layout)
+    TransferRoute(cast(Any, group), source.parts(shard), on_host).send(snapshot, ShardGatherer(CPU), SOON)
+    assert (len(group.chunks) > 1) == on_host
+    there = received(shard, [snapshot], [0], on_host)
+    assert all(torch.equal(view, tensor) for view, (_, tensor) in zip(there, tensors, strict=True))
 
 
 LAYOUT = WeightLayout((Parameter("a", "float32", (4, 2)), Parameter("b", "float32", ())))

@@ -24,6 +24,7 @@ from pipeline.topology.gpu_memory import (
     trainer_ranks,
 )
 from pipeline.topology.memory_fit import check_memory, max_gpu_memory_utilization, trainer_allowance
+from pipeline.topology.plan import make_plan
 from tests.fakes.configs import make_config
 
 SAVING = {"reshard_after_forward": True, "activation_checkpointing": True}
@@ -68,8 +69,20 @@ def test_it_is_an_upper_bound_near_what_was_measured_on_h200s(case: page.Measure
 
 
 def test_the_tables_of_the_page_are_those_of_the_arithmetic() -> None:
-    text = page.PAGE.read_text()
-    assert page.page(text, page.tables()) == text, "stale: python -m docs.memory writes it"
+    for path, tables in ((page.PAGE, page.tables), (page.LARGER_PAGE, page.larger_table)):
+        text = path.read_text()
+        assert page.page(text, tables()) == text, "stale: python -m docs.memory writes it"
+
+
+@pytest.mark.parametrize("plan", page.LARGER, ids=lambda plan: plan.shape)
+def test_the_plans_of_larger_models_fit_80_gb(plan: page.LargerPlan) -> None:
+    sizes = plan.sizes
+    config = plan.config("resources.gpu_memory=80G")
+    check_memory(config, sizes)
+    assert sequences(config, sizes, 80 * GIB) > 50
+    assert sum(node.gpus for node in make_plan(config).bundles) <= plan.nodes * plan.gpus
+    with pytest.raises(ConfigError, match=r"resources\.gpu_memory"):
+        check_memory(plan.config("resources.gpu_memory=40G"), sizes)
 
 
 def test_a_page_without_a_place_for_the_tables_is_told() -> None:
@@ -306,6 +319,29 @@ def test_a_server_holds_the_weights_that_arrive_beside_those_that_it_serves() ->
     assert (parts["weights"], parts["weights that arrive"]) == (B8.weights // 4, B8.weights // 4 + WEIGHT_CHUNK)
     alone = server_memory(config_of(processes=1, gpus=4), B8).parts
     assert alone["weights that arrive"] == B8.weights // 4, "a single trainer process sends to where the bytes belong"
+
+
+def test_a_server_that_stages_on_its_host_holds_a_chunk_of_what_arrives() -> None:
+    config = config_of(gpus=4)
+    staged = config.model_copy(update={"inference": config.inference.model_copy(update={"staging_device": "host"})})
+    assert server_memory(staged, B8).parts["weights that arrive"] == WEIGHT_CHUNK
+    assert any(
+        line.startswith(f"host memory of a server process: {B8.weights / 4 / GIB:.1f} GiB")
+        for line in describe_memory(staged, B8)
+    )
+    assert not any("host memory of a server" in line for line in describe_memory(config, B8))
+    adapter = config_of(gpus=4)
+    lora = adapter.model.model_copy(update={"lora": adapter.model.lora.model_copy(update={"rank": 8})})
+    adapter = adapter.model_copy(
+        update={"model": lora, "inference": staged.inference.model_copy(update={"backend": "nccl"})}
+    )
+    assert server_memory(adapter, B8).parts["weights that arrive"] >= 4 * B8.trained, "adapters use the GPU"
+
+
+def test_a_server_that_only_fits_without_a_second_copy_is_told_to_stage_on_its_host() -> None:
+    wide = replace(B8, trained=10**6, head_trained=False, parameters=60 * 10**9)
+    told = said(config_of(processes=64, gpus=8, memory="30G", **SAVING), wide)
+    assert told.endswith("; set inference.staging_device=host")
 
 
 def test_each_replica_could_publish_and_only_its_processes_share_the_weights_that_wait() -> None:

@@ -139,7 +139,11 @@ GROUPS = {
     "gpus_4": (4, 2, 2),
     "gpus_8": (8, 4, 4),
     "gpus_2x8": (16, 8, 8),
+    "gpus_2x8_tp2": (16, 8, 4),
+    "gpus_2x8_train12": (16, 12, 2),
     "gpus_4x8": (32, 16, 16),
+    "gpus_8x8_tp8": (64, 48, 2),
+    "gpus_16x8_tp8": (128, 96, 4),
 }
 """Of each shipped group: all GPUs, those that train, and servers."""
 
