@@ -16,6 +16,7 @@
 | `value_types` | the types of values |
 | `cross_checks`, `mesh_checks` | the rules between keys; the divisibility rules of a mesh |
 | `key_relevance` | keys that are read only with certain values of another key |
+| `routing_shape` | routing replay: the record of a token, and which runs have one |
 | `run_identity` | the keys that identify a run |
 | `frozen_config` | the copy in the run directory |
 | `model_directory` | model directories, including built-in ones |

@@ -343,11 +343,19 @@ def _stale_mask_needs_a_lag(config: RunConfig) -> None:
 
 
 def _groups_fit_streams(config: RunConfig) -> None:
-    token = _TOKEN_BYTES + (_TAUGHT_BYTES if config.teacher.url else 0)
+    check_stream_budget(config)
+
+
+def check_stream_budget(config: RunConfig, routed_bytes: int = 0) -> None:
+    """Raise `ConfigError` unless a stream holds two groups of the longest samples. Routed experts add `routed_bytes` to
+    each token."""
+    token = _TOKEN_BYTES + (_TAUGHT_BYTES if config.teacher.url else 0) + routed_bytes
     sample = config.model.max_length * token + _SAMPLE_BYTES
     least = 2 * config.rollout.group_size * sample
     if config.streams.budget_bytes < least:
-        expected = f"at least {least}, two of the largest groups (rollout.group_size × model.max_length tokens)"
+        records = f" with {routed_bytes} bytes of experts each" if routed_bytes else ""
+        tokens = f"rollout.group_size × model.max_length tokens{records}"
+        expected = f"at least {least}, two of the largest groups ({tokens})"
         raise ConfigError("streams.budget_bytes", config.streams.budget_bytes, expected, "raise it")
 
 

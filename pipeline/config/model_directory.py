@@ -17,6 +17,8 @@ from pipeline.errors import ConfigError
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+"""Keys of configs for the number of experts to which a layer sends each token."""
 BUILT_IN = Path(conf.__file__).parent / "models"
 
 
@@ -103,6 +105,19 @@ def expert_count(model: ModelConfig) -> int:
 def model_family(model: ModelConfig) -> str:
     """The `model_type` of the language model in the model's config."""
     return str(_text_settings(model).get("model_type", ""))
+
+
+def experts_per_token(model: ModelConfig) -> int:
+    """Number of experts to which a layer of a mixture sends each token, according to its config; 0 if it has none."""
+    settings = _text_settings(model)
+    counts = [settings.get(key) for key in EXPERTS_PER_TOKEN]
+    return next((count for count in counts if isinstance(count, int)), 0)
+
+
+def layer_count(model: ModelConfig) -> int:
+    """Number of decoder layers; 0 if the config has none."""
+    layers = _text_settings(model).get("num_hidden_layers")
+    return layers if isinstance(layers, int) else 0
 
 
 def has_vision_tower(model: ModelConfig) -> bool:

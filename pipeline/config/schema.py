@@ -165,6 +165,11 @@ class TrainingConfig(Section):
         description="Compute a common prefix of several samples in a micro-batch, such as their prompt, once, if "
         "samples are packed. Unset: on for CPUs without compiled layers.",
     )
+    routing_replay: Literal["none", "rollout"] = Field(
+        "none",
+        description="Experts of a mixture's tokens in the trainer: those that its routers choose (`none`), or those "
+        "that the server chose when it sampled (`rollout`, also called R3).",
+    )
     zero_variance_groups: Literal["keep", "drop"] = Field(
         "keep", description="Groups whose samples all have the same reward: `keep` or `drop` them."
     )

@@ -20,7 +20,8 @@ class Turn(Protocol):
 
     `tokens` (with the end-of-turn token if it was sampled), `logprobs` (nats, at the sampling temperature) and
     `versions` (the policy version that sampled each token) have the same length. `version_min` and `version_max` are
-    the oldest and newest versions that may have sampled one of the tokens.
+    the oldest and newest versions that may have sampled one of the tokens. `routed_experts` has the experts of the
+    first tokens of the turn's whole context, its input first; empty without routing replay.
     """
 
     @property
@@ -37,6 +38,8 @@ class Turn(Protocol):
     def version_max(self) -> int: ...
     @property
     def server(self) -> str: ...
+    @property
+    def routed_experts(self) -> Sequence[bytes]: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class EpisodeBranch:
     Attributes:
         of: the row with the shared prefix: 0 is the episode's main row, n its nth branch.
         shared: length of the prefix in tokens. Sampled tokens of the prefix count in row `of`, and are context here.
-        tokens, sampled, logprobs, versions: the tokens after the prefix, as in `Episode`.
+        tokens, sampled, logprobs, versions, routed_experts: the tokens after the prefix, as in `Episode`.
     """
 
     of: int
@@ -55,6 +58,7 @@ class EpisodeBranch:
     sampled: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...] = ()
+    routed_experts: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class Episode:
         reward: the reward that an agent or environment reported; None: `Task.reward` computes it.
         versions: the policy version that sampled each token, T of them, 0 for tokens that were not sampled. With any
             other length `version_min` counts for all tokens.
+        routed_experts: the experts that the servers chose for each of the first tokens, as bytes; empty without routing
+            replay (`pipeline.config.routing_shape`).
     """
 
     tokens: tuple[int, ...]
@@ -91,6 +97,7 @@ class Episode:
     branches: tuple[EpisodeBranch, ...] = ()
     reward: float | None = None
     versions: tuple[int, ...] = ()
+    routed_experts: tuple[bytes, ...] = ()
 
     @classmethod
     def begin(cls, prompt: Sequence[int]) -> "Episode":
@@ -117,6 +124,7 @@ class Episode:
             turns=self.turns + 1,
             server=turn.server,
             versions=(*self.versions, *turn.versions),
+            routed_experts=extended(self.routed_experts, turn.routed_experts),
         )
 
     def append_observation(self, tokens: Sequence[int]) -> "Episode":
@@ -128,3 +136,9 @@ class Episode:
             logprobs=(*self.logprobs, *(0.0 for _ in tokens)),
             versions=(*self.versions, *(0 for _ in tokens)),
         )
+
+
+def extended(known: Sequence[bytes], routed_experts: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The records of `known` tokens, followed by those of later tokens: a token keeps the experts of its first pass,
+    whose log-probability it has."""
+    return (*known, *routed_experts[len(known) :])

@@ -14,6 +14,7 @@ import sys
 from contextlib import aclosing
 from pathlib import Path
 
+from pipeline.config.routing_shape import routing_shape
 from pipeline.environments import Task, load_task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.task_calls import TaskCalls
@@ -118,6 +119,7 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
             max_lag=config.training.max_lag,
             server_seconds=2 * config.cluster.startup_seconds,
             vocabulary=chat.vocabulary,
+            routing=routing_shape(config),
         ) as client,
     ):
         await work_until(

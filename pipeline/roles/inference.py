@@ -19,6 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.inference.vllm.compact_logprobs import SWITCH
 from pipeline.inference.vllm.kv_cache_size import SHARED
 from pipeline.inference.vllm.plugin import ENGINES, MODEL, register
+from pipeline.inference.vllm.routing_capture import SWITCH as ROUTED_EXPERTS
 from pipeline.inference.vllm.server_password import WORLD
 from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
@@ -43,6 +44,13 @@ def find_vllm() -> None:
             "resources.inference", "vllm", "vLLM in this Python", f"{sys.executable} launchers/install.py installs it"
         )
     check_plugin()
+
+
+def check_returned_experts(config: RunConfig) -> None:
+    """`ConfigError` for routing replay with a release of vLLM whose servers return no experts, or in another form."""
+    if config.training.routing_replay != "none" and _is_older_than([0, 22]):
+        expected = f"none with vLLM {version('vllm')}, whose servers cannot return the experts of each token"
+        raise ConfigError("training.routing_replay", "rollout", expected, "remove it, or install vLLM 0.22 or newer")
 
 
 def check_plugin() -> None:
@@ -80,6 +88,7 @@ def server_command(config: RunConfig, placement: Placement) -> tuple[str, ...]:
         *("--host", placement.address, "--port", str(placement.ports[0])),
         *("--middleware", "pipeline.inference.vllm.auth_middleware.AuthMiddleware"),
         *_weights_arguments(config),
+        *_routing_arguments(config),
         *_head_arguments(config),
         *("--dtype", config.model.dtype, "--max-model-len", str(config.model.max_length)),
         *("--max-num-seqs", str(config.inference.max_sequences), "--seed", str(config.seed + placement.index)),
@@ -111,6 +120,7 @@ def server_environment(config: RunConfig, placement: Placement, world: Path) -> 
         shared = config.resources.colocate or config.resources.inference.servers_per_gpu > 1
         return common | {SHARED: str(int(shared))}
     return common | {
+        ROUTED_EXPERTS: str(int(config.training.routing_replay != "none")),
         # Compiling a few lines of the sampler would cost the first request seconds.
         "TORCH_COMPILE_DISABLE": "1",
         # Otherwise the `uni` executor would use an additional process.
@@ -158,11 +168,24 @@ def _weights_arguments(config: RunConfig) -> tuple[str, ...]:
     )
 
 
+def _routing_arguments(config: RunConfig) -> tuple[str, ...]:
+    """Return the experts of each token. On CPUs Rollcall's plugin does that, without a prefix cache
+    (`pipeline.inference.vllm.routing_capture`)."""
+    if config.training.routing_replay == "none":
+        return ()
+    on_gpus = config.resources.device == "cuda"
+    return ("--enable-return-routed-experts",) if on_gpus else ("--no-enable-prefix-caching",)
+
+
 def _scale_out() -> tuple[str, ...]:
-    """Make the server answer with tokens in addition to text. Releases before this flag always do, and reject it. A
-    build from source without a release number has version 0.1, and counts as new."""
-    old = [0, 1] < [int(part) for part in re.findall(r"\d+", version("vllm"))[:2]] < [0, 30]
-    return () if old else ("--enable-scale-out",)
+    """Make the server answer with tokens in addition to text. Releases before this flag always do, and reject it."""
+    return () if _is_older_than([0, 30]) else ("--enable-scale-out",)
+
+
+def _is_older_than(release: list[int]) -> bool:
+    """Whether vLLM is older than this release. A build from source without a release number has version 0.1, and counts
+    as new."""
+    return [0, 1] < [int(part) for part in re.findall(r"\d+", version("vllm"))[:2]] < release
 
 
 def _cpu_arguments(config: RunConfig) -> tuple[str, ...]:

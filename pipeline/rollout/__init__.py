@@ -9,6 +9,7 @@
 | `gateway/` | the endpoint that an external agent calls |
 | `eval_rollouts` | evaluations of the held-out prompts and of further sets |
 | `server_pool`, `server_client` | the client of all inference servers; the client of one |
+| `routed_experts` | the experts of each token in a response |
 | `load_balancing_proxy` | one address for all servers, for other programs |
 | `teacher_client` | log-probabilities of sampled tokens from a served teacher model |
 | `sample_store` | samples that are saved for inspection |

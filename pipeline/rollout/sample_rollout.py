@@ -26,6 +26,7 @@ from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import DeadlineError, EpisodeError, RolloutError
 from pipeline.rollout.gateway.episode_endpoint import LOOPBACK, Endpoint
 from pipeline.rollout.pausable_timeout import PausableTimeout
+from pipeline.rollout.routed_experts import known_records
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.sample_records import MAX_VERSION_OFFSET, Branch, Sample
 
@@ -99,9 +100,9 @@ class Sampler:
         turns = await asyncio.shield(self._opening)
         return turns[index]
 
-    async def continuation(self, tokens: Sequence[int]) -> Turn:
-        """One turn after `tokens`."""
-        return (await self._generate(tokens, 1))[0]
+    async def continuation(self, tokens: Sequence[int], known: tuple[bytes, ...] = ()) -> Turn:
+        """One turn after `tokens`, whose first ones have the `known` routed experts."""
+        return (await self._generate(tokens, 1, known=known))[0]
 
     async def continuations(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
         """`n` turns after `tokens`, of at most `max_tokens` if that is below the run's limit."""
@@ -112,7 +113,9 @@ class Sampler:
         if self._opening is not None:
             self._opening.cancel()
 
-    async def _generate(self, tokens: Sequence[int], n: int, max_tokens: int | None = None) -> Sequence[Turn]:
+    async def _generate(
+        self, tokens: Sequence[int], n: int, max_tokens: int | None = None, known: tuple[bytes, ...] = ()
+    ) -> Sequence[Turn]:
         sampling = self.sampling
         remaining = sampling.max_length - len(tokens)
         if remaining < 1:
@@ -125,6 +128,7 @@ class Sampler:
             stop_token_ids=self._chat.stop_token_ids,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            known=known,
         )
 
 
@@ -136,6 +140,7 @@ class RolloutPolicy:
     ) -> None:
         self._sampler, self._chat, self._index, self._own_time = sampler, chat, index, own_time
         self._opened = False
+        self._earlier: tuple[tuple[int, ...], tuple[bytes, ...]] = (), ()
         self.prompt = prompt
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
@@ -143,8 +148,11 @@ class RolloutPolicy:
         with self._own_time.pause():
             if not self._opened and list(tokens) == list(self.prompt):
                 self._opened = True
-                return await self._sampler.opening(self._index)
-            return await self._sampler.continuation(tokens)
+                turn = await self._sampler.opening(self._index)
+            else:
+                turn = await self._sampler.continuation(tokens, known_records(tokens, *self._earlier))
+            self._earlier = (*tokens, *turn.tokens), tuple(turn.routed_experts)
+            return turn
 
     def endpoint(self, form: ToolCallSyntax = "tagged", address: str = LOOPBACK) -> Endpoint:
         return Endpoint(self._chat, self._sample_turns, self._sampler.sampling.max_length, form, address)
@@ -303,6 +311,7 @@ def to_sample(episode: Episode, score: Score, seconds: float) -> Sample:
         metrics={**episode.metrics, **score.metrics},
         branches=tuple(_branch(branch, episode.version_min) for branch in episode.branches),
         version_offsets=_version_offsets(episode, episode.version_min),
+        routed_experts=b"".join(episode.routed_experts),
     )
 
 
@@ -310,7 +319,13 @@ def _branch(branch: EpisodeBranch, oldest: int) -> Branch:
     tokens, sampled, logprobs = _bytes(branch)
     offsets = _version_offsets(branch, oldest)
     return Branch(
-        of=branch.of, shared=branch.shared, tokens=tokens, sampled=sampled, logprobs=logprobs, version_offsets=offsets
+        of=branch.of,
+        shared=branch.shared,
+        tokens=tokens,
+        sampled=sampled,
+        logprobs=logprobs,
+        version_offsets=offsets,
+        routed_experts=b"".join(branch.routed_experts),
     )
 
 

@@ -267,7 +267,8 @@ def record_of(outcome: Sample | str) -> SampleRecord:
     if isinstance(outcome, str):
         return {**now, "failure": outcome}
     rows = outcome.rows()
-    tokens, sampled, logprobs, _ = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
+    columns = zip(*((row.tokens, row.sampled, row.logprobs) for row in rows), strict=True)
+    tokens, sampled, logprobs = (np.concatenate(arrays) for arrays in columns)
     return {
         **now,
         **{name: getattr(outcome, name) for name in ("reward", "finish", "turns", "seconds", "server")},

@@ -17,8 +17,10 @@ from uuid import uuid4
 import aiohttp
 import msgspec
 
+from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RolloutError
 from pipeline.inference.vllm.plugin import MODEL
+from pipeline.rollout.routed_experts import parse_routed_experts
 from pipeline.rollout.time_fractions import TimeFraction
 from pipeline.utils.backoff import HasBackoff
 from pipeline.utils.http_errors import error_text
@@ -52,6 +54,8 @@ class Completion:
         server: the server of the last response.
         seconds: from the first request to the last response.
         versions: the policy version that sampled each token; where unknown, the oldest possible one.
+        routed_experts: the experts that the server chose for each token that it read: the prompt, and the sampled
+            tokens but the last; empty without routing replay.
     """
 
     tokens: tuple[int, ...]
@@ -62,6 +66,7 @@ class Completion:
     server: str
     seconds: float
     versions: tuple[int, ...]
+    routed_experts: tuple[bytes, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -94,6 +99,7 @@ class _Choice(msgspec.Struct):
     token_ids: tuple[int, ...]
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
 
     @property
     def sampled(self) -> list[_Token]:
@@ -123,7 +129,10 @@ _bodies = msgspec.json.Encoder()
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A prompt and its sampling parameters; temperature 0 is greedy."""
+    """A prompt and its sampling parameters; temperature 0 is greedy.
+
+    With `routing` the experts of each token are requested, but of the first tokens, whose records are `known`.
+    """
 
     token_ids: Sequence[int]
     n: int
@@ -132,6 +141,8 @@ class GenerationRequest:
     stop_token_ids: Sequence[int]
     top_p: float = 1.0
     top_k: int = 0
+    routing: RoutingShape | None = None
+    known: tuple[bytes, ...] = ()
 
     def body(self, salt: str) -> bytes:
         """The request as JSON. Requests share cached prefixes only under the same `salt`."""
@@ -146,6 +157,8 @@ class GenerationRequest:
             "detokenize": False,
             "output_kind": FINAL_ONLY,
         }
+        if self.known:
+            sampling["routed_experts_prompt_start"] = len(self.known)
         body = {"model": MODEL, "token_ids": self.token_ids, "sampling_params": sampling, "cache_salt": salt}
         return _bodies.encode(body)
 
@@ -185,7 +198,7 @@ class Server(HasBackoff):
             started = asyncio.get_running_loop().time()
             answer = await self._guarded(self._post(http, body, seconds))
             elapsed = asyncio.get_running_loop().time() - started
-        return [self._completion(choice, version, elapsed) for choice in _parse(answer, request.n)]
+        return [self._completion(choice, request, version, elapsed) for choice in _parse(answer, request.n)]
 
     @contextmanager
     def _counted(self, samples: int) -> Iterator[None]:
@@ -240,7 +253,7 @@ class Server(HasBackoff):
             async with http.post(f"http://{self.endpoint}{ABORT_ROUTE}", data=body, timeout=limit) as response:
                 await response.read()
 
-    def _completion(self, choice: _Choice, oldest: int, seconds: float) -> Completion:
+    def _completion(self, choice: _Choice, request: GenerationRequest, oldest: int, seconds: float) -> Completion:
         latest = oldest if self.version is None else self.version
         versions = [oldest] if self.fixed else _versions(choice, oldest, latest)
         return Completion(
@@ -252,6 +265,7 @@ class Server(HasBackoff):
             server=self.endpoint,
             seconds=seconds,
             versions=_token_versions(choice, min(versions), reported=not self.fixed),
+            routed_experts=_routed_experts(choice, request),
         )
 
 
@@ -290,6 +304,17 @@ def _versions(choice: _Choice, oldest: int, latest: int) -> list[int]:
     if not versions or min(versions) < oldest:
         raise TransientError("stale weights")
     return versions
+
+
+def _routed_experts(choice: _Choice, request: GenerationRequest) -> tuple[bytes, ...]:
+    """The records of all tokens that the server read; empty unless they were requested."""
+    if request.routing is None:
+        return ()
+    read = max(0, len(request.token_ids) + len(choice.token_ids) - 1 - len(request.known))
+    try:
+        return request.known + parse_routed_experts(choice.routed_experts, request.routing, read)
+    except ValueError:
+        raise TransientError("malformed answer") from None
 
 
 def _token_versions(choice: _Choice, oldest: int, *, reported: bool) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from typing import Self
 
 import aiohttp
 
+from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RolloutError
 from pipeline.rollout.server_client import Completion, GenerationRequest, Server, TransientError
 from pipeline.utils.authenticated_connector import AuthenticatedConnector
@@ -54,6 +55,7 @@ class InferenceClient:
         server_seconds: float = 600.0,
         vocabulary: int | None = None,
         fixed: bool = False,
+        routing: RoutingShape | None = None,
     ) -> None:
         """No server gets a request before `update` declares it current.
 
@@ -65,12 +67,14 @@ class InferenceClient:
             max_lag: largest number of versions by which a server may trail the newest one and still get requests.
             server_seconds: timeout of the wait for an eligible server.
             fixed: whether the servers load their weights from disk and never change them.
+            routing: the shape of the routed experts that every response must have; None: none are requested.
             vocabulary: token ids must be below this. vLLM without a tokenizer does not check, and would crash on one
                 above.
         """
         self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
         self._password, self._seconds, self._piece = password, request_seconds, max_tokens_per_request
         self._max_lag, self._server_seconds, self._vocabulary = max_lag, server_seconds, vocabulary
+        self._routing = routing
         self._changed, self._suspects = asyncio.Event(), PoisonRequestGuard()
         self._eligible: list[Server] | None = []
         self.retries: Counter[str] = Counter()
@@ -109,9 +113,11 @@ class InferenceClient:
         stop_token_ids: Sequence[int],
         top_p: float = 1.0,
         top_k: int = 0,
+        known: tuple[bytes, ...] = (),
     ) -> list[Completion]:
         """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
 
+        `known` are the routed experts of the first tokens, from earlier responses; servers leave them out.
         With `top_p` or `top_k` the log-probabilities are those of the truncated distribution.
 
         Retries until the request succeeds. Raises `RolloutError` for a request that can never succeed or under which
@@ -119,7 +125,8 @@ class InferenceClient:
         """
         self._check(token_ids)
         self.requests += 1
-        request = GenerationRequest(list(token_ids), n, temperature, max_tokens, list(stop_token_ids), top_p, top_k)
+        sampling = n, temperature, max_tokens, list(stop_token_ids), top_p, top_k
+        request = GenerationRequest(list(token_ids), *sampling, self._routing, known)
         completions = await self._somewhere(request)
         if not all(completion.complete for completion in completions):
             completions = list(await asyncio.gather(*(self._finished(part, request) for part in completions)))
@@ -162,7 +169,8 @@ class InferenceClient:
             if left < 1:
                 return replace(part, finish="length")
             tokens = [*request.token_ids, *part.tokens]
-            (more,) = await self._somewhere(replace(request, token_ids=tokens, n=1, max_tokens=left))
+            rest = replace(request, token_ids=tokens, n=1, max_tokens=left, known=part.routed_experts)
+            (more,) = await self._somewhere(rest)
             part = _joined(part, more)
         return part
 
@@ -222,6 +230,7 @@ def _joined(first: Completion, then: Completion) -> Completion:
         version_max=max(first.version_max, then.version_max),
         seconds=first.seconds + then.seconds,
         versions=first.versions + then.versions,
+        routed_experts=then.routed_experts,  # which begin with those of `first`
     )
 
 

@@ -26,6 +26,7 @@ class ModelSpec:
         dp_replicate: as in `training.mesh`; groups of neighboring ranks that each hold the whole model.
         ep: as in `training.mesh`; neighboring ranks among which the experts of each layer are spread.
         cp: as there; neighboring ranks that share each micro-batch.
+        routing_replay: whether the routed experts of rows take the place of its routers' choice.
     """
 
     kind: ModelKind
@@ -39,6 +40,7 @@ class ModelSpec:
     dp_replicate: int = 1
     ep: int = 1
     cp: int = 1
+    routing_replay: bool = False
 
 
 def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, steps: int) -> dict[str, ModelSpec]:
@@ -59,6 +61,7 @@ def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, 
             dp_replicate=training.mesh.dp_replicate,
             ep=training.mesh.ep,
             cp=training.mesh.cp,
+            routing_replay=kind == "policy" and training.routing_replay == "rollout",
         )
 
     models = {"policy": spec("policy", config.model, optim)}

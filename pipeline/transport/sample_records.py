@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RecordError
 from pipeline.utils.value_bounds import MAX_REWARD
 
@@ -43,13 +44,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class TokenRow(NamedTuple):
-    """One sequence of an episode: int32[T] tokens, uint8[T] sampled, float32[T] logprobs, see `Sample`; and int64[T]
-    versions, the policy version that sampled each sampled token."""
+    """One sequence of an episode: int32[T] tokens, uint8[T] sampled, float32[T] logprobs, see `Sample`; int64[T]
+    versions, the policy version that sampled each sampled token; and the routed experts of its first tokens."""
 
     tokens: NDArray[np.int32]
     sampled: NDArray[np.uint8]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int64]
+    routed_experts: bytes = b""
 
 
 class Branch(Record, frozen=True, kw_only=True, tag="branch"):
@@ -58,7 +60,7 @@ class Branch(Record, frozen=True, kw_only=True, tag="branch"):
     Attributes:
         of: the row with the shared prefix: 0 is the sample's first row, n its nth branch.
         shared: length of the prefix in tokens. Sampled tokens of the prefix count in row `of`, and are context here.
-        tokens, sampled, logprobs, version_offsets: the tokens after the prefix, as in `Sample`.
+        tokens, sampled, logprobs, version_offsets, routed_experts: the tokens after the prefix, as in `Sample`.
     """
 
     of: Place
@@ -67,6 +69,7 @@ class Branch(Record, frozen=True, kw_only=True, tag="branch"):
     sampled: bytes
     logprobs: bytes
     version_offsets: bytes = b""
+    routed_experts: bytes = msgspec.field(default=b"", name="routed")
 
 
 class Sample(Record, frozen=True, kw_only=True, tag="sample"):
@@ -86,6 +89,9 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         metrics: metrics of the sample by name: the score of each reward function, and the task's metrics.
         branches: the further rows. Versions, finish and turns cover all rows.
         version_offsets: uint8[T] as bytes: the policy version of each token minus `version_min`; empty if all are 0.
+        routed_experts: the experts that the servers chose for each of the first tokens, in records of
+            `pipeline.config.routing_shape.RoutingShape`; empty without routing replay. The last token has none, since
+            no server read it.
     """
 
     tokens: bytes
@@ -101,16 +107,24 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     metrics: dict[str, float] = {}
     branches: tuple[Branch, ...] = ()
     version_offsets: bytes = b""
+    routed_experts: bytes = msgspec.field(default=b"", name="routed")
 
-    def rows(self) -> list[TokenRow]:
-        """Every row of the episode, the first row first. Each sampled token is marked in exactly one row."""
-        rows = [_arrays(self, self.version_min)]
+    def rows(self, routed_bytes: int = 0) -> list[TokenRow]:
+        """Every row of the episode, the first row first. Each sampled token is marked in exactly one row.
+
+        The rows have routed experts if `routed_bytes`, the bytes of each token's record, is given.
+        """
+        rows = [_arrays(self, self.version_min)._replace(routed_experts=self.routed_experts if routed_bytes else b"")]
         for branch in self.branches:
-            own: tuple[NDArray[Any], ...] = _arrays(branch, self.version_min)
+            own: tuple[NDArray[Any], ...] = _arrays(branch, self.version_min)[:-1]
             start = rows[branch.of].tokens[: branch.shared]
             # The prefix's tokens are marked as not sampled here, since they count in row `of`.
             prefix = [start, *(np.zeros(len(start), array.dtype) for array in own[1:])]
-            rows.append(TokenRow(*(np.concatenate(parts) for parts in zip(prefix, own, strict=True))))
+            tokens, sampled, logprobs, versions = (np.concatenate(parts) for parts in zip(prefix, own, strict=True))
+            routed = rows[branch.of].routed_experts[: branch.shared * routed_bytes]
+            if routed_bytes and len(routed) == branch.shared * routed_bytes:  # records cover tokens without a gap
+                routed += branch.routed_experts
+            rows.append(TokenRow(tokens, sampled, logprobs, versions, routed))
         return rows
 
     def token_array(self) -> NDArray[np.int32]:
@@ -182,6 +196,21 @@ def _check_row(row: TokenRow) -> None:
         raise RecordError("a log-probability or the reward is not finite")
 
 
+def routed_array(row: TokenRow, shape: RoutingShape) -> NDArray[Any] | None:
+    """The routed experts of the first t tokens of a row, a read-only view [t, layers, experts of a token]; None if no
+    token has any. `RecordError` for another shape, or an expert that the model does not have."""
+    if not row.routed_experts:
+        return None
+    if len(row.routed_experts) % shape.token_bytes:
+        raise RecordError(f"{len(row.routed_experts)} bytes of routed experts, {shape.token_bytes} for each token")
+    ids = np.frombuffer(row.routed_experts, shape.dtype).reshape(-1, shape.layers, shape.per_token)
+    if len(ids) > len(row.tokens):
+        raise RecordError(f"routed experts of {len(ids)} tokens for a row of {len(row.tokens)}")
+    if (highest := ids.max()) >= shape.experts:
+        raise RecordError(f"routed expert {highest} of a model with {shape.experts} experts")
+    return ids
+
+
 class Group(Record, frozen=True, kw_only=True, tag="group"):
     """All samples of one prompt.
 
@@ -223,9 +252,9 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
         rows = sum(1 + len(sample.branches) for sample in self.group.samples)
         return [np.frombuffer(row, dtype="<f4") for row in self.references] or [None] * rows
 
-    def check(self, max_length: int, vocabulary: int) -> None:
+    def check(self, max_length: int, vocabulary: int, routing: RoutingShape | None = None) -> None:
         """Raise `RecordError` if the group is meant for training but cannot be trained, by a model with `max_length`
-        tokens per row and token ids below `vocabulary`."""
+        tokens per row, token ids below `vocabulary`, and routed experts of the shape `routing` if they are replayed."""
         if self.outcome.startswith(MALFORMED):
             raise RecordError(self.outcome)
         if self.outcome != "train":
@@ -238,12 +267,14 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
         lengths = []
         for sample in samples:
             sample.check()
-            for row in sample.rows():
+            for row in sample.rows(0 if routing is None else routing.token_bytes):
                 lengths.append(len(row.tokens))
                 if len(row.tokens) > max_length:
                     raise RecordError(f"a sample of {len(row.tokens)} tokens, above model.max_length={max_length}")
                 if (highest := row.tokens.max()) >= vocabulary:
                     raise RecordError(f"token id {highest} is outside of the vocabulary of {vocabulary} tokens")
+                if routing is not None:
+                    routed_array(row, routing)
         self._check_references(lengths)
 
     def _check_references(self, lengths: Sequence[int]) -> None:

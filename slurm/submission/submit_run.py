@@ -25,12 +25,13 @@ from pipeline.config.model_directory import (
     model_directory,
     model_family,
 )
+from pipeline.config.routing_shape import check_routing_replay
 from pipeline.environments import check_demonstrations, check_task, load_task
 from pipeline.environments.eval_set_checks import check_eval_tasks, check_held_out
 from pipeline.environments.rewards import check_rewards
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.inference.vllm.server_arguments import check_extra_args
-from pipeline.roles.inference import find_vllm
+from pipeline.roles.inference import check_returned_experts, find_vllm
 from pipeline.roles.redis import find_server
 from pipeline.run.paths import RunPaths
 from pipeline.topology.assignment import describe_plan
@@ -133,6 +134,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
     check_inputs(config)
+    check_routing_replay(config)
     if config.training.mesh.ep > 1:
         _check_experts(config.model, config.training.mesh.ep)
     if config.training.mesh.cp > 1:
@@ -143,6 +145,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
         check_weight_updates(config, model_family(config.model))
         _check_served_adapters(config.model)
         find_vllm()
+        check_returned_experts(config)
         check_extra_args(config)
     if config.has_rollouts and config.streams.backend == "redis":
         find_server()

@@ -27,6 +27,7 @@ from tests.patience import WAIT_SECONDS
 from tests.support.processes import runs
 from tests.support.ranks import forked_ranks, publication_ranks
 from tests.support.servers.answers import answers_of, status_of, versions_told
+from tests.support.servers.routed_experts import check_routed_experts
 from tests.support.servers.traffic import (
     APART,
     CLOSE,
@@ -47,11 +48,12 @@ from tests.support.servers.vllm import (
     Served,
     a_model,
     a_sender,
-    a_server,
     distance,
     mixture_directory,
     parameters,
     publish_to_all,
+    replaying_config,
+    starting_of,
     two_models,
     two_servers,
 )
@@ -107,12 +109,15 @@ def test_a_tied_head_and_experts_are_updated_too_and_a_dead_server_loses_no_requ
 ) -> None:
     """Two tests that share the 15 s of one more server, which the second kills."""
     directory = mixture_directory(tmp_path / "mixture")
-    with a_server(directory, "127.0.0.5") as victim:
+    config = replaying_config(directory)
+    with starting_of(config, "127.0.0.5") as ready:
+        victim = ready()
         with a_sender([victim]) as sender:
             for version, seed in enumerate((1, 2, 1)):
                 model = a_model(directory, seed)
                 publish_to_all(sender, version, model)
                 assert distance(model, PROBE, probe(victim, version)) < CLOSE
+        check_routed_experts(victim, config, model, version)
         both = [servers[0], victim]
         with a_sender([servers[0]]) as sender:
             publish_to_all(sender, 1, a_model(servers[0].model, 1))

@@ -8,6 +8,7 @@
 | `copy_plan` | copies from checkpoint tensors to a model's parameters |
 | `adapter_loading`, `base_requests` | LoRA adapters; requests without an adapter next to others, on CPUs |
 | `expert_packing` | experts of a mixture, packed again at each update |
+| `routing_capture` | the experts of each token, from servers on CPUs |
 | `kv_cache_size` | the size of the KV cache on a shared GPU |
 | `compact_logprobs`, `token_versions` | cheaper log-probabilities; the policy version that sampled each token |
 | `auth_middleware`, `server_password` | authentication of requests |

@@ -46,6 +46,7 @@ def register() -> None:
     from pipeline.inference.vllm.base_requests import skip_tokens_without_adapter
     from pipeline.inference.vllm.compact_logprobs import add_compact_logprobs
     from pipeline.inference.vllm.kv_cache_size import limit_to_share
+    from pipeline.inference.vllm.routing_capture import return_routed_experts
     from pipeline.inference.vllm.token_versions import note_versions
     from pipeline.inference.vllm.vllm_compat import add_float32_head
 
@@ -61,6 +62,7 @@ def register() -> None:
     note_versions()
     skip_tokens_without_adapter()
     limit_to_share()
+    return_routed_experts()
     end_children_in_time()
     fork_processes()
 

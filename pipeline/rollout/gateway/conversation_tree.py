@@ -27,7 +27,7 @@ from typing import Any
 from pipeline.data.chat_messages import Message
 from pipeline.environments import Episode, Turn
 from pipeline.environments.chat_tokenizer import ChatTokenizer
-from pipeline.environments.episode import EpisodeBranch
+from pipeline.environments.episode import EpisodeBranch, extended
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -136,6 +136,7 @@ class ConversationTree:
             server=last.turn.server,
             conversation=_message_digest(last),
             versions=first.versions,
+            routed_experts=first.routed_experts,
             metrics={"agent/calls": float(len(turns)), "agent/rows": float(1 + len(others))},
             branches=tuple(others),
         )
@@ -175,12 +176,14 @@ class ConversationTree:
             of, shared = self._shared(path, paths[:number])
             tokens = path[-1].tokens
             sampled, logprobs, versions = [0] * len(tokens), [0.0] * len(tokens), [0] * len(tokens)
+            routed: tuple[bytes, ...] = ()
             # Arrays of T entries: the sampled span of each call on the path is filled in, the rest stays 0.
             for node in path:
                 begin, end = len(node.match.tokens), len(node.tokens)
                 sampled[begin:end], logprobs[begin:end] = [1] * (end - begin), node.turn.logprobs
                 versions[begin:end] = node.turn.versions
-            own = tuple(sampled[shared:]), tuple(logprobs[shared:]), tuple(versions[shared:])
+                routed = extended(routed, node.turn.routed_experts)
+            own = tuple(sampled[shared:]), tuple(logprobs[shared:]), tuple(versions[shared:]), routed[shared:]
             yield EpisodeBranch(of, shared, tokens[shared:], *own)
 
     def _shared(self, path: list[Node], earlier: list[list[Node]]) -> tuple[int, int]:

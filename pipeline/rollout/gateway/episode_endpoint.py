@@ -63,6 +63,7 @@ class SampledTurn:
     version_max: int
     server: str
     versions: Sequence[int]
+    routed_experts: Sequence[bytes]
 
 
 class Endpoint:
@@ -199,7 +200,9 @@ class Endpoint:
             tokens, finish = tokens[:count], "stop"
             text = openai_wire.text_before(self._chat.decode(tokens), stops)
         logprobs, versions = turn.logprobs[: len(tokens)], turn.versions[: len(tokens)]
-        return SampledTurn(tokens, logprobs, finish, turn.version_min, turn.version_max, turn.server, versions), text
+        routed = turn.routed_experts[: len(turn.routed_experts) - (len(turn.tokens) - len(tokens))]
+        bounds = turn.version_min, turn.version_max
+        return SampledTurn(tokens, logprobs, finish, *bounds, turn.server, versions, routed), text
 
     async def _streamed(self, request: web.Request, events: Iterable[Mapping[str, Any]]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

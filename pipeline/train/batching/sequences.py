@@ -46,6 +46,8 @@ class TrainSequence:
             a critic.
         returns: float32[T], the targets of these values; None without a critic.
         prompt: key of the row's prompt (group).
+        routed_experts: [t, layers, experts of a token], the experts that the server chose for each of the row's first t
+            tokens; None: the trainer's routers choose those of all tokens.
         episode: the row's episode among those of its prompt; −1: the row is a whole episode.
     """
 
@@ -59,6 +61,7 @@ class TrainSequence:
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
     episode: int = -1
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

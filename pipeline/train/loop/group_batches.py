@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.config import RunConfig
+from pipeline.config.routing_shape import routing_shape
 from pipeline.errors import DeadlineError, RecordError, RollcallError, StreamError
 from pipeline.transport import Entry, Streams
 from pipeline.transport.ledger import TRAINED, Ledger
@@ -63,6 +64,7 @@ class GroupBatches:
 
     def __post_init__(self) -> None:
         self._reader = self.streams.reader("prepared", PreparedGroup, "trainer")
+        self._routing = routing_shape(self.config)
         self._pending: dict[int, Entry[PreparedGroup]] = {}
         self._covered: list[str] = []
         self._uncommitted = 0
@@ -160,7 +162,7 @@ class GroupBatches:
     def _fault(self, prepared: PreparedGroup) -> str:
         """Why a received group is malformed; empty if it is valid."""
         try:
-            prepared.check(self.config.model.max_length, self.vocabulary)
+            prepared.check(self.config.model.max_length, self.vocabulary, self._routing)
         except RecordError as error:
             return str(error)
         return ""

@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.algorithms.advantage_estimators import has_zero_variance
 from pipeline.config import RunConfig
+from pipeline.config.routing_shape import RoutingShape, routing_shape
 from pipeline.train.batching.sequences import TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
@@ -24,7 +25,7 @@ from pipeline.train.loop.step_metrics import EqualRewards, NonFiniteGuard
 from pipeline.train.loop.weight_publisher import WeightPublisher
 from pipeline.train.train_jobs import RlJob
 from pipeline.transport.ledger import TRAINED
-from pipeline.transport.sample_records import FILTERED, PreparedGroup, Sample, mean_metrics
+from pipeline.transport.sample_records import FILTERED, PreparedGroup, Sample, mean_metrics, routed_array
 from pipeline.transport.staleness import is_fresh
 
 FAILED, UNTRAINED = "failed: gradient not finite", "filtered: no token counts"
@@ -45,7 +46,7 @@ class ReinforcementLearning:
         warm_up: WarmUp,
     ) -> None:
         self.job = job
-        self._config, self._batches = config, batches
+        self._config, self._batches, self._routing = config, batches, routing_shape(config)
         self._publisher, self._evaluations, self._warm_up = publisher, evaluations, warm_up
         self._update = PolicyUpdate(dispatch, config)
         self._skips, self._agreement, self._equal = NonFiniteGuard(), Agreement(), EqualRewards(config.loss)
@@ -73,7 +74,7 @@ class ReinforcementLearning:
         waited = time.monotonic() - started
         training = self._config.training
         oldest = step - training.max_lag
-        rows = rows_of(groups, masked=training.masked_finish, oldest=oldest)
+        rows = rows_of(groups, masked=training.masked_finish, oldest=oldest, routing=self._routing)
         self._update.measured = not self._agreement.known
         metrics = self._update.run(rows, step)
         batch_statistics = batch_metrics(groups, step, oldest)
@@ -90,6 +91,8 @@ class ReinforcementLearning:
             "groups/stale": float(discarded["stale"]),
             "groups/zero_variance": zero_variance(groups, dropped=discarded[FILTERED]),
         }
+        if self._routing is not None:
+            counts["routing/replayed"] = replayed_fraction(rows)
         return metrics | batch_statistics | timing | counts
 
     def after_step(self, done: int) -> Mapping[str, float]:
@@ -127,8 +130,10 @@ class ReinforcementLearning:
         return TRAINED if metrics["optimizer_steps"] else UNTRAINED
 
 
-def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None, oldest: int = 0) -> list[TrainSequence]:
-    """The training rows of all samples, in order.
+def rows_of(
+    groups: Sequence[PreparedGroup], masked: str | None = None, oldest: int = 0, routing: RoutingShape | None = None
+) -> list[TrainSequence]:
+    """The training rows of all samples, in order; with routed experts of the shape `routing` if they are replayed.
 
     The mask excludes tokens that weights before version `oldest` sampled, and all tokens of a sample whose `finish` is
     `masked`.
@@ -141,13 +146,20 @@ def rows_of(groups: Sequence[PreparedGroup], masked: str | None = None, oldest: 
             sampler_logprobs=row.logprobs,
             prompt=prepared.group.position,
             episode=number,
+            routed_experts=None if routing is None else routed_array(row, routing),
         )
         for prepared in groups
         for number, (sample, advantage) in enumerate(zip(prepared.group.samples, prepared.advantages, strict=True))
-        for row in sample.rows()
+        for row in sample.rows(0 if routing is None else routing.token_bytes)
     ]
     references = (array for prepared in groups for array in prepared.reference_arrays())
     return [replace(row, reference=reference) for row, reference in zip(rows, references, strict=True)]
+
+
+def replayed_fraction(rows: Sequence[TrainSequence]) -> float:
+    """The fraction of the tokens whose experts are those that a server chose."""
+    replayed = sum(len(row.routed_experts) for row in rows if row.routed_experts is not None)
+    return replayed / max(1, sum(map(len, rows)))
 
 
 def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0) -> dict[str, float]:

@@ -27,6 +27,7 @@ from pipeline.train.batching.packing import Layout, Packing
 from pipeline.train.batching.sequences import Batch, Column, TrainSequence
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.packed_attention import Segments
+from pipeline.train.model.routing_replay import RoutedTokens
 from pipeline.train.model.to_device import to_device
 
 _NOTHING = Batch((TrainSequence(np.zeros(2, np.int32), np.zeros(2, np.uint8)),), (0.0,))
@@ -45,6 +46,7 @@ class MicroBatch:
         rows_T: int64, number of rows that have each token of the flattened rectangle; 0 of padding. On the host.
         own_M: int64, indices among the N counted tokens of those predicted here, because their predecessors are on this
             rank; None: all of them.
+        routed: the recorded experts of the flattened rectangle; None if no row has any.
     """
 
     tokens_BT: Tensor
@@ -55,6 +57,7 @@ class MicroBatch:
     batch: Batch
     rows_T: NDArray[np.int64]
     own_M: Tensor | None = None
+    routed: RoutedTokens | None = None
 
     def complete(self, answer_M: Tensor) -> Tensor:
         """The outputs of all N counted tokens, from the M of each rank that shares the line: [M] → [N]. Collective over
@@ -123,13 +126,15 @@ def collate(batch: Batch, how: Packing, device: torch.device, context: ContextPa
     # [B · T], a token that several rows share counts for each; 0 of the placeholder, which stands for no row.
     held_T = np.bincount(layout.where[: len(tokens_R)], minlength=len(layout.positions)) * bool(batch.rows)
     own = slice(None) if own_M is None else own_M
+    here = slice(None) if context is None else context.own_part(len(held_T))
     return MicroBatch(
         *model_input(layout, tokens_R, device, context),
         before_M=to_device(before_N[own] - first, device),
         targets_M=to_device(tokens_R[counted_N[own]], device),
         batch=batch,
-        rows_T=held_T if context is None else held_T[context.own_part(len(held_T))],
+        rows_T=held_T[here],
         own_M=None if own_M is None else to_device(own_M, device),
+        routed=RoutedTokens.from_rows(rows, layout.where, len(held_T), here, device),
     )
 
 

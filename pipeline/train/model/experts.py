@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from pipeline.config.model_directory import EXPERTS_PER_TOKEN
 from pipeline.errors import ConfigError
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.expert_dispatch import Permute, apply, inverse_of, run_on_owners
@@ -41,8 +42,6 @@ COUNTS = "expert_counts"
 """The attribute with the tokens that were sent to each expert. With recomputed activations each counts twice."""
 WEIGHTS = "token_weights"
 """The attribute with how often each token counts; without it, each counts once."""
-_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
-"""What configs call the number of experts that a token is sent to."""
 _ALIGNMENT = 16
 """Bytes. `grouped_mm` needs rows of this alignment."""
 
@@ -62,7 +61,7 @@ def fused_experts(network: nn.Module) -> list[nn.Module]:
 
 def experts_per_token(settings: Any) -> int:
     """How many experts of a layer each token is sent to; 0 where the text config of a model does not say."""
-    return next((k for name in _TAKEN if isinstance(k := getattr(settings, name, None), int)), 0)
+    return next((k for name in EXPERTS_PER_TOKEN if isinstance(k := getattr(settings, name, None), int)), 0)
 
 
 def is_fused(module: nn.Module) -> bool:

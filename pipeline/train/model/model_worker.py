@@ -7,7 +7,7 @@ with the same number of micro-batches. Must not know tasks, rewards or when to s
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +44,7 @@ from pipeline.train.model.models import (
 )
 from pipeline.train.model.optimizer import AdamSettings, Optimizer, OptimizerStep
 from pipeline.train.model.public_tensors import PublicTensors
+from pipeline.train.model.routing_replay import RoutingReplay
 from pipeline.train.model.weight_loading import WeightLoader
 from pipeline.train.total_loss import total, total_value
 from pipeline.train.worker_spec import ModelSpec
@@ -97,6 +98,7 @@ class ModelWorker:
         self.model = build_on_meta(spec.model, spec.kind)
         if spec.optim is not None and spec.kind == "policy":
             refuse_unwritable(self.model.network, spec.model)
+        self._replay = RoutingReplay(self.model.network) if spec.routing_replay else None
         if spec.activation_checkpointing:
             recompute_activations(self.model)
         self.compiled = spec.compile
@@ -131,8 +133,12 @@ class ModelWorker:
 
         Of a policy, their log-probabilities in nats; of a critic, the value of the state before each token.
         """
+        answers = []
         with torch.no_grad(), self.passes():
-            answers = [self._answer(self._collate(batch, how), batch.temperature) for batch in micro_batches]
+            for batch in micro_batches:
+                micro = self._collate(batch, how)
+                with self._replaying(micro):
+                    answers.append(self._answer(micro, batch.temperature))
         return [row for batch, answer_N in zip(micro_batches, answers, strict=True) for row in _by_row(batch, answer_N)]
 
     def forward_backward(
@@ -154,7 +160,7 @@ class ModelWorker:
             for number, batch in enumerate(micro_batches):
                 self.reduce_after(number == len(micro_batches) - 1)
                 micro = self._collate(batch, how)
-                with self._expert_load.counting(micro.rows_T, self.device):
+                with self._expert_load.counting(micro.rows_T, self.device), self._replaying(micro):
                     loss, sums = self._loss(micro, batch.temperature, objective, level)
                     (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
                 parts.append(sums)
@@ -304,6 +310,10 @@ class ModelWorker:
 
     def _collate(self, batch: Batch, how: Packing) -> MicroBatch:
         return collate(batch, how, self.device, self.context)
+
+    def _replaying(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """The forward and backward passes of a micro-batch with the experts that its rows have recorded."""
+        return nullcontext() if self._replay is None else self._replay.of(micro.routed)
 
     def _answer(self, micro: MicroBatch, temperature: float) -> Tensor:
         if isinstance(self.model, PolicyModel):

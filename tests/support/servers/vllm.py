@@ -61,6 +61,12 @@ def tiny_config(model: Path, lora: LoraConfig | None = None, **inference: Any) -
     return make_config(model=model_keys, inference=inference)
 
 
+def replaying_config(model: Path) -> RunConfig:
+    """The config of a server of a mixture that returns the experts of each token."""
+    training = {"steps": 1, "prompts_per_step": 1, "routing_replay": "rollout"}
+    return make_config(model={"path": str(model), "init": "random", "max_length": 256}, training=training)
+
+
 def tensor_arguments(processes: int) -> tuple[str, ...]:
     """What has a server on CPUs be of so many processes, each with its part of every layer; `resources.inference.gpus`
     says it on GPUs."""

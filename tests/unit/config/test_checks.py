@@ -1,5 +1,6 @@
 """Rules between keys: what would only fail later is refused at once, with its mend."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from pipeline.config import ModelConfig, load_config
 from pipeline.config.cross_checks import check_config, check_run
 from pipeline.config.mesh_checks import check_context_heads, check_context_packing
+from pipeline.config.routing_shape import check_routing_replay
 from pipeline.errors import ConfigError
 from pipeline.tinker.server_pools import pool_of
 from pipeline.tinker.tinker_records import Pool
@@ -270,3 +272,23 @@ def test_servers_for_clients_may_be_of_whole_models_and_other_bases() -> None:
     run = compose_config(["experiment=tinker", SAMPLING, *WHOLE, *bases, "resources.inference.servers=3"])
     check_run(run)
     assert [pool_of(run.serve, index) for index in range(4)] == [Pool(whole=True), Pool("org/other"), Pool(), Pool()]
+
+
+def replayed(folder: Path, *overrides: str, **model: object) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "any", "num_hidden_layers": 48} | model))
+    (folder / "tokenizer.json").touch()
+    replay = ("training.routing_replay=rollout", f"model.path={folder}", "model.init=random")
+    check_routing_replay(compose_config(["experiment=demo", *replay, *overrides]))
+
+
+MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8}
+
+
+def test_routing_replay_is_for_mixtures_in_runs_that_sample(tmp_path: Path) -> None:
+    replayed(tmp_path, **MIXTURE)
+    with pytest.raises(ConfigError, match="whose config has no mixture of experts"):
+        replayed(tmp_path)
+    with pytest.raises(ConfigError, match="none in a run without RL steps"):
+        replayed(tmp_path, *SFT, **MIXTURE)
+    with pytest.raises(ConfigError, match=r"streams.budget_bytes=262144: .* tokens with 384 bytes of experts each"):
+        replayed(tmp_path, "streams.budget_bytes=262144", **MIXTURE)

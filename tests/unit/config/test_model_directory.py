@@ -17,6 +17,7 @@ from pipeline.config.model_directory import (
     located_model,
     model_directory,
 )
+from pipeline.config.routing_shape import RoutingShape, shape_of_model
 from pipeline.errors import ConfigError
 from slurm.submission.compose_config import compose_config
 
@@ -116,6 +117,34 @@ def test_the_experts_are_those_of_the_language_model_if_its_config_says(
 ) -> None:
     (base / "config.json").write_text(json.dumps({"model_type": "any"} | settings))
     assert expert_count(ModelConfig(path=str(base))) == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "token_bytes"),
+    [
+        (
+            {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8},
+            RoutingShape(layers=48, per_token=8, experts=128),
+            384,
+        ),
+        (
+            {"text_config": {"num_hidden_layers": 2, "num_local_experts": 257, "num_experts_per_tok": 4}},
+            RoutingShape(layers=2, per_token=4, experts=257),
+            16,
+        ),
+        (
+            {"num_hidden_layers": 3, "n_routed_experts": 256, "num_experts_per_tok": 8},
+            RoutingShape(layers=3, per_token=8, experts=256),
+            24,
+        ),
+    ],
+)
+def test_the_record_of_a_token_has_the_experts_of_all_layers(
+    settings: dict[str, object], shape: RoutingShape, token_bytes: int, base: Path
+) -> None:
+    (base / "config.json").write_text(json.dumps({"model_type": "any"} | settings))
+    found = shape_of_model(ModelConfig(path=str(base)))
+    assert (found, found.token_bytes) == (shape, token_bytes)
 
 
 def test_the_built_in_models_are_what_their_maker_writes(tmp_path: Path) -> None:

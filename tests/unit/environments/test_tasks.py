@@ -209,6 +209,7 @@ class Said:
     version_max: int = 0
     finish: Any = "stop"
     server: str = "a:1"
+    routed_experts: tuple[bytes, ...] = ()
 
     @property
     def logprobs(self) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from pipeline.errors import ConfigError, ImpostorError
 from pipeline.inference.vllm.compact_logprobs import SWITCH
 from pipeline.inference.vllm.kv_cache_size import SHARED
 from pipeline.inference.vllm.plugin import MODEL
+from pipeline.inference.vllm.routing_capture import SWITCH as ROUTED_EXPERTS
 from pipeline.roles import inference
 from pipeline.topology.plan import Placement
 from pipeline.utils.network_interfaces import KEEPALIVE_SECONDS
@@ -268,3 +269,21 @@ def test_the_first_servers_for_clients_are_for_whole_models_and_wrap_no_layer() 
     assert "--enable-lora" not in first
     assert "--enable-lora" in second
     assert option(first, "--served-model-name") == option(second, "--served-model-name") == "base"
+
+
+def test_servers_return_experts_where_they_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: dict[str, Any] = {"training": {"steps": 1, "prompts_per_step": 1, "routing_replay": "rollout"}}
+    on_gpus: dict[str, Any] = {"resources": {"device": "cuda", "inference": {"gpus": 1}, "trainer": {"gpus": 1}}}
+    flag, plain = "--enable-return-routed-experts", inference.server_command(config(), place())
+    assert flag in inference.server_command(config(**replayed, **on_gpus), place(gpus=(0,)))
+    assert flag not in (*plain, *inference.server_command(config(**on_gpus), place(gpus=(0,))))
+
+    cached = "--no-enable-prefix-caching"
+    assert {cached} == set(inference.server_command(config(**replayed), place())) - set(plain)
+    for each, switch in ((config(), "0"), (config(**replayed), "1")):
+        assert inference.server_environment(each, place(), WORLD)[ROUTED_EXPERTS] == switch
+
+    monkeypatch.setattr(inference, "version", lambda name: "0.21.3")
+    inference.check_returned_experts(config())
+    with pytest.raises(ConfigError, match=r"vLLM 0.21.3, whose servers cannot return the experts"):
+        inference.check_returned_experts(config(**replayed))

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from tests.unit.environments.test_tool_task import TINY_TEXT, bytes_model
 
 T = TypeVar("T")
 MAX_LENGTH = 1024
+RECORD = 4
+"""Bytes of a token's routed experts."""
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"town": {}}}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Ulm"}}\n</tool_call>'
 
@@ -37,11 +40,24 @@ class Sampled:
     version_min: int = 3
     version_max: int = 4
     server: str = "s"
+    context: tuple[int, ...] = ()
+
+    @property
+    def routed_experts(self) -> tuple[bytes, ...]:
+        """All tokens that were read have records."""
+        return records_of((*self.context, *self.tokens))
 
     @property
     def versions(self) -> tuple[int, ...]:
         """The last token is of the newest weights, all others of the oldest."""
         return (*(self.version_min for _ in self.tokens[1:]), self.version_max)
+
+
+def records_of(tokens: Sequence[int]) -> tuple[bytes, ...]:
+    """The record of each token but the last, which follows from all tokens up to it."""
+    return tuple(
+        blake2b(repr(list(tokens[:end])).encode(), digest_size=RECORD).digest() for end in range(1, len(tokens))
+    )
 
 
 @dataclass
@@ -63,7 +79,12 @@ class Policy:
         end = [self.chat.stop_token_ids[0]] if self.ends else []
         ids = (*self.chat.encode(self.texts.pop(0)), *end)
         first = 1000 * len(self.said)
-        turn = Sampled(ids, tuple(-float(first + place) for place in range(len(ids))), "stop" if end else "length")
+        turn = Sampled(
+            ids,
+            tuple(-float(first + place) for place in range(len(ids))),
+            "stop" if end else "length",
+            context=tuple(tokens),
+        )
         self.seen.append(tuple(tokens))
         self.said.append(turn)
         return turn
@@ -73,7 +94,7 @@ def rows_of(episode: Episode) -> list[TokenRow]:
     """The rows as the trainer has them."""
     sample = to_sample(episode, Score(1.0), 0.0)
     sample.check()
-    return decode_record(encode_record(sample), Sample).rows()
+    return decode_record(encode_record(sample), Sample).rows(RECORD)
 
 
 def is_what_the_policy_saw_and_said(episode: Episode, policy: Policy) -> None:
@@ -83,6 +104,7 @@ def is_what_the_policy_saw_and_said(episode: Episode, policy: Policy) -> None:
         whole = [*seen, *said.tokens]
         assert any(row.tokens[: len(whole)].tolist() == whole for row in rows)
     for row in rows:
+        assert row.routed_experts == b"".join(records_of(row.tokens.tolist()))
         counted += row.logprobs[row.sampled == 1].tolist()
         assert not row.logprobs[row.sampled == 0].any()
         for seen, said in zip(policy.seen, policy.said, strict=True):
@@ -133,7 +155,9 @@ def test_a_conversation_is_one_row_of_what_was_sampled(qwen: ChatTokenizer) -> N
     def split(self: Policy, tokens: Sequence[int]) -> Sampled:
         ids = next(turns)
         plain(self, tokens)
-        self.said[-1] = Sampled(ids, tuple(-1.0 - place - 10 * len(self.said) for place in range(len(ids))))
+        self.said[-1] = Sampled(
+            ids, tuple(-1.0 - place - 10 * len(self.said) for place in range(len(ids))), context=tuple(tokens)
+        )
         return self.said[-1]
 
     policy.turn = split.__get__(policy)  # type: ignore[method-assign]

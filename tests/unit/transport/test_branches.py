@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from pipeline.algorithms.policy_losses import POLICY_LOSSES
+from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RecordError
 from pipeline.roles.preprocessor import prepare_group
 from pipeline.train.batching.sequences import Batch, TrainSequence, episodes_of
 from pipeline.train.batching.token_advantages import assign_advantages
-from pipeline.train.loop.rl import batch_metrics, rows_of
+from pipeline.train.loop.rl import batch_metrics, replayed_fraction, rows_of
 from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample, decode_record, encode_record
 from tests.fakes.configs import make_config
 
@@ -38,6 +39,49 @@ def a_sample(reward: float = 1.0, **branches: Any) -> Sample:
         finish="stop",
         branches=branches.get("branches", further),
     )
+
+
+def test_the_routed_experts_of_a_row_are_those_of_its_prefix_and_its_own_without_a_gap() -> None:
+    further = (
+        Branch(of=0, shared=2, **packed([7], [1], [-3.0]), routed_experts=b"ee"),
+        Branch(of=0, shared=3, **packed([9], [1], [-3.0]), routed_experts=b"ff"),  # row 0 has no record of token 2
+    )
+    sample = msgspec.structs.replace(a_sample(branches=further), routed_experts=b"aabb")
+    sample = decode_record(encode_record(sample), Sample)
+    assert [row.routed_experts for row in sample.rows(2)] == [b"aabb", b"aabbee", b"aabb"]
+    assert [row.routed_experts for row in sample.rows()] == [b"", b"", b""]
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        (b"\x01\x02" * 5, "of 5 tokens for a row of 4"),
+        (b"\x01\x02\x03", "3 bytes of routed experts, 2 for each token"),
+        (b"\x01\x08", "routed expert 8 of a model with 8 experts"),
+    ],
+)
+def test_routed_experts_of_another_model_are_refused_where_they_are_replayed(record: bytes, complaint: str) -> None:
+    sample = msgspec.structs.replace(ALONE, routed_experts=record)
+    group = PreparedGroup(group=Group(position=0, prompt=0, samples=(sample,)), advantages=(1.0,))
+    group.check(5, 10)
+    with pytest.raises(RecordError, match=complaint):
+        group.check(5, 10, RoutingShape(layers=1, per_token=2, experts=8))
+
+
+def test_rows_carry_the_routed_experts_of_their_first_tokens() -> None:
+    shape = RoutingShape(layers=1, per_token=2, experts=300)
+    ids = np.arange(6, dtype="<u2").reshape(3, 1, 2) + 250
+    recorded = msgspec.structs.replace(ALONE, routed_experts=ids.tobytes())
+    prepared = PreparedGroup(group=Group(position=0, prompt=0, samples=(recorded, ALONE)), advantages=(1.0, 0.0))
+    prepared.check(5, 10, shape)
+
+    first, second = rows_of([prepared], routing=shape)
+    plain, _ = rows_of([prepared])
+
+    assert first.routed_experts is not None
+    assert first.routed_experts.tolist() == ids.tolist()
+    assert (second.routed_experts, plain.routed_experts) == (None, None)
+    assert replayed_fraction([first, second]) == 3 / 8
 
 
 ALONE = a_sample(0.0, branches=())
