@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-gpu", type=int, default=1, help="servers that share one GPU")
     parser.add_argument("--share", action="store_true", help="servers on the sender's GPU")
     parser.add_argument("--host", action="store_true", help="send out of the host's memory")
+    parser.add_argument("--servers-host", action="store_true", help="weights arrive in memory of the servers' host")
     parser.add_argument("--requests", type=int, default=256, help="at a time, to the first server")
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--seconds", type=float, default=8.0)
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         first = 0 if chosen.share else 1
         places = [first + index // chosen.per_gpu * chosen.tensor for index in range(chosen.servers)]
         endpoints = started.enter_context(servers(model, places, chosen.tensor, chosen.api, chosen.per_gpu))
-        config = InferenceConfig(update_seconds=60)
+        config = InferenceConfig(update_seconds=60, staging_device="host" if chosen.servers_host else "gpu")
         holder = started.enter_context(subprocesses.hold_port())
         meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], SECRET)
         device = torch.device("cuda", 0)
