@@ -1,10 +1,20 @@
 """The keys of the cluster and of the roles' resources, `cluster.*` and `resources.*`."""
 
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field
 
 from pipeline.config.value_types import Memory, Network, NotNegative, Positive, Seconds, Section, SlurmTime
+from pipeline.run.run_documents import LOCAL
+
+_SCHEDULERS = Path(__file__).parents[2] / "slurm" / "scheduler"
+"""The folder of `slurm.scheduler`, which has a folder for each scheduler. Listed, never imported."""
+
+if TYPE_CHECKING:
+    SchedulerName = str
+else:
+    SchedulerName = Literal[tuple(sorted(file.parent.name for file in _SCHEDULERS.glob("*/__init__.py")))]
 
 
 class ServicesComponent(Section):
@@ -25,7 +35,7 @@ class ClusterConfig(Section):
 
     model_config = ConfigDict(coerce_numbers_to_str=True)  # `cluster.memory=0`, `cluster.account=4711`
 
-    scheduler: Literal["local", "slurm"] = Field(
+    scheduler: SchedulerName = Field(
         description="Where the job runs. `local`: virtual nodes on this machine; `slurm`: one Slurm job."
     )
     rendezvous_seconds: Seconds = Field(
@@ -108,9 +118,14 @@ class ClusterConfig(Section):
         return 0o750 if self.readable_by == "group" else 0o700
 
     @property
+    def on_this_machine(self) -> bool:
+        """Whether the job runs on this machine, as child processes of its launcher. Otherwise a scheduler queues it."""
+        return self.scheduler == LOCAL
+
+    @property
     def lateness(self) -> float:
         """Maximum delay in seconds until a rank's file is visible to other ranks; 0 on one machine."""
-        return 0.0 if self.scheduler == "local" else float(self.fs_visibility_seconds)
+        return 0.0 if self.on_this_machine else float(self.fs_visibility_seconds)
 
 
 class TrainerResources(Section):

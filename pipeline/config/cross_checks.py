@@ -18,6 +18,7 @@ from pipeline.config.mesh_checks import (
     replicas_divide_the_trainer,
 )
 from pipeline.errors import ConfigError
+from pipeline.run.run_documents import LOCAL
 
 _TOKEN_BYTES, _TAUGHT_BYTES = 10, 4
 """Bytes of one token in a group's record: id, mask, log-probability and version; and with a teacher, its
@@ -30,7 +31,7 @@ MAX_COLOCATED_SHARE = 0.7
 """Maximum fraction of a GPU's memory for servers that share it with a trainer process."""
 
 
-SLURM_KEYS = tuple(
+QUEUE_KEYS = tuple(
     key
     for key in ClusterConfig.model_fields
     if key != "kind" and (key == "notice_seconds" or not key.endswith("_seconds"))
@@ -207,14 +208,14 @@ def _trainer_processes_have_one_gpu(config: RunConfig) -> None:
         raise ConfigError("resources.trainer.gpus", gpus, "0 or 1 for each process of the trainer", hint)
 
 
-def _slurm_keys_need_slurm(config: RunConfig) -> None:
-    if config.cluster.scheduler == "slurm":
+def _queue_keys_need_a_queue(config: RunConfig) -> None:
+    if not config.cluster.on_this_machine:
         if config.cluster.max_jobs and (dependency := config.cluster.sbatch.get("dependency")):
             expected = "no other dependency with cluster.max_jobs, which makes each job wait for an earlier one"
             raise ConfigError("cluster.sbatch.dependency", dependency, expected, "set one of the two")
         return
-    plain = ClusterConfig(scheduler="local")
-    for key in SLURM_KEYS:
+    plain = ClusterConfig(scheduler=LOCAL)
+    for key in QUEUE_KEYS:
         value = getattr(config.cluster, key)
         if value != getattr(plain, key):
             raise ConfigError(f"cluster.{key}", value, "nothing, without Slurm", "set cluster=slurm, or leave it out")
@@ -371,7 +372,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     context_divides_a_replica,
     experts_divide_a_replica,
     _shared_gpus_have_room,
-    _slurm_keys_need_slurm,
+    _queue_keys_need_a_queue,
     _hetjob_needs_aux_nodes,
     _changed_keys_are_read,
     _kl_has_a_gradient,

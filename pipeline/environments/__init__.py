@@ -91,7 +91,7 @@ def check_task(task: Task, config: RunConfig) -> None:
         with user_import_errors("task.name", name, "a task with prompts and held-out prompts"):
             if len(task) == 0:
                 raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
-            if config.cluster.scheduler == "local":
+            if config.cluster.on_this_machine:
                 check_sandbox(task, config.task)
             if len(task.held_out()) == 0:
                 raise ConfigError("task.name", name, "a task with held-out prompts", "its held_out() is empty")

@@ -54,7 +54,7 @@ def state_of(
     """
     if finished:
         return "finished"
-    if job is not None and job.kind == "slurm":
+    if job is not None and job.queued:
         return _in_queue(attempt, rows, alive)
     if attempt is None:
         return _unattempted(job, alive)

@@ -7,6 +7,9 @@ from typing import Literal
 
 import msgspec
 
+LOCAL = "local"
+"""The scheduler without a queue: virtual nodes on one machine, which end with their launcher."""
+
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """`run.json`: the identity of a run, since its first submission.
@@ -47,13 +50,23 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """`job.json`: the last job submitted for a run. `job` is its id in the scheduler."""
+    """`job.json`: the last job submitted for a run.
 
-    kind: Literal["local", "slurm"]
+    Attributes:
+        kind: the name of its scheduler, a value of `cluster.scheduler`.
+        job: its id at the scheduler.
+    """
+
+    kind: str
     job: str
     user: str
     host: str
     time: float
+
+    @property
+    def queued(self) -> bool:
+        """Whether a scheduler has or had the job in its queue. Otherwise it ran on `host`, below its launcher."""
+        return self.kind != LOCAL
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

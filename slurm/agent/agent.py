@@ -41,7 +41,8 @@ from slurm.agent.tmpdir import scratch_folder
 from slurm.registry import run_registry
 from slurm.rendezvous.probe_server import ProbeServer
 from slurm.rendezvous.rank_meeting import rendezvous
-from slurm.scheduler.slurm.slurm_environment import Environment
+from slurm.scheduler.rank_environment import Environment
+from slurm.scheduler.scheduler_registry import detect_environment
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """The signals by which schedulers and users request an agent's end."""
@@ -66,7 +67,7 @@ class Agent:
         notice = note_signals()
         subprocesses.exit_with_parent()
         subprocesses.adopt_orphans()
-        return run_agent(RunPaths(self.run), Environment.detect(), notice)
+        return run_agent(RunPaths(self.run), detect_environment(), notice)
 
 
 def run_agent(run: RunPaths, environment: Environment, notice: StopRequest) -> End:
@@ -153,7 +154,7 @@ def _require_ownership(run: RunPaths, environment: Environment, notice: StopRequ
     The job may start before its launcher has recorded it, so this waits up to `OWNERSHIP_SECONDS`, or until a stop
     request.
     """
-    if environment.scheduler == "local":
+    if not environment.allocated:  # the lock of a local job excludes others
         return
 
     def ours() -> bool:
@@ -167,7 +168,7 @@ def _require_ownership(run: RunPaths, environment: Environment, notice: StopRequ
 
 
 def _wait_for_other_agents(run: RunPaths, attempt: SharedDir, ranks: int, clock: Clock = CLOCK) -> None:
-    """Wait for the other agents' exit markers before this agent fails, since `srun --kill-on-bad-exit` kills the rest.
+    """Wait for the other agents' exit markers before this agent fails, since the scheduler then kills the rest.
 
     A killed agent would look like one that was lost with its node. Both the failure and the markers may be visible
     late, hence twice `lateness`.
@@ -229,11 +230,10 @@ def _find_node(
 ) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """The GPUs that this rank may use, and the node's problems.
 
-    Slurm allocates the GPUs of a job, so each must be free. On a machine without a scheduler this rank claims as many
-    free GPUs as it needs.
+    A scheduler allocates the GPUs of a job, so each must be free. A virtual node claims as many free GPUs as it needs.
     """
     needs, visible = [bundle.gpus for bundle in plan.bundles], environment.visible_gpus
-    if environment.scheduler == "slurm":
+    if environment.allocated:
         gpus, problem = find_gpus(visible), parts_of_gpus(visible) if any(needs) else ""
     else:
         claimant = Claimant(run_id=paths.run_id, attempt=paths.attempt, rank=environment.rank)

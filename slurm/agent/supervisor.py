@@ -46,7 +46,7 @@ from slurm.agent.oom import OomWatch
 from slurm.agent.recovery_policy import EndKind
 from slurm.agent.role_failure import cause_of_exit, failure_record, kind_of_exit
 from slurm.agent.role_process import FROZEN, SupervisedRole
-from slurm.scheduler.slurm.slurm_environment import child_environment
+from slurm.scheduler.scheduler_registry import child_environment
 
 End = Literal["finished", "preempted", "failed"]
 ENDINGS: tuple[tuple[EventName, End], ...] = (

@@ -4,7 +4,7 @@
 |---|---|
 | `executors` | submitit's executors, as one job of several agents |
 | `site_checks` | a submission's checks of the site before anything is queued |
-| `local_controller` | the controller of a local job, as slurmctld and srun are of a Slurm job |
+| `local_controller` | the controller of a local job, in place of a scheduler's |
 | `attempt_summary` | the records of an ended attempt |
 | `requeue` | the decision after an attempt, and the requeue |
 """

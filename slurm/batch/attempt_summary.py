@@ -1,6 +1,6 @@
 """The records of an ended attempt in the run directory, as input of the decision about the job.
 
-Owns reading the records of the agents and of the trainer once srun has exited. Promises that a file which is not
+Owns reading the records of the agents and of the trainer once all agents have exited. Promises that a file which is not
 visible yet does not count as absent: an NFS client caches the absence of a name until it lists the folder. Must not
 know the scheduler, nor decide anything.
 """
@@ -40,7 +40,7 @@ class AttemptSummary:
         notice: whether that request was the signal before the time limit.
         failure: the attempt's first failure in one line; empty if none is recorded.
         lost: the ranks whose agent left no exit marker: it was killed, or its node crashed.
-        code: the exit code of srun.
+        code: the exit code of the agents' step.
         advanced: whether this attempt saved a checkpoint.
         trained: whether the run has a checkpoint, of any attempt.
         exhausted: whether job files failed, and no other one is left to execute.
@@ -70,14 +70,14 @@ class AttemptSummary:
         if self.failure:
             return self.failure
         if self.lost:
-            return f"{name_ranks(self.lost)} ended without an exit marker (srun: exit code {self.code})"
-        return "" if self.stop_reason else f"the agents exited without a recorded reason (srun: exit code {self.code})"
+            return f"{name_ranks(self.lost)} ended without an exit marker (exit code {self.code})"
+        return "" if self.stop_reason else f"the agents exited without a recorded reason (exit code {self.code})"
 
 
 def summarize_attempt(
     run: RunPaths, paths: AttemptPaths, restart: int, ranks: int, code: int, late: float, clock: Clock = CLOCK
 ) -> AttemptSummary:
-    """Read the records of an attempt of `ranks` agents whose srun exited with `code`.
+    """Read the records of an attempt of `ranks` agents whose step exited with `code`.
 
     Code 0 means that every agent returned by itself, so no rank is lost and the reason is on disk. This function waits
     for the reason up to `late` seconds, the visibility delay of the file system.

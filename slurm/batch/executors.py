@@ -1,12 +1,12 @@
 """Submitit's executors for one job of several agents.
 
 Owns the request for an allocation with one task per node, and one agent per task. `LocalNodesExecutor` is submitit's
-local executor with one task per virtual node, `SlurmHetExecutor` its Slurm executor with our batch file. Their jobs
-have submitit's folder and handle.
+local executor with one task per virtual node; `BatchExecutor` submits a batch file to a scheduler. Their jobs have
+submitit's folder and handle.
 """
 
-import re
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from submitit.core.core import Job
+from submitit.core.core import Job, PicklingExecutor
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LocalExecutor, LocalJob
-from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, SchedulerError
@@ -26,15 +25,11 @@ from pipeline.run.completion import is_finished
 from pipeline.run.paths import RunPaths
 from pipeline.topology.plan import Plan
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
-from slurm.scheduler.scheduler_protocol import Scheduler
-from slurm.scheduler.slurm import batch_file as allocation
-from slurm.scheduler.slurm.slurm_commands import NO_ANSWER
-from slurm.scheduler.slurm.slurm_environment import local_job_environment, submission_environment
+from slurm.scheduler.local.local_environment import local_job_environment
+from slurm.scheduler.scheduler_protocol import BatchScheduler, JobQueue, SchedulerSilent
 
-SUBMIT_SECONDS = 300.0
-"""Deadline of sbatch, which retries by itself while the controller is busy."""
 LOST_SECONDS = 60.0
-"""Seconds of polling the queue for a job whose id sbatch did not print."""
+"""Seconds of polling the queue for a job whose submission got no answer."""
 
 _ASK_SECONDS, _ASK_SECONDS_AT_END = 5.0, 0.5
 _SILENCE_SECONDS = 600.0
@@ -85,12 +80,8 @@ class LocalNodesExecutor(LocalExecutor):
             self._controller.wait()
 
 
-class SchedulerSilent(SchedulerError):
-    """Whether the job is queued is unknown, since the scheduler did not answer."""
-
-
-class RunJob(SlurmJob[Any]):
-    """Submitit's handle of a run's Slurm job, with the scheduler's state.
+class RunJob(Job[Any]):
+    """Submitit's handle of a run's job in a queue, with the scheduler's state.
 
     Result files do not count, since an earlier attempt may have left them. A temporary lack of answers does not end the
     job; after `_SILENCE_SECONDS` it is a `SchedulerError`.
@@ -103,23 +94,23 @@ class RunJob(SlurmJob[Any]):
         tasks: Sequence[int] = (0,),
         *,
         run: RunPaths,
-        scheduler: Scheduler,
+        queue: JobQueue,
         clock: Clock = CLOCK,
     ) -> None:
-        self.run, self._scheduler, self._clock = run, scheduler, clock
+        self.run, self._queue, self._clock = run, queue, clock
         self._state, self._over = "UNKNOWN", False
         self._asked, self._answered = float("-inf"), clock.now()
         super().__init__(folder, job_id, (0,))
         self._tasks = tuple(tasks)
         if len(tasks) > 1:
-            self._sub_jobs = [SlurmJob(folder, job_id, (task,)) for task in tasks]
+            self._sub_jobs = [_RankJob(self, task) for task in tasks]
 
     def _register_in_watcher(self) -> None:
-        """Do nothing: submitit's watcher calls sacct, which a site may not have."""
+        """Do nothing: submitit's watcher would ask a scheduler of its own."""
 
     @property
     def state(self) -> str:
-        """Slurm's state of the job; UNKNOWN before the first answer, or once Slurm has dropped the job."""
+        """The scheduler's state of the job; UNKNOWN before the first answer, or once the job is dropped."""
         self._ask()
         return self._state
 
@@ -129,9 +120,9 @@ class RunJob(SlurmJob[Any]):
         return self._over
 
     def cancel(self, check: bool = True) -> None:
-        """Cancel the job; its agents save a checkpoint and shut down within Slurm's KillWait."""
+        """Cancel the job; its agents save a checkpoint and shut down before the scheduler kills them."""
         del check
-        self._scheduler.cancel(self.job_id)
+        self._queue.cancel(self.job_id)
 
     def _ask(self, *, force: bool = False) -> None:
         """Update the state from the scheduler, at a limited rate: all users of the cluster share it."""
@@ -141,7 +132,7 @@ class RunJob(SlurmJob[Any]):
             return
         self._asked = now
         try:
-            queued = self._scheduler.job(self.job_id)
+            queued = self._queue.job(self.job_id)
         except SchedulerError:
             if now - self._answered > _SILENCE_SECONDS:
                 raise
@@ -150,13 +141,31 @@ class RunJob(SlurmJob[Any]):
         self._state, self._over = (queued.state, not queued.live) if queued else ("UNKNOWN", True)
 
 
-class SlurmHetExecutor(SlurmExecutor):
-    """Submitit's Slurm executor for one run: one job, one task per node.
+class _RankJob(Job[Any]):
+    """Submitit's handle of one rank of a `RunJob`, which is over when the whole job is."""
 
-    Differs from its base in the batch file (`slurm.scheduler.slurm.batch_file`), in the environment of sbatch, which
-    has no variables of an enclosing job, and in its handle. Submitit must neither requeue (`max_num_timeout`) nor map
-    arrays.
+    def __init__(self, whole: RunJob, rank: int) -> None:
+        self._whole = whole
+        super().__init__(whole.paths.folder, whole.job_id, (rank,))
+
+    def _register_in_watcher(self) -> None:
+        """Do nothing: the whole job asks the scheduler."""
+
+    @property
+    def state(self) -> str:
+        return self._whole.state
+
+    def done(self, force_check: bool = False) -> bool:
+        return self._whole.done(force_check)
+
+
+class BatchExecutor(PicklingExecutor):
+    """Submitit's executor for one run: one job of a scheduler, one task per node.
+
+    The scheduler writes and submits the batch file. Submitit must not requeue the job (`max_num_timeout`).
     """
+
+    job_class = RunJob
 
     def __init__(
         self,
@@ -165,24 +174,25 @@ class SlurmHetExecutor(SlurmExecutor):
         plan: Plan,
         *,
         run_id: str,
-        scheduler: Scheduler,
+        scheduler: BatchScheduler,
+        queue: JobQueue,
         clock: Clock = CLOCK,
     ) -> None:
-        super().__init__(run.submitit / "slurm", max_num_timeout=-1)
+        super().__init__(run.submitit / config.cluster.scheduler, max_num_timeout=-1)
         self._run, self._config, self._plan, self._run_id = run, config, plan, run_id
-        self._scheduler, self._clock = scheduler, clock
-
-    @classmethod
-    def affinity(cls) -> int:
-        return 2
+        self._scheduler, self._queue, self._clock = scheduler, queue, clock
 
     def batch_file(self) -> str:
-        """The exact text that `submit` passes to sbatch."""
+        """The exact text that `submit` passes to the scheduler."""
         return self._make_submission_file_text(self._submitit_command_str, "")
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(self.folder))}"
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         del uid
-        return allocation.batch_file(
+        return self._scheduler.batch_file(
             self._config,
             self._plan,
             self._run,
@@ -191,6 +201,9 @@ class SlurmHetExecutor(SlurmExecutor):
             python=sys.executable,
             command=command,
         )
+
+    def _num_tasks(self) -> int:
+        return self._plan.ranks
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
         """Submit as the base class does, and remove the pickled function of a job that was not queued."""
@@ -203,33 +216,32 @@ class SlurmHetExecutor(SlurmExecutor):
             raise
 
     def _submit_command(self, command: str) -> RunJob:
-        """Submit the file with sbatch; `SchedulerError` with its message if it refuses.
+        """Submit the file; `SchedulerError` with the scheduler's message if it refuses.
 
-        If sbatch got no answer, the queued job with our run_id counts as the submitted one. `SchedulerSilent` if there
-        is none.
+        Without an answer, the queued job with our run_id counts as the submitted one. `SchedulerSilent` if there is
+        none.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f".{uuid.uuid4().hex}_submission.sh"
         file.write_text(self._make_submission_file_text(command, ""))
         try:
-            job_id = self._queue(file)
+            job_id = self._submit_file(file)
         except BaseException:
             file.unlink()
             raise
         JobPaths(self.folder, job_id=job_id).move_temporary_file(file, "submission_file")
-        ranks = list(range(self._plan.ranks))
-        return RunJob(self.folder, job_id, ranks, run=self._run, scheduler=self._scheduler)
+        return RunJob(self.folder, job_id, range(self._plan.ranks), run=self._run, queue=self._queue)
 
-    def _queue(self, file: Path) -> str:
+    def _submit_file(self, file: Path) -> str:
         try:
-            return self._get_job_id_from_submission_command(_sbatch(file))
+            return self._scheduler.submit(file)
         except SchedulerSilent as error:
             lost, trouble = str(error), ""
 
         def look() -> str | None:
             nonlocal trouble
             try:
-                jobs = self._scheduler.jobs_with(self._run_id)
+                jobs = self._queue.jobs_with(self._run_id)
             except SchedulerError as error:
                 trouble = f" ({error})"
                 return None
@@ -239,40 +251,13 @@ class SlurmHetExecutor(SlurmExecutor):
         try:
             return wait_for("the job", look, LOST_SECONDS, pause=1.0, longest_pause=10.0, clock=self._clock)
         except DeadlineError:
-            hint = f"the same command submits it, unless squeue shows a job with the comment 'rollcall {self._run_id}'"
+            comment = f"rollcall {self._run_id}"
+            hint = f"the same command submits it, unless the scheduler shows a job with the comment '{comment}'"
             raise SchedulerSilent(f"{lost}, and the queue shows no such job{trouble}; {hint}") from None
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        raise NotImplementedError("the scheduler submits the file")
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        output = string.decode() if isinstance(string, bytes) else string
-        match = re.search(r"Submitted batch job (\d+)", output)
-        if match is None:
-            raise SchedulerSilent(f"sbatch named no job: {_one_line(output)}")
-        return match.group(1)
-
-
-def _sbatch(file: Path) -> str:
-    """Run sbatch. Returns its output; `SchedulerError` if it refused the file, `SchedulerSilent` without an answer."""
-    try:
-        done = subprocess.run(
-            ["sbatch", str(file)],
-            env=submission_environment(),
-            capture_output=True,
-            text=True,
-            timeout=SUBMIT_SECONDS,
-            check=False,
-            start_new_session=True,  # Ctrl-C must not reach it between queueing and answering
-        )
-    except FileNotFoundError as error:
-        raise SchedulerError("sbatch is not on PATH") from error
-    except subprocess.TimeoutExpired as error:
-        raise SchedulerSilent(f"sbatch gave no answer in {SUBMIT_SECONDS:g} s") from error
-    if done.returncode and NO_ANSWER.search(done.stderr):
-        raise SchedulerSilent(f"sbatch got no answer: {_one_line(done.stderr)}")
-    if done.returncode:
-        raise SchedulerError(f"sbatch refused the job: {_one_line(done.stderr)}")
-    return done.stdout
-
-
-def _one_line(output: str) -> str:
-    return "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in output.strip().splitlines())
+        raise NotImplementedError("the scheduler returns the id")

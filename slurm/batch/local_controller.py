@@ -1,9 +1,9 @@
-"""The controller of a local job, as slurmctld and srun are of a Slurm job.
+"""The controller of a local job, which does on this machine what a scheduler does on its nodes.
 
-Owns the agents of the virtual nodes: starts them through submitit's controller, forwards TERM, and, like `srun
---kill-on-bad-exit`, asks the others to stop when one fails. Ends when its launcher ends, but not when a disk fails;
-agents that are shutting down get their time. `slurm.batch.executors` starts it as `python -m
-slurm.batch.local_controller FOLDER RUN ATTEMPT`.
+Owns the agents of the virtual nodes: starts them through submitit's controller, forwards TERM, and, as a scheduler
+does, asks the others to stop when one fails. Ends when its launcher ends, but not when a disk fails; agents that are
+shutting down get their time. `slurm.batch.executors` starts it as `python -m slurm.batch.local_controller FOLDER RUN
+ATTEMPT`.
 """
 
 import signal
@@ -30,7 +30,7 @@ from slurm.agent.liveness import STOPPED_SECONDS, StallTimer
 from slurm.agent.os_processes import is_stopped
 from slurm.agent.supervisor import max_shutdown_seconds
 from slurm.registry import run_registry
-from slurm.scheduler.slurm.slurm_environment import launcher_process
+from slurm.scheduler.local.local_environment import launcher_process
 
 _PAUSE = 0.1
 _FINAL_SECONDS = 10.0

@@ -1,11 +1,11 @@
 """The decision about a job after an attempt, and the requeue.
 
-Owns the decision and its execution. The batch script runs this module after its srun, and no other part of Rollcall
+Owns the decision and its execution. The batch script runs this module after its agents, and no other part of Rollcall
 requeues a job. Promises that a finished run is never queued again, that an attempt is followed by at most one requeue,
 and that a run which repeatedly fails without a new checkpoint stops. Must not know the work of a role: it reads the
 records of agents and trainer in the run directory, and the job's state at the scheduler.
 
-    python -P -m slurm.batch.requeue RUN_DIRECTORY EXIT_CODE_OF_SRUN
+    python -P -m slurm.batch.requeue RUN_DIRECTORY EXIT_CODE_OF_THE_AGENTS
 """
 
 import signal
@@ -27,9 +27,8 @@ from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.batch.attempt_summary import AttemptSummary, summarize_attempt
 from slurm.registry import run_registry
-from slurm.scheduler.scheduler_protocol import RUNNING, QueuedJob, Scheduler
-from slurm.scheduler.slurm.slurm_commands import SlurmCommands
-from slurm.scheduler.slurm.slurm_environment import batch_attempt
+from slurm.scheduler.scheduler_protocol import CALL_SECONDS, OUT_OF_TIME, OWNED, JobQueue, QueuedJob
+from slurm.scheduler.scheduler_registry import batch_attempt
 
 T = TypeVar("T")
 
@@ -37,13 +36,8 @@ ANSWER_SECONDS = 1800.0
 """Seconds of retries while the scheduler does not answer or refuses, or the disk fails, such as during maintenance. The
 job's time limit bounds them anyway."""
 OUTCOME_SECONDS = 15.0
-"""Seconds of retries to write the outcome. The requeue follows it, and must precede Slurm's KILL."""
+"""Seconds of retries to write the outcome. The requeue follows it, and must precede the scheduler's KILL."""
 PAUSE, LONGEST_PAUSE = 1.0, 10.0
-
-OWNED = frozenset({RUNNING, "CONFIGURING", "RESIZING", "SIGNALING"})
-"""States of this job while the scheduler does not end it: the process that queries them runs in the job."""
-OUT_OF_TIME = "TimeLimit"
-"""The scheduler's reason when it ends a job at its time limit."""
 
 
 def decide(facts: AttemptSummary, job: QueuedJob | None, cluster: ClusterConfig, now: float) -> Outcome:
@@ -110,7 +104,7 @@ def ownership_problem(job: QueuedJob | None, restart: int) -> str:
 
 
 def conclude_attempt(
-    run: RunPaths, scheduler: Scheduler, job: str, restart: int, code: int, clock: Clock = CLOCK
+    run: RunPaths, queue: JobQueue, job: str, restart: int, code: int, clock: Clock = CLOCK
 ) -> Outcome:
     """Decide about the job after its attempt, record the outcome and execute it. Returns the final outcome.
 
@@ -129,12 +123,12 @@ def conclude_attempt(
     if facts.finished:
         return recorded(decide(facts, None, cluster, time.time()))
     try:
-        (seen,) = _ask_until("the scheduler to describe the job", lambda: (scheduler.job(job),), clock)
+        (seen,) = _ask_until("the scheduler to describe the job", lambda: (queue.job(job),), clock)
         if facts.is_inconclusive and seen is not None and seen.state in OWNED:
             facts = _wait_until_consistent(look, cluster.lateness, clock)
         outcome = recorded(decide(facts, seen, cluster, time.time()))
         if outcome.decision == "requeued":
-            now = requeue_job(scheduler, job, restart, clock)
+            now = requeue_job(queue, job, restart, clock)
             if now != REQUEUED:
                 return recorded(Outcome(decision="left", reason=now, failures=outcome.failures, time=time.time()))
     except DeadlineError as error:
@@ -186,21 +180,21 @@ def _write_outcome(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:
 REQUEUED = "requeued"
 
 
-def requeue_job(scheduler: Scheduler, job: str, restart: int, clock: Clock = CLOCK) -> str:
+def requeue_job(queue: JobQueue, job: str, restart: int, clock: Clock = CLOCK) -> str:
     """Requeue the job if this process may. Returns `REQUEUED`, or why not; `DeadlineError` without an answer."""
-    return _ask_until("the scheduler to requeue the job", lambda: _requeue(scheduler, job, restart), clock)
+    return _ask_until("the scheduler to requeue the job", lambda: _requeue(queue, job, restart), clock)
 
 
-def _requeue(scheduler: Scheduler, job: str, restart: int) -> str | None:
+def _requeue(queue: JobQueue, job: str, restart: int) -> str | None:
     """Requeue the job if this process may. Returns `REQUEUED` once it is queued again, why not, or None to retry.
 
     The state is read before the request, so that a request whose answer was lost is not repeated, and a job that was
     cancelled meanwhile stays cancelled.
     """
-    seen = scheduler.job(job)
+    seen = queue.job(job)
     if not ownership_problem(seen, restart):
-        scheduler.requeue(job)
-        seen = scheduler.job(job)
+        queue.requeue(job)
+        seen = queue.job(job)
     queued_again = seen is not None and seen.restarts > restart
     return REQUEUED if queued_again else ownership_problem(seen, restart) or None
 
@@ -227,13 +221,13 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # meant for the agents, which have exited
         signal.signal(number, signal.SIG_IGN)
     run, code = RunPaths(Path(arguments[0])), int(arguments[1])
-    job, restart = batch_attempt()
+    scheduler, job, restart = batch_attempt()
     try:
         (owner,) = _ask_until("the run's job to be readable", lambda: (run_registry.owns(run, job),), CLOCK)
         if not owner:
             print(f"rollcall: {run.root} belongs to another job now, so job {job} ends here", flush=True)
             return 1
-        outcome = conclude_attempt(run, SlurmCommands(), job, restart, code)
+        outcome = conclude_attempt(run, scheduler.queue(CALL_SECONDS), job, restart, code)
     except RollcallError as error:
         print(f"rollcall: job {job} ends here without a decision: {error}", flush=True)
         return error.exit_code

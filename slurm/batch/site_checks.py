@@ -15,18 +15,17 @@ from pipeline.config import RunConfig, closest_match
 from pipeline.errors import ConfigError, PlanError, SchedulerError
 from pipeline.topology.plan import NodeBundle, Plan
 from slurm.agent.supervisor import max_shutdown_seconds
-from slurm.scheduler.scheduler_protocol import Nodes, Partition, Scheduler
-from slurm.scheduler.slurm.batch_file import Component, components
+from slurm.scheduler.allocation import Component, components
+from slurm.scheduler.scheduler_protocol import JobQueue, Nodes, Partition
+from slurm.scheduler.scheduler_registry import find_scheduler
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
-_NO_SUCH_NODES = "Requested node configuration is not available"
-"""Slurm's message for nodes that do not exist and, in a dry run, for nodes that are down."""
 
 
-def check_site(config: RunConfig, plan: Plan, scheduler: Scheduler, batch_text: str) -> None:
+def check_site(config: RunConfig, plan: Plan, queue: JobQueue, batch_text: str) -> None:
     """Raise `ConfigError` for the first reason why the job cannot run here; `batch_text` is the whole batch file."""
     try:
-        partitions = scheduler.partitions()
+        partitions = queue.partitions()
         parts = components(config, plan)
         keys = _partition_keys(config, len(parts))
         chosen = [
@@ -34,17 +33,17 @@ def check_site(config: RunConfig, plan: Plan, scheduler: Scheduler, batch_text: 
             for key, part in zip(keys, parts, strict=True)
             for partition in _check(key, part, partitions, config)
         ]
-        _check_account(config, scheduler)
-        _check_batch(batch_text, chosen, scheduler)
+        _check_account(config, queue)
+        _check_batch(batch_text, chosen, config, queue)
     except SchedulerError as error:
         hint = f"{error}; try again later, or ask the cluster's administrators"
-        raise ConfigError("cluster.scheduler", "slurm", "a scheduler that answers", hint) from None
+        raise ConfigError("cluster.scheduler", config.cluster.scheduler, "a scheduler that answers", hint) from None
 
 
-def warnings(config: RunConfig, scheduler: Scheduler) -> list[str]:
+def warnings(config: RunConfig, queue: JobQueue) -> list[str]:
     """Warnings about valid settings that may cost progress, one line each."""
     try:
-        wait = scheduler.kill_wait()
+        wait = queue.kill_wait()
     except SchedulerError as error:
         return [f"Slurm's KillWait, its time between TERM and KILL, is not known: {error}"]
     needed, grace = max_shutdown_seconds(config.cluster), config.cluster.grace_seconds
@@ -120,7 +119,7 @@ def _find(key: str, requested: str, partitions: Sequence[Partition]) -> list[Par
 
 def _unknown(key: str, value: str, expected: str, among: list[str]) -> ConfigError:
     """The error for an unknown name, with the closest match and all names of the site."""
-    hint = closest_match(value, among, "sinfo shows them")
+    hint = closest_match(value, among, "the scheduler lists them")
     known = "" if hint.startswith("choose") or len(among) > 20 else f" ({', '.join(sorted(among))})"
     return ConfigError(key, value, expected + known, hint)
 
@@ -197,29 +196,27 @@ def _check_time(partition: Partition, config: RunConfig) -> None:
         raise ConfigError("cluster.notice_seconds", cluster.notice_seconds, expected, "lower it, or raise cluster.time")
 
 
-def _check_account(config: RunConfig, scheduler: Scheduler) -> None:
+def _check_account(config: RunConfig, queue: JobQueue) -> None:
     account = config.cluster.account
     if not account:
         return
-    known = scheduler.accounts()
+    known = queue.accounts()
     if known and account.lower() not in known:
         raise _unknown("cluster.account", account, "an account that you may charge", known)
 
 
-def _check_batch(text: str, chosen: Sequence[Partition], scheduler: Scheduler) -> None:
-    """Raise `ConfigError` unless the scheduler would accept the whole file.
-
-    In a dry run Slurm refuses nodes that are down as it refuses nodes that do not exist. Only the submission
-    distinguishes them, so this refusal is ignored while nodes are down.
-    """
+def _check_batch(text: str, chosen: Sequence[Partition], config: RunConfig, queue: JobQueue) -> None:
+    """Raise `ConfigError` unless the scheduler would accept the whole file, once nodes that are down are repaired."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.sh"
         file.write_text(text)
-        refusal = scheduler.test_only(file)
-    waiting = refusal == _NO_SUCH_NODES and any(nodes.down for partition in chosen for nodes in partition.kinds)
-    if refusal and not waiting:
+        down = any(nodes.down for partition in chosen for nodes in partition.kinds)
+        refusal = queue.test_only(file, nodes_down=down)
+    if refusal:
+        name = config.cluster.scheduler
         hint = "see the batch file with --dry-run, and the keys of cluster in docs/cluster.md"
-        raise ConfigError("cluster", "slurm", f"a job that Slurm accepts; its refusal: {refusal}", hint)
+        expected = f"a job that {find_scheduler(name).title} accepts; its refusal: {refusal}"
+        raise ConfigError("cluster", name, expected, hint)
 
 
 def _gpus(nodes: Nodes, kind: str) -> int:

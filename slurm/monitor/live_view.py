@@ -29,8 +29,8 @@ from slurm.monitor.refresh_loop import show_until_last
 from slurm.monitor.run_snapshot import Snapshot
 from slurm.monitor.run_watcher import Watcher
 from slurm.monitor.status_panel import render_run
-from slurm.scheduler.scheduler_protocol import Scheduler
-from slurm.scheduler.slurm.slurm_commands import find_slurm
+from slurm.scheduler.scheduler_protocol import Connect
+from slurm.scheduler.scheduler_registry import connect_scheduler
 
 REFRESH_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
@@ -66,15 +66,15 @@ def watch_run(
     run_dir: Path,
     console: Console | None = None,
     *,
-    scheduler: Callable[[], Scheduler] | None = None,
+    connect: Connect | None = None,
     clock: Clock = CLOCK,
 ) -> Snapshot:
     """Show the run over all its attempts until it has ended. Returns the last snapshot.
 
-    `scheduler` answers if files are inconclusive. Without it, the display waits for a job that was cancelled in the
-    queue.
+    The run's scheduler, by `connect`, answers if files are inconclusive. Without it, the display waits for a job that
+    was cancelled in the queue.
     """
-    watcher = _SteadyLook(Watcher(run_dir, scheduler=scheduler, clock=clock), clock)
+    watcher = _SteadyLook(Watcher(run_dir, connect=connect, clock=clock), clock)
 
     def look() -> Look:
         now = watcher.look()
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument.startswith("sweep=") for argument in arguments):
         return runs_table.watch_sweep(arguments)
     try:
-        snapshot = watch_run(find_run(arguments), scheduler=lambda: find_slurm(ANSWER_SECONDS))
+        snapshot = watch_run(find_run(arguments), connect=lambda name: connect_scheduler(name, ANSWER_SECONDS))
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -96,6 +96,7 @@ class JobLine:
 
     Attributes:
         id: the scheduler's id of the job.
+        scheduler: the scheduler's name.
         restart, most_restarts: the requeues before the newest attempt, and their limit.
         live: whether the job runs or may run again; None without an answer of the scheduler.
         word: the scheduler's state of the job, with the reason while it is pending; empty without an answer.
@@ -103,6 +104,7 @@ class JobLine:
     """
 
     id: str
+    scheduler: str
     restart: int = 0
     most_restarts: int | None = None
     live: bool | None = None

@@ -5,7 +5,6 @@ the run directory, and that it works without an answer of the scheduler.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock
 from slurm.monitor.run_snapshot import JobLine, PastAttempt, Snapshot, compose_snapshot, past_of
 from slurm.registry import run_registry
-from slurm.scheduler.scheduler_protocol import Scheduler
+from slurm.scheduler.scheduler_protocol import Connect
 
 ASK_SECONDS = 10.0
 """Seconds between two queries to the scheduler, at least."""
@@ -37,13 +36,13 @@ class Watcher:
         self,
         root: Path,
         attempt: str = "",
-        scheduler: Callable[[], Scheduler] | None = None,
+        connect: Connect | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         """`attempt` is the attempt to read, also before it exists; empty: always the newest.
 
-        `scheduler` is queried for the run's job if the files do not show whether the job continues. An error of the
-        scheduler becomes part of the snapshot.
+        The scheduler, by `connect`, is queried for the run's job if the files do not show whether the job continues. An
+        error of the scheduler becomes part of the snapshot.
         """
         self._run, self._attempt = RunPaths(root), attempt
         self._rows = RowReader(self._run.metrics)
@@ -51,7 +50,7 @@ class Watcher:
         self._over: dict[str, PastAttempt] = {}
         self._readers: dict[str, AttemptReader] = {}
         self._began: dict[str, float] = {}
-        self._scheduler, self._clock = scheduler, clock
+        self._connect, self._clock = connect, clock
         self._answered: tuple[float, JobLine] | None = None
         """The time of the last query to the scheduler, and its result."""
 
@@ -60,7 +59,7 @@ class Watcher:
         self._rows.read()
         self._config = self._config or read_frozen_config(self._run)
         submitted = shared_files.read_document(self._run.job, SubmittedJob)
-        job = JobLine(submitted.job, live=live) if submitted and submitted.kind == "slurm" else None
+        job = JobLine(submitted.job, submitted.kind, live=live) if submitted and submitted.queued else None
         names = attempt_names(self._run, self._began)
         name = self._attempt or next(reversed(names), "")
         attempt = self._read(name) if name else None
@@ -102,17 +101,17 @@ class Watcher:
 
     def _ask(self, job: JobLine) -> JobLine:
         """The job with the scheduler's state, which is at most `ASK_SECONDS` old."""
-        if self._scheduler is None:
+        if self._connect is None:
             return job
         when, answer = self._answered or (0.0, None)
         if answer is None or answer.id != job.id or self._clock.now() - when >= ASK_SECONDS:
-            answer = self._query(job, self._scheduler)
+            answer = self._query(job, self._connect)
             self._answered = self._clock.now(), answer
         return replace(job, live=answer.live, word=answer.word, trouble=answer.trouble)
 
-    def _query(self, job: JobLine, scheduler: Callable[[], Scheduler]) -> JobLine:
+    def _query(self, job: JobLine, connect: Connect) -> JobLine:
         try:
-            queued = scheduler().job(job.id)
+            queued = connect(job.scheduler).job(job.id)
         except (SchedulerError, ConfigError) as error:
             return replace(job, trouble=str(error))
         if queued is None or not run_registry.is_job_of(self._run, queued):

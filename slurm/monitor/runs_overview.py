@@ -3,11 +3,11 @@
 Owns the content of a line and its sources. Promises that it only reads, that an unreadable run is a line and no error,
 and that `source` names whether the scheduler answered. Must not know the rendering.
 
-    Overview(Path("runs"), scheduler=find_slurm).look()
+    Overview(Path("runs"), connect=connect_scheduler).look()
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from pipeline.run.run_documents import RunIdentity, SubmittedJob
 from slurm.monitor.run_snapshot import Snapshot
 from slurm.monitor.run_watcher import Watcher
 from slurm.registry import run_registry, sweep_manifest
-from slurm.scheduler.scheduler_protocol import QueuedJob, Scheduler
+from slurm.scheduler.scheduler_protocol import Connect, JobQueue, QueuedJob
 
 NEVER, UNREADABLE = "not submitted", "unreadable"
 
@@ -76,14 +76,14 @@ class _Run:
 class Overview:
     """All runs below `output`, or those of one sweep. A finished run is read only once.
 
-    Each `look` sends one query to the scheduler, for all jobs that are not over by an earlier answer. `source` names
+    Each `look` sends one query to each scheduler, for all jobs that are not over by an earlier answer. `source` names
     the sources of the last result.
     """
 
-    def __init__(self, output: Path, sweep: str = "", scheduler: Callable[[], Scheduler] | None = None) -> None:
-        """`scheduler` is called once a run has a job of a scheduler; it may raise that there is none."""
-        self._output, self._sweep, self._make = output, sweep, scheduler
-        self._scheduler: Scheduler | None = None
+    def __init__(self, output: Path, sweep: str = "", connect: Connect | None = None) -> None:
+        """`connect` is called once a run has a job of a scheduler; it may raise that there is none."""
+        self._output, self._sweep, self._connect = output, sweep, connect
+        self._queues: dict[str, JobQueue] = {}
         self._finished: dict[Path, RunSummary] = {}
         self._over: dict[Path, tuple[SubmittedJob, QueuedJob | None]] = {}
         self._watchers: dict[Path, tuple[RunIdentity, Watcher]] = {}
@@ -95,7 +95,7 @@ class Overview:
         sweeps = [self._sweep] if self._sweep else [file.parent.name for file in _files(self._output, SWEEP)]
         for name in sweeps:
             runs += self._points(SweepPaths(self._output / name))
-        answers = self._ask([run for run in runs if run.line is None and run.job and run.job.kind == "slurm"])
+        answers = self._ask([run for run in runs if run.line is None and run.job and run.job.queued])
         return [run.line or self._line(run, answers) for run in runs]
 
     def _points(self, paths: SweepPaths) -> Iterator[_Run]:
@@ -122,12 +122,16 @@ class Overview:
     def _ask(self, runs: Sequence[_Run]) -> Mapping[str, QueuedJob] | None:
         """The scheduler's state of these runs' jobs by id; None if the scheduler did not answer."""
         self.source = "files"
-        if not runs or self._make is None:
+        if not runs or self._connect is None:
             return None
-        ids = [run.job.job for run in runs if run.job and self._known_end(run) is None]
+        jobs = [run.job for run in runs if run.job and self._known_end(run) is None]
+        ids = [job.job for job in jobs]
+        answers: dict[str, QueuedJob] = {}
         try:
-            self._scheduler = self._scheduler or self._make()
-            answers = self._scheduler.known(ids) if ids else {}
+            for name in dict.fromkeys(run.job.kind for run in runs if run.job):
+                queue = self._queues[name] = self._queues.get(name) or self._connect(name)
+                asked = [job.job for job in jobs if job.kind == name]
+                answers |= queue.known(asked) if asked else {}
         except (SchedulerError, ConfigError) as error:
             self.source = f"files alone; the scheduler gave no answer: {error}"
             return None
@@ -160,7 +164,7 @@ class Overview:
         return RunSummary(
             sweep=run.sweep,
             name=run.paths.root.name,
-            job=run.job.job if run.job and run.job.kind == "slurm" else "",
+            job=run.job.job if run.job and run.job.queued else "",
             scheduler=queued.word if queued else "",
             state=now.state if now.ended or live is not False else "interrupted",
             live=False if now.state == "finished" else live,
@@ -184,7 +188,7 @@ class Overview:
 
     def _standing(self, run: _Run, answers: Mapping[str, QueuedJob] | None) -> tuple[QueuedJob | None, bool | None]:
         """The job's state at its scheduler, and whether the run is live; None if the scheduler did not answer."""
-        if run.job is None or run.job.kind == "local":
+        if run.job is None or not run.job.queued:
             return None, run_registry.is_live_here(run.paths)
         over = self._known_end(run)
         if over is None and answers is None:

@@ -29,7 +29,7 @@ from slurm.monitor.refresh_loop import show_until_last
 from slurm.monitor.runs_overview import Overview, RunSummary
 from slurm.monitor.status_panel import COLORS, UNSURE
 from slurm.registry import file_locks, sweep_manifest
-from slurm.scheduler.slurm.slurm_commands import find_slurm
+from slurm.scheduler.scheduler_registry import connect_scheduler
 
 REFRESH_SECONDS = 2.0
 COLUMNS = ("run", "job", "scheduler", "state", "step", "reward", "held-out", "attempts", "age")
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    overview = Overview(output, sweep, find_slurm)
+    overview = Overview(output, sweep, connect_scheduler)
     lines = overview.look()
     if as_json:
         document = {"output": str(output), "source": overview.source, "runs": [asdict(line) for line in lines]}
@@ -129,7 +129,7 @@ def watch_sweep(arguments: Sequence[str], clock: Clock = CLOCK) -> int:
     """
     try:
         output, sweep, _ = _read(arguments)
-        lock, overview = SweepPaths(output / sweep).lock, Overview(output, sweep, find_slurm)
+        lock, overview = SweepPaths(output / sweep).lock, Overview(output, sweep, connect_scheduler)
         lines = follow_table(
             overview, clock=clock, until=lambda lines: all_over(lines) and not file_locks.is_held(lock)
         )

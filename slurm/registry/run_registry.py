@@ -1,21 +1,20 @@
 """The claim on a run directory, and the run's job.
 
-Owns the liveness of a run: by a lock for a local job, by `job.json` and the scheduler's answer for a Slurm job.
+Owns the liveness of a run: by a lock for a local job, by `job.json` and the scheduler's answer for a queued job.
 `slurm.registry.run_contents` owns the content of the directory. Promises that two live jobs never share a run, and that
 `examine` writes nothing. A job counts as live if the scheduler does not answer.
 
     with claimed_run(config) as run, job_replaced(run):
-        record_job(run, "slurm", sbatch(...))   # from here on the job excludes others, and the claim may end
+        record_job(run, "slurm", scheduler.submit(file))   # from here on the job excludes others, and the claim may end
 """
 
 import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError, RunStateError
@@ -25,12 +24,12 @@ from pipeline.utils import shared_files
 from pipeline.utils.private_files import make_directory
 from slurm.registry import file_locks
 from slurm.registry.run_contents import freeze_run, located_config, refuse_contents, set_aside
-from slurm.scheduler.scheduler_protocol import PENDING, QueuedJob, Scheduler
-from slurm.scheduler.slurm.slurm_commands import find_slurm, my_name
+from slurm.scheduler.scheduler_protocol import PENDING, Connect, JobQueue, QueuedJob, user_name
+from slurm.scheduler.scheduler_registry import connect_scheduler, find_scheduler
 
 
-def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> RunPaths:
-    """Check the run's directory without changing it. `scheduler` is called only if the run had a scheduler's job.
+def examine(config: RunConfig, connect: Connect = connect_scheduler) -> RunPaths:
+    """Check the run's directory without changing it. `connect` is called only if the run may have a queued job.
 
     Raises `RunStateError` if the run is finished, live, unreadable or has another config, and `ConfigError` if the
     directory cannot be written.
@@ -38,14 +37,14 @@ def examine(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) 
     run = RunPaths(config.directory.resolve())
     with _disk(config):
         _refuse_unwritable(run)
-        _refuse_queued(run, config, scheduler)
+        _refuse_queued(run, config, connect)
         _refuse_live(run, config, run.lock, run.job_lock)
         refuse_contents(run, config)
     return run
 
 
 @contextmanager
-def claimed_run(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slurm) -> Iterator[RunPaths]:
+def claimed_run(config: RunConfig, connect: Connect = connect_scheduler) -> Iterator[RunPaths]:
     """Create or check the run's directory, and lock it until the block ends; raises the errors of `examine`."""
     run = RunPaths(config.directory.resolve())
     with _disk(config):
@@ -54,7 +53,7 @@ def claimed_run(config: RunConfig, scheduler: Callable[[], Scheduler] = find_slu
     with lock:
         with _disk(config):
             _lock(lock.fileno(), run, config)
-            _refuse_queued(run, config, scheduler)
+            _refuse_queued(run, config, connect)
             _refuse_live(run, config, run.job_lock)
             known = refuse_contents(run, config)
             if config.resume == "scratch":
@@ -77,9 +76,9 @@ def identity(run: RunPaths) -> RunIdentity:
     return document
 
 
-def record_job(run: RunPaths, kind: Literal["local", "slurm"], job: str) -> None:
-    """Record that this user submitted this job for the run on this machine, now."""
-    document = SubmittedJob(kind=kind, job=job, user=my_name(), host=os.uname().nodename, time=time.time())
+def record_job(run: RunPaths, kind: str, job: str) -> None:
+    """Record that this user submitted this job of the scheduler `kind` for the run on this machine, now."""
+    document = SubmittedJob(kind=kind, job=job, user=user_name(), host=os.uname().nodename, time=time.time())
     shared_files.write_document(run.job, document)
 
 
@@ -115,18 +114,30 @@ def owns(run: RunPaths, job: str) -> bool:
     return last is None or last.job == job
 
 
-def live_job(run: RunPaths, scheduler: Scheduler) -> QueuedJob | None:
+def queue_of(run: RunPaths, config: RunConfig | None) -> str:
+    """The scheduler that may have a live job of the run, by name; empty if none may.
+
+    The last submitted job decides. Before a submission to a queue, jobs that are not on record count too.
+    """
+    last = submitted_job(run)
+    if last is not None and last.queued:
+        return last.kind
+    unrecorded = config is not None and not config.cluster.on_this_machine and run.run.exists()
+    return config.cluster.scheduler if config is not None and unrecorded else ""
+
+
+def live_job(run: RunPaths, queue: JobQueue) -> QueuedJob | None:
     """The scheduler's live job of this run, if any; `SchedulerError` if the scheduler does not answer.
 
     The job is identified by its record, else by the run_id in its comment: the answer to its submission may have been
     lost, or a user may have queued an earlier job again.
     """
     last = submitted_job(run)
-    queued = scheduler.job(last.job) if last is not None and last.kind == "slurm" else None
+    queued = queue.job(last.job) if last is not None and last.queued else None
     if queued is not None and queued.live and is_job_of(run, queued):
         return queued
     known = shared_files.read_document(run.run, RunIdentity)
-    return next(iter(scheduler.jobs_with(known.run_id)), None) if known else None
+    return next(iter(queue.jobs_with(known.run_id)), None) if known else None
 
 
 def is_job_of(run: RunPaths, queued: QueuedJob) -> bool:
@@ -191,29 +202,24 @@ def _refuse_live(run: RunPaths, config: RunConfig, *paths: Path) -> None:
             raise _live(run, config, _launcher(path))
 
 
-def _refuse_queued(run: RunPaths, config: RunConfig, scheduler: Callable[[], Scheduler]) -> None:
-    """Raise `RunStateError` if the scheduler has a live job of this run, or does not answer.
-
-    Before a Slurm submission, the query also covers jobs that are not on record.
-    """
-    last = submitted_job(run)
-    recorded = last if last is not None and last.kind == "slurm" else None
-    if recorded is None and (config.cluster.scheduler != "slurm" or not run.run.exists()):
+def _refuse_queued(run: RunPaths, config: RunConfig, connect: Connect) -> None:
+    """Raise `RunStateError` if a scheduler has a live job of this run, or does not answer."""
+    name = queue_of(run, config)
+    if not name:
         return
+    title = find_scheduler(name).title
     try:
-        queued = live_job(run, scheduler())
+        queued = live_job(run, connect(name))
     except RollcallError as error:
-        whose = f"Slurm job {recorded.job} of {recorded.user}" if recorded else "its Slurm jobs"
+        last = submitted_job(run)
+        recorded = last if last is not None and last.queued else None
+        whose = f"{title} job {recorded.job} of {recorded.user}" if recorded else f"its {title} jobs"
         otherwise = f", or, if that job is over, remove {run.job}" if recorded else ""
         expected = f"a run that is not live, which is unknown for {whose} ({error})"
-        raise RunStateError("name", config.name, expected, f"try again where Slurm answers{otherwise}") from None
+        raise RunStateError("name", config.name, expected, f"try again where {title} answers{otherwise}") from None
     if queued is not None:
-        raise _live(run, config, _describe(queued))
-
-
-def _describe(queued: QueuedJob) -> str:
-    why = f", {queued.reason}" if queued.state == PENDING and queued.reason else ""
-    return f"Slurm job {queued.id} of {queued.user} is {queued.state}{why}"
+        why = f", {queued.reason}" if queued.state == PENDING and queued.reason else ""
+        raise _live(run, config, f"{title} job {queued.id} of {queued.user} is {queued.state}{why}")
 
 
 def _lock(descriptor: int, run: RunPaths, config: RunConfig) -> None:

@@ -1,8 +1,8 @@
 """Cancelling runs and sweeps: request the end of their jobs, wait for it, and print where they can be resumed.
 
-Owns the end of a run's job from outside: a Slurm job through the scheduler, a local job through its processes. Promises
-that only processes which hold the run's lock are signalled, that no process gets a second signal that would end it at
-once, and that every wait has a deadline.
+Owns the end of a run's job from outside: a queued job through its scheduler, a local job through its processes.
+Promises that only processes which hold the run's lock are signalled, that no process gets a second signal that would
+end it at once, and that every wait has a deadline.
 
     python launchers/cancel.py run=<name or directory>      python launchers/cancel.py sweep=<name or directory>
 """
@@ -23,10 +23,10 @@ from pipeline.run.run_documents import RunIdentity
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.supervisor import max_shutdown_seconds
-from slurm.batch.executors import LOST_SECONDS, SUBMIT_SECONDS
+from slurm.batch.executors import LOST_SECONDS
 from slurm.registry import file_locks, run_registry, sweep_manifest
-from slurm.scheduler.slurm.slurm_commands import find_slurm
-from slurm.submission.sweep_trials import FindScheduler
+from slurm.scheduler.scheduler_protocol import SUBMIT_SECONDS, Connect
+from slurm.scheduler.scheduler_registry import connect_scheduler
 
 _SLACK_SECONDS = 30.0
 """Seconds that a job may take to end after its agents have ended."""
@@ -52,8 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     """Cancel the run or sweep that the arguments name. Returns 0 if its jobs are over, 2 for a wrong argument."""
     try:
         if len(arguments) == 1 and arguments[0].startswith("sweep="):
-            return cancel_sweep(sweep_manifest.find_sweep(arguments[0].removeprefix("sweep=")), find_slurm)
-        return cancel([RunPaths(find_run(arguments))], find_slurm)
+            return cancel_sweep(sweep_manifest.find_sweep(arguments[0].removeprefix("sweep=")), connect_scheduler)
+        return cancel([RunPaths(find_run(arguments))], connect_scheduler)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
 
 
-def cancel_sweep(paths: SweepPaths, scheduler: FindScheduler, clock: Clock = CLOCK) -> int:
+def cancel_sweep(paths: SweepPaths, connect: Connect, clock: Clock = CLOCK) -> int:
     """End the launcher that submits or runs the sweep, then cancel its points. Returns 1 if any part failed."""
     recorded = sweep_manifest.load_manifest(paths)
     points = [paths.point(point.name) for point in recorded.points] if recorded else []
@@ -72,7 +72,7 @@ def cancel_sweep(paths: SweepPaths, scheduler: FindScheduler, clock: Clock = CLO
     except (RollcallError, OSError) as error:
         print(f"error: {paths.root.name}: {error}", file=sys.stderr)
         failed = True
-    requests, code = _cancel(points, scheduler, clock)
+    requests, code = _cancel(points, connect, clock)
     if not (requests or ended or failed or code):
         print(f"nothing to cancel: no job of {paths.root.name} is live")
     return code or int(failed)
@@ -115,23 +115,23 @@ def _patience(run: RunPaths) -> float:
     return _SLACK_SECONDS + (max_shutdown_seconds(config.cluster) if config else 0.0)
 
 
-def cancel(named: Sequence[RunPaths], scheduler: FindScheduler, clock: Clock = CLOCK) -> int:
+def cancel(named: Sequence[RunPaths], connect: Connect, clock: Clock = CLOCK) -> int:
     """Request the end of these runs' jobs and wait until all are over. Returns 1 if any request or wait failed.
 
-    A failed request does not prevent the others. `scheduler` is called only if a run has a scheduler's job.
+    A failed request does not prevent the others. `connect` is called only if a run may have a queued job.
     """
-    requests, code = _cancel(named, scheduler, clock)
+    requests, code = _cancel(named, connect, clock)
     if not (requests or code):
         print(f"nothing to cancel: no job of {', '.join(run.root.name for run in named)} is live")
     return code
 
 
-def _cancel(named: Sequence[RunPaths], scheduler: FindScheduler, clock: Clock) -> tuple[int, int]:
+def _cancel(named: Sequence[RunPaths], connect: Connect, clock: Clock) -> tuple[int, int]:
     """The number of requested ends, and 1 if any request or wait failed, else 0."""
     endings, failed = [], 0
     for run in named:
         try:
-            ending = request_end(run, scheduler)
+            ending = request_end(run, connect)
         except (RollcallError, OSError) as error:
             failed += 1
             print(f"error: {run.root.name}: {error}", file=sys.stderr)
@@ -166,25 +166,28 @@ def _over(run: RunPaths) -> str:
     return f"{run.root.name}: over; {log_newest(run, 'it can be resumed from {}', 'it had no checkpoint yet')}"
 
 
-def request_end(run: RunPaths, scheduler: FindScheduler) -> Cancellation | None:
+def request_end(run: RunPaths, connect: Connect) -> Cancellation | None:
     """Request the end of the run's job, or remove it from the queue. Returns None if no job is live.
 
     Raises `SchedulerError` if the scheduler does not answer, and `ConfigError` for a local run of another machine.
     """
     job, config, ending = run_registry.submitted_job(run), read_frozen_config(run), None
-    if job is None or job.kind == "local":
+    if job is None or not job.queued:
         ending = _end_local(run)
-        if config is None or config.cluster.scheduler == "local":
+        if config is None or config.cluster.on_this_machine:
             return ending
         if ending is not None:  # a launcher that is submitting: it ends when its job is queued, or is not
             wait_for(f"the submission of {run.root.name} to end", ending.over, _SUBMISSION_SECONDS)
-    cluster = scheduler()
-    queued = run_registry.live_job(run, cluster)
+    name = run_registry.queue_of(run, config)
+    if not name:
+        return ending
+    queue = connect(name)
+    queued = run_registry.live_job(run, queue)
     if queued is None:
         return ending
-    cluster.cancel(queued.id)
+    queue.cancel(queued.id)
     requested = f"job {queued.id} ({queued.state}) was cancelled and will not be queued again"
-    return Cancellation(run, requested, lambda: run_registry.live_job(run, cluster) is None)
+    return Cancellation(run, requested, lambda: run_registry.live_job(run, queue) is None)
 
 
 def _end_local(run: RunPaths) -> Cancellation | None:

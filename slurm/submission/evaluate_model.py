@@ -30,7 +30,7 @@ from pipeline.run.run_documents import Finished
 from pipeline.train.loop.checkpoint_export import export_command, find_checkpoint
 from pipeline.utils import atomic_dirs, shared_files, subprocesses, terminal
 from pipeline.utils.waiting import wait_for
-from slurm.scheduler.slurm.slurm_environment import child_environment
+from slurm.scheduler.scheduler_registry import child_environment
 from slurm.submission import submit_run
 from slurm.submission.compose_config import compose_config, compose_over
 from slurm.submission.train_files import next_name

@@ -24,7 +24,7 @@ from pipeline.tinker.gateway_settings import Address, Settings
 from pipeline.utils import shared_files, subprocesses
 from pipeline.utils.listeners import hold_address, listening_process
 from pipeline.utils.waiting import Deadline, exponential_pauses
-from slurm.scheduler.slurm.slurm_environment import child_environment
+from slurm.scheduler.scheduler_registry import child_environment
 
 FRONT_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 60.0, 10.0, 10.0
 UNRESPONSIVE_SECONDS = 60.0

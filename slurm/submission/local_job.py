@@ -21,6 +21,7 @@ from pipeline.errors import CheckpointError, ConfigError, PlanError
 from pipeline.run.events import LAUNCHER, Events
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.run.run_documents import LOCAL
 from pipeline.topology.memory_fit import with_gpu_memory
 from pipeline.topology.plan import Plan
 from pipeline.utils.waiting import CLOCK
@@ -30,7 +31,7 @@ from slurm.agent.preflight import GIB, find_gpus
 from slurm.batch.executors import LocalNodesExecutor
 from slurm.monitor.live_view import follow_run
 from slurm.registry import run_registry
-from slurm.scheduler.slurm.slurm_environment import gpus_of_user
+from slurm.scheduler.local.local_environment import gpus_of_user
 from slurm.submission.launcher_signals import describe
 
 _PAUSE = 0.1
@@ -44,7 +45,7 @@ def lacking_gpus(plan: Plan) -> str:
 def refuse_lacking_gpus(plan: Plan) -> None:
     """Raise `PlanError` if this machine has too few free GPUs. Called before the run is claimed."""
     if lacking := lacking_gpus(plan):
-        raise PlanError("cluster", "local", "a machine with enough free GPUs", lacking)
+        raise PlanError("cluster", LOCAL, "a machine with enough free GPUs", lacking)
 
 
 def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> None:
@@ -78,7 +79,7 @@ class LocalJob:
         print(f"{'starting' if run_registry.is_new(paths) else 'resuming'} {paths.root}", flush=True)
         self.run, self._config = paths, config
         self._executor = LocalNodesExecutor(paths, plan.ranks)
-        run_registry.record_job(paths, "local", self._executor.job_name)
+        run_registry.record_job(paths, LOCAL, self._executor.job_name)
         self._job = self._executor.submit(Agent(paths.root))
         self.attempt: AttemptPaths = paths.attempt(run_registry.identity(paths).run_id, self._executor.attempt)
 

@@ -2,7 +2,7 @@
 
 Owns the order of a start and the restarts of the job. Promises that the gateway, to which clients connect, outlives the
 trainer: clients wait while the trainer is away (`slurm.submission.gateway_supervisor` monitors the gateway). The same
-command continues an earlier one at the same address. With `cluster=local` the job ends with the launcher; a Slurm job
+command continues an earlier one at the same address. With `cluster=local` the job ends with the launcher; a queued job
 continues, and the next command connects to it.
 """
 
@@ -24,8 +24,7 @@ from pipeline.utils.private_files import make_directory
 from pipeline.utils.waiting import wait_for
 from slurm.batch.executors import RunJob
 from slurm.registry import run_registry
-from slurm.scheduler.slurm.slurm_commands import find_slurm
-from slurm.scheduler.slurm.slurm_environment import child_environment
+from slurm.scheduler.scheduler_registry import child_environment, connect_scheduler
 from slurm.submission.compose_config import compose_config
 from slurm.submission.gateway_supervisor import GatewaySupervisor
 from slurm.submission.launcher_signals import recorded_signals
@@ -65,7 +64,7 @@ def serve(config: RunConfig) -> int:
     if live is None:
         print_plan(config, check_submission(config))
     with start_gateway(config, paths):
-        if config.cluster.scheduler == "local":
+        if config.cluster.on_this_machine:
             return _serve_here(config)
         with recorded_signals() as interrupted:
             if live is None:
@@ -142,12 +141,12 @@ def _serve_here(config: RunConfig) -> int:
 
 
 def _live_job(config: RunConfig, paths: RunPaths) -> RunJob | None:
-    """The run's live Slurm job, started by an earlier command; None if there is none."""
-    if config.cluster.scheduler == "local" or not paths.run.exists():
+    """The run's live job in a queue, started by an earlier command; None if there is none."""
+    if config.cluster.on_this_machine or not paths.run.exists():
         return None
-    scheduler = find_slurm()
-    queued = run_registry.live_job(paths, scheduler)
-    return None if queued is None else RunJob(paths.submitit, queued.id, run=paths, scheduler=scheduler)
+    queue = connect_scheduler(config.cluster.scheduler)
+    queued = run_registry.live_job(paths, queue)
+    return None if queued is None else RunJob(paths.submitit, queued.id, run=paths, queue=queue)
 
 
 def _print_address(paths: RunPaths) -> int:

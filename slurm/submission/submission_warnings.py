@@ -52,7 +52,7 @@ _NO_URL = "it is not a URL that begins with http:// or https://"
 def check_agents(config: RunConfig) -> None:
     """Raise `ConfigError` if an agent's command does not exist on this machine and the run is local."""
     for key, command in _commands(config):
-        if config.cluster.scheduler == "local" and (fault := _fault(command)):
+        if config.cluster.on_this_machine and (fault := _fault(command)):
             raise ConfigError(key, list(command), "a command that can be started here", f"{fault}; change the command")
 
 
@@ -234,7 +234,7 @@ def _rewards(config: RunConfig) -> Iterator[tuple[str, RewardConfig]]:
 
 def _cpu_overload(config: RunConfig) -> Iterator[str]:
     """Warn if a local run has too many threads or task processes for the cores of this machine."""
-    if config.cluster.scheduler != "local":
+    if not config.cluster.on_this_machine:
         return
     cores, resources = len(os.sched_getaffinity(0)), config.resources
     threads = resources.trainer.nodes * resources.trainer.processes * resources.trainer.threads

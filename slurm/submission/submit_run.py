@@ -43,12 +43,12 @@ from pipeline.train.offline.job_queue import waiting_at
 from pipeline.train.train_jobs import DemonstrationsInput, check_offline, read_job
 from pipeline.utils import terminal
 from slurm.agent.agent import Agent
-from slurm.batch.executors import RunJob, SlurmHetExecutor
+from slurm.batch.executors import BatchExecutor, RunJob
 from slurm.batch.site_checks import check_site, warnings
 from slurm.registry import run_registry
-from slurm.scheduler.scheduler_protocol import Scheduler
-from slurm.scheduler.slurm.batch_file import split_components
-from slurm.scheduler.slurm.slurm_commands import find_slurm
+from slurm.scheduler.allocation import split_components
+from slurm.scheduler.scheduler_protocol import JobQueue
+from slurm.scheduler.scheduler_registry import batch_scheduler, connect_scheduler
 from slurm.submission.compose_config import compose_config
 from slurm.submission.declined_options import refuse_launcher_key, refuse_option
 from slurm.submission.launcher_signals import recorded_signals
@@ -79,7 +79,7 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         if options.cfg:
             print(config.model_dump_json(indent=2))
             return 0
-        if options.detach and config.cluster.scheduler == "local":
+        if options.detach and config.cluster.on_this_machine:
             hint = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", hint)
         plan = check_submission(config)
@@ -154,14 +154,14 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     if config.resources.device == "cuda" and not (config.serve.enabled or config.evaluation.only):
         if config.resources.gpu_memory:
             check_memory(config, _sizes(config.model))
-        elif config.cluster.scheduler == "local":
+        elif config.cluster.on_this_machine:
             check_shared_gpus(config, lambda placed: check_memory(placed, _sizes(placed.model)))
-    if config.cluster.scheduler == "slurm":
-        scheduler = find_slurm()
+    if not config.cluster.on_this_machine:
+        queue = connect_scheduler(config.cluster.scheduler)
         accepted = [] if accepted is None else accepted
-        text, shape = batch_text(config, plan, scheduler), (config.cluster, config.resources, plan)
+        text, shape = batch_text(config, plan, queue), (config.cluster, config.resources, plan)
         if shape not in accepted:
-            check_site(config, plan, scheduler, text)
+            check_site(config, plan, queue, text)
             accepted.append(shape)
     return plan
 
@@ -246,17 +246,22 @@ def check_inputs(config: RunConfig) -> None:
             check_demonstrations(load_task(config.task, config.seed), config.task.name, f"{file}: inputs.kind")
 
 
-def batch_text(config: RunConfig, plan: Plan, scheduler: Scheduler) -> str:
+def batch_text(config: RunConfig, plan: Plan, queue: JobQueue) -> str:
     """The exact batch file of a submission, except for the run_id of a run that does not exist yet."""
     paths = RunPaths(config.directory.resolve())
     run_id = run_registry.identity(paths).run_id if paths.run.exists() else f"{config.name}-????????"
-    return SlurmHetExecutor(paths, config, plan, run_id=run_id, scheduler=scheduler).batch_file()
+    return _executor(paths, config, plan, run_id, queue).batch_file()
+
+
+def _executor(paths: RunPaths, config: RunConfig, plan: Plan, run_id: str, queue: JobQueue) -> BatchExecutor:
+    scheduler = batch_scheduler(config.cluster.scheduler)
+    return BatchExecutor(paths, config, plan, run_id=run_id, scheduler=scheduler, queue=queue)
 
 
 def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[str]:
     """The warnings about a run; `dry_run` adds a lack of free GPUs on this machine."""
-    if config.cluster.scheduler == "slurm":
-        return [*warnings_of(config), *warnings(config, find_slurm())]
+    if not config.cluster.on_this_machine:
+        return [*warnings_of(config), *warnings(config, connect_scheduler(config.cluster.scheduler))]
     lacking = lacking_gpus(plan) if dry_run else ""
     return [*warnings_of(config), *([f"this machine, now: {lacking}"] if lacking else [])]
 
@@ -264,7 +269,7 @@ def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[s
 def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, whole: bool = False) -> None:
     """Print the placement of the roles and the warnings before anything is started.
 
-    `whole` adds the roles' memory on a GPU and the batch file for Slurm.
+    `whole` adds the roles' memory on a GPU and the batch file for the scheduler.
     """
     console = terminal.console(highlight=False)
     console.print(f"[bold]{config.name}[/]  {escape(_what_it_trains(config))}", soft_wrap=True)
@@ -283,8 +288,8 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
         warned = [*warned, endless] if endless else warned
     for warning in warned:
         print(f"warning: {warning}", file=sys.stderr)
-    if whole and config.cluster.scheduler == "slurm":
-        print(f"\n{batch_text(config, plan, find_slurm())}", end="", flush=True)
+    if whole and not config.cluster.on_this_machine:
+        print(f"\n{batch_text(config, plan, connect_scheduler(config.cluster.scheduler))}", end="", flush=True)
 
 
 def _what_it_trains(config: RunConfig) -> str:
@@ -303,7 +308,7 @@ def _what_it_trains(config: RunConfig) -> str:
 
 def start_run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
     """Start the job and follow it to its end. Returns its exit code; 0 for a detached job, which is not followed."""
-    if config.cluster.scheduler == "local":
+    if config.cluster.on_this_machine:
         return run_here(config, plan)
     with recorded_signals() as interrupted:
         job = submit_one(config, plan)
@@ -312,20 +317,18 @@ def start_run(config: RunConfig, plan: Plan, *, detach: bool = False) -> int:
 
 
 def submit_one(config: RunConfig, plan: Plan) -> RunJob:
-    """Queue the Slurm job of a run; it is on record when this returns.
+    """Queue the job of a run; it is on record when this returns.
 
     If this raises, no job is queued, except after `SchedulerSilent`. If the job appears later, it finds nothing to run,
     and further submissions are refused until it has ended.
     """
-    scheduler = find_slurm()
+    queue = connect_scheduler(config.cluster.scheduler)
     with run_registry.claimed_run(config) as paths, run_registry.job_replaced(paths):
-        executor = SlurmHetExecutor(
-            paths, config, plan, run_id=run_registry.identity(paths).run_id, scheduler=scheduler
-        )
+        executor = _executor(paths, config, plan, run_registry.identity(paths).run_id, queue)
         job = executor.submit(Agent(paths.root))
         assert isinstance(job, RunJob)
         try:
-            run_registry.record_job(paths, "slurm", job.job_id)
+            run_registry.record_job(paths, config.cluster.scheduler, job.job_id)
         except BaseException:
             job.cancel()
             raise
@@ -351,5 +354,5 @@ def one_run() -> PointLauncher:
         show=lambda config, plan, whole: print_plan(config, plan, _warnings(config, plan), whole=whole),
         run=run_here,
         submit=lambda config, plan: submit_one(config, plan).job_id,
-        scheduler=find_slurm,
+        connect=connect_scheduler,
     )

@@ -19,6 +19,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.observability.number_format import plural
 from pipeline.run.paths import RunPaths, SweepPaths
+from pipeline.run.run_documents import LOCAL
 from pipeline.topology.plan import Plan
 from pipeline.utils import shared_files
 from pipeline.utils.terminal import console
@@ -26,9 +27,11 @@ from slurm.monitor.runs_overview import Overview
 from slurm.monitor.runs_table import follow_table, print_table
 from slurm.registry import run_registry
 from slurm.registry.sweep_manifest import SweepManifest, Trial
+from slurm.scheduler.scheduler_protocol import Connect
+from slurm.scheduler.scheduler_registry import batch_scheduler
 from slurm.submission.compose_config import expand_sweep
 from slurm.submission.launcher_signals import INTERRUPTED, recorded_signals
-from slurm.submission.sweep_trials import Check, FindScheduler, PreparedSweep, claimed_sweep, prepare_sweep
+from slurm.submission.sweep_trials import Check, PreparedSweep, claimed_sweep, prepare_sweep
 from slurm.submission.tail_job import run_title
 
 
@@ -41,14 +44,14 @@ class PointLauncher:
         show: prints the plan; for the first point also the file that will be submitted.
         run: executes a local run to its end and returns its exit code.
         submit: queues a job and returns its id.
-        scheduler: see `slurm.submission.sweep_trials.FindScheduler`.
+        connect: see `slurm.scheduler.scheduler_protocol.Connect`.
     """
 
     check: Check
     show: Callable[[RunConfig, Plan, bool], None]
     run: Callable[[RunConfig, Plan], int]
     submit: Callable[[RunConfig, Plan], str]
-    scheduler: FindScheduler
+    connect: Connect
 
 
 def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = False, detach: bool = False) -> int:
@@ -57,7 +60,7 @@ def sweep(overrides: Sequence[str], launch: PointLauncher, *, dry_run: bool = Fa
     A local sweep runs its points one after the other. A sweep on a cluster is followed until all its jobs are over,
     unless `detach`; Ctrl-C then ends only the display. `ConfigError` for the first invalid point.
     """
-    prepared = prepare_sweep(expand_sweep(overrides), launch.check, launch.scheduler)
+    prepared = prepare_sweep(expand_sweep(overrides), launch.check, launch.connect)
     if detach and prepared.local:
         hint = "a local sweep runs in the foreground; start it with nohup, or in tmux"
         raise ConfigError("option", "--detach", "cluster=slurm", hint)
@@ -80,7 +83,7 @@ def run_all(prepared: PreparedSweep, launch: PointLauncher) -> int:
     """Run the open points one after the other; a failed one does not stop the others, an interruption does."""
     recorded, failed = prepared.manifest, 0
     for entry, plan in prepared.open:
-        recorded = note_submission(prepared.paths, recorded, entry.point, job="local")
+        recorded = note_submission(prepared.paths, recorded, entry.point, job=LOCAL)
         print(f"{entry.point}: {entry.point.name}", flush=True)
         try:
             code = launch.run(entry.config, plan)
@@ -126,20 +129,20 @@ def submit_all(prepared: PreparedSweep, launch: PointLauncher) -> bool:
 def queued_behind(config: RunConfig, jobs: Sequence[str]) -> RunConfig:
     """The point's config with a dependency, so that at most `cluster.max_jobs` jobs of the sweep run at a time.
 
-    Slurm holds the job back, so the bound needs neither this process nor the terminal. Each job depends on one other:
-    with a bound of 2, the jobs 1, 2, 3, 4 form two chains, 1 before 3 and 2 before 4. A requeue does not end a job.
+    The scheduler holds the job back, so the bound needs neither this process nor the terminal. Each job depends on one
+    other: with a bound of 2, the jobs 1, 2, 3, 4 form two chains, 1 before 3 and 2 before 4.
     """
     bound = config.cluster.max_jobs
     if not bound or len(jobs) < bound:
         return config
-    sbatch = config.cluster.sbatch | {"dependency": f"afterany:{jobs[-bound]}"}
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"sbatch": sbatch})})
+    cluster = batch_scheduler(config.cluster.scheduler).behind(config.cluster, jobs[-bound])
+    return config.model_copy(update={"cluster": cluster})
 
 
 def watched(prepared: PreparedSweep, launch: PointLauncher) -> int:
     """Show all points of the command until none is live. Returns 1 unless all finished; 0 after Ctrl-C."""
     names = {entry.point.name for entry in prepared.entries}
-    overview = Overview(prepared.paths.root.parent, prepared.paths.root.name, launch.scheduler)
+    overview = Overview(prepared.paths.root.parent, prepared.paths.root.name, launch.connect)
     try:
         lines = follow_table(overview)
     except KeyboardInterrupt:

@@ -28,13 +28,11 @@ from slurm.registry import file_locks, run_registry
 from slurm.registry import sweep_manifest as manifest
 from slurm.registry.run_contents import located_config
 from slurm.registry.sweep_manifest import SweepManifest, Trial
-from slurm.scheduler.scheduler_protocol import Scheduler
+from slurm.scheduler.scheduler_protocol import Connect
 from slurm.submission.compose_config import Expansion, compose_config
 
 Check = Callable[[RunConfig], Plan]
 """Returns the plan of a config that can be submitted; raises otherwise."""
-FindScheduler = Callable[[], Scheduler]
-"""Returns the scheduler; raises if there is none. Called only once a job of a scheduler is involved."""
 TrialStatus = Literal["open", "finished", "live"]
 
 _MANY = 20
@@ -68,14 +66,14 @@ class PreparedSweep:
 
     @property
     def local(self) -> bool:
-        return self.entries[0].config.cluster.scheduler == "local"
+        return self.entries[0].config.cluster.on_this_machine
 
     @property
     def open(self) -> list[tuple[PlannedTrial, Plan]]:
         return [(entry, entry.plan) for entry in self.entries if entry.plan is not None]
 
 
-def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) -> PreparedSweep:
+def prepare_sweep(expansion: Expansion, check: Check, connect: Connect) -> PreparedSweep:
     """Compose and check every point, and compare it with an existing run. An error names the point."""
     quiet = len(expansion.points) < _MANY or not sys.stdout.isatty()
     configs = []
@@ -93,7 +91,7 @@ def prepare_sweep(expansion: Expansion, check: Check, scheduler: FindScheduler) 
     for point, config in track(pairs, "checking", console=console(), transient=True, disable=quiet):
         located = config.model_copy(update={"name": point.name, "output": paths.root})
         with named_point(point.overrides):
-            entries.append(_entry(point, located, check, scheduler))
+            entries.append(_entry(point, located, check, connect))
     return PreparedSweep(paths, existing, extended, tuple(entries))
 
 
@@ -175,7 +173,7 @@ def _refuse_equal(points: Sequence[tuple[str, ...]], configs: Sequence[RunConfig
             raise ConfigError("sweep", pair, "points that differ", "these two are the same run: leave out one")
 
 
-def _entry(point: Trial, config: RunConfig, check: Check, scheduler: FindScheduler) -> PlannedTrial:
+def _entry(point: Trial, config: RunConfig, check: Check, connect: Connect) -> PlannedTrial:
     run = RunPaths(config.directory)
     old = read_frozen_config(run)
     changes = differences(old, located_config(config)) if old else []
@@ -184,16 +182,13 @@ def _entry(point: Trial, config: RunConfig, check: Check, scheduler: FindSchedul
         raise RunStateError("name", point.name, f"the config this point was made with, but {'; '.join(changes)}", hint)
     if is_finished(run):
         return PlannedTrial(point, config, "finished")
-    if _is_live(run, config, scheduler):
+    if _is_live(run, config, connect):
         return PlannedTrial(point, config, "live")
     return PlannedTrial(point, config, "open", check(config))
 
 
-def _is_live(run: RunPaths, config: RunConfig, scheduler: FindScheduler) -> bool:
+def _is_live(run: RunPaths, config: RunConfig, connect: Connect) -> bool:
     if run_registry.is_live_here(run):
         return True
-    job = run_registry.submitted_job(run)
-    scheduled = job is not None and job.kind == "slurm"
-    if not scheduled and (config.cluster.scheduler != "slurm" or not run.run.exists()):
-        return False
-    return run_registry.live_job(run, scheduler()) is not None
+    name = run_registry.queue_of(run, config)
+    return bool(name) and run_registry.live_job(run, connect(name)) is not None

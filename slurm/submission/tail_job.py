@@ -1,7 +1,7 @@
 """Following a job until it is over, and printing how it ended.
 
 Owns the launcher's output after a job was started, and its exit code, which is the run's: 0 finished, 1 failed, 128
-plus the signal's number interrupted (the same command resumes the run). Promises that Ctrl-C does not end a Slurm job,
+plus the signal's number interrupted (the same command resumes the run). Promises that Ctrl-C does not end a queued job,
 and that neither the report nor delayed visibility on the shared file system changes the exit code.
 """
 
@@ -34,7 +34,7 @@ LINE = 100
 """Characters of a line."""
 CANCELLED = "CANCELLED"
 MAY_BE_FINISHED = ("COMPLETED", "UNKNOWN")
-"""Slurm's states of a job whose run finished: UNKNOWN once Slurm has dropped the job's record."""
+"""The scheduler's states of a job whose run finished: UNKNOWN once it has dropped the job's record."""
 
 
 def print_job(job: RunJob) -> None:
@@ -53,7 +53,7 @@ def run_title(root: Path) -> str:
 
 
 def follow_job(job: RunJob, interrupted: Sequence[signal.Signals]) -> int:
-    """Show the run until its Slurm job is over. Returns the run's exit code, or 0 if a signal ended the display."""
+    """Show the run until its job is over. Returns the run's exit code, or 0 if a signal ended the display."""
     follow_run(job.run.root, lambda: bool(interrupted) or job.done())
     if not interrupted:
         return conclude_job(job)
@@ -110,7 +110,7 @@ def conclude_run(
 
     Args:
         interrupted: the signals that this launcher received and ended the run for.
-        job_state: Slurm's state of the ended job; empty for a local run.
+        job_state: the scheduler's state of the ended job; empty for a local run.
 
     Returns:
         The exit code. A failure to write the report does not change it.
@@ -164,7 +164,8 @@ def _interruption(draining: Event | None) -> str:
 def _print_failure(attempt: AttemptPaths, outcome: Outcome | None) -> bool:
     """Print the failure of the attempt. Returns whether there was one.
 
-    A stopped job has failed even if no role did: srun signals the agents when a rank is lost, and they only drain.
+    A stopped job has failed even if no role did: when a rank is lost, the scheduler signals the agents, which only
+    drain.
     """
     failure = shared_files.read_document(attempt.first_failure, FirstFailure)
     if failure is not None:

@@ -29,7 +29,8 @@ from pipeline.run.run_documents import Finished
 from pipeline.utils import shared_files
 from slurm.agent import agent
 from slurm.agent.supervisor import End, StopRequest
-from slurm.scheduler.slurm.slurm_environment import Environment, batch_attempt
+from slurm.scheduler.rank_environment import Environment
+from slurm.scheduler.scheduler_registry import batch_attempt
 
 SCRIPT = "script.json"
 LONGEST = 240.0
@@ -43,7 +44,7 @@ class StandIn:
     run: Path
 
     def __call__(self) -> End:
-        if word_of(RunPaths(self.run), batch_attempt()[1]) == "late":
+        if word_of(RunPaths(self.run), batch_attempt()[2]) == "late":
             time.sleep(LATE_SECONDS)
         agent._run_attempt = take_part
         return agent.Agent(self.run)()

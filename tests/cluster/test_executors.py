@@ -1,4 +1,4 @@
-"""Jobs of `SlurmHetExecutor` on a real Slurm, with a small function in place of the agent."""
+"""Jobs of `BatchExecutor` on a real Slurm, with a small function in place of the agent."""
 
 import os
 import signal
@@ -17,9 +17,8 @@ from pipeline.run.run_documents import Finished, RunIdentity
 from pipeline.topology.plan import make_plan
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import wait_for
-from slurm.batch.executors import RunJob, SlurmHetExecutor
-from slurm.scheduler.slurm.slurm_commands import SlurmCommands
-from slurm.scheduler.slurm.slurm_environment import Environment
+from slurm.batch.executors import BatchExecutor, RunJob
+from slurm.scheduler.scheduler_registry import batch_scheduler, connect_scheduler, detect_environment
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
@@ -55,8 +54,15 @@ def submit(folder: Path, function: Callable[[], Any], resources: dict[str, Any],
     return job
 
 
-def nodes_of(run: RunPaths, config: RunConfig) -> SlurmHetExecutor:
-    return SlurmHetExecutor(run, config, make_plan(config), run_id="test-1", scheduler=SlurmCommands())
+def nodes_of(run: RunPaths, config: RunConfig) -> BatchExecutor:
+    return BatchExecutor(
+        run,
+        config,
+        make_plan(config),
+        run_id="test-1",
+        scheduler=batch_scheduler("slurm"),
+        queue=connect_scheduler("slurm"),
+    )
 
 
 def lines(job: RunJob, rank: int) -> list[str]:
@@ -76,7 +82,7 @@ def wait_for_line(job: RunJob, line: str) -> None:
 
 def say_who_i_am() -> Callable[[], None]:
     def function() -> None:
-        mine = Environment.detect()
+        mine = detect_environment()
         print(">", mine.attempt, mine.rank, mine.ranks, mine.visible_gpus or "none")
         print("> error", file=sys.stderr)
 

@@ -70,5 +70,5 @@ def test_a_heterogeneous_job_that_is_requeued_goes_on_to_its_end(cluster: SlurmC
     identity = read_history(run.run.root).identity
     assert identity is not None
     assert shown.stdout.partition("#!")[2].replace("r-????????", identity.run_id) == batch.partition("#!")[2]
-    job = RunJob(folder, run.job, range(3), run=run.run, scheduler=SlurmCommands())
+    job = RunJob(folder, run.job, range(3), run=run.run, queue=SlurmCommands())
     assert all("Job completed successfully" in (job.task(rank).stdout() or "") for rank in range(3))

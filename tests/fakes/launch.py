@@ -11,7 +11,7 @@ from pipeline.run.run_documents import Finished, SubmittedJob
 from pipeline.topology.plan import Plan, make_plan
 from pipeline.utils import shared_files
 from slurm.registry import run_registry
-from slurm.scheduler.scheduler_protocol import Scheduler
+from slurm.scheduler.scheduler_protocol import JobQueue
 from slurm.submission.submit_sweep import PointLauncher
 from tests.fakes.scheduler import FakeScheduler
 
@@ -54,7 +54,8 @@ class FakeLaunch:
         self.submitted.append(config.name)
         return job
 
-    def find(self) -> Scheduler:
+    def find(self, name: str) -> JobQueue:
+        assert name == "slurm"
         return self.scheduler
 
     def end(self, output: Path, name: str, state: str = "FAILED") -> None:

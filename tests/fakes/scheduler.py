@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.errors import SchedulerError
 from slurm.scheduler.scheduler_protocol import PENDING, Nodes, Partition, QueuedJob
+from slurm.scheduler.slurm.slurm_commands import NO_SUCH_NODES
 
 
 def make_partition(
@@ -23,7 +24,7 @@ def make_partition(
 
 
 class FakeScheduler:
-    """A `slurm.scheduler.scheduler_protocol.Scheduler`.
+    """A `slurm.scheduler.scheduler_protocol.JobQueue`.
 
     Attributes:
         jobs: by id; `submit`, `set` and `forget` change them.
@@ -89,10 +90,10 @@ class FakeScheduler:
         self._answer("kill_wait")
         return self.seconds_to_kill
 
-    def test_only(self, batch_file: Path) -> str:
+    def test_only(self, batch_file: Path, *, nodes_down: bool = False) -> str:
         self._answer("test_only")
         self.tried.append(batch_file.read_text())
-        return self.refusal
+        return "" if nodes_down and self.refusal == NO_SUCH_NODES else self.refusal
 
     def requeue(self, job: str) -> None:
         """As Slurm: the job is pending at once, with one more restart, also one that ends; refused while it pends."""

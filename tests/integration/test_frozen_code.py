@@ -15,7 +15,7 @@ LAUNCHER = """
 import subprocess, sys
 from slurm.registry import run_registry as runs
 from slurm.submission.compose_config import compose_config
-from slurm.scheduler.slurm.slurm_environment import child_environment
+from slurm.scheduler.scheduler_registry import child_environment
 from slurm.batch.executors import LocalNodesExecutor
 from tests.patience import WAIT_SECONDS
 from pipeline.utils.waiting import wait_for

@@ -49,7 +49,7 @@ def grace_warning(cluster: ClusterConfig, rows: Sequence[MetricRecord]) -> Grace
         f"a step takes {step:.0f} s and its checkpoint {commit:.0f} s, longer than "
         f"cluster.grace_seconds={cluster.grace_seconds:g}"
     )
-    if cluster.scheduler == "slurm":
+    if not cluster.on_this_machine:
         return GraceWarning(
             f"{observation}: a job that receives a stop signal loses the steps since its last checkpoint",
             f"set cluster.grace_seconds={recommended}, where the site waits as long (docs/cluster.md, KillWait and "

@@ -2,7 +2,12 @@
 
 | module | owns |
 |---|---|
-| `slurm_commands` | Slurm's commands, and the parsing of their output |
-| `slurm_environment` | Slurm's environment variables, and the environments of children |
+| `slurm_scheduler` | Slurm as a `BatchScheduler`: the submission of a batch file |
+| `slurm_commands` | Slurm's other commands, and the parsing of their output |
+| `slurm_environment` | Slurm's environment variables |
 | `batch_file` | the batch file of a run |
 """
+
+from slurm.scheduler.slurm.slurm_scheduler import SlurmScheduler
+
+SCHEDULER = SlurmScheduler()

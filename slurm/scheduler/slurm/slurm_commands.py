@@ -1,4 +1,4 @@
-"""Slurm's commands as a `Scheduler`.
+"""Slurm's commands as a `JobQueue`.
 
 Owns the calls of sbatch, scontrol, squeue, sinfo, sacctmgr and scancel, and the parsing of their output. Promises that
 every call has a deadline, no shell and none of the user's defaults, and that every failure is a `SchedulerError` of one
@@ -13,19 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
-from pipeline.errors import ConfigError, SchedulerError
-from slurm.scheduler.scheduler_protocol import Nodes, Partition, QueuedJob
+from pipeline.errors import SchedulerError
+from slurm.scheduler.scheduler_protocol import CALL_SECONDS, Nodes, Partition, QueuedJob, user_name
 from slurm.scheduler.slurm.slurm_environment import submission_environment
 
 COMMANDS = ("sbatch", "scontrol", "squeue", "sinfo", "scancel")
 """The commands that a machine needs to submit; `sacctmgr` is used for accounts only."""
 
-CALL_SECONDS = 60.0
-"""Deadline of a command. Slurm's own timeout for a controller that does not answer is 10 to 20 s."""
-
 _UNKNOWN_JOB = "Invalid job id specified"
+NO_SUCH_NODES = "Requested node configuration is not available"
+"""Slurm's message for nodes that do not exist and, in a dry run, for nodes that are down: only the submission
+distinguishes them."""
 _NO_ACCOUNTING = "not running a supported accounting_storage"
 NO_ANSWER = re.compile(r"timed out|unable to contact|connection refused|communication|unexpected message", re.I)
 """Messages of a command that got no answer, so that the controller may or may not have executed it."""
@@ -35,17 +33,8 @@ _OUT_OF_SERVICE = ("down", "drain", "fail", "error", "unknown", "inval", "block"
 """Prefixes of the states of nodes that accept no job until their repair."""
 
 
-def find_slurm(seconds: float = CALL_SECONDS) -> "SlurmCommands":
-    """Slurm's commands on this machine, each with a deadline of `seconds`; `ConfigError` if one is missing."""
-    missing = [name for name in COMMANDS if shutil.which(name) is None]
-    if missing:
-        hint = f"{', '.join(missing)} not found: log in to a node of the cluster, or set cluster=local"
-        raise ConfigError("cluster.scheduler", "slurm", "Slurm's commands on PATH", hint)
-    return SlurmCommands(seconds)
-
-
 class SlurmCommands:
-    """A `Scheduler` that runs one command for each operation, with a deadline of `seconds` each."""
+    """A `JobQueue` that runs one command for each operation, with a deadline of `seconds` each."""
 
     def __init__(self, seconds: float = CALL_SECONDS) -> None:
         self._seconds = seconds
@@ -60,7 +49,7 @@ class SlurmCommands:
         return parse_job(answer.stdout)
 
     def jobs_with(self, word: str) -> list[QueuedJob]:
-        output = self._ask("squeue", "--noheader", f"--user={my_name()}", "--format=%i|%k")
+        output = self._ask("squeue", "--noheader", f"--user={user_name()}", "--format=%i|%k")
         lines = [line.partition("|") for line in output.splitlines()]
         leaders = dict.fromkeys(job.partition("+")[0] for job, _, comment in lines if word in comment.split())
         return [job for leader in leaders if (job := self.job(leader)) is not None and job.live]
@@ -80,7 +69,7 @@ class SlurmCommands:
         return parse_partitions(self._ask("sinfo", "--noheader", "--format=%P|%a|%l|%D|%G|%T"))
 
     def accounts(self) -> list[str] | None:
-        command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={my_name()}", "format=account")
+        command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user_name()}", "format=account")
         if shutil.which("sacctmgr") is None:
             return None
         answer = self._run(*command)
@@ -97,14 +86,15 @@ class SlurmCommands:
             raise SchedulerError("scontrol show config: names no KillWait")
         return int(match[1])
 
-    def test_only(self, batch_file: Path) -> str:
+    def test_only(self, batch_file: Path, *, nodes_down: bool = False) -> str:
         command = ("sbatch", "--test-only", str(batch_file))
         answer = self._run(*command)
         if answer.returncode == 0:
             return ""
         if NO_ANSWER.search(answer.stderr):
             raise _failed(command, answer)
-        return _one_line(answer) or f"sbatch: exit code {answer.returncode}"
+        refusal = _one_line(answer) or f"sbatch: exit code {answer.returncode}"
+        return "" if nodes_down and refusal == NO_SUCH_NODES else refusal
 
     def requeue(self, job: str) -> None:
         self._ask("scontrol", "requeue", job)
@@ -133,11 +123,6 @@ class SlurmCommands:
             raise SchedulerError(f"{' '.join(command)}: no answer within {self._seconds:g} s") from None
         except OSError as error:
             raise SchedulerError(f"{' '.join(command)}: {error.strerror}") from None
-
-
-def my_name() -> str:
-    """The user name of this process, or the user id if it has no name."""
-    return psutil.Process().username()
 
 
 def parse_job(output: str) -> QueuedJob | None:

@@ -1,4 +1,4 @@
-"""The job of a point that a sweeper waits for: of this process, of another launcher, or in Slurm's queue.
+"""The job of a point that a sweeper waits for: of this process, of another launcher, or in a scheduler's queue.
 
 Owns the operations on each kind of job. Promises that a run that this process claimed is released as soon as its job is
 over, and that the end of a job is printed as `slurm.submission.tail_job` prints it. Must not know sweepers.
@@ -13,7 +13,7 @@ from pipeline.run.paths import RunPaths
 from pipeline.topology.plan import Plan
 from slurm.batch.executors import RunJob
 from slurm.registry import run_registry
-from slurm.scheduler.scheduler_protocol import Scheduler
+from slurm.scheduler.scheduler_protocol import JobQueue
 from slurm.submission.local_job import LocalJob, refuse_lacking_gpus
 from slurm.submission.tail_job import conclude_job, conclude_run, last_attempt
 
@@ -85,12 +85,12 @@ class RemoteTrialJob:
         return conclude_run(self.run, attempt, []) if attempt is not None else 1
 
 
-class SlurmTrialJob:
-    """A queued or running job of Slurm. `slurm.submission.cancel_runs` ends it."""
+class QueuedTrialJob:
+    """A queued or running job of the scheduler with that name. `slurm.submission.cancel_runs` ends it."""
 
-    def __init__(self, run: RunPaths, job: str, scheduler: Scheduler, *, already_live: bool) -> None:
+    def __init__(self, run: RunPaths, scheduler: str, job: str, queue: JobQueue, *, already_live: bool) -> None:
         self.run, self.already_live = run, already_live
-        self._handle = RunJob(run.submitit / "slurm", job, run=run, scheduler=scheduler)
+        self._handle = RunJob(run.submitit / scheduler, job, run=run, queue=queue)
 
     def reap(self) -> None:
         return

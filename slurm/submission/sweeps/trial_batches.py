@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from pipeline.errors import RollcallError, SchedulerError, SweepError, one_line
 from pipeline.run.paths import SweepPaths
+from pipeline.run.run_documents import LOCAL
 from pipeline.topology.plan import Plan
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock
@@ -27,7 +28,7 @@ from slurm.submission.compose_config import Expansion, spell_point
 from slurm.submission.launcher_signals import INTERRUPTED, describe, exit_code
 from slurm.submission.submit_sweep import PointLauncher, note_submission
 from slurm.submission.sweep_trials import PlannedTrial, prepare_sweep
-from slurm.submission.sweeps.sweep_jobs import LocalTrialJob, RemoteTrialJob, SlurmTrialJob, TrialJob
+from slurm.submission.sweeps.sweep_jobs import LocalTrialJob, QueuedTrialJob, RemoteTrialJob, TrialJob
 from slurm.submission.sweeps.sweep_metric import SweepMetric
 
 Result = float | list[float] | RollcallError
@@ -56,7 +57,7 @@ class TrialBatches:
     ) -> None:
         self._paths, self._fixed, self._launch = paths, tuple(fixed), launch
         self._objective, self._received, self._clock = objective, received, clock
-        self._overview = Overview(paths.root.parent, paths.root.name, launch.scheduler)
+        self._overview = Overview(paths.root.parent, paths.root.name, launch.connect)
 
     def __call__(self, batch: Sequence[Sequence[str]]) -> list[Result]:
         """Run a batch. Returns a result for each point, in order; `StudyInterrupted` after a signal."""
@@ -69,7 +70,7 @@ class TrialBatches:
         """Check a point and record it in the manifest. Returns the point with its state, or the error."""
         try:
             point = spell_point(overrides, self._fixed)
-            prepared = prepare_sweep(Expansion(self._fixed, (point,)), self._launch.check, self._launch.scheduler)
+            prepared = prepare_sweep(Expansion(self._fixed, (point,)), self._launch.check, self._launch.connect)
         except RollcallError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return error
@@ -103,12 +104,12 @@ class TrialBatches:
             if refusal is not None:
                 raise refusal
             print(f"{entry.point}: {name}", flush=True)
-            if entry.config.cluster.scheduler == "local":
-                jobs[name], job = LocalTrialJob(entry.config, plan), "local"
+            if entry.config.cluster.on_this_machine:
+                jobs[name], job = LocalTrialJob(entry.config, plan), LOCAL
             else:
                 job = self._launch.submit(entry.config, plan)
                 print(f"  job {job}", flush=True)
-                jobs[name] = SlurmTrialJob(self._paths.point(name), job, self._launch.scheduler(), already_live=False)
+                jobs[name] = self._queued_job(name, entry.config.cluster.scheduler, job, already_live=False)
         except RollcallError as error:
             failures[name] = error
             note_submission(self._paths, recorded, entry.point, refused=str(error))
@@ -120,9 +121,13 @@ class TrialBatches:
         """The job of a point that an earlier command started."""
         run = self._paths.point(entry.point.name)
         job = run_registry.submitted_job(run)
-        if job is None or job.kind == "local":
+        if job is None or not job.queued:
             return RemoteTrialJob(run)
-        return SlurmTrialJob(run, job.job, self._launch.scheduler(), already_live=True)
+        return self._queued_job(entry.point.name, job.kind, job.job, already_live=True)
+
+    def _queued_job(self, name: str, scheduler: str, job: str, *, already_live: bool) -> QueuedTrialJob:
+        queue = self._launch.connect(scheduler)
+        return QueuedTrialJob(self._paths.point(name), scheduler, job, queue, already_live=already_live)
 
     def _await(self, jobs: dict[str, TrialJob]) -> dict[str, RunSummary]:
         """Show the table until all jobs are over, or one that an earlier command started is. Returns the ended points.
@@ -176,15 +181,15 @@ class TrialBatches:
             raise StudyInterrupted(exit_code(self._received[0]))
 
     def _stop(self, jobs: dict[str, TrialJob]) -> None:
-        """End the jobs of this process and those in Slurm's queue; a second signal kills the local ones."""
+        """End the jobs of this process and those in a scheduler's queue; a second signal kills the local ones."""
         here = [job for job in jobs.values() if isinstance(job, LocalTrialJob)]
         why = describe(self._received[0]) if self._received else "another point of the sweep was interrupted"
         for job in here:
             job.cancel(why)
         for job in here:
             job.end(at_once=lambda: len(self._received) > 1)
-        if queued := [job.run for job in jobs.values() if isinstance(job, SlurmTrialJob)]:
-            cancel(queued, self._launch.scheduler, self._clock)
+        if queued := [job.run for job in jobs.values() if isinstance(job, QueuedTrialJob)]:
+            cancel(queued, self._launch.connect, self._clock)
 
     def _result(self, prepared: PlannedTrial | RollcallError, failures: dict[str, RollcallError]) -> Result:
         if isinstance(prepared, RollcallError):

@@ -27,7 +27,7 @@ from slurm.agent.agent import END_SIGNALS, Agent, note_signals, run_agent
 from slurm.agent.agent_heartbeat import HeartbeatFile, NeighborCheck, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible, missing_gpus
 from slurm.agent.supervisor import End, StopRequest
-from slurm.scheduler.slurm.slurm_environment import Environment
+from slurm.scheduler.rank_environment import Environment
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.gpus import give_gpus
@@ -181,7 +181,7 @@ def test_an_agent_hears_signals_before_it_looks_for_its_place(run: FakeRun, monk
         heard.append(notice.reason)
         return "preempted"
 
-    monkeypatch.setattr(Environment, "detect", detect)
+    monkeypatch.setattr(agent, "detect_environment", detect)
     monkeypatch.setattr(agent, "run_agent", stand_in)
     monkeypatch.setattr(subprocesses, "exit_with_parent", lambda: None)
     monkeypatch.setattr(subprocesses, "adopt_orphans", lambda: None)
@@ -253,7 +253,14 @@ def test_a_node_that_is_not_on_the_network_of_the_run_says_what_it_has(monkeypat
 
 def local(rank: int, ranks: int, visible: str | None = None) -> Environment:
     return Environment(
-        scheduler="local", job="l", restart=0, rank=rank, ranks=ranks, addresses=("127.0.0.2",), visible_gpus=visible
+        scheduler="local",
+        job="l",
+        restart=0,
+        rank=rank,
+        ranks=ranks,
+        addresses=("127.0.0.2",),
+        allocated=False,
+        visible_gpus=visible,
     )
 
 

@@ -13,7 +13,8 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.run.paths import RunPaths
 from pipeline.topology.plan import make_plan
-from slurm.scheduler.slurm.batch_file import batch_file, components, cpus_needed
+from slurm.scheduler.allocation import components, cpus_needed
+from slurm.scheduler.slurm.batch_file import batch_file
 from tests.fakes.configs import make_config
 
 RUN = RunPaths(Path("/runs/demo"))

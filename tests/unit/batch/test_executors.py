@@ -7,8 +7,10 @@ import pytest
 from pipeline.errors import SchedulerError
 from pipeline.run.paths import RunPaths
 from pipeline.topology.plan import make_plan
-from slurm.batch import executors
-from slurm.batch.executors import RunJob, SchedulerSilent, SlurmHetExecutor
+from slurm.batch.executors import BatchExecutor, RunJob
+from slurm.scheduler.scheduler_protocol import SchedulerSilent
+from slurm.scheduler.scheduler_registry import batch_scheduler
+from slurm.scheduler.slurm import slurm_scheduler
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.scheduler import FakeScheduler
@@ -30,7 +32,7 @@ def run(tmp_path: Path) -> RunPaths:
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The script that is sbatch."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    monkeypatch.setattr(executors, "SUBMIT_SECONDS", 0.3)
+    monkeypatch.setattr(slurm_scheduler, "SUBMIT_SECONDS", 0.3)
     file = tmp_path / "bin" / "sbatch"
     file.parent.mkdir()
     return file
@@ -43,8 +45,14 @@ def write(sbatch: Path, script: str) -> None:
 
 def submit(run: RunPaths, slurm: FakeScheduler, clock: FakeClock | None = None) -> RunJob:
     config = make_config(cluster={"scheduler": "slurm"})
-    nodes = SlurmHetExecutor(
-        run, config, make_plan(config), run_id="demo-1", scheduler=slurm, clock=clock or FakeClock()
+    nodes = BatchExecutor(
+        run,
+        config,
+        make_plan(config),
+        run_id="demo-1",
+        scheduler=batch_scheduler("slurm"),
+        queue=slurm,
+        clock=clock or FakeClock(),
     )
     job = nodes.submit(print)
     assert isinstance(job, RunJob)

@@ -18,7 +18,7 @@ from pipeline.run.paths import RunPaths
 from pipeline.utils import shared_files
 from slurm.batch import local_controller
 from slurm.batch.local_controller import LocalController
-from slurm.scheduler.slurm.slurm_environment import local_job_environment
+from slurm.scheduler.local.local_environment import local_job_environment
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 

@@ -12,6 +12,7 @@ from pipeline.utils import shared_files
 from pipeline.utils.shared_dir import FileSharedDir
 from slurm.agent.agent_heartbeat import unexited_ranks
 from slurm.batch import requeue
+from slurm.scheduler.slurm.slurm_scheduler import SlurmScheduler
 from tests.fakes.requeued_job import Cluster, fail
 
 
@@ -55,7 +56,7 @@ def test_a_job_whose_node_died_is_requeued_whatever_srun_makes_of_it(cluster: Cl
         cluster.leave(paths, 0, 2, 3)
     outcome = cluster.end(code)
     assert (outcome.decision, outcome.failures) == ("requeued", 1)
-    assert f"without an exit marker (srun: exit code {code})" in outcome.reason
+    assert f"without an exit marker (exit code {code})" in outcome.reason
     assert cluster.scheduler.requeued == [cluster.job]
 
 
@@ -72,7 +73,7 @@ def test_a_finished_run_needs_no_word_of_the_scheduler(cluster: Cluster, monkeyp
     paths = cluster.attempt()
     shared_files.write_document(cluster.run.paths.finished, Finished(time=0.0, steps=1, attempt=paths.attempt))
     cluster.scheduler.fail("job", times=10_000, said="Unable to contact slurm controller")
-    monkeypatch.setattr(requeue, "SlurmCommands", lambda: cluster.scheduler)
+    monkeypatch.setattr(SlurmScheduler, "queue", lambda _self, _seconds: cluster.scheduler)
     monkeypatch.setenv("SLURM_JOB_ID", cluster.job)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     try:

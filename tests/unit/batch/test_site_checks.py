@@ -11,6 +11,7 @@ from pipeline.errors import ConfigError, PlanError
 from pipeline.topology.plan import make_plan
 from slurm.batch.site_checks import check_site, seconds_of, warnings
 from slurm.scheduler.scheduler_protocol import Nodes, Partition
+from slurm.scheduler.slurm.slurm_commands import NO_SUCH_NODES
 from slurm.submission.compose_config import compose_config
 from tests.fakes.configs import make_config
 from tests.fakes.scheduler import FakeScheduler, make_partition
@@ -239,7 +240,7 @@ def test_what_slurm_itself_refuses_is_one_line() -> None:
 @pytest.mark.parametrize("down", [0, 1])
 def test_nodes_that_are_down_make_a_job_wait_and_do_not_refuse_it(down: int) -> None:
     scheduler = FakeScheduler(make_partition(default=True, nodes=(Nodes(4, down=down),)))
-    scheduler.refusal = "Requested node configuration is not available"
+    scheduler.refusal = NO_SUCH_NODES
     if down:
         check(scheduler=scheduler)
     else:

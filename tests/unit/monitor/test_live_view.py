@@ -325,11 +325,12 @@ def test_the_watch_commands_exit_code_says_how_the_run_ended(run: FakeRun, attem
 def test_the_picture_waits_only_shortly_for_a_scheduler(left: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, deadlines = FakeScheduler(), list[float]()
 
-    def find(seconds: float) -> FakeScheduler:
+    def connect(name: str, seconds: float) -> FakeScheduler:
+        assert name == "slurm"
         deadlines.append(seconds)
         return scheduler
 
-    monkeypatch.setattr("slurm.monitor.live_view.find_slurm", find)
+    monkeypatch.setattr("slurm.monitor.live_view.connect_scheduler", connect)
     left.submit("1")
     assert main([f"run={left.root}"]) == 130, "the scheduler knows no such job"
     assert deadlines == [ANSWER_SECONDS]

@@ -11,14 +11,14 @@ from slurm.monitor.runs_table import (
     failure_lines,
 )
 from slurm.registry import file_locks, run_registry, sweep_manifest
-from slurm.scheduler.scheduler_protocol import Scheduler
+from slurm.scheduler.scheduler_protocol import JobQueue
 from tests.fakes.run_directory import FakeRun
 from tests.fakes.scheduler import FakeScheduler
 from tests.fakes.table_of_runs import make_run, make_sweep, queued
 
 
 def look(output: Path, scheduler: FakeScheduler, sweep: str = "") -> dict[str, RunSummary]:
-    return {line.path: line for line in Overview(output, sweep, lambda: scheduler).look()}
+    return {line.path: line for line in Overview(output, sweep, lambda _: scheduler).look()}
 
 
 def test_runs_come_first_and_then_each_sweeps_points_by_number(tmp_path: Path, scheduler: FakeScheduler) -> None:
@@ -81,7 +81,7 @@ def test_without_an_answer_files_stand_alone_and_nothing_is_called_dead(
     for name in ("one", "two"):
         queued(make_run(tmp_path / name, steps=3), scheduler)
     scheduler.fail("known", times=1)
-    overview = Overview(tmp_path, scheduler=lambda: scheduler)
+    overview = Overview(tmp_path, connect=lambda _: scheduler)
     lines = overview.look()
     assert [(line.scheduler, line.live) for line in lines] == [("", None), ("", None)]
     assert overview.source.startswith("files alone; the scheduler gave no answer: known: Socket timed out")
@@ -90,11 +90,11 @@ def test_without_an_answer_files_stand_alone_and_nothing_is_called_dead(
 
 
 def test_a_machine_without_slurm_shows_what_the_files_say(tmp_path: Path, scheduler: FakeScheduler) -> None:
-    def none() -> Scheduler:
+    def none(_name: str) -> JobQueue:
         raise ConfigError("cluster.scheduler", "slurm", "Slurm's commands on PATH")
 
     queued(make_run(tmp_path / "demo", steps=3), scheduler)
-    overview = Overview(tmp_path, scheduler=none)
+    overview = Overview(tmp_path, connect=none)
     assert [line.step for line in overview.look()] == [3]
     assert "files alone" in overview.source
 
@@ -107,13 +107,13 @@ def test_a_job_of_somebody_else_under_the_same_id_is_not_shown(tmp_path: Path, s
 
 
 def test_a_local_run_asks_no_scheduler(tmp_path: Path) -> None:
-    def none() -> Scheduler:
+    def none(_name: str) -> JobQueue:
         raise AssertionError("nobody asks")
 
     run = make_run(tmp_path / "demo", steps=3)
     run_registry.record_job(run.paths, "local", "1")
     with run_registry.held_by_job(run.paths):
-        overview = Overview(tmp_path, scheduler=none)
+        overview = Overview(tmp_path, connect=none)
         assert [(line.live, line.state) for line in overview.look()] == [(True, "training")]
     assert [(line.live, line.state) for line in overview.look()] == [(False, "interrupted")]
     assert overview.source == "files"
@@ -125,7 +125,7 @@ def test_the_scheduler_is_asked_once_a_look_and_not_again_about_what_ended(
     one, two, three = [queued(make_run(tmp_path / name, steps=3), scheduler) for name in ("a", "b", "c")]
     scheduler.set(one, "FAILED")
     scheduler.forget(two)
-    overview = Overview(tmp_path, scheduler=lambda: scheduler)
+    overview = Overview(tmp_path, connect=lambda _: scheduler)
     first, second = overview.look(), overview.look()
     assert scheduler.asked == [(one, two, three), (three,)]
     assert [line.scheduler for line in first] == [line.scheduler for line in second] == ["FAILED", "", "RUNNING"]
@@ -137,7 +137,7 @@ def test_the_scheduler_is_asked_once_a_look_and_not_again_about_what_ended(
 def test_metrics_are_read_on_from_where_the_last_look_ended(tmp_path: Path, scheduler: FakeScheduler) -> None:
     run = make_run(tmp_path / "demo", steps=3)
     queued(run, scheduler)
-    overview = Overview(tmp_path, scheduler=lambda: scheduler)
+    overview = Overview(tmp_path, connect=lambda _: scheduler)
     assert [line.step for line in overview.look()] == [3]
     size = run.paths.metrics.stat().st_size
     later = FakeRun.attempt(run, "1-1")
@@ -182,7 +182,7 @@ def test_a_finished_run_is_read_once(tmp_path: Path, scheduler: FakeScheduler) -
     run = make_run(tmp_path / "demo", steps=3)
     queued(run, scheduler, "COMPLETED")
     run.finish(3)
-    overview = Overview(tmp_path, scheduler=lambda: scheduler)
+    overview = Overview(tmp_path, connect=lambda _: scheduler)
     first = overview.look()
     run.paths.metrics.unlink()
     assert overview.look() == first
@@ -194,6 +194,6 @@ def test_a_finished_run_is_over_whether_the_scheduler_answers_or_not(tmp_path: P
     queued(run, scheduler, "COMPLETED")
     run.finish(3)
     scheduler.fail("known", times=1)
-    assert [(line.state, line.live) for line in Overview(tmp_path, scheduler=lambda: scheduler).look()] == [
+    assert [(line.state, line.live) for line in Overview(tmp_path, connect=lambda _: scheduler).look()] == [
         ("finished", False)
     ]

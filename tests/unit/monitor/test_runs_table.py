@@ -116,7 +116,7 @@ def test_following_tells_every_change_once_and_ends_with_the_last_job(tmp_path: 
 
     console = Console(file=io.StringIO(), width=200)
     clock = Clock()
-    lines = follow_table(Overview(tmp_path, scheduler=lambda: scheduler), console, clock)
+    lines = follow_table(Overview(tmp_path, connect=lambda _: scheduler), console, clock)
     assert [line.state for line in lines] == ["finished", "interrupted"]
     assert len(clock.slept) == 5
     told = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ def test_following_waits_while_the_scheduler_is_silent(tmp_path: Path) -> None:
 
     silent, clock = Silent(), FakeClock()
     queued(make_run(tmp_path / "demo", steps=3), silent)
-    lines = follow_table(Overview(tmp_path, scheduler=lambda: silent), Console(file=io.StringIO()), clock)
+    lines = follow_table(Overview(tmp_path, connect=lambda _: silent), Console(file=io.StringIO()), clock)
     assert [line.live for line in lines] == [False]
     assert (silent.questions, len(clock.slept)) == (5, 4)
 

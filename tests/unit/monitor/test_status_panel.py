@@ -8,7 +8,7 @@ RUN = Snapshot(
     time=1000.0,
     attempt="7-1",
     state="training",
-    job=JobLine("7", restart=1, most_restarts=100, live=True, word="RUNNING"),
+    job=JobLine("7", "slurm", restart=1, most_restarts=100, live=True, word="RUNNING"),
     began=400.0,
     roles=(
         RoleLine("trainer.0", 0, "10.0.0.1", "ready", since=460.0, detail=""),

@@ -15,7 +15,7 @@ from slurm.monitor.log_lines import LogLines
 from slurm.monitor.run_snapshot import PastAttempt, Snapshot
 from slurm.monitor.run_watcher import ASK_SECONDS, Watcher, read_snapshot
 from slurm.monitor.status_panel import MAX_PAST, attempt_text, nothing_runs, render_run, silence_text, state_text
-from slurm.scheduler.scheduler_protocol import Scheduler
+from slurm.scheduler.scheduler_protocol import JobQueue
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import Decision, FakeAttempt, FakeRun
@@ -169,11 +169,11 @@ def test_the_scheduler_is_asked_only_in_doubt_and_not_at_every_look(run: FakeRun
     asked: list[float] = []
     clock = FakeClock()
 
-    def find() -> Scheduler:
+    def find(_name: str) -> JobQueue:
         asked.append(clock.now())
         return scheduler
 
-    watcher = Watcher(run.root, scheduler=find, clock=clock)
+    watcher = Watcher(run.root, connect=find, clock=clock)
     scheduler.set("1", "PENDING", "Resources")
     assert nothing_runs(watcher.look()) == "queued as job 1: PENDING (Resources) …"
     watcher.look()
@@ -199,21 +199,21 @@ def test_a_job_that_is_gone_from_the_queue_is_interrupted(run: FakeRun, schedule
         scheduler.forget("1")
     else:
         scheduler.set("1", ending)
-    assert Watcher(run.root, scheduler=lambda: scheduler).look().state == "interrupted"
+    assert Watcher(run.root, connect=lambda _: scheduler).look().state == "interrupted"
 
 
 @pytest.mark.parametrize("word", ["CANCELLED", "NODE_FAIL", "TIMEOUT"])
 def test_the_schedulers_word_for_the_end_is_told(run: FakeRun, scheduler: FakeScheduler, word: str) -> None:
     preempted(run, "1-0", range(1, 5), "left")
     scheduler.set("1", word)
-    now = Watcher(run.root, scheduler=lambda: scheduler).look()
+    now = Watcher(run.root, connect=lambda _: scheduler).look()
     assert state_text(now) == f"interrupted ({word})"
     assert f"demo: interrupted ({word})" in LogLines().lines(now, 0.0)
 
 
 def test_a_job_that_ended_in_the_queue_is_not_waited_for_in_words(run: FakeRun, scheduler: FakeScheduler) -> None:
     scheduler.set("1", "CANCELLED")
-    now = Watcher(run.root, scheduler=lambda: scheduler).look()
+    now = Watcher(run.root, connect=lambda _: scheduler).look()
     assert (now.state, now.ended) == ("interrupted", True)
     assert nothing_runs(now) == "the job ended before its roles were started"
 
@@ -222,7 +222,7 @@ def test_a_scheduler_without_an_answer_is_told_of_once_in_lines_and_as_long_as_i
     run: FakeRun, scheduler: FakeScheduler
 ) -> None:
     clock, ticker = FakeClock(), LogLines()
-    watcher = Watcher(run.root, scheduler=lambda: scheduler, clock=clock)
+    watcher = Watcher(run.root, connect=lambda _: scheduler, clock=clock)
     scheduler.fail("job", 2)
     told: list[str] = []
     troubles: list[str] = []
@@ -239,12 +239,12 @@ def test_a_scheduler_without_an_answer_is_told_of_once_in_lines_and_as_long_as_i
 def test_a_slow_scheduler_is_left_in_peace_after_it_answered(run: FakeRun, scheduler: FakeScheduler) -> None:
     clock, asked = FakeClock(), []
 
-    def slow() -> Scheduler:
+    def slow(_name: str) -> JobQueue:
         asked.append(clock.now())
         clock.sleep(2 * ASK_SECONDS)
         return scheduler
 
-    watcher = Watcher(run.root, scheduler=slow, clock=clock)
+    watcher = Watcher(run.root, connect=slow, clock=clock)
     watcher.look()
     watcher.look()
     assert len(asked) == 1
@@ -274,12 +274,12 @@ def green(what: Snapshot) -> int:
 
 def test_files_are_enough_where_the_scheduler_gives_no_answer(run: FakeRun, scheduler: FakeScheduler) -> None:
     scheduler.fail("job")
-    assert Watcher(run.root, scheduler=lambda: scheduler).look().state == "queued"
+    assert Watcher(run.root, connect=lambda _: scheduler).look().state == "queued"
 
-    def missing() -> Scheduler:
+    def missing(_name: str) -> JobQueue:
         raise ConfigError("cluster.scheduler", "slurm", "Slurm's commands on PATH")
 
-    assert Watcher(run.root, scheduler=missing).look().state == "queued"
+    assert Watcher(run.root, connect=missing).look().state == "queued"
 
 
 def watched(run: FakeRun, moments: list[Callable[[], object]]) -> tuple[Snapshot, list[str]]:

@@ -15,7 +15,7 @@ from pipeline.run.paths import RunPaths
 from pipeline.run.run_documents import Finished
 from pipeline.utils import shared_files
 from slurm.registry import run_registry
-from slurm.scheduler.scheduler_protocol import ENDED, PENDING, RUNNING, QueuedJob, Scheduler
+from slurm.scheduler.scheduler_protocol import ENDED, PENDING, RUNNING, JobQueue, QueuedJob
 from slurm.submission.compose_config import compose_config
 from tests.fakes.scheduler import FakeScheduler
 from tests.support.strangers import as_stranger, needs_another_user, shared_directory
@@ -225,10 +225,10 @@ def test_a_run_with_a_live_job_is_refused_with_its_user_id_and_state(state: str,
     run = submitted(tmp_path, scheduler, state)
     said = rf"Slurm job 1 of alice is {state}\); end it \(python launchers/cancel.py run={run.root}\).*name=demo-2"
     with pytest.raises(RunStateError, match=said):
-        run_registry.examine(demo(tmp_path, f"cluster={cluster}"), lambda: scheduler)
+        run_registry.examine(demo(tmp_path, f"cluster={cluster}"), lambda _: scheduler)
     with (
         pytest.raises(RunStateError, match=said),
-        run_registry.claimed_run(demo(tmp_path, f"cluster={cluster}"), lambda: scheduler),
+        run_registry.claimed_run(demo(tmp_path, f"cluster={cluster}"), lambda _: scheduler),
     ):
         pass
     assert not run_registry.owns(run, "2"), "a refused submission leaves the job its run"
@@ -239,7 +239,7 @@ def test_a_pending_job_is_refused_with_what_it_waits_for(tmp_path: Path) -> None
     submitted(tmp_path, scheduler, PENDING)
     scheduler.set("1", PENDING, "Resources")
     with pytest.raises(RunStateError, match="is PENDING, Resources"):
-        run_registry.examine(demo(tmp_path), lambda: scheduler)
+        run_registry.examine(demo(tmp_path), lambda _: scheduler)
 
 
 @pytest.mark.parametrize("state", [*sorted(ENDED), "forgotten"])
@@ -250,9 +250,9 @@ def test_a_run_whose_job_is_over_can_be_resumed_by_either_kind(state: str, tmp_p
         scheduler.forget("1")
     else:
         scheduler.set("1", state)
-    assert run_registry.examine(demo(tmp_path), lambda: scheduler) == run
+    assert run_registry.examine(demo(tmp_path), lambda _: scheduler) == run
     assert not run_registry.owns(run, "2"), "looking changes nothing"
-    with run_registry.claimed_run(demo(tmp_path, "cluster=slurm"), lambda: scheduler), run_registry.job_replaced(run):
+    with run_registry.claimed_run(demo(tmp_path, "cluster=slurm"), lambda _: scheduler), run_registry.job_replaced(run):
         assert run_registry.owns(run, "2"), "the next job may start before it is recorded"
         run_registry.record_job(run, "slurm", "2")
     assert run_registry.owns(run, "2")
@@ -265,7 +265,7 @@ def test_a_submission_that_fails_leaves_the_record_of_who_ran_last(tmp_path: Pat
     before = run_registry.submitted_job(run)
 
     def refused() -> None:
-        with run_registry.claimed_run(demo(tmp_path), lambda: scheduler), run_registry.job_replaced(run):
+        with run_registry.claimed_run(demo(tmp_path), lambda _: scheduler), run_registry.job_replaced(run):
             assert run_registry.submitted_job(run) is None
             raise SchedulerError("sbatch refused the job")
 
@@ -276,16 +276,16 @@ def test_a_submission_that_fails_leaves_the_record_of_who_ran_last(tmp_path: Pat
 
 def test_a_job_that_is_not_on_record_is_found_by_its_run_id_before_another_is_submitted(tmp_path: Path) -> None:
     scheduler = FakeScheduler()
-    with run_registry.claimed_run(demo(tmp_path), lambda: scheduler) as run:
+    with run_registry.claimed_run(demo(tmp_path), lambda _: scheduler) as run:
         job = scheduler.submit("demo", comment=f"rollcall {run_registry.identity(run).run_id}")
         scheduler.submit("demo", comment="rollcall demo-12345678")
     with pytest.raises(RunStateError, match=rf"not live \(Slurm job {job} of alice is PENDING\)"):
-        run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler)
+        run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda _: scheduler)
     scheduler.fail("jobs_with")
     with pytest.raises(RunStateError, match=r"which is unknown for its Slurm jobs .*; try again where Slurm answers$"):
-        run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler)
+        run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda _: scheduler)
     scheduler.cancel(job)
-    assert run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler) == run
+    assert run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda _: scheduler) == run
 
 
 def test_an_earlier_job_that_was_queued_again_by_hand_keeps_others_out(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_an_earlier_job_that_was_queued_again_by_hand_keeps_others_out(tmp_path:
     scheduler.set("1", PENDING)
     assert not run_registry.owns(run, "1")
     with pytest.raises(RunStateError, match="Slurm job 1 of alice is PENDING"):
-        run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler)
+        run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda _: scheduler)
 
 
 def test_a_comment_decides_whose_a_job_is_and_a_name_only_where_there_is_none(tmp_path: Path) -> None:
@@ -318,9 +318,9 @@ def test_a_scheduler_that_cannot_be_asked_never_means_that_the_job_is_over(tmp_p
     run = submitted(tmp_path, scheduler)
     scheduler.fail("job", said="Unable to contact slurm controller")
     with pytest.raises(RunStateError, match=r"which is unknown for Slurm job 1 of \S+ \(job: Unable to contact"):
-        run_registry.examine(demo(tmp_path), lambda: scheduler)
+        run_registry.examine(demo(tmp_path), lambda _: scheduler)
 
-    def no_slurm() -> Scheduler:
+    def no_slurm(_name: str) -> JobQueue:
         raise ConfigError("cluster.scheduler", "slurm", "Slurm's commands on PATH")
 
     with pytest.raises(RunStateError, match=r"Slurm's commands on PATH.*remove .*job\.json"):
@@ -354,7 +354,7 @@ def test_a_local_job_is_no_matter_of_the_scheduler(tmp_path: Path) -> None:
     scheduler = FakeScheduler()
     scheduler.fail("job")
     assert run_registry.live_job(run, scheduler) is None
-    assert run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda: scheduler) == run
+    assert run_registry.examine(demo(tmp_path, "cluster=slurm"), lambda _: scheduler) == run
 
 
 @pytest.mark.parametrize(("who", "mode"), [("owner", 0o700), ("group", 0o750)])

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, SchedulerError
-from slurm.scheduler.scheduler_protocol import Nodes, QueuedJob
+from slurm.scheduler.scheduler_protocol import Nodes, QueuedJob, user_name
+from slurm.scheduler.scheduler_registry import connect_scheduler
 from slurm.scheduler.slurm import slurm_commands
 from slurm.scheduler.slurm.slurm_commands import (
     SlurmCommands,
-    find_slurm,
-    my_name,
     parse_gpus,
     parse_job,
     parse_partitions,
@@ -177,7 +176,7 @@ def test_without_slurm_the_missing_commands_are_named(monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     put(tmp_path, "sinfo", "true")
     with pytest.raises(ConfigError) as caught:
-        find_slurm()
+        connect_scheduler("slurm")
     assert caught.value.key == "cluster.scheduler"
     assert "Slurm's commands on PATH; sbatch, scontrol, squeue, scancel not found: log in to a node" in str(
         caught.value
@@ -187,7 +186,7 @@ def test_without_slurm_the_missing_commands_are_named(monkeypatch: pytest.Monkey
 def test_with_its_commands_slurm_is_found(bin: Path) -> None:
     for name in slurm_commands.COMMANDS:
         put(bin, name, "true")
-    assert isinstance(find_slurm(), SlurmCommands)
+    assert isinstance(connect_scheduler("slurm"), SlurmCommands)
 
 
 def test_a_command_that_does_not_answer_is_ended_at_its_deadline(bin: Path) -> None:
@@ -244,7 +243,7 @@ def test_jobs_are_found_by_a_word_of_their_comment_each_once_and_only_live_ones(
         "15|(null)",
         "16|a|demo-1f3a b",
     )
-    put(bin, "squeue", f'case "$*" in *--user={my_name()}*) printf "%s\\n" {" ".join(map(repr, lines))};; esac')
+    put(bin, "squeue", f'case "$*" in *--user={user_name()}*) printf "%s\\n" {" ".join(map(repr, lines))};; esac')
     leader = record(id="12", het="HetJobId=12 HetJobOffset=0 ")
     said = f"case $4 in 16) echo '{record(id='16', state='CANCELLED')}';; *) echo '{leader}';; esac"
     put(bin, "scontrol", said)
@@ -280,12 +279,15 @@ def test_a_refusal_is_told_from_no_answer(bin: Path, tmp_path: Path) -> None:
     put(bin, "sbatch", "echo 'allocation failure: Socket timed out on send/recv operation' >&2; exit 1")
     with pytest.raises(SchedulerError, match="Socket timed out"):
         SlurmCommands().test_only(tmp_path / "job.sh")
+    put(bin, "sbatch", "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
+    answers = [SlurmCommands().test_only(tmp_path / "job.sh", nodes_down=down) for down in (False, True)]
+    assert answers == [slurm_commands.NO_SUCH_NODES, ""], "a job that only waits for a repair is not refused"
     put(bin, "sbatch", "echo 'sbatch: Job 12 to start at 2026-01-01T00:00:00' >&2; exit 0")
     assert SlurmCommands().test_only(tmp_path / "job.sh") == ""
 
 
 def test_accounts_are_those_of_this_user_each_once(bin: Path) -> None:
-    put(bin, "sacctmgr", f'case "$*" in *user={my_name()}*) printf "physics\\nbio\\nphysics\\n";; esac')
+    put(bin, "sacctmgr", f'case "$*" in *user={user_name()}*) printf "physics\\nbio\\nphysics\\n";; esac')
     assert SlurmCommands().accounts() == ["bio", "physics"]
 
 

@@ -13,7 +13,7 @@ from pipeline.run.paths import SweepPaths
 from pipeline.utils import shared_files
 from slurm.registry import run_registry, sweep_manifest
 from slurm.registry.file_locks import lock_holder
-from slurm.scheduler.scheduler_protocol import RUNNING, Scheduler
+from slurm.scheduler.scheduler_protocol import RUNNING, JobQueue
 from slurm.submission.cancel_runs import cancel, cancel_sweep, main
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
@@ -64,7 +64,7 @@ def local_job(run: FakeRun) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def no_scheduler() -> Scheduler:
+def no_scheduler(_name: str) -> JobQueue:
     raise AssertionError("a local run asks no scheduler")
 
 
@@ -79,7 +79,7 @@ def test_a_job_in_the_queue_is_cancelled_whether_it_runs_or_not(
     run: FakeRun, scheduler: FakeScheduler, state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = queued(run, scheduler, state)
-    assert cancel([run.paths], lambda: scheduler) == 0
+    assert cancel([run.paths], lambda _: scheduler) == 0
     assert scheduler.cancelled == [job]
     assert capsys.readouterr().out.splitlines() == [
         f"demo: job {job} ({state}) was cancelled and will not be queued again",
@@ -101,7 +101,7 @@ def test_it_waits_until_the_job_is_over(run: FakeRun) -> None:
 
     slow, clock = Slow(), Clock()
     job = queued(run, slow)
-    assert cancel([run.paths], lambda: slow, clock) == 0
+    assert cancel([run.paths], lambda _: slow, clock) == 0
     assert 10 < clock.time < 12
 
 
@@ -112,7 +112,7 @@ def test_a_job_that_does_not_end_is_an_error_in_bounded_time(run: FakeRun, capsy
 
     deaf, clock = Deaf(), FakeClock()
     queued(run, deaf)
-    assert cancel([run.paths], lambda: deaf, clock) == 1
+    assert cancel([run.paths], lambda _: deaf, clock) == 1
     assert "demo to end" in capsys.readouterr().err
     assert clock.time < 120
 
@@ -122,14 +122,14 @@ def test_a_job_that_is_over_leaves_nothing_to_cancel(
     run: FakeRun, scheduler: FakeScheduler, state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queued(run, scheduler, state)
-    assert cancel([run.paths], lambda: scheduler) == 0
+    assert cancel([run.paths], lambda _: scheduler) == 0
     assert scheduler.cancelled == []
     assert capsys.readouterr().out == "nothing to cancel: no job of demo is live\n"
 
 
 def test_another_job_that_got_the_same_id_is_left_alone(run: FakeRun, scheduler: FakeScheduler) -> None:
     run_registry.record_job(run.paths, "slurm", scheduler.submit("thesis", comment="", state=RUNNING))
-    assert cancel([run.paths], lambda: scheduler) == 0
+    assert cancel([run.paths], lambda _: scheduler) == 0
     assert scheduler.cancelled == []
 
 
@@ -138,7 +138,7 @@ def test_a_silent_scheduler_is_an_error_and_not_nothing_to_cancel(
 ) -> None:
     queued(run, scheduler)
     scheduler.fail("job")
-    assert cancel([run.paths], lambda: scheduler) == 1
+    assert cancel([run.paths], lambda _: scheduler) == 1
     told = capsys.readouterr()
     assert "error: demo: job: Socket timed out" in told.err
     assert "nothing to cancel" not in told.out
@@ -160,10 +160,10 @@ def test_a_run_that_nobody_runs_has_nothing_to_cancel(run: FakeRun, capsys: pyte
 
 def test_a_job_that_is_not_on_record_is_found_and_cancelled(tmp_path: Path, scheduler: FakeScheduler) -> None:
     run = FakeRun(tmp_path / "demo", make_config(cluster={"scheduler": "slurm"}))
-    assert cancel([run.paths], lambda: scheduler) == 0
+    assert cancel([run.paths], lambda _: scheduler) == 0
     assert scheduler.cancelled == []
     job = scheduler.submit("demo", comment=f"rollcall {run.identity.run_id}")
-    assert cancel([run.paths], lambda: scheduler) == 0
+    assert cancel([run.paths], lambda _: scheduler) == 0
     assert scheduler.cancelled == [job]
 
 
@@ -175,7 +175,7 @@ def test_a_launcher_that_is_submitting_ends_first_and_then_its_job_is_cancelled(
         assert launcher.stdout
         assert launcher.stdout.readline() == "held\n"
 
-        def queue_after_it() -> Scheduler:
+        def queue_after_it(_name: str) -> JobQueue:
             launcher.wait(10)  # it sleeps until it is told
             queued(run, scheduler)
             return scheduler
@@ -215,7 +215,7 @@ def test_a_sweep_is_cancelled_point_by_point(
     paths = SweepPaths(tmp_path / "seeds")
     jobs = [queued(FakeRun(paths.point(point.name).root), scheduler) for point in sweep.points[:2]]
     shared_files.write_document(paths.manifest, sweep)
-    monkeypatch.setattr("slurm.submission.cancel_runs.find_slurm", lambda: scheduler)
+    monkeypatch.setattr("slurm.submission.cancel_runs.connect_scheduler", lambda _: scheduler)
     assert main([f"sweep={paths.root}"]) == 0
     assert scheduler.cancelled == jobs
     assert "1-seed_2: over" in capsys.readouterr().out
@@ -229,7 +229,7 @@ def test_a_point_that_cannot_be_cancelled_keeps_no_other_from_it(
     jobs = [queued(FakeRun(paths.point(point.name).root), scheduler) for point in sweep.points]
     shared_files.write_document(paths.manifest, sweep)
     paths.point(sweep.points[0].name).job.write_text("{")
-    assert cancel_sweep(paths, lambda: scheduler) == 1
+    assert cancel_sweep(paths, lambda _: scheduler) == 1
     assert scheduler.cancelled == jobs[1:]
     assert "error: 0-seed_1: " in capsys.readouterr().err
 
@@ -265,7 +265,7 @@ def test_whoever_submits_a_sweep_is_told_before_its_points(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == "held\n"
-        assert cancel_sweep(paths, lambda: scheduler) == 0
+        assert cancel_sweep(paths, lambda _: scheduler) == 0
         process.wait(10)  # it would sleep for a minute
     assert scheduler.cancelled == [job]
     assert f"process {process.pid}, which submits it, was signalled to end" in capsys.readouterr().out

@@ -160,7 +160,7 @@ def test_a_signal_ends_a_submission_between_two_points(tmp_path: Path, fake: Fak
             signal.raise_signal(signal.SIGINT)
         return fake.submit(config, plan)
 
-    assert sweep(command(tmp_path), PointLauncher(one.check, one.show, one.run, queue, one.scheduler)) == 1
+    assert sweep(command(tmp_path), PointLauncher(one.check, one.show, one.run, queue, one.connect)) == 1
     assert fake.submitted == NAMES[:2]
     assert [point.job for point in kept(tmp_path)] == ["1", "2", "", ""]
 
@@ -242,7 +242,7 @@ def test_two_submissions_at_once_are_one_and_an_error(tmp_path: Path, fake: Fake
         return fake.submit(config, plan)
 
     one = fake.launch
-    assert sweep(command(tmp_path), PointLauncher(one.check, one.show, one.run, queue, one.scheduler), detach=True) == 0
+    assert sweep(command(tmp_path), PointLauncher(one.check, one.show, one.run, queue, one.connect), detach=True) == 0
     assert fake.submitted == NAMES
 
 

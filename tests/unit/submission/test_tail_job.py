@@ -85,7 +85,7 @@ def slurm() -> FakeScheduler:
 
 
 def job_of(run: RunPaths, slurm: FakeScheduler, clock: FakeClock | None = None) -> RunJob:
-    return RunJob(run.submitit / "slurm", slurm.submit(), [0, 1], run=run, scheduler=slurm, clock=clock or FakeClock())
+    return RunJob(run.submitit / "slurm", slurm.submit(), [0, 1], run=run, queue=slurm, clock=clock or FakeClock())
 
 
 def begin(run: RunPaths, name: str) -> AttemptPaths:

@@ -1,0 +1,33 @@
+"""The schedulers of a checkout are the folders of `slurm/scheduler`, to a config and to the registry."""
+
+from typing import get_args
+
+import pytest
+
+from pipeline.config.cluster_keys import ClusterConfig
+from pipeline.errors import ConfigError
+from pipeline.run.run_documents import LOCAL
+from slurm.scheduler.scheduler_protocol import BatchScheduler, Scheduler
+from slurm.scheduler.scheduler_registry import batch_scheduler, find_scheduler, scheduler_names
+from tests.fakes.configs import make_config
+from tests.support.spool import SCHEDULER, SpoolQueue
+
+
+def test_a_name_without_a_folder_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.scheduler='pbs': expected 'local' or 'slurm'"):
+        make_config(cluster={"scheduler": "pbs"})
+
+
+def test_the_folders_are_the_names_that_a_config_may_have_and_all_but_one_have_a_queue() -> None:
+    assert scheduler_names() == ("local", "slurm")
+    assert get_args(ClusterConfig.model_fields["scheduler"].annotation) == scheduler_names()
+    assert [name for name in scheduler_names() if not isinstance(find_scheduler(name), BatchScheduler)] == [LOCAL]
+    with pytest.raises(ConfigError, match="expected a scheduler with a queue; set cluster=slurm"):
+        batch_scheduler(LOCAL)
+
+
+def test_the_tests_scheduler_is_one_to_the_type_checker_too() -> None:
+    scheduler: BatchScheduler = SCHEDULER
+    assert isinstance(scheduler.queue(1.0), SpoolQueue)
+    known: list[Scheduler] = [find_scheduler(name) for name in scheduler_names()]
+    assert [one.title for one in known] == ["this machine", "Slurm"]
