@@ -36,7 +36,7 @@ no torch, except in `pipeline.checkpoints.sharded_state`, `async_save`, `shard_i
 
 from pipeline.checkpoints.checkpoint_location import log_newest, recorded_root, root_of
 from pipeline.checkpoints.checkpoint_store import Checkpoint, complete_checkpoints, newest_checkpoint
-from pipeline.checkpoints.fencing import Fence
+from pipeline.checkpoints.fencing import Fence, attempt_of, writer_of
 from pipeline.checkpoints.pruning import prune, remove_unfinished
 from pipeline.checkpoints.trainer_state import PHASES, OfflineProgress, PhaseName, TrainerState
 
@@ -47,6 +47,7 @@ __all__ = [
     "OfflineProgress",
     "PhaseName",
     "TrainerState",
+    "attempt_of",
     "complete_checkpoints",
     "log_newest",
     "newest_checkpoint",
@@ -54,4 +55,5 @@ __all__ = [
     "recorded_root",
     "remove_unfinished",
     "root_of",
+    "writer_of",
 ]

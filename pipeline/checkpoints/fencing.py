@@ -7,6 +7,10 @@ its files, and every writer of a file of the run calls `check` right before: of 
 owner cannot be read. All other files belong to one attempt (`pipeline.run.paths`), or have a separate fence
 (`pipeline.transport.topic_segments`).
 
+The trainer can be restarted within an attempt. Each of its processes is then a separate *writer*: `12-0`, `12-0.1`, …
+A claim by the next one refuses the writes of its predecessor. Roles that stay while the trainer is restarted check for
+their attempt only (`any_restart`). Below, an attempt means a writer.
+
     checkpoints/OWNER                the attempt that may write
     checkpoints/lines/<attempt>      its ancestry: the checkpoints of other attempts that count while it is the owner
 
@@ -71,8 +75,9 @@ class Ownership:
 class Fence:
     """The write permission of one attempt, recorded in the file `OWNER` below the URL `root`."""
 
-    def __init__(self, root: str, attempt: str) -> None:
-        self._storage, self._attempt = Storage(root), attempt
+    def __init__(self, root: str, attempt: str, *, any_restart: bool = False) -> None:
+        """With `any_restart` the permission lasts while any trainer process of the attempt owns the run."""
+        self._storage, self._attempt, self._any_restart = Storage(root), attempt, any_restart
         self._old_ancestries: list[str] = []
 
     def claim(self, submitted: str = "") -> None:
@@ -110,7 +115,7 @@ class Fence:
         Reads one small file.
         """
         owner = _owner(self._storage)
-        if owner not in ("", self._attempt):
+        if owner not in ("", self._attempt) and not (self._any_restart and attempt_of(owner) == self._attempt):
             raise self._error(owner)
 
     def _write_ancestry(self, ancestry: Ancestry) -> None:
@@ -123,6 +128,17 @@ class Fence:
         return SupersededError(
             f"attempt {owner} has taken over {self._storage.url()}; attempt {self._attempt} must write nothing more"
         )
+
+
+def writer_of(attempt: str, restart: int) -> str:
+    """The name under which the trainer of an attempt writes after its restarts: `12-0`, `12-0.1`, …"""
+    return f"{attempt}.{restart}" if restart else attempt
+
+
+def attempt_of(writer: str) -> str:
+    """The attempt of a writer: `12-0` of `12-0.1`."""
+    job, dash, restarts = writer.rpartition("-")
+    return f"{job}{dash}{restarts.partition('.')[0]}"
 
 
 def read_ownership(storage: Storage) -> Ownership:
@@ -167,6 +183,6 @@ def _damaged_error(storage: Storage, name: str, state: str, meaning: str) -> Che
 
 def _is_later(one: str, other: str) -> bool:
     """Whether both attempts are of one job and `one` is later. The names of two jobs' attempts have no order."""
-    job, _, restart = one.rpartition("-")
-    other_job, _, other_restart = other.rpartition("-")
-    return job == other_job and int(restart) > int(other_restart)
+    job, _, restarts = one.rpartition("-")
+    other_job, _, other_restarts = other.rpartition("-")
+    return job == other_job and [*map(int, restarts.split("."))] > [*map(int, other_restarts.split("."))]

@@ -12,4 +12,9 @@ class RecoveryConfig(Section):
     inference: NotNegative = Field(3, description="Restarts of each server.")
     actor: NotNegative = Field(3, description="Restarts of the actor. Samples in flight are sampled again.")
     preprocessor: NotNegative = Field(3, description="Restarts of the preprocessor.")
+    trainer: NotNegative = Field(
+        3,
+        description="Restarts of the trainer from the newest checkpoint, of runs with one trainer node. Job files and "
+        "the Tinker API restart theirs with the attempt.",
+    )
     redis: NotNegative = Field(3, description="Restarts of Redis with its data.")

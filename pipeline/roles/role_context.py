@@ -27,6 +27,8 @@ from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, FS_OUTAGE_TIMEOUT, retr
 
 log = logging.getLogger(__name__)
 
+PROGRESS = "progress"
+"""The number in a trainer's report that counts the steps which its process has completed."""
 RoleState = Literal["starting", "ready", "stopping", "stopped", "failed"]
 
 
@@ -46,12 +48,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RoleContext:
-    """One role's placement in one attempt of a run."""
+    """One role's placement in one attempt of a run; `restart` counts the restarts of the role before this process."""
 
     paths: AttemptPaths
     config: RunConfig
     world: World
     placement: Placement
+    restart: int = 0
 
     @property
     def run(self) -> RunPaths:
@@ -106,7 +109,8 @@ class RoleContext:
     def arguments(self) -> list[str]:
         """Command-line arguments from which `from_arguments` rebuilds this context."""
         placement = self.placement
-        return [str(self.paths.run), self.paths.run_id, self.paths.attempt, placement.role, str(placement.index)]
+        identity = [str(self.paths.run), self.paths.run_id, self.paths.attempt, placement.role, str(placement.index)]
+        return [*identity, *(["--restart", str(self.restart)] if self.restart else [])]
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> "RoleContext":
@@ -117,9 +121,11 @@ class RoleContext:
         parser.add_argument("attempt")
         parser.add_argument("role")
         parser.add_argument("index", type=int)
+        parser.add_argument("--restart", type=int, default=0)
         parsed = parser.parse_args(arguments)
         paths = AttemptPaths(parsed.run, parsed.run_id, parsed.attempt)
-        return cls(paths, read_config(RunPaths(parsed.run)), *_world_and_placement(paths, parsed.role, parsed.index))
+        world, placement = _world_and_placement(paths, parsed.role, parsed.index)
+        return cls(paths, read_config(RunPaths(parsed.run)), world, placement, parsed.restart)
 
 
 def read_config(run: RunPaths) -> RunConfig:

@@ -13,7 +13,7 @@ from functools import partial
 from pipeline.errors import StreamError
 from pipeline.roles.rank0 import Rank0
 from pipeline.roles.rl_services import RlServices
-from pipeline.roles.role_context import RoleContext
+from pipeline.roles.role_context import PROGRESS, RoleContext
 from pipeline.run.metrics_log import read_rows, series
 from pipeline.train.batching.conversation_rows import Conversations
 from pipeline.train.batching.demonstrations import TaskDemonstrations
@@ -38,7 +38,7 @@ class RunSession(Rank0):
         super().__init__(context, dispatch)
         reads = self._config.has_sft and self._config.data.path
         self._conversations = Conversations(self._config, self._alive) if reads else None
-        self._commits = RunRecorder(context.paths, context.config, dispatch, self._conversations)
+        self._commits = RunRecorder(context.paths, context.config, dispatch, self._conversations, context.restart)
         self._peers: RlServices | None = None
         self._warm_up = WarmUp(self._config, dispatch, self._pulse, self._warming_up)
 
@@ -159,6 +159,7 @@ class RunSession(Rank0):
         """See `train_loop.ProgressRecorder`."""
         idle = self._peers.idle_fractions() if self._peers else {}
         self._sinks.log("train", job.name, step, {**metrics, **idle})
+        self._numbers[PROGRESS] = self._numbers.get(PROGRESS, 0.0) + 1
         self._context.report("ready", f"{job.name} step {step} of {job.steps}", **self._numbers)
         self._commits.collect()
 

@@ -310,7 +310,7 @@ def _finish(
         pause=pause,
         clock=clock,
     )
-    Fence(root_of(config, run, paths.run_id), paths.attempt).check()
+    Fence(root_of(config, run, paths.run_id), paths.attempt, any_restart=True).check()
     finished = Finished(time=time.time(), steps=_steps_of(run, config), attempt=paths.attempt)
     retry_transient("the end of the run", lambda: finish(run, finished), FS_OUTAGE_TIMEOUT, clock)
 

@@ -182,6 +182,10 @@ class LivenessMonitor:
                 stalls.append((False, works, Stall(cause, record.pid)))
         return max(stalls, key=lambda stall: stall[:2])[2] if stalls else None
 
+    def worker_pids(self) -> list[int]:
+        """The processes of the role with a heartbeat."""
+        return [record.pid for record in self.board.read() if record.pid] if self._beats else []
+
     def stacks(self, pid: int) -> dict[int, str]:
         """The stacks of the role's processes, by process id; `pid` is the first process.
 

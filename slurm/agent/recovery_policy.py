@@ -1,10 +1,11 @@
 """The consequence of a role's end before the attempt's end: its restart in place, or the end of the attempt.
 
 Owns the table of roles and kinds of end, and the budget of each role. A role is restarted if the table has a restart
-for this kind of end, the budget is not used up, and the process that ended had made progress: it was ready. Without
-progress the same cause would end the next process too. Pure: no process, file or clock.
+for this kind of end, the budget is not used up, and the process that ended had made progress: it was ready, and if it
+is a trainer it had completed a step. Without progress the same cause would end the next process too. Pure: no process,
+file or clock.
 
-    budget = RestartBudget("actor", config.recovery)
+    budget = RestartBudget.from_config("actor", config)
     if budget.allows("signal", progressed=True):
         budget.used += 1
         pause = next(budget.pauses)
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config.recovery_keys import RecoveryConfig
+from pipeline.config import RunConfig
 from pipeline.topology.plan import RoleName
 from pipeline.utils.waiting import exponential_pauses
 
@@ -30,7 +31,6 @@ EndKind = Literal["early", "exit", "signal", "hang", "final"]
 | `final` | after the role's own report of an error that a restart would meet again (`RollcallError.is_final`) |
 """
 _PASSING: frozenset[EndKind] = frozenset({"early", "exit", "signal", "hang"})
-_NEVER: frozenset[EndKind] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,13 @@ class RecoveryRule:
         restarts: the kinds of end after which the role is restarted; the others end the attempt.
         pauses: seconds before the first restart, and before any later one. Each pause is half again as long.
         retries_start: whether a restarted process may fail before it is ready, within the budget.
+        completes_steps: whether its progress is a completed step, not only that it was ready.
     """
 
     restarts: frozenset[EndKind]
     pauses: tuple[float, float]
     retries_start: bool = False
+    completes_steps: bool = False
 
 
 RECOVERY: dict[RoleName, RecoveryRule] = {
@@ -55,7 +57,7 @@ RECOVERY: dict[RoleName, RecoveryRule] = {
     "preprocessor": RecoveryRule(_PASSING, (1.0, 30.0)),
     # All other roles wait for Redis, for at most `FS_OUTAGE_TIMEOUT`.
     "redis": RecoveryRule(_PASSING, (0.2, 5.0)),
-    "trainer": RecoveryRule(_NEVER, (1.0, 30.0)),
+    "trainer": RecoveryRule(_PASSING, (0.2, 5.0), completes_steps=True),
 }
 """The consequence of each role's end. The budget is `recovery.<role>`."""
 
@@ -78,9 +80,14 @@ class RestartBudget:
         self.pauses = exponential_pauses(*RECOVERY[self.role].pauses)
 
     @classmethod
-    def from_config(cls, role: RoleName, config: RecoveryConfig) -> "RestartBudget":
-        """The budget of a role, `recovery.<role>`; 0 for a role that is never restarted."""
-        return cls(role, getattr(config, role, 0))
+    def from_config(cls, role: RoleName, config: RunConfig, seats: int = 1) -> "RestartBudget":
+        """The budget of a role with `seats` placements: `recovery.<role>`.
+
+        0 for a trainer on several nodes, whose agents would have to agree on each restart, and for one that executes
+        job files or serves the Tinker API, which have their own restarts.
+        """
+        is_shared = role == "trainer" and (seats > 1 or config.serve.enabled or bool(config.training.jobs))
+        return cls(role, 0 if is_shared else getattr(config.recovery, role))
 
     def allows(self, kind: EndKind, *, progressed: bool) -> bool:
         """Whether the role is restarted after an end of this kind."""

@@ -4,17 +4,21 @@ Owns these values, and how the process is killed. `role_lifecycle` owns the tran
 the actions.
 """
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from pipeline.roles import RoleCommand
-from pipeline.roles.role_context import RoleContext
+from pipeline.roles.role_context import PROGRESS, RoleContext
 from pipeline.utils import subprocesses
 from pipeline.utils.listeners import NO_LISTENER, listening_process
 from pipeline.utils.waiting import Deadline
 from slurm.agent import role_lifecycle
 from slurm.agent.liveness import LivenessMonitor
-from slurm.agent.recovery_policy import EndKind, RestartBudget
+from slurm.agent.recovery_policy import RECOVERY, EndKind, RestartBudget
 
 _KILL_SECONDS = 2.0
 """Seconds that the loop waits for a killed process to exit. A slower exit is checked again at the end."""
@@ -36,9 +40,15 @@ class SupervisedRole:
     pause: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
     """The pause before the next restart."""
     budget: RestartBudget = field(init=False)
+    _workers: list[psutil.Process] = field(default_factory=list)
+    """Of the process before: its workers that may still run. Torchrun starts each in a separate session."""
 
     def __post_init__(self) -> None:
-        self.budget = RestartBudget.from_config(self.context.placement.role, self.context.config.recovery)
+        self.budget = RestartBudget.from_config(
+            self.context.placement.role,
+            self.context.config,
+            len(self.context.world.of_role(self.context.placement.role)),
+        )
 
     @property
     def name(self) -> str:
@@ -59,7 +69,31 @@ class SupervisedRole:
 
     def may_restart(self, kind: EndKind) -> bool:
         """Whether it is restarted after an end of this kind, before the attempt's end."""
-        return self.budget.allows(kind, progressed=self.state == "ready")
+        return self.budget.allows(kind, progressed=self.state == "ready" and self._has_completed_steps())
+
+    def _has_completed_steps(self) -> bool:
+        """Whether its process has completed a step; True for a role without steps."""
+        if not RECOVERY[self.context.placement.role].completes_steps:
+            return True
+        status = self.context.status()
+        return status is not None and status.numbers.get(PROGRESS, 0) > 0
+
+    def remember_workers(self) -> None:
+        """Note, and kill, the workers of a process that has ended, before its restart.
+
+        The agent has adopted them, so a process with another parent is a stranger that got the id of an ended worker.
+        """
+        self._workers = []
+        for pid in self.monitor.worker_pids():
+            with suppress(psutil.Error):
+                worker = psutil.Process(pid)
+                if worker.ppid() in (os.getpid(), self.pid):
+                    self._workers.append(worker)
+                    worker.kill()
+
+    def is_gone(self) -> bool:
+        """Whether no process of the role is left: neither of its group, nor a worker with a heartbeat."""
+        return (self.child is None or self.child.group_is_gone()) and not any(map(_is_alive, self._workers))
 
     def taken_ports(self) -> str:
         """Names the listeners on the ports of a role that exited before it was ready; empty if the ports were free."""
@@ -73,3 +107,11 @@ class SupervisedRole:
             return ""
         self.child.kill(seconds)
         return FROZEN if self.child.poll() is None else ""
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether the process runs. A zombie has released its memory and files."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -259,17 +259,20 @@ class Supervisor:
         role.budget.used += 1
         detail = f"{cause}; {role.budget}"
         print(f"{role.name}: {detail}", flush=True)
+        role.remember_workers()
         role.monitor.close()
-        role.monitor, role.reason = self._monitor(role.name, role.launch), None
+        role.context = replace(role.context, restart=role.budget.used)
+        role.launch, role.reason = role_command(role.context), None
+        role.monitor = self._monitor(role.name, role.launch)
         role.pause = Deadline("its pause", next(role.budget.pauses), self._clock)
         role.deadline = Deadline(f"{role.name} to be restarted", FS_OUTAGE_TIMEOUT, self._clock)
         self._advance(role, "replaced", detail)
 
     def _restart(self, role: SupervisedRole) -> None:
         """Start the role's new process, or try again at the next step, until its deadline. It cannot start while the
-        disk refuses its log, or while a process of the old group is exiting and may hold GPU memory."""
+        disk refuses its log, or while an old process is exiting, which may write or hold GPU memory."""
         missing = f"the end of its processes{FROZEN}"
-        if role.child is None or role.child.group_is_gone():
+        if role.is_gone():
             try:
                 role.context.forget_status()
                 self._start(role, patience=0.0)

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.checkpoints import newest_checkpoint, recorded_root
+from pipeline.checkpoints import attempt_of, newest_checkpoint, recorded_root
 from pipeline.errors import DeadlineError
 from pipeline.run.completion import is_finished
 from pipeline.run.events import Event, EventName, Events
@@ -114,7 +114,7 @@ def newest_committer(run: RunPaths) -> str:
     Job files name their own checkpoint directories, which runs may share. For these the trainer's markers count.
     """
     if newest := newest_checkpoint(recorded_root(run)):
-        return newest.manifest.attempt
+        return attempt_of(newest.manifest.attempt)
     marks = [folder / COMMITTED for folder in run.attempts.glob("*") if COMMITTED in FileSharedDir(folder).names()]
     return max(marks, key=lambda mark: mark.stat().st_mtime_ns).parent.name if marks else ""
 

@@ -87,6 +87,21 @@ def test_an_answer_of_an_earlier_attempt_is_noted_too_and_nothing_is_measured_tw
     assert [asked.due(version) for version in (0, 25, 50)] == [[], [], [OWN]]
 
 
+def test_an_answer_of_weights_that_a_restarted_trainer_took_back_is_not_noted(streams: Streams) -> None:
+    notes = Notes()
+    asked = evaluations(streams, notes)
+    streams.publish(
+        "eval_results",
+        EvalResult(id="a-0:50", policy_version=50, accuracy=1, prompts=4, version_min=48, version_max=50, seconds=1),
+    )
+    asked.collect()
+    assert (notes, asked.due(50)) == ({}, [OWN])
+    asked.request(50, [OWN])
+    answer(streams, "a-0:50", 50)
+    asked.wait()
+    assert list(notes) == [(OWN, 50)]
+
+
 def test_an_open_request_is_not_wanted_again(streams: Streams) -> None:
     asked = evaluations(streams, Notes())
     asked.request(50, [OWN])

@@ -101,7 +101,7 @@ def start_both(launches: Launches, temporary: Path) -> tuple[Launched, Launched]
     env = {"TMPDIR": str(temporary)}
     return (
         launches.submit("r", ONE_SERVER, TWO_RANKS, env=env),
-        launches.submit("crashed", ONE_SERVER, "streams.backend=files", env=env),
+        launches.submit("crashed", ONE_SERVER, "streams.backend=files", "recovery.trainer=0", env=env),
     )
 
 

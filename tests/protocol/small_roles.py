@@ -74,7 +74,8 @@ class Attempt:
 
     def launch(self, context: RoleContext) -> RoleCommand:
         role = context.placement.role
-        argv = (sys.executable, "-c", self.scripts[role], str(self.paths.events))
+        more = ("--restart", str(context.restart)) if context.restart else ()
+        argv = (sys.executable, "-c", self.scripts[role], str(self.paths.events), *more)
         return RoleCommand(
             argv=argv, ready=lambda: self.is_ready(role), has_heartbeat=self.scripts[role].count("heartbeat.start")
         )

@@ -1,22 +1,25 @@
 """A role that crashes or hangs is restarted in place by its supervisor; with real processes."""
 
+import ctypes
 import errno
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from pipeline.utils import subprocesses
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import wait_for
 from slurm.agent import supervisor
 from slurm.agent.recovery_policy import RECOVERY
 from tests.patience import WAIT_SECONDS
 from tests.protocol.small_roles import BEATS, FOREVER, Attempt
+from tests.support.processes import runs
 
 pytestmark = pytest.mark.integration
 
@@ -132,6 +135,51 @@ def test_actor_preprocessor_and_redis_are_restarted_while_the_other_roles_stay(
     assert details["redis.0"] == "killed by SIGABRT; restarted, 1 of recovery.redis=1"
     assert [state for name, state in run.history() if name == "trainer.0"][:2] == UP
     assert run.left() == set()
+
+
+@pytest.fixture
+def orphans() -> Iterator[None]:
+    """This process adopts orphans, as an agent does, and ends those that are left."""
+    subprocesses.adopt_orphans()
+    yield
+    subprocesses.end_descendants()
+    ctypes.CDLL(None).prctl(subprocesses.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("orphans")
+@pytest.mark.parametrize("steps", [1, 0])
+def test_a_trainer_is_restarted_with_a_new_name_once_it_has_completed_a_step_and_no_worker_is_left(
+    attempt: Callable[..., Attempt], steps: int
+) -> None:
+    worker = (
+        "import os, sys, time\nfrom pipeline.utils import heartbeat\nheartbeat.start()\n"
+        "print('worker', os.getpid(), flush=True)\ntime.sleep(600)"
+    )
+    reports = (
+        f"import pathlib, subprocess, sys, time\nprint('up', *sys.argv[2:], flush=True)\n"
+        f"subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True)\n"
+        "from pipeline.run.paths import AttemptPaths\nfrom pipeline.roles.role_context import PROGRESS, Status\n"
+        "from pipeline.utils import shared_files\n"
+        "paths = AttemptPaths(pathlib.Path(sys.argv[1]).parents[2], 'r', 'a-0')\n"
+        f"status = Status(state='ready', pid=1, time=0.0, numbers={{PROGRESS: {steps}.0}})\n"
+        "shared_files.write_document(paths.status('trainer.0'), status)\nprint('reported', flush=True)\ntime.sleep(600)"
+    )
+    run = attempt(restarts=1, trainer=reports)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    log = run.paths.log("trainer", 0)
+    wait_for("its worker and report", lambda: all(word in log.read_text() for word in ("worker", "rep")), WAIT_SECONDS)
+    (old,) = psutil.Process(run.pid_of("trainer")).children()
+    os.kill(run.pid_of("trainer"), 9)
+    if steps:
+        wait_for("a new trainer", partial(run.has_been, "trainer.0", [*UP, "restarting", *UP]), WAIT_SECONDS)
+        assert not runs(old), "the new process starts after the last worker of the old one"
+        assert "up --restart 1\n" in log.read_text()
+        run.events.publish("failed", "agent.9", "for the test")
+        assert run.join() == {"failed"}
+        return
+    assert run.join() == {"failed"}
+    assert run.first_failure.cause == "killed by SIGKILL"
+    assert run.has_been("trainer.0", [*UP, "failed"])
 
 
 def test_a_role_whose_error_would_come_again_is_not_restarted(attempt: Callable[..., Attempt]) -> None:

@@ -125,6 +125,7 @@ class ServerSync:
     _store: Store | None = None
     _gatherer: ShardGatherer | None = None
     _paused: bool = False
+    _announced: bool = False
 
     def sync(self, payload: WeightSnapshot) -> None:
         """Bring the server to these weights, from any state.
@@ -337,10 +338,13 @@ class ServerSync:
             self._resume()
 
     def _announce(self, version: int | None) -> None:
-        """Announce a change of the served version; `WeightSyncError` when `on_change` could not publish it."""
-        if version == self.version:
+        """Announce a change of the served version; `WeightSyncError` when `on_change` could not publish it.
+
+        The first announcement may be None: the board may still have a version of a trainer that was killed.
+        """
+        if self._announced and version == self.version:
             return
-        self.version = version
+        self.version, self._announced = version, True
         try:
             self._on_change(self.server, version)
         except RollcallError as error:

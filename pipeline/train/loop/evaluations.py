@@ -100,6 +100,10 @@ class Evaluations:
         """Log the results that have arrived, including those of earlier attempts' requests."""
         for entry in self._reader.read(limit=16, seconds=seconds):
             result = entry.record
+            if 0 <= result.version_min < result.policy_version:
+                # Meanwhile the trainer was restarted, and the servers got the weights of an earlier step.
+                self._reader.acknowledge([entry.id])
+                continue
             self._open.pop(result.id, None)
             if (result.set, result.policy_version) not in self._measured:
                 self._measured.add((result.set, result.policy_version))

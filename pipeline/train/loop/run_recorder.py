@@ -23,7 +23,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, complete_checkpoints, remove_unfinished, root_of
+from pipeline.checkpoints import (
+    Checkpoint,
+    Fence,
+    TrainerState,
+    complete_checkpoints,
+    remove_unfinished,
+    root_of,
+    writer_of,
+)
 from pipeline.checkpoints.run_progress import (
     copy_identity,
     mark_checkpointed,
@@ -89,14 +97,21 @@ class RunRecorder:
     """
 
     def __init__(
-        self, paths: AttemptPaths, config: RunConfig, dispatch: RankGroup, conversations: Conversations | None = None
+        self,
+        paths: AttemptPaths,
+        config: RunConfig,
+        dispatch: RankGroup,
+        conversations: Conversations | None = None,
+        restart: int = 0,
     ) -> None:
-        """`conversations` are the dataset of SFT; None if SFT trains demonstrations, or without SFT."""
+        """`conversations` are the dataset of SFT; None if SFT trains demonstrations, or without SFT. `restart` counts
+        the restarts of the trainer in this attempt."""
         self._conversations = conversations
-        self._run, self._attempt, self._config, self._dispatch = RunPaths(paths.run), paths.attempt, config, dispatch
+        self._run, self._config, self._dispatch = RunPaths(paths.run), config, dispatch
+        self._writer = writer_of(paths.attempt, restart)
         self._paths, self._marked = paths, False
         self._root = root_of(config, self._run, paths.run_id)
-        self.fence = Fence(self._root, paths.attempt)
+        self.fence = Fence(self._root, self._writer)
         self._settled = AppendLog(self._run.ledger, self.fence.check)
         self.ledger = Ledger()
         self.covered: tuple[str, ...] = ()
@@ -118,7 +133,7 @@ class RunRecorder:
         atomic_dirs.repair(self._run.best)
         copy_identity(self._run, self._root)
         position = self._newest() or self._afresh()
-        remove_unfinished(self._root, self._attempt)
+        remove_unfinished(self._root, self._writer)
         expect_save(self._dispatch, self._dispatch.models)
         return position
 
@@ -195,7 +210,7 @@ class RunRecorder:
             data=self._conversations.digest if self._conversations else "",
         )
         keep = self._config.training.keep_checkpoints
-        start_save(self._dispatch, self._root, self._attempt, state, parts, keep)
+        start_save(self._dispatch, self._root, self._writer, state, parts, keep)
         self._flight = PendingSave(f"{job.name}-{done}", covered, began)
         log.info("committing %s; training stood still for %.2f s", self._flight.name, time.monotonic() - began)
         if wait or not self._config.training.async_checkpoints:
@@ -251,7 +266,7 @@ class RunRecorder:
         """
         self.fence.check()
         target = self._run.best if best else self._run.model
-        part = atomic_dirs.unfinished(target, self._attempt)
+        part = atomic_dirs.unfinished(target, self._writer)
         self._dispatch.save_hf_model("policy", part)
         atomic_dirs.replace(target, part, self.fence.check)
 

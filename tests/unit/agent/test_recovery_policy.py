@@ -7,18 +7,25 @@ import pytest
 from pipeline.config.recovery_keys import RecoveryConfig
 from pipeline.topology.plan import RoleName
 from slurm.agent.recovery_policy import RECOVERY, EndKind, RestartBudget
+from tests.fakes.configs import make_config
 
-RESTARTED: tuple[RoleName, ...] = ("inference", "actor", "preprocessor", "redis")
-
-
-def test_every_role_has_a_row_and_every_restarted_role_a_key() -> None:
-    assert set(RECOVERY) == set(get_args(RoleName))
-    assert set(RecoveryConfig.model_fields) == {role for role, rule in RECOVERY.items() if rule.restarts}
+ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 
-@pytest.mark.parametrize("role", RESTARTED)
+def test_every_role_has_a_row_and_a_key() -> None:
+    assert set(RECOVERY) == set(RecoveryConfig.model_fields) == set(ROLES)
+
+
+def test_a_trainer_of_several_nodes_or_with_its_own_restarts_ends_the_attempt() -> None:
+    assert RestartBudget.from_config("trainer", make_config(), seats=1).limit == 3
+    assert RestartBudget.from_config("trainer", make_config(), seats=2).limit == 0
+    jobs = make_config(training={"steps": 0, "jobs": "/jobs", "prompts_per_step": 1})
+    assert RestartBudget.from_config("trainer", jobs).limit == 0
+
+
+@pytest.mark.parametrize("role", ROLES)
 def test_a_role_is_restarted_as_often_as_its_budget_allows_and_never_after_a_final_error(role: RoleName) -> None:
-    budget = RestartBudget.from_config(role, RecoveryConfig(**{role: 2}))
+    budget = RestartBudget.from_config(role, make_config(recovery={role: 2}))
     kinds = get_args(EndKind)
     assert [kind for kind in kinds if not budget.allows(kind, progressed=True)] == ["final"]
     budget.used = 1

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from pipeline.checkpoints import Fence, newest_checkpoint
-from pipeline.checkpoints.fencing import read_ownership
+from pipeline.checkpoints.fencing import attempt_of, read_ownership, writer_of
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.errors import CheckpointError, SupersededError
 from pipeline.run.metrics_log import MetricSinks
@@ -161,6 +161,29 @@ def test_an_older_job_does_not_even_begin_once_a_newer_one_is_submitted(run: Fak
     assert not run.paths.checkpoints.exists()
     commits_of(run, "local20250101-0").restore()
     Fence(root, "local20250101-0").check()
+
+
+def test_a_restarted_trainer_refuses_the_process_before_it_and_no_other_role_of_its_attempt(root: str) -> None:
+    first, second = Fence(root, writer_of("12-0", 0)), Fence(root, writer_of("12-0", 1))
+    actor = Fence(root, "12-0", any_restart=True)
+    for fence in (first, second):
+        fence.claim("12")
+        actor.check()
+    with pytest.raises(CheckpointError, match=r"attempt 12-0\.1 has taken over"):
+        first.check()
+    with pytest.raises(CheckpointError, match=r"attempt 12-0\.1 has taken over"):
+        first.claim()
+    Fence(root, writer_of("12-0", 11)).claim()
+    with pytest.raises(CheckpointError, match=r"attempt 12-0\.11 has taken over"):
+        Fence(root, writer_of("12-0", 2)).claim()
+    actor.check()
+    Fence(root, "12-1").claim()
+    with pytest.raises(CheckpointError, match="attempt 12-1 has taken over"):
+        actor.check()
+
+
+def test_a_writer_names_its_attempt() -> None:
+    assert [attempt_of(writer_of("a-b-3", restart)) for restart in (0, 7)] == ["a-b-3"] * 2
 
 
 def test_an_exported_model_replaces_an_earlier_one_and_nothing_else_stays(run: FakeRun, owner: Trainer) -> None:

@@ -99,7 +99,7 @@ def test_a_server_that_accepts_and_never_answers_is_not_waited_for_beyond_the_pa
                 sender.publish(1, [("w", torch.ones(2))])
             took = time.monotonic() - started
     assert took < 10 + RESUME_SECONDS
-    assert told == []
+    assert told == [(endpoint, None)], "a trainer before this one may have left a version on the board"
 
 
 def test_an_exception_of_the_pulse_ends_the_wait() -> None:
