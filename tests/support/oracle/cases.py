@@ -49,7 +49,6 @@ FAMILIES: dict[Family, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "intermediate_size": 16,
         "sliding_window": 3,
-        "swiglu_limit": 1.5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "rms_norm_eps": 1e-6,
     },

@@ -21,9 +21,8 @@ class Shape:
     of a token in a mixture. Of GLM-4.5 and DeepSeek-V3, `rotary` is the part of a head that is rotated, `teams` the
     groups of experts of which a token goes to the best `chosen_teams`, `routed` the factor of what experts say, and
     `bias_rate` how far their bias moves at a step. Of DeepSeek-V3, `latent` are the numbers from which keys and values
-    are made, and `turning` those of a head that are rotated. Of gpt-oss, every second layer sees `window` tokens, and
-    `limit` bounds what experts multiply. `loads` counts the tokens of each expert, by the layer's name and its
-    number."""
+    are made, and `turning` those of a head that are rotated. Of gpt-oss, every second layer sees `window` tokens. `loads`
+    counts the tokens of each expert, by the layer's name and its number."""
 
     layers: int
     heads: int
@@ -41,7 +40,6 @@ class Shape:
     latent: int = 0
     turning: int = 0
     window: int = 0
-    limit: float = 0.0
     loads: Counter[tuple[str, int]] = field(default_factory=Counter, compare=False)
 
 
@@ -150,14 +148,14 @@ def mixed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor
 
 def bounded(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
     """y [T, E] as gpt-oss has it: a softmax over the best logits alone; experts with biases, whose gate and up are
-    columns that take turns, both of them within a limit."""
+    columns that take turns, both of them at most 7."""
     experts, tokens = f"{name}.experts", []
     for token, logits in zip(y, linear(p, f"{name}.router", y, shape), strict=True):
         best = best_of(logits.tolist(), shape.taken)
         parts = []
         for expert in best:
             inner = token @ p[f"{experts}.gate_up_proj"][expert] + p[f"{experts}.gate_up_proj_bias"][expert]
-            gate, up = inner[0::2].clamp(max=shape.limit), inner[1::2].clamp(-shape.limit, shape.limit)
+            gate, up = inner[0::2].clamp(max=7), inner[1::2].clamp(-7, 7)
             outer = gate * torch.sigmoid(1.702 * gate) * (up + 1)
             parts.append(outer @ p[f"{experts}.down_proj"][expert] + p[f"{experts}.down_proj_bias"][expert])
         tokens.append(sum(weight * part for weight, part in zip(logits[best].softmax(-1), parts, strict=True)))

@@ -155,7 +155,6 @@ _KEYS = {
     "latent": "kv_lora_rank",
     "turning": "qk_rope_head_dim",
     "window": "sliding_window",
-    "limit": "swiglu_limit",
 }
 """What `Shape` calls the keys of configs."""
 
