@@ -23,7 +23,7 @@ def combine(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def means(sums: Mapping[str, float], counted: int) -> dict[str, float]:
     """Metrics of a batch of `counted` tokens.
 
-    `loss` and extremes are copied, all others are divided by `counted`. Squares (`…_squared`) are inputs of the derived
+    Losses and extremes are copied, all others are divided by `counted`. Squares (`…_squared`) are inputs of the derived
     metrics only:
 
     - `ess` = (Σ r)² / (counted · Σ r²), the effective sample size of the importance ratios as a fraction
@@ -39,7 +39,7 @@ def means(sums: Mapping[str, float], counted: int) -> dict[str, float]:
 
 
 def _is_undivided(name: str) -> bool:
-    return name == "loss" or name.endswith(("_max", "_min"))
+    return name in ("loss", "experts/aux_loss") or name.endswith(("_max", "_min"))
 
 
 def _combiner(name: str) -> Callable[[float, float], float]:

@@ -163,6 +163,12 @@ def _epochs_are_of_data(config: RunConfig) -> None:
         raise ConfigError("data.path", "", expected, "set it, or training.sft.steps in place of epochs")
 
 
+def _auxiliary_losses_are_the_trainers(config: RunConfig) -> None:
+    if config.serve.enabled and config.optim.router_aux_loss_coef:
+        expected = "0 with serve.enabled: the losses of clients' models are their clients'"
+        raise ConfigError("optim.router_aux_loss_coef", config.optim.router_aux_loss_coef, expected, "remove it")
+
+
 def _data_is_trained(config: RunConfig) -> None:
     data = config.data
     if data.path and not config.has_sft:
@@ -384,6 +390,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _checkpoint_url_can_be_opened,
     _epochs_are_of_data,
     _data_is_trained,
+    _auxiliary_losses_are_the_trainers,
 )
 
 _EVALUATION_RULES: tuple[Callable[[RunConfig], None], ...] = (_turns_leave_room_for_prompts, _eval_sets_have_servers)

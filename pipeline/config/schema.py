@@ -95,6 +95,11 @@ class OptimConfig(Section):
         description="How far the balancing bias of a mixture's routers (`e_score_correction_bias`) moves at each step, "
         "toward experts with fewer tokens than the mean; 0: it stays as it is.",
     )
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="Weight of the auxiliary loss that balances a mixture's experts, for each sequence; 0: none, "
+        "whatever the model's config has.",
+    )
 
 
 class SftPhaseConfig(Section):

@@ -6,8 +6,9 @@
 | `models`, `lm_head` | policy and critic; log-probabilities |
 | `packed_attention`, `attention_sinks` | attention inside each row, and with a logit per head beside the tokens |
 | `experts`, `expert_dispatch` | the experts of a mixture, by grouped products; tokens that travel to them |
-| `routers`, `expert_load` | the choice of experts in float32; tokens of each, and the bias that evens them out |
+| `routers`, `router_loss` | the choice of experts in float32; the auxiliary loss that balances them |
 | `routing_replay` | the experts that a server chose, in place of the routers' choice |
+| `expert_load` | tokens of each expert, and the bias that evens them out |
 | `supported_architectures`, `rope` | supported architectures; rotary frequencies, as in the servers |
 | `fsdp`, `row_shards` | the model sharded over ranks; one tensor's rows, filled and gathered |
 | `collate`, `context_parallel` | a micro-batch as tensors; a packed line that ranks share |

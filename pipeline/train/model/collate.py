@@ -44,6 +44,8 @@ class MicroBatch:
         targets_M: int64, the tokens that are predicted here.
         batch: the rows.
         rows_T: int64, number of rows that have each token of the flattened rectangle; 0 of padding. On the host.
+        where_R: int64, index in the flattened rectangle of each token of each row, row after row; below 0 or beyond it
+            if the token is on another rank. On the host.
         own_M: int64, indices among the N counted tokens of those predicted here, because their predecessors are on this
             rank; None: all of them.
         routed: the recorded experts of the flattened rectangle; None if no row has any.
@@ -56,6 +58,7 @@ class MicroBatch:
     targets_M: Tensor
     batch: Batch
     rows_T: NDArray[np.int64]
+    where_R: NDArray[np.int64]
     own_M: Tensor | None = None
     routed: RoutedTokens | None = None
 
@@ -68,6 +71,17 @@ class MicroBatch:
         if self.own_M is None or self.segments is None or self.segments.context is None:
             return answer_M
         return self.segments.context.merge(answer_M, self.own_M, self.batch.counted)
+
+    def row_means(self) -> tuple[Tensor, Tensor]:
+        """The share of each row in a mean loss, [rows], and the matrix [rows, B · T] that takes the means over all
+        tokens of each row, of which each rank of a shared line has its columns. Float32 on the host."""
+        rows, lengths = self.batch.rows, self.batch.lengths
+        shares = [weight * row.counted for row, weight in zip(rows, self.batch.weights, strict=True)]
+        means = np.zeros((len(rows), len(self.rows_T)), np.float32)
+        numbers, where_R = np.repeat(np.arange(len(rows)), lengths), self.where_R[: sum(lengths)]
+        own = (where_R >= 0) & (where_R < len(self.rows_T))
+        means[numbers[own], where_R[own]] = np.repeat(1 / np.asarray(lengths, np.float64), lengths)[own]
+        return torch.tensor(shares, dtype=torch.float32), torch.from_numpy(means)
 
     def loss_tokens(self, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossTokens:
         """The inputs of a policy loss, in the type of `logprobs_N`.
@@ -133,6 +147,7 @@ def collate(batch: Batch, how: Packing, device: torch.device, context: ContextPa
         targets_M=to_device(tokens_R[counted_N[own]], device),
         batch=batch,
         rows_T=held_T[here],
+        where_R=layout.where - first,
         own_M=None if own_M is None else to_device(own_M, device),
         routed=RoutedTokens.from_rows(rows, layout.where, len(held_T), here, device),
     )

@@ -44,6 +44,7 @@ from pipeline.train.model.models import (
 )
 from pipeline.train.model.optimizer import AdamSettings, Optimizer, OptimizerStep
 from pipeline.train.model.public_tensors import PublicTensors
+from pipeline.train.model.router_loss import RouterLoss
 from pipeline.train.model.routing_replay import RoutingReplay
 from pipeline.train.model.weight_loading import WeightLoader
 from pipeline.train.total_loss import total, total_value
@@ -108,7 +109,8 @@ class ModelWorker:
         shard_model(self.model, mesh, self.compute, spec.reshard, expert_mesh)
         weights = WeightLoader(spec.model)
         materialize(self.model, weights, spec.model, spec.seed, self.device)
-        self._untrained, self._expert_load = weights.form.untrained, ExpertLoad(self.model)
+        self._untrained = weights.form.untrained
+        self._expert_load, self._router_loss = ExpertLoad(self.model), RouterLoss(self.model)
         self.group, self.ranks = mesh.get_group(mesh.ndim - 1), mesh.size()
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
         self.public = PublicTensors(self.model, weights.form, self.compute, self.group, spec.model.lora)
@@ -162,8 +164,10 @@ class ModelWorker:
                 micro = self._collate(batch, how)
                 with self._expert_load.counting(micro.rows_T, self.device), self._replaying(micro):
                     loss, sums = self._loss(micro, batch.temperature, objective, level)
-                    (loss * loss_weight).backward()  # type: ignore[no-untyped-call]
-                parts.append(sums)
+                    auxiliary, measured = self._router_loss.take(micro)
+                    ((loss + auxiliary) * loss_weight).backward()  # type: ignore[no-untyped-call]
+                    self._router_loss.forget()
+                parts.append(sums if level == "none" else sums | measured)
         loads = self._expert_load.collect(measured=level != "none", rate=optimizer.config.router_bias_rate)
         return loss_metrics.combine(_numbers(sums) for sums in parts) | loads
 
@@ -297,6 +301,7 @@ class ModelWorker:
 
     def _fresh_optimizer(self, optim: OptimConfig, steps: int) -> Optimizer:
         self._expert_load.refuse_rate(optim.router_bias_rate, adapted=self._config.lora.rank > 0)
+        self._router_loss.use(optim.router_aux_loss_coef)
         return Optimizer([p for p in self.model.parameters() if p.requires_grad], optim, steps, self.group)
 
     def _model_tensors(self) -> Iterator[Tensor]:

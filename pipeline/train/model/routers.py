@@ -5,11 +5,14 @@ experts with almost equal logits, rounding decides. Here the router's own forwar
 buffers that were cast to float32 first, so products, softmax or sigmoid, top-k and the weights of experts are exact to
 float32 for every family. The parameters are those of the compute type, as servers have them.
 
-Owns which module is a router, and the type in which it computes. Must not know experts' products, ranks or losses.
+Owns which module is a router, the type in which it computes, and the record of what it computed, for a loss. Must not
+know experts' products, ranks or losses.
+
+Notation: T tokens, X experts, K of them for each token.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +20,19 @@ from torch.func import functional_call
 
 from pipeline.train.model.experts import fused_experts
 
+RECORDED_EXPERTS = "recorded_experts"
+"""The attribute with the number of a router's experts, if it is to keep a `Routing` of each pass with gradients."""
+ROUTING = "routing"
+"""The attribute with the `Routing` of the last such pass."""
 _NAMES = ("gate", "router")
 """What families call the router in the module that also has the experts."""
+
+
+class Routing(NamedTuple):
+    """What a router computed: `logits_TX` with their gradient, and the experts of each token, `chosen_TK`."""
+
+    logits_TX: Tensor
+    chosen_TK: Tensor
 
 
 def routers(network: nn.Module) -> list[nn.Module | None]:
@@ -41,8 +55,19 @@ def _forward(module: nn.Module, forward: Any, *inputs: Any, **options: Any) -> A
     exact = {name: _exact(tensor) for name, tensor in own.items()}
     inputs, options = tuple(map(_exact, inputs)), {name: _exact(value) for name, value in options.items()}
     if all(exact[name] is tensor for name, tensor in own.items()):
-        return forward(*inputs, **options)
+        outputs = forward(*inputs, **options)
+        experts = getattr(module, RECORDED_EXPERTS, 0)
+        if experts and torch.is_grad_enabled():
+            setattr(module, ROUTING, _routing(outputs, experts))
+        return outputs
     return functional_call(module, exact, inputs, options)  # comes back here, with nothing left to cast
+
+
+def _routing(outputs: tuple[Tensor, ...], experts: int) -> Routing:
+    """Families return logits, weights of experts and chosen experts, in one order or another."""
+    logits = next(each for each in outputs if each.is_floating_point() and each.shape[-1] == experts)
+    chosen = next(each for each in outputs if not each.is_floating_point())
+    return Routing(logits.flatten(0, -2), chosen.flatten(0, -2))
 
 
 def _exact(value: Any) -> Any:

@@ -30,9 +30,10 @@ class Adam:
 
 @dataclass
 class Training:
-    """What some steps did: the loss and the gradients before each step, and the parameters after the last."""
+    """What some steps did: the losses and the gradients before each step, and the parameters after the last."""
 
     losses: list[float] = field(default_factory=list)
+    auxiliary: list[float] = field(default_factory=list)
     gradients: list[Parameters] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     parameters: Parameters = field(default_factory=dict)
@@ -91,9 +92,20 @@ def losses_of(p: Mapping[str, Tensor], row: Sequence64, shape: Shape, goal: Goal
     return policy_losses(predictions(p, row.tokens, shape, goal.temperature), row, goal)
 
 
-def batch_loss(p: Mapping[str, Tensor], rows: Sequence[Sequence64], shape: Shape, goal: Goal) -> Tensor:
-    """The mean of means that `goal.normalize` names, over all rows at once."""
-    of_rows = [losses_of(p, row, shape, goal) for row in rows]
+def batch_loss(p: Mapping[str, Tensor], rows: Sequence[Sequence64], shape: Shape, goal: Goal) -> tuple[Tensor, Tensor]:
+    """The mean of means that `goal.normalize` names, over all rows at once; and the auxiliary loss, the same mean of
+    each row's own one, which counts as if each of the row's counted tokens had it."""
+    of_rows, balances = [], []
+    for row in rows:
+        shape.balances.clear()
+        of_rows.append(losses_of(p, row, shape, goal))
+        balances.append(mean(shape.balances) if shape.balances else torch.zeros(()))
+    repeated = [[balance] * len(losses) for losses, balance in zip(of_rows, balances, strict=True)]
+    return averaged(of_rows, rows, goal), averaged(repeated, rows, goal)
+
+
+def averaged(of_rows: Sequence[Sequence[Tensor]], rows: Sequence[Sequence64], goal: Goal) -> Tensor:
+    """The mean of means of the numbers of each row's counted tokens."""
     if goal.normalize == "fixed":
         return mean([loss for losses in of_rows for loss in losses], len(rows) * goal.max_length)
     if goal.normalize == "token":
@@ -124,12 +136,15 @@ def train(
     done = Training()
     for step in range(1, steps + 1):
         shape.loads.clear()
-        loss = batch_loss({**fixed, **p}, rows, shape, goal)
+        loss, auxiliary = batch_loss({**fixed, **p}, rows, shape, goal)
         # An expert that no token chose has a gradient of zeros.
-        grads = torch.autograd.grad(loss, list(p.values()), allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            loss + goal.aux * auxiliary, list(p.values()), allow_unused=True, materialize_grads=True
+        )
         slopes = dict(zip(p, grads, strict=True))
         norm = math.sqrt(sum(float((slope * slope).sum()) for slope in slopes.values()))
         done.losses.append(loss.item())
+        done.auxiliary.append(float(auxiliary))
         done.gradients.append(slopes)
         done.norms.append(norm)
         scale = min(1.0, adam.clip_norm / (norm + 1e-6))

@@ -80,6 +80,8 @@ TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """The layers of each mixture that have adapters: attention's, and with the experts; none named are the default ones."""
 BIAS_RATE = 0.01
+AUX = 0.3
+"""The coefficient of the auxiliary loss, where there is one."""
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
 Arrays = dict[str, NDArray[np.float32]]
 

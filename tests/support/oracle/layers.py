@@ -21,8 +21,9 @@ class Shape:
     of a token in a mixture. Of GLM-4.5 and DeepSeek-V3, `rotary` is the part of a head that is rotated, `teams` the
     groups of experts of which a token goes to the best `chosen_teams`, `routed` the factor of what experts say, and
     `bias_rate` how far their bias moves at a step. Of DeepSeek-V3, `latent` are the numbers from which keys and values
-    are made, and `turning` those of a head that are rotated. Of gpt-oss, every second layer sees `window` tokens. `loads`
-    counts the tokens of each expert, by the layer's name and its number."""
+    are made, and `turning` those of a head that are rotated. Of gpt-oss, every second layer sees `window` tokens.
+    `loads` counts the tokens of each expert, by the layer's name and its number; `balances` has, of each layer of
+    experts that a row went through, experts × Σ (share of the row's tokens at an expert) · (its likelihood)."""
 
     layers: int
     heads: int
@@ -41,6 +42,7 @@ class Shape:
     turning: int = 0
     window: int = 0
     loads: Counter[tuple[str, int]] = field(default_factory=Counter, compare=False)
+    balances: list[Tensor] = field(default_factory=list, compare=False)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -135,30 +137,45 @@ def fed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
     return (mixed if f"{name}.gate.weight" in p else multiplied)(p, name, y, shape)
 
 
+def note_balance(shape: Shape, logits: Tensor, chosen: list[list[int]]) -> None:
+    """Keep the layer's term of the auxiliary loss, from logits [T, experts] and the chosen experts of each token."""
+    tokens, experts = logits.shape
+    likely = logits.softmax(-1)
+    terms = [
+        sum(expert in of_token for of_token in chosen) / tokens * likely[:, expert].mean() for expert in range(experts)
+    ]
+    shape.balances.append(experts * torch.stack(terms).sum())
+
+
 def mixed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
     """y [T, E], each token through the experts that its router likes best, weighted by how much it likes them."""
-    likes = linear(p, f"{name}.gate", y, shape).softmax(-1)
-    tokens = []
-    for token, of_token in zip(y, likes, strict=True):
+    logits = linear(p, f"{name}.gate", y, shape)
+    tokens, chosen = [], []
+    for token, of_token in zip(y, logits.softmax(-1), strict=True):
         best = best_of(of_token.tolist(), shape.taken)
+        chosen.append(best)
         parts = [of_token[expert] * multiplied(p, f"{name}.experts.{expert}", token, shape) for expert in best]
         tokens.append(torch.stack(parts).sum(0) / of_token[best].sum())
+    note_balance(shape, logits, chosen)
     return torch.stack(tokens)
 
 
 def bounded(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
     """y [T, E] as gpt-oss has it: a softmax over the best logits alone; experts with biases, whose gate and up are
     columns that take turns, both of them at most 7."""
-    experts, tokens = f"{name}.experts", []
-    for token, logits in zip(y, linear(p, f"{name}.router", y, shape), strict=True):
-        best = best_of(logits.tolist(), shape.taken)
+    experts, logits = f"{name}.experts", linear(p, f"{name}.router", y, shape)
+    tokens, chosen = [], []
+    for token, of_token in zip(y, logits, strict=True):
+        best = best_of(of_token.tolist(), shape.taken)
+        chosen.append(best)
         parts = []
         for expert in best:
             inner = token @ p[f"{experts}.gate_up_proj"][expert] + p[f"{experts}.gate_up_proj_bias"][expert]
             gate, up = inner[0::2].clamp(max=7), inner[1::2].clamp(-7, 7)
             outer = gate * torch.sigmoid(1.702 * gate) * (up + 1)
             parts.append(outer @ p[f"{experts}.down_proj"][expert] + p[f"{experts}.down_proj_bias"][expert])
-        tokens.append(sum(weight * part for weight, part in zip(logits[best].softmax(-1), parts, strict=True)))
+        tokens.append(sum(weight * part for weight, part in zip(of_token[best].softmax(-1), parts, strict=True)))
+    note_balance(shape, logits, chosen)
     return torch.stack(tokens)
 
 
@@ -166,8 +183,9 @@ def routed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tenso
     """y [T, E] as GLM-4.5 and DeepSeek-V3 have it: experts are chosen by sigmoid scores plus a bias, in the groups of
     experts whose two best are best; weighted by the scores without it; beside them, an expert that every token goes
     to."""
-    bias, tokens = p[f"{name}.gate.{BIAS}"], []
-    for token, scores in zip(y, linear(p, f"{name}.gate", y, shape).sigmoid(), strict=True):
+    bias, logits = p[f"{name}.gate.{BIAS}"], linear(p, f"{name}.gate", y, shape)
+    tokens, chosen = [], []
+    for token, scores in zip(y, logits.sigmoid(), strict=True):
         likes = [score + extra for score, extra in zip(scores.tolist(), bias.tolist(), strict=True)]
         size = len(likes) // shape.teams
         teams = [range(first, first + size) for first in range(0, len(likes), size)]
@@ -175,8 +193,10 @@ def routed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tenso
         allowed = [expert for team in best_of(of_teams, shape.chosen_teams) for expert in teams[team]]
         best = sorted(allowed, key=lambda expert: -likes[expert])[: shape.taken]
         shape.loads.update((name, expert) for expert in best)
+        chosen.append(best)
         parts = [scores[expert] * multiplied(p, f"{name}.experts.{expert}", token, shape) for expert in best]
         tokens.append(shape.routed * torch.stack(parts).sum(0) / scores[best].sum())
+    note_balance(shape, logits, chosen)
     return torch.stack(tokens) + multiplied(p, f"{name}.shared_experts", y, shape)
 
 

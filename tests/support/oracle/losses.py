@@ -48,6 +48,7 @@ class Goal:
     tis_cap: float = 2.0
     beta: float = 0.05
     value_clip: float = 0.2
+    aux: float = 0.0
 
 
 def policy_losses(table: Tensor, row: Sequence64, goal: Goal) -> list[Tensor]:

@@ -280,6 +280,18 @@ def lost_sink(rank: ModelWorker) -> None:
     patch(packed_attention, "attend_behind_sinks", without)
 
 
+def aux_per_micro_batch(rank: ModelWorker) -> None:
+    """The auxiliary loss is a mean over each micro-batch, and the mean of these."""
+    means = collate.MicroBatch.row_means
+
+    def locally(micro: collate.MicroBatch) -> tuple[Tensor, Tensor]:
+        share_B, means_BT = means(micro)
+        seen["mutated"] += len(share_B) > 0
+        return share_B / share_B.sum().clamp_min(1e-9) / 6, means_BT
+
+    patch(collate.MicroBatch, "row_means", locally)
+
+
 def unreplicated_bias(rank: ModelWorker) -> None:
     """Each rank balances the experts by the tokens that it has seen itself."""
     reduce = dist.all_reduce
@@ -312,5 +324,6 @@ MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "lost_chunk": lost_chunk,
     "wrong_adapter": wrong_adapter,
     "lost_sink": lost_sink,
+    "aux_per_micro_batch": aux_per_micro_batch,
     "unreplicated_bias": unreplicated_bias,
 }

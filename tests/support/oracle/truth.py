@@ -34,6 +34,7 @@ from tests.support.oracle.cases import (
 from tests.support.oracle.losses import Goal, Sequence64
 from tests.support.oracle.ways import Result
 
+AUX_LOSS = "experts/aux_loss"
 ADAM = oracle.Adam(OPTIM.lr, OPTIM.beta1, OPTIM.beta2, OPTIM.eps, OPTIM.weight_decay, OPTIM.clip_norm)
 Errors = dict[str, float]
 FLOAT32: Errors = {
@@ -63,12 +64,12 @@ def loose_bounds(recipe: str) -> Errors:
 
 
 @cache
-def truth(model: Path, recipe: str) -> oracle.Training:
-    """What `STEPS` steps of the recipe do, in float64."""
+def truth(model: Path, recipe: str, aux: float = 0.0) -> oracle.Training:
+    """What `STEPS` steps of the recipe do, in float64, with this coefficient of the auxiliary loss."""
     chosen = RECIPES[recipe]
     trained, frozen = (_exact(arrays) for arrays in start_of(chosen, model))
     rows = [plain(row) for row in make_rows(recipe)]
-    return oracle.train(trained, frozen, rows, shape_of(chosen, model), goal_of(chosen), ADAM, STEPS)
+    return oracle.train(trained, frozen, rows, shape_of(chosen, model), replace(goal_of(chosen), aux=aux), ADAM, STEPS)
 
 
 @cache
@@ -81,21 +82,22 @@ def answers(model: Path, recipe: str) -> list[NDArray[np.float64]]:
     return [np.array(oracle.answers(whole, row, shape_of(chosen, model), goal_of(chosen))) for row in rows]
 
 
-def errors(result: Result, model: Path, recipe: str) -> Errors:
+def errors(result: Result, model: Path, recipe: str, aux: float = 0.0) -> Errors:
     """The largest error of each kind, over all steps.
 
     - `start`, `answer`, `parameter`: absolute, of any number.
-    - `loss`: relative to 1 + |loss|; `norm` (of the gradient): relative.
+    - `loss`: of the loss and the auxiliary one, relative to 1 + |loss|; `norm` (of the gradient): relative.
     - `entry`: of a gradient's entry, relative to the largest of its tensor plus 1/30.
     - `gradient`, `update` (all that the steps changed): relative L2 distance over all tensors.
 
     Raises `AssertionError` when the result has other parameters than the oracle.
     """
-    exact, steps = truth(model, recipe), range(STEPS)
+    exact, steps = truth(model, recipe, aux), range(STEPS)
     first = {name: values.numpy() for name, values in _exact(start_of(RECIPES[recipe], model)[0]).items()}
     slopes = [_pairs(result.gradients[step], exact.gradients[step]) for step in steps]
     ends = _pairs(result.parameters, exact.parameters)
     losses = [(result.metrics[step]["loss"], exact.losses[step]) for step in steps]
+    losses += [(result.metrics[step][AUX_LOSS], exact.auxiliary[step]) for step in steps if aux]
     norms = [(result.metrics[step]["grad_norm"], exact.norms[step]) for step in steps]
     return {
         "start": _worst(_largest(a - first[name]) for name, (a, _) in _pairs(result.start, exact.parameters).items()),

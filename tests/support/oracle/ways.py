@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from pipeline.train.batching.packing import Budget
 from pipeline.train.loss_specs import MetricsLevel
-from tests.support.oracle.cases import BALANCED, FAMILIES, RECIPES, Arrays, Family
+from tests.support.oracle.cases import AUX, BALANCED, FAMILIES, RECIPES, Arrays, Family
 
 WORLDS = (1, 2, 4)
 Dtype = Literal["float32", "bfloat16"]
-_NAMED = ("layers", "reshard", "offload", "checkpointing", "compile", "staged")
+_NAMED = ("aux", "layers", "reshard", "offload", "checkpointing", "compile", "staged")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Case:
         tied: whether the model's head is its embedding.
         ep: of a mixture of experts, as in `ModelSpec`; 0: the model is none.
         family: the mixture's kind.
+        aux: coefficient of the mixture's auxiliary loss.
     """
 
     recipe: str
@@ -53,6 +54,7 @@ class Case:
     tied: bool = True
     ep: int = 0
     family: Family = ""
+    aux: float = 0.0
 
     def model(self, folder: Path) -> Path:
         """Where `write_models` put the case's model."""
@@ -126,15 +128,19 @@ def _mixtures(ranks: int) -> Iterator[Case]:
     if ranks == 1:
         yield from (_mixture("grpo", 1), _mixture("gspo", 1, family="glm", rows=None, tokens=24))
         yield _mixture("grpo", 1, family="gpt_oss", rows=None, tokens=24)
+        yield _mixture("ppo", 1, rows=None, tokens=24, aux=AUX)
     if ranks == 2:
         yield from (_mixture("cispo", 1), _mixture("grpo", 2), _mixture("value", 2, layers=True, reshard=True))
         yield _mixture("cispo", 2, family="glm", checkpointing=True)
         yield _mixture("grpo", 1, family="gpt_oss", cp=2, rows=None, tokens=24)
         yield _mixture("lora", 2, family="gpt_oss", packed=False)
         yield _mixture("cispo", 2, family="deepseek", layers=True, checkpointing=True)
+        yield _mixture("gspo", 2, aux=AUX, layers=True, reshard=True, checkpointing=True)
+        yield _mixture("grpo", 1, family="glm", aux=AUX, cp=2, rows=None, tokens=24)
         yield from (_mixture("lora", 2), _mixture("lora", 1, layers=True, checkpointing=True))
     if ranks == 4:
         yield from (_mixture("sft", 2, checkpointing=True), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
+        yield _mixture("lora", 2, cp=2, replicas=2, aux=AUX)
         yield from (_mixture("value", 2, cp=2, layers=True), _mixture("cispo", 4, cp=2, checkpointing=True))
 
 
@@ -217,7 +223,7 @@ def all_cases(ranks: int) -> list[Case]:
 
 def compiled_cases(ranks: int) -> list[Case]:
     """Every recipe compiled, packed and padded; and a mixture whose experts are spread where there are ranks for it."""
-    spread = [_mixture("cispo", 2, compile=True, layers=True, checkpointing=again) for again in (False, True)]
+    spread = [_mixture("cispo", 2, compile=True, layers=True, aux=AUX, checkpointing=again) for again in (False, True)]
     dense = [
         Case(recipe, rows=2, packed=packed, compile=True, checkpointing=number % 2 > 0, offload=number % 3 > 1)
         for number, recipe in enumerate(RECIPES)
@@ -270,6 +276,7 @@ Mutation = Literal[
     "lost_chunk",
     "wrong_adapter",
     "lost_sink",
+    "aux_per_micro_batch",
     "unreplicated_bias",
 ]
 PACKED, PADDED = Case("grpo", rows=2), Case("grpo", rows=2, packed=False)
@@ -294,6 +301,7 @@ MUTATIONS: dict[Mutation, Case] = {
     "lost_chunk": SPREAD,
     "wrong_adapter": _mixture("lora", 2),
     "lost_sink": _mixture("grpo", 1, family="gpt_oss"),
+    "aux_per_micro_batch": _mixture("grpo", 1, aux=AUX),
     "unreplicated_bias": _mixture("grpo", 1, family="glm"),
 }
 

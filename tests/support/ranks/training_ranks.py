@@ -204,7 +204,7 @@ def spec_of(case: Case, path: Path) -> ModelSpec:
         dp_replicate=case.replicas,
         ep=max(1, case.ep),
         cp=case.cp,
-        optim=OPTIM.model_copy(update={"router_bias_rate": rate}),
+        optim=OPTIM.model_copy(update={"router_bias_rate": rate, "router_aux_loss_coef": case.aux}),
     )
 
 

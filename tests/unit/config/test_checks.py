@@ -292,3 +292,8 @@ def test_routing_replay_is_for_mixtures_in_runs_that_sample(tmp_path: Path) -> N
         replayed(tmp_path, *SFT, **MIXTURE)
     with pytest.raises(ConfigError, match=r"streams.budget_bytes=262144: .* tokens with 384 bytes of experts each"):
         replayed(tmp_path, "streams.budget_bytes=262144", **MIXTURE)
+
+
+def test_the_auxiliary_loss_of_routers_is_refused_for_clients_models() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.router_aux_loss_coef=0\.01: expected 0 with serve\.enabled"):
+        check_run(compose_config(["experiment=tinker", "optim.router_aux_loss_coef=0.01"]))
