@@ -47,7 +47,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_loading
 	$(BIN)/python -m tests.bench.bench_sft
 	$(BIN)/python -m tests.bench.bench_rewards
-	$(BIN)/python -m tests.bench.bench_gateway
+	$(BIN)/python -m tests.bench.bench_agent_endpoint
 	$(BIN)/python -m tests.bench.bench_actor
 	$(BIN)/python -m tests.bench.bench_tails
 	$(BIN)/python -m tests.bench.bench_tinker

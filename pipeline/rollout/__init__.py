@@ -6,7 +6,7 @@
 | `issue_queue` | the order in which positions are issued |
 | `group_rollout` | all rollouts of a position's prompt, as one group |
 | `sample_rollout`, `pausable_timeout` | one rollout; the timeout of its task, paused while the policy samples |
-| `gateway/` | the endpoint that an external agent calls |
+| `agent_endpoint/` | the endpoint that an external agent calls |
 | `eval_rollouts` | evaluations of the held-out prompts and of further sets |
 | `server_pool`, `server_client` | the client of all inference servers; the client of one |
 | `routed_experts` | the experts of each token in a response |

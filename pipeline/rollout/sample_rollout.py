@@ -24,7 +24,7 @@ from pipeline.environments.rewards import Score
 from pipeline.environments.task_calls import RenderedPrompt, TaskCalls
 from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import DeadlineError, EpisodeError, RolloutError
-from pipeline.rollout.gateway.episode_endpoint import LOOPBACK, Endpoint
+from pipeline.rollout.agent_endpoint.episode_endpoint import LOOPBACK, Endpoint
 from pipeline.rollout.pausable_timeout import PausableTimeout
 from pipeline.rollout.routed_experts import known_records
 from pipeline.rollout.server_pool import InferenceClient

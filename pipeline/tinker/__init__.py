@@ -2,13 +2,13 @@
 
 | module | owns |
 |---|---|
-| `gateway_process` | the front as a process |
+| `gateway_process` | the gateway as a process |
 | `gateway`, `routes` | the clients' requests, and the answers |
 | `trainer_routes` | the routes of the trainer |
 | `service_state`, `model_requests` | sessions, models and their requests, and how they change |
-| `restore` | the same from the store, when the front starts |
+| `restore` | the same from the store, at the gateway's start |
 | `checkpoint_catalog` | checkpoints and sampling clients |
-| `retention`, `garbage` | how long what nobody asked for again is kept; dropping it |
+| `retention`, `garbage` | how long unused state is kept; its deletion |
 | `sampling_limits` | what a client may ask of a sample |
 | `sample_queue`, `fair_queue` | requests to sample; which of them is sent to the servers next |
 | `sampler`, `generate_requests` | requests to the servers; their form, and that of the answers |
@@ -22,10 +22,10 @@
 | `tinker_wire`, `json_limits` | protobuf to records, and back; how many values a body may have |
 | `durable_store`, `byte_lru` | what is on disk, and what of it is in memory too |
 | `tinker_paths` | ids, `tinker://` paths and the folders behind them |
-| `usage_meter` | what keys used |
+| `usage_meter` | the usage of each key |
 | `api_keys` | API keys and limits |
 | `tinker_records`, `entities`, `gateway_settings` | messages, stored records, settings of the process |
 | `api_errors` | errors that a client receives |
 
-The front is a separate process, which continues while the trainer is away: it takes requests, and has clients wait.
+The gateway is a separate process, which continues without a trainer: it accepts requests, and clients wait.
 See docs/tinker.md and decision 0021."""

@@ -1,6 +1,6 @@
 """What can be wrong with a request, as the client will see it.
 
-Owns the one exception of the front, with the status that it becomes. The SDK raises a separate error for each one.
+Owns the one exception of the gateway, with the status that it becomes. The SDK raises a separate error for each one.
 """
 
 from pipeline.errors import RollcallError

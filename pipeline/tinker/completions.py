@@ -1,4 +1,4 @@
-"""OpenAI's requests and answers, as far as the front reads them.
+"""OpenAI's requests and answers, as far as the gateway reads them.
 
 Owns which fields a client may send, and what becomes of an answer on its way back. Promises that a field which is not
 listed here is refused by its name; that no request has a server open an address or read media; and that an answer names

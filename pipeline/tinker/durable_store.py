@@ -1,12 +1,12 @@
-"""What the front must not forget.
+"""The durable state of the gateway.
 
 Owns one SQLite file: sessions, models, samplers and checkpoints as facts, and requests with their results. Promises
-that what `keep` was given is on disk when it returns, that changes given together are kept together or not at all, and
-that one process at a time has the file. Changes of many callers share one flush. Must not know what a fact or a request
-means.
+that changes are on disk when `keep` returns, that the changes of one call are stored together or not at all, and that
+one process at a time has the file. Changes of many callers share one flush. Must not know the meaning of facts and
+requests.
 
-Why SQLite: it is in Python's standard library, its transactions hold through a kill at any instruction, and one file
-with one writer is all that is needed. Its journal needs no shared memory here, so a network filesystem may hold it.
+SQLite is in Python's standard library, its transactions survive a kill at any instruction, and one file with one writer
+is enough. Its journal mode here needs no shared memory, so the file may be on a network filesystem.
 """
 
 import asyncio

@@ -1,9 +1,10 @@
-"""The HTTP server that clients of the SDK see.
+"""The HTTP server for clients of the SDK.
 
-Owns which routes there are. Promises that whatever is answered with success is in the store; that a client which polls
-is held for less than the SDK's own time-out; and that while no trainer is there, requests are taken all the same, and
-polls say that it is a pause. Every mistake of a client is one line. Must not know torch, nor where trainer and servers
-are: they come to it (`pipeline.tinker.trainer_routes`)."""
+Owns the list of routes. Promises that a request is stored before its success is reported; that a poll returns before
+the SDK's own timeout; and that without a trainer, requests are accepted and polls report a pause. Every client error is
+one line. Must not know torch, nor the addresses of trainer and servers: they connect to the gateway
+(`pipeline.tinker.trainer_routes`).
+"""
 
 from aiohttp import web
 

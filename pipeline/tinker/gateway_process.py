@@ -1,7 +1,7 @@
-"""The front as a process: `python -m pipeline.tinker.gateway_process <settings as JSON>`.
+"""The gateway's process: `python -m pipeline.tinker.gateway_process <settings as JSON>`.
 
-Owns its start and its end. Promises that the process publishes its address once it listens, under a secret that only
-the run's owner can read, and that it listens at the same address when it is started again, if that address is free.
+Owns its start and its end. Promises that the process publishes its address once it listens, with a secret that only the
+run's owner can read, and that after a restart it listens at the same address if the address is free.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     from pipeline.utils import logs, subprocesses
 
     subprocesses.exit_with_parent()
-    logs.configure("front")
+    logs.configure("gateway")
     settings = msgspec.json.decode(arguments[0], type=Settings)
     try:
         asyncio.run(serve(settings))
@@ -64,18 +64,18 @@ async def serve(settings: Settings, stop: asyncio.Event | None = None) -> None:
     registry.catalog.open_folders, registry.catalog.snapshot_seconds = sampling.open_folders, settings.snapshot_seconds
     known = _known(settings)
     secret = known.secret if known else secrets.token_hex(16)
-    front = Gateway(settings, registry, sampling, keys, secret)
+    gateway = Gateway(settings, registry, sampling, keys, secret)
 
     def changed(facts: ServerFacts | None) -> None:
-        front.attached = facts is not None
+        gateway.attached = facts is not None
         sampling.set_servers(facts)
         log.info("the trainer is %s", "there" if facts else "gone")
 
     trainer_routes = TrainerRoutes(registry, secret, changed)
     app = web.Application(client_max_size=0)  # clients are held to their limit by `Gateway`
     raise_open_files()
-    admission = limit_connections(app, "the front", MAX_UNPROVED)
-    front.add_routes(app)
+    admission = limit_connections(app, "the gateway", MAX_UNPROVED)
+    gateway.add_routes(app)
     trainer_routes.add_routes(app)
     runner = web.AppRunner(app, auto_decompress=False, access_log=None)
     try:

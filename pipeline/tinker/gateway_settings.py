@@ -1,6 +1,6 @@
-"""Settings with which the front starts.
+"""The settings of the gateway's process.
 
-Owns the settings of the process, and how they follow from a run's config. Pure.
+Owns the settings, and their derivation from a run's config. Pure.
 """
 
 from pathlib import Path
@@ -16,12 +16,12 @@ MAX_ADAPTERS = 8
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one front.
+    """Settings of one gateway.
 
     Attributes:
         root: the folder of the store, its weights and its address.
         host, port: where it listens; port 0: any that is free.
-        held: the process that started the front holds the port for it.
+        held: the process that started the gateway holds the port for it.
         keys: the file of API keys; empty: one key of the run's own, in `root`.
         base_names: names of the run's base model for clients, who receive the first one.
         tokenizer: what the SDK loads the tokenizer from.
@@ -119,12 +119,12 @@ def settings_of(config: RunConfig, root: Path) -> Settings:
 
 
 def address_file(root: Path) -> Path:
-    """The file in which a front publishes its address."""
+    """The file in which a gateway publishes its address."""
     return root / "address.json"
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a front listens: `url` for clients, and what a trainer has to know to come in."""
+    """Where a gateway listens: `url` for clients, and what a trainer has to know to come in."""
 
     url: str
     secret: str

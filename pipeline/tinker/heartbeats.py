@@ -1,9 +1,9 @@
-"""Which sessions are silent.
+"""The silence of sessions.
 
 Owns the time of each session's last heartbeat: any request is a heartbeat, and the SDK also sends one every 10 s.
-Promises that a session is silent only after `silent_seconds` without any, that its next request ends the silence at
-once, and that time in which the front itself stood still counts as nobody's silence. Pure: the caller passes
-the clock, and subscribers act on silence.
+Promises that a session is silent only after `silent_seconds` without a heartbeat, that its next request ends the
+silence at once, and that time in which the gateway itself was stopped does not count. Pure: the caller passes the
+clock, and subscribers act on silence.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,14 +12,14 @@ SILENT_SECONDS = 120.0
 """Default of `serve.silent_seconds`. The SDK tries a heartbeat every 10 s with a timeout of 10 s, so a running client
 misses six in a row before; the SDK's warning comes after the same time."""
 MAX_LOOK_GAP_SECONDS = 10.0
-"""Seconds between two looks; more means that the front was stopped, or its host asleep, and received no heartbeat."""
+"""Seconds between two looks; more means that the gateway was stopped, or its host asleep, and received no heartbeat."""
 
 
 class Heartbeats:
     """The times of the sessions' last heartbeats, by session id."""
 
     def __init__(self, clock: Callable[[], float], silent: Iterable[str] = ()) -> None:
-        """`silent` are the sessions that were silent when the front ended."""
+        """`silent` are the sessions that were silent when the gateway ended."""
         self._clock, self._silent = clock, set(silent)
         self._last_beats: dict[str, float] = {}
         self._looked = clock()

@@ -1,7 +1,8 @@
-"""Requests to models, as the front has them in memory.
+"""Requests to models, in the gateway's memory.
 
-Owns what memory has of each request in addition to the store, and what a body means for a replay. Pure but
-for events."""
+Owns the state of each request in addition to the store, and the classification of bodies for a replay. Pure except for
+events.
+"""
 
 import asyncio
 import time
@@ -109,7 +110,7 @@ class ModelEntry:
 
 
 class SaveNote(msgspec.Struct, frozen=True):
-    """What the front remembers of a `Save` until it is done: the client's name for it, how long it is kept (seconds),
+    """What the gateway remembers of a `Save` until it is done: the client's name for it, how long it is kept (seconds),
     and the sampler that it is made for."""
 
     path: str

@@ -1,8 +1,8 @@
-"""What the front knows when it starts.
+"""The gateway's state at its start, read from the store.
 
-Owns how sessions, models and their requests are read back from the store. Promises that whatever was answered is there
-again, and that a trainer is asked for what has no result yet. Must not know how they change:
-`pipeline.tinker.service_state`.
+Owns the conversion of stored facts and requests to sessions, models and open requests. Promises that every answered
+request is present, and that the trainer gets the requests without a result. Must not know how this state changes
+(`pipeline.tinker.service_state`).
 """
 
 import msgspec

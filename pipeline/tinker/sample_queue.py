@@ -1,10 +1,10 @@
-"""Requests to sample, from when they are accepted until their clients have the results.
+"""Sampling requests, from their acceptance until their clients have the results.
 
-Owns what was accepted, which of it is at the servers, and what became of it. Promises that an accepted request is in
-the store and is done once there is a server; that the servers are shared by sessions (`pipeline.tinker.fair_queue`);
-that a silent session takes no server's time, and loses nothing if it comes back: its requests wait until then; and that
-a front which starts does again only what a client asks for, so what was left by clients that are gone is never done.
-Must not know HTTP's front, models' training, or how a server is asked.
+Owns the accepted requests, and which of them are at the servers. Promises that an accepted request is stored and is
+executed once there is a server; that sessions share the servers (`pipeline.tinker.fair_queue`); that a silent session
+uses no server and loses no request: its requests wait until it returns; and that after its restart a gateway executes
+only the requests that a client polls, never those of clients that are gone. Must not know HTTP routes, the training of
+models, or how a server is called.
 """
 
 import asyncio

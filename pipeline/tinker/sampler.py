@@ -1,9 +1,11 @@
-"""The run's own servers, which sample.
+"""Sampling on the run's servers.
 
-Owns which server does a request, and the form of the answer. Promises that a request is done, if need be by another
-server after this one was lost, unless servers die of it; and that a sampling client of a snapshot gets tokens of that
-snapshot alone, since every save has a separate name. Must not know models' training, HTTP's front, which request is
-next (`pipeline.tinker.sample_queue`), or how a server gets weights (`pipeline.tinker.server_weights`)."""
+Owns the choice of a server for a request, and the conversion of its answer. Promises that a request is executed, if
+necessary by another server after the loss of one, unless it crashes servers; and that a sampling client of a snapshot
+gets tokens of that snapshot alone, since every save has a separate name. Must not know the training of models, HTTP
+routes, which request is next (`pipeline.tinker.sample_queue`), or how a server gets weights
+(`pipeline.tinker.server_weights`).
+"""
 
 import asyncio
 import logging

@@ -1,14 +1,13 @@
-"""The front's state, and the rules by which it changes.
+"""The gateway's state, and the rules by which it changes.
 
-Owns sessions, models and their requests; each of their changes is stored before anybody is answered. Promises that
-a request is accepted once, whatever a client retries; that a result which was given never changes; that nobody sees
-what another owner's key made; and that what a trainer lost with its memory is handed out again, in the same order,
-until a commit covers it, while the checkpoints that it reads stay. Must not know HTTP, protobuf or how samples are
-made.
+Owns sessions, models and their requests; each change is stored before a client gets an answer. Promises that a request
+is accepted once, however often a client retries it; that a returned result never changes; that no owner sees what
+another owner's key made; and that after the loss of a trainer its requests are sent again, in the same order, until a
+checkpoint covers them, while the checkpoints that they read stay. Must not know HTTP, protobuf or sampling.
 
-A commit may turn out to be damaged when it is needed, so requests are kept until the commit after it is durable. What
-nobody needs any more is dropped by the rules of `pipeline.tinker.retention`; which request a trainer gets next is for
-`pipeline.tinker.work_schedule` to say.
+A checkpoint may prove damaged when it is needed, so requests are kept until the checkpoint after it is durable. The
+rules of `pipeline.tinker.retention` delete old state; `pipeline.tinker.work_schedule` chooses the trainer's next
+request.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ MAX_DELIVERIES = 3
 
 
 class ModelRegistry:
-    """The front's memory, from the store at its start."""
+    """The gateway's memory, from the store at its start."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
@@ -307,7 +306,7 @@ class ModelRegistry:
                 await self._store.keep(durable_store.served(request.id, request.served))
 
     async def look(self) -> None:
-        """Note which sessions have become silent, and which are so no longer; a front that starts knows it."""
+        """Note which sessions have become silent, and which are so no longer; a gateway that starts knows it."""
         self.heartbeats.look(self.sessions)
         silent = {session for session in self.sessions if self.heartbeats.is_silent(session)}
         changes = [durable_store.fact("silent", session, b"") for session in silent - self._written_silent]

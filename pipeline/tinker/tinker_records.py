@@ -1,11 +1,11 @@
-"""What the front and the trainer say to each other, and what the store keeps.
+"""The messages between gateway and trainer, and the records in the store.
 
-Owns the records of the API in the project's own form: what a client asked for, once its wire form was read, and what
-became of it. Numbers travel as bytes of arrays, so that nothing is copied on the way. Must not know HTTP, protobuf,
-torch or SQL.
+Owns the records of the API in the project's own types: a client's request after the wire format was parsed, and its
+result. Numbers are the bytes of arrays, so that no copy is needed on the way. Must not know HTTP, protobuf, torch or
+SQL.
 
-    work = Work(request="s:train:0:3", model="s:train:0", seq=3, body=Pass(…))       front → trainer
-    done = Done(request=work.request, result=Passed(…))                              trainer → front
+    work = Work(request="s:train:0:3", model="s:train:0", seq=3, body=Pass(…))       gateway → trainer
+    done = Done(request=work.request, result=Passed(…))                              trainer → gateway
 """
 
 from typing import Any, Literal
@@ -94,7 +94,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
     """Write the model: for training on (`sampler` false), or as an adapter that servers load; `folder` is below the
-    store's folder of weights, and new. The `note` is the front's own."""
+    store's folder of weights, and new. The `note` is the gateway's own."""
 
     folder: str
     sampler: bool
@@ -152,7 +152,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="stepped"):
 
 
 class SaveResult(msgspec.Struct, frozen=True, tag="saved"):
-    """The number of bytes written; the front adds the path, and the sampler that the save was made for."""
+    """The number of bytes written; the gateway adds the path, and the sampler that the save was made for."""
 
     size: int
     path: str = ""

@@ -1,8 +1,9 @@
-"""Where the trainer comes in.
+"""The gateway's routes for the trainer.
 
-Owns the routes under /engine, by which a trainer takes work and brings results, and the proof for which a trainer asks
-before it sends the secret. Promises that only trainers with the front's secret are served; that the later of two
-trainers is obeyed, and the other is refused; and that a trainer's results are in the store when it is answered."""
+Owns the routes under /engine, on which a trainer takes work and returns results, and the proof that a trainer requires
+before it sends the secret. Promises that only trainers with the gateway's secret are served; that of two trainers the
+later one is served and the other is refused; and that results are stored when the trainer gets its response.
+"""
 
 import asyncio
 import contextlib
@@ -56,7 +57,7 @@ class TrainerRoutes:
             self._on_change(None)
 
     async def _prove(self, request: web.Request) -> web.Response:
-        """That this is the front, before a trainer sends the secret and the servers' password."""
+        """That this is the gateway, before a trainer sends the secret and the servers' password."""
         assert request.transport is not None
         host, port = request.transport.get_extra_info("sockname")[:2]
         proof = proof_answer(self.secret, host, port, request.query_string.encode())
@@ -119,5 +120,5 @@ class TrainerRoutes:
 
     def _admit(self, request: web.Request) -> None:
         if not hmac.compare_digest(request.headers.get(SECRET, "").encode(errors="replace"), self.secret.encode()):
-            raise web.HTTPUnauthorized(text="this door is for the trainer of this run")
+            raise web.HTTPUnauthorized(text="this route is for the trainer of this run")
         is_authenticated(request)

@@ -1,8 +1,8 @@
-"""What each key's name used: tokens, requests and seconds, by day.
+"""The usage of each key: tokens, requests and seconds, by day.
 
-Owns the counts and their place in the store. Promises that they are kept across restarts; a front that is killed loses
-at most what was counted since the last `flush`. A request counts once, with its result: work that is done again after a
-trainer was lost, and requests that fail, count nothing. Days are those of UTC.
+Owns the counts and their facts in the store. Promises that counts survive restarts; a killed gateway loses at most the
+counts since the last `flush`. A request counts once, with its result: work that is repeated after the loss of a
+trainer, and failed requests, count nothing. Days are those of UTC.
 """
 
 import time

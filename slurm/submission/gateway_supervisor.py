@@ -1,4 +1,4 @@
-"""Supervision of the gateway (the "front"), a child process of the serving launcher.
+"""Supervision of the gateway, a child process of the serving launcher.
 
 Owns the gateway's process, which it starts, monitors and restarts, and the gateway's port. The port stays bound while
 no gateway listens, so that no other user can take it (decision 0032). Promises that a gateway which exits, or does not
@@ -26,7 +26,7 @@ from pipeline.utils.listeners import hold_address, listening_process
 from pipeline.utils.waiting import Deadline, exponential_pauses
 from slurm.scheduler.scheduler_registry import child_environment
 
-FRONT_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 60.0, 10.0, 10.0
+START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 60.0, 10.0, 10.0
 UNRESPONSIVE_SECONDS = 60.0
 STEADY_SECONDS = 60.0
 """A gateway that served for this long is restarted at once when it exits; otherwise the pauses grow."""
@@ -45,7 +45,7 @@ class GatewaySupervisor:
         self._ending, self._started = threading.Event(), threading.Event()
         self._address: Address | None = None
         self._error: ConfigError | None = None
-        self._thread = threading.Thread(target=self._supervise, name="front", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name="gateway", daemon=True)
 
     def start(self) -> Address:
         """Start the gateway. Returns the address where it listens; `ConfigError` if it cannot start."""
@@ -75,11 +75,11 @@ class GatewaySupervisor:
             self._started.set()
         pauses = exponential_pauses(_FIRST_PAUSE, _LONGEST_PAUSE)
         while not self._ending.wait(next(pauses)):
-            steady = Deadline("a steady front", STEADY_SECONDS)
+            steady = Deadline("a steady gateway", STEADY_SECONDS)
             try:
                 self._serve(first=False)
             except ConfigError as error:
-                print(f"the front failed to start and is tried again: {error}", file=sys.stderr, flush=True)
+                print(f"the gateway failed to start and is tried again: {error}", file=sys.stderr, flush=True)
             if steady.passed:
                 pauses = exponential_pauses(_FIRST_PAUSE, _LONGEST_PAUSE)
 
@@ -97,39 +97,40 @@ class GatewaySupervisor:
             if first:
                 self._started.set()
             else:
-                print(f"the front serves again at {self._address.url}", file=sys.stderr, flush=True)
+                print(f"the gateway serves again at {self._address.url}", file=sys.stderr, flush=True)
             self._watch(child, self._address.url)
         finally:
             child.stop(STOP_SECONDS)
 
     def _await_address(self, child: subprocesses.Child) -> Address:
-        settings, deadline = self._settings, Deadline("the front to listen", FRONT_SECONDS)
+        settings, deadline = self._settings, Deadline("the gateway to listen", START_SECONDS)
         where = f"{settings.host}:{settings.port}"
         while not (self._ending.wait(0.05) or deadline.passed):
             if (code := child.poll()) is not None:
                 why = " ".join(subprocesses.tail(child.log, 1)) or subprocesses.describe_exit(code)
-                raise ConfigError("serve", where, "a front that starts", why)
+                raise ConfigError("serve", where, "a gateway that starts", why)
             address = shared_files.read_document(settings.address, Address)
             if address is not None and address.pid == child.pid:
                 return address
-        raise ConfigError("serve", where, f"a front that listens within {FRONT_SECONDS:.0f} s", f"see {child.log}")
+        raise ConfigError("serve", where, f"a gateway that listens within {START_SECONDS:.0f} s", f"see {child.log}")
 
     def _watch(self, child: subprocesses.Child, url: str) -> None:
         """Return once the gateway has exited, or was killed since it does not answer."""
-        answer_deadline = Deadline("an answer of the front", self._unresponsive_seconds)
+        answer_deadline = Deadline("an answer of the gateway", self._unresponsive_seconds)
         while not self._ending.wait(1.0):
             if (code := child.poll()) is not None:
                 print(
-                    f"the front exited ({subprocesses.describe_exit(code)}) and is restarted",
+                    f"the gateway exited ({subprocesses.describe_exit(code)}) and is restarted",
                     file=sys.stderr,
                     flush=True,
                 )
                 return
             if _answers(url, min(ANSWER_SECONDS, self._unresponsive_seconds)):
-                answer_deadline = Deadline("an answer of the front", self._unresponsive_seconds)
+                answer_deadline = Deadline("an answer of the gateway", self._unresponsive_seconds)
             elif answer_deadline.passed:
                 print(
-                    f"the front gave no answer for {self._unresponsive_seconds:.0f} s and is restarted", file=sys.stderr
+                    f"the gateway gave no answer for {self._unresponsive_seconds:.0f} s and is restarted",
+                    file=sys.stderr,
                 )
                 child.kill()
                 return

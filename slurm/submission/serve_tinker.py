@@ -1,4 +1,4 @@
-"""Serving the Tinker API: a gateway (the "front") on this machine, and a job that trains and samples.
+"""Serving the Tinker API: a gateway on this machine, and a job that trains and samples.
 
 Owns the order of a start and the restarts of the job. Promises that the gateway, to which clients connect, outlives the
 trainer: clients wait while the trainer is away (`slurm.submission.gateway_supervisor` monitors the gateway). The same
@@ -106,7 +106,7 @@ def start_gateway(config: RunConfig, paths: RunPaths) -> Iterator[Address]:
     settings = settings_of(config, paths.api)
     make_directory(paths.root, config.cluster.directory_mode)
     make_directory(paths.api)
-    supervisor = GatewaySupervisor(settings, paths.api / "front.log")
+    supervisor = GatewaySupervisor(settings, paths.api / "gateway.log")
     try:
         address = supervisor.start()
         _print_exports(address, settings)

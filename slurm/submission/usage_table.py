@@ -48,7 +48,7 @@ def ask_usage(address: Address) -> list[dict[str, Any]]:
         usages: list[dict[str, Any]] = json.loads(body)
         return usages
     except (OSError, HTTPException, ValueError) as error:
-        raise ConfigError("serve", address.url, "a running front", f"start it again ({one_line(error)})") from None
+        raise ConfigError("serve", address.url, "a running gateway", f"start it again ({one_line(error)})") from None
     finally:
         link.close()
 

@@ -1,4 +1,4 @@
-"""What the API costs: steps through the SDK, front and trainer, beside the same steps on the dispatch alone.
+"""What the API costs: steps through the SDK, gateway and trainer, beside the same steps on the dispatch alone.
 
     python -m tests.bench.bench_tinker [--clients 1 4 16] [--steps 24] [--data 32] [--length 64]
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             rates = [requests / alone, requests / served, tokens / alone, tokens / served]
             rows.append([clients, *rates, ratios[-1], *(1000 * part / requests for part in parts)])
     columns = ["clients", "requests/s alone", "requests/s served", "tokens/s alone", "tokens/s served", "ratio"]
-    print(markdown([*columns, *(f"ms of CPU: {part}" for part in ("alone", "trainer", "front", "clients"))], rows))
+    print(markdown([*columns, *(f"ms of CPU: {part}" for part in ("alone", "trainer", "gateway", "clients"))], rows))
     return judge(f"the API reaches {LEAST} of the dispatch alone", min(ratios) >= LEAST)
 
 
@@ -76,10 +76,10 @@ def config(folder: Path, given: argparse.Namespace) -> RunConfig:
 def costs_of(
     own: Callable[[int], None], api: Callable[[int], None], server: TinkerServer, steps: int
 ) -> tuple[float, ...]:
-    """Seconds of both ways; then seconds of CPU: of the dispatch alone, and of trainer, front and clients."""
-    assert server.front is not None
+    """Seconds of both ways; then seconds of CPU: of the dispatch alone, and of trainer, gateway and clients."""
+    assert server.gateway is not None
     here = psutil.Process()
-    parts = [psutil.Process(server.trainers[0].pid), psutil.Process(server.front.pid), here]
+    parts = [psutil.Process(server.trainers[0].pid), psutil.Process(server.gateway.pid), here]
     alone, served = seconds_of(own, steps, [here]), seconds_of(api, steps, parts)
     return (alone[0], served[0], *alone[1], *served[1])
 

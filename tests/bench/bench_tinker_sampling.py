@@ -1,4 +1,4 @@
-"""What the API costs who samples: samples through the SDK and the front, beside the same requests to the raw server.
+"""What the API costs who samples: samples through the SDK and the gateway, beside the same requests to the raw server.
 
     python -m tests.bench.bench_tinker_sampling [--clients 1 4 16] [--requests 64] [--samples 8] [--tokens 64]
 

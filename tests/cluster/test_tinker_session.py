@@ -33,12 +33,12 @@ class Served:
 
     def __init__(self, slurm: SlurmCluster, root: Path, launcher: "subprocess.Popen[bytes]", log: Path) -> None:
         self.slurm, self.paths, self.launcher, self._log = slurm, RunPaths(root), launcher, log
-        wait_for("the front", lambda: self.address is not None or self._over(), SECONDS, missing=self.said)
+        wait_for("the gateway", lambda: self.address is not None or self._over(), SECONDS, missing=self.said)
         wait_for("the job", lambda: self.paths.job.exists() or self._over(), SECONDS, missing=self.said)
 
     @property
     def address(self) -> Address:
-        """Where the front listens; None before it has said so."""
+        """Where the gateway listens; None before it has said so."""
         return shared_files.read_document(address_file(self.paths.api), Address)  # type: ignore[return-value]
 
     def _over(self) -> bool:
@@ -149,10 +149,10 @@ def kill_server(served: Served) -> None:
     assert len(served.run.attempts) == attempts
 
 
-def kill_front(served: Served) -> None:
+def kill_gateway(served: Served) -> None:
     gone = served.address.pid
     os.kill(gone, signal.SIGKILL)
-    wait_for("another front", lambda: served.address.pid != gone, SECONDS, missing=served.said)
+    wait_for("another gateway", lambda: served.address.pid != gone, SECONDS, missing=served.said)
 
 
 def adapter(served: Served, path: str) -> dict[str, bytes]:
@@ -170,8 +170,8 @@ def test_a_session_of_fifty_steps_comes_to_the_same_bits_through_all_that_ends_u
         losses, path = undisturbed.end()
         assert len(losses) == STEPS
         expected = adapter(served, path)
-        front = urlsplit(served.address.url)
-        with a_cutting_proxy(front.hostname or "", front.port or 0) as proxy:
+        gateway = urlsplit(served.address.url)
+        with a_cutting_proxy(gateway.hostname or "", gateway.port or 0) as proxy:
             session = Session(f"http://127.0.0.1:{proxy.port}", key, tmp_path / "disturbed.log")
             try:
                 disturb(session, served, proxy)
@@ -196,6 +196,6 @@ def disturb(session: Session, served: Served, proxy: CuttingProxy) -> None:
     session.wait_for_step(28)
     kill_server(served)
     session.wait_for_step(33)
-    kill_front(served)
+    kill_gateway(served)
     session.wait_for_step(41)
     proxy.lose_next_answer()

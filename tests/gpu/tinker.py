@@ -176,7 +176,7 @@ def serving(config: RunConfig, overrides: Sequence[str], chosen: argparse.Namesp
             return shared_files.read_document(address_file(paths.api), Address) is not None
 
         try:
-            wait_for("the front", there, START_SECONDS, missing=log.read_text)
+            wait_for("the gateway", there, START_SECONDS, missing=log.read_text)
             address = shared_files.read_document(address_file(paths.api), Address)
             assert address is not None
             yield address, (paths.api / "key").read_text()

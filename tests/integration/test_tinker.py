@@ -287,7 +287,7 @@ def test_what_is_not_there_is_the_sdks_own_error_with_one_message(
     assert b"no such API key" in body
 
 
-def test_a_session_survives_killed_trainers_and_a_killed_front_to_the_bit(server: TinkerServer) -> None:
+def test_a_session_survives_killed_trainers_and_a_killed_gateway_to_the_bit(server: TinkerServer) -> None:
     def session(disturb: Callable[[int], None]) -> tuple[list[float], dict[str, Any]]:
         with client_of(server) as client:
             trainer, losses = new_model(client, seed=5), []
@@ -302,8 +302,8 @@ def test_a_session_survives_killed_trainers_and_a_killed_front_to_the_bit(server
     def kill(step: int) -> None:
         if step == 3:
             server.kill_trainer()
-            server.kill_front()
-            server.start_front()
+            server.kill_gateway()
+            server.start_gateway()
             server.start_trainer()
 
     losses, expected = session(lambda step: None)
@@ -336,8 +336,8 @@ def test_many_passes_of_a_killed_client_hold_up_nobody_also_after_a_restart(
     flood_of_a_dead_client(server, "forward_backward", flood)
     for restart in (False, True):
         if restart:
-            server.kill_front()
-            server.start_front()
+            server.kill_gateway()
+            server.start_gateway()
         done = requests_done(server)
         assert trainer.forward_backward(make_data(1), "cross_entropy").result().metrics
         assert requests_done(server) - done <= 5, "its own, and what the trainer had in hand"

@@ -1,4 +1,4 @@
-"""Sampling through the API: the SDK's own client, a real front and trainer, and vLLM on the CPU."""
+"""Sampling through the API: the SDK's own client, a real gateway and trainer, and vLLM on the CPU."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -352,8 +352,8 @@ def test_many_samples_of_a_killed_client_hold_up_nobody_and_are_not_drawn_after_
     assert sampler.sample(prompt_of(), 1, params()).result().sequences
     assert requests_done(server) - done <= 2 * in_flight, "those that ran, and as many beside its own"
     assert requests_done(server) - before < flood // 2, "all that time most of the flood waited"
-    server.kill_front()
-    server.start_front()
+    server.kill_gateway()
+    server.start_gateway()
     done = requests_done(server)
     for _ in range(3):
         assert sampler.sample(prompt_of(), 1, params()).result().sequences

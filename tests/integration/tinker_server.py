@@ -1,4 +1,4 @@
-"""A server of the Tinker API for tests: a front and a trainer, each a process that can be killed and started again."""
+"""A server of the Tinker API for tests: a gateway and a trainer, two processes that can be killed and started again."""
 
 import os
 import socket
@@ -25,13 +25,13 @@ from tests.support.servers.vllm import SECRET, TINY, Served, starting_of
 
 @dataclass
 class TinkerServer:
-    """Below `root`, the folder of a run: `api/` is the front's, `checkpoints/` the trainer's."""
+    """Below `root`, the folder of a run: `api/` is the gateway's, `checkpoints/` the trainer's."""
 
     root: Path
     config: RunConfig
     ranks: int = 1
     servers: Sequence[str] = ()
-    front: "subprocess.Popen[bytes] | None" = None
+    gateway: "subprocess.Popen[bytes] | None" = None
     trainers: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
     attempts: int = 0
 
@@ -50,23 +50,23 @@ class TinkerServer:
         return (self.api / "key").read_text()
 
     def start(self) -> "TinkerServer":
-        self.start_front()
+        self.start_gateway()
         self.start_trainer()
         return self
 
-    def start_front(self) -> None:
+    def start_gateway(self) -> None:
         settings = settings_of(self.config, self.api)
         command = [sys.executable, "-m", "pipeline.tinker.gateway_process", msgspec.json.encode(settings).decode()]
         (self.api).mkdir(parents=True, exist_ok=True)
-        with (self.root / "front.log").open("ab") as log:
-            front = self.front = subprocess.Popen(command, stdout=log, stderr=log)
+        with (self.root / "gateway.log").open("ab") as log:
+            gateway = self.gateway = subprocess.Popen(command, stdout=log, stderr=log)
 
         def listens() -> bool:
-            assert front.poll() is None, (self.root / "front.log").read_text()
+            assert gateway.poll() is None, (self.root / "gateway.log").read_text()
             address = shared_files.read_document(self.api / "address.json", Address)
-            return address is not None and address.pid == front.pid
+            return address is not None and address.pid == gateway.pid
 
-        wait_for("the front", listens, WAIT_SECONDS)
+        wait_for("the gateway", listens, WAIT_SECONDS)
 
     def start_trainer(self) -> None:
         """One world of ranks; they find each other at a port of their own."""
@@ -92,13 +92,13 @@ class TinkerServer:
         self._end(self.trainers, "terminate")
         self.trainers = []
 
-    def kill_front(self) -> None:
-        if self.front is not None:
-            self._end([self.front], "kill")
+    def kill_gateway(self) -> None:
+        if self.gateway is not None:
+            self._end([self.gateway], "kill")
 
     def stop(self) -> None:
         self.kill_trainer()
-        self.kill_front()
+        self.kill_gateway()
 
     def _end(self, running: "Sequence[subprocess.Popen[bytes]]", how: str) -> None:
         for each in running:

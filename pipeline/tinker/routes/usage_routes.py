@@ -10,7 +10,7 @@ from pipeline.tinker.routes.client_router import Router
 from pipeline.tinker.service_state import ModelRegistry
 
 ALL = "/engine/usage"
-"""All names, for the run's owner, who can read the front's secret."""
+"""All names, for the run's owner, who can read the gateway's secret."""
 
 
 class UsageRoutes:

@@ -1,6 +1,6 @@
 """Saving, and taking away what was saved.
 
-Whoever has an address of a download gets the file, until it expires: it is signed by the front, and good for an
+Whoever has an address of a download gets the file, until it expires: it is signed by the gateway, and good for an
 adapter that was saved for sampling or as external weights."""
 
 import asyncio

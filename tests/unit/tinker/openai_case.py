@@ -1,4 +1,4 @@
-"""OpenAI's routes of the front, over a server that is scripted here."""
+"""OpenAI's routes of the gateway, over a server that is scripted here."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from pipeline.tinker.tinker_records import ServerFacts
 from pipeline.utils.authenticated_http import ROUTE
 from tests.fakes.async_server import prove
 from tests.fakes.http_server import PASSWORD
-from tests.unit.tinker.front_case import ADA, Client, with_front
+from tests.unit.tinker.gateway_case import ADA, Client, with_gateway
 
 MESSAGES = [{"role": "user", "content": "1+1"}]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -124,7 +124,7 @@ def with_script(tmp_path: Path, play: Callable[[Client, Script], Awaitable[None]
         finally:
             await script.stop()
 
-    with_front(tmp_path, run)
+    with_gateway(tmp_path, run)
 
 
 async def ask(client: Client, body: dict[str, Any], key: str = "tml-ada", route: str = CHAT) -> tuple[int, Any]:

@@ -1,4 +1,4 @@
-"""Fields of requests that a front honors or refuses, over HTTP."""
+"""Fields of requests that a gateway honors or refuses, over HTTP."""
 
 import asyncio
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_records import Acknowledged, SaveResult, WorkResult
-from tests.unit.tinker.front_case import ADA, Client, with_front
+from tests.unit.tinker.gateway_case import ADA, Client, with_gateway
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
@@ -72,7 +72,7 @@ def test_a_malformed_field_of_a_sample_is_refused_by_name(body: dict[str, Any], 
         assert "malformed" not in refusal["detail"]
         assert (await client.post("asample", asked))[0] == 200, "its number is not used"
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_malformed_field_of_an_adapter_is_refused_by_name(lora: Any, named: st
         status, refusal = await client.post("create_model", body)
         assert (status, named in refusal.get("detail", "")) == (400, True), refusal
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_learning_rate_of_true_is_refused_by_the_name_that_clients_have_for_it(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_learning_rate_of_true_is_refused_by_the_name_that_clients_have_for_it
         _, result = await client.post("retrieve_future", {"request_id": f"{model}:1"})
         assert "learning_rate=True" in result["error"]
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_the_future_of_an_unload_is_answered_once_the_trainer_has_forgotten_the_model(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_the_future_of_an_unload_is_answered_once_the_trainer_has_forgotten_the_
         assert await asked == (200, {"type": "unload_model", "model_id": model})
         assert ModelRegistry(client.kept).models[model].unloaded.is_set(), "nor does it wait after a start"
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_addresses_of_downloads_have_a_scheme_of_http_whatever_a_proxy_says(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_addresses_of_downloads_have_a_scheme_of_http_whatever_a_proxy_says(tmp_
         (listed,) = (await get(client, "checkpoints"))["checkpoints"]
         assert listed["checkpoint_type"] == "external"
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_resume_takes_the_options_that_there_are_and_refuses_the_others_by_name(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_resume_takes_the_options_that_there_are_and_refuses_the_others_by_nam
         assert status == 200
         assert (await get(client, f"training_runs/{future['model_id']}"))["user_metadata"] == {"run": "r2"}
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_sampling_clients_whose_weights_change_are_refused_by_name(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_sampling_clients_whose_weights_change_are_refused_by_name(tmp_path: Pat
         _, result = await client.post("retrieve_future", {"request_id": f"{model}:1"})
         assert "kind='inflight' is not served" in result.get("error", "")
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_metadata_of_sessions_and_models_are_told_again_also_after_a_start(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_metadata_of_sessions_and_models_are_told_again_also_after_a_start(tmp_p
         status, refusal = await client.post("create_session", {"user_metadata": {"who": 5}})
         assert (status, "user_metadata" in refusal.get("detail", "")) == (400, True)
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_the_time_of_the_last_request_moves_with_requests(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_the_time_of_the_last_request_moves_with_requests(tmp_path: Path) -> Non
         await client.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
         assert (await get(client, f"training_runs/{model}"))["last_request_time"] > first
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_rank_of_0_is_a_whole_model_which_is_refused_where_it_is_off(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_rank_of_0_is_a_whole_model_which_is_refused_where_it_is_off(tmp_path:
             status, refusal = await client.post("create_model", body)
             assert (status, "serve.whole_models" in refusal["detail"]) == (400, True)
 
-    with_front(tmp_path / "off", refused)
+    with_gateway(tmp_path / "off", refused)
 
     async def saved(client: Client, says: str) -> None:
         session = await client.session()
@@ -221,5 +221,5 @@ def test_a_rank_of_0_is_a_whole_model_which_is_refused_where_it_is_off(tmp_path:
         _, result = await client.post("retrieve_future", {"request_id": f"{model}:1"}) if says else (0, {"error": ""})
         assert says in result["error"]
 
-    with_front(tmp_path / "without", lambda client: saved(client, "serve.whole_servers"), whole_models=True)
-    with_front(tmp_path / "with", lambda client: saved(client, ""), whole_models=True, whole_servers=1)
+    with_gateway(tmp_path / "without", lambda client: saved(client, "serve.whole_servers"), whole_models=True)
+    with_gateway(tmp_path / "with", lambda client: saved(client, ""), whole_models=True, whole_servers=1)

@@ -1,4 +1,4 @@
-"""The front's file."""
+"""The gateway's file."""
 
 import asyncio
 import sqlite3

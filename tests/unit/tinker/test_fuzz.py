@@ -1,4 +1,4 @@
-"""Requests at random against the front's real routes, registry and store: it stays up, and nobody else notices."""
+"""Requests at random against the gateway's real routes, registry and store: it stays up, and nobody else notices."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from pipeline.tinker import forwarding, tinker_wire
 from pipeline.tinker.routes import future_routes
 from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_records import Acknowledged, PassResult, SaveResult, WorkResult
-from tests.unit.tinker.front_case import BOB, LORA, Client, with_front
+from tests.unit.tinker.gateway_case import BOB, LORA, Client, with_gateway
 
 EVE = {"X-API-Key": "tml-eve"}
 AT_ONCE, ROUND = 8, 400
@@ -189,7 +189,7 @@ async def fuzz(client: Client, count: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "seed"), [(1600, 0), pytest.param(10_000, 1, marks=pytest.mark.trial)])
-def test_random_requests_leave_the_front_up_and_what_others_have_as_it_was(
+def test_random_requests_leave_the_gateway_up_and_what_others_have_as_it_was(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -203,5 +203,5 @@ def test_random_requests_leave_the_front_up_and_what_others_have_as_it_was(
         await client.attach("one")
         await fuzz(client, count, seed)
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

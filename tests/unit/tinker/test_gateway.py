@@ -1,4 +1,4 @@
-"""The front over HTTP, with a trainer that only says what it did."""
+"""The gateway over HTTP, with a trainer that only says what it did."""
 
 import asyncio
 import io
@@ -25,7 +25,7 @@ from pipeline.tinker.tinker_records import (
     encode,
 )
 from pipeline.tinker.trainer_routes import SECRET, TURN
-from tests.unit.tinker.front_case import ADA, BOB, DOOR, LORA, Client, with_front
+from tests.unit.tinker.gateway_case import ADA, BOB, DOOR, LORA, Client, with_gateway
 
 
 def test_a_retry_is_the_same_request_and_makes_no_second_model(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_retry_is_the_same_request_and_makes_no_second_model(tmp_path: Path) -
         assert (await client.turn("one"))[1].seq == 1  # type: ignore[union-attr]
         assert await client.turn("one") == (204, None)
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_result_never_changes_and_what_a_trainer_lost_is_handed_out_again(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_result_never_changes_and_what_a_trainer_lost_is_handed_out_again(tmp_
         status, result = await client.post("retrieve_future", {"request_id": f"{model}:1"})
         assert (status, result["metrics"]) == (200, {"lr:mean": 1.0})
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_trainer_that_was_replaced_is_told_so_and_cannot_come_back(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_trainer_that_was_replaced_is_told_so_and_cannot_come_back(tmp_path: P
         async with client.http.post(TURN, data=encode(TrainerTurn("two")), headers={SECRET: "guess"}) as answer:
             assert answer.status == 401
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_turn_from_before_an_attach_takes_no_work_into_its_dead_connection(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_turn_from_before_an_attach_takes_no_work_into_its_dead_connection(tmp
         status, work = await client.turn("one")
         assert (status, work and work.seq) == (200, 0)
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_trainer_that_is_ending_brings_results_and_takes_nothing(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_trainer_that_is_ending_brings_results_and_takes_nothing(tmp_path: Pat
             assert answer.status == 204
         assert (await client.turn("one"))[0] == 200
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_model_that_is_unloaded_takes_nothing_and_leaves_a_trainer_that_brings_it_back(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_model_that_is_unloaded_takes_nothing_and_leaves_a_trainer_that_brings
         assert isinstance(work.body, Unload)
         assert await client.turn("two", WorkResult(work.request, Acknowledged())) == (204, None)
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_checkpoint_that_an_open_load_reads_stays_until_none_does(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_an_open_load_reads_stays_until_none_does(tmp_path: Pa
         await client.registry.sweep(60.0)
         assert removed == [saved.folder]
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_retry_of_what_the_store_did_not_take_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +171,10 @@ def test_a_retry_of_what_the_store_did_not_take_is_told_so(tmp_path: Path, monke
         full.set()
         assert {status for status, _ in await asyncio.gather(*both)} == {402}
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
-def test_open_requests_of_a_model_that_is_gone_fail_when_the_front_comes_back(tmp_path: Path) -> None:
+def test_open_requests_of_a_model_that_is_gone_fail_when_the_gateway_comes_back(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         model = (await client.model(await client.session()))[1]["model_id"]
         live = client.registry.models[model]
@@ -183,7 +183,7 @@ def test_open_requests_of_a_model_that_is_gone_fail_when_the_front_comes_back(tm
         again = ModelRegistry(client.kept)
         assert isinstance(again.result(again.requests[f"{model}:0"]), Failed)
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_nobody_sees_what_another_key_made(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_nobody_sees_what_another_key_made(tmp_path: Path) -> None:
         async with client.http.get("/api/v1/checkpoints", headers=BOB) as answer:
             assert (await answer.json())["checkpoints"] == []
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_what_became_of_a_sample_is_told_to_its_owner_though_its_sampling_client_is_forgotten(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_what_became_of_a_sample_is_told_to_its_owner_though_its_sampling_client
         status, outcome = await client.post("retrieve_future", asked)
         assert (status, outcome["error"]) == (200, "its client gave this sample up")
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_key_has_as_many_models_as_it_may_and_an_ended_session_takes_nothing(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_key_has_as_many_models_as_it_may_and_an_ended_session_takes_nothing(t
         status, refusal = await client.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
         assert (status, "make a new ServiceClient" in refusal["detail"]) == (410, True)
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_save_of_a_name_that_is_taken_or_bad_fails_its_request_alone(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_save_of_a_name_that_is_taken_or_bad_fails_its_request_alone(tmp_path:
             assert result["category"] == "user"
             assert "the name" in result["error"]
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_a_request_that_is_too_large_is_refused_whatever_it_says_of_its_length(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_request_that_is_too_large_is_refused_whatever_it_says_of_its_length(t
         async with client.http.post("/api/v1/forward_backward", data=chunks(), headers=ADA) as answer:
             assert answer.status == 413
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 @pytest.mark.parametrize(
@@ -299,11 +299,11 @@ def test_json_that_would_hold_up_others_is_refused_before_it_is_parsed(
             assert answer.status == status, told
             assert said in told or "bytes when decompressed" in told
 
-    with_front(tmp_path, play, request_bytes=1 << 24)
+    with_gateway(tmp_path, play, request_bytes=1 << 24)
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_client_that_ends_in_the_middle_of_an_upload_or_a_poll_is_no_error_of_the_front(
+def test_a_client_that_ends_in_the_middle_of_an_upload_or_a_poll_is_no_error_of_the_gateway(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reset: bool
 ) -> None:
     monkeypatch.setattr("pipeline.tinker.routes.future_routes.HOLD_SECONDS", 0.2)
@@ -325,5 +325,5 @@ def test_a_client_that_ends_in_the_middle_of_an_upload_or_a_poll_is_no_error_of_
         await asyncio.sleep(0.1)
         assert await client.session(), "others go on"
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
     assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []

@@ -44,15 +44,15 @@ def test_a_session_is_silent_after_a_while_and_no_longer_with_its_next_request()
     assert time.changes == [("s", True), ("s", False)]
 
 
-def test_a_session_that_was_silent_when_the_front_ended_is_silent_until_it_is_heard_of() -> None:
+def test_a_session_that_was_silent_when_the_gateway_ended_is_silent_until_it_is_heard_of() -> None:
     time = Time()
     assert time.heartbeats.is_silent("earlier")
-    assert time.heartbeats.seconds_silent("earlier") == 0.0, "its end is counted from the start of the front"
+    assert time.heartbeats.seconds_silent("earlier") == 0.0, "its end is counted from the start of the gateway"
     time.heartbeats.beat("earlier")
     assert time.changes == [("earlier", False)]
 
 
-def test_time_in_which_the_front_stood_still_is_nobodys_silence() -> None:
+def test_time_in_which_the_gateway_stood_still_is_nobodys_silence() -> None:
     time = Time()
     time.pass_by(60.0, beats=10.0)
     time.pass_by(7200.0, step=7200.0)  # its host was asleep, say

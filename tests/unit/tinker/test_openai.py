@@ -1,4 +1,4 @@
-"""OpenAI's routes of the front: which models there are, what is asked of servers, and what becomes of failures."""
+"""OpenAI's routes of the gateway: which models there are, what is asked of servers, and what becomes of failures."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,7 @@ from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.completions import checked_body, wants_usage
 from pipeline.tinker.forwarding import CHAT, COMPLETION
 from pipeline.utils.poison_request import ABANDONED, MAX_SERVER_CRASHES
-from tests.unit.tinker.front_case import ADA, BOB, Client
+from tests.unit.tinker.gateway_case import ADA, BOB, Client
 from tests.unit.tinker.openai_case import MESSAGES, USAGE, Script, ask, dead, events, torn, with_script
 
 

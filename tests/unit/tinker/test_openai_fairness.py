@@ -1,4 +1,4 @@
-"""OpenAI's routes of the front wait for their turn among the samples of all keys and sessions."""
+"""OpenAI's routes of the gateway wait for their turn among the samples of all keys and sessions."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,11 +11,11 @@ from aiohttp import web
 from pipeline.tinker.completions import sequences_of
 from pipeline.tinker.forwarding import CHAT
 from pipeline.tinker.routes import openai
-from tests.unit.tinker.front_case import ADA, BOB, Client
+from tests.unit.tinker.gateway_case import ADA, BOB, Client
 from tests.unit.tinker.openai_case import MESSAGES, Script, ask, whole, with_script
 
 CAPACITY = 13
-"""Sequences in flight before one server of `front_case`: 12, and an eighth more."""
+"""Sequences in flight before one server of `gateway_case`: 12, and an eighth more."""
 SDK_PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.tinker.routes import weight_routes
 from pipeline.tinker.tinker_records import Acknowledged, SaveResult, WorkResult
-from tests.unit.tinker.front_case import ADA, BOB, Client, with_front
+from tests.unit.tinker.gateway_case import ADA, BOB, Client, with_gateway
 
 
 def test_the_page_lists_the_routes_that_there_are(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_the_page_lists_the_routes_that_there_are(tmp_path: Path) -> None:
             assert answer.status == 404
             assert "POST copy_weights is not served here" in (await answer.json())["detail"]
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_an_address_of_a_download_is_good_for_its_file_alone_and_until_it_is_replaced(
@@ -88,4 +88,4 @@ def test_an_address_of_a_download_is_good_for_its_file_alone_and_until_it_is_rep
                 assert answer.status == 404
                 assert "not there any more" in (await answer.json())["detail"]
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)

@@ -241,7 +241,7 @@ def test_the_adapter_of_a_sample_is_in_use_until_its_client_has_the_result(tmp_p
         task = sampling._jobs[id].task
         assert task is not None
         await task
-        assert sampling.open_folders() == {"a"}, "a front that starts now draws it again"
+        assert sampling.open_folders() == {"a"}, "a gateway that starts now draws it again"
         await sampling.result(id)
         assert sampling.open_folders() == set()
 

@@ -83,7 +83,7 @@ def test_samples_of_a_client_that_is_gone_are_given_up_and_never_asked_for(tmp_p
     with_servers(tmp_path, play, sequences=SEQUENCES)
 
 
-def test_a_front_that_starts_does_again_only_what_a_client_asks_for(tmp_path: Path) -> None:
+def test_a_gateway_that_starts_does_again_only_what_a_client_asks_for(tmp_path: Path) -> None:
     async def accept(sampling: SampleQueue, scripts: list[Script]) -> None:
         sampling.set_servers(None)
         for number in range(100):

@@ -1,4 +1,4 @@
-"""What the front remembers, over restarts of itself and of trainers."""
+"""What the gateway remembers, over restarts of itself and of trainers."""
 
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def test_what_changes_no_model_is_kept_only_until_it_is_answered(tmp_path: Path)
     play(tmp_path, story)
 
 
-def test_after_a_restart_of_the_front_a_settled_model_goes_on(tmp_path: Path) -> None:
+def test_after_a_restart_of_the_gateway_a_settled_model_goes_on(tmp_path: Path) -> None:
     async def story(stage: Play) -> None:
         model = await three_steps(stage)
         stage.restart()
@@ -106,7 +106,7 @@ def test_a_trainer_with_an_older_commit_than_is_kept_loses_the_model_and_says_so
     play(tmp_path, story)
 
 
-def test_a_model_whose_unload_the_front_did_not_hear_of_is_unloaded_after_a_restart_and_never_lost(
+def test_a_model_whose_unload_the_gateway_did_not_hear_of_is_unloaded_after_a_restart_and_never_lost(
     tmp_path: Path,
 ) -> None:
     async def story(stage: Play) -> None:

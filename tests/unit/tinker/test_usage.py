@@ -15,7 +15,7 @@ from pipeline.tinker.tinker_records import Failed, PassResult, StepResult, WorkR
 from pipeline.tinker.trainer_routes import SECRET
 from pipeline.tinker.usage_meter import KEPT_DAYS, Usage, UsageMeter
 from slurm.submission.usage_table import ask_usage, usage_lines
-from tests.unit.tinker.front_case import ADA, BOB, Client, with_front
+from tests.unit.tinker.gateway_case import ADA, BOB, Client, with_gateway
 from tests.unit.tinker.test_openai import MESSAGES, Script, ask, events, torn, with_script
 
 DAY = 86400.0
@@ -76,7 +76,7 @@ def test_passes_and_steps_count_once_and_failures_never(tmp_path: Path) -> None:
         assert await used(client) == after, "what is done again counts nothing"
         assert (await used(client, BOB))["requests"] == 0
 
-    with_front(tmp_path, play)
+    with_gateway(tmp_path, play)
 
 
 def test_chats_count_also_when_their_stream_is_torn(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_chats_count_also_when_their_stream_is_torn(tmp_path: Path) -> None:
     with_script(tmp_path, play)
 
 
-def test_no_front_is_said_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="a running front"):
+def test_no_gateway_is_said_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="a running gateway"):
         ask_usage(Address(url="http://127.0.0.1:9", secret="secret", pid=1))
 
 

@@ -1,4 +1,4 @@
-"""The loop of a trainer that serves: what it commits, and when. Front, models and commits are stand-ins."""
+"""The loop of a trainer that serves: what it commits, and when. Gateway, models and commits are stand-ins."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -74,7 +74,7 @@ class Link:
 
 
 def play(tmp_path: Path, works: list[Work], seconds: float, *, away: bool = False) -> list[object]:
-    """What reached the front and what was committed, in order, of an attempt that ends when all work is done."""
+    """What reached the gateway and what was committed, in order, of an attempt that ends when all work is done."""
     events: list[object] = []
     config = make_config()
     serve = config.serve.model_copy(update={"checkpoint_seconds": seconds, "checkpoint_steps": 1 << 30})
@@ -101,13 +101,13 @@ def work(seq: int, body: Any) -> Work:
     return Work(f"m:{seq}", "m", seq, body)
 
 
-def test_the_last_commit_covers_only_what_the_front_has(tmp_path: Path) -> None:
+def test_the_last_commit_covers_only_what_the_gateway_has(tmp_path: Path) -> None:
     works = [work(0, Create(Adapter(4))), work(1, STEP)]
     assert play(tmp_path, list(works), 3600.0) == ["m:0", "m:1", ("commit", {"m": 1})]
-    assert play(tmp_path, list(works), 3600.0, away=True) == ["m:0"], "without a front it is done again"
+    assert play(tmp_path, list(works), 3600.0, away=True) == ["m:0"], "without a gateway it is done again"
 
 
-def test_a_commit_in_between_covers_only_what_the_front_has(tmp_path: Path) -> None:
+def test_a_commit_in_between_covers_only_what_the_gateway_has(tmp_path: Path) -> None:
     works = [work(0, Create(Adapter(4))), work(1, STEP)]
     assert play(tmp_path, works, 0.0) == ["m:0", ("commit", {"m": 0}), "m:1", ("commit", {"m": 1})]
 

@@ -29,8 +29,8 @@ from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.guarded_call import failure_reason
 from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import RolloutError
-from pipeline.rollout.gateway import openai_wire
-from pipeline.rollout.gateway.conversation_tree import ConversationTree, PrefixMatch
+from pipeline.rollout.agent_endpoint import openai_wire
+from pipeline.rollout.agent_endpoint.conversation_tree import ConversationTree, PrefixMatch
 from pipeline.utils.limited_site import LimitedSite, is_authenticated, limit_connections
 
 LOOPBACK = "127.0.0.1"

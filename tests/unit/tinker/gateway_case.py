@@ -1,4 +1,4 @@
-"""A front over HTTP, with a trainer that only says what it did."""
+"""A gateway over HTTP, with a trainer that only says what it did."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -78,16 +78,16 @@ class Client:
 
 
 class _Server(TestServer):
-    """Without the end of handlers whose clients hang up, as in the front's process."""
+    """Without the end of handlers whose clients hang up, as in the gateway's process."""
 
     async def _make_runner(self, **given: Any) -> web.AppRunner:
         return web.AppRunner(self.app, **{**given, "handler_cancellation": False})
 
 
-def with_front(
+def with_gateway(
     tmp_path: Path, play: Callable[[Client], Awaitable[None]], request_bytes: int = 1 << 16, **given: Any
 ) -> None:
-    """`given` are other settings of the front than those below."""
+    """`given` are other settings of the gateway than those below."""
 
     async def run() -> None:
         lines = [f"{digest(f'tml-{name}')} {name}" for name in ("bob", "eve")]
@@ -113,9 +113,9 @@ def with_front(
         kept = Store(settings.store)
         registry = ModelRegistry(kept)
         sampling = SampleQueue(kept, settings.weights, settings.limits, 2, registry.usage)
-        front = Gateway(settings, registry, sampling, Keys(tmp_path / "keys"), "secret")
+        gateway = Gateway(settings, registry, sampling, Keys(tmp_path / "keys"), "secret")
         app = web.Application(client_max_size=0)
-        front.add_routes(app)
+        gateway.add_routes(app)
         TrainerRoutes(registry, "secret", lambda facts: None).add_routes(app)
         await sampling.start()
         server = _Server(app)

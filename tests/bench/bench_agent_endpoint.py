@@ -1,4 +1,4 @@
-"""What an agent's endpoint costs: `python -m tests.bench.bench_gateway [--episodes N] [--rounds N]`.
+"""What an agent's endpoint costs: `python -m tests.bench.bench_agent_endpoint [--episodes N] [--rounds N]`.
 
 Opens and closes endpoints, and holds conversations of 1, 4 and 16 turns with one over HTTP, whose policy answers at
 once; beside it, the same turns by the bookkeeping alone (`ConversationTree`), as a task in the actor's process pays for
@@ -17,8 +17,8 @@ import aiohttp
 
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.environments.chat_tokenizer import ChatTokenizer
-from pipeline.rollout.gateway.conversation_tree import ConversationTree
-from pipeline.rollout.gateway.episode_endpoint import Endpoint
+from pipeline.rollout.agent_endpoint.conversation_tree import ConversationTree
+from pipeline.rollout.agent_endpoint.episode_endpoint import Endpoint
 from tests.bench.tables import markdown
 from tests.unit.environments.test_tasks import Said
 

@@ -18,8 +18,8 @@ from pipeline.environments import Episode
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.rewards import Score
 from pipeline.errors import RolloutError
-from pipeline.rollout.gateway.conversation_tree import ConversationTree
-from pipeline.rollout.gateway.episode_endpoint import Endpoint
+from pipeline.rollout.agent_endpoint.conversation_tree import ConversationTree
+from pipeline.rollout.agent_endpoint.episode_endpoint import Endpoint
 from pipeline.rollout.sample_rollout import to_sample
 from pipeline.transport.sample_records import Sample, TokenRow, decode_record, encode_record
 from tests.unit.environments.test_tool_task import TINY_TEXT, bytes_model

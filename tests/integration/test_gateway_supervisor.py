@@ -1,4 +1,4 @@
-"""The front under its keeper: killed, stopped, and not able to start."""
+"""The gateway under its keeper: killed, stopped, and not able to start."""
 
 import os
 import resource
@@ -33,12 +33,12 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def keeper(settings: Settings, tmp_path: Path) -> Iterator[GatewaySupervisor]:
-    made = GatewaySupervisor(settings, tmp_path / "front.log", unresponsive_seconds=5.0)
+    made = GatewaySupervisor(settings, tmp_path / "gateway.log", unresponsive_seconds=5.0)
     yield made
     made.stop()
 
 
-def test_a_front_that_was_killed_or_answers_nothing_is_replaced_at_its_address(
+def test_a_gateway_that_was_killed_or_answers_nothing_is_replaced_at_its_address(
     keeper: GatewaySupervisor, settings: Settings
 ) -> None:
     first = keeper.start()
@@ -55,7 +55,7 @@ def test_a_front_that_was_killed_or_answers_nothing_is_replaced_at_its_address(
                 else None
             )
 
-        earlier = wait_for("another front", another, WAIT_SECONDS)
+        earlier = wait_for("another gateway", another, WAIT_SECONDS)
         assert (earlier.url, earlier.secret) == (first.url, first.secret)
     keeper.stop()
     with pytest.raises(ProcessLookupError):
@@ -77,14 +77,14 @@ except OSError as error:
 
 @needs_another_user
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_nobody_else_can_listen_at_the_address_while_the_front_is_away(
+def test_nobody_else_can_listen_at_the_address_while_the_gateway_is_away(
     host: str, keeper: GatewaySupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_supervisor, "_FIRST_PAUSE", WAIT_SECONDS)  # until the next one starts
     address = keeper.start()
     port = int(address.url.rpartition(":")[2])
     os.kill(address.pid, signal.SIGKILL)
-    wait_for("the front to be away", lambda: not gateway_supervisor._answers(address.url, 1.0), WAIT_SECONDS)
+    wait_for("the gateway to be away", lambda: not gateway_supervisor._answers(address.url, 1.0), WAIT_SECONDS)
     assert as_stranger(SQUAT, host, port).stdout == "Address already in use\n"
     keeper.stop()
     assert as_stranger(SQUAT, host, port).stdout == ""
@@ -93,26 +93,26 @@ def test_nobody_else_can_listen_at_the_address_while_the_front_is_away(
 def test_a_port_that_another_process_has_is_refused_by_its_name(settings: Settings, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        keeper = GatewaySupervisor(msgspec.structs.replace(settings, port=port), tmp_path / "front.log")
+        keeper = GatewaySupervisor(msgspec.structs.replace(settings, port=port), tmp_path / "gateway.log")
         with pytest.raises(ConfigError, match=rf"serve.port='127.0.0.1:{port}': .*in use.*pid {os.getpid()}"):
             keeper.start()
         keeper.stop()
 
 
 def test_a_chosen_port_is_had_again_at_once_although_connections_linger(settings: Settings, tmp_path: Path) -> None:
-    first = GatewaySupervisor(settings, tmp_path / "front.log")
+    first = GatewaySupervisor(settings, tmp_path / "gateway.log")
     port = int(first.start().url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)):
         first.stop()  # its end of the connection is closed first, so it lingers
-        second = GatewaySupervisor(msgspec.structs.replace(settings, port=port), tmp_path / "front.log")
+        second = GatewaySupervisor(msgspec.structs.replace(settings, port=port), tmp_path / "gateway.log")
         assert second.start().url.endswith(f":{port}")
         second.stop()
 
 
-def test_idle_connections_of_strangers_make_no_front_deaf(keeper: GatewaySupervisor) -> None:
+def test_idle_connections_of_strangers_make_no_gateway_deaf(keeper: GatewaySupervisor) -> None:
     """More of them than the open files that systemd and sshd give a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # the front inherits it
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # the gateway inherits it
     address = keeper.start()
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     host, _, port = address.url.removeprefix("http://").partition(":")
@@ -124,10 +124,10 @@ def test_idle_connections_of_strangers_make_no_front_deaf(keeper: GatewaySupervi
             assert gateway_supervisor._answers(address.url, 30.0)
 
 
-def test_a_front_that_cannot_start_is_one_line(settings: Settings, tmp_path: Path) -> None:
+def test_a_gateway_that_cannot_start_is_one_line(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("no key\n")
     wrong = msgspec.structs.replace(settings, keys=str(tmp_path / "keys"))
-    keeper = GatewaySupervisor(wrong, tmp_path / "front.log")
+    keeper = GatewaySupervisor(wrong, tmp_path / "gateway.log")
     with pytest.raises(ConfigError, match=r"serve.keys='.*line 1': expected <sha256 of the key>"):
         keeper.start()
     keeper.stop()
