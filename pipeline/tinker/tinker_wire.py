@@ -42,8 +42,8 @@ def protocol() -> Any:
 
     `ConfigError` where the wheel is not installed.
     """
-    spec = find_spec("tinker")
-    folder = next(iter(spec.submodule_search_locations or ()), "") if spec else ""
+    package = find_spec("tinker")
+    folder = next(iter(package.submodule_search_locations or ()), "") if package else ""
     file = Path(folder) / "proto" / "tinker_public_pb2.py"
     if not folder or not file.is_file():
         expected = "the wheel of the tinker SDK, for its protobuf module"

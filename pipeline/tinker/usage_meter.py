@@ -95,11 +95,11 @@ class UsageMeter:
 
 def usage_of_answer(usage: object, seconds: float) -> Usage:
     """The amounts in the `usage` field of an answer in OpenAI's form; one that is torn has none."""
-    usage = Usage(requests=1, sampling_seconds=seconds)
+    counts = Usage(requests=1, sampling_seconds=seconds)
     with suppress(msgspec.ValidationError):
         counted = msgspec.convert(usage, type=_AnswerUsage)
-        usage.prompt_tokens, usage.sampled_tokens = counted.prompt_tokens, counted.completion_tokens
-    return usage
+        counts.prompt_tokens, counts.sampled_tokens = counted.prompt_tokens, counted.completion_tokens
+    return counts
 
 
 def usage_of_sample(request: Mapping[str, Any], answer: Mapping[str, Any], seconds: float) -> Usage:

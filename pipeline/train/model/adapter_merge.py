@@ -71,7 +71,7 @@ def _adapted_stacks(network: nn.Module) -> Iterator[tuple[Tensor, list[ExpertAda
     for module in fused_experts(network):
         adapters: Any = getattr(module, ADAPTERS, None)
         if adapters is not None:
-            yield from ((getattr(module, name), list(adapters.values())) for name, adapters in adapters.items())
+            yield from ((getattr(module, name), list(of_tensor.values())) for name, of_tensor in adapters.items())
 
 
 def _like(tensor: Tensor, rows: Tensor) -> Tensor:
