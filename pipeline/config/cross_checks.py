@@ -245,6 +245,13 @@ def _changed_keys_are_read(config: RunConfig) -> None:
         raise ConfigError(key, value, expected, f"set that or leave it out, or set {reader}")
 
 
+def _correction_has_old_logprobs(config: RunConfig) -> None:
+    loss = config.loss
+    if loss.old_logprobs == "sampler" and loss.tis != "none":
+        expected = "none with loss.old_logprobs=sampler, whose ratio includes the mismatch with the sampling policy"
+        raise ConfigError("loss.tis", loss.tis, expected, "set loss.tis=none, or loss.old_logprobs=recompute")
+
+
 def _kl_has_a_gradient(config: RunConfig) -> None:
     loss = config.loss
     if loss.kl and loss.kl_in == "loss" and loss.kl_estimator == "k1":
@@ -381,6 +388,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _queue_keys_need_a_queue,
     _hetjob_needs_aux_nodes,
     _changed_keys_are_read,
+    _correction_has_old_logprobs,
     _kl_has_a_gradient,
     _teacher_logprobs_are_used,
     _only_groups_are_filtered,

@@ -54,7 +54,6 @@ _KL, _LORA = KeyReader("loss.kl"), KeyReader("model.lora.rank")
 READ_WITH: Mapping[str, KeyReader] = {
     **_parameters_of(POLICY_LOSSES, "loss.name"),
     **_parameters_of(ADVANTAGE_ESTIMATORS, "loss.advantage_estimator"),
-    "loss.tis": KeyReader("loss.old_logprobs", ("recompute",)),
     "loss.tis_cap": KeyReader("loss.tis", ("truncate", "mask")),
     "loss.kl_in": _KL,
     "loss.kl_estimator": _KL,

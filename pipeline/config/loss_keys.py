@@ -34,16 +34,16 @@ class LossConfig(Section):
         + ".",
     )
     old_logprobs: Literal["sampler", "recompute"] = Field(
-        "sampler",
+        "recompute",
         description="Policy in the denominator of the ratio. `sampler`: the policy that sampled; `recompute`: the "
         "trainer's policy at the start of the step, whose log-probabilities are recomputed if a batch takes several "
         "optimizer steps.",
     )
     tis: Literal["none", "truncate", "mask"] = Field(
-        "none",
+        "truncate",
         description="Importance-sampling correction of each token, by the ratio of the recomputed policy to the "
         "sampling policy. `truncate`: weight by the ratio, at most tis_cap; `mask`: drop tokens outside of 1 "
-        "/ tis_cap … tis_cap.",
+        "/ tis_cap … tis_cap; `none`: no correction, as needed with loss.old_logprobs=sampler.",
     )
     tis_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Bound of the correction's ratio.")
     clip_low: Annotated[float, Field(ge=0, le=1)] = Field(

@@ -136,12 +136,13 @@ class TrainingConfig(Section):
     """Steps, batches, memory and checkpoints of training."""
 
     steps: NotNegative = Field(
+        1000,
         description="Steps of RL; each trains one batch. 0: no RL: the run is the SFT phase (training.sft) "
-        "alone, with the trainer as the only role."
+        "alone, with the trainer as the only role.",
     )
-    prompts_per_step: Positive = Field(description="Groups (prompts) in a batch, which one step trains.")
+    prompts_per_step: Positive = Field(32, description="Groups (prompts) in a batch, which one step trains.")
     max_lag: NotNegative = Field(
-        1, description="Largest number of steps between the sampling weights and the trained weights."
+        2, description="Largest number of steps between the sampling weights and the trained weights."
     )
     stale: Literal["refuse", "mask"] = Field(
         "refuse",
@@ -285,7 +286,7 @@ class RunConfig(Section):
     loss: LossConfig
     critic: CriticConfig = CriticConfig()
     optim: OptimConfig = OptimConfig()
-    training: TrainingConfig
+    training: TrainingConfig = TrainingConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     inference: InferenceConfig = InferenceConfig()

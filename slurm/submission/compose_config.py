@@ -8,16 +8,19 @@ sweeps use Hydra's grammar.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic_core import to_jsonable_python
 
 import conf
 from pipeline.config import (
@@ -36,6 +39,8 @@ CONF = Path(conf.__file__).parent
 OPEN = ("task.options.", "reward.options.", "cluster.sbatch.", f"evaluation.sets.{NAMED}.task.")
 """Prefixes below which any key is accepted here: options of tasks, rewards and sbatch, which are checked later."""
 MAX_POINTS = 1000
+DEFAULTS = "schema_defaults"
+"""The name under which `conf/config.yaml` includes the defaults of the schema."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,24 @@ class Expansion:
     points: tuple[tuple[str, ...], ...]
 
 
+@cache
+def register_defaults() -> None:
+    """Register the schema's defaults with Hydra, so that a sweeper's override of any key is one of a known key."""
+    tree: dict[str, Any] = {}
+    for key, field in known_keys().items():
+        if NAMED not in key and not field.is_required():
+            *sections, name = key.split(".")
+            section = tree
+            for part in sections:
+                section = section.setdefault(part, {})
+            section[name] = to_jsonable_python(field.get_default(call_default_factory=True))
+    ConfigStore.instance().store(DEFAULTS, tree, provider="rollcall")
+
+
 def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
     """The config that `conf/` and the overrides describe; `ConfigError` for the first mistake."""
     prepared = [_prepare(text, folder) for text in overrides]
+    register_defaults()
     with _composing(overrides), initialize_config_dir(str(folder.resolve()), version_base="1.3"):
         tree = OmegaConf.to_container(compose("config", prepared), resolve=True, throw_on_missing=True)
     if not isinstance(tree, dict):

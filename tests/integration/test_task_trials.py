@@ -54,7 +54,6 @@ def test_a_calculator_is_called_more_often_as_it_pays(tmp_path: Path) -> None:
 SUMS = [
     "model=tiny_text",
     "model.max_length=64",
-    "optim=adamw",
     "training.steps=60",
     "training.eval_every=20",
     "training.checkpoint_every=60",

@@ -36,7 +36,14 @@ from pipeline.utils.terminal import console
 from pipeline.utils.waiting import CLOCK, Clock
 from slurm.registry import sweep_manifest
 from slurm.registry.run_contents import located_config
-from slurm.submission.compose_config import CONF, axis_ends, compose_config, prepare_fixed, split_axes
+from slurm.submission.compose_config import (
+    CONF,
+    axis_ends,
+    compose_config,
+    prepare_fixed,
+    register_defaults,
+    split_axes,
+)
 from slurm.submission.launcher_signals import recorded_signals
 from slurm.submission.submit_sweep import PointLauncher
 from slurm.submission.sweep_trials import claimed_directory, directory_of, named_point, refuse_run_directory
@@ -106,6 +113,7 @@ def run_sweeper(
 def _hydra() -> Hydra:
     """Hydra for `conf/`, with our launcher registered."""
     hydra_launcher.register_launcher()
+    register_defaults()
     hydra = Hydra.create_main_hydra2("submit", create_config_search_path(str(CONF.resolve())))
     GlobalHydra.instance().clear()  # each point is composed again, which a second global instance would refuse
     return hydra

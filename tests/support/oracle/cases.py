@@ -110,7 +110,8 @@ class Recipe:
 
 
 def _loss(name: str, **settings: object) -> LossConfig:
-    return LossConfig.model_validate({"name": name, **settings})
+    """A loss with its ratio over the sampling policy, or over the rows' old log-probabilities if they have some."""
+    return LossConfig.model_validate({"name": name, "old_logprobs": "sampler", "tis": "none", **settings})
 
 
 RECIPES: dict[str, Recipe] = {

@@ -15,7 +15,7 @@ from pipeline.train.controller.rank_process import Deadlines
 from tests.support.oracle.cases import make_batch, policy_spec
 
 Scenario = Callable[[RankGroup, Path], None]
-GRPO = LossConfig(name="grpo", clip_low=0.2, clip_high=0.3)
+GRPO = LossConfig(name="grpo", clip_low=0.2, clip_high=0.3, old_logprobs="sampler", tis="none")
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=1)
 PATIENCE = Deadlines(operation=30, control=4, grace=1)
 BUDGET = Budget(96)

@@ -20,7 +20,7 @@ from tests.support.models.tiny import write_tiny
 
 OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5, weight_decay=0.1)
 WORDS = 23
-ENTROPY = LossConfig(name="grpo")
+ENTROPY = LossConfig(name="grpo", old_logprobs="sampler", tis="none")
 
 
 def write_config(path: Path, **changed: Any) -> Path:

@@ -18,7 +18,7 @@ TRAINING = {"steps": 60, "prompts_per_step": 4, "max_lag": 4}
 ASYNCHRONOUS = {"training": TRAINING}
 MASKED = {"training": TRAINING | {"mask_truncated": True}}
 SFT_ALONE = {"training": TRAINING | {"steps": 0, "sft": {"steps": 20}}}
-RECOMPUTED = ASYNCHRONOUS | {"loss": {"name": "grpo", "old_logprobs": "recompute"}}
+OVER_SAMPLER = ASYNCHRONOUS | {"loss": {"name": "grpo", "old_logprobs": "sampler", "tis": "none"}}
 GSPO = ASYNCHRONOUS | {"loss": {"name": "gspo"}}
 GPUS = ASYNCHRONOUS | {"resources": {"device": "cuda", "gpus_per_node": 2}}
 SYNCHRONOUS = GPUS | {"training": TRAINING | {"max_lag": 0}}
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
         "All samples of a step have one reward, 0",
     ),
     "cut": (ASYNCHRONOUS, {"samples/truncated": 0.4}, "40% of the samples are cut off"),
-    "clip": (ASYNCHRONOUS, {"clip_fraction": 0.27}, "The clip holds 27% of the tokens"),
+    "clip": (OVER_SAMPLER, {"clip_fraction": 0.27}, "The clip holds 27% of the tokens"),
     "stale": (ASYNCHRONOUS, {"groups/stale": 1.0}, "For every 100 groups that were trained, 25 were wasted"),
     "synchronous": (SYNCHRONOUS, {"idle/trainer": 0.6}, "as one half always does with max_lag=0"),
     "held back": (GPUS, {"idle/trainer": 0.6, "idle/actor": 0.5}, "training.max_lag holds new ones back"),
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
 SILENT: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "nothing stands out": (ASYNCHRONOUS, {}),
     "cut samples are left out": (MASKED, {"samples/truncated": 0.4}),
-    "ratios over the trainer's own policy": (RECOMPUTED, {"clip_fraction": 0.3}),
+    "ratios over the trainer's own policy": (ASYNCHRONOUS, {"clip_fraction": 0.3}),
     "a clip that holds whole samples": (GSPO, {"clip_fraction": 0.3}),
     "halves that share a GPU": (ONE_GPU, {"idle/trainer": 0.6, "idle/actor": 0.5}),
     "no GPUs": (ASYNCHRONOUS, {"idle/trainer": 0.6, "idle/servers": 0.0}),

@@ -51,7 +51,8 @@ def test_at_the_end_of_a_run_it_is_told_what_its_numbers_say_should_be_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training = {"steps": 40, "prompts_per_step": 4, "max_lag": 4}
-    run = FakeRun(tmp_path / "run", make_config(training=training))
+    loss = {"name": "grpo", "old_logprobs": "sampler", "tis": "none"}
+    run = FakeRun(tmp_path / "run", make_config(training=training, loss=loss))
     attempt = run.attempt("a-0")
     attempt.train("rl", range(1, 41), clip_fraction=0.27)
     run.finish(40)

@@ -107,7 +107,9 @@ def test_the_mismatch_is_that_of_the_trainer_and_the_sampler_not_of_the_ratio() 
     assert found["mismatch_kl"] == pytest.approx((log_w.exp() - 1 - log_w).mean().item())
     assert found["tis_weight"] == pytest.approx(log_w.exp().clamp(max=1.5).mean().item())
     assert found["tis_fraction"] == pytest.approx((log_w.exp() > 1.5).double().mean().item())
-    assert "mismatch" not in measured([tokens(old_logprobs_N=None)], LossConfig(name="grpo"))
+    assert "mismatch" not in measured(
+        [tokens(old_logprobs_N=None)], LossConfig(name="grpo", old_logprobs="sampler", tis="none")
+    )
 
 
 def test_effective_samples_are_all_when_every_ratio_is_alike_and_fewer_otherwise() -> None:

@@ -36,6 +36,8 @@ from tests.unit.train.losses_by_hand import (
 )
 
 CORRECTIONS = st.sampled_from(["none", "truncate", "mask"])
+OVER_SAMPLER = {"old_logprobs": "sampler", "tis": "none"}
+"""The ratio over the sampling policy, without a correction."""
 PLAIN = {"reference_N": None, "entropy_N": None, "old_logprobs_N": None}
 
 
@@ -82,7 +84,7 @@ def test_a_loss_reads_the_keys_that_the_table_says(name: str, changed: dict[str,
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_proximal_policy_the_ratio_is_over_the_one_that_sampled(name: str) -> None:
-    config = LossConfig.model_validate({"name": name, **BOUNDS})
+    config = LossConfig.model_validate({"name": name, **BOUNDS, **OVER_SAMPLER})
     t = tokens()
     same = replace(t, old_logprobs_N=t.sampler_logprobs_N)
     assert total(replace(t, old_logprobs_N=None), config)[0].item() == total(same, config)[0].item()
@@ -111,7 +113,9 @@ def test_a_clipped_token_pulls_no_further_in_its_direction(name: str) -> None:
 
 def test_cispo_leaves_a_clipped_token_its_gradient() -> None:
     t = tokens(logprobs_N=all_at(-1).requires_grad_(), old_logprobs_N=all_at(-2), advantages_N=all_at(1))
-    assert gradient(t, LossConfig(name="cispo", clip_high=0.4)) == pytest.approx((-1.4 * t.weights_N).tolist())
+    assert gradient(t, LossConfig(name="cispo", clip_high=0.4, tis="none")) == pytest.approx(
+        (-1.4 * t.weights_N).tolist()
+    )
 
 
 def test_gspo_spreads_a_rows_gradient_over_all_its_tokens() -> None:
@@ -119,12 +123,14 @@ def test_gspo_spreads_a_rows_gradient_over_all_its_tokens() -> None:
     one_token = torch.zeros(N, dtype=torch.float64)
     one_token[0] = 1.0
     t = replace(t, weights_N=one_token, advantages_N=all_at(1), old_logprobs_N=t.logprobs_N.detach())
-    assert gradient(t, LossConfig(name="gspo")) == pytest.approx([-1 / 3] * 3 + [0.0] * 5)
+    assert gradient(t, LossConfig(name="gspo", tis="none")) == pytest.approx([-1 / 3] * 3 + [0.0] * 5)
 
 
 def test_rloo_weighs_all_tokens_of_a_row_alike() -> None:
     t = tokens(weights_N=all_at(1), advantages_N=all_at(1), old_logprobs_N=all_at(-2), logprobs_N=all_at(-1.9))
-    slopes = gradient(replace(t, logprobs_N=t.logprobs_N.requires_grad_()), LossConfig(name="rloo", ratio_cap=1.4))
+    slopes = gradient(
+        replace(t, logprobs_N=t.logprobs_N.requires_grad_()), LossConfig(name="rloo", ratio_cap=1.4, tis="none")
+    )
     e = 2.718281828459045
     assert slopes == pytest.approx([-(e**0.3)] * 3 + [-(e**0.1)] + [-1.4] * 4)
 
@@ -155,7 +161,7 @@ def test_masked_tokens_keep_their_kl_and_lose_their_policy_term() -> None:
 
 def test_a_correction_without_a_proximal_policy_is_refused() -> None:
     with pytest.raises(TrainingError, match="tis=mask needs old log-probabilities"):
-        total(tokens(old_logprobs_N=None), LossConfig(name="grpo", tis="mask"))
+        total(tokens(old_logprobs_N=None), LossConfig(name="grpo", old_logprobs="sampler", tis="mask"))
 
 
 def test_a_kl_in_the_reward_is_no_term_of_the_loss_but_is_watched() -> None:
