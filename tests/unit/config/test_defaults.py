@@ -63,6 +63,12 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
         "code": ["task.name", "task.seconds"],
         "math": ["task.name", "task.options", "task.seconds", "reward.functions"],
     },
+    "training": {
+        "large": [
+            *("training.reshard_after_forward", "training.activation_checkpointing", "training.compile"),
+            *("training.staging_device", "inference.staging_device"),
+        ],
+    },
     "experiment": {
         "*": RECIPE,
         "distillation": [
