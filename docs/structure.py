@@ -109,7 +109,7 @@ def _imported(node: ast.AST, modules: Mapping[str, Path]) -> Iterator[str]:
         # `from package import name` imports the module of that name, or else the package, which defines the name.
         names = [f"{node.module}.{alias.name}" for alias in node.names]
         named = [name if name in modules else str(node.module) for name in names]
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    elif isinstance(node, ast.Call) and _last_name(node.func) == "import_module":
         named = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
     else:
         named = []
@@ -118,9 +118,14 @@ def _imported(node: ast.AST, modules: Mapping[str, Path]) -> Iterator[str]:
         yield from _imported(child, modules)
 
 
+def _last_name(node: ast.AST) -> str:
+    """`c` of `a.b.c` or of `c`; empty for other expressions."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
 def _running(node: ast.AST) -> Iterator[ast.AST]:
     """The children of a node that run: of `if TYPE_CHECKING`, only the other branch."""
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+    if isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING":
         return iter(node.orelse)
     return ast.iter_child_nodes(node)
 

@@ -256,10 +256,17 @@ class StreamsConfig(Section):
 class TrackingConfig(Section):
     """Destinations of metrics in addition to the console and metrics.jsonl."""
 
-    wandb: Literal["auto", "online", "offline", "off"] = Field(
-        "auto", description="`auto`: online with a key in the environment or in `~/.netrc`, else offline."
+    trackers: Texts = Field(
+        ("wandb",),
+        description="Services that get the metrics, each through a separate process: names of the modules in "
+        "`pipeline/tracking/trackers/`; empty: none.",
     )
-    project: str = Field("rollcall", description="The wandb project.")
+    mode: Literal["auto", "online", "offline"] = Field(
+        "auto",
+        description="`auto`: online with a login at the service, else offline. For wandb, a login is a key in the "
+        "environment or in `~/.netrc`.",
+    )
+    project: str = Field("rollcall", description="The project at the service.")
 
 
 class RunConfig(Section):

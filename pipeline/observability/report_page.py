@@ -25,7 +25,7 @@ from pipeline.observability.sample_gallery import gallery
 from pipeline.observability.timeline import timeline
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import MetricRecord, series
-from pipeline.tracking.wandb_process import sync_command
+from pipeline.tracking.tracker_protocol import upload_commands
 from pipeline.utils import shared_files
 
 Tile = tuple[str, str]
@@ -290,9 +290,9 @@ def _files(history: History) -> str:
         links.append(f"checkpoints in {escape(root_of(history.config, run, history.identity.run_id))}")
     logs = [_logs(attempt, run.root) for attempt in history.attempts]
     footer = f"<footer>Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by Rollcall.</footer>"
-    offline = any(run.tracking.glob("wandb/offline-run-*"))
-    synced = f'<p class="note">To send it to wandb: <code>{escape(sync_command(run))}</code></p>' if offline else ""
-    return f"<h2>Files</h2><p>{' · '.join(links) or 'nothing was written yet'}</p>{''.join(logs)}{synced}{footer}"
+    uploads = (f'<p class="note">To upload it: <code>{escape(command)}</code></p>' for command in upload_commands(run))
+    files = f"<h2>Files</h2><p>{' · '.join(links) or 'nothing was written yet'}</p>"
+    return "".join((files, *logs, *uploads, footer))
 
 
 def _logs(attempt: Attempt, root: Path) -> str:

@@ -22,7 +22,7 @@ that its owner's module defines. Pure: creates no directory and reads no file.
       model/                              the exported model at the end; .model.part-<attempt>/ until it is complete
       exports/<job>-<step>/               a checkpoint exported as a model, for an evaluation
       best/                               in SFT, the model with the lowest held-out loss so far, in the same way
-      tracking/                           wandb's files
+      tracking/                           files of trackers
       aside/<number>/                     the previous contents after resume=scratch, or rows that only a damaged
                                           checkpoint covered
       live.lock  job.lock                 held by its launcher, and by its job while the job runs

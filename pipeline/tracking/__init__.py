@@ -1,7 +1,12 @@
-"""Tracking with wandb: the choice of its mode, and the process that logs metrics to it.
+"""Tracking: the processes that log a run's metrics to tracking services.
 
 | module | owns |
 |---|---|
-| `metric_sinks` | the choice of wandb's mode, and the trainer's side |
-| `wandb_process` | the process that follows `metrics.jsonl` and logs to wandb |
+| `metric_sinks` | the trainer's side: the start and end of each tracker's process |
+| `tracker_process` | a tracker's process, which follows `metrics.jsonl` |
+| `tracker_protocol` | the interface of a tracker, and the list of trackers |
+| `trackers/` | one module for each tracker; its name is a value of `tracking.trackers` |
+
+A missing, failing or hanging tracker never stops or delays training. A new tracker is a module in `trackers/` and a
+file in `conf/tracking/` (docs/contributing.md).
 """

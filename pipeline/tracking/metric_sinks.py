@@ -1,8 +1,7 @@
-"""The choice of wandb's mode, and the trainer's side of tracking.
+"""The trainer's side of tracking: one sink for each tracker, which starts and ends the tracker's process.
 
-A missing, failing or hanging wandb never stops or delays training: it runs in a separate process
-(`pipeline.tracking.wandb_process`) that reads `metrics.jsonl`. Its end is logged once. In offline mode it writes only
-below the run's tracking folder and uses no network.
+A missing, failing or hanging tracker never stops or delays training: its process (`pipeline.tracking.tracker_process`)
+reads `metrics.jsonl`. Its failure is logged once.
 """
 
 import logging
@@ -10,13 +9,13 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError
 from pipeline.run.metrics_log import MetricRecord, Sink
 from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.tracking.tracker_protocol import Mode, Tracker, tracker_class
 from pipeline.utils.subprocesses import Child, describe_exit, tail
 from pipeline.utils.waiting import wait_for
 
@@ -27,49 +26,46 @@ _log = logging.getLogger(__name__)
 def tracking_sinks(
     config: RunConfig, paths: AttemptPaths, variables: Mapping[str, str] = os.environ, seconds: float = CLOSE_SECONDS
 ) -> list[Sink]:
-    """The sink that `tracking.wandb` selects, or none.
+    """A sink for each of `tracking.trackers` whose process could be started.
 
     Args:
-        variables: the environment of wandb's process, which may have wandb's key.
-        seconds: time limit for sending the remaining rows at the end.
+        variables: the environment of the processes, which may have keys for the services.
+        seconds: time limit of each for sending the remaining rows at the end.
     """
-    mode = chosen_mode(config.tracking.wandb, variables, Path.home() / ".netrc")
-    if mode == "off":
-        return []
-    if find_spec("wandb") is None:
-        _log.warning("metrics go to metrics.jsonl only: wandb is not installed")
-        return []
-    try:
-        return [WandbSink(paths, mode, variables, seconds)]
-    except OSError as error:
-        _log.warning("metrics go to metrics.jsonl only: wandb's process cannot be started: %s", error)
-        return []
+    sinks: list[Sink] = []
+    for name in config.tracking.trackers:
+        kind = tracker_class(name)
+        mode = chosen_mode(config.tracking.mode, kind, variables, Path.home())
+        if find_spec(kind.package) is None:
+            _log.warning("metrics are not logged to %s: %s is not installed", name, kind.package)
+            continue
+        try:
+            sinks.append(TrackerSink(name, paths, mode, variables, seconds))
+        except OSError as error:
+            _log.warning("metrics are not logged to %s: its process cannot be started: %s", name, error)
+    return sinks
 
 
-def chosen_mode(setting: str, variables: Mapping[str, str], logins: Path) -> str:
-    """The mode: `online`, `offline` or `off`. `auto` is online if `WANDB_API_KEY` or the netrc file has a key."""
-    if setting != "auto":
-        return setting
-    return "online" if variables.get("WANDB_API_KEY") or _has_login(logins) else "offline"
+def chosen_mode(setting: str, kind: type[Tracker], variables: Mapping[str, str], home: Path) -> Mode:
+    """The mode of a tracker. `auto` is online if the user has a login at its service."""
+    if setting == "auto":
+        return "online" if kind.has_login(variables, home) else "offline"
+    return "online" if setting == "online" else "offline"
 
 
-def _has_login(logins: Path) -> bool:
-    try:
-        return netrc(logins).authenticators("api.wandb.ai") is not None
-    except (OSError, NetrcParseError):
-        return False
+class TrackerSink:
+    """The child process that logs `metrics.jsonl` to a service, until `close`."""
 
-
-class WandbSink:
-    """The child process that logs `metrics.jsonl` to wandb, until `close`."""
-
-    def __init__(self, paths: AttemptPaths, mode: str, variables: Mapping[str, str], seconds: float) -> None:
+    def __init__(
+        self, name: str, paths: AttemptPaths, mode: Mode, variables: Mapping[str, str], seconds: float
+    ) -> None:
         """Start the process; returns at once."""
         folder, self._seconds, self._has_warned = RunPaths(paths.run).tracking, seconds, False
-        self._end = folder / f"{paths.attempt}.end"
-        arguments = (str(paths.run), paths.run_id, str(self._end), mode)
-        argv = (sys.executable, "-P", "-m", "pipeline.tracking.wandb_process", *arguments)
-        self._child = Child(argv, folder / "wandb.log", {**variables, **_wandb_variables(folder, mode)})
+        self._name, self._end = name, folder / f"{name}.{paths.attempt}.end"
+        arguments = (name, str(paths.run), paths.run_id, str(self._end), mode)
+        argv = (sys.executable, "-P", "-m", "pipeline.tracking.tracker_process", *arguments)
+        environment = {**variables, **tracker_class(name).variables(folder, mode)}
+        self._child = Child(argv, folder / f"{name}.log", environment)
 
     def write(self, row: MetricRecord) -> None:
         """Check that the process still runs. The process reads the row from the file."""
@@ -78,10 +74,10 @@ class WandbSink:
             self._warn(describe_exit(code))
 
     def close(self) -> None:
-        """Let wandb send the remaining rows within the time limit, then end its process."""
+        """Let the tracker send the remaining rows within the time limit, then end its process."""
         try:
             self._end.touch()
-            code = wait_for("wandb to end", self._child.poll, self._seconds)
+            code = wait_for(f"{self._name} to end", self._child.poll, self._seconds)
         except DeadlineError:
             code = self._child.kill()
         except OSError as error:
@@ -94,18 +90,10 @@ class WandbSink:
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("metrics go to metrics.jsonl only: wandb's process %s: %s", problem, self._last_line())
+            _log.warning("metrics are not logged to %s: its process %s: %s", self._name, problem, self._last_line())
 
     def _last_line(self) -> str:
         try:
             return "; ".join(tail(self._child.log, 1))
         except OSError as error:
             return f"its log cannot be read ({error})"
-
-
-def _wandb_variables(folder: Path, mode: str) -> dict[str, str]:
-    """Environment variables that direct wandb's files below `folder` and disable its error reports."""
-    folders = {"WANDB_CACHE_DIR": "cache", "WANDB_DATA_DIR": "data"}
-    if mode == "offline":  # online, wandb needs the user's settings
-        folders |= {"WANDB_CONFIG_DIR": "config"}
-    return {name: str(folder / child) for name, child in folders.items()} | {"WANDB_ERROR_REPORTING": "false"}

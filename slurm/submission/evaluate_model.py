@@ -43,7 +43,7 @@ EVALUATION_ONLY: Mapping[str, Any] = {
     "training": {"steps": 0, "jobs": "", "sft": {"steps": 0, "epochs": 0}},
     "data": {"path": "", "eval_path": "", "eval_split": "", "eval_rows": 0},
     "serve": {"enabled": False},
-    "tracking": {"wandb": "off"},
+    "tracking": {"trackers": []},
     "resources": {"nodes": 0, "spare_nodes": 0, "colocate": False, "hetjob": False, "services": {"nodes": 0}},
 }
 """Settings of an evaluation-only run, which replace those that its model was trained with."""

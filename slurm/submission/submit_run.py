@@ -38,6 +38,7 @@ from pipeline.topology.assignment import describe_plan
 from pipeline.topology.gpu_memory import Sizes, describe_memory, describe_mesh, trainer_ranks
 from pipeline.topology.memory_fit import check_memory
 from pipeline.topology.plan import Plan, make_plan
+from pipeline.tracking.tracker_protocol import check_trackers
 from pipeline.train.batching.conversation_rows import ansi_highlight, check_data, first_trainable_row
 from pipeline.train.offline.job_queue import waiting_at
 from pipeline.train.train_jobs import DemonstrationsInput, check_offline, read_job
@@ -219,7 +220,8 @@ def _check_point(config: RunConfig, accepted: list[object]) -> Plan:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raise `ConfigError` unless the task, or every pending job file, has valid inputs."""
+    """Raise `ConfigError` unless the trackers and the task, or every pending job file, have valid inputs."""
+    check_trackers(config)
     if not config.training.jobs:
         task = load_task(config.task, config.seed)
         check_task(task, config)

@@ -293,7 +293,7 @@ def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
         f"resources.trainer.processes={chosen.trainers}",
         "resources.inference.nodes=1",
         f"resources.inference.servers={chosen.servers}",
-        "tracking.wandb=off",
+        "tracking=none",
         *(on_gpus if chosen.device == "cuda" else []),
         *chosen.overrides,
     ]

@@ -35,7 +35,7 @@ def attempt(model: Path, queue: Path, tmp_path: Path) -> Iterator[Attempt]:
     """A new attempt of the run of the queue: the context of its trainer."""
     plain = config_of(model)
     training = plain.training.model_copy(update={"steps": 0, "jobs": str(queue)})
-    tracking = plain.tracking.model_copy(update={"wandb": "off"})
+    tracking = plain.tracking.model_copy(update={"trackers": ()})
     run = FakeRun(tmp_path / "run", plain.model_copy(update={"training": training, "tracking": tracking}))
 
     def begin(name: str) -> RoleContext:

@@ -53,7 +53,7 @@ def config_of(data: Path, **model: Any) -> RunConfig:
             "checkpoint_every": 100,
             "sft": start,
         },
-        tracking={"wandb": "off"},
+        tracking={"trackers": ()},
         resources={"trainer": {"nodes": 1, "processes": 1}},
     )
 

@@ -20,7 +20,7 @@ import pytest
 from pipeline.roles import RoleCommand, inference, redis
 from pipeline.run.metrics_log import MetricSinks
 from pipeline.topology.plan import Placement
-from pipeline.tracking.metric_sinks import WandbSink
+from pipeline.tracking.metric_sinks import TrackerSink
 from pipeline.train.controller.rank_process import FINAL_REPORT_SECONDS
 from pipeline.utils import exec_shielded
 from pipeline.utils.heartbeat import HeartbeatBoard
@@ -272,8 +272,8 @@ def test_a_rank_that_is_stopped_while_it_waits_for_an_order_is_found_and_named(t
 
 def test_training_goes_on_when_the_storm_ends_wandb(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its own process is written in Go, whose runtime unblocks what the program handles."""
-    run = FakeRun(tmp_path / "run", make_config(tracking={"wandb": "offline"}))
-    sink = WandbSink(run.attempt("7-0").paths, "offline", {**os.environ, "HOME": str(tmp_path)}, 20)
+    run = FakeRun(tmp_path / "run", make_config(tracking={"mode": "offline"}))
+    sink = TrackerSink("wandb", run.attempt("7-0").paths, "offline", {**os.environ, "HOME": str(tmp_path)}, 20)
     with caplog.at_level(logging.WARNING), MetricSinks(run.paths.metrics, "7-0", [sink]) as metrics:
         wait_for("wandb's own process", lambda: len(family(sink._child.pid)) > 1, WAIT_SECONDS)
         for process in family(sink._child.pid):

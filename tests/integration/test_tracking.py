@@ -39,8 +39,8 @@ def init(**_):
 """
 
 
-def a_run(folder: Path, mode: str = "offline") -> FakeRun:
-    return FakeRun(folder / "run", make_config(tracking={"wandb": mode}))
+def a_run(folder: Path, **tracking: Any) -> FakeRun:
+    return FakeRun(folder / "run", make_config(tracking={"mode": "offline", **tracking}))
 
 
 def attempt_of(run: FakeRun, name: str) -> AttemptPaths:
@@ -82,7 +82,7 @@ def test_what_was_kept_offline_is_synced_as_one_run_with_each_step_once(tmp_path
     kept = sorted(run.paths.tracking.glob("wandb/offline-run-*/*.wandb"))
     wait_for("wandb to write", lambda: all(b"reward/mean" in file.read_bytes() for file in kept), WAIT_SECONDS)
     log = (run.paths.tracking / "wandb.log").read_text()
-    command = log.strip().splitlines()[-1].partition("to send this run to wandb: ")[2]
+    command = log.strip().splitlines()[-1].partition("to upload this run: ")[2]
     assert command == f"wandb sync {run.paths.tracking}/wandb/offline-run-*"
     with WandbServer() as server:
         variables = {**os.environ, "HOME": str(tmp_path), **server.variables()}
@@ -97,7 +97,7 @@ def test_what_was_kept_offline_is_synced_as_one_run_with_each_step_once(tmp_path
 
 
 def test_online_a_resumed_run_goes_on_where_it_was_without_a_step_twice_or_missing(tmp_path: Path) -> None:
-    run = a_run(tmp_path, "online")
+    run = a_run(tmp_path, mode="online")
     with WandbServer() as server:
         variables = {"HOME": str(tmp_path), **server.variables()}
         write_rows(run, tracking_sinks(run.config, attempt_of(run, "12-0"), variables, seconds=60), "12-0", steps=3)
@@ -170,7 +170,7 @@ def test_a_wandb_that_cannot_be_started_is_a_warning_and_training_goes_on(
     with caplog.at_level(logging.WARNING):
         assert tracking_sinks(run.config, attempt_of(run, "12-0"), {}) == []
     (message,) = caplog.messages
-    assert "wandb's process cannot be started" in message
+    assert "not logged to wandb: its process cannot be started" in message
 
 
 def test_a_missing_wandb_is_a_warning_and_training_goes_on(
@@ -180,10 +180,10 @@ def test_a_missing_wandb_is_a_warning_and_training_goes_on(
     run = a_run(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert tracking_sinks(run.config, attempt_of(run, "12-0"), {}) == []
-    assert caplog.messages == ["metrics go to metrics.jsonl only: wandb is not installed"]
+    assert caplog.messages == ["metrics are not logged to wandb: wandb is not installed"]
 
 
-def test_nothing_is_started_when_wandb_is_off(tmp_path: Path) -> None:
-    run = a_run(tmp_path, "off")
+def test_nothing_is_started_without_trackers(tmp_path: Path) -> None:
+    run = a_run(tmp_path, trackers=())
     assert tracking_sinks(run.config, attempt_of(run, "12-0"), {"WANDB_API_KEY": "key"}) == []
     assert not run.paths.tracking.exists()

@@ -18,7 +18,6 @@ from pipeline.run.metrics_log import (
     roll_back_file,
     series,
 )
-from pipeline.tracking.metric_sinks import chosen_mode
 from tests.fakes.full_disk import room_for
 
 
@@ -219,18 +218,3 @@ def test_the_console_says_each_row_with_the_numbers_that_it_has(caplog: pytest.L
         console.write({"kind": "train", "job": "rl", "step": 10, "reward/mean": 0.25})
         console.write({"kind": "eval", "job": "rl", "step": 9, "eval/accuracy": 0.5})
     assert caplog.messages == ["rl step 10 reward/mean=0.25", "rl step 9 eval/accuracy=0.5"]
-
-
-@pytest.mark.parametrize("asked", ["online", "offline", "off"])
-def test_a_mode_of_wandb_that_is_asked_for_is_taken(asked: str, tmp_path: Path) -> None:
-    assert chosen_mode(asked, {"WANDB_API_KEY": "key"}, tmp_path / "none") == asked
-
-
-def test_auto_goes_online_with_a_key_or_a_login_and_else_stays_offline(tmp_path: Path) -> None:
-    logins = tmp_path / ".netrc"
-    assert chosen_mode("auto", {}, logins) == "offline"
-    assert chosen_mode("auto", {"WANDB_API_KEY": "key"}, logins) == "online"
-    logins.write_text("machine elsewhere.example login a password b\n")
-    assert chosen_mode("auto", {}, logins) == "offline"
-    logins.write_text("machine api.wandb.ai login user password key\n")
-    assert chosen_mode("auto", {}, logins) == "online"

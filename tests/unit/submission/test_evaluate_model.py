@@ -99,9 +99,9 @@ def test_a_model_directory_is_evaluated_on_a_task_that_is_named(run: FakeRun, tm
 
 def test_resources_and_tracking_are_the_users_to_change_for_a_run_and_for_a_directory(run: FakeRun) -> None:
     for meant in ([f"run={run.root}"], [f"model={run.paths.model}", "task=countdown"]):
-        config = composed([*meant, "resources.nodes=2", "tracking.wandb=offline"])
-        assert (config.resources.nodes, config.tracking.wandb) == (2, "offline")
-        assert composed(meant).tracking.wandb == "off"
+        config = composed([*meant, "resources.nodes=2", "tracking.trackers=wandb"])
+        assert (config.resources.nodes, config.tracking.trackers) == (2, ("wandb",))
+        assert composed(meant).tracking.trackers == ()
 
 
 def test_a_model_of_which_only_sets_are_asked_has_no_held_out_prompts_of_its_own(run: FakeRun) -> None:

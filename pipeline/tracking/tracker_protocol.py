@@ -1,0 +1,98 @@
+"""The interface of a tracker, and the list of trackers: the modules in `pipeline.tracking.trackers`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import ClassVar, Literal
+
+from pipeline.config import RunConfig, closest_match
+from pipeline.errors import ConfigError
+from pipeline.run.metrics_log import MetricRecord
+from pipeline.run.paths import RunPaths
+from pipeline.tracking import trackers
+
+Mode = Literal["online", "offline"]
+_HEAD = ("kind", "job", "step", "time", "written")
+
+
+class Tracker(ABC):
+    """A run at a tracking service.
+
+    The trainer reads the class attributes and static methods to start a process. The process creates one object for the
+    attempt. All attempts of a run are one run at the service, with the run_id as its id.
+
+        tracker = Tracker(config, run_id, folder, mode)
+        for number, row in ...:                    # every row of `metrics.jsonl` that the service does not have yet
+            tracker.log(row, number)
+        note = tracker.finish()
+    """
+
+    package: ClassVar[str]
+    """The Python package of the service. Without it the run has a warning and no tracker."""
+
+    @staticmethod
+    def has_login(variables: Mapping[str, str], home: Path) -> bool:
+        """Whether `tracking.mode=auto` is online: the user has a key for the service."""
+        return False
+
+    @staticmethod
+    def variables(folder: Path, mode: Mode) -> Mapping[str, str]:
+        """Environment variables for the process, such as those that keep files of the service below `folder`."""
+        return {}
+
+    @staticmethod
+    def upload_command(paths: RunPaths) -> str:
+        """The command that uploads what was logged offline; empty if there is nothing to upload."""
+        return ""
+
+    @abstractmethod
+    def __init__(self, config: RunConfig, run_id: str, folder: Path, mode: Mode) -> None:
+        """Start or resume the service's run of `run_id`, with its files below `folder`."""
+
+    @property
+    def received(self) -> int | None:
+        """The number of rows that the service has, of all attempts; None if it does not report it."""
+        return None
+
+    @abstractmethod
+    def log(self, row: MetricRecord, number: int) -> None:
+        """Log a row, whose index among all logged rows is `number`. `numbers_of` has its metrics."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Send the remaining rows. The process ends afterwards."""
+
+
+def numbers_of(row: MetricRecord) -> dict[str, float]:
+    """The numbers of a row, with the step. Rows of SFT have names below `sft/`, and the step axis `sft/step`."""
+    prefix = "" if row["job"] == "rl" else f"{row['job']}/"
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in _HEAD}
+    return {f"{prefix}{name}": value for name, value in numbers.items()} | {f"{prefix}step": row["step"]}
+
+
+def tracker_names() -> list[str]:
+    """Every value of `tracking.trackers`."""
+    return sorted(module.name for module in iter_modules(trackers.__path__))
+
+
+def tracker_class(name: str) -> type[Tracker]:
+    """The class of a tracker; `ConfigError` if there is none of that name."""
+    if name not in tracker_names():
+        expected = f"names of {', '.join(tracker_names())}, or an empty list"
+        raise ConfigError("tracking.trackers", name, expected, closest_match(name, tracker_names()))
+    kind: type[Tracker] = import_module(f"{trackers.__name__}.{name}").Tracker
+    return kind
+
+
+def check_trackers(config: RunConfig) -> None:
+    """`ConfigError` if the config names a tracker that does not exist."""
+    for name in config.tracking.trackers:
+        tracker_class(name)
+
+
+def upload_commands(paths: RunPaths) -> list[str]:
+    """The commands that upload what trackers logged offline."""
+    commands = [tracker_class(name).upload_command(paths) for name in tracker_names()]
+    return [command for command in commands if command]
