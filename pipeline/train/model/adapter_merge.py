@@ -55,10 +55,10 @@ class AdapterMerge:
 
 
 def _of_experts(adapters: list[ExpertAdapter]) -> Tensor:
-    # [x, out, rank] @ [x, rank, in] for this rank's x experts; a fused tensor has its matrices one below the other.
-    return torch.cat(
-        [adapter.scale * torch.bmm(local(adapter.lora_B), local(adapter.lora_A)) for adapter in adapters], dim=1
-    )
+    # [x, out, rank] @ [x, rank, in] for this rank's x experts; a fused tensor has its matrices one below the other, or
+    # is one stack of matrices [x, in, out].
+    products = [adapter.scale * torch.bmm(local(adapter.lora_B), local(adapter.lora_A)) for adapter in adapters]
+    return products[0].transpose(1, 2) if adapters[0].is_stack else torch.cat(products, dim=1)
 
 
 def _adapts(module: nn.Module) -> bool:

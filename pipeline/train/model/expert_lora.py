@@ -1,15 +1,19 @@
 """Adapters on the experts of a mixture: which families can have them, and what files call their tensors.
 
-Owns the mapping between a tensor that stacks a matrix of every expert, such as `experts.gate_up_proj`, and the files'
-matrices of each, such as `experts.3.gate_proj`. Promises that each of those matrices has a low-rank pair of its own,
-under the names that peft and vLLM load (`…experts.3.gate_proj.lora_A.weight`), and that a family whose files have no
-such matrices has no such adapters. Must not know values, ranks or optimizers.
+Owns the mapping between a tensor that stacks a matrix of every expert, such as `experts.gate_up_proj`, and the names of
+its adapters in files. Must not know values, ranks or optimizers.
+
+- Files that hold a matrix of each expert, such as `experts.3.gate_proj`: each has a low-rank pair, under the names that
+  peft and vLLM load (`…experts.3.gate_proj.lora_A.weight`).
+- Files that hold the stacks of memory, transposed (gpt-oss): one pair for each stack, in peft's form of such parameters
+  (`experts.base_layer.lora_A.weight` for the first stack, `experts.lora_A.weight` for the second).
+- A family whose files hold neither has no such adapters.
 
 In memory A and B are stacked like the matrices, with a row for each expert, so they are sharded and spread like them.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +35,9 @@ class ExpertMatrix:
         module: name of the module; `tensor`: of its parameter.
         name: what files call the matrix, such as `gate_proj`.
         rows: of O that are this matrix's.
-        keys: the matrix's name in files, of each expert, without `.weight`.
+        keys: the matrix's name in files, of each expert, without `.weight`; of a stack in files, what its adapter is
+            called there.
+        is_stack: whether files hold the stack.
     """
 
     module: str
@@ -39,6 +45,7 @@ class ExpertMatrix:
     name: str
     rows: slice
     keys: tuple[str, ...]
+    is_stack: bool = False
 
 
 def expert_tensors(network: nn.Module) -> set[str]:
@@ -49,22 +56,26 @@ def expert_tensors(network: nn.Module) -> set[str]:
 def expert_matrices(network: Any) -> list[ExpertMatrix]:
     """Every matrix of the experts of a network that can have adapters, by layer, in the order of their rows.
 
-    Empty where there are no fused experts, and for a family whose files do not hold whole matrices of each expert, as
-    numbered rows on their way to a file show.
+    Empty where there are no fused experts, and for a family whose files hold neither whole matrices of each expert nor
+    the stacks, as numbered rows on their way to a file show.
     """
     modules: list[Any] = fused_experts(network)
-    if not modules or any(module.is_transposed for module in modules):
+    transposed = [module.is_transposed for module in modules]
+    if any(transposed) != all(transposed):
         return []
     names = {id(module): name for name, module in network.named_modules()}
     stacks = {
         (names[id(module)], tensor): parameter.shape
         for module in modules
         for tensor, parameter in module.named_parameters(recurse=False)
+        if not module.is_transposed or parameter.ndim == 3  # the others are biases
     }
-    if any(len(shape) != 3 for shape in stacks.values()):
+    if not stacks or any(len(shape) != 3 for shape in stacks.values()):
         return []
     with torch.device("cpu"):
-        return _placed(stacks, _written(network, stacks))
+        numbered = _numbered(stacks)
+        written = _written(network, numbered)
+        return _stacked(stacks, numbered, written) if all(transposed) else _placed(stacks, written)
 
 
 def add_expert_adapters(network: nn.Module, matrices: Collection[ExpertMatrix], lora: LoraConfig) -> None:
@@ -77,21 +88,48 @@ def add_expert_adapters(network: nn.Module, matrices: Collection[ExpertMatrix], 
         if each.tensor not in of_tensors:
             of_tensors[each.tensor] = nn.ModuleDict()
         stack = getattr(module, each.tensor).detach()
-        of_tensors[each.tensor][each.name] = ExpertAdapter(stack[:, each.rows], each.keys, lora.rank, lora.alpha)
+        adapted = stack.transpose(1, 2) if each.is_stack else stack[:, each.rows]
+        adapter = ExpertAdapter(adapted, each.keys, lora.rank, lora.alpha, is_stack=each.is_stack)
+        of_tensors[each.tensor][each.name] = adapter
 
 
-def _written(network: Any, stacks: Mapping[tuple[str, str], Size]) -> dict[str, Tensor]:
-    """What a directory's files hold of the stacks, by key, if each row is one number: its number among all rows."""
+def _numbered(stacks: Mapping[tuple[str, str], Size]) -> dict[str, Tensor]:
+    """The stacks by name, [X, rows, 2], if each row is one number: its number among all rows."""
     numbered, count = {}, 0
     for (module, tensor), shape in stacks.items():
         rows = shape[0] * shape[1]
         numbered[f"{module}.{tensor}"] = _numbers(count, rows).reshape(*shape[:2], 2)
         count += rows
+    return numbered
+
+
+def _written(network: Any, numbered: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a directory's files hold of numbered stacks, by key."""
     try:
-        written: dict[str, Tensor] = revert_weight_conversion(network, numbered)
+        written: dict[str, Tensor] = revert_weight_conversion(network, dict(numbered))
     except (ValueError, RuntimeError, NotImplementedError):  # of a conversion that minds widths
         return {}
     return written
+
+
+def _stacked(
+    stacks: Mapping[tuple[str, str], Size], numbered: Mapping[str, Tensor], written: Mapping[str, Tensor]
+) -> list[ExpertMatrix]:
+    """The stacks as matrices, if files hold them as they are: for each module the first one and `down_proj`, around
+    which peft wraps the module once more."""
+    if numbered.keys() != written.keys() or not all(torch.equal(numbered[key], written[key]) for key in numbered):
+        return []
+    return [
+        ExpertMatrix(
+            module,
+            tensor,
+            tensor,
+            slice(shape[2]),
+            (module if tensor == "down_proj" else f"{module}.base_layer",),
+            True,
+        )
+        for (module, tensor), shape in stacks.items()
+    ]
 
 
 def _placed(stacks: Mapping[tuple[str, str], Size], written: Mapping[str, Tensor]) -> list[ExpertMatrix]:
@@ -127,10 +165,25 @@ def _numbers(first: int, count: int) -> Tensor:
 
 
 def adapter_tensors(network: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The whole adapter parameter of that name in the network as those of a file: of experts, one for each. Views."""
+    """The whole adapter parameter of that name in the network as those of a file: of experts, one for each, or one for
+    a stack. Views, but for B of a stack."""
     owner, _, leaf = name.rpartition(".")
     module = network.get_submodule(owner)
-    if isinstance(module, ExpertAdapter):
-        yield from ((f"{key}.{leaf}.weight", tensor[expert]) for expert, key in enumerate(module.keys))
-    else:
+    if not isinstance(module, ExpertAdapter):
         yield name, tensor
+    elif module.is_stack:
+        # peft: A [X, rank, I] → [X · rank, I]; B [X, O, rank] → [O, rank · X]
+        packed = tensor.flatten(0, 1) if leaf == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
+        yield f"{module.keys[0]}.{leaf}.weight", packed
+    else:
+        yield from ((f"{key}.{leaf}.weight", tensor[expert]) for expert, key in enumerate(module.keys))
+
+
+def adapter_parameter(name: str, shape: Size, tensors: Sequence[Tensor]) -> Tensor:
+    """The whole adapter parameter of that name and shape from those of a file; the inverse of `adapter_tensors`."""
+    if len(tensors) > 1 or len(shape) == 2 or tensors[0].shape == shape[1:]:
+        return torch.stack(list(tensors)).view(shape)  # of a linear layer, `view` drops the dimension of the single one
+    if name.endswith("lora_A"):
+        return tensors[0].view(shape)
+    experts, outputs, rank = shape
+    return tensors[0].view(outputs, rank, experts).permute(2, 0, 1)

@@ -174,13 +174,16 @@ class ExpertAdapter(nn.Module):
 
     Attributes:
         keys: what a model directory calls the matrix of each expert, in order.
+        is_stack: whether the directory has one tensor for all experts; then there is one key, its adapter's.
     """
 
-    def __init__(self, matrices: Tensor, keys: Sequence[str], rank: int, alpha: float) -> None:
+    def __init__(
+        self, matrices: Tensor, keys: Sequence[str], rank: int, alpha: float, *, is_stack: bool = False
+    ) -> None:
         """`matrices` [X, O, I] are adapted; A and B get their type and device, and no numbers."""
         super().__init__()
         experts, outputs, inputs = matrices.shape
-        self.keys, self.scale = tuple(keys), alpha / rank
+        self.keys, self.is_stack, self.scale = tuple(keys), is_stack, alpha / rank
         self.lora_A = nn.Parameter(matrices.new_empty(experts, rank, inputs))
         self.lora_B = nn.Parameter(matrices.new_empty(experts, outputs, rank))
 

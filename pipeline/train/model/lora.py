@@ -35,6 +35,7 @@ from pipeline.inference.weight_sync.server_sync import adapter_settings
 from pipeline.train.model.checkpoint_layout import expert_layers
 from pipeline.train.model.expert_lora import (
     ExpertMatrix,
+    adapter_parameter,
     adapter_tensors,
     add_expert_adapters,
     expert_matrices,
@@ -111,12 +112,17 @@ def save_adapter(path: Path, tensors: Mapping[str, Tensor], model: ModelConfig) 
     """Write the directory of an adapter for `model.path`; `tensors` are those of `checkpoint_tensors`."""
     path.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
-    _peft_config(model.lora, base=model.path, inference_mode=True).save_pretrained(str(path))
+    modules = [target for target in model.lora.targets if any(f".{target}.lora_A." in name for name in tensors)]
+    stacks = [f"experts.{target}" for target in model.lora.targets if target not in modules]
+    settings = {"target_modules": modules, "target_parameters": stacks} if stacks else {}
+    _peft_config(model.lora, base=model.path, inference_mode=True, **settings).save_pretrained(str(path))
 
 
-def _peft_config(lora: LoraConfig, base: str | None = None, inference_mode: bool = False) -> PeftConfig:
+def _peft_config(
+    lora: LoraConfig, base: str | None = None, inference_mode: bool = False, **settings: list[str]
+) -> PeftConfig:
     return PeftConfig(
-        **adapter_settings(lora),
+        **adapter_settings(lora) | settings,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -199,8 +205,7 @@ def _read(network: nn.Module, shapes: Mapping[str, torch.Size], directory: Path)
             f"({len(wrong)} differ); set model.path to the model it was trained on"
         )
     for name, shape in shapes.items():
-        # One tensor of a linear layer, or X of a stack of experts; `view` drops the dimension of the single one.
-        yield name, torch.stack([saved[key] for key in parts[name]]).view(shape)
+        yield name, adapter_parameter(name, shape, [saved[key] for key in parts[name]])
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
@@ -217,6 +222,9 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 def _check_settings(saved: dict[str, Any], directory: Path, lora: LoraConfig) -> None:
     """`ConfigError` for an adapter with other settings, which is another function or has other shapes."""
     expected = adapter_settings(lora) | _PLAIN
+    stacks = [name.rpartition(".")[-1] for name in saved.get("target_parameters") or ()]
+    if stacks and isinstance(saved.get("target_modules"), list):
+        saved = saved | {"target_modules": [*saved["target_modules"], *stacks]}
     for key, value in expected.items():
         actual = saved.get(key, value if key in _PLAIN else None)
         same = set(actual) == set(value) if isinstance(actual, list) and isinstance(value, list) else actual == value

@@ -181,9 +181,11 @@ class PublicTensors:
         def public(tensors: Tensors) -> Tensors:
             return dict(adapter_tensors(self._model.network, name, tensors[name]))
 
-        first, *_ = public({name: _outline(parameter, self._dtype)}).values()
+        first, *others = public({name: _outline(parameter, self._dtype)}).values()
         if first.shape == parameter.shape:
             return _TensorGroup({name: parameter}, public, renamed=True)
+        if not others:  # of a stack: no row of it is a tensor of a file
+            return _TensorGroup({name: parameter}, public)
         return _TensorGroup({name: parameter}, public, split=torch.Tensor.unbind)
 
     def _file_group(self, tensors: Tensors) -> _TensorGroup:

@@ -144,7 +144,7 @@ def train(
         slopes = dict(zip(p, grads, strict=True))
         norm = math.sqrt(sum(float((slope * slope).sum()) for slope in slopes.values()))
         done.losses.append(loss.item())
-        done.auxiliary.append(float(auxiliary))
+        done.auxiliary.append(auxiliary.item())
         done.gradients.append(slopes)
         done.norms.append(norm)
         scale = min(1.0, adam.clip_norm / (norm + 1e-6))

@@ -1,6 +1,6 @@
 """What the oracle and the ranks compute both: the recipes (what is trained for), the model, and the rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +68,16 @@ FAMILIES: dict[Family, dict[str, Any]] = {
         **ROUTED,
     },
 }
+
+
+def expert_count(family: Family) -> int:
+    """Experts of a layer of the mixture."""
+    settings = FAMILIES[family]
+    return int(
+        next(settings[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in settings)
+    )
+
+
 BALANCED: tuple[Family, ...] = ("glm", "deepseek")
 """Families that are balanced by biases, and whose first layer has no experts."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -75,7 +85,7 @@ _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mixture": (_ATTENTION, ()),
     "glm": (_ATTENTION, ()),
-    "gpt_oss": (_ATTENTION, _ATTENTION),
+    "gpt_oss": (_ATTENTION, (*_ATTENTION, "gate_up_proj", "down_proj")),
     "deepseek": (_LATENT, (*_LATENT, "gate_proj", "up_proj", "down_proj")),
 }
 """The layers of each mixture that have adapters: attention's, and with the experts; none named are the default ones."""
@@ -231,9 +241,17 @@ def start_of(recipe: Recipe, path: Path) -> tuple[Arrays, Arrays]:
 
 def _adapters(file: Arrays, rank: int, targets: tuple[str, ...]) -> Arrays:
     made: Arrays = {}
-    for name, matrix in file.items():
+    for layer, shape in _adapted(file, targets):
+        for part, of_part in (("lora_A", (rank, shape[1])), ("lora_B", (shape[0], rank))):
+            made[f"{layer}.{part}.weight"] = drawn(f"{layer}.{part}.weight", of_part)
+    return made
+
+
+def _adapted(file: Arrays, targets: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The adapted matrices and their shapes, [out, in]: linear layers, and the experts of stacks [experts, in, out]."""
+    for name, array in file.items():
         layer, _, leaf = name.rpartition(".")
         if leaf == "weight" and (layer.rpartition(".")[-1] in targets if targets else layer.endswith("_proj")):
-            for part, shape in (("lora_A", (rank, matrix.shape[1])), ("lora_B", (matrix.shape[0], rank))):
-                made[f"{layer}.{part}.weight"] = drawn(f"{layer}.{part}.weight", shape)
-    return made
+            yield layer, array.shape
+        elif layer.endswith(".experts") and leaf in targets:
+            yield from ((f"{layer}.{expert}.{leaf}", array.shape[:0:-1]) for expert in range(len(array)))

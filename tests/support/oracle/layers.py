@@ -170,13 +170,21 @@ def bounded(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tens
         chosen.append(best)
         parts = []
         for expert in best:
-            inner = token @ p[f"{experts}.gate_up_proj"][expert] + p[f"{experts}.gate_up_proj_bias"][expert]
+            inner = stacked(p, experts, expert, "gate_up_proj", token, shape)
             gate, up = inner[0::2].clamp(max=7), inner[1::2].clamp(-7, 7)
             outer = gate * torch.sigmoid(1.702 * gate) * (up + 1)
-            parts.append(outer @ p[f"{experts}.down_proj"][expert] + p[f"{experts}.down_proj_bias"][expert])
+            parts.append(stacked(p, experts, expert, "down_proj", outer, shape))
         tokens.append(sum(weight * part for weight, part in zip(of_token[best].softmax(-1), parts, strict=True)))
     note_balance(shape, logits, chosen)
     return torch.stack(tokens)
+
+
+def stacked(p: Mapping[str, Tensor], experts: str, expert: int, name: str, x: Tensor, shape: Shape) -> Tensor:
+    """x [in] by an expert's matrix [in, out] of a stack, to which an adapter adds, and its bias."""
+    matrix, adapter = p[f"{experts}.{name}"][expert], f"{experts}.{expert}.{name}"
+    if f"{adapter}.lora_A.weight" in p:
+        matrix = matrix + shape.scale * (p[f"{adapter}.lora_B.weight"] @ p[f"{adapter}.lora_A.weight"]).T
+    return x @ matrix + p[f"{experts}.{name}_bias"][expert]
 
 
 def routed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipeline.train.batching.packing import Budget
 from pipeline.train.loss_specs import MetricsLevel
-from tests.support.oracle.cases import AUX, BALANCED, FAMILIES, RECIPES, Arrays, Family
+from tests.support.oracle.cases import AUX, BALANCED, FAMILIES, RECIPES, Arrays, Family, expert_count
 
 WORLDS = (1, 2, 4)
 Dtype = Literal["float32", "bfloat16"]
@@ -152,8 +152,9 @@ def family_cases(ranks: int) -> list[Case]:
     kinds = [(family, recipe) for family in ("dense", *FAMILIES) for recipe in ("grpo", "lora", "lora_sft")]
     chosen = []
     for number, ((family, recipe), shared) in enumerate(product(kinds, (False, True))):
-        mesh = meshes[(number * 5) % len(meshes)] | ({"ep": 0} if family == "dense" else {})
-        chosen.append(Case(recipe, 24, shared=shared, tied=False, family=family.replace("dense", ""), **mesh))
+        mesh = meshes[(number * 5) % len(meshes)]
+        mesh = mesh | {"ep": 0 if family == "dense" else min(mesh["ep"], expert_count(family))}
+        chosen.append(Case(recipe, 24, shared=shared, tied=False, family="" if family == "dense" else family, **mesh))
     return chosen
 
 

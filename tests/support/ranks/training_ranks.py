@@ -6,6 +6,7 @@ torchrun --nproc-per-node N -m tests.support.ranks.training_ranks MODELS RESULTS
 import argparse
 import gc
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,18 +20,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from pipeline.train.batching import packing
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines, Device, RankState, joined_world
 from pipeline.train.model import attention_sinks, fsdp
 from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.model.row_shards import fill_shard
 from pipeline.train.worker_spec import ModelSpec
 from tests.support.oracle import mutations as training_mutations
 from tests.support.oracle.cases import (
     BALANCED,
     BIAS_RATE,
+    FAMILIES,
     OPTIM,
     RECIPES,
     STEPS,
@@ -55,6 +58,7 @@ from tests.support.oracle.ways import (
     mutations,
 )
 
+_STACK = re.compile(r"(.+\.experts)(\.base_layer)?\.(lora_[AB])\.weight")
 _ATTENTIONS = ("Qwen3Attention", "Qwen3MoeAttention", "Glm4MoeAttention", "GptOssAttention", "DeepseekV3Attention")
 
 
@@ -80,6 +84,9 @@ def matrices_of(
     if ".experts.adapters." in name:
         yield from zip(names_of_experts(name, len(array)), array, strict=True)
         return
+    if stack := _STACK.fullmatch(name):
+        yield from unpacked(f"{stack[1]}.adapters", "gate_up_proj" if stack[2] else "down_proj", stack[3], array)
+        return
     if not layer.endswith(".experts") or f"{layer}.gate_up_proj_bias" in names:
         yield name, array  # gpt-oss has such arrays in its files too
         return
@@ -87,6 +94,18 @@ def matrices_of(
         parts = np.split(matrices, 2) if fused == "gate_up_proj" else [matrices]
         for part, matrix in zip(fused.replace("gate_up_proj", "gate_proj up_proj").split(), parts, strict=True):
             yield f"{layer}.{expert}.{part}.weight", matrix
+
+
+def unpacked(
+    adapters: str, matrix: str, part: str, array: NDArray[np.float32]
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """The matrices of each expert from the adapter of a stack as peft has it: A [experts · rank, in], or B
+    [out, rank · experts]."""
+    experts = FAMILIES["gpt_oss"]["num_local_experts"]
+    each = array.reshape(experts, -1, array.shape[1])
+    if part == "lora_B":
+        each = array.reshape(len(array), -1, experts).transpose(2, 0, 1)
+    yield from zip(names_of_experts(f"{adapters}.{matrix}.{matrix}.{part}", experts), each, strict=True)
 
 
 def names_of_experts(name: str, experts: int) -> list[str]:
@@ -120,10 +139,7 @@ def begin(rank: ModelWorker) -> None:
     for name, parameter in rank.model.named_parameters():
         plain = plain_name(name)
         if plain.startswith("head.") or ".lora_" in plain:
-            assert isinstance(parameter, DTensor)
-            whole = first_numbers(plain, parameter.shape).to(rank.device)
-            with torch.no_grad():
-                parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+            fill_shard(parameter, first_numbers(plain, parameter.shape))
     training_mutations.seen.clear()
     training_mutations.seen["units"] = sum(isinstance(module, FSDPModule) for module in rank.model.modules())
     mesh = next(p.device_mesh for p in rank.model.parameters() if isinstance(p, DTensor))
