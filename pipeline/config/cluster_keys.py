@@ -138,10 +138,10 @@ class TrainerResources(Section):
 
 
 class InferenceResources(Section):
-    """Nodes of the vLLM servers."""
+    """Nodes of the inference servers."""
 
     nodes: Positive = Field(1, description="Nodes that serve.")
-    servers: Positive = Field(1, description="vLLM servers on each inference node.")
+    servers: Positive = Field(1, description="Servers on each inference node.")
     gpus: NotNegative = Field(0, description="GPUs for each server.")
     servers_per_gpu: Positive = Field(
         1,

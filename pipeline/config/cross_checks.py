@@ -53,10 +53,6 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
     check_config(config, positions)
 
 
-_NOT_RELOADED = ("gpt_oss",)
-"""Families whose loaders in vLLM write into parameters directly, which its reload of a running model does not see."""
-
-
 def check_config(config: RunConfig, positions: int | None = None) -> None:
     """Raise `ConfigError` for the first violated rule. `positions` is the model's longest sequence, if known."""
     rollout_rules = _ROLLOUT_RULES if config.has_rollouts else _EVALUATION_RULES if config.evaluation.only else ()
@@ -73,25 +69,6 @@ def check_parallel(config: RunConfig, heads: int | None) -> None:
     if heads is not None and gpus > 1 and heads % gpus:
         expected = f"a divisor of {heads}, the model's num_attention_heads, which the GPUs of a server share evenly"
         raise ConfigError("resources.inference.gpus", gpus, expected, "change it")
-
-
-def check_adapters(config: RunConfig, experts: int) -> None:
-    """Raise `ConfigError` if servers on CPUs would serve adapters on a mixture; `experts` is the number per layer."""
-    adapters = config.serve.enabled or config.model.lora.travels_alone
-    if adapters and experts and config.has_servers and config.resources.device == "cpu":
-        expected = (
-            f"a model without experts (it has {experts}) for adapters on CPUs, where vLLM serves none on mixtures"
-        )
-        hint = "choose another model" if config.serve.enabled else "set model.lora.merge=true"
-        raise ConfigError("model.path", config.model.path, expected, f"{hint}, or resources.device=cuda")
-
-
-def check_weight_updates(config: RunConfig, family: str) -> None:
-    """Raise `ConfigError` if servers would get weights of a `family` (the config's `model_type`) that vLLM does not
-    reload."""
-    if family in _NOT_RELOADED and config.has_rollouts and not config.model.lora.travels_alone:
-        expected = f"another family than {family}, whose experts and sinks vLLM leaves as they were at an update"
-        raise ConfigError("model.path", config.model.path, expected, "train it by sft alone, or set model.lora.rank")
 
 
 def check_mini_batches(config: RunConfig, prompts: int, key: str) -> None:

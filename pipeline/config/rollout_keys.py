@@ -3,11 +3,27 @@
 The number of servers and their nodes are keys of `pipeline.config.cluster_keys`.
 """
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from pipeline.config.value_types import Bytes, Fraction, NotNegative, Positive, Seconds, Section, Texts
+
+_ENGINES = Path(__file__).parents[1] / "inference"
+"""The folder of `pipeline.inference`, in which an engine is a folder `<name>` with `<name>_engine.py`."""
+
+
+def engine_names() -> tuple[str, ...]:
+    """The names of all inference engines, sorted. Their folders are listed, never imported."""
+    folders = [file.parent for file in _ENGINES.glob("*/__init__.py")]
+    return tuple(sorted(folder.name for folder in folders if (folder / f"{folder.name}_engine.py").exists()))
+
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[engine_names()]
 
 
 class RolloutConfig(Section):
@@ -46,8 +62,9 @@ class RolloutConfig(Section):
 
 
 class InferenceConfig(Section):
-    """The vLLM servers."""
+    """The inference servers."""
 
+    engine: EngineName = Field("vllm", description="The program of the servers: a folder of `pipeline/inference`.")
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto",
         description="Transport of the weights: `gloo`, over TCP; `nccl`, from GPU to GPU. Servers are paused only for "
@@ -80,4 +97,4 @@ class InferenceConfig(Section):
         description="Send log-probabilities from vLLM's engine as plain numbers, which costs the engine less; the "
         "values are the same. With vLLM 0.25 this also sends the policy version of each token.",
     )
-    extra_args: Texts = Field((), description="Additional command-line arguments for vLLM's server.")
+    extra_args: Texts = Field((), description="Additional command-line arguments for the engine's server.")

@@ -26,7 +26,7 @@ class ServeConfig(Section):
     alpha: Annotated[float, Field(gt=0)] = Field(32.0, description="The adapters' output is scaled by alpha / rank.")
     sampling: bool = Field(
         False,
-        description="Run vLLM servers for sampling; their number is in `resources.inference`.",
+        description="Run inference servers for sampling; their number is in `resources.inference`.",
     )
     max_rank: Annotated[int, Field(ge=1, le=512)] = Field(64, description="Highest rank of an adapter.")
     whole_models: bool = Field(
@@ -34,7 +34,7 @@ class ServeConfig(Section):
     )
     whole_servers: NotNegative = Field(
         0,
-        description="The number of vLLM servers, of those in `resources.inference`, that sample from whole models: "
+        description="The number of servers, of those in `resources.inference`, that sample from whole models: "
         "each has one at a time. The others sample from adapters and the base.",
     )
     bases: dict[str, str] = Field(
@@ -42,7 +42,7 @@ class ServeConfig(Section):
         description="Further base models that clients may choose: names in the API, and directories with weights.",
     )
     base_servers: NotNegative = Field(
-        0, description="The number of vLLM servers for each of `serve.bases`, of those in `resources.inference`."
+        0, description="The number of servers for each of `serve.bases`, of those in `resources.inference`."
     )
     request_bytes: Bytes = Field(1 << 26, description="Largest size of a request, decompressed.")
     session_seconds: Seconds = Field(3600, description="Timeout of a session without heartbeats; its checkpoints stay.")

@@ -12,7 +12,7 @@ from functools import reduce
 from pathlib import Path
 
 from pipeline.errors import DeadlineError, TaskError
-from pipeline.inference.vllm.plugin import MODEL
+from pipeline.inference.engine_protocol import POLICY
 from pipeline.roles.role_context import RoleContext
 from pipeline.rollout.load_balancing_proxy import LoadBalancingProxy
 from pipeline.utils import subprocesses
@@ -45,7 +45,7 @@ async def run_command(context: RoleContext, servers: Sequence[str]) -> None:
 
 def filled(command: Sequence[str], url: str, output: Path) -> list[str]:
     """The command with `{url}`, `{model}` and `{output}` replaced; other braces stay unchanged."""
-    values = {"{url}": url, "{model}": MODEL, "{output}": str(output)}
+    values = {"{url}": url, "{model}": POLICY, "{output}": str(output)}
     return [reduce(lambda text, name: text.replace(name, values[name]), values, part) for part in command]
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RolloutError
-from pipeline.inference.vllm.plugin import MODEL
+from pipeline.inference.engine_protocol import POLICY
 from pipeline.rollout.routed_experts import parse_routed_experts
 from pipeline.rollout.time_fractions import TimeFraction
 from pipeline.utils.backoff import HasBackoff
@@ -159,7 +159,7 @@ class GenerationRequest:
         }
         if self.known:
             sampling["routed_experts_prompt_start"] = len(self.known)
-        body = {"model": MODEL, "token_ids": self.token_ids, "sampling_params": sampling, "cache_salt": salt}
+        body = {"model": POLICY, "token_ids": self.token_ids, "sampling_params": sampling, "cache_salt": salt}
         return _bodies.encode(body)
 
 

@@ -21,7 +21,7 @@ CONTEXT = 3 << 29
 COMPILED = 0.75
 """Activation memory of compiled layers relative to eager ones. Compiled layers recompute cheap activations."""
 ENGINE = 3 << 30
-"""vLLM's memory in addition to weights and cache: its profiling pass and its CUDA graphs."""
+"""An engine's memory in addition to weights and cache, as measured with vLLM: a profiling pass and CUDA graphs."""
 
 _MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
 _PUBLISHED = 2
@@ -145,7 +145,7 @@ def server_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
             "weights": _shard(sizes.weights, _server_gpus(config)),
             "weights that arrive": _receive_bytes(config, sizes) if _publishes(config) else 0,
             "one sequence": sequence_bytes(config, sizes),
-            "vLLM": ENGINE,
+            "engine": ENGINE,
             "CUDA": CONTEXT,
         }
     )
@@ -159,7 +159,7 @@ def kv_bytes(config: RunConfig, sizes: Sizes) -> int:
 def sequence_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Cache bytes of a sequence of `model.max_length` on each GPU of a server; 0 if unknown.
 
-    For layers with windows, vLLM uses somewhat more while it computes a long prompt.
+    For layers with windows, an engine uses somewhat more while it computes a long prompt.
     """
     length = config.model.max_length
     # Layers with a window cache at most `window` tokens of a sequence.
@@ -202,7 +202,9 @@ def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
         lines += _describe_servers(config, sizes)
     if _publishes(config) and _arrives_on_host(config):
         arriving = _arriving_bytes(config, sizes)
-        lines.append(f"host memory of a server process: {arriving / GIB:.1f} GiB (weights that arrive), and vLLM's own")
+        lines.append(
+            f"host memory of a server process: {arriving / GIB:.1f} GiB (weights that arrive), and the engine's own"
+        )
     lines.append(f"host memory of a trainer process: {host_memory(config, sizes)}, and what its libraries take")
     return tuple(lines)
 
@@ -210,7 +212,7 @@ def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
 def _describe_servers(config: RunConfig, sizes: Sizes) -> Iterator[str]:
     yield f"GPU of a server, at least: {server_memory(config, sizes)}"
     if config.resources.colocate:
-        shared = min_vllm_bytes(config, sizes) + colocated_bytes(config, sizes)
+        shared = min_engine_bytes(config, sizes) + colocated_bytes(config, sizes)
         yield f"GPU that they share, at least: {shared / GIB:.1f} GiB"
     if per_token := kv_bytes(config, sizes):
         memory = memory_bytes(config.resources.gpu_memory)
@@ -253,19 +255,19 @@ def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
     return min(training.micro_batch_tokens, math.ceil(rows * config.model.max_length / cp))
 
 
-def min_vllm_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Minimum bytes of a GPU for vLLM, within `inference.gpu_memory`, over all servers on the GPU."""
+def min_engine_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Minimum bytes of a GPU for the engine, within `inference.gpu_memory`, over all servers on the GPU."""
     parts = server_memory(config, sizes).parts
-    return config.resources.inference.servers_per_gpu * (parts["weights"] + parts["one sequence"] + parts["vLLM"])
+    return config.resources.inference.servers_per_gpu * (parts["weights"] + parts["one sequence"] + parts["engine"])
 
 
 def colocated_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a server's GPU for other users: arriving weights, CUDA, and a colocated trainer."""
     trainer = trainer_memory(config, sizes).total if config.resources.colocate else 0
-    return trainer + non_vllm_bytes(config, sizes)
+    return trainer + bytes_beside_engine(config, sizes)
 
 
-def non_vllm_bytes(config: RunConfig, sizes: Sizes) -> int:
+def bytes_beside_engine(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: arriving weights, and CUDA."""
     parts = server_memory(config, sizes).parts
     return config.resources.inference.servers_per_gpu * (parts["weights that arrive"] + parts["CUDA"])

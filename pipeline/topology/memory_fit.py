@@ -17,10 +17,10 @@ from pipeline.topology.gpu_memory import (
     GIB,
     MemoryBudget,
     Sizes,
+    bytes_beside_engine,
     colocated_bytes,
     dp_shard,
-    min_vllm_bytes,
-    non_vllm_bytes,
+    min_engine_bytes,
     server_memory,
     trainer_memory,
     trainer_ranks,
@@ -50,7 +50,7 @@ def trainer_allowance(config: RunConfig, sizes: Sizes, memory: int) -> int:
     placed = with_gpu_memory(config, memory)
     if not config.serve.enabled:
         check_memory(placed, sizes)
-    left = int((1 - config.inference.gpu_memory) * memory) - non_vllm_bytes(config, sizes) - CONTEXT
+    left = int((1 - config.inference.gpu_memory) * memory) - bytes_beside_engine(config, sizes) - CONTEXT
     if left <= 0:
         raise _out_of_memory_error(
             placed, "a trainer on the GPU of its servers", trainer_memory(config, sizes), "lower inference.gpu_memory"
@@ -70,7 +70,7 @@ def max_gpu_memory_utilization(config: RunConfig, sizes: Sizes, memory: int) -> 
 
 
 def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
-    inside, outside = min_vllm_bytes(config, sizes), colocated_bytes(config, sizes)
+    inside, outside = min_engine_bytes(config, sizes), colocated_bytes(config, sizes)
     if inside + outside > memory and config.resources.colocate:
         trainer = trainer_memory(config, sizes)
         servers = inside + outside - trainer.total
@@ -83,15 +83,15 @@ def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
         raise _out_of_memory_error(config, "each GPU of a server", need, _hint_server(config, sizes, memory))
     share, most = config.inference.gpu_memory, max_gpu_memory_utilization(config, sizes, memory)
     if share > most:
-        expected = f"at most {most}: {_NOT_VLLM[config.resources.colocate]} take {outside / GIB:.1f} GiB outside vLLM"
+        expected = f"at most {most}: {_BESIDE_ENGINE[config.resources.colocate]} take {outside / GIB:.1f} GiB beside it"
         raise ConfigError("inference.gpu_memory", share, expected, "lower it")
     if share * memory < inside:
-        expected = f"at least {math.ceil(100 * inside / memory) / 100}, for weights, vLLM and one sequence"
+        expected = f"at least {math.ceil(100 * inside / memory) / 100}, for weights, engine and one sequence"
         raise ConfigError("inference.gpu_memory", share, expected, "raise it, or lower model.max_length")
 
 
-_NOT_VLLM = {False: "weights that arrive and CUDA", True: "the trainer, weights that arrive and CUDA"}
-"""The users of a server's GPU other than vLLM, by whether the trainer shares it."""
+_BESIDE_ENGINE = {False: "weights that arrive and CUDA", True: "the trainer, weights that arrive and CUDA"}
+"""The users of a server's GPU other than the engine, by whether the trainer shares it."""
 
 
 def _out_of_memory_error(config: RunConfig, process: str, need: MemoryBudget, hint: str) -> ConfigError:
@@ -124,10 +124,10 @@ def _hint_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
     for gpus in (2, 4, 8):
         wider = resources.model_copy(update={"inference": resources.inference.model_copy(update={"gpus": gpus})})
         wide = config.model_copy(update={"resources": wider})
-        if gpus > resources.inference.gpus and min_vllm_bytes(wide, sizes) + colocated_bytes(wide, sizes) <= memory:
+        if gpus > resources.inference.gpus and min_engine_bytes(wide, sizes) + colocated_bytes(wide, sizes) <= memory:
             return f"set resources.inference.gpus={gpus}"
     staged = config.model_copy(update={"inference": config.inference.model_copy(update={"staging_device": "host"})})
-    if min_vllm_bytes(staged, sizes) + colocated_bytes(staged, sizes) <= memory:
+    if min_engine_bytes(staged, sizes) + colocated_bytes(staged, sizes) <= memory:
         return "set inference.staging_device=host"
     return "choose GPUs of more memory"
 

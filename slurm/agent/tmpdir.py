@@ -1,7 +1,8 @@
 """Directories for the temporary files and the compiled-code caches of a node's roles.
 
-vLLM creates sockets and files in the folder for temporary files, torchrun and wandb create folders, and none of them
-removes all. On shared nodes these accumulate. So each attempt has its own folder, which is removed at its end.
+An inference engine creates sockets and files in the folder for temporary files, torchrun and wandb create folders, and
+none of them removes all. On shared nodes these accumulate. So each attempt has its own folder, which is removed at its
+end.
 
 Caches of compiled code stay, since they shorten the next start. The libraries execute their content, so a cache is used
 only if no other user can write to it. By default torch and CUTLASS use names in /tmp that any user can create first;
@@ -14,28 +15,30 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline.inference.engine_registry import all_engines
 from pipeline.utils.private_files import is_safe, make_private
 
-FOLDER, SOCKETS, COMPILED = "TMPDIR", "VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR"
+FOLDER, COMPILED = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"
 MAX_PATH = 107 - 40
 """Most characters of a folder's path, so that a socket in it (an id of 36) has a path that the kernel accepts."""
 TEMPORARY_CACHES = (COMPILED, "CUTE_DSL_CACHE_DIR")
 """Variables of caches whose default is in /tmp."""
-HOME_CACHES = ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE", "TORCH_EXTENSIONS_DIR")
-"""Variables of caches whose default is in the home directory."""
+HOME_CACHES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCH_EXTENSIONS_DIR")
+"""Variables of caches whose default is in the home directory, in addition to those of the engines."""
 
 
 @contextmanager
 def scratch_folder(environment: Mapping[str, str] = os.environ) -> Iterator[dict[str, str]]:
     """Environment variables for the roles of a rank; their `TMPDIR` is removed when the block ends.
 
-    Variables that the user set keep their values. If the folder's path is too long, vLLM's sockets are outside of it.
+    Variables that the user set keep their values. If the folder's path is too long, the engines' sockets are
+    outside of it.
     """
     outside = tempfile.gettempdir()
     with tempfile.TemporaryDirectory(prefix="rollcall-", ignore_cleanup_errors=True) as folder:
         caches = _caches(Path(outside), Path(folder))
         if len(folder) > MAX_PATH:
-            caches[SOCKETS] = outside
+            caches |= {name: outside for engine in all_engines() for name in engine.socket_variables}
         yield {FOLDER: folder} | {name: value for name, value in caches.items() if name not in environment}
 
 
@@ -51,5 +54,6 @@ def _caches(outside: Path, folder: Path) -> dict[str, str]:
             flush=True,
         )
         directory = folder
-    names = TEMPORARY_CACHES if is_safe(Path.home()) else (*TEMPORARY_CACHES, *HOME_CACHES)
+    of_engines = [name for engine in all_engines() for name in engine.cache_variables]
+    names = TEMPORARY_CACHES if is_safe(Path.home()) else (*TEMPORARY_CACHES, *HOME_CACHES, *of_engines)
     return {name: str(directory / name.lower()) for name in names}

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from jinja2 import TemplateError
 
 from pipeline.config import RewardConfig, RunConfig, TaskConfig
 from pipeline.config.model_directory import (
-    has_vision_tower,
     is_built_in,
     longest_sequence,
     model_directory,
@@ -33,7 +31,7 @@ from pipeline.environments import load_task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.frozen_code import changed_modules
 from pipeline.errors import ConfigError
-from pipeline.inference.vllm.server_arguments import unchecked_arguments
+from pipeline.inference.engine_registry import find_engine
 from pipeline.run.paths import RunPaths
 from pipeline.train.batching.conversation_rows import CHECKED_ROWS, train_eval_split
 
@@ -59,11 +57,11 @@ def check_agents(config: RunConfig) -> None:
 def warnings_of(config: RunConfig) -> list[str]:
     """The warnings about a run, one line each."""
     checks = (
-        *(_changed_modules, _tiny_settings, _vision_tower, _templates_without_tools),
+        *(_changed_modules, _tiny_settings, _templates_without_tools),
         *(_absent_commands, _services, _cpu_overload),
     )
-    unchecked = unchecked_arguments(config)
-    return [*(line for check in checks for line in check(config)), *filter(None, [unchecked])]
+    of_engine = find_engine(config.inference.engine).warnings(config) if config.has_servers else ()
+    return [*(line for check in checks for line in check(config)), *of_engine]
 
 
 def _tiny_settings(config: RunConfig) -> Iterator[str]:
@@ -78,15 +76,6 @@ def _tiny_settings(config: RunConfig) -> Iterator[str]:
         f"model.max_length={model.max_length} and model.dtype={model.dtype} come from the default model=tiny_qwen3, "
         f"not from {model.path}{own and f' ({own})'}: set model.max_length to the longest sample in tokens{also}"
     )
-
-
-def _vision_tower(config: RunConfig) -> Iterator[str]:
-    """vLLM imports torchvision for a model that sees images, also where nobody sends one."""
-    if config.has_servers and has_vision_tower(config.model) and find_spec("torchvision") is None:
-        yield (
-            f"{config.model.path} has a vision tower, and torchvision is not installed here: vLLM needs it to serve "
-            "the model, and fails as it starts; pip install torchvision, in the version that fits torch"
-        )
 
 
 def _changed_modules(config: RunConfig) -> Iterator[str]:

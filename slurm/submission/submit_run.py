@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from pipeline.config import ModelConfig, RunConfig
-from pipeline.config.cross_checks import check_adapters, check_parallel, check_run, check_weight_updates
+from pipeline.config.cross_checks import check_parallel, check_run
 from pipeline.config.mesh_checks import check_context_heads, check_context_packing
 from pipeline.config.model_directory import (
     describe_weights,
@@ -30,8 +30,7 @@ from pipeline.environments import check_demonstrations, check_task, load_task
 from pipeline.environments.eval_set_checks import check_eval_tasks, check_held_out
 from pipeline.environments.rewards import check_rewards
 from pipeline.errors import ConfigError, RollcallError
-from pipeline.inference.vllm.server_arguments import check_extra_args
-from pipeline.roles.inference import check_returned_experts, find_vllm
+from pipeline.inference.engine_registry import find_engine
 from pipeline.roles.redis import find_server
 from pipeline.run.paths import RunPaths
 from pipeline.topology.assignment import describe_plan
@@ -142,12 +141,11 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
         _check_context(config.model, config.training.mesh.cp)
     if config.has_servers:
         check_parallel(config, head_count(config.model))
-        check_adapters(config, expert_count(config.model))
-        check_weight_updates(config, model_family(config.model))
+        engine = find_engine(config.inference.engine)
+        engine.check_model(config, model_family(config.model), expert_count(config.model))
         _check_served_adapters(config.model)
-        find_vllm()
-        check_returned_experts(config)
-        check_extra_args(config)
+        engine.check_installed()
+        engine.check_config(config)
     if config.has_rollouts and config.streams.backend == "redis":
         find_server()
     run_registry.examine(config)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import InferenceConfig, RunConfig
+from pipeline.inference.vllm.server_command import server_environment
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles import inference
@@ -215,7 +216,7 @@ def a_server(config: RunConfig, model: Path, index: int, first: int) -> Iterator
         place = Placement(
             role="inference", index=index, rank=0, address="127.0.0.1", ports=(holder.getsockname()[1],), gpus=gpus
         )
-        environment = dict(os.environ) | inference.server_environment(config, place, world_file(model.parent))
+        environment = dict(os.environ) | server_environment(config, place, world_file(model.parent))
         log = model.parent / f"server-{index}.log"
         child = subprocesses.Child(inference.server_command(config, place), log, environment)
         try:

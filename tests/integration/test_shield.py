@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.inference.vllm.server_command import server_environment
 from pipeline.roles import RoleCommand, inference, redis
 from pipeline.run.metrics_log import MetricSinks
 from pipeline.topology.plan import Placement
@@ -148,7 +149,7 @@ def server(tmp_path: Path) -> Iterator[tuple[Sequence[str], Mapping[str, str], C
     with hold_port() as holder:
         config = tiny_config(model_directory(tmp_path / "model", tied=True))
         place = Placement(role="inference", index=0, rank=0, address="127.0.0.9", ports=(port_of(holder),))
-        variables = inference.server_environment(config, place, world_file(tmp_path))
+        variables = server_environment(config, place, world_file(tmp_path))
         command = inference.server_command(config, place)
         yield command, variables, lambda: inference.is_healthy(place.address, place.ports[0], SECRET)
 

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.config import TaskConfig
 from pipeline.environments import Prompt, load_task
-from pipeline.inference.vllm.plugin import MODEL
+from pipeline.inference.engine_protocol import POLICY
 from pipeline.run.metrics_log import read_rows, series
 from tests.fakes.configs import make_config
 from tests.support.runs.launched import ROOT
@@ -166,7 +166,7 @@ def test_a_policy_comes_closer_to_the_teacher_who_is_served(tmp_path: Path) -> N
     )
     (tmp_path / "key").write_text(SECRET)
     with starting_of(served, "127.0.0.1") as ready:
-        teacher = {"url": f"http://{ready().endpoint}/v1", "model": MODEL, "key_file": tmp_path / "key"}
+        teacher = {"url": f"http://{ready().endpoint}/v1", "model": POLICY, "key_file": tmp_path / "key"}
         words = [
             *(f"teacher.{key}={value}" for key, value in teacher.items()),
             "task=arithmetic",

@@ -1,7 +1,9 @@
-"""Code that runs inside the processes of a vLLM server.
+"""vLLM as an inference engine: the start of its servers, and code that runs inside their processes.
 
 | module | owns |
 |---|---|
+| `vllm_engine` | vLLM as an `InferenceEngine`: which models it serves |
+| `server_command`, `installed_release` | a server's command line and environment; the installed vLLM |
 | `plugin`, `vllm_compat` | the plugin, which vLLM loads first; differences between releases |
 | `worker_extension` | methods that the trainer calls in a server's worker processes |
 | `transfer_engine`, `gloo_engine`, `nccl_engine` | an update of the weights inside a server; over TCP; on GPUs |

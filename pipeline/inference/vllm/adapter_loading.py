@@ -29,7 +29,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from pipeline.errors import WeightSyncError
-from pipeline.inference.vllm.plugin import MODEL
+from pipeline.inference.engine_protocol import POLICY
 from pipeline.inference.vllm.token_versions import accepts_parameters
 from pipeline.inference.vllm.vllm_compat import adapter_renames
 from pipeline.utils import shared_files
@@ -57,7 +57,7 @@ class AdapterSlot:
             raise WeightSyncError("the trainer sends an adapter, but this server was not started to take one")
         self._manager, self._renames = model.lora_manager, adapter_renames(model)
         self._skipped = getattr(model, "lora_skip_prefixes", None)
-        self._folder = Path(folder) / MODEL
+        self._folder = Path(folder) / POLICY
         self._config = {"peft_type": "LORA", "base_model_name_or_path": base, **settings}
         self._helper = PEFTHelper.from_dict(self._config)
         try:

@@ -35,8 +35,6 @@ _started: list[process.BaseProcess] = []
 """The processes that this process has started with `multiprocessing`."""
 CHILD_SECONDS = 4.0
 """Time limit for children to end. Equals vLLM's own limit for its workers."""
-MODEL = "policy"
-"""The model name in every request: the model that a server serves, or the adapter on it."""
 
 
 def register() -> None:

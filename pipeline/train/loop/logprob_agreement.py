@@ -36,8 +36,8 @@ class Agreement:
         if mismatch > MAX_MISMATCH:
             raise TrainingError(
                 f"the servers' log-probabilities differ from the trainer's by {mismatch:.2f} nats a token in a batch of"
-                f" the same weights: expected at most {MAX_MISMATCH}; vLLM does not compute as the trainer does, or did"
-                " not take all weights: look for warnings in the servers' logs, try another release of vLLM, or another"
-                " model"
+                f" the same weights: expected at most {MAX_MISMATCH}; the servers do not compute as the trainer does,"
+                " or did not take all weights: look for warnings in their logs, try another release of their engine,"
+                " or another model"
             )
         self.known = True

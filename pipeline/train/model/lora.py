@@ -158,7 +158,7 @@ def _targeted_experts(network: Any, targets: tuple[str, ...]) -> list[ExpertMatr
     chosen = [name for name in adaptable if name in targets]
     if chosen and len(chosen) < len(adaptable):
         others = ",".join(target for target in targets if target not in adaptable)
-        expected = f"all layers of the experts ({','.join(adaptable)}), which vLLM takes only together, or none"
+        expected = f"all layers of the experts ({','.join(adaptable)}), which servers take only together, or none"
         hint = f"add {','.join(name for name in adaptable if name not in chosen)}"
         raise ConfigError(
             "model.lora.targets", ",".join(chosen), expected, f"{hint}, or set {others}" if others else hint

@@ -76,9 +76,11 @@ def _refuse_other_scaling(scaling: float, rope: dict[str, Any], factor: float, i
     computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     served = rope.get("long_mscale" if is_long else "short_mscale") or computed
     if not math.isclose(scaling, served, rel_tol=1e-5):
-        raise _rope_mismatch(f"a longrope attention scaling of {scaling:.6g} in transformers and {served:.6g} in vLLM")
+        raise _rope_mismatch(
+            f"a longrope attention scaling of {scaling:.6g} in transformers and {served:.6g} in the servers"
+        )
 
 
 def _rope_mismatch(difference: str) -> ConfigError:
-    expected = "rotary embeddings that transformers and vLLM compute alike"
+    expected = "rotary embeddings that transformers and the servers compute alike"
     return ConfigError("model.path", difference, expected, "choose another model")

@@ -18,13 +18,13 @@ MOST = 24
 def greedily(model: Path, prompts: list[list[int]], longest: int = 64) -> list[tuple[list[int], list[float]]]:
     """Each prompt's greedy continuation by vLLM, at most `longest` tokens with the prompt, and the log-probabilities of
     its tokens."""
-    from pipeline.roles import inference
+    from pipeline.inference.vllm.server_command import server_environment
     from pipeline.topology.plan import Placement
     from tests.support.servers.vllm import tiny_config
 
     place = Placement(role="inference", index=0, rank=0, address="127.0.0.1", ports=(0,))
     secrets = model.parent / "world.json"
-    environment = dict(os.environ) | inference.server_environment(tiny_config(model), place, secrets)
+    environment = dict(os.environ) | server_environment(tiny_config(model), place, secrets)
     command = [sys.executable, "-m", __name__, str(model), json.dumps(prompts), str(longest)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

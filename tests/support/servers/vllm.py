@@ -22,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.config import InferenceConfig, LoraConfig, RunConfig
 from pipeline.inference.vllm.compact_logprobs import SWITCH
+from pipeline.inference.vllm.server_command import adapter_environment, server_environment
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles import inference
@@ -120,8 +121,8 @@ def starting_of(
     model = Path(config.model.path)
     with subprocesses.hold_port() as holder:
         place = Placement(role="inference", index=index, rank=0, address=address, ports=(port_of(holder),), gpus=gpus)
-        environment = dict(os.environ) | inference.server_environment(config, place, world_file(model.parent))
-        environment |= inference.adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
+        environment = dict(os.environ) | server_environment(config, place, world_file(model.parent))
+        environment |= adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
         environment |= variables
         log = model.parent / f"{model.name}-{place.ports[0]}.log"
         child = subprocesses.Child(inference.server_command(config, place), log, environment)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.utils.private_files import is_private
-from slurm.agent.tmpdir import COMPILED, FOLDER, HOME_CACHES, MAX_PATH, SOCKETS, scratch_folder
+from slurm.agent.tmpdir import COMPILED, FOLDER, HOME_CACHES, MAX_PATH, scratch_folder
 from tests.support.strangers import as_stranger, needs_another_user, shared_directory
 
 
@@ -30,7 +30,7 @@ def test_sockets_are_where_their_names_fit(tmp_path: Path, monkeypatch: pytest.M
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with scratch_folder({}) as variables:
-        assert variables[SOCKETS] == str(deep), "where vLLM has them by itself"
+        assert variables["VLLM_RPC_BASE_PATH"] == str(deep), "where vLLM has them by itself"
 
 
 TAKE = """
@@ -74,4 +74,4 @@ def test_the_caches_of_a_home_that_everybody_can_write_to_are_elsewhere(
     home.chmod(mode)
     monkeypatch.setenv("HOME", str(home))
     with scratch_folder({}) as variables:
-        assert (not set(HOME_CACHES) & set(variables)) == safe
+        assert (not {*HOME_CACHES, "VLLM_CACHE_ROOT"} & set(variables)) == safe

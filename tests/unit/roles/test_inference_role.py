@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.config.tinker_keys import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.errors import ConfigError, ImpostorError
+from pipeline.inference.engine_protocol import POLICY
+from pipeline.inference.vllm import installed_release
 from pipeline.inference.vllm.compact_logprobs import SWITCH
 from pipeline.inference.vllm.kv_cache_size import SHARED
-from pipeline.inference.vllm.plugin import MODEL
 from pipeline.inference.vllm.routing_capture import SWITCH as ROUTED_EXPERTS
+from pipeline.inference.vllm.server_command import adapter_environment, server_environment
 from pipeline.roles import inference
 from pipeline.topology.plan import Placement
 from pipeline.utils.network_interfaces import KEEPALIVE_SECONDS
@@ -50,7 +53,7 @@ def test_a_server_listens_where_it_was_placed_and_serves_the_configured_model() 
 
 
 def test_a_server_gets_the_path_of_its_secret_and_asks_for_no_key_of_the_users() -> None:
-    environment = inference.server_environment(config(), place(), WORLD)
+    environment = server_environment(config(), place(), WORLD)
     assert environment["ROLLCALL_WORLD"] == str(WORLD)
     assert environment["VLLM_API_KEY"] == ""
     assert "pipeline.inference.vllm.auth_middleware.AuthMiddleware" in inference.server_command(config(), place())
@@ -59,7 +62,7 @@ def test_a_server_gets_the_path_of_its_secret_and_asks_for_no_key_of_the_users()
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_way_of_log_probabilities_is_as_configured(fast: bool) -> None:
     chosen = config(inference={"compact_logprobs": fast})
-    assert inference.server_environment(chosen, place(), WORLD)[SWITCH] == str(int(fast))
+    assert server_environment(chosen, place(), WORLD)[SWITCH] == str(int(fast))
 
 
 def test_a_server_starts_without_weights_of_its_own() -> None:
@@ -67,8 +70,8 @@ def test_a_server_starts_without_weights_of_its_own() -> None:
 
 
 def test_what_requests_ask_for_is_the_served_model_or_the_adapter_on_it() -> None:
-    assert option(inference.server_command(config(), place()), "--served-model-name") == MODEL
-    assert option(inference.server_command(adapted(4), place()), "--served-model-name") != MODEL
+    assert option(inference.server_command(config(), place()), "--served-model-name") == POLICY
+    assert option(inference.server_command(adapted(4), place()), "--served-model-name") != POLICY
 
 
 def adapted(rank: int) -> RunConfig:
@@ -79,7 +82,7 @@ def test_a_server_of_merged_adapters_is_one_of_whole_weights(tmp_path: Path) -> 
     merged = make_config(model={"path": "/models/tiny", "lora": {"rank": 4, "merge": True}})
     whole = make_config(model={"path": "/models/tiny"})
     assert inference.server_command(merged, place()) == inference.server_command(whole, place())
-    assert inference.adapter_environment(merged, tmp_path) == {}
+    assert adapter_environment(merged, tmp_path) == {}
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (8, 8), (9, 16), (500, 512)])
@@ -98,21 +101,21 @@ def test_a_rank_that_vllm_does_not_serve_is_refused() -> None:
 
 
 def test_only_a_server_of_adapters_gets_a_folder_for_them(tmp_path: Path) -> None:
-    assert inference.adapter_environment(config(), tmp_path / "none") == {}
-    given = inference.adapter_environment(adapted(4), tmp_path / "some" / "inference.0")
+    assert adapter_environment(config(), tmp_path / "none") == {}
+    given = adapter_environment(adapted(4), tmp_path / "some" / "inference.0")
     assert str(tmp_path / "some" / "inference.0") in given.values()
     assert [folder.name for folder in tmp_path.iterdir()] == ["some"]
     assert (tmp_path / "some" / "inference.0").is_dir()
 
 
 def test_a_server_keeps_a_connection_for_longer_than_its_clients() -> None:
-    environment = inference.server_environment(config(), place(), WORLD)
+    environment = server_environment(config(), place(), WORLD)
     assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > KEEPALIVE_SECONDS
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_server_sees_the_gpus_it_was_given_and_no_others(device: str) -> None:
-    environment = inference.server_environment(config(resources={"device": device}), place(gpus=(2, 3)), WORLD)
+    environment = server_environment(config(resources={"device": device}), place(gpus=(2, 3)), WORLD)
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
@@ -122,7 +125,7 @@ def test_a_server_sees_the_gpus_it_was_given_and_no_others(device: str) -> None:
 )
 def test_a_server_knows_whether_it_has_neighbours(resources: dict[str, Any], shared: str) -> None:
     given = config(resources={"device": "cuda"} | resources)
-    assert inference.server_environment(given, place(gpus=(0,)), WORLD)[SHARED] == shared
+    assert server_environment(given, place(gpus=(0,)), WORLD)[SHARED] == shared
 
 
 def test_a_server_that_computes_on_gpus_spreads_the_model_over_them() -> None:
@@ -147,7 +150,7 @@ def test_only_a_server_that_loads_no_adapters_answers_from_several_processes(sec
 def test_a_server_of_the_api_is_told_to_answer_tokens_where_its_release_has_to_be(
     monkeypatch: pytest.MonkeyPatch, release: str, told: bool
 ) -> None:
-    monkeypatch.setattr(inference, "version", lambda name: release)
+    monkeypatch.setattr(installed_release, "version", lambda name: release)
     command = inference.server_command(config(serve={"enabled": True}), place())
     assert ("--enable-scale-out" in command) is told
 
@@ -156,7 +159,7 @@ def test_a_server_on_a_cpu_takes_the_memory_and_threads_it_was_given() -> None:
     resources = {"inference": {"threads": 3}}
     given = config(resources=resources, inference={"kv_cache_bytes": 1 << 20})
     assert option(inference.server_command(given, place()), "--kv-cache-memory-bytes") == str(1 << 20)
-    assert inference.server_environment(given, place(), WORLD)["OMP_NUM_THREADS"] == "3"
+    assert server_environment(given, place(), WORLD)["OMP_NUM_THREADS"] == "3"
 
 
 def test_the_head_is_float32_whatever_the_model_is() -> None:
@@ -171,10 +174,10 @@ def test_the_users_arguments_come_last_and_so_win() -> None:
 
 
 def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    inference.find_vllm()
+    installed_release.check_installed()
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"launchers/install\.py"):
-        inference.find_vllm()
+        installed_release.check_installed()
 
 
 STALE = [EntryPoint("rollcall", "pipeline.vllm.plugin:register", "vllm.general_plugins")]
@@ -184,8 +187,9 @@ STALE = [EntryPoint("rollcall", "pipeline.vllm.plugin:register", "vllm.general_p
 def test_an_installation_whose_entry_point_is_not_the_codes_is_refused_with_the_command_that_renews_it(
     installed: list[EntryPoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inference, "entry_points", lambda **_: installed)
-    for start in (inference.find_vllm, lambda: inference.launch(None)):  # type: ignore[arg-type]
+    monkeypatch.setattr(installed_release, "entry_points", lambda **_: installed)
+    context = SimpleNamespace(config=config(), placement=place())
+    for start in (installed_release.check_installed, lambda: inference.launch(context)):  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=r"plugin:register; reinstall: \S+ -m pip install -e \.$") as refused:
             start()
         assert "\n" not in str(refused.value)
@@ -194,7 +198,7 @@ def test_an_installation_whose_entry_point_is_not_the_codes_is_refused_with_the_
 def test_the_entry_point_that_is_installed_and_the_one_in_pyproject_are_the_plugins() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["vllm.general_plugins"] == {"rollcall": "pipeline.inference.vllm.plugin:register"}
-    inference.check_plugin()
+    installed_release.check_plugin()
 
 
 class Starting(HttpServer):
@@ -281,9 +285,9 @@ def test_servers_return_experts_where_they_are_replayed(monkeypatch: pytest.Monk
     cached = "--no-enable-prefix-caching"
     assert {cached} == set(inference.server_command(config(**replayed), place())) - set(plain)
     for each, switch in ((config(), "0"), (config(**replayed), "1")):
-        assert inference.server_environment(each, place(), WORLD)[ROUTED_EXPERTS] == switch
+        assert server_environment(each, place(), WORLD)[ROUTED_EXPERTS] == switch
 
-    monkeypatch.setattr(inference, "version", lambda name: "0.21.3")
-    inference.check_returned_experts(config())
+    monkeypatch.setattr(installed_release, "version", lambda name: "0.21.3")
+    installed_release.check_returned_experts(config())
     with pytest.raises(ConfigError, match=r"vLLM 0.21.3, whose servers cannot return the experts"):
-        inference.check_returned_experts(config(**replayed))
+        installed_release.check_returned_experts(config(**replayed))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurm.agent.gpu_locks import Claimant, claim_visible
-from slurm.submission import submit_run
+from slurm.submission import submission_warnings, submit_run
 from tests.fakes.gpus import give_gpus
 
 
@@ -231,10 +231,11 @@ def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
 def test_sft_alone_asks_for_no_server_of_any_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def absent() -> None:
+    def absent(*_: object) -> None:
         raise AssertionError("nobody needs it")
 
-    monkeypatch.setattr(submit_run, "find_vllm", absent)
+    monkeypatch.setattr(submit_run, "find_engine", absent)
+    monkeypatch.setattr(submission_warnings, "find_engine", absent)
     monkeypatch.setattr(submit_run, "find_server", absent)
     overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.sft.steps=7"]
     assert submit_run.main([*overrides, "--dry-run"]) == 0
