@@ -87,6 +87,7 @@ def mixture_directory(folder: Path) -> Path:
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     others = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "mlp_only_layers": [0]}
     file = model_directory(folder, tied=True) / "config.json"
+    (folder / "tokenizer.json").write_text("{}")
     file.write_text(json.dumps(json.loads(file.read_text()) | sizes | others))
     return folder
 
