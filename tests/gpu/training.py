@@ -68,7 +68,7 @@ def oracle(run: Run, name: str, dtype: Dtype, choice: str, most: float) -> Outco
         table, mutated = [], mutations(dtype)
         for key, result in read_results(results).items() if results.exists() else ():
             case = key if isinstance(key, Case) else mutated[key]  # type: ignore[index]
-            found = errors(result, case.model(models), case.recipe, case.aux)
+            found = errors(result, case.model(models), case.recipe, case.aux, case.replayed)
             bounds = CUDA_FLOAT32 if dtype == "float32" else loose_bounds(case.recipe)
             wrong = excess(found, bounds)
             right = not wrong and uses_kernel(case, result, run.device)

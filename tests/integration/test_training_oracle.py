@@ -78,7 +78,7 @@ def run_ranks(
 
 def check(result: Result, models: Path, case: Case, ranks: int) -> None:
     """Assert that the result is the oracle's, and that every switch of the case did something."""
-    assert excess(errors(result, case.model(models), case.recipe, case.aux), FLOAT32) == {}
+    assert excess(errors(result, case.model(models), case.recipe, case.aux, case.replayed), FLOAT32) == {}
     shards = ranks // case.replicas
     assert result.seen["shards"] == ranks * shards
     assert result.seen["units"] == ranks * (
@@ -104,7 +104,7 @@ def test_the_comparison_notices(mutation: Mutation, models: Path, results: Resul
     result = results(2)[mutation]
     assert result.seen["mutated"] > 0, "the mutation changed nothing"
     case = MUTATIONS[mutation]
-    found = excess(errors(result, case.model(models), case.recipe, case.aux), FLOAT32)
+    found = excess(errors(result, case.model(models), case.recipe, case.aux, case.replayed), FLOAT32)
     assert {"parameter", "update"} <= set(found)
     assert "answer" not in found, "the forward pass before the mutation was right"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tests.support.oracle.layers import BIAS, Shape, attention, fed, normed
+from tests.support.oracle.layers import BIAS, Shape, attention, experts_after, fed, normed
 from tests.support.oracle.losses import Goal, Sequence64, mean, policy_losses, value_losses
 
 Parameters = dict[str, Tensor]
@@ -57,7 +57,9 @@ def states(p: Mapping[str, Tensor], tokens: Sequence[int], shape: Shape) -> Tens
         y = normed(x, p[f"{name}.input_layernorm.weight"], shape.eps)
         x = x + attention(p, f"{name}.self_attn", y, shape, shape.window if layer % 2 == 0 else 0)
         y = normed(x, p[f"{name}.post_attention_layernorm.weight"], shape.eps)
-        x = x + fed(p, f"{name}.mlp", y, shape)
+        ends = range(1, len(tokens) + 1)
+        chosen = [experts_after(tokens[:end], layer, shape.taken) if shape.replayed else None for end in ends]
+        x = x + fed(p, f"{name}.mlp", y, shape, chosen)
     return normed(x, p["model.norm.weight"], shape.eps)
 
 

@@ -1,7 +1,7 @@
 """What the oracle and the ranks compute both: the recipes (what is trained for), the model, and the rows."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from zlib import crc32
@@ -15,6 +15,7 @@ from pipeline.train.batching.sequences import Batch, Normalization, TrainSequenc
 from pipeline.train.loss_specs import SFT, LossSpec, ValueLoss
 from pipeline.train.worker_spec import ModelSpec
 from tests.support.models.tiny import VOCABULARY, write_tiny
+from tests.support.oracle.layers import experts_after
 
 STEPS = 3
 LAYERS, HEADS, GROUPS, SIZE = 2, 2, 1, 32
@@ -217,9 +218,21 @@ def make_rows(name: str = "grpo") -> list[TrainSequence]:
     return rows
 
 
-def make_batch(name: str = "grpo") -> Batch:
+def replayed_rows(name: str) -> list[TrainSequence]:
+    """The rows of `make_rows` with the experts of each token, other ones than routers choose."""
+    return [replace(row, routed_experts=_experts_of(row.tokens.tolist())) for row in make_rows(name)]
+
+
+def _experts_of(tokens: list[int]) -> NDArray[np.uint8]:
+    ends, taken = range(1, len(tokens) + 1), EXPERTS["num_experts_per_tok"]
+    rows = [[experts_after(tokens[:end], layer, taken) for layer in range(LAYERS)] for end in ends]
+    return np.array(rows, np.uint8)
+
+
+def make_batch(name: str = "grpo", *, replayed: bool = False) -> Batch:
     recipe = RECIPES[name]
-    return Batch.of(make_rows(name), recipe.normalize, temperature=recipe.temperature, max_length=MAX_LENGTH)
+    rows = replayed_rows(name) if replayed else make_rows(name)
+    return Batch.of(rows, recipe.normalize, temperature=recipe.temperature, max_length=MAX_LENGTH)
 
 
 def drawn(name: str, shape: Sequence[int]) -> NDArray[np.float32]:

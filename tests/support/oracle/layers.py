@@ -5,8 +5,9 @@ Which family a layer is of shows in the names of its parameters. Shares no code 
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ class Shape:
     of a token in a mixture. Of GLM-4.5 and DeepSeek-V3, `rotary` is the part of a head that is rotated, `teams` the
     groups of experts of which a token goes to the best `chosen_teams`, `routed` the factor of what experts say, and
     `bias_rate` how far their bias moves at a step. Of DeepSeek-V3, `latent` are the numbers from which keys and values
-    are made, and `turning` those of a head that are rotated. Of gpt-oss, every second layer sees `window` tokens.
-    `loads` counts the tokens of each expert, by the layer's name and its number; `balances` has, of each layer of
-    experts that a row went through, experts × Σ (share of the row's tokens at an expert) · (its likelihood)."""
+    are made, and `turning` those of a head that are rotated. Of gpt-oss, every second layer sees `window` tokens. With
+    `replayed`, `experts_after` chooses in place of routers. `loads` counts the tokens of each expert, by the layer's
+    name and its number; `balances` has, of each layer of experts that a row went through, experts × Σ (share of the
+    row's tokens at an expert) · (its likelihood)."""
 
     layers: int
     heads: int
@@ -41,6 +43,7 @@ class Shape:
     latent: int = 0
     turning: int = 0
     window: int = 0
+    replayed: bool = False
     loads: Counter[tuple[str, int]] = field(default_factory=Counter, compare=False)
     balances: list[Tensor] = field(default_factory=list, compare=False)
 
@@ -128,13 +131,25 @@ def multiplied(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> T
     return linear(p, f"{name}.down_proj", gate * torch.sigmoid(gate) * up, shape)
 
 
-def fed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
+Choices = Sequence[list[int] | None]
+"""The experts of each token that are replayed; None: those that the router likes best."""
+
+
+def experts_after(tokens: Sequence[int], layer: int, taken: int) -> list[int]:
+    """What a server chose for the last of these tokens: any of the first four experts, whatever the weights are. Rows
+    that begin alike have the same experts there."""
+    return Random(f"{layer} {list(tokens)}").sample(range(4), taken)
+
+
+def fed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape, replayed: Choices) -> Tensor:
     """y [T, E] through a layer's matrices, or through experts."""
     if f"{name}.gate.{BIAS}" in p:
-        return routed(p, name, y, shape)
+        return routed(p, name, y, shape, replayed)
     if f"{name}.router.weight" in p:
-        return bounded(p, name, y, shape)
-    return (mixed if f"{name}.gate.weight" in p else multiplied)(p, name, y, shape)
+        return bounded(p, name, y, shape, replayed)
+    if f"{name}.gate.weight" in p:
+        return mixed(p, name, y, shape, replayed)
+    return multiplied(p, name, y, shape)
 
 
 def note_balance(shape: Shape, logits: Tensor, chosen: list[list[int]]) -> None:
@@ -147,12 +162,12 @@ def note_balance(shape: Shape, logits: Tensor, chosen: list[list[int]]) -> None:
     shape.balances.append(experts * torch.stack(terms).sum())
 
 
-def mixed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
+def mixed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape, replayed: Choices) -> Tensor:
     """y [T, E], each token through the experts that its router likes best, weighted by how much it likes them."""
     logits = linear(p, f"{name}.gate", y, shape)
     tokens, chosen = [], []
-    for token, of_token in zip(y, logits.softmax(-1), strict=True):
-        best = best_of(of_token.tolist(), shape.taken)
+    for token, of_token, fixed in zip(y, logits.softmax(-1), replayed, strict=True):
+        best = fixed or best_of(of_token.tolist(), shape.taken)
         chosen.append(best)
         parts = [of_token[expert] * multiplied(p, f"{name}.experts.{expert}", token, shape) for expert in best]
         tokens.append(torch.stack(parts).sum(0) / of_token[best].sum())
@@ -160,13 +175,13 @@ def mixed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor
     return torch.stack(tokens)
 
 
-def bounded(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
+def bounded(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape, replayed: Choices) -> Tensor:
     """y [T, E] as gpt-oss has it: a softmax over the best logits alone; experts with biases, whose gate and up are
     columns that take turns, both of them at most 7."""
     experts, logits = f"{name}.experts", linear(p, f"{name}.router", y, shape)
     tokens, chosen = [], []
-    for token, of_token in zip(y, logits, strict=True):
-        best = best_of(of_token.tolist(), shape.taken)
+    for token, of_token, fixed in zip(y, logits, replayed, strict=True):
+        best = fixed or best_of(of_token.tolist(), shape.taken)
         chosen.append(best)
         parts = []
         for expert in best:
@@ -187,19 +202,19 @@ def stacked(p: Mapping[str, Tensor], experts: str, expert: int, name: str, x: Te
     return x @ matrix + p[f"{experts}.{name}_bias"][expert]
 
 
-def routed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape) -> Tensor:
+def routed(p: Mapping[str, Tensor], name: str, y: Tensor, shape: Shape, replayed: Choices) -> Tensor:
     """y [T, E] as GLM-4.5 and DeepSeek-V3 have it: experts are chosen by sigmoid scores plus a bias, in the groups of
     experts whose two best are best; weighted by the scores without it; beside them, an expert that every token goes
     to."""
     bias, logits = p[f"{name}.gate.{BIAS}"], linear(p, f"{name}.gate", y, shape)
     tokens, chosen = [], []
-    for token, scores in zip(y, logits.sigmoid(), strict=True):
+    for token, scores, fixed in zip(y, logits.sigmoid(), replayed, strict=True):
         likes = [score + extra for score, extra in zip(scores.tolist(), bias.tolist(), strict=True)]
         size = len(likes) // shape.teams
         teams = [range(first, first + size) for first in range(0, len(likes), size)]
         of_teams = [sum(sorted((likes[expert] for expert in team), reverse=True)[:2]) for team in teams]
         allowed = [expert for team in best_of(of_teams, shape.chosen_teams) for expert in teams[team]]
-        best = sorted(allowed, key=lambda expert: -likes[expert])[: shape.taken]
+        best = fixed or sorted(allowed, key=lambda expert: -likes[expert])[: shape.taken]
         shape.loads.update((name, expert) for expert in best)
         chosen.append(best)
         parts = [scores[expert] * multiplied(p, f"{name}.experts.{expert}", token, shape) for expert in best]

@@ -36,6 +36,7 @@ from pipeline.train.model import (
 from pipeline.train.model.cpu_offload import Part, local
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.packed_attention import Segments
+from pipeline.train.model.routing_replay import RoutedTokens
 from tests.support.oracle.ways import Mutation
 
 seen: Counter[str] = Counter()
@@ -242,6 +243,21 @@ def wrong_expert(rank: ModelWorker) -> None:
     patch(experts, "run_on_owners", swapping)
 
 
+def neighbor_experts(rank: ModelWorker) -> None:
+    """Each token of a micro-batch has the recorded experts of its neighbor."""
+    from_rows = collate.RoutedTokens.from_rows
+
+    def shifted(*given: Any) -> RoutedTokens | None:
+        routed = from_rows(*given)
+        if routed is None:
+            return None
+        moved = routed.experts_TLK.roll(1, 0)
+        seen["mutated"] += not torch.equal(moved, routed.experts_TLK)
+        return replace(routed, experts_TLK=moved)
+
+    patch(collate.RoutedTokens, "from_rows", shifted)
+
+
 def lost_chunk(rank: ModelWorker) -> None:
     """What the last rank sends to others does not arrive."""
     exchange = expert_dispatch.all_to_all_single_autograd
@@ -321,6 +337,7 @@ MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "stale_moments": stale_moments,
     "forgotten_correction": forgotten_correction,
     "wrong_expert": wrong_expert,
+    "neighbor_experts": neighbor_experts,
     "lost_chunk": lost_chunk,
     "wrong_adapter": wrong_adapter,
     "lost_sink": lost_sink,

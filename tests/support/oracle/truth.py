@@ -64,25 +64,28 @@ def loose_bounds(recipe: str) -> Errors:
 
 
 @cache
-def truth(model: Path, recipe: str, aux: float = 0.0) -> oracle.Training:
-    """What `STEPS` steps of the recipe do, in float64, with this coefficient of the auxiliary loss."""
+def truth(model: Path, recipe: str, aux: float = 0.0, replayed: bool = False) -> oracle.Training:
+    """What `STEPS` steps of the recipe do, in float64, with this coefficient of the auxiliary loss and experts that
+    are `replayed` or chosen by routers."""
     chosen = RECIPES[recipe]
     trained, frozen = (_exact(arrays) for arrays in start_of(chosen, model))
     rows = [plain(row) for row in make_rows(recipe)]
-    return oracle.train(trained, frozen, rows, shape_of(chosen, model), replace(goal_of(chosen), aux=aux), ADAM, STEPS)
+    shape = replace(shape_of(chosen, model), replayed=replayed)
+    return oracle.train(trained, frozen, rows, shape, replace(goal_of(chosen), aux=aux), ADAM, STEPS)
 
 
 @cache
-def answers(model: Path, recipe: str) -> list[NDArray[np.float64]]:
+def answers(model: Path, recipe: str, replayed: bool = False) -> list[NDArray[np.float64]]:
     """What `forward` must say of each row before the first step."""
     chosen = RECIPES[recipe]
     trained, frozen = (_exact(arrays) for arrays in start_of(chosen, model))
     whole = frozen | trained
     rows = [plain(row) for row in make_rows(recipe)]
-    return [np.array(oracle.answers(whole, row, shape_of(chosen, model), goal_of(chosen))) for row in rows]
+    shape = replace(shape_of(chosen, model), replayed=replayed)
+    return [np.array(oracle.answers(whole, row, shape, goal_of(chosen))) for row in rows]
 
 
-def errors(result: Result, model: Path, recipe: str, aux: float = 0.0) -> Errors:
+def errors(result: Result, model: Path, recipe: str, aux: float = 0.0, replayed: bool = False) -> Errors:
     """The largest error of each kind, over all steps.
 
     - `start`, `answer`, `parameter`: absolute, of any number.
@@ -92,7 +95,8 @@ def errors(result: Result, model: Path, recipe: str, aux: float = 0.0) -> Errors
 
     Raises `AssertionError` when the result has other parameters than the oracle.
     """
-    exact, steps = truth(model, recipe, aux), range(STEPS)
+    exact, steps = truth(model, recipe, aux, replayed), range(STEPS)
+    exact_answers = answers(model, recipe, replayed)
     first = {name: values.numpy() for name, values in _exact(start_of(RECIPES[recipe], model)[0]).items()}
     slopes = [_pairs(result.gradients[step], exact.gradients[step]) for step in steps]
     ends = _pairs(result.parameters, exact.parameters)
@@ -101,7 +105,7 @@ def errors(result: Result, model: Path, recipe: str, aux: float = 0.0) -> Errors
     norms = [(result.metrics[step]["grad_norm"], exact.norms[step]) for step in steps]
     return {
         "start": _worst(_largest(a - first[name]) for name, (a, _) in _pairs(result.start, exact.parameters).items()),
-        "answer": _worst(_largest(a - b) for a, b in zip(result.answers, answers(model, recipe), strict=True)),
+        "answer": _worst(_largest(a - b) for a, b in zip(result.answers, exact_answers, strict=True)),
         "loss": _worst(abs(a - b) / (1 + abs(b)) for a, b in losses),
         "norm": _worst(abs(a / b - 1) for a, b in norms),
         "entry": _worst(_largest(a - b) / (_largest(b) + 1 / 30) for pairs in slopes for a, b in pairs.values()),

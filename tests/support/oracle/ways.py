@@ -15,7 +15,7 @@ from tests.support.oracle.cases import AUX, BALANCED, FAMILIES, RECIPES, Arrays,
 
 WORLDS = (1, 2, 4)
 Dtype = Literal["float32", "bfloat16"]
-_NAMED = ("aux", "layers", "reshard", "offload", "checkpointing", "compile", "staged")
+_NAMED = ("aux", "layers", "reshard", "offload", "checkpointing", "compile", "staged", "replayed")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Case:
         ep: of a mixture of experts, as in `ModelSpec`; 0: the model is none.
         family: the mixture's kind.
         aux: coefficient of the mixture's auxiliary loss.
+        replayed: whether its rows have the experts of each token.
     """
 
     recipe: str
@@ -55,6 +56,7 @@ class Case:
     ep: int = 0
     family: Family = ""
     aux: float = 0.0
+    replayed: bool = False
 
     def model(self, folder: Path) -> Path:
         """Where `write_models` put the case's model."""
@@ -127,7 +129,7 @@ def _replicated(ranks: int) -> Iterator[Case]:
 def _mixtures(ranks: int) -> Iterator[Case]:
     if ranks == 1:
         yield from (_mixture("grpo", 1), _mixture("gspo", 1, family="glm", rows=None, tokens=24))
-        yield _mixture("grpo", 1, family="gpt_oss", rows=None, tokens=24)
+        yield from (_mixture("grpo", 1, family="gpt_oss", rows=None, tokens=24, replayed=new) for new in (False, True))
         yield _mixture("ppo", 1, rows=None, tokens=24, aux=AUX)
     if ranks == 2:
         yield from (_mixture("cispo", 1), _mixture("grpo", 2), _mixture("value", 2, layers=True, reshard=True))
@@ -138,6 +140,9 @@ def _mixtures(ranks: int) -> Iterator[Case]:
         yield _mixture("gspo", 2, aux=AUX, layers=True, reshard=True, checkpointing=True)
         yield _mixture("grpo", 1, family="glm", aux=AUX, cp=2, rows=None, tokens=24)
         yield from (_mixture("lora", 2), _mixture("lora", 1, layers=True, checkpointing=True))
+        yield _mixture("cispo", 2, family="glm", checkpointing=True, replayed=True)
+        yield _mixture("grpo", 1, cp=2, rows=None, tokens=24, replayed=True)
+        yield _mixture("gspo", 2, family="deepseek", packed=False, replayed=True, aux=AUX)
     if ranks == 4:
         yield from (_mixture("sft", 2, checkpointing=True), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
         yield _mixture("lora", 2, cp=2, replicas=2, aux=AUX)
@@ -166,7 +171,14 @@ def mixture_cases(ranks: int) -> list[Case]:
     """A mixture with each recipe, each number of ranks for its experts, and each switch in turn; adapters are on its
     experts too."""
     spread = [(ep, replicas) for ep in (1, 2, 4) for replicas in (1, 2) if ranks % (ep * replicas) == 0]
-    switches: list[dict[str, Any]] = [{}, *SWITCHES, {"packed": False}, {"rows": None, "tokens": 24}, {"shared": False}]
+    switches: list[dict[str, Any]] = [
+        {},
+        *SWITCHES,
+        {"packed": False},
+        {"rows": None, "tokens": 24},
+        {"shared": False},
+        {"replayed": True},
+    ]
     return [
         _mixture(recipe, ep, replicas=replicas, family=family, **switches[(number + turn) % len(switches)])
         for turn, (ep, replicas) in enumerate(spread)
@@ -274,6 +286,7 @@ Mutation = Literal[
     "stale_moments",
     "forgotten_correction",
     "wrong_expert",
+    "neighbor_experts",
     "lost_chunk",
     "wrong_adapter",
     "lost_sink",
@@ -299,6 +312,7 @@ MUTATIONS: dict[Mutation, Case] = {
     "stale_moments": OFFLOADED,
     "forgotten_correction": Case("dapo", rows=2),
     "wrong_expert": SPREAD,
+    "neighbor_experts": replace(SPREAD, replayed=True),
     "lost_chunk": SPREAD,
     "wrong_adapter": _mixture("lora", 2),
     "lost_sink": _mixture("grpo", 1, family="gpt_oss"),

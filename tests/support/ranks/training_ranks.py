@@ -180,7 +180,10 @@ def end(rank: ModelWorker) -> Counter[str]:
 def run_case(site: RankState, models: Path, case: Case, mutation: Mutation | None = None) -> Result:
     """Controller: the case from the first parameters to the last."""
     recipe, name, result = RECIPES[case.recipe], RECIPES[case.recipe].model, Result()
-    dispatch, batch = RankGroup(site, case.budget, colocated=case.offload), make_batch(case.recipe)
+    dispatch, batch = (
+        RankGroup(site, case.budget, colocated=case.offload),
+        make_batch(case.recipe, replayed=case.replayed),
+    )
     init_models(dispatch, case.model(models), case)
     dispatch.run_on_ranks(name, begin)
     if not case.compile:
@@ -220,6 +223,7 @@ def spec_of(case: Case, path: Path) -> ModelSpec:
         dp_replicate=case.replicas,
         ep=max(1, case.ep),
         cp=case.cp,
+        routing_replay=case.replayed,
         optim=OPTIM.model_copy(update={"router_bias_rate": rate, "router_aux_loss_coef": case.aux}),
     )
 
