@@ -104,9 +104,12 @@ class Sampler:
         """One turn after `tokens`, whose first ones have the `known` routed experts."""
         return (await self._generate(tokens, 1, known=known))[0]
 
-    async def continuations(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
-        """`n` turns after `tokens`, of at most `max_tokens` if that is below the run's limit."""
-        return await self._generate(tokens, n, max_tokens)
+    async def continuations(
+        self, tokens: Sequence[int], n: int, max_tokens: int | None, known: tuple[bytes, ...] = ()
+    ) -> Sequence[Turn]:
+        """`n` turns after `tokens`, of at most `max_tokens` if that is below the run's limit; `known`: see
+        `continuation`."""
+        return await self._generate(tokens, n, max_tokens, known)
 
     def close(self) -> None:
         """Cancel the shared request, which no rollout awaits any more."""
@@ -150,8 +153,8 @@ class RolloutPolicy:
                 self._opened = True
                 turn = await self._sampler.opening(self._index)
             else:
-                turn = await self._sampler.continuation(tokens, known_records(tokens, *self._earlier))
-            self._earlier = (*tokens, *turn.tokens), tuple(turn.routed_experts)
+                turn = await self._sampler.continuation(tokens, self._known(tokens))
+            self._note(tokens, turn)
             return turn
 
     def endpoint(self, form: ToolCallSyntax = "tagged", address: str = LOOPBACK) -> Endpoint:
@@ -159,7 +162,17 @@ class RolloutPolicy:
 
     async def _sample_turns(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
         with self._own_time.pause():
-            return await self._sampler.continuations(tokens, n, max_tokens)
+            turns = await self._sampler.continuations(tokens, n, max_tokens, self._known(tokens))
+            self._note(tokens, turns[0])
+            return turns
+
+    def _known(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        """The routed experts of the first tokens, if they are those of the previous turn and its input."""
+        return known_records(tokens, *self._earlier)
+
+    def _note(self, tokens: Sequence[int], turn: Turn) -> None:
+        if turn.routed_experts:
+            self._earlier = (*tokens, *turn.tokens), tuple(turn.routed_experts)
 
     def remaining_tokens(self, tokens: Sequence[int]) -> int:
         return max(0, self._sampler.sampling.max_length - len(tokens))

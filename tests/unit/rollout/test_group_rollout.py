@@ -58,6 +58,20 @@ class Answering:
         return [self.turn] * n
 
 
+class Routing(Answering):
+    """Servers that return a record of each token that they read, but of those that are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: list[tuple[bytes, ...]] = []
+
+    async def generate(self, token_ids: Sequence[int], *, n: int, known: tuple[bytes, ...], **_: Any) -> list[Said]:
+        self.known.append(known)
+        read = len(token_ids) + len(FOUR) - 1
+        new = tuple(bytes([min(2, len(self.known)), token]) for token in range(len(known), read))
+        return [Said(FOUR, 5, 6, routed_experts=(*known, *new))] * n
+
+
 class Refusing(Answering):
     async def generate(self, token_ids: Sequence[int], **_: Any) -> list[Said]:
         raise RolloutError("400: too long")
@@ -141,6 +155,15 @@ def test_later_turns_are_asked_for_one_by_one() -> None:
     assert [n for _, n, _, _ in servers.asked] == [4, 1, 1, 1, 1]
     assert CHAT.decode(group.samples[0].token_array().tolist()) == "^2+2=4$2+2=4"
     assert group.samples[0].turns == 2
+
+
+def test_a_later_turn_asks_for_the_experts_of_new_tokens_only_and_each_token_keeps_its_first() -> None:
+    servers = Routing()
+    sample, _ = build(a_task(rollout=two_turns), servers, group_size=2).samples
+    tokens, first = len(sample.token_array()), len("^2+2=") + len(FOUR) - 1
+    assert [len(known) for known in servers.known] == [0, first, first]
+    records = [(1 if token < first else 2, token) for token in range(tokens - 1)]
+    assert sample.routed_experts == b"".join(map(bytes, records))
 
 
 async def nothing(self: Task, prompt: Prompt, policy: Policy) -> Any:
