@@ -20,31 +20,39 @@ up to three parts:
 A new estimator is one decorated function:
 
     @advantage_estimator("group_median", "reward minus the group median")
-    def over_median(rewards: Rewards) -> Rewards:
-        return rewards - np.median(rewards)
+    def over_median(rewards: Rewards) -> list[float]:
+        middle = statistics.median(rewards)
+        return [reward - middle for reward in rewards]
 
-The configuration takes its values from this list, so nothing here may import torch.
+The configuration takes its values from this list. So this module may not import torch, and numpy only inside functions:
+its threads and memory would be in every agent and in every worker process of a task.
 """
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar
+from math import fsum, sqrt
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-Numbers: TypeAlias = NDArray[np.float64]
-Rewards: TypeAlias = NDArray[np.float64]
-TokenEstimator: TypeAlias = Callable[..., tuple[list[Numbers], list[Numbers]]]
+Numbers: TypeAlias = "NDArray[np.float64]"
+Rewards: TypeAlias = Sequence[float]
+TokenEstimator: TypeAlias = "Callable[..., tuple[list[Numbers], list[Numbers]]]"
 """As `gae`: rewards, values, γ, and further keys of `loss.*` by keyword → advantages and returns of each row."""
-F = TypeVar("F", bound=Callable[[Rewards], Rewards])
+F = TypeVar("F", bound=Callable[[Rewards], list[float]])
 
 EPSILON = 1e-6
 
 
 def discounted_sums(rows: Sequence[Numbers], decay: float) -> list[Numbers]:
     """y_k = x_k + decay · y_{k+1} of each row, y_{n+1} = 0: float64[n] for each."""
+    import numpy as np
+
     if decay == 1:
         return [row[::-1].cumsum()[::-1] for row in rows]
     # Right-aligned table [longest, rows]: every row ends in the last line, so one backward scan over lines computes the
@@ -60,6 +68,8 @@ def discounted_sums(rows: Sequence[Numbers], decay: float) -> list[Numbers]:
 
 def whiten(rows: Sequence[Numbers]) -> list[Numbers]:
     """(x − mean) / (deviation + ε), with the mean and the population deviation over all rows."""
+    import numpy as np
+
     every = np.concatenate([*rows, np.zeros(0)])
     if not every.size:
         return list(rows)
@@ -78,10 +88,9 @@ def gae(
         A_k = δ_k + γλ · A_{k+1}               the advantages
         R_k = A_k + V_k                        the returns: targets of the critic
     """
-    td_errors = [
-        reward + gamma * np.append(value[1:], 0.0) - value if len(value) else value
-        for reward, value in zip(rewards, values, strict=True)
-    ]
+    td_errors = [reward - value for reward, value in zip(rewards, values, strict=True)]
+    for td_error, value in zip(td_errors, values, strict=True):
+        td_error[:-1] += gamma * value[1:]
     advantages = discounted_sums(td_errors, gamma * gae_lambda)
     return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
 
@@ -92,14 +101,14 @@ class AdvantageEstimator:
 
     Attributes:
         description: the advantage in a few words, for the reference of keys.
-        of_samples: float64[S] → float64[S], from the rewards of one prompt's samples.
+        of_samples: one number for each of the S ≥ 1 rewards of a prompt's samples, in order.
         within_group: whether the samples of a prompt are compared. If all of them have one reward, there is no signal.
         whitened: whether the advantages are whitened over the batch.
         of_tokens: the advantages of tokens by a critic's values. None: every token has its discounted return.
     """
 
     description: str
-    of_samples: Callable[[Rewards], Rewards]
+    of_samples: Callable[[Rewards], list[float]]
     within_group: bool
     whitened: bool
     of_tokens: TokenEstimator | None
@@ -143,44 +152,44 @@ def advantage_estimator(
 
 @advantage_estimator("group_batch", "reward minus the group mean, whitened over the batch", whitened=True)
 @advantage_estimator("group", "reward minus the group mean")
-def over_mean(rewards: Rewards) -> Rewards:
+def over_mean(rewards: Rewards) -> list[float]:
     """rᵢ − m"""
-    centered: Rewards = rewards - rewards.mean()
-    return centered
+    mean = fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
 
 
 @advantage_estimator("group_std", "reward minus the group mean, divided by the group's standard deviation")
-def over_deviation(rewards: Rewards) -> Rewards:
+def over_deviation(rewards: Rewards) -> list[float]:
     """(rᵢ − m) / (s + ε)"""
-    scaled: Rewards = over_mean(rewards) / (rewards.std() + EPSILON)
-    return scaled
+    centered = over_mean(rewards)
+    deviation = sqrt(fsum(value * value for value in centered) / len(centered))
+    return [value / (deviation + EPSILON) for value in centered]
 
 
 @advantage_estimator("leave_one_out", "reward minus the mean of the other samples")
-def over_others(rewards: Rewards) -> Rewards:
+def over_others(rewards: Rewards) -> list[float]:
     """rᵢ − (S·m − rᵢ) / (S − 1), written as a multiple of the centered reward"""
-    scaled: Rewards = over_mean(rewards) * len(rewards) / (len(rewards) - 1)
-    return scaled
+    return [value * len(rewards) / (len(rewards) - 1) for value in over_mean(rewards)]
 
 
 @advantage_estimator("gae", "with a critic's values", within_group=False, whitened=True, of_tokens=gae)
 @advantage_estimator("batch", "reward whitened over the batch", within_group=False, whitened=True)
-def plain_rewards(rewards: Rewards) -> Rewards:
+def plain_rewards(rewards: Rewards) -> list[float]:
     """rᵢ"""
-    return rewards.copy()
+    return list(rewards)
 
 
-def sample_advantages(rewards: Sequence[float], name: str) -> Rewards:
-    """float64[S]: the numbers of the S ≥ 1 finite rewards of a group, in order, by the estimator `name`.
+def sample_advantages(rewards: Rewards, name: str) -> list[float]:
+    """The numbers of the S ≥ 1 finite rewards of a group, in order, by the estimator `name`.
 
     An estimator within the group gives numbers that sum to 0, and are exactly 0 if all rewards are equal.
     """
-    values, estimator = np.asarray(rewards, dtype=np.float64), ADVANTAGE_ESTIMATORS[name]
+    estimator = ADVANTAGE_ESTIMATORS[name]
     if estimator.within_group and has_zero_variance(rewards):
-        return np.zeros_like(values)
-    return estimator.of_samples(values)
+        return [0.0] * len(rewards)
+    return estimator.of_samples(rewards)
 
 
-def has_zero_variance(rewards: Sequence[float]) -> bool:
+def has_zero_variance(rewards: Rewards) -> bool:
     """True when a group has no signal: all its samples have the same reward."""
     return len(set(rewards)) <= 1

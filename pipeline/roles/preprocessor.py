@@ -66,9 +66,8 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
     rewards = [sample.reward for sample in group.samples]
     if config.training.zero_variance_groups == "drop" and has_zero_variance(rewards):
         return PreparedGroup(group=group, outcome=FILTERED)
-    return PreparedGroup(
-        group=group, advantages=tuple(sample_advantages(rewards, config.loss.advantage_estimator).tolist())
-    )
+    advantages = sample_advantages(rewards, config.loss.advantage_estimator)
+    return PreparedGroup(group=group, advantages=tuple(advantages))
 
 
 def attach_references(prepared: PreparedGroup, references: References | str) -> PreparedGroup:

@@ -26,8 +26,18 @@ def linear(tokens: LossTokens, *, beta: float) -> Terms:
 ESTIMATOR = """
 
 @advantage_estimator("group_median", "reward minus the group median")
-def over_median(rewards: Rewards) -> Rewards:
-    return rewards - np.median(rewards)
+def over_median(rewards: Rewards) -> list[float]:
+    middle = statistics.median(rewards)
+    return [reward - middle for reward in rewards]
+
+
+def one_step(rewards, values, gamma, *, gae_lambda):
+    return rewards, values
+
+
+@advantage_estimator("one_step", "with a critic's values", within_group=False, of_tokens=one_step)
+def first(rewards: Rewards) -> list[float]:
+    return list(rewards)
 """
 TRACKER = """
 import json
@@ -94,6 +104,7 @@ from pipeline.run.metrics_log import MetricSinks
 from pipeline.run.paths import AttemptPaths
 from pipeline.tracking.metric_sinks import tracking_sinks
 from pipeline.train.total_loss import total
+from pipeline.train.worker_spec import models_of
 from pathlib import Path
 from slurm.submission.compose_config import compose_config
 from slurm.submission.submit_run import check_inputs
@@ -110,8 +121,11 @@ for wrong in ("loss.ratio_cap=3", "loss.gae_lambda=0.5"):
         raise AssertionError(f"{wrong} is not read, and was not refused")
     except ConfigError as error:
         assert "does not read it" in str(error), error
+critic = compose_config([*chosen, "loss.advantage_estimator=one_step", "loss.gae_lambda=0.5", "critic.lr=0.1"])
+check_config(critic)
+print("models", *models_of(critic, "rl", critic.optim, 1))
 print("key", config.training.greeting)
-print("estimator", sample_advantages([0.0, 1.0, 5.0], config.loss.advantage_estimator).tolist())
+print("estimator", sample_advantages([0.0, 1.0, 5.0], config.loss.advantage_estimator))
 torch.manual_seed(0)
 t = tokens(advantages_N=torch.ones(N, dtype=torch.float64))
 loss, _ = total(t, config.loss.model_copy(update={"tis": "none"}))
@@ -167,7 +181,9 @@ def changed_copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     copy = Copy(tmp_path_factory.mktemp("copy"))
     copy.append("a loss", "pipeline/algorithms/policy_losses.py", LOSS)
     copy.add("a loss", "conf/loss/linear.yaml", "name: linear\nbeta: 0.5\n")
-    copy.append("an advantage estimator", "pipeline/algorithms/advantage_estimators.py", ESTIMATOR)
+    formulas = "pipeline/algorithms/advantage_estimators.py"
+    copy.replace("an advantage estimator", formulas, "import inspect\n", "import inspect\nimport statistics\n")
+    copy.append("an advantage estimator", formulas, ESTIMATOR)
     copy.add("a tracker", "pipeline/tracking/trackers/lines.py", TRACKER)
     copy.add("a tracker", "conf/tracking/lines.yaml", "trackers: [lines]\n")
     copy.add("a task", "conf/task/echo.yaml", "name: echo_task:Echo\n")
@@ -203,6 +219,7 @@ def test_each_change_touches_the_listed_files_and_no_other(changed_copy: Copy) -
 
 def test_what_was_added_composes_and_works(changed_copy: Copy) -> None:
     results = dict(line.split(" ", 1) for line in changed_copy.run("-c", USE).splitlines() if " " in line)
+    assert results["models"] == "policy critic"
     assert results["key"] == "hi"
     assert results["estimator"] == "[-1.0, 0.0, 4.0]"
     assert float(results["loss"]) == pytest.approx(1)
