@@ -114,6 +114,7 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
         "copies in compute type": _gathered_bytes(config, sizes),
         "gradients": _gradients(config, sizes, shards),
         "tokens on their way to experts": _traveling(config, sizes, tokens),
+        "logits of routers": _router_logit_bytes(config, sizes, tokens),
         "tables of shared rows": _tables(config, tokens),
         "CUDA": CONTEXT,
     }
@@ -350,10 +351,8 @@ def _without_spread(config: RunConfig, parameters: int, experts: int) -> int:
 
 
 def _tables(config: RunConfig, tokens: int) -> int:
-    """Bytes of the index tables of a packed row under context parallelism.
-
-    Each rank has the int64 tables of the whole row: at most two of rectangles, one of positions, one of prefixes.
-    """
+    """Bytes of the index tables of a packed row under context parallelism: each rank has the int64 tables of the whole
+    row, at most two of rectangles, one of positions, one of prefixes."""
     cp = config.training.mesh.cp
     return 4 * 8 * tokens * cp if cp > 1 else 0
 
@@ -361,17 +360,18 @@ def _tables(config: RunConfig, tokens: int) -> int:
 def _gradients(config: RunConfig, sizes: Sizes, shards: int) -> int:
     if config.training.reshard_after_forward:
         return _shard(_GRADIENT * sizes.trained, shards)
-    # Without resharding (ZeRO-2), a rank holds whole gradients until the last micro-batch, except those of experts
-    # that are sharded over `ep` ranks.
+    # ZeRO-2: a rank holds whole gradients until the last micro-batch, except those of experts sharded over `ep` ranks.
     experts = sizes.experts if sizes.trained == sizes.parameters else 0
     return _GRADIENT * _without_spread(config, sizes.trained, experts)
 
 
-def _traveling(config: RunConfig, sizes: Sizes, tokens: int) -> int:
-    """Bytes of the tokens that a process sends to experts and receives for its own.
+def _router_logit_bytes(config: RunConfig, sizes: Sizes, tokens: int) -> int:
+    """Bytes of all layers' logits in float32 that the auxiliary loss keeps, and of their softmax."""
+    return 8 * tokens * sizes.experts_of_layer * sizes.layers if config.optim.router_aux_loss_coef else 0
 
-    The routing depends on the data, so each direction counts with twice its average.
-    """
+
+def _traveling(config: RunConfig, sizes: Sizes, tokens: int) -> int:
+    """Bytes of the tokens that a process sends to experts and receives: twice the average, since routing varies."""
     if config.training.mesh.ep == 1:
         return 0
     return 2 * _ARRIVING * tokens * sizes.experts_per_token * sizes.hidden * sizes.width

@@ -23,6 +23,7 @@ from pipeline.errors import ConfigError, one_line
 from pipeline.topology.gpu_memory import Sizes
 from pipeline.train.model.experts import ADAPTERS, experts_per_token, fused_experts, refuse_unspreadable
 from pipeline.train.model.lm_head import CHUNK
+from pipeline.train.model.routers import use_exact_routers
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ def _meta_model(directory: Path, config: ModelConfig) -> Any:
         network = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(directory), dtype=getattr(torch, config.dtype), attn_implementation=ATTENTION
         )
+        use_exact_routers(network)
         if config.lora.rank:
             from pipeline.train.model import lora  # the import of peft takes a second
 

@@ -370,6 +370,15 @@ def test_spread_experts_are_gathered_by_none_and_tokens_travel_instead() -> None
     assert whole["copies in compute type"] == 2 * (8_000_000_000 - 4_500_000_000)
 
 
+def test_the_auxiliary_loss_of_routers_keeps_their_logits() -> None:
+    mixture, plain = replace(B8, experts_of_layer=128), config_of(processes=8, **SAVING)
+    balanced = plain.model_copy(update={"optim": plain.optim.model_copy(update={"router_aux_loss_coef": 0.01})})
+    kept = trainer_memory(balanced, mixture).parts["logits of routers"] - trainer_memory(plain, mixture).parts.get(
+        "logits of routers", 0
+    )
+    assert kept == 2 * 4 * 16_384 * 128 * mixture.layers
+
+
 def test_spread_experts_are_proposed_before_more_processes() -> None:
     wide = replace(B8, layer=1_000_000_000, experts_layer=900_000_000, experts_of_layer=6, experts_per_token=2)
     with pytest.raises(ConfigError) as refused:
