@@ -122,6 +122,7 @@ _VERL: Mapping[str, tuple[str, ...]] = {
     "reshard_after_forward": ("training.reshard_after_forward",),
     "rollout_is": ("loss.tis",),
     "rollout_is_threshold": ("loss.tis_cap",),
+    "router_replay": ("training.routing_replay",),
     "save_freq": ("training.checkpoint_every",),
     "target_modules": ("model.lora.targets",),
     "tensor_model_parallel_size": ("resources.inference.gpus",),

@@ -193,6 +193,34 @@ def backbone(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def test_replayed_experts_are_those_of_policy_and_reference_in_every_pass_and_the_critic_has_its_own(
+    dispatch: RankGroup, tmp_path: Path
+) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.3}
+    path = write_tiny(tmp_path / "mixture", 0, model_type="qwen3_moe", vocab_size=VOCABULARY, **experts)
+    loss = {"name": "ppo", "advantage_estimator": "gae", "kl": 0.1, "old_logprobs": "recompute"}
+    update = begun(dispatch, a_config(path, loss, routing_replay="rollout"))
+    rows = [replace(row, routed_experts=any_experts(len(row))) for row in some_rows()]
+    models = ["policy", "reference", "critic"]
+    replayed, own = (dispatch.forward_models(models, Batch.of(each)) for each in (rows, some_rows()))
+    assert same_rows(replayed["policy"], replayed["reference"])
+    assert not same_rows(replayed["policy"], own["policy"])
+    assert same_rows(replayed["critic"], own["critic"])
+
+    metrics = update.run(rows, 0)
+    assert (metrics["ratio_min"], metrics["ratio_max"], metrics["reference_kl"]) == (1.0, 1.0, 0.0)
+
+
+def any_experts(tokens: int) -> NDArray[np.uint8]:
+    """Two of eight experts for each token and each of two layers, which no router would choose."""
+    first = np.arange(2 * tokens).reshape(tokens, 2) * 3
+    return np.stack([first % 8, (first + 5) % 8], -1).astype(np.uint8)
+
+
+def same_rows(some: Sequence[NDArray[np.float32]], others: Sequence[NDArray[np.float32]]) -> bool:
+    return all(np.array_equal(one, other) for one, other in zip(some, others, strict=True))
+
+
 def test_the_reference_becomes_the_policy_of_its_time(dispatch: RankGroup, model: Path) -> None:
     update = begun(dispatch, a_config(model, {"name": "grpo", "kl": 0.1, "reference_every": 2}))
     divergences = [update.run(some_rows(step), step)["reference_kl"] for step in range(4)]
