@@ -28,7 +28,10 @@ from typing import Protocol
 
 from pipeline.config import RunConfig
 from pipeline.topology.plan import Placement
+from pipeline.utils.fork_server import Stage
 
+SERVER = "server"
+"""The stage of a fork server from which servers start."""
 POLICY = "policy"
 """The model name in every request: the model that a server serves, or the adapter on it."""
 
@@ -80,6 +83,10 @@ class InferenceEngine(Protocol):
 
     def warnings(self, config: RunConfig) -> Iterator[str]:
         """Reasons why a server may fail at its start that could not be checked here, one line each."""
+        ...
+
+    def imports(self, config: RunConfig) -> Stage:
+        """What a fork server imports for its servers. Without modules, servers start with exec."""
         ...
 
     def command(self, config: RunConfig, placement: Placement, clients: ClientModel | None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@
 | `offline_session`, `tinker_session` | rank 0 in a run that executes job files; in one that serves the API |
 | `evaluator`, `benchmark_command` | the actor's work in a run that only evaluates |
 | `event_loop` | parts of the event loop that actor and evaluator share |
+| `preloads` | the modules that a node's fork server imports for the roles |
 | `sample_quota` | where a role stores samples |
 | `held_port` | third-party programs that listen on a held port |
 
@@ -18,6 +19,9 @@ check, and a `main` that runs in the role's process. Heavy imports (torch, vllm,
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+SERVICES, TRAINER = "services", "trainer"
+"""Stages of a node's fork server, below that of the servers; see `preloads`."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,9 @@ class RoleCommand:
         env: variables added to the agent's environment.
         ready: True once the role can do its work. Polled in a separate thread; may take seconds, and an exception
             counts as "not yet".
+        stage: the stage of a fork server that can start the command; empty for one that needs
+            exec.
+        nests: whether the command starts programs of that stage itself.
         reports_state: whether another node reports that it is ready, which may become visible here with a delay.
     """
 
@@ -40,4 +47,6 @@ class RoleCommand:
     ready: Callable[[], bool]
     has_heartbeat: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
+    stage: str = ""
+    nests: bool = False
     reports_state: bool = False

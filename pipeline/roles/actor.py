@@ -21,7 +21,7 @@ from pipeline.environments.task_calls import TaskCalls
 from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import RollcallError, one_line
-from pipeline.roles import RoleCommand
+from pipeline.roles import SERVICES, RoleCommand
 from pipeline.roles.event_loop import REPORT_SECONDS, beat, close_in_thread, work_until
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.sample_quota import sample_store_for
@@ -43,9 +43,8 @@ READ_SECONDS = 60.0
 def launch(context: RoleContext) -> RoleCommand:
     """One process with one busy thread, and below it the worker processes of the task."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.actor", *context.arguments())
-    return RoleCommand(
-        argv=argv, env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, has_heartbeat=1, ready=context.is_ready
-    )
+    env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    return RoleCommand(argv=argv, env=env, has_heartbeat=1, ready=context.is_ready, stage=SERVICES)
 
 
 class Actor:

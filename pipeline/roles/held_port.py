@@ -5,11 +5,17 @@ of the port except one of the same user with SO_REUSEPORT (`pipeline.utils.subpr
 program otherwise runs as `python -m MODULE ARGUMENT…` does.
 """
 
+import os
 import runpy
 import socket
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from pipeline.roles import TRAINER
+from pipeline.utils.fork_server import VARIABLE
+from pipeline.utils.forked_process import ForkedProcess
 from pipeline.utils.listeners import listen_on_held
 
 _TORCHRUN = "torch.distributed.run"
@@ -42,10 +48,34 @@ def create_store_on_held_port(port: int) -> None:
     rendezvous.TCPStore = store
 
 
+def fork_workers(address: str) -> None:
+    """Make torchrun fork its workers from the fork server at `address`, which has imported torch already.
+
+    A server that refuses, or that is gone, costs only time: torchrun then starts the worker as ever.
+    """
+    if not address:
+        return
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    handler: Any = SubprocessHandler
+    stock = handler._popen
+
+    def popen(self: Any, args: Sequence[str], env: Mapping[str, str]) -> Any:
+        with suppress(OSError):
+            output, error = (file.fileno() if file else n for n, file in ((1, self._stdout), (2, self._stderr)))
+            worker = ForkedProcess(address, TRAINER, args, env, (0, output, error))
+            if worker.started():
+                return worker
+        return stock(self, args, env)
+
+    handler._popen = popen
+
+
 def main(arguments: list[str]) -> None:
     port, module, *rest = arguments
     if module == _TORCHRUN:
         create_store_on_held_port(int(port))
+        fork_workers(os.environ.get(VARIABLE, ""))
     else:
         listen_on_held_port(int(port))
     sys.argv = [module, *rest]

@@ -8,7 +8,7 @@ the trainer sends the policy before any request (`pipeline.inference.weight_sync
 from http.client import HTTPConnection, HTTPException
 
 from pipeline.config import RunConfig
-from pipeline.inference.engine_protocol import ClientModel
+from pipeline.inference.engine_protocol import SERVER, ClientModel
 from pipeline.inference.engine_registry import find_engine
 from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
@@ -34,6 +34,7 @@ def launch(context: RoleContext) -> RoleCommand:
         | engine.adapter_environment(config, context.paths.adapters(placement.name))
         | bound_to(placement.address),
         ready=lambda: is_healthy(placement.address, placement.ports[0], context.world.password),
+        stage=SERVER if engine.imports(config).modules else "",
     )
 
 

@@ -19,7 +19,7 @@ from msgspec import structs
 from pipeline.algorithms.advantage_estimators import has_zero_variance, sample_advantages
 from pipeline.config import RunConfig
 from pipeline.errors import RecordError, RollcallError
-from pipeline.roles import RoleCommand
+from pipeline.roles import SERVICES, RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.sample_quota import sample_store_for
 from pipeline.rollout.sample_store import TRAIN, records_of_group
@@ -42,7 +42,7 @@ teacher before the role's startup deadline passes."""
 def launch(context: RoleContext) -> RoleCommand:
     """One process with one thread."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.preprocessor", *context.arguments())
-    return RoleCommand(argv=argv, env={"OMP_NUM_THREADS": "1"}, has_heartbeat=1, ready=context.is_ready)
+    return RoleCommand(argv=argv, env={"OMP_NUM_THREADS": "1"}, has_heartbeat=1, ready=context.is_ready, stage=SERVICES)
 
 
 def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, StreamError
-from pipeline.roles import RoleCommand
+from pipeline.roles import SERVICES, RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.topology.plan import World
 from pipeline.transport.redis_persistence import data_bytes, inherit
@@ -71,7 +71,9 @@ def launch(context: RoleContext) -> RoleCommand:
     """The server's command; ready once it accepts the world's password and has loaded its data."""
     placement, password = context.placement, context.world.password
     argv = (sys.executable, "-P", "-m", "pipeline.roles.redis", *context.arguments())
-    return RoleCommand(argv=argv, ready=lambda: is_answering(placement.address, placement.ports[0], password))
+    return RoleCommand(
+        argv=argv, ready=lambda: is_answering(placement.address, placement.ports[0], password), stage=SERVICES
+    )
 
 
 def is_answering(address: str, port: int, password: str) -> bool:

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pipeline.errors import first_line
-from pipeline.roles import RoleCommand
+from pipeline.roles import TRAINER, RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.utils.network_interfaces import bound_to
 from pipeline.utils.shared_dir import FileSharedDir
@@ -39,6 +39,8 @@ def launch(context: RoleContext) -> RoleCommand:
         env=env,
         has_heartbeat=resources.processes,
         ready=lambda: is_ready(context),
+        stage=TRAINER,
+        nests=True,
         reports_state=context.placement.rank != master.rank,
     )
 

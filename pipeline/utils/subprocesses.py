@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +24,7 @@ from typing import NoReturn
 import psutil
 
 from pipeline.utils import exec_shielded
+from pipeline.utils.forked_process import ForkedProcess, ForkRequest
 from pipeline.utils.waiting import Deadline
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -121,18 +123,29 @@ class Leader:
     it to end. Start it from a thread that outlives the process, since the parent-death signal follows the thread.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], *, stdin: int, output: int) -> None:
-        """Start `argv` with exactly the environment `env`; `output` is the descriptor of standard output and error."""
-        wrapper = [sys.executable, "-I", "-S", exec_shielded.__file__, str(os.getpid())]
-        with _blocked(exec_shielded.SHIELDED):
-            self._process = subprocess.Popen(
-                [*wrapper, *argv],
-                stdin=stdin,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                start_new_session=True,
-            )
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], *, stdin: int, output: int, forks: ForkRequest | None = None
+    ) -> None:
+        """Start `argv` with exactly the environment `env`; `output` is the descriptor of standard output and error.
+
+        With `forks`, a fork server starts it; exec does if that server refuses or ends before it has done so. Until
+        then `pid` is 0.
+        """
+        self._execute = partial(_execute, tuple(argv), dict(env), stdin)
+        self._output = output
+        self._process = self._request(forks, argv, env, stdin) if forks else self._execute(output)
+
+    def _request(
+        self, forks: ForkRequest, argv: Sequence[str], env: Mapping[str, str], stdin: int
+    ) -> "ForkedProcess | subprocess.Popen[bytes]":
+        with Path(os.devnull).open("rb") as devnull:
+            streams = (devnull.fileno() if stdin == subprocess.DEVNULL else stdin, self._output, self._output)
+            try:
+                process = forks.send(argv, env, streams)
+            except OSError:
+                return self._execute(self._output)
+        self._output = os.dup(self._output)  # for exec, if the server refuses
+        return process
 
     @property
     def pid(self) -> int:
@@ -143,18 +156,32 @@ class Leader:
 
         When the leader has ended, the rest of its group is killed too.
         """
+        if isinstance(self._process, ForkedProcess):
+            return self._poll_forked(self._process)
         if self._process.returncode is None and _has_ended(self.pid):
             # Before the leader is reaped: until then the kernel cannot reuse its id for another group.
             self._signal(signal.SIGKILL)
             self._process.wait()
         return self._process.returncode
 
+    def _poll_forked(self, process: ForkedProcess) -> int | None:
+        """As `poll`; starts the program with exec if the fork server did not."""
+        was_requested = not process.pid and process.returncode is None
+        code = process.poll()
+        if was_requested and (process.pid or code is not None):
+            if process.refusal:
+                self._process, code = self._execute(self._output), None
+            os.close(self._output)
+        return code
+
     def group_is_gone(self) -> bool:
         """Whether no process of the group is left.
 
         A killed process counts until the kernel has ended it, because it holds its memory, including GPU memory.
         """
-        return self.poll() is not None and not any(_is_of_group(pid, self.pid) for pid in psutil.pids())
+        if self.poll() is None:
+            return False
+        return not self.pid or not any(_is_of_group(pid, self.pid) for pid in psutil.pids())
 
     def terminate(self) -> None:
         """Ask the whole group to end, with INT."""
@@ -169,6 +196,9 @@ class Leader:
         """
         if self.poll() is None:
             self._signal(signal.SIGKILL)
+            if isinstance(self._process, ForkedProcess) and not self.pid:  # requested, and never to start
+                self._process.close()
+                os.close(self._output)
         try:
             return self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -181,7 +211,7 @@ class Leader:
         """
         descendants: list[psutil.Process] = []
         with suppress(psutil.Error):
-            descendants = psutil.Process(self.pid).children(recursive=True)
+            descendants = psutil.Process(self.pid).children(recursive=True) if self.pid else []
         code = self.kill()
         for process in descendants:
             with suppress(psutil.Error):
@@ -197,6 +227,8 @@ class Leader:
         return self.kill()
 
     def _signal(self, number: signal.Signals) -> None:
+        if not self.pid:
+            return  # the fork server has not started it yet
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -206,12 +238,30 @@ class Leader:
 class Child(Leader):
     """A leader whose output goes to one log file."""
 
-    def __init__(self, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, argv: Sequence[str], log: Path, env: Mapping[str, str], forks: ForkRequest | None = None
+    ) -> None:
         """Start `argv` with exactly the environment `env`; standard output and error are appended to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
-            super().__init__(argv, env, stdin=subprocess.DEVNULL, output=output.fileno())
+            super().__init__(argv, env, stdin=subprocess.DEVNULL, output=output.fileno(), forks=forks)
         self.log = log
+
+
+def _execute(
+    argv: tuple[str, ...], env: dict[str, str], stdin: int, output: int
+) -> "ForkedProcess | subprocess.Popen[bytes]":
+    """Start a program with exec, shielded (`pipeline.utils.exec_shielded`), in its own session."""
+    wrapper = [sys.executable, "-I", "-S", exec_shielded.__file__, str(os.getpid())]
+    with _blocked(exec_shielded.SHIELDED):
+        return subprocess.Popen(
+            [*wrapper, *argv],
+            stdin=stdin,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
 
 
 def _has_ended(pid: int) -> bool:

@@ -7,6 +7,7 @@
 | `recovery_policy` | which end of a role is followed by its restart in place, and how often |
 | `role_failure` | the cause of a role's failure, and its record |
 | `role_lifecycle` | the states of a role, and the shutdown order |
+| `node_forks` | the fork server from which a node's roles start |
 | `preflight` | a rank's check of its node |
 | `gpu_locks` | locks on the GPUs of a machine without a scheduler |
 | `tmpdir` | directories for temporary files and caches of roles |

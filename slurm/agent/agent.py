@@ -35,6 +35,7 @@ from pipeline.utils.shared_dir import FileSharedDir, SharedDir
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, NeighborWatch, agent_name, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible
+from slurm.agent.node_forks import node_forks, roles_of
 from slurm.agent.preflight import Gpu, NodeRequirements, find_gpus, free_memory, node_id, parts_of_gpus, preflight
 from slurm.agent.supervisor import End, StopRequest, Supervisor, max_shutdown_seconds
 from slurm.agent.tmpdir import scratch_folder
@@ -129,6 +130,8 @@ def _run_attempt(
     if environment.restart > config.cluster.max_restarts:
         limit = f"cluster.max_restarts={config.cluster.max_restarts}"
         raise RollcallError(f"this is restart {environment.restart} of the job and {limit}; raise it and submit again")
+    roles = roles_of(make_plan(config), [environment.rank])
+    forks = resources.enter_context(node_forks(config, roles))
     try:
         world = _meet(paths, config, environment, notice, resources)
     except StoppedBeforeWorld as reason:
@@ -142,7 +145,9 @@ def _run_attempt(
     variables = resources.enter_context(scratch_folder())
     seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
     with NeighborWatch(paths, environment.rank, ranks, seconds, partial(_record_lost_rank, paths)):
-        end = Supervisor(contexts, agent, paths, config.cluster, notice, ranks=ranks, variables=variables).run()
+        end = Supervisor(
+            contexts, agent, paths, config.cluster, notice, ranks=ranks, variables=variables, forks=forks
+        ).run()
     if end == "finished" and environment.rank == world.leader:
         _finish(run, paths, config, world)
     return end

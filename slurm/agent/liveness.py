@@ -157,7 +157,7 @@ class LivenessMonitor:
         if not self._beats:
             return [leader, *os_processes.descendants(leader)]
         recorded = (record.pid for record in self.board.read())
-        return [leader, *(process for process in recorded if os_processes.parent_of(process) == leader)]
+        return [leader, *(process for process in recorded if os_processes.is_below(process, leader))]
 
     def _check_probe(self, pid: int) -> Stall | None:
         stalled = self._works[0].look(self.probe.success_count)

@@ -21,10 +21,14 @@ _STATES = {
 _MAX_THREADS = 256
 
 
-def parent_of(pid: int) -> int:
-    """The id of the process's parent; 0 if the process has exited."""
-    fields = _fields(PROC / str(pid) / "stat")
-    return int(fields[1]) if fields else 0
+def is_below(pid: int, ancestor: int) -> bool:
+    """Whether a running process is a descendant of another one."""
+    while pid > 1:
+        fields = _fields(PROC / str(pid) / "stat")
+        pid = int(fields[1]) if fields else 0
+        if pid == ancestor:
+            return True
+    return False
 
 
 def is_stopped(pid: int) -> bool:

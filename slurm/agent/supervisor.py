@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,7 @@ from pipeline.run.events import Event, EventName, EventPoller, Events, poll_inte
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, down_mark
 from pipeline.utils import subprocesses
+from pipeline.utils.forked_process import ForkRequest
 from pipeline.utils.fs_retry import (
     FINAL_WRITE_TIMEOUT,
     FS_OUTAGE_TIMEOUT,
@@ -84,12 +86,14 @@ class Supervisor:
         ranks: int = 1,
         attempt: SharedDir | None = None,
         variables: Mapping[str, str] | None = None,
+        forks: str = "",
     ) -> None:
         """`contexts` are this rank's roles in the order of their start; `name` is the agent's name in events.
 
         `ranks` agents poll the shared disk, which sets the poll interval; `attempt` is the directory at `paths.root`;
-        `variables` are environment variables for every role.
+        `variables` are environment variables for every role; `forks` is the address of the node's fork server, if any.
         """
+        self._forks = forks
         self._variables = dict(variables or {})
         self._name, self._paths, self._cluster = name, paths, cluster
         self._notice, self._clock = notice, clock
@@ -180,7 +184,9 @@ class Supervisor:
         hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # no access to GPUs of other roles
         heartbeat = role.monitor.board.environment
         variables = child_environment({**self._variables, **role.launch.env, **heartbeat, **hidden})
-        role.child = retry_transient("the log", lambda: subprocesses.Child(argv, log, variables), patience, self._clock)
+        forks = ForkRequest.of(self._forks, role.launch.stage, role.launch.nests)
+        start = partial(subprocesses.Child, argv, log, variables, forks)
+        role.child = retry_transient("the log", start, patience, self._clock)
         role.deadline = Deadline(f"{role.name} to become ready", self._time_to_start(role), self._clock)
         self._advance(role, "start")
         role.monitor.probe.start()

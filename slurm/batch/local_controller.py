@@ -6,6 +6,7 @@ shutting down get their time. `slurm.batch.executors` starts it as `python -m sl
 ATTEMPT`.
 """
 
+import os
 import signal
 import sys
 import time
@@ -20,6 +21,8 @@ from pipeline.roles.role_context import read_config
 from pipeline.run.events import LAUNCHER, Events
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import FIRST_FAILURE, RunPaths, down_mark
+from pipeline.topology.plan import make_plan
+from pipeline.utils.fork_server import VARIABLE
 from pipeline.utils.fs_retry import DeferredWrites
 from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.subprocesses import adopt_orphans, describe_exit, end_descendants
@@ -27,6 +30,7 @@ from pipeline.utils.waiting import CLOCK, wait_for
 from slurm.agent.agent import END_SIGNALS
 from slurm.agent.agent_heartbeat import agent_name
 from slurm.agent.liveness import STOPPED_SECONDS, StallTimer
+from slurm.agent.node_forks import node_forks, roles_of
 from slurm.agent.os_processes import is_stopped
 from slurm.agent.supervisor import max_shutdown_seconds
 from slurm.registry import run_registry
@@ -131,7 +135,10 @@ class LocalController(Controller):
 def main() -> int:
     adopt_orphans()
     folder, run, attempt = Path(sys.argv[1]), RunPaths(Path(sys.argv[2])), sys.argv[3]
-    with run_registry.held_by_job(run):
+    config = read_config(run)
+    plan = make_plan(config)
+    with run_registry.held_by_job(run), node_forks(config, roles_of(plan, range(plan.ranks))) as forks:
+        os.environ[VARIABLE] = forks  # all virtual nodes share one server
         controller = LocalController(folder, run, attempt, launcher_process())
         try:
             controller.start_tasks()

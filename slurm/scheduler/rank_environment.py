@@ -7,10 +7,11 @@ rank.
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+from pipeline.utils.fork_server import VARIABLE
 from pipeline.utils.network_interfaces import addresses_on
 
-COMMON_VARIABLES = ("PMI_", "PMI2_", "PMIX_", "SUBMITIT_")
-"""Prefixes of the variables by which any launcher describes a task."""
+COMMON_VARIABLES = ("PMI_", "PMI2_", "PMIX_", "SUBMITIT_", VARIABLE)
+"""Prefixes of the variables by which any launcher describes a task, and of the address of an agent's fork server."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class Cluster:
         """Run all agents to their ends: what each returned, or the failure that it raised."""
         monkeypatch.setattr(supervisor, "role_command", self._launch)
         monkeypatch.setattr(supervisor, "LivenessMonitor", Well)
-        monkeypatch.setattr(subprocesses, "Child", lambda argv, log, env: self._begin(argv[0]))
+        monkeypatch.setattr(subprocesses, "Child", lambda argv, log, env, forks: self._begin(argv[0]))
         return self.lockstep.run([partial(self._agent, rank) for rank in range(RANKS)])
 
     def _launch(self, context: RoleContext) -> RoleCommand:

@@ -7,6 +7,8 @@ import pytest
 from tests.support.copied_checkout import CopiedCheckout
 
 ENGINE = """
+from pipeline.utils.fork_server import Stage
+
 class EchoEngine:
     socket_variables = cache_variables = ()
 
@@ -21,6 +23,9 @@ class EchoEngine:
 
     def warnings(self, config):
         yield "echo repeats its prompt"
+
+    def imports(self, config):
+        return Stage("server", ())
 
     def command(self, config, placement, clients):
         return ("echo", config.model.path, *config.inference.extra_args)

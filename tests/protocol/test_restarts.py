@@ -74,7 +74,7 @@ def test_a_disk_that_fails_while_a_server_is_started_again_holds_and_fails_nobod
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     tried: list[Path] = []
 
-    def fails(_child: Child, _argv: object, log: Path, _env: object) -> None:
+    def fails(_child: Child, _argv: object, log: Path, *_: object) -> None:
         tried.append(log)
         raise OSError(errno.EIO, "Input/output error")
 

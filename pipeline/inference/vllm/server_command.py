@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.config import RunConfig
 from pipeline.config.tinker_keys import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.errors import ConfigError
-from pipeline.inference.engine_protocol import POLICY, ClientModel
+from pipeline.inference.engine_protocol import POLICY, SERVER, ClientModel
 from pipeline.inference.vllm.compact_logprobs import SWITCH
 from pipeline.inference.vllm.installed_release import is_older_than
 from pipeline.inference.vllm.kv_cache_size import SHARED
@@ -14,10 +14,34 @@ from pipeline.inference.vllm.plugin import ENGINES
 from pipeline.inference.vllm.routing_capture import SWITCH as ROUTED_EXPERTS
 from pipeline.inference.vllm.server_password import WORLD
 from pipeline.topology.plan import Placement
+from pipeline.utils.fork_server import Stage
 from pipeline.utils.network_interfaces import KEEPALIVE_SECONDS
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's `MaxLoRARanks`."""
+
+
+_LOG_VARIABLES = {"VLLM_LOGGING_LEVEL": "WARNING"}
+_IMPORTS = (
+    "vllm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.serve.profile.api_router",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.model_executor.layers.logits_processor",
+    "vllm.model_executor.layers.quantization.online.base",
+)
+_GPU_IMPORTS = ("vllm.entrypoints.cli.main", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner")
+_CPU_IMPORTS = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
+
+
+def server_imports(config: RunConfig) -> Stage:
+    """What a server imports until it is ready. vLLM sets up its log when it is imported."""
+    modules = (*_IMPORTS, *(_GPU_IMPORTS if config.resources.device == "cuda" else _CPU_IMPORTS))
+    return Stage(SERVER, modules, _LOG_VARIABLES)
 
 
 def server_command(config: RunConfig, placement: Placement, clients: ClientModel | None) -> tuple[str, ...]:
@@ -47,7 +71,7 @@ def server_environment(config: RunConfig, placement: Placement, world: Path) -> 
         "VLLM_API_KEY": "",  # a user's own key would be required in addition
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        **_LOG_VARIABLES,
         "VLLM_HOST_IP": placement.address,
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEEPALIVE_SECONDS),
         "HF_HUB_OFFLINE": "1",

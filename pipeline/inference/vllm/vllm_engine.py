@@ -14,8 +14,14 @@ from pipeline.errors import ConfigError
 from pipeline.inference.engine_protocol import ClientModel, InferenceEngine
 from pipeline.inference.vllm.installed_release import check_installed, check_returned_experts
 from pipeline.inference.vllm.server_arguments import check_extra_args, unchecked_arguments
-from pipeline.inference.vllm.server_command import adapter_environment, server_command, server_environment
+from pipeline.inference.vllm.server_command import (
+    adapter_environment,
+    server_command,
+    server_environment,
+    server_imports,
+)
 from pipeline.topology.plan import Placement
+from pipeline.utils.fork_server import Stage
 
 _NOT_RELOADED = ("gpt_oss",)
 """Families whose loaders in vLLM write into parameters directly, which its reload of a running model does not see."""
@@ -57,6 +63,9 @@ class VllmEngine:
                 f"{config.model.path} has a vision tower, and torchvision is not installed here: vLLM needs it to "
                 "serve the model, and fails as it starts; pip install torchvision, in the version that fits torch"
             )
+
+    def imports(self, config: RunConfig) -> Stage:
+        return server_imports(config)
 
     def command(self, config: RunConfig, placement: Placement, clients: ClientModel | None) -> tuple[str, ...]:
         return server_command(config, placement, clients)

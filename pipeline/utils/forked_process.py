@@ -1,0 +1,189 @@
+"""Programs that a fork server starts, from the requester's side; see `pipeline.utils.fork_server`.
+
+with ForkServer.start(stages, ready=2) as server:
+    program = ForkedProcess(server.address, "trainer", argv, environment, streams)
+"""
+
+import array
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from pipeline.utils import fork_server
+from pipeline.utils.fork_server import VARIABLE, Stage
+
+_MAX_ADDRESS = 107 - len("/1234567")
+"""The kernel's limit for the path of a socket, with room for a socket of a nested server in the folder."""
+_PADDING = "." * 8192
+_LOG = "log"
+
+
+class ForkServer:
+    """A running fork server. It ends with the block, or with this process."""
+
+    def __init__(self, folder: Path, process: "subprocess.Popen[bytes]") -> None:
+        self._folder, self._process = folder, process
+        self.address = str(folder / "socket")
+
+    @classmethod
+    def start(cls, stages: Sequence[Stage], ready: int, environment: Mapping[str, str] = os.environ) -> "ForkServer":
+        """Start a server. Its first stage and `ready` later ones are made at once, the others by their first request.
+
+        Call it from a thread that outlives the server: the kernel ends the server with the thread. `OSError` if the
+        server cannot be started.
+        """
+        folder = _make_folder()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, (folder / _LOG).open("ab") as log:
+            listening.bind(str(folder / "socket"))
+            listening.listen(socket.SOMAXCONN)
+            number = listening.fileno()
+            arguments = (str(folder), str(os.getpid()), str(number), json.dumps([asdict(stage) for stage in stages]))
+            process = subprocess.Popen(
+                [sys.executable, "-P", fork_server.__file__, *arguments, str(ready), _PADDING],
+                env=_environment(environment),
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return cls(folder, process)
+
+    def __enter__(self) -> "ForkServer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server. Its programs stay."""
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The server's variables. OpenBLAS would start threads when numpy is imported; the actor needs stable hashes."""
+    inherited = {name: value for name, value in variables.items() if name != VARIABLE}
+    return inherited | {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"}
+
+
+def _make_folder() -> Path:
+    """A new folder that only its owner may enter, with a path that is short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="rollcall-forks-"))
+    if len(str(folder)) > _MAX_ADDRESS:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="rollcall-forks-", dir="/tmp"))
+    return folder
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """How a fork server is asked for a program: its address, the stage, and whether the program gets its own server."""
+
+    address: str
+    stage: str
+    nests: bool = False
+
+    @classmethod
+    def of(cls, address: str, stage: str, nests: bool) -> "ForkRequest | None":
+        """The request to the server at `address`; None without a server, or for a program that needs exec."""
+        return cls(address, stage, nests) if address and stage else None
+
+    def send(self, argv: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]) -> "ForkedProcess":
+        """Ask for a program. `OSError` if the server does not take the request."""
+        return ForkedProcess(self.address, self.stage, argv, environment, streams, nests=self.nests)
+
+
+class ForkedProcess:
+    """A requested program. It is killed when this object is closed, or this process ends."""
+
+    def __init__(
+        self,
+        address: str,
+        stage: str,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        streams: Sequence[int],
+        *,
+        nests: bool = False,
+    ) -> None:
+        """Request `argv`, which starts with this interpreter. `streams` are the descriptors of its input, output and
+        error output. `OSError` if the server does not take the request."""
+        self.pid = 0
+        """0 until the program runs."""
+        self.returncode: int | None = None
+        self.refusal = ""
+        """Why there is no program."""
+        variables = {name: value for name, value in environment.items() if name != VARIABLE}
+        data = json.dumps([stage, list(argv), variables, str(Path.cwd()), nests]).encode()
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._connection.connect(address)
+            self._connection.sendmsg(
+                [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))], socket.MSG_DONTWAIT
+            )
+        except OSError:
+            self._connection.close()
+            raise
+
+    def poll(self) -> int | None:
+        """The exit code once the program has ended (negative: the signal), else None. Updates the attributes."""
+        self._receive(0.0)
+        return self.returncode
+
+    def started(self) -> bool:
+        """Wait until the program runs; False if the server refuses it."""
+        while not self.pid and self.returncode is None:
+            self._receive(None)
+        return bool(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the program; `subprocess.TimeoutExpired` after `timeout` seconds."""
+        while self.returncode is None:
+            if not self._receive(timeout):
+                raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
+        return self.returncode
+
+    def close(self) -> None:
+        """Kill the program if it runs. Its exit code is then that of SIGKILL."""
+        if self.returncode is None:
+            self._end(-signal.SIGKILL)
+
+    def _receive(self, timeout: float | None) -> bool:
+        """Read the next message, for which to wait at most `timeout` seconds; whether there was one."""
+        if self.returncode is not None:
+            return True
+        self._connection.settimeout(timeout)
+        try:
+            kind, _, text = self._connection.recv(1024).decode().partition(" ")
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError as error:
+            kind, text = "", str(error)
+        match kind:
+            case "pid":
+                self.pid = int(text)
+            case "exit":
+                self._end(int(text))
+            case _ if self.pid:  # the keeper was killed, and the kernel has killed the program with it
+                self._end(-signal.SIGKILL)
+            case _:
+                self.refusal = text or "the fork server has ended"
+                self._end(-signal.SIGKILL)
+        return True
+
+    def _end(self, code: int) -> None:
+        self.returncode = code
+        with suppress(OSError):
+            self._connection.close()

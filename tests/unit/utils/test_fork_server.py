@@ -1,0 +1,295 @@
+"""Programs that a fork server starts: what they get, what they end with, and what starts them without it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.utils.fork_server import Stage
+from pipeline.utils.forked_process import ForkedProcess, ForkRequest, ForkServer
+from pipeline.utils.subprocesses import Child
+from pipeline.utils.waiting import wait_for
+from tests.support.processes import gone, runs
+
+SECONDS = 20
+SMALL, LARGE = "small", "large"
+REPORTS = """
+import json, os, random, signal, sys
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "environment": dict(os.environ), "directory": os.getcwd(),
+    "leads": [os.getpid() == os.getsid(0), os.getpid() == os.getpgrp()], "parent": os.getppid(),
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "handler": str(signal.getsignal(signal.SIGINT)),
+    "descriptors": sorted(os.listdir("/proc/self/fd"))[:-1], "drawn": random.random(), "path": sys.path[0],
+    "modules": [name for name in ("fractions", "colorsys") if name in sys.modules],
+}), flush=True)
+print("in stderr", file=sys.stderr)
+"""
+WAITS = "import time\nprint('up', flush=True)\ntime.sleep(600)"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    stages = [Stage(SMALL, ["fractions"]), Stage(LARGE, ["colorsys", "a_module_that_is_not_installed"])]
+    with ForkServer.start(stages, ready=1) as running:
+        yield running
+
+
+Start = Callable[..., Child]
+
+
+@pytest.fixture
+def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
+    children: list[Child] = []
+
+    def begin(
+        code: str,
+        *arguments: str,
+        stage: str = SMALL,
+        nests: bool = False,
+        address: str = server.address,
+        variables: Mapping[str, str] | None = None,
+    ) -> Child:
+        folder = tmp_path / f"program{len(children)}"
+        folder.mkdir()
+        (folder / "program.py").write_text(code)
+        environment = {"PYTHONPATH": str(folder), "HOME": str(tmp_path), **(variables or {})}
+        argv = [sys.executable, "-P", "-m", "program", *arguments]
+        child = Child(argv, folder / "log", environment, ForkRequest(address, stage, nests))
+        children.append(child)
+        return child
+
+    yield begin
+    for child in children:
+        child.kill()
+
+
+def end_of(child: Child) -> int:
+    wait_for("the program's end", lambda: child.poll() is not None, SECONDS)
+    code = child.poll()
+    assert code is not None
+    return code
+
+
+def is_up(child: Child) -> None:
+    wait_for("the program", lambda: child.poll() is not None or "up" in child.log.read_text(), SECONDS)
+    assert child.poll() is None, child.log.read_text()
+
+
+def parent_of(child: Child) -> psutil.Process:
+    return psutil.Process(psutil.Process(child.pid).ppid())
+
+
+def test_a_program_has_what_its_request_says(start: Start, tmp_path: Path) -> None:
+    child = start(REPORTS + WAITS, "an argument", "--flag")
+    is_up(child)
+    assert psutil.Process(child.pid).cmdline()[:4] == [sys.executable, "-P", "-m", "program"]
+    report = json.loads(child.log.read_text().splitlines()[0])
+    folder = tmp_path / "program0"
+    assert report["argv"] == [str(folder / "program.py"), "an argument", "--flag"]
+    assert (report["name"], report["path"], report["directory"]) == ("__main__", str(folder), str(Path.cwd()))
+    assert report["environment"] == {"PYTHONPATH": str(folder), "HOME": str(tmp_path)}
+    assert report["leads"] == [True, True]
+    assert report["blocked"] == sorted({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
+    assert "default_int_handler" in report["handler"]
+    assert report["descriptors"] == ["0", "1", "2"]
+    assert "in stderr" in child.log.read_text()
+    assert report["parent"] == parent_of(child).pid != os.getpid()
+
+
+def test_a_later_stage_has_the_modules_of_earlier_ones(start: Start) -> None:
+    reports = []
+    for stage in (SMALL, LARGE):
+        child = start(REPORTS, stage=stage)
+        assert end_of(child) == 0
+        reports.append(json.loads(child.log.read_text().splitlines()[0]))
+    assert [report["modules"] for report in reports] == [["fractions"], ["fractions", "colorsys"]]
+    assert reports[0]["drawn"] != reports[1]["drawn"]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("pass", 0),
+        ("raise SystemExit(3)", 3),
+        ("raise ValueError('a reason')", 1),
+        ("import os; os.kill(os.getpid(), 9)", -9),
+        ("import os; os.execv('/bin/sh', ['sh', '-c', 'exit 7'])", 7),
+    ],
+)
+def test_the_requester_gets_the_exit_code(start: Start, code: str, expected: int) -> None:
+    child = start(code)
+    assert end_of(child) == expected
+    assert ("ValueError: a reason" in child.log.read_text()) == (expected == 1)
+    assert child.group_is_gone()
+
+
+ROOT = Path(__file__).resolve().parents[3]
+LEAVES = """
+import os, subprocess, sys, time
+for leads in (False, True):
+    print(subprocess.Popen(["sleep", "600"], start_new_session=leads).pid, flush=True)
+print("up", flush=True)
+"""
+
+
+def descendants(child: Child) -> list[int]:
+    return [int(line) for line in child.log.read_text().split() if line.isdecimal()]
+
+
+def test_what_a_program_leaves_behind_ends_with_it(start: Start) -> None:
+    child = start(LEAVES)
+    assert end_of(child) == 0
+    assert len(descendants(child)) == 2
+    assert all(map(gone, descendants(child)))
+
+
+def test_an_interrupt_reaches_the_program_and_a_kill_its_whole_group(start: Start) -> None:
+    child = start("import time\ntry:\n print('up', flush=True); time.sleep(600)\nexcept KeyboardInterrupt:\n exit(5)")
+    is_up(child)
+    assert child.stop(SECONDS) == 5
+    child = start(LEAVES + "time.sleep(600)")
+    is_up(child)
+    assert child.kill() == -signal.SIGKILL
+    assert child.group_is_gone()
+
+
+def test_a_program_ends_with_its_requester(start: Start, server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(LEAVES + "time.sleep(600)")
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from pipeline.utils.forked_process import ForkRequest
+from pipeline.utils.subprocesses import Child
+environment = {{"PYTHONPATH": {str(tmp_path)!r}}}
+child = Child([sys.executable, "-m", "program"], Path({str(tmp_path)!r}, "log"), environment,
+              ForkRequest({server.address!r}, {SMALL!r}))
+while child.poll() is None and "up" not in child.log.read_text():
+    time.sleep(0.01)
+print(child.pid, *child.log.read_text().split()[:2], flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as requester:
+        assert requester.stdout is not None
+        pids = [int(pid) for pid in requester.stdout.readline().split()]
+        requester.kill()
+    assert len(pids) == 3
+    wait_for("the program and its descendants to end", lambda: all(map(gone, pids)), SECONDS)
+
+
+def test_a_program_ends_with_its_keeper_and_counts_as_killed(start: Start) -> None:
+    child = start(WAITS)
+    is_up(child)
+    parent_of(child).kill()
+    assert end_of(child) == -signal.SIGKILL
+    wait_for("the program to end", lambda: gone(child.pid), SECONDS)
+
+
+def test_a_server_that_ends_leaves_its_programs_and_exec_starts_the_next_ones(start: Start) -> None:
+    with ForkServer.start([Stage(SMALL, [])], ready=0) as short:
+        survivor = start(
+            "import sys\nprint('up', flush=True)\nimport time; time.sleep(0.3); sys.exit(4)", address=short.address
+        )
+        is_up(survivor)
+    child = start(REPORTS, address=short.address)
+    assert child.pid != 0
+    assert end_of(child) == 0
+    assert json.loads(child.log.read_text().splitlines()[0])["parent"] == os.getpid()
+    assert end_of(survivor) == 4
+    assert not Path(short.address).parent.exists()
+
+
+SLOW = "import time; time.sleep(600)"
+
+
+def modules(folder: Path, **codes: str) -> dict[str, str]:
+    """The environment of a server that can import these modules."""
+    for name, code in codes.items():
+        (folder / f"{name}.py").write_text(code)
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def test_a_request_that_a_server_cannot_answer_any_more_is_started_with_exec(start: Start, tmp_path: Path) -> None:
+    environment = modules(tmp_path, slow_import=SLOW)
+    with ForkServer.start([Stage(SMALL, ["slow_import"])], 0, environment) as stuck:
+        child = start(REPORTS, address=stuck.address)
+        assert (child.poll(), child.pid) == (None, 0)
+        assert not child.group_is_gone()
+    assert end_of(child) == 0
+    assert json.loads(child.log.read_text().splitlines()[0])["parent"] == os.getpid()
+
+
+def test_a_request_that_is_killed_never_starts(start: Start, tmp_path: Path) -> None:
+    environment = modules(
+        tmp_path,
+        wait_for_file="import os, time\nwhile not os.path.exists('{}'): time.sleep(0.01)".format(tmp_path / "go"),
+    )
+    with ForkServer.start([Stage(SMALL, ["wait_for_file"])], 0, environment) as waiting:
+        killed, later = start(WAITS, address=waiting.address), start("pass", address=waiting.address)
+        assert killed.kill() == -signal.SIGKILL
+        assert killed.group_is_gone()
+        (tmp_path / "go").touch()
+        assert end_of(later) == 0  # the server answers requests in their order
+    assert killed.log.read_text() == ""
+
+
+def test_a_stage_whose_modules_start_threads_forks_nothing(start: Start, tmp_path: Path) -> None:
+    thread = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    with ForkServer.start([Stage(SMALL, ["threaded"])], 0, modules(tmp_path, threaded=thread)) as threaded:
+        with Path(os.devnull).open("r+") as null:
+            refused = ForkedProcess(threaded.address, SMALL, [sys.executable, "-c", ""], {}, [null.fileno()] * 3)
+            assert not refused.started()
+        assert refused.refusal == "the imported modules have started 1 threads"
+        child = start(REPORTS, address=threaded.address)
+        assert end_of(child) == 0
+        assert json.loads(child.log.read_text().splitlines()[0])["parent"] == os.getpid()
+
+
+NESTS = """
+import os, sys
+from pipeline.utils.forked_process import ForkedProcess
+argv, address = [sys.executable, "-m", "nested"], os.environ["ROLLCALL_FORK_SERVER"]
+child = ForkedProcess(address, "", argv, dict(os.environ), [0, 1, 2])
+assert child.started()
+print("nested", child.pid, flush=True)
+sys.exit(child.wait())
+"""
+
+
+def test_a_program_that_nests_starts_programs_below_itself(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "nested.py").write_text("import fractions, sys, time\nprint('up', flush=True)\ntime.sleep(600)")
+    paths = os.pathsep.join([str(tmp_path / "program0"), str(ROOT), str(tmp_path)])
+    child = start(NESTS, stage=LARGE, nests=True, variables={"PYTHONPATH": paths})
+    is_up(child)
+    below = psutil.Process(child.pid).children(recursive=True)
+    (nested,) = (process for process in below if process.cmdline()[-1] == "nested")
+    child.terminate()
+    assert end_of(child) != 0
+    assert not any(map(runs, [nested, *below]))
+
+
+def test_a_server_ends_with_its_owner_and_leaves_no_folder() -> None:
+    code = """
+import time
+from pipeline.utils.fork_server import Stage
+from pipeline.utils.forked_process import ForkServer
+server = ForkServer.start([Stage("a", []), Stage("b", [])], 1)
+print(server.address, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip()).parent
+        below = wait_for("both stages", lambda: _both(psutil.Process(owner.pid)), SECONDS)
+        owner.kill()
+    wait_for("the server to end", lambda: all(gone(pid) for pid in below) and not folder.exists(), SECONDS)
+
+
+def _both(owner: psutil.Process) -> Sequence[int]:
+    below = [process.pid for process in owner.children(recursive=True)]
+    return below if len(below) == 2 else []
