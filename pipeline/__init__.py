@@ -9,7 +9,7 @@
 | `rollout` | requests to the servers, episodes, groups, evaluation; stored samples |
 | `environments` | prompts and rewards, and the processes that run them |
 | `data` | datasets: conversations and prompts by index |
-| `tracking` | wandb, in a separate process |
+| `tracking` | metrics at tracking services such as wandb, each through a separate process |
 | `transport` | topics between actor, preprocessor and trainer; sample records, ledger, staleness |
 | `inference` | code inside the vLLM servers, and weight sync to them |
 | `checkpoints` | checkpoints: written, verified, fenced, pruned |

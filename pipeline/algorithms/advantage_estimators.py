@@ -30,11 +30,12 @@ its threads and memory would be in every agent and in every worker process of a 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import fsum, sqrt
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+
+from pipeline.algorithms.key_parameters import key_parameters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,12 +122,7 @@ class AdvantageEstimator:
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of `loss.*` that `of_tokens` reads: its keyword-only parameters."""
-        parameters = inspect.signature(self.of_tokens).parameters.values() if self.of_tokens else ()
-        return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
-
-    def settings_of(self, loss: object) -> dict[str, Any]:
-        """The values of `keys`; `loss` has them as attributes, as `LossConfig` does."""
-        return {key: getattr(loss, key) for key in self.keys}
+        return key_parameters(self.of_tokens) if self.of_tokens else ()
 
 
 ADVANTAGE_ESTIMATORS: Final[dict[str, AdvantageEstimator]] = {}

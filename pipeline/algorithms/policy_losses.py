@@ -18,11 +18,11 @@ The configuration takes its values from this list, so nothing here may import to
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
+from pipeline.algorithms.key_parameters import key_parameters, key_values
 from pipeline.algorithms.kl_estimators import LARGEST
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class PolicyLoss:
     keys: tuple[str, ...]
     clips_tokens: bool
 
-    def terms(self, tokens: LossTokens, settings: object) -> Terms:
-        """The loss and the metrics of each token, [N]; `settings` has the keys as attributes, as `LossConfig` does."""
-        return self.function(tokens, **{key: getattr(settings, key) for key in self.keys})
+    def terms(self, tokens: LossTokens, loss: object) -> Terms:
+        """The loss and the metrics of each token, [N]; `loss` is the `LossConfig`."""
+        return self.function(tokens, **key_values(self.keys, loss))
 
 
 POLICY_LOSSES: Final[dict[str, PolicyLoss]] = {}
@@ -62,9 +62,7 @@ def policy_loss(*names: str, clips_tokens: bool = False) -> Callable[[F], F]:
     """Add the decorated function to `POLICY_LOSSES` under these names."""
 
     def register(function: F) -> F:
-        parameters = inspect.signature(function).parameters.values()
-        keys = tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
-        POLICY_LOSSES.update(dict.fromkeys(names, PolicyLoss(function, keys, clips_tokens)))
+        POLICY_LOSSES.update(dict.fromkeys(names, PolicyLoss(function, key_parameters(function), clips_tokens)))
         return function
 
     return register

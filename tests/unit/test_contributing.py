@@ -182,7 +182,7 @@ def changed_copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     copy.append("a loss", "pipeline/algorithms/policy_losses.py", LOSS)
     copy.add("a loss", "conf/loss/linear.yaml", "name: linear\nbeta: 0.5\n")
     formulas = "pipeline/algorithms/advantage_estimators.py"
-    copy.replace("an advantage estimator", formulas, "import inspect\n", "import inspect\nimport statistics\n")
+    copy.replace("an advantage estimator", formulas, "from math import", "import statistics\nfrom math import")
     copy.append("an advantage estimator", formulas, ESTIMATOR)
     copy.add("a tracker", "pipeline/tracking/trackers/lines.py", TRACKER)
     copy.add("a tracker", "conf/tracking/lines.yaml", "trackers: [lines]\n")

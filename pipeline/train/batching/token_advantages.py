@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.algorithms.advantage_estimators import Numbers, discounted_sums, whiten
+from pipeline.algorithms.key_parameters import key_values
 from pipeline.algorithms.kl_estimators import KL_ESTIMATORS
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
@@ -82,7 +83,8 @@ def assign_advantages(
     rewards = [_token_rewards(penalty, scalar) for penalty, scalar in zip(penalties, scalars, strict=True)]
     if estimator.of_tokens is not None:
         values_read = _counted(rows, values, "values")
-        advantages, returns = estimator.of_tokens(rewards, values_read, loss.gamma, **estimator.settings_of(loss))
+        settings = key_values(estimator.keys, loss)
+        advantages, returns = estimator.of_tokens(rewards, values_read, loss.gamma, **settings)
         return TokenAdvantages(_scatter_to_tokens(rows, finish(advantages)), _scatter_to_tokens(rows, returns))
     return TokenAdvantages(_scatter_to_tokens(rows, finish(discounted_sums(rewards, loss.gamma))))
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import conf
+from pipeline.algorithms.advantage_estimators import ADVANTAGE_ESTIMATORS
 from pipeline.algorithms.kl_estimators import KL_ESTIMATORS
 from pipeline.algorithms.loss_tokens import LossTokens, ValueTokens
 from pipeline.algorithms.policy_losses import POLICY_LOSSES
@@ -266,3 +267,8 @@ def test_the_configuration_with_its_lists_of_losses_loads_neither_torch_nor_nump
     code = "import sys, pipeline.config.cross_checks; print({'torch', 'numpy', 'pipeline.algorithms'} & {*sys.modules})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.strip() == "{'pipeline.algorithms'}"
+
+
+def test_formulas_read_keys_that_exist() -> None:
+    read = [key for entry in (*POLICY_LOSSES.values(), *ADVANTAGE_ESTIMATORS.values()) for key in entry.keys]
+    assert {"clip_low", "ratio_cap", "beta", "gae_lambda"} <= set(read) <= set(LossConfig.model_fields)
