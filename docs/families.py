@@ -63,20 +63,20 @@ Text-only checkpoints, such as `gemma3_text` (Gemma 3 1B), do not need it.
 def row(family: str) -> str:
     try:
         config = CONFIG_MAPPING[family](**KEYS.get(family, {})).to_dict()
-        found = probe_packing(json.dumps(config | {"model_type": family}))
+        probe = probe_packing(json.dumps(config | {"model_type": family}))
     except ConfigError as error:
         return f"| {family} | refused | | | {error.value}: expected {error.expected} |"
     except Exception as error:  # noqa: BLE001 (a family whose default config is none is a row as well)
         return f"| {family} | no default config | | | {type(error).__name__} |"
-    if isinstance(found, str):
-        return f"| {family} | padded: not checked | | | {found.partition(':')[0]} |"
-    return f"| {family} | {outcome(found)} | {short(found.packed)} | {short(found.padded)} | |"
+    if isinstance(probe, str):
+        return f"| {family} | padded: not checked | | | {probe.partition(':')[0]} |"
+    return f"| {family} | {outcome(probe)} | {short(probe.packed)} | {short(probe.padded)} | |"
 
 
-def outcome(found: PackingProbe) -> str:
-    if found.packed <= TOLERANCE:
+def outcome(probe: PackingProbe) -> str:
+    if probe.packed <= TOLERANCE:
         return "packed"
-    return "padded" if found.padded <= TOLERANCE else "refused"
+    return "padded" if probe.padded <= TOLERANCE else "refused"
 
 
 def short(difference: float) -> str:
@@ -88,19 +88,19 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m docs.families")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("families", nargs="*")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     transformers.logging.disable_progress_bar()
     lines = []
-    for family in given.families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for family in options.families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         lines.append(row(family))
         print(lines[-1], flush=True)
-    if given.families:
+    if options.families:
         return 0
     page = HEAD.format(version=transformers.__version__, tolerance=TOLERANCE) + "\n".join(lines) + "\n" + TAIL
-    if given.check:
+    if options.check:
         return int(page != PAGE.read_text())
     PAGE.write_text(page)
     return 0

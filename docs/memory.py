@@ -197,8 +197,8 @@ _HEADS = (
 
 def _trainer_rows(name: str, sizes: Sizes) -> Iterator[str]:
     saved = ", resharded and recomputed"
-    for ways, place, words in (((), "gpu", ", all kept"), (SAVED, "gpu", saved), (SAVED, "host", f"{saved}, host")):
-        config = config_of("compile", *ways, staging_device=place)
+    for ways, device, words in (((), "gpu", ", all kept"), (SAVED, "gpu", saved), (SAVED, "host", f"{saved}, host")):
+        config = config_of("compile", *ways, staging_device=device)
         totals = [trainer_memory(config, sizes, ranks).total / GIB for ranks in _RANKS]
         yield f"| {name}{words} | " + " | ".join(f"{total:.0f}" for total in totals) + " |"
 
@@ -229,8 +229,8 @@ def _room(config: RunConfig, sizes: Sizes, memory: int) -> str:
 def page(text: str, made: str) -> str:
     """The page with its tables replaced by these; `ValueError` if it lacks the markers."""
     before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
+    _, marker, after = rest.partition(END)
+    if not marker:
         raise ValueError(f"the page has no lines {BEGIN.strip()} … {END.strip()}")
     return f"{before}{BEGIN}{made}{END}{after}"
 
@@ -238,17 +238,17 @@ def page(text: str, made: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     stale = 0
     for path, made in ((PAGE, tables()), (LARGER_PAGE, larger_table())):
         before = path.read_text()
         after = page(before, made)
-        if given.check:
+        if options.check:
             print(f"{path} is {'as it should be' if before == after else 'stale: python -m docs.memory writes it'}")
         else:
             path.write_text(after)
         stale += before != after
-    return int(given.check and stale > 0)
+    return int(options.check and stale > 0)
 
 
 if __name__ == "__main__":

@@ -56,12 +56,13 @@ def loops() -> list[Row]:
     return [_loop(result, result["command"], result.get("alone", {})) for result in _results("loop").values()]
 
 
-def _loop(result: Result, asked: Result, alone: Result) -> Row:
+def _loop(result: Result, command: Result, alone: Result) -> Row:
     return {
-        "model": asked["shape"].upper() + (f", adapters of rank {asked['adapter']}" if asked.get("adapter") else ""),
-        "GPUs: train + serve": _gpus(asked),
-        "completions": _completions(asked),
-        "max_lag": str(asked["lag"]),
+        "model": command["shape"].upper()
+        + (f", adapters of rank {command['adapter']}" if command.get("adapter") else ""),
+        "GPUs: train + serve": _gpus(command),
+        "completions": _completions(command),
+        "max_lag": str(command["lag"]),
         "samples/s": f"{result['samples_per_second']:.1f}",
         "servers alone": _number(alone.get("generation_samples_per_second"), ".1f"),
         "trainer alone": _number(alone.get("training_samples_per_second"), ".1f"),
@@ -103,30 +104,30 @@ def tails() -> list[Row]:
 
 def _tail(result: Result) -> Row:
     times, tokens = _beats(result, "time"), _beats(result, "tokens")
-    asked, alone = result["command"], result.get("alone", {})
-    stale = next((key.partition("=")[2] for key in asked["overrides"] if key.startswith("training.stale=")), "refuse")
+    command, alone = result["command"], result.get("alone", {})
+    stale = next((key.partition("=")[2] for key in command["overrides"] if key.startswith("training.stale=")), "refuse")
     return {
-        "completions": _completions(asked),
-        "GPUs: train + serve": _gpus(asked),
+        "completions": _completions(command),
+        "GPUs: train + serve": _gpus(command),
         "training.stale": stale,
         "samples/s": f"{result['samples_per_second']:.1f}",
         "tokens/s of the server": f"{(tokens[-1] - tokens[0]) / (times[-1] - times[0]) / 1e3:.1f}k",
         "running samples, mean": f"{statistics.mean(_beats(result, 'running')):.0f}",
         "trainer idle": f"{result['idle/trainer']:.0%}",
-        "refused groups a step": _number(_settled(result, "groups/stale"), ".1f"),
-        "tokens masked": f"{_settled(result, 'staleness/masked'):.0%}",
+        "refused groups a step": _number(_steady_mean(result, "groups/stale"), ".1f"),
+        "tokens masked": f"{_steady_mean(result, 'staleness/masked'):.0%}",
         "servers alone": _number(alone.get("generation_samples_per_second"), ".1f"),
         "relative to the slower half": _number(result.get("efficiency"), ".2f"),
     }
 
 
-def _settled(result: Result, name: str) -> float:
+def _steady_mean(result: Result, name: str) -> float:
     """Mean of a number from the tenth step on; 0 where older runs did not record it."""
     return statistics.mean(row.get(name, 0.0) for row in steps_of(result)[10:])
 
 
-def _completions(asked: Result) -> str:
-    return str(asked["tokens"]) if asked["ends"] == 1 else f"long tail, up to {asked['tokens']}"
+def _completions(command: Result) -> str:
+    return str(command["tokens"]) if command["ends"] == 1 else f"long tail, up to {command['tokens']}"
 
 
 def faults() -> list[Row]:
@@ -137,10 +138,10 @@ def faults() -> list[Row]:
 def _faults(result: Result) -> list[Row]:
     """A row for each fault of a run, from the steps between the previous and the next fault; none if the run ended
     soon after the fault."""
-    asked, steps = result["command"], steps_of(result)
-    named = isinstance(asked["fault"], list)  # runs of a single fault say only when it was
-    strikes = [each if named else {"fault": asked["fault"], "time": each} for each in result["struck"]]
-    times = [0.0, *(each["time"] for each in strikes), steps[-1]["time"] + 1]
+    command, steps = result["command"], steps_of(result)
+    named = isinstance(command["fault"], list)  # runs of a single fault say only when it was
+    strikes = [strike if named else {"fault": command["fault"], "time": strike} for strike in result["struck"]]
+    times = [0.0, *(strike["time"] for strike in strikes), steps[-1]["time"] + 1]
     rows = []
     for strike, begin, end in zip(strikes, times, times[2:], strict=False):
         fault, struck = strike["fault"], strike["time"]
@@ -150,12 +151,12 @@ def _faults(result: Result) -> list[Row]:
             continue
         rows.append(
             {
-                "model": asked["shape"].upper(),
-                "servers": str(asked["servers"]),
+                "model": command["shape"].upper(),
+                "servers": str(command["servers"]),
                 "fault": "trainer killed" if fault == "trainer" else f"server {fault}",
                 "after step": str(strike.get("step") or sum(row["time"] < struck for row in steps)),
                 "steps done": str(len(steps)),
-                "attempts": str(1 + sum(each["fault"] == "trainer" for each in strikes)),
+                "attempts": str(1 + sum(strike["fault"] == "trainer" for strike in strikes)),
                 "s from the fault to the next step": f"{after[0]['time'] - struck:.0f}",
                 "s a step before": f"{statistics.mean(before):.2f}" if before else "–",
                 "s a step after": f"{statistics.mean(row['seconds/step'] for row in after[RECOVERED:]):.2f}",
@@ -186,11 +187,11 @@ def _weights(result: Result, rows: list[Result]) -> Row:
     }
 
 
-def _servers(asked: Result) -> str:
+def _servers(command: Result) -> str:
     """The number of servers, their place unless they have separate GPUs, and the GPUs of each."""
-    where = ", on the sender's GPU" if asked.get("share") else ""
-    where += ", from its host's memory" if asked.get("host") else ""
-    return f"{asked['servers']}{where}" + (f" × {asked['tensor']} GPUs" if asked["tensor"] > 1 else "")
+    where = ", on the sender's GPU" if command.get("share") else ""
+    where += ", from its host's memory" if command.get("host") else ""
+    return f"{command['servers']}{where}" + (f" × {command['tensor']} GPUs" if command["tensor"] > 1 else "")
 
 
 def generation() -> list[Row]:
@@ -233,20 +234,20 @@ def _served(name: str, what: str, clients: str, rates: dict[str, float], base: s
 def training() -> list[Row]:
     """Steps of the trainer and of a plain loop, in the order of each call."""
     return [
-        _step(way, found, next(iter(result.values())))
+        _step(way, measured, next(iter(result.values())))
         for result in _results("speed").values()
-        for way, found in result.items()
+        for way, measured in result.items()
     ]
 
 
-def _step(way: str, found: Result, first: Result) -> Row:
+def _step(way: str, measured: Result, first: Result) -> Row:
     return {
         "variant": way,
-        "s a step": f"{found['step_seconds']:.3f}",
-        "tokens/s": f"{found['tokens_per_second'] / 1e3:.0f}k",
-        "MFU": f"{found['mfu']:.2f}",
-        "peak GiB": f"{found['peak_bytes'] / 2**30:.1f}",
-        "relative to the loop": f"{found['tokens_per_second'] / first['tokens_per_second']:.2f}",
+        "s a step": f"{measured['step_seconds']:.3f}",
+        "tokens/s": f"{measured['tokens_per_second'] / 1e3:.0f}k",
+        "MFU": f"{measured['mfu']:.2f}",
+        "peak GiB": f"{measured['peak_bytes'] / 2**30:.1f}",
+        "relative to the loop": f"{measured['tokens_per_second'] / first['tokens_per_second']:.2f}",
     }
 
 
@@ -275,13 +276,13 @@ def peers() -> list[Row]:
 
 
 def _peers(result: Result) -> list[Row]:
-    paced, asked = paces(result), result["command"]
+    paced, command = paces(result), result["command"]
     names = {"ours": "Rollcall", "theirs": f"TRL {result['theirs']['trl']}"}
     return [
         {
             "": names[side],
-            "model": asked["shape"].upper(),
-            "completions": str(asked["tokens"]),
+            "model": command["shape"].upper(),
+            "completions": str(command["tokens"]),
             "s a step": f"{pace.seconds:.2f}",
             "samples/s": f"{pace.samples:.1f}",
             "relative to TRL": f"{pace.samples / paced['theirs'].samples:.2f}",
@@ -294,15 +295,15 @@ def _peers(result: Result) -> list[Row]:
 def learning() -> list[Row]:
     """Rewards at equal numbers of samples, of whole runs and of one process."""
     return [
-        {**_asked_to_learn(result["command"], way), **dict(zip(STAGES, _shown(rewards), strict=True))}
+        {**_learning_row(result["command"], way), **dict(zip(STAGES, _shown(rewards), strict=True))}
         for result in _results("learns").values()
         for way, rewards in means(result["ways"])[1].items()
     ]
 
 
-def _asked_to_learn(asked: Result, way: str) -> Row:
-    where = f"{asked['shape'].upper()}, {'GPU' if asked['device'] == 'cuda' else 'CPU'}"
-    return {"variant": _way(way), "model": where, "learning rate": f"{asked['lr']:g}"}
+def _learning_row(command: Result, way: str) -> Row:
+    where = f"{command['shape'].upper()}, {'GPU' if command['device'] == 'cuda' else 'CPU'}"
+    return {"variant": _way(way), "model": where, "learning rate": f"{command['lr']:g}"}
 
 
 def _way(way: str) -> str:
@@ -336,11 +337,11 @@ def _results(kind: str) -> dict[str, Result]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(RAW.glob(f"{kind}-*.json"))}
 
 
-def _gpus(asked: Result) -> str:
-    if asked["share"]:
-        return f"{asked['trainers']}, shared"
-    servers = f"{asked['servers']} × {asked['tensor']}" if asked["tensor"] > 1 else f"{asked['servers']}"
-    return f"{asked['trainers']} + {servers}" + (f", {asked['per_gpu']} a GPU" if asked["per_gpu"] > 1 else "")
+def _gpus(command: Result) -> str:
+    if command["share"]:
+        return f"{command['trainers']}, shared"
+    servers = f"{command['servers']} × {command['tensor']}" if command["tensor"] > 1 else f"{command['servers']}"
+    return f"{command['trainers']} + {servers}" + (f", {command['per_gpu']} a GPU" if command["per_gpu"] > 1 else "")
 
 
 def _written(rows: Sequence[Row]) -> str:
@@ -356,8 +357,8 @@ def _number(value: float | None, form: str) -> str:
 def _replaced(page: str, name: str, body: str) -> str:
     begin = BEGIN.format(name)
     before, _, rest = page.partition(begin)
-    _, found, after = rest.partition(END)
-    if not found:
+    _, marker, after = rest.partition(END)
+    if not marker:
         raise SystemExit(f"{PAGE}: expected a line {begin.strip()!r} and after it {END.strip()!r}")
     return before + begin + body + END + after
 

@@ -64,8 +64,8 @@ def _circles(rooms: Sequence[str], arrows: set[tuple[str, str]]) -> tuple[frozen
         for room in rooms:
             if middle in reached[room]:
                 reached[room] |= reached[middle]
-    found = {frozenset(other for other in reached[room] if room in reached[other]) for room in rooms}
-    return tuple(sorted((circle for circle in found if circle), key=sorted))
+    circles = {frozenset(other for other in reached[room] if room in reached[other]) for room in rooms}
+    return tuple(sorted((circle for circle in circles if circle), key=sorted))
 
 
 def import_circle(imports: Mapping[str, set[str]]) -> list[str]:
@@ -90,11 +90,11 @@ def file_imports(root: Path, folders: Sequence[str] = FOLDERS) -> dict[str, set[
 
 def repeated_names(root: Path, folders: Sequence[str] = FOLDERS) -> dict[str, list[str]]:
     """File names that occur more than once, with their paths. `__init__.py` and `__main__.py` may repeat."""
-    places: dict[str, list[str]] = defaultdict(list)
+    paths_by_name: dict[str, list[str]] = defaultdict(list)
     for folder in folders:
         for file in sorted((root / folder).rglob("*.py")):
-            places[file.name].append(str(file.relative_to(root)))
-    return {name: paths for name, paths in places.items() if len(paths) > 1 and not name.startswith("__")}
+            paths_by_name[file.name].append(str(file.relative_to(root)))
+    return {name: paths for name, paths in paths_by_name.items() if len(paths) > 1 and not name.startswith("__")}
 
 
 def _module_name(file: Path, root: Path) -> str:
@@ -138,12 +138,17 @@ def main(arguments: Sequence[str]) -> int:
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     print("| package | rooms | modules | arrows | imports | circles |\n| --- | --- | --- | --- | --- | --- |")
     for package in options.packages:
-        found = structure_of(package, graph)
-        circles = "; ".join(" ⇄ ".join(sorted(circle)) for circle in found.circles) or "none"
-        sums = (len(found.rooms), sum(found.modules.values()), len(found.arrows), sum(found.arrows.values()))
+        structure = structure_of(package, graph)
+        circles = "; ".join(" ⇄ ".join(sorted(circle)) for circle in structure.circles) or "none"
+        sums = (
+            len(structure.rooms),
+            sum(structure.modules.values()),
+            len(structure.arrows),
+            sum(structure.arrows.values()),
+        )
         print(f"| `{package}` | {' | '.join(map(str, sums))} | {circles} |")
         if options.arrows:
-            print(*(f"{of} → {to}: {count}" for (of, to), count in sorted(found.arrows.items())), sep="\n")
+            print(*(f"{of} → {to}: {count}" for (of, to), count in sorted(structure.arrows.items())), sep="\n")
     return 0
 
 

@@ -49,29 +49,30 @@ class DeviceSpeed:
 
 
 def rates(metrics: Mapping[str, float], seconds: float, machine: DeviceSpeed) -> dict[str, float]:
-    """What only the whole step tells, from its `tokens/batch`, `tokens/left_out`, `tokens/shared` and `seconds/data`;
-    see docs/metrics.md.
+    """The speeds of a whole step, from its `tokens/batch`, `tokens/left_out`, `tokens/shared` and `seconds/data`; see
+    docs/metrics.md.
 
-    `mfu`, model FLOPs utilisation (Chowdhery et al. 2022), is the share of the devices' peak that forward and backward
-    passes of the policy take: recomputed activations, other models and attention between tokens are not counted.
+    `mfu` is the model FLOPs utilization (Chowdhery et al. 2022, PaLM): the fraction of the devices' peak FLOP/s that
+    forward and backward passes of the policy use. Recomputed activations, other models and attention between tokens do
+    not count.
     """
-    found = {"seconds/step": seconds}
+    speeds = {"seconds/step": seconds}
     if "tokens/batch" in metrics:
         trained = metrics["tokens/batch"] - metrics.get("tokens/left_out", 0.0)
-        found["tokens_per_second"] = trained / seconds
-        found["tokens_per_second_per_process"] = found["tokens_per_second"] / machine.processes
+        speeds["tokens_per_second"] = trained / seconds
+        speeds["tokens_per_second_per_process"] = speeds["tokens_per_second"] / machine.processes
         if machine.peak:
             computed = (trained - metrics.get("tokens/shared", 0.0)) / seconds / machine.processes
-            found["mfu"] = computed * machine.flops_per_token / machine.peak
+            speeds["mfu"] = computed * machine.flops_per_token / machine.peak
     if "seconds/data" in metrics:
-        found["idle/trainer"] = metrics["seconds/data"] / seconds
-    return found
+        speeds["idle/trainer"] = metrics["seconds/data"] / seconds
+    return speeds
 
 
 def machine_of(config: RunConfig, job: Job, flops_per_token: int) -> DeviceSpeed:
-    """What trains a policy of which one pass over a token takes `flops_per_token` operations, forward and backward.
+    """The trainer's devices, for a policy whose forward and backward pass takes `flops_per_token` operations per token.
 
-    On a CPU, and on a device that is not in `PEAKS`, no peak is known.
+    The peak is 0 on a CPU and on a device that is not in `PEAKS`.
     """
     epochs = config.training.update_epochs if isinstance(job, RlJob) else 1
     trainer = config.resources.trainer

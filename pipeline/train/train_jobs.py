@@ -1,9 +1,9 @@
-"""What a trainer is asked to do.
+"""Training jobs: the orders of a trainer, from a run's config or from a file.
 
-Owns the form of a job, as a file and as a value, and which jobs a run's config asks for, in order. A job says what is
-done: kind, inputs, what it starts from, where its results go, its log, its schedule. How it is done (model, loss,
-budgets, device) the config says. Promises that a file which is no job of this version is one `ConfigError` that names
-the file, and that the jobs of a run and those that stand alone are of one form. Must not know torch, ranks or losses.
+Owns the record of a job, its file format, and the derivation of a run's jobs from its config. A job has its kind,
+inputs, initial weights, output, log and schedule; the config has the model, loss, budgets and device. Promises that an
+invalid file, or one of another version, is one `ConfigError` with the file's name, and that jobs of runs and jobs from
+files have one format. Must not know torch, ranks or losses.
 
     {
       "kind": "rl",
@@ -40,7 +40,7 @@ JOB_VERSION: Literal[1] = 1
 
 
 class DemonstrationsInput(Section):
-    """What the task of the config demonstrates."""
+    """The demonstrations of the config's task."""
 
     kind: Literal["demonstrations"] = "demonstrations"
 
@@ -52,13 +52,13 @@ class DatasetInput(Section):
 
 
 class StreamInput(Section):
-    """The prepared groups of a run, as its actor and preprocessor make them: only a run has them."""
+    """The prepared groups of a run, from its actor and preprocessor; not for jobs from files."""
 
     kind: Literal["stream"] = "stream"
 
 
 class PackedInput(Section):
-    """A folder of `pipeline.train.offline.packed_dataset`; it is removed when the job is done with it."""
+    """A folder of `pipeline.train.offline.packed_dataset`; the job removes it at its end."""
 
     kind: Literal["packed"] = "packed"
     folder: str
@@ -81,14 +81,14 @@ class RlSchedule(Section):
 
 
 class _Job(Section):
-    """What both kinds of job say.
+    """The keys of both kinds of job.
 
     Attributes:
-        checkpoint: directory to start from: of a model, or of an adapter where `model.lora.rank` > 0. Empty: in a run,
-            the weights that the job before it left; for a job that stands alone, the config's model.
-        optimizer_state: folder or URL of the optimizer's state. Jobs of this kind share it: it is read if it is there,
-            and committed with the model's own state.
-        output: directory that becomes the trained model, or adapter.
+        checkpoint: directory of the initial model, or of an adapter with `model.lora.rank` > 0. Empty: in a run, the
+            weights of the job before it; for a job from a file, the config's model.
+        optimizer_state: folder or URL of the checkpoints with the optimizer's state, which jobs of one kind share. The
+            job continues from a checkpoint that exists.
+        output: directory for the trained model or adapter.
         log: file of `pipeline.train.offline.job_log`.
     """
 
@@ -100,12 +100,12 @@ class _Job(Section):
 
     @property
     def digest(self) -> str:
-        """Tells jobs apart that ask for different things."""
+        """A hash of the job's keys, different for different jobs."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 
 class SftJob(_Job):
-    """Supervised fine-tuning: minimises the cross-entropy of the counted tokens."""
+    """Supervised fine-tuning: minimizes the cross-entropy of the counted tokens."""
 
     kind: Literal["sft"] = "sft"
     inputs: Annotated[DemonstrationsInput | DatasetInput | PackedInput, Field(discriminator="kind")]
@@ -129,7 +129,7 @@ class SftJob(_Job):
 
 
 class RlJob(_Job):
-    """Reinforcement learning from groups of samples: minimises the config's policy loss."""
+    """Reinforcement learning from groups of samples: minimizes the config's policy loss."""
 
     kind: Literal["rl"] = "rl"
     inputs: Annotated[StreamInput | PackedInput, Field(discriminator="kind")]
@@ -156,14 +156,14 @@ Job = SftJob | RlJob
 KINDS = ("sft", "rl")
 _TAGS = (*KINDS, "demonstrations", "dataset", "stream", "packed")
 _PATHS = ("checkpoint", "optimizer_state", "output", "log")
-_form: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")])
+_adapter: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")])
 
 
 def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
     """The jobs of a run, in order: SFT if it has steps, then RL if it has steps. The output of the last one is the
     run's model. Paths are relative to `RunPaths.jobs`.
 
-    `rows` are those of the dataset, which epochs are counted in; who goes on with RL need not know them.
+    `rows` is the number of rows of the dataset, for SFT whose length is given in epochs; RL does not need it.
     """
     jobs: list[Job] = []
     if config.has_sft:
@@ -171,13 +171,13 @@ def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
     if config.has_rollouts:
         schedule = RlSchedule(steps=config.training.steps, prompts=config.training.prompts_per_step, optim=config.optim)
         jobs.append(RlJob(inputs=StreamInput(), schedule=schedule))
-    places = {"optimizer_state": config.training.checkpoints or f"../{CHECKPOINTS}", "log": f"../{METRICS}"}
+    paths = {"optimizer_state": config.training.checkpoints or f"../{CHECKPOINTS}", "log": f"../{METRICS}"}
     outputs = [*("" for _ in jobs[1:]), f"../{MODEL}"]
-    return tuple(job.model_copy(update={**places, "output": output}) for job, output in zip(jobs, outputs, strict=True))
+    return tuple(job.model_copy(update={**paths, "output": output}) for job, output in zip(jobs, outputs, strict=True))
 
 
 def _sft_phase(config: RunConfig, rows: int) -> SftJob:
-    """Before RL, whose schedule `optim.*` is, its learning rate is constant; alone it has that schedule itself."""
+    """The SFT job. Its learning rate is constant before RL, which has the schedule of `optim.*`; alone, SFT has it."""
     start, optim = config.training.sft, config.optim.model_copy(update={"lr": config.training.sft.lr})
     if config.has_rollouts:
         optim = optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
@@ -187,12 +187,12 @@ def _sft_phase(config: RunConfig, rows: int) -> SftJob:
 
 
 def rows_to_train(config: RunConfig, rows: int) -> int:
-    """How many rows the epochs of a dataset of so many rows are, in all."""
+    """The number of trained rows: the epochs × the rows of the dataset."""
     return round(config.training.sft.epochs * rows)
 
 
 def steps_of_sft(run: RunPaths, config: RunConfig) -> int:
-    """Steps of the run's fine-tuning; of epochs 0 until the trainer has counted the rows, and written its job."""
+    """Steps of the run's SFT; 0 with epochs until the trainer has counted the rows and written the job."""
     if not config.training.sft.epochs:
         return config.training.sft.steps
     file = run.training_job("sft")
@@ -200,26 +200,26 @@ def steps_of_sft(run: RunPaths, config: RunConfig) -> int:
 
 
 def located_job(job: Job, folder: Path) -> Job:
-    """The same job with every path absolute, those that were relative below `folder`; URLs stay."""
+    """The same job with absolute paths: relative ones are resolved against `folder`; URLs stay."""
 
-    def whole(path: str) -> str:
+    def absolute(path: str) -> str:
         return path if not path or "://" in path else str((folder / path).resolve())
 
-    update: dict[str, Any] = {name: whole(getattr(job, name)) for name in _PATHS}
+    update: dict[str, Any] = {name: absolute(getattr(job, name)) for name in _PATHS}
     if isinstance(job.inputs, PackedInput):
-        update["inputs"] = PackedInput(folder=whole(job.inputs.folder))
+        update["inputs"] = PackedInput(folder=absolute(job.inputs.folder))
     return job.model_copy(update=update)
 
 
 def write_job(path: Path, job: Job) -> None:
-    """Write the job's file; a reader sees the whole of it or none."""
+    """Write the job's file atomically."""
     shared_files.write_atomic(path, job.model_dump_json(indent=2).encode() + b"\n")
 
 
 def read_job(path: Path, folder: Path | None = None) -> Job:
-    """The job in a file, with absolute paths; `ConfigError` if it is none of this version.
+    """The job in a file, with absolute paths; `ConfigError` if the file is invalid or of another version.
 
-    `folder` is what its paths are relative to, where that is no longer the file's own.
+    `folder` is the base of relative paths; None: the file's folder.
     """
     try:
         tree = json.loads(path.read_bytes())
@@ -229,13 +229,13 @@ def read_job(path: Path, folder: Path | None = None) -> Job:
         raise ConfigError(str(path), None, "a job in JSON", str(error)) from None
     _check_header(path, tree)
     try:
-        return located_job(_form.validate_python(tree), folder or path.parent)
+        return located_job(_adapter.validate_python(tree), folder or path.parent)
     except ValidationError as error:
         raise _error(path, error.errors()[0]) from None
 
 
 def _check_header(path: Path, tree: object) -> None:
-    """Kind and version before all else: of another one, nothing else is known."""
+    """Check kind and version first: the keys of another kind or version are unknown."""
     if not isinstance(tree, dict):
         raise ConfigError(str(path), tree, "a JSON object with the keys of a job", "see docs/jobs.md")
     if tree.get("kind") not in KINDS:
@@ -248,12 +248,12 @@ def _check_header(path: Path, tree: object) -> None:
 
 
 def _error(path: Path, details: ErrorDetails) -> ConfigError:
-    place = [str(part) for part in details["loc"] if part not in _TAGS]
-    key = f"{path}: {'.'.join(place)}"
+    keys = [str(part) for part in details["loc"] if part not in _TAGS]
+    key = f"{path}: {'.'.join(keys)}"
     if details["type"] == "extra_forbidden":
-        return ConfigError(key, details["input"], "a known key", closest_match(place[-1], list(_keys())))
+        return ConfigError(key, details["input"], "a known key", closest_match(keys[-1], list(_keys())))
     if details["type"] == "missing":
-        return ConfigError(key, None, "a value", "see docs/jobs.md for what a job says")
+        return ConfigError(key, None, "a value", "see docs/jobs.md for the keys of a job")
     if details["type"] == "union_tag_invalid":
         expected = details["ctx"]["expected_tags"]
         return ConfigError(f"{key}.kind", details["ctx"]["tag"], f"one of {expected}, which this kind of job takes")
@@ -268,32 +268,33 @@ def _keys() -> Iterator[str]:
 
 
 def check_offline(file: Path, job: Job, config: RunConfig) -> None:
-    """`ConfigError` unless a job can stand alone, its batches are such as `config` can cut, and it can be done without
-    removing anything but what it replaces, whatever links lead there."""
+    """`ConfigError` for a job from a file that is incomplete, whose batches `config` cannot split, or whose output
+    would replace anything but a model, also through links.
+    """
     for name in ("optimizer_state", "output", "log"):
         if not getattr(job, name):
-            raise ConfigError(f"{file}: {name}", "", "a path", "a job that stands alone says where it goes")
+            raise ConfigError(f"{file}: {name}", "", "a path", "a job from a file must have it")
     if isinstance(job.inputs, StreamInput | DatasetInput):
         hint = "pack the rows, or have a run make them: python launchers/submit.py"
-        raise ConfigError(f"{file}: inputs.kind", job.inputs.kind, "packed, in a job that stands alone", hint)
+        raise ConfigError(f"{file}: inputs.kind", job.inputs.kind, "packed, in a job from a file", hint)
     if isinstance(job, RlJob):
         check_mini_batches(config, job.prompts, f"schedule.prompts of {file}")
     check_address(f"{file}: optimizer_state", job.optimizer_state, "see docs/checkpoints.md")
     file, log, output = file.resolve(), Path(job.log), Path(job.output)
     if log.is_dir() or log == file:
-        raise ConfigError(f"{file}: log", job.log, "a file of its own")
-    places = {"the job": file, "its log": log, "its optimizer_state": _place(job.optimizer_state)}
+        raise ConfigError(f"{file}: log", job.log, "a file that is neither the job nor a folder")
+    others = {"the job": file, "its log": log, "its optimizer_state": _folder_of(job.optimizer_state)}
     if isinstance(job.inputs, PackedInput):
-        places["its inputs"] = Path(job.inputs.folder)
-    for name, place in places.items():
-        if output in (place, *place.parents) or place in output.parents:
-            raise ConfigError(f"{file}: output", job.output, f"a folder apart from {name}, {place}")
+        others["its inputs"] = Path(job.inputs.folder)
+    for name, other in others.items():
+        if output in (other, *other.parents) or other in output.parents:
+            raise ConfigError(f"{file}: output", job.output, f"a folder apart from {name}, {other}")
     if output.exists() and not _is_replaceable(output):
         raise ConfigError(f"{file}: output", job.output, "a new folder, or one with a model or adapter to replace")
 
 
-def _place(address: str) -> Path:
-    """The folder of a path or of a URL of this file system; of any other URL, one that is nowhere."""
+def _folder_of(address: str) -> Path:
+    """The folder of a path or of a URL of this file system; for any other URL, a path that does not exist."""
     protocol, is_url, path = address.partition("://")
     return Path(path).resolve() if is_url and protocol in ("file", "local") else Path(address)
 

@@ -49,7 +49,7 @@ from pipeline.transport.streams import Depth, Entry, Reader, Rejected, Streams
 __all__ = ["AsyncStreams", "Depth", "Entry", "Reader", "Rejected", "Streams", "connect", "open_streams"]
 
 
-class StreamsPlace(Protocol):
+class StreamsContext(Protocol):
     """The part of a role's context that `connect` needs, such as `pipeline.roles.role_context.RoleContext`."""
 
     @property
@@ -60,7 +60,7 @@ class StreamsPlace(Protocol):
     def world(self) -> World: ...
 
 
-def connect(context: StreamsPlace) -> Streams:
+def connect(context: StreamsContext) -> Streams:
     """The streams of the context's attempt; `StreamError` when the backend does not answer."""
     cluster = context.config.cluster
     startup, grace = cluster.startup_seconds, cluster.grace_seconds

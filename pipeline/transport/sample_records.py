@@ -34,7 +34,7 @@ MALFORMED = "malformed"
 FILTERED = "filtered: zero advantage"
 """Outcome of a group without a signal, with `training.zero_variance_groups=drop`."""
 
-Place = Annotated[int, msgspec.Meta(ge=0)]
+Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -63,8 +63,8 @@ class Branch(Record, frozen=True, kw_only=True, tag="branch"):
         tokens, sampled, logprobs, version_offsets, routed_experts: the tokens after the prefix, as in `Sample`.
     """
 
-    of: Place
-    shared: Place
+    of: Index
+    shared: Index
     tokens: bytes
     sampled: bytes
     logprobs: bytes
@@ -222,8 +222,8 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
         abandoned: run time in seconds of each sample that was cancelled because the group had enough without it.
     """
 
-    position: Place
-    prompt: Place
+    position: Index
+    prompt: Index
     samples: tuple[Sample, ...] = ()
     failures: tuple[str, ...] = ()
     abandoned: tuple[float, ...] = ()
@@ -292,7 +292,7 @@ class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
     `awaited`: it was refused as too old twice, so later positions wait for it (see `pipeline.transport.staleness`).
     """
 
-    position: Place
+    position: Index
     reason: str
     awaited: bool = False
 

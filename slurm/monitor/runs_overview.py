@@ -130,8 +130,8 @@ class Overview:
         try:
             for name in dict.fromkeys(run.job.kind for run in runs if run.job):
                 queue = self._queues[name] = self._queues.get(name) or self._connect(name)
-                asked = [job.job for job in jobs if job.kind == name]
-                answers |= queue.known(asked) if asked else {}
+                ids_of_kind = [job.job for job in jobs if job.kind == name]
+                answers |= queue.known(ids_of_kind) if ids_of_kind else {}
         except (SchedulerError, ConfigError) as error:
             self.source = f"files alone; the scheduler gave no answer: {error}"
             return None

@@ -50,10 +50,10 @@ class Environment:
         return f"{self.job}-{self.restart}"
 
 
-def without_variables(variables: Mapping[str, str], prefixes: tuple[str, ...], kept: Set[str]) -> dict[str, str]:
-    """The variables without those that begin with one of `prefixes`, except for the names in `kept`.
+def without_variables(variables: Mapping[str, str], prefixes: tuple[str, ...], exceptions: Set[str]) -> dict[str, str]:
+    """The variables without those that begin with one of `prefixes`, except for the names in `exceptions`.
 
     A child would mistake inherited variables of a job for its own: a job that is submitted within another job its
     restart count and its shape, a library its number of tasks.
     """
-    return {name: value for name, value in variables.items() if name in kept or not name.startswith(prefixes)}
+    return {name: value for name, value in variables.items() if name in exceptions or not name.startswith(prefixes)}

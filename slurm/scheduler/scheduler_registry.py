@@ -26,31 +26,31 @@ def scheduler_names() -> tuple[str, ...]:
 @cache
 def find_scheduler(name: str) -> Scheduler:
     """The scheduler with this name, one of `scheduler_names()`."""
-    found: Scheduler = import_module(f"{scheduler.__name__}.{name}").SCHEDULER
-    return found
+    selected: Scheduler = import_module(f"{scheduler.__name__}.{name}").SCHEDULER
+    return selected
 
 
 def batch_scheduler(name: str) -> BatchScheduler:
     """The scheduler with this name; `ConfigError` if it has no queue."""
-    found = find_scheduler(name)
-    if not isinstance(found, BatchScheduler):
+    selected = find_scheduler(name)
+    if not isinstance(selected, BatchScheduler):
         batch = [other for other in scheduler_names() if _has_queue(find_scheduler(other))]
         raise ConfigError("cluster.scheduler", name, "a scheduler with a queue", f"set cluster={' or '.join(batch)}")
-    return found
+    return selected
 
 
 def connect_scheduler(name: str, seconds: float = CALL_SECONDS) -> JobQueue:
     """The queue of a scheduler, each command with a deadline of `seconds`; `ConfigError` if a command is missing."""
-    found = batch_scheduler(name)
-    found.require_commands()
-    return found.queue(seconds)
+    selected = batch_scheduler(name)
+    selected.require_commands()
+    return selected.queue(seconds)
 
 
 def detect_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """The rank that this process is; `RendezvousError` if no known scheduler started it."""
     # A local job may run within a job of a scheduler, whose variables it inherits, never the reverse.
-    for found in sorted(map(find_scheduler, scheduler_names()), key=_has_queue):
-        if (environment := found.environment(variables)) is not None:
+    for selected in sorted(map(find_scheduler, scheduler_names()), key=_has_queue):
+        if (environment := selected.environment(variables)) is not None:
             return environment
     raise RendezvousError(f"this process was started by no scheduler; {_START_HINT}")
 
@@ -58,21 +58,23 @@ def detect_environment(variables: Mapping[str, str] = os.environ) -> Environment
 def batch_attempt(variables: Mapping[str, str] = os.environ) -> tuple[BatchScheduler, str, int]:
     """The scheduler of the enclosing job, the job's id and its number of requeues; `RendezvousError` outside a job."""
     for name in scheduler_names():
-        found = find_scheduler(name)
-        if isinstance(found, BatchScheduler) and (attempt := found.batch_attempt(variables)) is not None:
-            return found, *attempt
+        selected = find_scheduler(name)
+        if isinstance(selected, BatchScheduler) and (attempt := selected.batch_attempt(variables)) is not None:
+            return selected, *attempt
     raise RendezvousError(f"this process belongs to no job of a scheduler; {_START_HINT}")
 
 
-def _has_queue(found: Scheduler) -> bool:
-    return isinstance(found, BatchScheduler)
+def _has_queue(selected: Scheduler) -> bool:
+    return isinstance(selected, BatchScheduler)
 
 
 def outside_a_job(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables without those that describe a job of any scheduler."""
     schedulers = [find_scheduler(name) for name in scheduler_names()]
-    prefixes = tuple(prefix for found in schedulers for prefix in found.job_variables)
-    return without_variables(variables, prefixes, frozenset().union(*(found.client_variables for found in schedulers)))
+    prefixes = tuple(prefix for selected in schedulers for prefix in selected.job_variables)
+    return without_variables(
+        variables, prefixes, frozenset().union(*(selected.client_variables for selected in schedulers))
+    )
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -180,7 +180,7 @@ def _check_context(model: ModelConfig, cp: int) -> None:
     from pipeline.train.model.packing_probe import supports_packing  # torch and transformers take seconds
 
     located = model.model_copy(update={"path": str(model_directory(model))})
-    check_context_packing(located, cp, supports_packing(located, wanted=True))
+    check_context_packing(located, cp, supports_packing(located, requested=True))
 
 
 @cache

@@ -121,5 +121,5 @@ def test_a_job_that_stands_alone_says_where_everything_goes(
 
 
 def test_a_stream_belongs_to_a_run(dispatch: RankGroup, config: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected packed, in a job that stands alone"):
+    with pytest.raises(ConfigError, match="expected packed, in a job from a file"):
         run_job_file(write_job(tmp_path, "rl", inputs={"kind": "stream"}), dispatch, config)

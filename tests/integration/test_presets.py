@@ -108,7 +108,7 @@ def train_and_export(folder: Path, by_length: bool = False, close: float = CLOSE
     frequencies by the length of each row, and cannot be compared with. `close`: nats that rounding makes."""
     base, export = folder / "base", folder / "export"
     model = ModelConfig(path=str(base), init="pretrained", max_length=MAX_LENGTH)
-    how: Packing = "shared" if supports_packing(model, wanted=True) else "padded"
+    how: Packing = "shared" if supports_packing(model, requested=True) else "padded"
     rows = [a_row(7, 1), a_row(24, 2), a_row(11, 3)]
     with world() as mesh:
         worker = ModelWorker(ModelSpec("policy", model, OPTIM, steps=2), mesh)

@@ -45,9 +45,9 @@ def inverse_of(order_S: Tensor) -> Tensor:
     return inverse_S
 
 
-def apply(function: Any, *given: Any) -> Tensor:
+def apply(function: Any, *arguments: Any) -> Tensor:
     """`function.apply`, of a `torch.autograd.Function`."""
-    return cast(Tensor, function.apply(*given))
+    return cast(Tensor, function.apply(*arguments))
 
 
 class Permute(torch.autograd.Function):

@@ -67,7 +67,7 @@ class ExpertLoad:
 
         Empty for a network without fused experts. Collective over all ranks; with a rate, `balance` gets the counts.
         """
-        counts: list[Tensor] = [each.__dict__.pop(COUNTS) for each in self._modules if COUNTS in each.__dict__]
+        counts: list[Tensor] = [module.__dict__.pop(COUNTS) for module in self._modules if COUNTS in module.__dict__]
         if not counts or not (measured or rate):
             return {}
         whole = torch.cat(counts)
@@ -95,5 +95,5 @@ def _bias_beside(network: nn.Module, experts: nn.Module) -> Tensor | None:
     """The balancing bias of the router in the same block as these experts; None if it has none, or as a parameter."""
     name = next(name for name, module in network.named_modules() if module is experts)
     block: Any = network.get_submodule(name.rpartition(".")[0])
-    found = [buffer for leaf, buffer in block.named_buffers() if leaf.rpartition(".")[-1] == BIAS]
-    return found[0] if len(found) == 1 else None
+    biases = [buffer for leaf, buffer in block.named_buffers() if leaf.rpartition(".")[-1] == BIAS]
+    return biases[0] if len(biases) == 1 else None

@@ -80,17 +80,17 @@ def expert_matrices(network: Any) -> list[ExpertMatrix]:
 
 def add_expert_adapters(network: nn.Module, matrices: Collection[ExpertMatrix], lora: LoraConfig) -> None:
     """Give each of the matrices an adapter, without numbers; only adapters have gradients."""
-    for each in matrices:
-        module = network.get_submodule(each.module)
+    for matrix in matrices:
+        module = network.get_submodule(matrix.module)
         if not hasattr(module, ADAPTERS):
             module.add_module(ADAPTERS, nn.ModuleDict())
         of_tensors: Any = getattr(module, ADAPTERS)
-        if each.tensor not in of_tensors:
-            of_tensors[each.tensor] = nn.ModuleDict()
-        stack = getattr(module, each.tensor).detach()
-        adapted = stack.transpose(1, 2) if each.is_stack else stack[:, each.rows]
-        adapter = ExpertAdapter(adapted, each.keys, lora.rank, lora.alpha, is_stack=each.is_stack)
-        of_tensors[each.tensor][each.name] = adapter
+        if matrix.tensor not in of_tensors:
+            of_tensors[matrix.tensor] = nn.ModuleDict()
+        stack = getattr(module, matrix.tensor).detach()
+        adapted = stack.transpose(1, 2) if matrix.is_stack else stack[:, matrix.rows]
+        adapter = ExpertAdapter(adapted, matrix.keys, lora.rank, lora.alpha, is_stack=matrix.is_stack)
+        of_tensors[matrix.tensor][matrix.name] = adapter
 
 
 def _numbered(stacks: Mapping[tuple[str, str], Size]) -> dict[str, Tensor]:

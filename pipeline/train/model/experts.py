@@ -90,14 +90,14 @@ def spread_experts(network: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
 def refuse_unspreadable(network: nn.Module, ranks: int) -> None:
     """`ConfigError` unless the network has experts, all of them fused, which the ranks can share evenly."""
     modules: list[Any] = fused_experts(network)
-    named = ((name.rpartition(".")[-1], type(each).__name__, each) for name, each in network.named_modules())
-    others = [kind for leaf, kind, each in named if (leaf == "experts" or "Experts" in kind) and not is_fused(each)]
+    named = ((name.rpartition(".")[-1], type(module).__name__, module) for name, module in network.named_modules())
+    others = [kind for leaf, kind, module in named if (leaf == "experts" or "Experts" in kind) and not is_fused(module)]
     if others or not modules:
         what = f"with experts that are not fused ({others[0]})" if others else "without experts"
         raise ConfigError("training.mesh.ep", ranks, f"1 for a model {what}", "remove it")
     for count in sorted({len(module.down_proj) for module in modules}):
         if count % ranks:
-            allowed = ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)
+            allowed = ", ".join(str(divisor) for divisor in range(1, count + 1) if count % divisor == 0)
             expected = f"a divisor of {count}, the experts of a layer: {allowed}"
             raise ConfigError("training.mesh.ep", ranks, expected, "change it")
 
@@ -166,7 +166,11 @@ def _linear(module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_X: Tens
     if module.has_bias:
         y_SO = y_SO + local(getattr(module, f"{name}_bias")).index_select(0, expert_S)
     adapters = getattr(module, ADAPTERS, None)
-    return y_SO if adapters is None else y_SO + torch.cat([each(x_SI, ends_X) for each in adapters[name].values()], -1)
+    return (
+        y_SO
+        if adapters is None
+        else y_SO + torch.cat([adapter(x_SI, ends_X) for adapter in adapters[name].values()], -1)
+    )
 
 
 class ExpertAdapter(nn.Module):
@@ -189,7 +193,7 @@ class ExpertAdapter(nn.Module):
 
     def forward(self, x_SI: Tensor, ends_X: Tensor) -> Tensor:
         """[S, O]: what the adapters of the experts that are here add for sorted tokens."""
-        A, B = (local(each).to(x_SI.dtype).transpose(-2, -1) for each in (self.lora_A, self.lora_B))
+        A, B = (local(parameter).to(x_SI.dtype).transpose(-2, -1) for parameter in (self.lora_A, self.lora_B))
         output_SO = grouped_product(grouped_product(x_SI, A, ends_X), B, ends_X)
         return output_SO * self.scale
 

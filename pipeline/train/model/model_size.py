@@ -84,7 +84,7 @@ def check_client_adapters(config: ModelConfig, ep: int, served: bool) -> None:
 
 
 def _adapts_experts(config: ModelConfig) -> bool:
-    return any(hasattr(each, ADAPTERS) for each in fused_experts(_meta_model(model_directory(config), config)))
+    return any(hasattr(module, ADAPTERS) for module in fused_experts(_meta_model(model_directory(config), config)))
 
 
 def _experts(network: Any) -> dict[str, int]:

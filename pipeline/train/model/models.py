@@ -277,7 +277,9 @@ def _lasting(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     for prefix, owner in module.named_modules():
         names = owner._buffers.keys() - owner._non_persistent_buffers_set
-        yield from ((f"{prefix}.{leaf}", each) for leaf in sorted(names) if (each := owner._buffers[leaf]) is not None)
+        yield from (
+            (f"{prefix}.{leaf}", buffer) for leaf in sorted(names) if (buffer := owner._buffers[leaf]) is not None
+        )
 
 
 def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size, object]:

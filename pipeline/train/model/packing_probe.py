@@ -50,9 +50,8 @@ class PackingProbe:
     padded: float
 
 
-def supports_packing(model: ModelConfig, wanted: bool) -> bool:
-    """Whether rows of this model are packed: as `wanted` if the check succeeds; otherwise they are padded, and a
-    warning gives the reason.
+def supports_packing(model: ModelConfig, requested: bool) -> bool:
+    """Whether rows of this model are packed: as `requested` if the check succeeds, else padded, with a warning.
 
     `ConfigError` for a model whose padded rows are wrong too: it cannot be trained.
     """
@@ -61,13 +60,13 @@ def supports_packing(model: ModelConfig, wanted: bool) -> bool:
     if isinstance(probe, str):
         why = f"it could not be shown that {model.path} may be packed: {probe}"
     elif probe.packed <= TOLERANCE:
-        return wanted
+        return requested
     elif probe.padded <= TOLERANCE:
         why = f"packed rows of {model.path} see the row before them, which changes them by {probe.packed:.2g} nats"
     else:
         value = f"{model.path}, whose log-probabilities come out wrong by {probe.padded:.2g} nats"
         raise ConfigError("model.path", value, "a decoder with plain causal attention", "choose another model")
-    if wanted:
+    if requested:
         log.warning("rows are padded, not packed: %s; set training.packing=false to avoid this warning", why)
     return False
 

@@ -76,11 +76,11 @@ class PublicTensors:
 
     def layout(self, dtype: torch.dtype) -> WeightLayout:
         """Names, types and shapes of the items of `gathered`."""
-        return WeightLayout.of(self._each(dtype, _outline))
+        return WeightLayout.of(self._converted(dtype, _outline))
 
     def gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All public tensors, whole; every rank of the replica must take every item."""
-        for item in self._each(dtype, self._gather):
+        for item in self._converted(dtype, self._gather):
             heartbeat.beat()
             yield item
 
@@ -147,7 +147,7 @@ class PublicTensors:
         """The public tensors of a group, on the meta device."""
         return group.public(self._made(group, self._dtype, _outline))
 
-    def _each(self, dtype: torch.dtype, make: Make) -> Iterator[tuple[str, Tensor]]:
+    def _converted(self, dtype: torch.dtype, make: Make) -> Iterator[tuple[str, Tensor]]:
         for group in self._groups():
             made = group.public(self._made(group, dtype, make))
             yield from made.items()

@@ -57,7 +57,7 @@ class RouterLoss:
         if not self.coefficient:
             return 0.0, {}
         records: list[Routing] = [module.__dict__.pop(ROUTING) for module in self._routers if module]
-        share_B, means_BT = (each.to(records[0].logits_TX.device) for each in micro.row_means())
+        share_B, means_BT = (tensor.to(records[0].logits_TX.device) for tensor in micro.row_means())
         chosen_LBX = [means_BT @ _counts(record).to(means_BT.dtype) for record in records]
         likely_LBX = [means_BT @ record.logits_TX.softmax(-1).to(means_BT.dtype) for record in records]
         context = None if micro.segments is None else micro.segments.context

@@ -65,8 +65,8 @@ def _forward(module: nn.Module, forward: Any, *inputs: Any, **options: Any) -> A
 
 def _routing(outputs: tuple[Tensor, ...], experts: int) -> Routing:
     """Families return logits, weights of experts and chosen experts, in one order or another."""
-    logits = next(each for each in outputs if each.is_floating_point() and each.shape[-1] == experts)
-    chosen = next(each for each in outputs if not each.is_floating_point())
+    logits = next(output for output in outputs if output.is_floating_point() and output.shape[-1] == experts)
+    chosen = next(output for output in outputs if not output.is_floating_point())
     return Routing(logits.flatten(0, -2), chosen.flatten(0, -2))
 
 

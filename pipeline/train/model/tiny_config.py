@@ -48,7 +48,7 @@ def shrink_config(config: Any, size: str) -> Any:
     small = copy.deepcopy(config)
     text = small.get_text_config()
     exceptions = _take_exceptions(text)
-    _cut(text, _layers_of_each_kind(config))
+    _cut(text, _layers_per_kind(config))
     text.vocab_size = VOCABULARY
     _shrink(text, "vocab_size_per_layer_input", VOCABULARY)
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -69,7 +69,7 @@ def shrink_config(config: Any, size: str) -> Any:
     return small
 
 
-def _layers_of_each_kind(config: Any) -> int:
+def _layers_per_kind(config: Any) -> int:
     """The number of first layers that include every kind of layer, in units of `num_hidden_layers`, in which some
     families count the halves of a layer."""
     with torch.device("meta"):

@@ -25,7 +25,7 @@ FILE = "study.db"
 
 
 @dataclass(frozen=True)
-class StudyPlace:
+class StudyLocation:
     """The storage URL and the name of a study. Default: a file in the sweep's directory, named after the sweep."""
 
     storage: str | None
@@ -59,15 +59,15 @@ def refuse_grid(sweeper: Mapping[str, Any]) -> None:
         raise ConfigError("hydra/sweeper/sampler", "grid", "a sampler that uses the results of trials", hint)
 
 
-def existing_study(sweeper: Mapping[str, Any], is_set: Callable[[str], bool], directory: Path) -> StudyPlace:
+def existing_study(sweeper: Mapping[str, Any], is_set: Callable[[str], bool], directory: Path) -> StudyLocation:
     """The study's storage and name, with defaults for settings that the command does not have."""
     storage = sweeper["storage"]
     if storage is None and not is_set("hydra.sweeper.storage"):
         storage = f"sqlite:///{directory / FILE}"
-    return StudyPlace(storage, sweeper["study_name"] or directory.name)
+    return StudyLocation(storage, sweeper["study_name"] or directory.name)
 
 
-def resume_study(location: StudyPlace, sweeper: Mapping[str, Any], directions: list[str]) -> dict[str, Any]:
+def resume_study(location: StudyLocation, sweeper: Mapping[str, Any], directions: list[str]) -> dict[str, Any]:
     """Queue unfinished trials again. Returns the changed settings of the sweeper: keys below `hydra.sweeper`.
 
     `ConfigError` for a storage that cannot be opened, or a study that has other directions.
@@ -83,7 +83,7 @@ def resume_study(location: StudyPlace, sweeper: Mapping[str, Any], directions: l
     return changed
 
 
-def _requeue_trials(location: StudyPlace, directions: list[str]) -> tuple[int, int]:
+def _requeue_trials(location: StudyLocation, directions: list[str]) -> tuple[int, int]:
     """Queue trials without a value again. Returns the number of trials, and the number of those with a value."""
     import optuna
     from optuna.trial import TrialState
@@ -109,7 +109,7 @@ def _requeue_trials(location: StudyPlace, directions: list[str]) -> tuple[int, i
     return len(known), len(completed)
 
 
-def _load_study(location: StudyPlace, directions: list[str]) -> "Study | None":
+def _load_study(location: StudyLocation, directions: list[str]) -> "Study | None":
     """The stored study; None if there is none yet."""
     import optuna
 

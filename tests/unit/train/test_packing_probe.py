@@ -69,8 +69,8 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("family", ATTENTIVE)
 def test_attention_is_kept_inside_packed_rows(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert supports_packing(a_model(tmp_path, family), wanted=True)
-    assert not supports_packing(a_model(tmp_path, family), wanted=False)
+    assert supports_packing(a_model(tmp_path, family), requested=True)
+    assert not supports_packing(a_model(tmp_path, family), requested=False)
     assert told(caplog) == []
 
 
@@ -79,11 +79,11 @@ def test_a_state_that_goes_on_along_the_line_is_noticed_and_rows_are_padded(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = a_model(tmp_path, family)
-    assert not supports_packing(model, wanted=True)
+    assert not supports_packing(model, requested=True)
     (warning,) = told(caplog)
     assert "rows are padded, not packed" in warning
     assert "see the row before them" in warning
-    assert not supports_packing(model, wanted=False)
+    assert not supports_packing(model, requested=False)
     assert len(told(caplog)) == 1, "who asked for padding is not warned"
 
 
@@ -92,19 +92,19 @@ def test_a_model_that_is_wrong_padded_too_is_refused(tmp_path: Path, monkeypatch
     plain = packed_attention._attend
     monkeypatch.setattr(packed_attention, "_attend", lambda *given: plain(*given[:4], None))
     with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
-        supports_packing(a_model(tmp_path, "mistral"), wanted=False)
+        supports_packing(a_model(tmp_path, "mistral"), requested=False)
 
 
 def test_a_mask_that_a_model_passes_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path.*DogeAttention with attention_mask"):
-        supports_packing(a_model(tmp_path, "doge"), wanted=False)
+        supports_packing(a_model(tmp_path, "doge"), requested=False)
 
 
 def test_a_vector_that_starts_at_zero_has_a_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of Doge, ignored: it is learned, and of a new model it is zero."""
     monkeypatch.setattr(packed_attention, "_IGNORED", packed_attention._IGNORED | {"attention_mask"})
     with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
-        supports_packing(a_model(tmp_path, "doge", keep_window_size=4096), wanted=False)
+        supports_packing(a_model(tmp_path, "doge", keep_window_size=4096), requested=False)
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
@@ -116,16 +116,16 @@ def test_what_changes_with_the_longest_row_of_a_batch_is_seen(
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]} if rope_type == "longrope" else {}
     model = a_model(tmp_path, "llama", max_position_embeddings=16384, rope_parameters=rope)
-    assert supports_packing(model, wanted=True)
+    assert supports_packing(model, requested=True)
     packing_probe.probe_packing.cache_clear()
     monkeypatch.setattr(models, "fix_frequencies", lambda network, max_length: None)
     with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
-        supports_packing(model, wanted=True)
+        supports_packing(model, requested=True)
 
 
 def test_a_model_that_draws_its_experts_while_it_is_trained_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
-        supports_packing(a_model(tmp_path, "phimoe"), wanted=False)
+        supports_packing(a_model(tmp_path, "phimoe"), requested=False)
 
 
 def test_a_model_that_answers_at_random_is_refused_though_its_first_answers_are_right(
@@ -135,7 +135,7 @@ def test_a_model_that_answers_at_random_is_refused_though_its_first_answers_are_
     plain = packing_probe._logprobs
     monkeypatch.setattr(packing_probe, "_logprobs", lambda *given: plain(*given) + (torch.rand(()) < 0.1))
     with pytest.raises(ConfigError, match=r"wrong by 1 nats"):
-        supports_packing(a_model(tmp_path, "llama"), wanted=False)
+        supports_packing(a_model(tmp_path, "llama"), requested=False)
 
 
 def test_what_cannot_be_seen_is_not_packed(
@@ -145,7 +145,7 @@ def test_what_cannot_be_seen_is_not_packed(
         raise ValueError(f"{size} heads do not fit")
 
     monkeypatch.setattr(packing_probe, "shrink_config", broken)
-    assert not supports_packing(a_model(tmp_path, "llama"), wanted=True)
+    assert not supports_packing(a_model(tmp_path, "llama"), requested=True)
     (warning,) = told(caplog)
     assert "could not be shown" in warning
     assert "cut heads do not fit" in warning
@@ -153,9 +153,9 @@ def test_what_cannot_be_seen_is_not_packed(
 
 def test_each_architecture_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model(tmp_path, "llama")
-    supports_packing(model, wanted=True)
+    supports_packing(model, requested=True)
     monkeypatch.setattr(packing_probe, "measure_packing", None)
-    assert supports_packing(model, wanted=True)
+    assert supports_packing(model, requested=True)
 
 
 @pytest.mark.parametrize(

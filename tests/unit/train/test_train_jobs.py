@@ -261,8 +261,8 @@ def test_what_a_crash_left_of_a_replacement_is_mended(tmp_path: Path, monkeypatc
         ({"output": "."}, "apart from the job"),
         ({"output": "data", "inputs": {"kind": "packed", "folder": "data"}}, "apart from its inputs"),
         ({"output": "notes"}, "a new folder, or one with a model or adapter to replace"),
-        ({"log": "a.json"}, "a file of its own"),
-        ({"log": "notes"}, "a file of its own"),
+        ({"log": "a.json"}, "neither the job nor a folder"),
+        ({"log": "notes"}, "neither the job nor a folder"),
     ],
     ids=str,
 )
