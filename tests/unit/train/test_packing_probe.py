@@ -88,9 +88,11 @@ def test_a_state_that_goes_on_along_the_line_is_noticed_and_rows_are_padded(
 
 
 def test_a_model_that_is_wrong_padded_too_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As attention would be that has no window, of a model that was trained with one."""
+    """Attention without its window, for a model that was trained with one."""
     plain = packed_attention._attend
-    monkeypatch.setattr(packed_attention, "_attend", lambda *given: plain(*given[:4], None))
+    monkeypatch.setattr(
+        packed_attention, "_attend", lambda q, k, v, options: plain(q, k, v, options._replace(window=None))
+    )
     with pytest.raises(ConfigError, match=r"model\.path.*wrong by .* nats"):
         supports_packing(a_model(tmp_path, "mistral"), requested=False)
 
