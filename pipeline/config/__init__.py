@@ -14,7 +14,7 @@
 | `evaluation_keys` | the keys of evaluation sets |
 | `tinker_keys` | the keys of a run that serves |
 | `value_types` | the types of values |
-| `cross_checks`, `mesh_checks` | the rules between keys; the divisibility rules of a mesh |
+| `cross_checks`, `mesh_checks`, `fault_checks` | the rules between keys; of a mesh; of injected faults |
 | `key_relevance` | keys that are read only with certain values of another key |
 | `routing_shape` | routing replay: the record of a token, and which runs have one |
 | `run_identity` | the keys that identify a run |

@@ -11,6 +11,7 @@ import fsspec
 from pipeline.config import RunConfig
 from pipeline.config.cluster_keys import ClusterConfig
 from pipeline.config.evaluation_keys import check_sets
+from pipeline.config.fault_checks import faults_can_happen
 from pipeline.config.key_relevance import default_of, unread_keys, value_of
 from pipeline.config.mesh_checks import (
     context_divides_a_replica,
@@ -357,6 +358,7 @@ def _checkpoint_url_can_be_opened(config: RunConfig) -> None:
 
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
+    faults_can_happen,
     _trainer_processes_have_one_gpu,
     replicas_divide_the_trainer,
     context_divides_a_replica,

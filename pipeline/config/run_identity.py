@@ -15,6 +15,7 @@ OPERATIONAL = (
     "resume",
     "cluster",
     "resources",
+    "faults",
     "recovery",
     "tracking",
     "task.memory_bytes",

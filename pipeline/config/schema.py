@@ -28,6 +28,7 @@ from pipeline.config.value_types import (
     NAME_PATTERN,
     Bytes,
     Decay,
+    Faults,
     NotNegative,
     Positive,
     Rate,
@@ -299,6 +300,11 @@ class RunConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     streams: StreamsConfig = StreamsConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    faults: Faults = Field(
+        (),
+        description="Faults to inject, each once in the run, such as `[kill:inference[0]@step=7, stop:trainer@save]`; "
+        "see [Injected faults](operations.md#injected-faults).",
+    )
     tracking: TrackingConfig = TrackingConfig()
     serve: ServeConfig = ServeConfig()
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from pipeline.run.fault_plan import parse_faults
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -50,9 +52,16 @@ def _as_list(value: object) -> object:
     return (value,) if isinstance(value, str | int | float) else value
 
 
+def _are_faults(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse a fault that does not follow the grammar."""
+    parse_faults(texts)
+    return texts
+
+
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_list)]
 """Lists. A single entry may be written without brackets."""
+Faults = Annotated[tuple[str, ...], BeforeValidator(_as_list), AfterValidator(_are_faults)]
 Network = Annotated[str, Field(pattern=NETWORK_PATTERN), AfterValidator(_is_subnet)]
 Memory = Annotated[str, Field(pattern=MEMORY_PATTERN)]
 SlurmTime = Annotated[str, BeforeValidator(_no_bare_number), Field(pattern=TIME_PATTERN)]

@@ -18,6 +18,7 @@ from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError
 from pipeline.roles.role_context import Status
 from pipeline.run.events import Event, Events
+from pipeline.run.fault_plan import FAULT
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import MetricRecord, read_rows
 from pipeline.run.paths import RUN, AttemptPaths, RunPaths, SweepPaths, rank_of_timeline
@@ -68,7 +69,16 @@ class Attempt:
     @property
     def states(self) -> dict[str, Transition]:
         """The last transition of each role."""
-        return {transition.role: transition for transition in self.transitions}
+        return {transition.role: transition for transition in self.transitions if transition.state != FAULT}
+
+    @property
+    def restarts(self) -> dict[str, tuple[str, ...]]:
+        """The reasons of the restarts in place of each role that had some, the oldest first."""
+        reasons: dict[str, tuple[str, ...]] = {}
+        for transition in self.transitions:
+            if transition.state == "restarting":
+                reasons[transition.role] = (*reasons.get(transition.role, ()), transition.detail)
+        return reasons
 
     @property
     def is_down(self) -> bool:

@@ -13,9 +13,13 @@ from pipeline.observability.number_format import clock
 from pipeline.observability.run_history import Attempt, Transition
 from pipeline.observability.svg_drawing import BAD, BUSY, GOOD, draw
 from pipeline.roles.role_context import Status
+from pipeline.run.fault_plan import FAULT
 
 MAX_ROLES = 32
-_NOTE = "Pale: starting, restarting or stopping. Solid: ready; half as high: warming up. A cross: failed."
+_NOTE = (
+    "Pale: starting, restarting or stopping. Solid: ready; half as high: warming up. A cross: failed. A triangle: an "
+    "injected fault."
+)
 _WIDTH, _ROW = 10.8, 0.27
 _COLORS = {"starting": BUSY, "restarting": BUSY, "ready": GOOD, "stopping": BUSY}
 Bar = tuple[float, float, str]
@@ -46,6 +50,8 @@ def timeline(attempt: Attempt) -> Chart:
 
     hidden = len(attempt.states) - len(shown)
     note += f" {hidden} more roles are not shown." if hidden else ""
+    restarts = [f"{role} ({len(reasons)})" for role, reasons in attempt.restarts.items()]
+    note += f" Restarts in place: {', '.join(restarts)}." if restarts else ""
     return Chart(title, note, svg=draw(_WIDTH, 0.5 + _ROW * len(shown), paint, f"{title}: {len(shown)} roles"))
 
 
@@ -78,6 +84,9 @@ def warm_ups(status: Status | None, began: float) -> list[tuple[float, float]]:
 
 
 def _paint_role(axes: Axes, row: int, own: Sequence[Transition], began: float, ended: float) -> None:
+    faults = [transition.time - began for transition in own if transition.state == FAULT]
+    axes.plot(faults, [row] * len(faults), marker="v", color=BAD, markersize=6, linestyle="", clip_on=False)
+    own = [transition for transition in own if transition.state != FAULT]
     for start, length, state in bars(own, began, ended):
         axes.barh(row, length, left=start, height=0.5, color=_COLORS[state], linewidth=0)
     failed = [transition.time - began for transition in own if transition.state == "failed"]

@@ -6,12 +6,14 @@ without RL steps has none of them. Must not know losses, ranks or checkpoints.
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 from pipeline.inference.weight_sync.publication import CPU
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles.role_context import RoleContext
+from pipeline.run.fault_moments import FaultMoments
 from pipeline.run.metrics_log import read_rows
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
@@ -36,6 +38,7 @@ class RlServices:
         opened: ExitStack,
         pulse: Pulse,
         note: Note,
+        moments: FaultMoments,
     ) -> None:
         """Connect; `opened` closes the connections, the weight groups first. `note` receives each evaluation."""
         self._context, self._dispatch, self._ledger = context, dispatch, ledger
@@ -43,7 +46,9 @@ class RlServices:
         config = context.config
         streams = opened.enter_context(connect(context))
         self._board = SharedState(streams)
-        self._publisher = WeightPublisher(dispatch, opened.enter_context(self._sender()), pulse)
+        self._publisher = WeightPublisher(
+            dispatch, opened.enter_context(self._sender()), pulse, partial(moments.reach, "update")
+        )
         self._batches = GroupBatches(streams, self._board, ledger, config, pulse, dispatch.models["policy"].vocabulary)
         self._evaluations = Evaluations(
             streams,
@@ -52,6 +57,7 @@ class RlServices:
             results_in(read_rows(context.run.metrics)),
             note,
             pulse,
+            partial(moments.reach, "eval"),
         )
 
     def _sender(self) -> WeightSender:

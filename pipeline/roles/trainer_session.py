@@ -14,6 +14,8 @@ from pipeline.errors import StreamError
 from pipeline.roles.rank0 import Rank0
 from pipeline.roles.rl_services import RlServices
 from pipeline.roles.role_context import PROGRESS, RoleContext
+from pipeline.run.fault_moments import FaultMoments
+from pipeline.run.fault_plan import parse_faults
 from pipeline.run.metrics_log import read_rows, series
 from pipeline.train.batching.conversation_rows import Conversations
 from pipeline.train.batching.demonstrations import TaskDemonstrations
@@ -39,6 +41,8 @@ class RunSession(Rank0):
         reads = self._config.has_sft and self._config.data.path
         self._conversations = Conversations(self._config, self._alive) if reads else None
         self._commits = RunRecorder(context.paths, context.config, dispatch, self._conversations, context.restart)
+        self._moments = FaultMoments(context.paths, parse_faults(self._config.faults), self._attend)
+        self._commits.on_save = partial(self._moments.reach, "save")
         self._peers: RlServices | None = None
         self._warm_up = WarmUp(self._config, dispatch, self._pulse, self._warming_up)
 
@@ -53,6 +57,7 @@ class RunSession(Rank0):
                 if self._peers:
                     self._peers.release_covered(self._commits.covered)
                 self._run_jobs(position)
+                self._moments.reach("end")
                 self._commits.export()
             except Interrupted as reason:
                 log.info("%s; the finished work is saved", reason)
@@ -64,7 +69,9 @@ class RunSession(Rank0):
         self._sinks = self._open_sinks(opened, self._commits.fence.check)
         if self._config.has_rollouts:
             ledger = self._commits.ledger
-            self._peers = RlServices(self._context, self._dispatch, ledger, opened, self._pulse, self._note_evaluation)
+            self._peers = RlServices(
+                self._context, self._dispatch, ledger, opened, self._pulse, self._note_evaluation, self._moments
+            )
             self._commits.on_durable = partial(self._release_covered, self._peers)
 
     def _release_covered(self, peers: RlServices, covered: tuple[str, ...]) -> None:
@@ -162,6 +169,12 @@ class RunSession(Rank0):
         self._numbers[PROGRESS] = self._numbers.get(PROGRESS, 0.0) + 1
         self._context.report("ready", f"{job.name} step {step} of {job.steps}", **self._numbers)
         self._commits.collect()
+        self._moments.reach(f"step={step}" if job.name == "rl" else "sft")
+
+    def _attend(self) -> bool:
+        """Called while a moment's faults are awaited; returns whether the attempt is ending."""
+        self._alive()
+        return self._ending() is not None
 
     def _note_evaluation(self, version: int, metrics: Mapping[str, float], eval_set: str) -> None:
         self._sinks.log("eval", "rl", version, metrics, eval_set=eval_set)

@@ -6,6 +6,7 @@
 | `run_documents` | the run's identity, its submitted job, its end |
 | `completion` | whether the run is finished |
 | `events` | the events of an attempt, each published once |
+| `fault_plan`, `fault_moments` | the grammar of injected faults; their records |
 | `first_failure` | the first failure of an attempt |
 | `metrics_log` | where metrics are written |
 """

@@ -160,7 +160,8 @@ class AttemptPaths:
     @property
     def shared(self) -> tuple[Path, ...]:
         """The folders in which ranks poll for files of other ranks."""
-        return self.rendezvous, self.events, self.marks, self.statuses, self.alive, self.timeline, self.logs
+        moments = self.root / "moments"
+        return self.rendezvous, self.events, self.marks, self.statuses, self.alive, self.timeline, self.logs, moments
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,11 @@ class RunPaths:
     """Files of a run that outlive its attempts."""
 
     root: Path
+
+    @property
+    def faults(self) -> Path:
+        """The records of injected faults (`pipeline.run.fault_moments`)."""
+        return self.root / "faults"
 
     @property
     def run(self) -> Path:

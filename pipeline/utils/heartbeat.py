@@ -36,6 +36,8 @@ STACKS = signal.SIGURG
 VARIABLE = "ROLLCALL_HEARTBEAT"
 TICK_SECONDS = 0.5
 _RECORD = struct.Struct("<qQQd64s")
+_REQUEST = struct.Struct("<q")
+"""Behind the records: 0, or one above the code with which the agent wants the processes to exit."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class HeartbeatBoard:
     def __init__(self, processes: int) -> None:
         self._processes = processes
         self._records, self._stacks = os.memfd_create("heartbeat"), os.memfd_create("stacks")
-        os.ftruncate(self._records, max(1, processes) * _RECORD.size)
+        os.ftruncate(self._records, max(1, processes) * _RECORD.size + _REQUEST.size)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -76,6 +78,10 @@ class HeartbeatBoard:
             Heartbeat(pid, ticks, beats, seconds, doing.rstrip(b"\0").decode(errors="replace"))
             for pid, ticks, beats, seconds, doing in _RECORD.iter_unpack(data)
         ]
+
+    def request_exit(self, code: int) -> None:
+        """Have each process exit with `code` at its next tick, wherever its work is: an injected fault."""
+        os.pwrite(self._records, _REQUEST.pack(code + 1), max(1, self._processes) * _RECORD.size)
 
     def take_stacks(self) -> str:
         """The stacks that processes have written since the last `drop_stacks`."""
@@ -110,6 +116,9 @@ class _Heart:
         while True:
             self._ticks += 1
             self._write()
+            (request,) = _REQUEST.unpack_from(self._memory, len(self._memory) - _REQUEST.size)
+            if request:
+                os._exit(request - 1)
             time.sleep(TICK_SECONDS)
 
     def _write(self) -> None:

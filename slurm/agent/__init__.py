@@ -5,6 +5,7 @@
 | `agent` | one rank, from its start to its end |
 | `supervisor`, `role_process` | the roles of a rank: started, monitored, stopped; the state of one role |
 | `recovery_policy` | which end of a role is followed by its restart in place, and how often |
+| `fault_injection` | the faults that a user planned, injected once each |
 | `role_failure` | the cause of a role's failure, and its record |
 | `role_lifecycle` | the states of a role, and the shutdown order |
 | `node_forks` | the fork server from which a node's roles start |

@@ -28,6 +28,7 @@ from pipeline.errors import DeadlineError
 from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.events import Event, EventName, EventPoller, Events, poll_interval
+from pipeline.run.fault_plan import FAULT, parse_faults
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, down_mark
 from pipeline.utils import subprocesses
@@ -43,6 +44,7 @@ from pipeline.utils.shared_dir import FileSharedDir, SharedDir
 from pipeline.utils.waiting import CLOCK, Clock, Deadline, wait_for
 from slurm.agent import role_lifecycle
 from slurm.agent.agent_heartbeat import ExitMarkers
+from slurm.agent.fault_injection import FaultInjector
 from slurm.agent.liveness import LivenessMonitor, Stall
 from slurm.agent.oom import OomWatch
 from slurm.agent.recovery_policy import EndKind
@@ -104,6 +106,8 @@ class Supervisor:
         self._outbox, self._published = DeferredWrites(), list[EventName]()
         self._roles = [self._make_role(context) for context in contexts]
         self._oom_watch = OomWatch(clock)
+        faults = parse_faults(contexts[0].config.faults) if contexts else ()
+        self._injector = FaultInjector(paths, faults, self._roles, clock) if faults else None
         self._end: End | None = None
         self._ending_since = 0.0
         self._patient = False
@@ -137,6 +141,9 @@ class Supervisor:
         self._outbox.flush()
         self._poll_events()
         self._oom_watch.look()
+        if self._injector is not None and self._end is None:
+            for role, fault in self._injector.inject():
+                self._append_to_timeline(role, FAULT, fault.text)
         for role in self._roles:
             if not role.down:
                 self._watch(role)
@@ -336,12 +343,15 @@ class Supervisor:
 
     def _advance(self, role: SupervisedRole, event: role_lifecycle.RoleEvent, detail: str = "") -> None:
         role.state = role_lifecycle.advance(role.name, role.state, event)
-        rank = role.context.placement.rank
-        line = {"time": time.time(), "role": role.name, "rank": rank, "state": role.state, "detail": detail}
-        with suppress(OSError):  # the timeline is for people only
-            _append(self._paths.timeline_of(rank), msgspec.json.encode(line) + b"\n")
+        self._append_to_timeline(role, role.state, detail)
         if role.down:
             self._outbox.submit(lambda: self._attempt.replace(down_mark(role.name), role.state))
+
+    def _append_to_timeline(self, role: SupervisedRole, state: str, detail: str) -> None:
+        rank = role.context.placement.rank
+        line = {"time": time.time(), "role": role.name, "rank": rank, "state": state, "detail": detail}
+        with suppress(OSError):  # the timeline is for people only
+            _append(self._paths.timeline_of(rank), msgspec.json.encode(line) + b"\n")
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -28,6 +28,7 @@ class LogLines:
     def __init__(self) -> None:
         self._state, self._attempt, self._past = ("", ""), "", set[str]()
         self._roles, self._silent = dict[str, str](), set[int]()
+        self._restarts: dict[str, int] = {}
         self._printed, self._next = ("", 0, 0), 0.0
         self._troubled = False
         self._evaluated: EvaluationProgress | None = None
@@ -40,6 +41,7 @@ class LogLines:
             *self._state_lines(snapshot),
             *self._trouble_lines(snapshot),
             *self._silence_lines(snapshot),
+            *self._restart_lines(snapshot),
             *self._role_lines(snapshot),
             *self._evaluation_lines(snapshot, now),
             *self._progress_lines(snapshot, now, last),
@@ -62,6 +64,7 @@ class LogLines:
         if began:
             self._attempt = snapshot.attempt
             self._roles.clear()
+            self._restarts.clear()
         return lines
 
     def _trouble_lines(self, snapshot: Snapshot) -> Iterable[str]:
@@ -76,6 +79,15 @@ class LogLines:
         back = sorted(before - silent) if not snapshot.is_over else []
         lines = [f"  {silence_text(snapshot)}"] if silent - before else []
         return [*lines, *(f"  rank {rank} shows signs of life again" for rank in back)]
+
+    def _restart_lines(self, snapshot: Snapshot) -> Iterable[str]:
+        """One line for each restart of a role in place."""
+        lines = []
+        for role in snapshot.roles:
+            new = role.restarts[self._restarts.get(role.name, 0) :]
+            self._restarts[role.name] = len(role.restarts)
+            lines += [f"  {role.name} on rank {role.rank}: {reason}" for reason in new]
+        return lines
 
     def _role_lines(self, snapshot: Snapshot) -> Iterable[str]:
         changed = [role for role in snapshot.roles if self._roles.get(role.name) != role.state]

@@ -34,6 +34,7 @@ class RoleLine:
     Attributes:
         since: start of the state, in seconds since the epoch; 0 before the role started.
         silent: since when its rank has no heartbeat, in seconds since the epoch; 0 while it has one.
+        restarts: the reason of each restart in place, the oldest first.
     """
 
     name: str
@@ -43,6 +44,7 @@ class RoleLine:
     since: float
     detail: str
     silent: float = 0.0
+    restarts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -253,6 +255,7 @@ def _roles(attempt: Attempt, silent: Mapping[int, float]) -> tuple[RoleLine, ...
                 since=last.time if last else 0.0,
                 detail=detail,
                 silent=silent.get(rank, 0.0),
+                restarts=attempt.restarts.get(name, ()),
             )
         )
     return tuple(sorted(lines, key=lambda line: line.rank))

@@ -94,7 +94,9 @@ def _roles_table(snapshot: Snapshot) -> RenderableType:
     for role in shown:
         since = clock(snapshot.until - role.since) if role.since else ""
         silence = f"silent for {clock(snapshot.time - role.silent)}" if role.silent else ""
-        detail = Text(silence, UNSURE) if silence else Text(role.detail, "bright_black")
+        restarts = f"restarts in place: {len(role.restarts)}" if role.restarts and role.state == "ready" else ""
+        quiet = "; ".join(filter(None, (role.detail, restarts)))
+        detail = Text(silence, UNSURE) if silence else Text(quiet, "bright_black")
         table.add_row(role.name, str(role.rank), role.address, _role_state(role, snapshot), since, detail)
     if len(shown) < len(snapshot.roles):
         table.add_row(Text(f"and {len(snapshot.roles) - len(shown)} more, ready", "bright_black"))

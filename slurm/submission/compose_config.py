@@ -205,6 +205,7 @@ def config_groups(folder: Path = CONF) -> dict[str, list[str]]:
 
 def _prepare(text: str, folder: Path) -> str:
     """The override in the spelling that Hydra accepts: a checked group choice, or a value for a known key."""
+    text = _quote_faults(text)
     override = _parse(text)
     if override.is_sweep_override():
         hint = "-m submits one run for each value"
@@ -244,9 +245,18 @@ def _refuse_named(override: Override, text: str) -> None:
         raise ConfigError(override.key_or_group, text.partition("=")[2], "one value", hint)
 
 
+def _quote_faults(text: str) -> str:
+    """`faults=[…]` with quotes around each fault, whose brackets and equal signs Hydra would read as its own."""
+    key, _, value = text.partition("=")
+    if key.lstrip("+") != "faults" or "'" in value or '"' in value:
+        return text
+    faults = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    return f"{key}=[{','.join(repr(fault.strip()) for fault in faults.split(',') if fault.strip())}]"
+
+
 def _parse(text: str) -> Override:
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(_quote_faults(text))
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(text, text, "key=value", reason) from None

@@ -19,6 +19,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
         heartbeat_seconds: float = 60,
         gpus: dict[RoleName, tuple[int, ...]] | None = None,
         restarts: int = 0,
+        faults: str = "",
         ports: dict[RoleName, tuple[int, ...]] | None = None,
         **scripts: str,
     ) -> Attempt:
@@ -31,7 +32,8 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
         )
         usual = dict.fromkeys(RANKS, FOREVER) | {"trainer": UNTIL_TOLD}
         distinct = {role: f"{(usual | scripts)[role]}\n# {role}" for role in RANKS}
-        made = Attempt(AttemptPaths(tmp_path, "r", "a-0"), cluster, distinct, gpus or {}, restarts, ports or {})
+        paths = AttemptPaths(tmp_path, "r", "a-0")
+        made = Attempt(paths, cluster, distinct, gpus or {}, restarts, faults, ports or {})
         monkeypatch.setattr(supervisor, "role_command", made.launch)
         made.start()
         return made

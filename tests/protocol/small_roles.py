@@ -52,6 +52,7 @@ class Attempt:
     scripts: dict[RoleName, str]
     gpus: dict[RoleName, tuple[int, ...]] = field(default_factory=dict)
     restarts: int = 0
+    faults: str = ""
     ports: dict[RoleName, tuple[int, ...]] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Attempt:
 
     def start(self) -> None:
         keys = (f"recovery.{role}={self.restarts}" for role in RecoveryConfig.model_fields)
-        config = compose_config(["experiment=demo", *keys])
+        config = compose_config(["experiment=demo", f"faults=[{self.faults}]", *keys])
         places = tuple(
             Placement(
                 role=role,

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.run.fault_moments import FaultRecords
+from pipeline.run.fault_plan import parse_faults
 from pipeline.utils import subprocesses
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import wait_for
@@ -180,6 +182,31 @@ def test_a_trainer_is_restarted_with_a_new_name_once_it_has_completed_a_step_and
     assert run.join() == {"failed"}
     assert run.first_failure.cause == "killed by SIGKILL"
     assert run.has_been("trainer.0", [*UP, "failed"])
+
+
+def test_planned_faults_happen_once_each_at_their_moments_and_are_in_the_timeline(
+    attempt: Callable[..., Attempt],
+) -> None:
+    faults = "exit:preprocessor@save, early:actor@0.5s, kill:redis@step=1, stop:inference@step=1, kill:trainer[1]@1s"
+    run = attempt(restarts=1, heartbeat_seconds=4, faults=faults, preprocessor=f"{BEATS}work()", actor=f"{BEATS}work()")
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    records = FaultRecords(run.paths)
+    again = [*UP, "fault", "restarting", *UP]
+    wait_for("the actor again", partial(run.has_been, "actor.0", again), WAIT_SECONDS)
+    assert run.has_been("redis.0", UP), "its moment has not come"
+    for moment in ("step=1", "save"):
+        records.reach(moment)
+    for role in ("redis.0", "preprocessor.0", "inference.0"):
+        wait_for(f"{role} again", partial(run.has_been, role, again), WAIT_SECONDS)
+    details = {line["role"]: line["detail"] for line in run.lines() if line["state"] == "restarting"}
+    assert details["actor.0"].startswith("exited with code 0; restarted")
+    assert details["preprocessor.0"].startswith("exited with code 1; restarted")
+    assert details["redis.0"].startswith("killed by SIGKILL; restarted")
+    assert "has been stopped (SIGSTOP)" in details["inference.0"]
+    assert {line["detail"] for line in run.lines() if line["state"] == "fault"} == set(faults.split(", ")[:4])
+    assert [records.is_done(fault) for fault in parse_faults(faults.split(","))] == [True] * 4 + [False]
+    run.events.publish("training_finished", "trainer.0")
+    assert run.join() == {"finished"}
 
 
 def test_a_role_whose_error_would_come_again_is_not_restarted(attempt: Callable[..., Attempt]) -> None:

@@ -5,7 +5,7 @@ requested weights, also after a restart; and that no evaluation is repeated. Tra
 its prompts run among the rollouts, and the result has the policy versions that sampled it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,8 +71,11 @@ class Evaluations:
         measured: Iterable[Measured],
         note: Note,
         pulse: Pulse,
+        on_request: Callable[[], None] = lambda: None,
     ) -> None:
-        """`measured` are the evaluations that are already logged; `note` logs a new one."""
+        """`measured` are the evaluations that are already logged; `note` logs a new one. `on_request` is called once
+        sets were requested."""
+        self._on_request = on_request
         self._streams, self._attempt, self._schedules = streams, attempt, schedules
         self._note, self._pulse = note, pulse
         self._reader = streams.reader("eval_results", EvalResult, "trainer")
@@ -95,6 +98,8 @@ class Evaluations:
             request = EvalRequest(id=self._id(name, version), policy_version=version, set=name)
             self._streams.publish("eval_requests", request)
             self._open[request.id] = request
+        if sets:
+            self._on_request()
 
     def collect(self, seconds: float = 0.0) -> None:
         """Log the results that have arrived, including those of earlier attempts' requests."""

@@ -8,6 +8,7 @@ where the servers are.
 
 import logging
 import time
+from collections.abc import Callable
 
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.train.controller.rank_group import RankGroup
@@ -25,8 +26,11 @@ class WeightPublisher:
     publisher.wait_until_synced()     # before the next `start`, or when every server must have the version
     """
 
-    def __init__(self, dispatch: RankGroup, sender: WeightSender, pulse: Pulse) -> None:
-        self._dispatch, self._sender, self._pulse = dispatch, sender, pulse
+    def __init__(
+        self, dispatch: RankGroup, sender: WeightSender, pulse: Pulse, on_start: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_start` is called while the servers receive a version that was just started."""
+        self._dispatch, self._sender, self._pulse, self._on_start = dispatch, sender, pulse, on_start
         self._opened = False
         self._under_way = False
 
@@ -39,6 +43,7 @@ class WeightPublisher:
         self._sender.take(version)
         self._dispatch.finish_weight_sync("policy")
         self._under_way = True
+        self._on_start()
         return {"sync/handover_seconds": time.monotonic() - started}
 
     def wait_until_synced(self) -> dict[str, float]:

@@ -233,6 +233,25 @@ def test_lines_have_no_control_codes_and_tell_each_thing_once(run: FakeRun, atte
     assert told[-1].startswith("  training 5 / 60")
 
 
+def test_a_restart_in_place_and_a_fault_are_shown_and_leave_the_state_as_it_is(
+    run: FakeRun, attempt: FakeAttempt
+) -> None:
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    ticker = LogLines()
+    ticker.lines(read_snapshot(run.root), 0.0)
+    reason = "killed by SIGKILL; restarted, 1 of recovery.actor=3"
+    for state, detail in (("fault", "kill:actor@step=2"), ("restarting", reason), ("starting", ""), ("ready", "")):
+        attempt.role("actor.0", 0, state, detail)  # type: ignore[arg-type]
+    attempt.role("redis.0", 0, "fault", "stop:redis@end")  # type: ignore[arg-type]
+    snapshot = read_snapshot(run.root)
+    assert f"  actor.0 on rank 0: {reason}" in ticker.lines(snapshot, 1.0)
+    assert ticker.lines(snapshot, 2.0) == []
+    states = {line.name: (line.state, line.restarts) for line in snapshot.roles}
+    assert (states["actor.0"], states["redis.0"]) == (("ready", (reason,)), ("ready", ()))
+    assert "restarts in place: 1" in shown(snapshot)
+
+
 def test_progress_is_told_every_few_seconds_but_an_evaluation_and_the_end_at_once(
     run: FakeRun, attempt: FakeAttempt
 ) -> None:

@@ -1,0 +1,26 @@
+"""The rule between `faults` and the other keys: an injected fault needs its target and its moment in the run."""
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError
+from pipeline.run.fault_plan import parse_faults
+
+
+def faults_can_happen(config: RunConfig) -> None:
+    """Every injected fault has its target and its moment in this run."""
+    own_steps = not (config.evaluation.only or config.serve.enabled or config.training.jobs)
+    targets = {
+        "trainer": not config.evaluation.only,
+        "checkpoint": own_steps and "://" not in config.training.checkpoints,
+        "redis": config.has_rollouts and config.streams.backend == "redis",
+        "preprocessor": config.has_rollouts,
+        "actor": config.has_rollouts or config.evaluation.only,
+        "inference": config.has_servers,
+    }
+    moments = {"": True, "start": True, "save": own_steps, "end": own_steps, "sft": own_steps and config.has_sft}
+    for fault in parse_faults(config.faults):
+        if not targets[fault.target]:
+            raise ConfigError("faults", fault.text, f"a target of this run, which has no {fault.target}", "remove it")
+        if not moments.get(fault.moment, own_steps and config.has_rollouts):
+            raise ConfigError("faults", fault.text, f"a moment of this run, which has no {fault.moment}", "remove it")
+        if fault.step is not None and fault.step > config.training.steps:
+            raise ConfigError("faults", fault.text, f"a step up to training.steps={config.training.steps}", "lower it")
