@@ -1,11 +1,13 @@
 """Writes the documentation that is derived from code: `python -m docs.generate` (or `--check`).
 
 Owns `docs/configuration.md`, generated from the field descriptions in `pipeline/config/`, the table of the readers of
-each key, and the options of the built-in tasks, so that the reference cannot disagree with the validation.
+each key, and the options of the built-in tasks, so that the reference cannot disagree with the validation. Owns also
+the layers in `docs/concepts.md`, generated from the import contracts in `.importlinter`, which CI checks.
 """
 
 import sys
 from collections.abc import Mapping
+from configparser import ConfigParser
 from importlib import import_module
 from inspect import cleandoc
 from pathlib import Path
@@ -21,6 +23,9 @@ from pipeline.environments import BUILT_IN
 from slurm.submission.compose_config import config_groups
 
 TARGET = Path(__file__).parent / "configuration.md"
+LAYOUT = Path(__file__).parent / "concepts.md"
+CONTRACTS = Path(__file__).parents[1] / ".importlinter"
+LAYERS_BEGIN, LAYERS_END = "<!-- layers, by make docs -->\n", "<!-- end of layers -->\n"
 HEAD = """# Configuration
 
 This page lists every key of a run. `make docs` generates it from the field descriptions in `pipeline/config/`, which
@@ -48,6 +53,24 @@ def reference() -> str:
         named = [(f"task.options.{option}", field) for option, field in options.model_fields.items()]
         lines += ["", f"## Options of the task `{name}`", "", *_table(named)]
     return "\n".join(lines) + "\n"
+
+
+def with_layers(page: str) -> str:
+    """The page with the layers of the import contracts between its two marks."""
+    head, _, rest = page.partition(LAYERS_BEGIN)
+    return head + LAYERS_BEGIN + _layers() + LAYERS_END + rest.partition(LAYERS_END)[2]
+
+
+def _layers() -> str:
+    """One line for each contract between layers: a package, and what is in it from the top down."""
+    contracts = ConfigParser()
+    contracts.read(CONTRACTS)
+    lines = []
+    for contract in contracts.values():
+        if contract.get("type") == "layers":
+            floors = [floor.replace(" | ", ", ") for floor in contract["layers"].split("\n") if floor]
+            lines.append(f"- `{contract['containers'].strip()}`: {' → '.join(floors)}\n")
+    return "".join(lines)
 
 
 def _by_section() -> dict[str, list[tuple[str, FieldInfo]]]:
@@ -118,13 +141,14 @@ def _bound(limit: Any) -> str:
 
 
 def main() -> int:
-    page = reference()
+    pages = {TARGET: reference(), LAYOUT: with_layers(LAYOUT.read_text())}
+    old = [file for file, page in pages.items() if file.read_text() != page]
     if "--check" in sys.argv:
-        if TARGET.read_text() != page:
-            print(f"{TARGET.name} is older than the code: run make docs", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.write_text(page)
+        for file in old:
+            print(f"{file.name} is older than the code: run make docs", file=sys.stderr)
+        return 1 if old else 0
+    for file in old:
+        file.write_text(pages[file])
     return 0
 
 

@@ -1,4 +1,28 @@
-"""Health checks and the watchdog of a role.
+"""Health checks and the watchdog of a role; which mechanism detects which loss.
+
+A crash needs none of them: the kernel reports an exit to the parent at once, and ends a child whose parent is gone
+(`pipeline.utils.subprocesses.exit_with_parent`). The others detect a process that exists and does nothing, or that no
+parent on its node can report. T is `cluster.heartbeat_seconds`, V `cluster.fs_visibility_seconds`.
+
+| what is lost | sign, and its observer | timeout | consequence |
+|---|---|---|---|
+| a role of this project | ticks and beats (`pipeline.utils.heartbeat`): its agent | T, or as declared | ends |
+| a trainer's rank in an operation | the same, as `pipeline.train.controller` declares | 0.9 of torch's timeout | ends |
+| a role of another project | its `ready` succeeds (`HealthProbe`): its agent | T | ends |
+| a stopped role | the kernel's state (`StoppedProcesses`): its agent | 10 s or T / 2 | ends |
+| a stopped agent of a local job | the same: `slurm.batch.local_controller` | 10 s | the attempt fails |
+| an agent on another node | its file (`agent_heartbeat`): the rank before | 120 s or T, plus V | the attempt fails |
+| an agent without an exit marker | `slurm.batch.attempt_summary`, after all agents | V | the attempt failed |
+| a leader before the assignment | its lease (`slurm.rendezvous.election`): all ranks | the lease | next epoch |
+| a server, for its clients | its answers (`pipeline.rollout.server_pool`) | that of a request | another server |
+| a server, for weights | its answers (`pipeline.inference.weight_sync`) | `inference.update_seconds` | evicted |
+| Redis, for its clients | its answers (`pipeline.transport.redis_streams`) | 120 s | the client fails |
+| the gateway | its answers (`slurm.submission.gateway_supervisor`) | 60 s | restarted |
+| a client of the gateway | its requests (`pipeline.tinker.heartbeats`) | `serve.silent_seconds` | its requests wait |
+
+A role that "ends" is killed with its stacks in its log; `slurm.agent.recovery_policy` decides whether it restarts or
+the attempt fails. The signs differ since the observers do: an agent reads memory, another node a file, and a client
+must act before any agent does. Agents, neighbors and the local controller measure stalls with `StallTimer`.
 
 Owns the probed or observed signs of a role, and the timeouts after which it counts as hung. Promises that a probe which
 hangs or raises blocks only its own thread; that a stall is measured by this agent's clock alone, from a counter that
@@ -103,6 +127,20 @@ class StallTimer:
         return self._seconds - self._excused > allowed or self._seconds > max(allowed, FS_OUTAGE_TIMEOUT)
 
 
+class StoppedProcesses:
+    """How long processes have been stopped (SIGSTOP), by the kernel's state and this clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._timers: dict[int, StallTimer] = {}
+
+    def look(self, pids: Iterable[int]) -> dict[int, float]:
+        """The seconds for which each of these processes has been stopped, without those that run."""
+        stopped = filter(os_processes.is_stopped, pids)
+        self._timers = {pid: self._timers.get(pid) or StallTimer(self._clock) for pid in stopped}
+        return {pid: timer.look(True) for pid, timer in self._timers.items()}
+
+
 @dataclass(frozen=True)
 class Stall:
     """A hang of a role.
@@ -124,7 +162,7 @@ class LivenessMonitor:
         self._beats, self._seconds, self._clock = launch.has_heartbeat, seconds, clock
         self._runs: list[StallTimer] = []
         self._works: list[StallTimer] = []
-        self._stopped: dict[int, StallTimer] = {}
+        self._stopped = StoppedProcesses(clock)
         self._due = 0.0
 
     def watch(self, pid: int) -> Stall | None:
@@ -142,11 +180,8 @@ class LivenessMonitor:
 
     def _find_stopped(self, pid: int) -> Stall | None:
         """A hang of the process that has been stopped for longest, if that is too long."""
-        stopped = [process for process in self._processes(pid) if os_processes.is_stopped(process)]
-        self._stopped = {process: self._stopped.get(process) or StallTimer(self._clock) for process in stopped}
-        seconds, longest = max(
-            ((timer.look(True), process) for process, timer in self._stopped.items()), default=(0.0, 0)
-        )
+        stopped = self._stopped.look(self._processes(pid))
+        seconds, longest = max(((seconds, process) for process, seconds in stopped.items()), default=(0.0, 0))
         if seconds < min(STOPPED_SECONDS, self._seconds / 2):
             return None
         who = f"its process {longest} ({os_processes.name_of(longest)})"

@@ -29,9 +29,8 @@ from pipeline.utils.subprocesses import adopt_orphans, describe_exit, end_descen
 from pipeline.utils.waiting import CLOCK, wait_for
 from slurm.agent.agent import END_SIGNALS
 from slurm.agent.agent_heartbeat import agent_name
-from slurm.agent.liveness import STOPPED_SECONDS, StallTimer
+from slurm.agent.liveness import STOPPED_SECONDS, StoppedProcesses
 from slurm.agent.node_forks import node_forks, roles_of
-from slurm.agent.os_processes import is_stopped
 from slurm.agent.supervisor import max_shutdown_seconds
 from slurm.registry import run_registry
 from slurm.scheduler.local.local_environment import launcher_process
@@ -53,7 +52,7 @@ class LocalController(Controller):
         self._patience = max_shutdown_seconds(read_config(run).cluster) + 5.0
         self._launcher = launcher
         self._failed: set[int] = set()
-        self._stopped: dict[int, StallTimer] = {}
+        self._stopped = StoppedProcesses(CLOCK)
         self._outbox = DeferredWrites()
 
     def start_tasks(self) -> None:
@@ -97,10 +96,9 @@ class LocalController(Controller):
 
     def _end_stopped(self) -> None:
         """Kill agents that were stopped (SIGSTOP) for too long: they neither monitor their roles nor read events."""
-        stopped = [rank for rank, task in enumerate(self.tasks) if is_stopped(task.pid)]
-        self._stopped = {rank: self._stopped.get(rank) or StallTimer(CLOCK) for rank in stopped}
-        for rank, timer in self._stopped.items():
-            if timer.look(True) > STOPPED_SECONDS and rank not in self._failed:
+        stopped = self._stopped.look([task.pid for task in self.tasks])
+        for rank, task in enumerate(self.tasks):
+            if stopped.get(task.pid, 0.0) > STOPPED_SECONDS and rank not in self._failed:
                 self._failed.add(rank)
                 self.tasks[rank].kill()
                 self._record_failure(rank, f"stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed for it", None)
