@@ -16,6 +16,8 @@ TOP_LEVEL = {"conf", "pipeline", "slurm"}
 MUST_HAVE = {
     "conf/config.yaml",
     "conf/models/tiny_qwen3/tokenizer.json",
+    "pipeline/py.typed",
+    "slurm/py.typed",
     "pipeline/config/schema.py",
     "slurm/agent/agent.py",
 }
