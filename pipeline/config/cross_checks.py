@@ -10,9 +10,11 @@ import fsspec
 
 from pipeline.config import RunConfig
 from pipeline.config.cluster_keys import ClusterConfig
+from pipeline.config.debug_checks import debug_is_possible
 from pipeline.config.evaluation_keys import check_sets
 from pipeline.config.fault_checks import faults_can_happen
 from pipeline.config.key_relevance import default_of, unread_keys, value_of
+from pipeline.config.loss_checks import correction_has_old_logprobs, kl_has_a_gradient, only_groups_are_filtered
 from pipeline.config.mesh_checks import (
     context_divides_a_replica,
     experts_divide_a_replica,
@@ -223,21 +225,6 @@ def _changed_keys_are_read(config: RunConfig) -> None:
         raise ConfigError(key, value, expected, f"set that or leave it out, or set {reader}")
 
 
-def _correction_has_old_logprobs(config: RunConfig) -> None:
-    loss = config.loss
-    if loss.old_logprobs == "sampler" and loss.tis != "none":
-        expected = "none with loss.old_logprobs=sampler, whose ratio includes the mismatch with the sampling policy"
-        raise ConfigError("loss.tis", loss.tis, expected, "set loss.tis=none, or loss.old_logprobs=recompute")
-
-
-def _kl_has_a_gradient(config: RunConfig) -> None:
-    loss = config.loss
-    if loss.kl and loss.kl_in == "loss" and loss.kl_estimator == "k1":
-        expected = "k2 or k3 with loss.kl_in=loss: as a term of the loss, the gradient of k1 has mean zero"
-        hint = "set loss.kl_estimator=k2, whose gradient is that of the KL, or loss.kl_in=reward"
-        raise ConfigError("loss.kl_estimator", "k1", expected, hint)
-
-
 def _teacher_logprobs_are_used(config: RunConfig) -> None:
     teacher, loss = config.teacher, config.loss
     if not teacher.url:
@@ -261,15 +248,6 @@ def _teacher_logprobs_are_used(config: RunConfig) -> None:
     if config.training.zero_variance_groups == "drop":
         expected = "keep with teacher.url: samples with equal rewards still have a gradient"
         raise ConfigError("training.zero_variance_groups", "drop", expected, "leave it out")
-
-
-def _only_groups_are_filtered(config: RunConfig) -> None:
-    if config.training.zero_variance_groups == "drop" and not config.loss.estimator.within_group:
-        estimator = config.loss.advantage_estimator
-        expected = f"keep with loss.advantage_estimator={estimator}: samples with equal rewards still have a gradient"
-        raise ConfigError(
-            "training.zero_variance_groups", "drop", expected, "leave it out, or choose a group's baseline"
-        )
 
 
 def _adapters_are_there(config: RunConfig) -> None:
@@ -367,14 +345,15 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _queue_keys_need_a_queue,
     _hetjob_needs_aux_nodes,
     _changed_keys_are_read,
-    _correction_has_old_logprobs,
-    _kl_has_a_gradient,
+    correction_has_old_logprobs,
+    kl_has_a_gradient,
     _teacher_logprobs_are_used,
-    _only_groups_are_filtered,
+    only_groups_are_filtered,
     _adapters_are_there,
     _rewards_have_functions,
     _samples_fit_micro_batches,
     _checkpoint_url_can_be_opened,
+    debug_is_possible,
     _epochs_are_of_data,
     _data_is_trained,
     _auxiliary_losses_are_the_trainers,

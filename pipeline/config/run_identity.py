@@ -14,6 +14,7 @@ OPERATIONAL = (
     "output",
     "resume",
     "cluster",
+    "debug",
     "resources",
     "faults",
     "recovery",

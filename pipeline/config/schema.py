@@ -18,6 +18,7 @@ from pydantic import Field
 
 from pipeline.config.cluster_keys import ClusterConfig, ResourcesConfig
 from pipeline.config.data_keys import DataConfig
+from pipeline.config.debug_keys import DebugConfig
 from pipeline.config.evaluation_keys import EvaluationConfig
 from pipeline.config.loss_keys import CriticConfig, LossConfig
 from pipeline.config.recovery_keys import RecoveryConfig
@@ -307,6 +308,7 @@ class RunConfig(Section):
     )
     tracking: TrackingConfig = TrackingConfig()
     serve: ServeConfig = ServeConfig()
+    debug: DebugConfig = DebugConfig()
 
     @property
     def directory(self) -> Path:
@@ -320,6 +322,11 @@ class RunConfig(Section):
         False for a run that serves: its clients request samples.
         """
         return self.training.steps > 0 and not self.serve.enabled
+
+    @property
+    def last_phase(self) -> Literal["sft", "rl"]:
+        """The name of the run's last training job."""
+        return "rl" if self.has_rollouts else "sft"
 
     @property
     def has_reference(self) -> bool:

@@ -139,12 +139,11 @@ async def _run_until_signal(context: RoleContext) -> None:
 
 def main(arguments: list[str]) -> None:
     """The role's process."""
-    from pipeline.utils import logs
-
     heartbeat.start()
     context = RoleContext.from_arguments(arguments)
-    logs.configure(context.placement.name)
+    context.configure_logs()
     context.report("starting")
+    context.wait_for_debugger()
     code = 1
     try:
         asyncio.run(_run_until_signal(context))

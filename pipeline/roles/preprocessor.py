@@ -145,12 +145,11 @@ class Preprocessor:
 
 def main(arguments: list[str]) -> None:
     """The role's process."""
-    from pipeline.utils import logs
-
     heartbeat.start()
     context = RoleContext.from_arguments(arguments)
-    logs.configure(context.placement.name)
+    context.configure_logs()
     context.report("starting")
+    context.wait_for_debugger()
     stop = threading.Event()
     signal.signal(signal.SIGINT, lambda *_: stop.set())
     config = context.config

@@ -29,7 +29,7 @@ from pipeline.roles.role_context import RoleContext
 from pipeline.topology.plan import World
 from pipeline.transport.redis_persistence import data_bytes, inherit
 from pipeline.transport.redis_repair import make_loadable
-from pipeline.utils import logs, mutual_auth, shared_files
+from pipeline.utils import mutual_auth, shared_files
 from pipeline.utils.listeners import listen_on_held, listening_process
 from pipeline.utils.socket_gate import start_gate
 
@@ -125,7 +125,7 @@ def owner_password(world: World) -> str:
 def main(arguments: list[str]) -> None:
     """Prepare the attempt's folder, start the gate and become the server."""
     context = RoleContext.from_arguments(arguments)
-    logs.configure(context.placement.name)
+    context.configure_logs()
     server, folder = find_server(), context.paths.redis
     version = major_version(server)
     # Data and socket are for the owner only.

@@ -16,13 +16,14 @@ from typing import Literal
 import msgspec
 
 from pipeline.config import RunConfig
+from pipeline.config.debug_keys import DEBUGGER_SECONDS
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import RendezvousError, RollcallError
 from pipeline.run.events import Events
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.topology.plan import Placement, RoleName, World
-from pipeline.utils import shared_files
+from pipeline.utils import logs, remote_debugger, shared_files
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, FS_OUTAGE_TIMEOUT, retry_transient
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,25 @@ class RoleContext:
         """Remove the last report before the role is restarted: it is its predecessor's. `OSError` if the disk fails."""
         self.paths.status(self.placement.name).unlink(missing_ok=True)
 
+    def configure_logs(self) -> None:
+        """Log as this role, at the levels of `debug.*`."""
+        logs.configure(self.placement.name, self.config.debug.log_level, self.config.debug.log_modules)
+
+    def wait_for_debugger(self, process: int = 0) -> None:
+        """Wait until a debugger has attached, if `debug.role` names this process of the role."""
+        role, _, index = self.config.debug.role.partition(".")
+        if role != self.placement.role or int(index or 0) != process:
+            return
+
+        def say(text: str) -> None:
+            log.warning("%s", text)
+            self.report("starting", text)
+
+        if self.config.debug.tool == "debugpy":
+            remote_debugger.wait_for_debugpy(self.config.debug.port, say)
+        else:
+            remote_debugger.wait_for_pdb(say)
+
     def announce(self, state: RoleState, detail: str) -> None:
         """Make a report that is not repeated soon and that the agent waits for; `OSError` if the disk keeps failing."""
         status = Status(state=state, pid=os.getpid(), time=time.time(), detail=detail)
@@ -129,12 +149,26 @@ class RoleContext:
 
 
 def read_config(run: RunPaths) -> RunConfig:
-    """The frozen config of a run, for its processes: it must exist, and `model.path` becomes a local directory."""
+    """The frozen config of a run, for its processes: it must exist, and `model.path` becomes a local directory.
+
+    With a role under a debugger, no deadline ends a wait for it.
+    """
     config = retry_transient("the config", lambda: read_frozen_config(run), FINAL_WRITE_TIMEOUT)
     if config is None:
         raise RendezvousError(f"no readable config at {run.config}; submit the run again")
     model = config.model.model_copy(update={"path": str(model_directory(config.model))})
-    return config.model_copy(update={"model": model})
+    config = config.model_copy(update={"model": model})
+    return without_deadlines(config) if config.debug.role else config
+
+
+def without_deadlines(config: RunConfig) -> RunConfig:
+    """The config with deadlines of a week for the start, the heartbeat and the batches of roles."""
+    cluster = {"heartbeat_seconds": DEBUGGER_SECONDS, "startup_seconds": DEBUGGER_SECONDS}
+    sections = {
+        "cluster": config.cluster.model_copy(update=cluster),
+        "training": config.training.model_copy(update={"data_seconds": DEBUGGER_SECONDS}),
+    }
+    return config.model_copy(update=sections)
 
 
 def _world_and_placement(paths: AttemptPaths, role: RoleName, index: int) -> tuple[World, Placement]:

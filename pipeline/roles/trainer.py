@@ -71,13 +71,14 @@ def main(arguments: list[str]) -> None:
     from pipeline.train.controller.lead_or_serve import run_role_of_rank
     from pipeline.train.controller.rank_group import RankGroup
     from pipeline.train.controller.rank_process import end_with_lost_ranks
-    from pipeline.utils import heartbeat, logs, subprocesses
+    from pipeline.utils import heartbeat, subprocesses
 
     subprocesses.exit_with_parent()
     heartbeat.start(int(os.environ["LOCAL_RANK"]))  # as torchrun sets it
     end_with_lost_ranks()
     context = RoleContext.from_arguments(arguments)
-    logs.configure(context.placement.name)
+    context.configure_logs()
+    context.wait_for_debugger(int(os.environ["RANK"]))
 
     def lead(dispatch: RankGroup) -> None:
         try:

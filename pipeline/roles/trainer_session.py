@@ -7,7 +7,7 @@ released, and only then the event. Must not know losses, ranks or how weights tr
 
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 from pipeline.errors import StreamError
@@ -20,6 +20,7 @@ from pipeline.run.metrics_log import read_rows, series
 from pipeline.train.batching.conversation_rows import Conversations
 from pipeline.train.batching.demonstrations import TaskDemonstrations
 from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.controller.step_traces import StepTraces
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.eval_loss import EvalLoss
 from pipeline.train.loop.group_batches import Interrupted
@@ -44,6 +45,7 @@ class RunSession(Rank0):
         self._moments = FaultMoments(context.paths, parse_faults(self._config.faults), self._attend)
         self._commits.on_save = partial(self._moments.reach, "save")
         self._peers: RlServices | None = None
+        self._traces = StepTraces(dispatch, self._config.debug, context.paths.traces)
         self._warm_up = WarmUp(self._config, dispatch, self._pulse, self._warming_up)
 
     def run(self) -> None:
@@ -89,8 +91,13 @@ class RunSession(Rank0):
         for job in (position.job, *position.remaining):
             write_job(self._context.run.training_job(job.name), job)
             machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
-            TrainLoop(self, CheckpointCadence.of(self._config), machine).run(self._algorithm(job), done)
+            loop = TrainLoop(self, CheckpointCadence.of(self._config), machine, observe=self._trace)
+            loop.run(self._algorithm(job), done)
             done = 0
+
+    def _trace(self, job: str, step: int) -> AbstractContextManager[None]:
+        """Trace the step if `debug` names it; it counts the steps of the run's last phase."""
+        return self._traces(job, step) if job == self._config.last_phase else nullcontext()
 
     def _algorithm(self, job: Job) -> Algorithm:
         if isinstance(job, SftJob):

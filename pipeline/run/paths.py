@@ -11,7 +11,7 @@ that its owner's module defines. Pure: creates no directory and reads no file.
       code/                               snapshot of the packages that every attempt runs
       submitit/                           submitit's job folder
       rendezvous/<run_id>/<attempt>/      cards, claims and the world of one attempt
-      attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/,
+      attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/, traces/,
                                           first_failure.json, outcome.json, committed, exhausted of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
@@ -152,6 +152,11 @@ class AttemptPaths:
     def adapters(self, placement: str) -> Path:
         """The folder of a server for the adapter that it serves."""
         return self.root / "adapters" / placement
+
+    @property
+    def traces(self) -> Path:
+        """The folder of the trainer's profiles and memory snapshots (`debug.profile_steps`, `debug.memory_steps`)."""
+        return self.root / "traces"
 
     @property
     def redis(self) -> Path:

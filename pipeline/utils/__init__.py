@@ -21,6 +21,7 @@ Imports nothing of a run: no configuration, no roles, no paths of a run director
 | `backoff`, `poison_request` | backoff for servers that fail; abandonment of requests that crash servers |
 | `signed_store` | signed values in torch's stores and object collectives |
 | `logs`, `terminal` | the roles' logging; untrusted text in a terminal |
+| `remote_debugger` | pdb over a Unix socket, and debugpy, for a process without a terminal |
 | `pinned_memory` | host memory that GPUs read and write directly |
 | `value_bounds` | bounds of values in records; imports nothing, for the small processes of tasks |
 | `optional_extras` | the install command of an optional extra |

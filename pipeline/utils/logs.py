@@ -8,6 +8,7 @@ message); only a traceback follows on indented lines.
 
 import logging
 import sys
+from collections.abc import Sequence
 from typing import IO
 
 
@@ -29,14 +30,35 @@ class LineFormatter(logging.Formatter):
         return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def configure(role: str, level: int = logging.INFO, stream: IO[str] | None = None) -> None:
-    """Log all records from `level` on, as `role`, to `stream` (default: standard error). Replaces earlier handlers."""
+class LevelFilter(logging.Filter):
+    """Passes records from a level on, and all records of some modules and of the modules below them.
+
+    On the handler, because the loggers of some libraries set a lower level.
+    """
+
+    def __init__(self, level: int, modules: Sequence[str]) -> None:
+        super().__init__()
+        self._level, self._modules = level, tuple(modules)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= self._level or f"{record.name}.".startswith(tuple(f"{m}." for m in self._modules))
+
+
+def configure(role: str, level: str = "info", modules: Sequence[str] = (), stream: IO[str] | None = None) -> None:
+    """Log all records from `level` on, and every record of `modules`, as `role`, to `stream`.
+
+    `level` and `modules` are `debug.log_level` and `debug.log_modules`; the default stream is standard error. Replaces
+    earlier handlers.
+    """
+    lowest = logging.getLevelNamesMapping()[level.upper()]
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(role))
-    handler.setLevel(level)  # the loggers of some libraries set a lower level
+    handler.addFilter(LevelFilter(lowest, modules))
+    for module in modules:
+        logging.getLogger(module).setLevel(logging.DEBUG)
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(level)
+    root.setLevel(lowest)
     logging.captureWarnings(True)

@@ -19,9 +19,10 @@ from pipeline.utils.network_interfaces import KEEPALIVE_SECONDS
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's `MaxLoRARanks`."""
+_LOG_LEVELS = {"debug": "DEBUG", "error": "ERROR"}
+"""vLLM's level by `debug.log_level`, if it is not WARNING."""
 
 
-_LOG_VARIABLES = {"VLLM_LOGGING_LEVEL": "WARNING"}
 _IMPORTS = (
     "vllm",
     "vllm.entrypoints.openai.api_server",
@@ -41,7 +42,11 @@ _CPU_IMPORTS = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
 def server_imports(config: RunConfig) -> Stage:
     """What a server imports until it is ready. vLLM sets up its log when it is imported."""
     modules = (*_IMPORTS, *(_GPU_IMPORTS if config.resources.device == "cuda" else _CPU_IMPORTS))
-    return Stage(SERVER, modules, _LOG_VARIABLES)
+    return Stage(SERVER, modules, _log_variables(config))
+
+
+def _log_variables(config: RunConfig) -> dict[str, str]:
+    return {"VLLM_LOGGING_LEVEL": _LOG_LEVELS.get(config.debug.log_level, "WARNING")}
 
 
 def server_command(config: RunConfig, placement: Placement, clients: ClientModel | None) -> tuple[str, ...]:
@@ -71,7 +76,7 @@ def server_environment(config: RunConfig, placement: Placement, world: Path) -> 
         "VLLM_API_KEY": "",  # a user's own key would be required in addition
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        **_LOG_VARIABLES,
+        **_log_variables(config),
         "VLLM_HOST_IP": placement.address,
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEEPALIVE_SECONDS),
         "HF_HUB_OFFLINE": "1",

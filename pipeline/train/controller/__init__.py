@@ -10,6 +10,7 @@
 | `rank_operations` | the operations on a rank |
 | `rank_process` | a rank's process: join the torchrun world, run operations, report failures |
 | `rank_publication` | the versions of a model that each rank holds and sends to the servers |
+| `step_traces`, `rank_traces` | profiles and memory snapshots of some steps, and those of one rank |
 | `model_saving` | models to and from checkpoints |
 | `device_release` | the release of device memory when a job is done |
 """

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pipeline.config import RunConfig
+from pipeline.config.debug_keys import DEBUGGER_SECONDS
 from pipeline.topology.memory_fit import trainer_allowance
 from pipeline.train.batching.packing import Budget
 from pipeline.train.controller.rank_group import RankGroup
@@ -56,6 +57,7 @@ def run_role_of_rank(config: RunConfig, secret: str, algorithm: Callable[[RankGr
         algorithm,
         budget,
         device=resources.device,
+        patience=Deadlines(DEBUGGER_SECONDS, DEBUGGER_SECONDS) if config.debug.role else None,
         colocated=training.offload_idle_models,
         secret=secret,
         allowance=allowance,

@@ -50,6 +50,7 @@ from pipeline.checkpoints.async_save import AsyncSaver
 from pipeline.errors import DeadlineError, TrainingError
 from pipeline.inference.weight_sync.weight_snapshot import RankSnapshots
 from pipeline.train.batching.sequences import Batch
+from pipeline.train.controller.rank_traces import RankTraces
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.utils import heartbeat
@@ -145,6 +146,7 @@ class RankState:
     staged: dict[int, list[Shares]] = field(default_factory=dict)
     saver: AsyncSaver = field(default_factory=AsyncSaver)
     snapshots: RankSnapshots | None = None
+    traces: RankTraces = field(default_factory=RankTraces)
     number: int = 0
     _groups: dict[tuple[str, str, str], dist.ProcessGroup] = field(default_factory=dict)
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,6 +110,10 @@ class CheckpointCadence:
         return cls(config.training.checkpoint_every, config.training.checkpoint_seconds, config.cluster)
 
 
+StepObserver = Callable[[str, int], AbstractContextManager[None]]
+"""(job, step) → a context around the step, which may trace it; `step` counts from 1."""
+
+
 class TrainLoop:
     """Runs jobs, one at a time."""
 
@@ -118,7 +123,9 @@ class TrainLoop:
         cadence: CheckpointCadence,
         machine: DeviceSpeed | None = None,
         clock: Callable[[], float] = time.monotonic,
+        observe: StepObserver = lambda job, step: nullcontext(),
     ) -> None:
+        self._observe = observe
         self._recorder, self._cadence, self._machine = recorder, cadence, machine or DeviceSpeed()
         self._clock, self._began = clock, clock()
         self._recent: deque[MetricRecord] = deque(maxlen=2)
@@ -139,7 +146,8 @@ class TrainLoop:
             self._began = self._clock()
             while done < job.steps:
                 started = self._clock()
-                metrics = dict(algorithm.step(done))
+                with self._observe(job.name, done + 1):
+                    metrics = dict(algorithm.step(done))
                 # From here on the step counts: an error in `after_step` still leads to a checkpoint that has it.
                 done += 1
                 self._publish_step(algorithm, done, metrics, started)

@@ -89,3 +89,23 @@ def test_a_library_whose_logger_asks_for_more_does_not_fill_the_log(log: io.Stri
     library.setLevel(logging.DEBUG)
     library.debug("every detail")
     assert log.getvalue() == ""
+
+
+def test_a_chosen_module_and_those_below_it_log_everything_and_a_namesake_does_not() -> None:
+    text = io.StringIO()
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    try:
+        logs.configure("actor.0", "error", ["some.module"], stream=text)
+        for name in ("some.module", "some.module.below", "some.modules", "some"):
+            logging.getLogger(name).debug("details of %s", name)
+            logging.getLogger(name).warning("warning of %s", name)
+        logging.getLogger("any").error("trouble")
+    finally:
+        logging.captureWarnings(False)
+        logging.getLogger("some.module").setLevel(logging.NOTSET)
+        root.handlers[:] = before
+        root.setLevel(level)
+    messages = [line.partition(" actor.0 ")[2] for line in text.getvalue().splitlines()]
+    chosen = ["some.module", "some.module.below"]
+    assert messages == [f"{kind} of {name}" for name in chosen for kind in ("details", "warning")] + ["trouble"]
