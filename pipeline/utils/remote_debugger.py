@@ -31,9 +31,11 @@ class SocketPdb(pdb.Pdb):
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._terminal = connection.makefile("rw", buffering=1, encoding="utf-8", errors="replace")
+        # Two files, since one for both would drop the input that it has read ahead at each write.
+        reader = connection.makefile("r", encoding="utf-8", errors="replace")
+        writer = connection.makefile("w", buffering=1, encoding="utf-8", errors="replace")
         # INT asks a role to end: pdb must not take it.
-        super().__init__(stdin=self._terminal, stdout=self._terminal, nosigint=True)
+        super().__init__(stdin=reader, stdout=writer, nosigint=True)
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None) -> None:
         """One stop. A client that has gone detaches."""
@@ -47,7 +49,7 @@ class SocketPdb(pdb.Pdb):
         self.clear_all_breaks()
         self.set_continue()
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # closing is not enough: pdb's file keeps the socket open
+            self._connection.shutdown(socket.SHUT_RDWR)  # closing is not enough: pdb's files keep the socket open
         self._connection.close()
 
     def do_quit(self, arg: str) -> bool:
@@ -73,7 +75,10 @@ def wait_for_pdb(say: Say) -> None:
         connection, _ = listener.accept()
         SocketPdb(connection).set_trace(frame)
 
-    sys.breakpointhook = lambda: stop(sys._getframe(1))
+    def hook(*args: object, **keywords: object) -> None:
+        stop(sys._getframe(1))
+
+    sys.breakpointhook = hook
     stop(sys._getframe(1))
 
 
