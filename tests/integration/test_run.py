@@ -84,6 +84,9 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     states = [state for role, state in resumed.history() if role == "inference.0"]
     assert states[:5] == ["starting", "ready", "restarting", "starting", "ready"], "the server that was killed"
 
+    traces = {file.name for attempt in resumed.attempts for file in attempt.traces.iterdir()}
+    assert traces == {f"rl-{step}.rank-{rank}.json.gz" for step in range(4, 8) for rank in range(2)}
+
     refused = launches.submit("r", ONE_SERVER, TWO_RANKS)
     assert refused.end() == 2
     assert "start a new run with name=r-2" in refused.output()
@@ -100,7 +103,7 @@ def start_both(launches: Launches, temporary: Path) -> tuple[Launched, Launched]
     """Two runs, new or resumed: they differ in where their samples travel, and one has two trainer processes."""
     env = {"TMPDIR": str(temporary)}
     return (
-        launches.submit("r", ONE_SERVER, TWO_RANKS, env=env),
+        launches.submit("r", ONE_SERVER, TWO_RANKS, "debug.profile_steps=[4,7]", env=env),
         launches.submit("crashed", ONE_SERVER, "streams.backend=files", "recovery.trainer=0", env=env),
     )
 
