@@ -1,6 +1,6 @@
 """Debuggers for a process without a terminal: pdb over a Unix socket, and debugpy for an IDE.
 
-The socket is in a folder that only its owner can enter, since whoever attaches runs code as the owner. debugpy listens
+The socket is in a folder that only its owner can enter, since its client runs code as the owner. debugpy listens
 on a port of 127.0.0.1 without a password, so every user of the node can attach to it.
 
     wait_for_pdb(say=log.warning)          # in the process: stops in the caller's frame once a client attaches
