@@ -40,7 +40,7 @@ KEYS = ("run", "checkpoint", "model")
 """The launcher's own arguments; all other arguments are keys of the config."""
 EVALUATION_ONLY: Mapping[str, Any] = {
     "evaluation": {"only": True},
-    "training": {"steps": 0, "jobs": "", "sft": {"steps": 0, "epochs": 0}},
+    "training": {"steps": 0, "jobs": "", "sft": {"steps": 0, "epochs": 0}, "routing_replay": "none"},
     "data": {"path": "", "eval_path": "", "eval_split": "", "eval_rows": 0},
     "serve": {"enabled": False},
     "tracking": {"trackers": []},

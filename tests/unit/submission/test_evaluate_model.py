@@ -122,6 +122,14 @@ def test_a_run_of_sft_alone_is_asked_what_is_named(tmp_path: Path) -> None:
     assert composed([f"run={tuned.root}", "task=countdown"]).evaluation.step == 400
 
 
+def test_a_run_that_replays_experts_is_evaluated_without_them(tmp_path: Path) -> None:
+    overrides = ["experiment=demo", "name=mixture", f"output={tmp_path}", "training.routing_replay=rollout"]
+    trained = FakeRun(tmp_path / "mixture", compose_config(overrides))
+    a_model(trained.paths.model)
+    trained.finish(150)
+    assert composed([f"run={trained.root}"]).training.routing_replay == "none"
+
+
 def test_its_plan_has_servers_and_an_actor_and_no_trainer(run: FakeRun) -> None:
     plan = make_plan(composed([f"run={run.root}", "resources=four_nodes"]))
     assert [seat.name for seat in plan.bundles] == ["inference.0", "inference.1 + actor.0"]
