@@ -71,7 +71,7 @@ class AgentOptions(TaskOptions):
     of: Source = Field(
         Source(), description="The task with the agent's prompts; its reward counts if the agent reports none."
     )
-    calls: ToolCallSyntax = Field(
+    tool_call_syntax: ToolCallSyntax = Field(
         "tagged",
         description="Tool-call syntax of the policy: `<tool_call>{…}</tool_call>`, or `[tool:argument]`.",
     )
@@ -126,7 +126,7 @@ class AgentTask(Task):
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
         """Run the agent and return its calls as an episode; `EpisodeError` when the agent fails."""
         address = "127.0.0.1" if self.options.address == "loopback" else candidate_addresses()[0]
-        async with policy.endpoint(self.options.calls, address) as endpoint:
+        async with policy.endpoint(self.options.tool_call_syntax, address) as endpoint:
             if self.options.service:
                 report = await self._ask_service(prompt, endpoint)
             else:

@@ -5,8 +5,8 @@ digits, of terms and the operators. Promises that a prompt depends only on optio
 prompts are the same for every seed; and that none of them is ever a training prompt or a demonstration.
 
 Two options make it a task on which a tiny model shows the effect of RL in minutes. `last_digit_first` asks for the
-digits in the order in which they are computed, `51-` for −15. `slips` makes the teacher of the demonstrations forget to
-carry, so that SFT imitates a careless teacher and only the reward distinguishes right answers.
+digits in the order in which they are computed, `51-` for −15. `demonstration_error_rate` makes the teacher of the
+demonstrations forget to carry, so that SFT imitates a careless teacher and only the reward distinguishes right answers.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class ArithmeticOptions(TaskOptions):
     size: Annotated[int, Field(gt=0)] = Field(8192, description="Training prompts in an epoch.")
     held_out: Annotated[int, Field(gt=0)] = Field(256, description="Prompts of an evaluation.")
     last_digit_first: bool = Field(False, description="Write answers backward.")
-    slips: Annotated[float, Field(ge=0, le=1)] = Field(
+    demonstration_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="Fraction of the demonstrations without carrying and borrowing."
     )
 
@@ -72,8 +72,8 @@ class Arithmetic(Task):
 
     def demonstration(self, index: int) -> Demonstration:
         prompt = self._new_prompt(f"{self.seed} demonstration {index}")
-        slips = Random(f"{self.seed} slip {index}").random() < self.options.slips
-        return Demonstration(prompt, self._written(careless_answer(_expression(prompt))) if slips else prompt.answer)
+        careless = Random(f"{self.seed} slip {index}").random() < self.options.demonstration_error_rate
+        return Demonstration(prompt, self._written(careless_answer(_expression(prompt))) if careless else prompt.answer)
 
     def held_out(self) -> list[Prompt]:
         return list(self._held_out.values())

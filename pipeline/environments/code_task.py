@@ -56,7 +56,7 @@ class CodeOptions(DatasetOptions):
     partial: bool = Field(
         False, description="The reward is the fraction of passing tests; otherwise 1 if all tests pass, else 0."
     )
-    most_tests: NotNegative = Field(16, description="Number of a row's tests to run, from the first on; 0: all.")
+    max_tests: NotNegative = Field(16, description="Number of a row's tests to run, from the first on; 0: all.")
     test_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="Timeout of one test, in seconds.")
     test_memory_bytes: Annotated[int, Field(ge=1 << 24)] = Field(
         1 << 29, description="Memory limit of one test, in bytes."
@@ -77,7 +77,7 @@ class Code(Dataset):
 
     def reward(self, prompt: Prompt, text: str) -> float:
         tests = read_checks(prompt.columns.get(self.options.tests), prompt.columns.get("entry_point"))
-        tests = tests[: self.options.most_tests or None]
+        tests = tests[: self.options.max_tests or None]
         program = extract_program(text)
         passed = 0
         for test in tests if program else ():

@@ -5,9 +5,9 @@ must reach. Promises that every prompt has a solution; that a prompt depends onl
 held-out prompts are the same for every seed; and that none of them is ever a training prompt or a demonstration, in any
 order of its numbers.
 
-`bare` is the format for tiny models: `3 5 7=26`, with the answer `3*7+5`. Otherwise the question is in words, and the
-answer stands between `<answer>` and `</answer>`. `slips` makes the teacher of the demonstrations answer with an
-arbitrary expression of the numbers, so that only the reward distinguishes right answers.
+`compact` is the format for tiny models: `3 5 7=26`, with the answer `3*7+5`. Otherwise the question is in words, and
+the answer stands between `<answer>` and `</answer>`. `demonstration_error_rate` makes the teacher of the demonstrations
+answer with an arbitrary expression of the numbers, so that only the reward distinguishes right answers.
 """
 
 import ast
@@ -40,13 +40,13 @@ class CountdownOptions(TaskOptions):
     operators: tuple[Operator, ...] = Field(("+", "-", "*", "/"), min_length=1, description="Operators to draw from.")
     size: Annotated[int, Field(gt=0)] = Field(8192, description="Training prompts in an epoch.")
     held_out: Annotated[int, Field(gt=0)] = Field(256, description="Prompts of an evaluation.")
-    bare: bool = Field(
+    compact: bool = Field(
         False, description="Compact format: the prompt is `3 5 7=26`, and the response is only the answer."
     )
-    near: Annotated[float, Field(ge=0, le=1)] = Field(
+    partial_reward: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="Reward of an expression that uses the numbers correctly but has another value."
     )
-    slips: Annotated[float, Field(ge=0, le=1)] = Field(
+    demonstration_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="Fraction of the demonstrations whose expression has an arbitrary value."
     )
 
@@ -80,9 +80,9 @@ class Countdown(Task):
     def demonstration(self, index: int) -> Demonstration:
         puzzle, expression = self._draw(f"{self.seed} demonstration {index}")
         random = Random(f"{self.seed} slip {index}")
-        if random.random() < self.options.slips:
+        if random.random() < self.options.demonstration_error_rate:
             expression = self._expression(random, puzzle[0])
-        answer = expression if self.options.bare else f"<answer>{expression}</answer>"
+        answer = expression if self.options.compact else f"<answer>{expression}</answer>"
         return Demonstration(self._render(puzzle), answer)
 
     def held_out(self) -> list[Prompt]:
@@ -90,17 +90,17 @@ class Countdown(Task):
 
     def reward(self, prompt: Prompt, text: str) -> float:
         numbers, target = prompt.answer
-        expression = text if self.options.bare else _answer_in(text)
+        expression = text if self.options.compact else _answer_in(text)
         if sorted(map(int, re.findall(r"\d+", expression))) != sorted(numbers):
             return 0.0
         value = evaluate(expression)
         if value is None:
             return 0.0
-        return 1.0 if value == target else self.options.near
+        return 1.0 if value == target else self.options.partial_reward
 
     def _render(self, puzzle: Puzzle) -> Prompt:
         numbers, target = puzzle
-        if self.options.bare:
+        if self.options.compact:
             question = f"{' '.join(map(str, numbers))}={target}"
         else:
             listed, operators = ", ".join(map(str, numbers)), ", ".join(self.options.operators)

@@ -62,7 +62,7 @@ class ReasoningOptions(TaskOptions):
     partial: bool = Field(
         True, description="Use the library's partial scores; otherwise only a full score counts, as 1."
     )
-    slips: Annotated[float, Field(ge=0, le=1)] = Field(
+    demonstration_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="Fraction of the demonstrations with the answer to another puzzle."
     )
 
@@ -90,7 +90,7 @@ class ReasoningGym(Task):
     def demonstration(self, index: int) -> Demonstration:
         name, entry = self._entry("demonstration", 2, index)
         answer = entry["answer"]
-        if Random(f"slip {self.seed} {index}").random() < self.options.slips:
+        if Random(f"slip {self.seed} {index}").random() < self.options.demonstration_error_rate:
             answer = self._entry("demonstration", 2, index + 1)[1]["answer"]
         return Demonstration(
             self._prompt(name, entry), f"<answer>{answer}</answer>" if self.options.tags else str(answer)

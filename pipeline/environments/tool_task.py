@@ -38,7 +38,7 @@ class ToolOptions(TaskOptions):
     turns: Annotated[int, Field(ge=1)] = Field(
         4, description="Largest number of policy turns; calls in the last turn are not executed."
     )
-    calls: Literal["tagged", "short"] = Field(
+    tool_call_syntax: Literal["tagged", "short"] = Field(
         "tagged", description="Tool-call syntax: `<tool_call>{…}</tool_call>`, or `[tool:argument]`."
     )
     role: str = Field("tool", description="Role of the message with a tool's result.")
@@ -85,7 +85,7 @@ class ToolTask(Task):
 
     def read_calls(self, text: str) -> list[ToolCall]:
         """The calls of a turn, in order."""
-        calls = [self._checked(call) for call in parse_calls(text, self.options.calls, self._names)]
+        calls = [self._checked(call) for call in parse_calls(text, self.options.tool_call_syntax, self._names)]
         return [*calls[:MAX_CALLS], *(replace(call, wrong=TOO_MANY) for call in calls[MAX_CALLS:])]
 
     @property
@@ -132,7 +132,7 @@ class ArithmeticToolOptions(ToolOptions):
     )
     size: Annotated[int, Field(gt=0)] = Field(8192, description="Training prompts in an epoch.")
     held_out: Annotated[int, Field(gt=0)] = Field(256, description="Prompts of an evaluation.")
-    shown: Annotated[float, Field(ge=0, le=1)] = Field(
+    tool_demonstration_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5, description="Fraction of the demonstrations that call a tool; the others guess and are mostly wrong."
     )
     tool_seconds: Annotated[float, Field(gt=0)] = Field(
@@ -188,7 +188,7 @@ class Tools(ToolTask):
         number, after = divmod(index, 2)
         expression = self._draw(f"{self.seed} demonstration {number}")
         random, prompt = Random(f"{self.seed} shown {number}"), self._prompt(expression)
-        if random.random() >= self.options.shown:
+        if random.random() >= self.options.tool_demonstration_rate:
             return Demonstration(prompt, str(random.choice((-1, 1)) * random.randrange(10 ** len(prompt.answer))))
         call = self._call("calculator" if "calculator" in self.options.tools else "python", expression)
         if not after:
@@ -209,7 +209,7 @@ class Tools(ToolTask):
 
     def _call(self, name: str, expression: str) -> str:
         argument = expression if name == "calculator" else f"print({expression})"
-        if self.options.calls == "short":
+        if self.options.tool_call_syntax == "short":
             return f"[{name}:{argument}]"
         (parameter,) = _SCHEMAS[name]["function"]["parameters"]["properties"]
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {parameter: argument}})}\n</tool_call>"

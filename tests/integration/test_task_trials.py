@@ -73,7 +73,7 @@ def test_an_agent_learns(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     service = subprocess.Popen([sys.executable, "docs/examples/agent_service.py", str(port)], cwd=ROOT)
     try:
-        of = "task.options.of={name: arithmetic, options: {last_digit_first: true, slips: 0.6}}"
+        of = "task.options.of={name: arithmetic, options: {last_digit_first: true, demonstration_error_rate: 0.6}}"
         agent = ["task.options.command=[]", f"task.options.service=http://127.0.0.1:{port}", of]
         first, last = learned(tmp_path, "agent", words=[*SUMS, *agent])
         assert last > first + 0.05
@@ -100,7 +100,10 @@ def sft_model(tmp_path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
 def test_an_environment_of_verifiers_is_learned(tmp_path: Path) -> None:
     """The sums of that teacher, asked and scored by an environment of the library in a process of its own."""
     sums = load_task(
-        TaskConfig(name="arithmetic", options={"last_digit_first": True, "slips": 0.6, "held_out": 192}), 0
+        TaskConfig(
+            name="arithmetic", options={"last_digit_first": True, "demonstration_error_rate": 0.6, "held_out": 192}
+        ),
+        0,
     )
 
     def row(prompt: Prompt) -> dict[str, Any]:
@@ -156,7 +159,13 @@ def test_programs_that_pass_their_tests_are_learned_from_files(tmp_path: Path) -
 def test_a_policy_comes_closer_to_the_teacher_who_is_served(tmp_path: Path) -> None:
     """A teacher who carries, and a policy that learned from one who forgets to; nobody pays the samples."""
     start = [word for word in SUMS if not word.startswith("training.steps")]
-    words = ["model.init=random", "training.steps=0", "task.options.slips=0", "name=teacher", f"output={tmp_path}"]
+    words = [
+        "model.init=random",
+        "training.steps=0",
+        "task.options.demonstration_error_rate=0",
+        "name=teacher",
+        f"output={tmp_path}",
+    ]
     argv = [sys.executable, "launchers/submit.py", "experiment=demo", *start, *words]
     subprocess.run(argv, cwd=ROOT, check=True, timeout=1200)
     served = make_config(
@@ -170,7 +179,7 @@ def test_a_policy_comes_closer_to_the_teacher_who_is_served(tmp_path: Path) -> N
         words = [
             *(f"teacher.{key}={value}" for key, value in teacher.items()),
             "task=arithmetic",
-            "+task.options={last_digit_first: true, slips: 0.6}",
+            "+task.options={last_digit_first: true, demonstration_error_rate: 0.6}",
             "evaluation.builtin_set=false",
             "+evaluation.sets.sums={task: {name: arithmetic, options: {last_digit_first: true}}}",
         ]

@@ -60,7 +60,7 @@ class VerifiersOptions(TaskOptions):
     )
     env: dict[str, Any] = Field(default_factory=dict, description="All other settings of the environment.")
     workers: Annotated[int, Field(ge=1)] = Field(1, description="Processes for its episodes.")
-    calls: ToolCallSyntax = Field(
+    tool_call_syntax: ToolCallSyntax = Field(
         "tagged",
         description="Tool-call syntax of the policy: `<tool_call>{…}</tool_call>`, or `[tool:argument]`.",
     )
@@ -104,7 +104,7 @@ class Verifiers(Task):
         """Run an episode of the environment, which also writes the prompt; `EpisodeError` when it fails."""
         part, index = prompt.answer
         for _ in range(MAX_RUNS):
-            async with policy.endpoint(self.options.calls) as endpoint:
+            async with policy.endpoint(self.options.tool_call_syntax) as endpoint:
                 process = await self._process()
                 try:
                     endpoint_fields = {"url": endpoint.url, "key": endpoint.key, "model": endpoint.model}

@@ -97,4 +97,4 @@ def test_checks_of_input_and_output_need_one_output_each() -> None:
 def test_most_tests_bounds_what_is_run(tmp_path: Path) -> None:
     row = ADD | {"tests": ["assert add(1, 2) == 3", "assert False"]}
     assert reward(tmp_path, row, RIGHT) == 0.0
-    assert reward(tmp_path, row, RIGHT, most_tests=1) == 1.0
+    assert reward(tmp_path, row, RIGHT, max_tests=1) == 1.0

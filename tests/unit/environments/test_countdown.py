@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError
 
 
 def countdown(seed: int = 0, **options: Any) -> Countdown:
-    options = {"numbers": 3, "largest": 12, "held_out": 64, "bare": True} | options
+    options = {"numbers": 3, "largest": 12, "held_out": 64, "compact": True} | options
     task = load_task(TaskConfig(name="countdown", options=options), seed)
     assert isinstance(task, Countdown)
     return task
@@ -40,7 +40,7 @@ def test_what_is_no_expression_or_has_no_value_has_none(text: str) -> None:
 
 
 def test_a_teacher_without_slips_solves_every_puzzle_and_a_careless_one_some() -> None:
-    right, careless = countdown(), countdown(slips=1.0, operators=["+", "-", "*"])
+    right, careless = countdown(), countdown(demonstration_error_rate=1.0, operators=["+", "-", "*"])
     shown = [right.demonstration(index) for index in range(200)]
     assert [right.reward(each.prompt, each.answer) for each in shown] == [1.0] * 200
     shown = [careless.demonstration(index) for index in range(200)]
@@ -71,11 +71,11 @@ def test_held_out_puzzles_are_the_same_for_every_seed_and_never_trained() -> Non
     ],
 )
 def test_an_expression_pays_if_it_has_the_numbers_and_the_value(text: str, reward: float) -> None:
-    assert countdown(near=0.25).reward(Prompt((), answer=((7, 5, 3), 26)), text) == reward
+    assert countdown(partial_reward=0.25).reward(Prompt((), answer=((7, 5, 3), 26)), text) == reward
 
 
 def test_in_words_the_answer_stands_between_tags() -> None:
-    task = countdown(bare=False)
+    task = countdown(compact=False)
     prompt = Prompt((), answer=((7, 5, 3), 26))
     assert task.reward(prompt, "It is <answer>5</answer>, no: <answer>\n3*7+5 </answer>.") == 1.0
     assert task.reward(prompt, "3*7+5") == 0.0

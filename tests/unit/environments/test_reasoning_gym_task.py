@@ -71,7 +71,7 @@ def test_answers_stand_between_tags_unless_it_is_said_otherwise() -> None:
 
 
 def test_a_careless_teacher_gives_the_answer_of_another_puzzle() -> None:
-    task = gym(slips=0.5)
+    task = gym(demonstration_error_rate=0.5)
     scores = [task.reward(shown.prompt, shown.answer) == 1 for shown in map(task.demonstration, range(200))]
     assert 80 < sum(scores) < 150
 

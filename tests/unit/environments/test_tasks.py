@@ -61,7 +61,7 @@ def test_where_nothing_is_carried_the_careless_are_right(digits: list[tuple[int,
 
 
 def test_a_fraction_of_the_demonstrations_slips_and_no_reward_does() -> None:
-    task = arithmetic(slips=0.5, operators=["+"])
+    task = arithmetic(demonstration_error_rate=0.5, operators=["+"])
     shown = [task.demonstration(index) for index in range(400)]
     wrong = [each for each in shown if each.answer != each.prompt.answer]
     assert 0.2 < len(wrong) / len(shown) < 0.5, "a slip without a carry does not show"

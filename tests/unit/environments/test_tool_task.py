@@ -106,7 +106,7 @@ def is_what_servers_saw(episode: Any, servers: Talking) -> None:
 
 
 def test_a_row_has_the_tokens_that_the_servers_saw_and_reads_as_the_template_writes_it() -> None:
-    task, chat = tools(calls="short", system="", tools=["calculator"]), ChatTokenizer(TINY_TEXT)
+    task, chat = tools(tool_call_syntax="short", system="", tools=["calculator"]), ChatTokenizer(TINY_TEXT)
     turns = ["[calculator:37*52]", "[calculator:1924+1][calculator:2/0]", "1925"]
     servers = Talking(*([*chat.encode(turn), 2] for turn in turns))
     prompt = Prompt(({"role": "user", "content": "37*52+1"},), "1925", tools=task.schemas)
@@ -169,7 +169,7 @@ def test_a_tool_without_arguments_is_called_with_none() -> None:
             takes = {"type": "object", "properties": {}}
             return ({"type": "function", "function": {"name": "now", "parameters": takes}},)
 
-    clock = Clock(tools(calls="short").options, 0)
+    clock = Clock(tools(tool_call_syntax="short").options, 0)
     assert clock.read_calls("[now:]") == [ToolCall("now", {})]
     assert [call.wrong for call in clock.read_calls("[now:5]")] == ["error: now takes nothing, not an argument"]
 
@@ -177,7 +177,7 @@ def test_a_tool_without_arguments_is_called_with_none() -> None:
 @pytest.mark.parametrize(("calls", "opens"), [("tagged", "<tool_call>"), ("short", "[calculator:")])
 def test_calls_that_never_close_are_none_however_many(calls: str, opens: str) -> None:
     """Searched from each of them to the end, this would take minutes in the actor's event loop."""
-    task, flood = tools(calls=calls), opens * (200_000 // len(opens))
+    task, flood = tools(tool_call_syntax=calls), opens * (200_000 // len(opens))
     assert task.read_calls(flood) == []
     made = {"tagged": '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'}
     (call,) = task.read_calls(made.get(calls, "[calculator:1]") + flood)
@@ -185,7 +185,7 @@ def test_calls_that_never_close_are_none_however_many(calls: str, opens: str) ->
 
 
 def test_of_very_many_calls_in_a_turn_some_are_made() -> None:
-    calls = tools(calls="short").read_calls("[calculator:1+1]" * 500)
+    calls = tools(tool_call_syntax="short").read_calls("[calculator:1+1]" * 500)
     assert [call.wrong for call in calls] == [""] * 16 + ["error: more than 16 calls in a turn"] * 484
 
 
@@ -194,9 +194,9 @@ def test_an_episode_ends_where_turns_or_tokens_do() -> None:
     call = [*chat.encode("[calculator:1+1]"), 2]
     prompt = Prompt(({"role": "user", "content": "1+1"},), "2")
     for task, finish, length, turns in [
-        (tools(calls="short", turns=2), "stop", 4096, 2),
-        (tools(calls="short"), "length", 4096, 3),
-        (tools(calls="short"), "stop", len(chat.prompt(prompt.messages)) + len(call) + len("\nT:2\nA:"), 1),
+        (tools(tool_call_syntax="short", turns=2), "stop", 4096, 2),
+        (tools(tool_call_syntax="short"), "length", 4096, 3),
+        (tools(tool_call_syntax="short"), "stop", len(chat.prompt(prompt.messages)) + len(call) + len("\nT:2\nA:"), 1),
     ]:
         servers = Talking(*[call] * turns, finish=finish)
         episode = played(task, chat, TINY_TEXT, servers, prompt, length)
@@ -209,7 +209,7 @@ def test_a_tool_whose_process_ends_is_told_to_the_policy_and_the_episode_goes_on
         async def use(self, prompt: Prompt, name: str, arguments: Any) -> ToolResult | str:
             return "tool calculator took too long: more than task.seconds=60"
 
-    task, chat = tools(calls="short"), ChatTokenizer(TINY_TEXT)
+    task, chat = tools(tool_call_syntax="short"), ChatTokenizer(TINY_TEXT)
     servers = Talking([*chat.encode("[calculator:1+1]"), 2], [*chat.encode("2"), 2])
     prompt = Prompt(({"role": "user", "content": "1+1"},), "2")
     asked = RenderedPrompt(prompt, chat.render(prompt.messages))
@@ -220,7 +220,7 @@ def test_a_tool_whose_process_ends_is_told_to_the_policy_and_the_episode_goes_on
 
 
 def test_demonstrations_show_calls_and_what_follows_them() -> None:
-    task = tools(calls="short", shown=0.5)
+    task = tools(tool_call_syntax="short", tool_demonstration_rate=0.5)
     shown = [task.demonstration(index) for index in range(400)]
     calls = [each for each in shown if each.answer.startswith("[calculator:")]
     after = [each for each in shown if len(each.prompt.messages) > 2]
