@@ -4,9 +4,11 @@ Every loss meets one rank and two, packed and padded, cut by rows and by tokens;
 third of that, and what is replicated, meets four ranks.
 Tolerances, float32 against float64 (`training_truth.FLOAT32`): log-probabilities, values and losses 1e-5, gradients
 3e-5 of the largest entry of their tensor plus 1e-6 and 3e-5 of their whole length, parameters after three AdamW steps
-5e-6 and 2e-5 of the whole way. The full product of all that, and compiled layers, are trials:
+5e-6 and 2e-5 of the whole way. The full product of all that, compiled layers, and the matrix of families of mixtures ×
+what is trained × packing on 1, 2, 4 and 8 ranks, are trials:
 
     python -m pytest -m trial tests/integration/test_training_oracle.py
+    python -m pytest -m trial tests/integration/test_training_oracle.py -k families
 """
 
 from collections import Counter

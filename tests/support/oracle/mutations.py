@@ -32,6 +32,7 @@ from pipeline.train.model import (
     model_worker,
     models,
     packed_attention,
+    router_loss,
 )
 from pipeline.train.model.cpu_offload import Part, local
 from pipeline.train.model.model_worker import ModelWorker
@@ -308,6 +309,16 @@ def aux_per_micro_batch(rank: ModelWorker) -> None:
     patch(collate.MicroBatch, "row_means", locally)
 
 
+def own_tokens_in_aux(rank: ModelWorker) -> None:
+    """In the auxiliary loss, each rank of a line counts the experts of its own tokens only."""
+
+    def own(parts: list[Tensor], group: object) -> list[Tensor]:
+        seen["mutated"] += 1
+        return parts
+
+    patch(router_loss, "_sum", own)
+
+
 def unreplicated_bias(rank: ModelWorker) -> None:
     """Each rank balances the experts by the tokens that it has seen itself."""
     reduce = dist.all_reduce
@@ -342,5 +353,6 @@ MUTATE: dict[Mutation, Callable[[ModelWorker], None]] = {
     "wrong_adapter": wrong_adapter,
     "lost_sink": lost_sink,
     "aux_per_micro_batch": aux_per_micro_batch,
+    "own_tokens_in_aux": own_tokens_in_aux,
     "unreplicated_bias": unreplicated_bias,
 }

@@ -291,6 +291,7 @@ Mutation = Literal[
     "wrong_adapter",
     "lost_sink",
     "aux_per_micro_batch",
+    "own_tokens_in_aux",
     "unreplicated_bias",
 ]
 PACKED, PADDED = Case("grpo", rows=2), Case("grpo", rows=2, packed=False)
@@ -317,6 +318,7 @@ MUTATIONS: dict[Mutation, Case] = {
     "wrong_adapter": _mixture("lora", 2),
     "lost_sink": _mixture("grpo", 1, family="gpt_oss"),
     "aux_per_micro_batch": _mixture("grpo", 1, aux=AUX),
+    "own_tokens_in_aux": _mixture("grpo", 1, aux=AUX, cp=2),
     "unreplicated_bias": _mixture("grpo", 1, family="glm"),
 }
 
