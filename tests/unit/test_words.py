@@ -25,6 +25,14 @@ PROSE = {
     r"owes?": "must",
     r"hears?": "receives",
     r"gone on from": "resumed from",
+    r"so (many|much) (of|as|rows|tokens|bytes|that)": "n, this many",
+    r"(is|are|was|were) told": "is notified, receives",
+    r"(is|are|was|were|has|have) given up": "is abandoned",
+    r"goes on": "continues",
+    r"what (it|they) (is|are|has|have|was|were)": "the noun",
+    r"of which": "split the sentence",
+    r"the front": "the gateway",
+    r"warm start": "SFT",
 }
 NAMES = (
     "mend",
@@ -40,8 +48,25 @@ NAMES = (
     "crowded",
     "intact",
     "lay",
+    "asked",
+    "door",
+    "found",
+    "front",
+    "given",
+    "heard",
+    "kept",
+    "place",
+    "places",
+    "seat",
+    "settle",
+    "settled",
+    "shelf",
+    "strangers",
+    "wanted",
 )
 """Parts of identifiers."""
+ALLOWED = {"NotFoundError"}
+"""The name of HTTP status 404."""
 
 
 def prose_of(text: str) -> str:
@@ -63,7 +88,7 @@ def names_of(text: str) -> set[str]:
             names.add(node.arg)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-    return {word for name in names for word in re.findall("[a-z]+", re.sub("([A-Z])", r"_\1", name).lower())}
+    return {word for name in names - ALLOWED for word in re.findall("[a-z]+", re.sub("([A-Z])", r"_\1", name).lower())}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -77,5 +102,5 @@ def test_a_file_uses_the_fields_words(path: Path) -> None:
 
 def test_the_list_finds_what_it_lists() -> None:
     text = '"""Mends nothing anew: whoever hears it is told."""\ndef dealt(news: int) -> None: ...\n'
-    assert sum(len(re.findall(rf"\b{old}\b", prose_of(text))) for old in PROSE) == 3
+    assert sum(len(re.findall(rf"\b{old}\b", prose_of(text))) for old in PROSE) == 4
     assert names_of(text) & set(NAMES) == {"dealt", "news"}

@@ -23,12 +23,19 @@ asked, P = `training.prompts_per_step`, L = `training.max_lag`. A `▷` is a gat
       UPDATE           mini-batches, optimizer steps; v becomes v + 1                policy_update
         │   the ledger marks the P positions as done, the board shows v + 1: both move the staleness gate of the actor
         ▼
-      WEIGHT SYNC      ▷ waits until version v is on the servers, copies v + 1       weight_publisher
-        │   returns when the copy is made; the trainer continues with the next BATCH meanwhile
+      WEIGHT SYNC      ▷ previous     version v is on every server that is not evicted           weight_publisher
+        │   each rank of the first replica copies its own rows of v + 1, all ranks in one operation (a snapshot);
+        │   then the trainer continues with the next BATCH, unless an evaluation of v + 1 is due:
+        │              ▷ evaluation   v + 1 is on the servers, then the evaluation is requested
+        ▼   in the background
+      TRANSFER         every rank sends its rows to every process of every server    inference.weight_sync
+        │              ▷ turns        a rank sends to one process at a time, a process receives from one rank at a time
+        │              ▷ deadline     `inference.update_seconds` for each server; one that fails or is late is evicted
         ▼
-      SERVERS          each receives v + 1 while it samples, swaps it, and is posted on the board as current:
-                       this moves w, and so the actor's two gates. A server that fails is evicted (never asked) and
-                       brought to the newest version in the background                inference.weight_sync
+      SERVERS          each receives into a staging buffer while it samples, swaps the weights between two steps of its
+                       engine (or pauses, for full weights over TCP), and is posted on the board as current: this moves
+                       w, and so the actor's two gates. An evicted server gets no requests, and the newest version in
+                       the background
 
 `prepared` entries are acknowledged only after a checkpoint that covers them is durable, so an unsaved step can be
 repeated after a crash. At half of the budget the checkpoint comes early (`GroupBatches.is_near_budget`); otherwise the
@@ -37,8 +44,9 @@ preprocessor, and then the trainer, would wait for each other. Evaluations have 
 
 With L = 1 the trainer updates to v + 1 while servers sample with v:
 
-    trainer   │ update v → v + 1 │ copy │ update v + 1 → v + 2   │ copy │ …
-    servers   │ sample with v           swap │ sample with v + 1       swap │ …
+    trainer   │ update v → v + 1 │ snapshot │ update v + 1 → v + 2        │ snapshot │ …
+    ranks     │                             │ send v + 1 │                           │ send v + 2 │ …
+    servers   │ sample with v                       swap │ sample with v + 1                 swap │ …
 
 With L = 0 the actor issues the groups of step v + 1 only when the servers are at v + 1: no overlap, on-policy.
 

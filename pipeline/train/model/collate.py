@@ -73,8 +73,8 @@ class MicroBatch:
         return self.segments.context.merge(answer_M, self.own_M, self.batch.counted)
 
     def row_means(self) -> tuple[Tensor, Tensor]:
-        """The share of each row in a mean loss, [rows], and the matrix [rows, B · T] that takes the means over all
-        tokens of each row, of which each rank of a shared line has its columns. Float32 on the host."""
+        """The share of each row in a mean loss, [rows], and the matrix [rows, B · T] for the means over all
+        tokens of each row; each rank of a shared line has its columns. Float32 on the host."""
         rows, lengths = self.batch.rows, self.batch.lengths
         shares = [weight * row.counted for row, weight in zip(rows, self.batch.weights, strict=True)]
         means = np.zeros((len(rows), len(self.rows_T)), np.float32)

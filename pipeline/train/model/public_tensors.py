@@ -108,7 +108,7 @@ class PublicTensors:
         self, stack: Tensor, split: Callable[[Tensor], Sequence[Tensor]], targets: Sequence[Tensor]
     ) -> None:
         """Fill the targets of this rank's experts, one block of experts at a time."""
-        # stack is [X, …]: X experts, of which this rank has rows.start to rows.stop in `mine`.
+        # stack is [X, …]: X experts; `mine` has those from rows.start to rows.stop.
         rows, mine = owned_rows(stack, self._group), self._local(stack)
         step = max(1, BLOCK_BYTES * len(stack) // stack.nbytes)
         for start in range(rows.start, rows.stop, step):
