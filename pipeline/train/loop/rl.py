@@ -14,6 +14,7 @@ import numpy as np
 from pipeline.algorithms.advantage_estimators import has_zero_variance
 from pipeline.config import RunConfig
 from pipeline.config.routing_shape import RoutingShape, routing_shape
+from pipeline.errors import TrainingError
 from pipeline.train.batching.sequences import TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
@@ -75,6 +76,7 @@ class ReinforcementLearning:
         training = self._config.training
         oldest = step - training.max_lag
         rows = rows_of(groups, masked=training.masked_finish, oldest=oldest, routing=self._routing)
+        replayed = {} if self._routing is None else {"routing/replayed": replayed_fraction(rows)}
         self._update.measured = not self._agreement.known
         metrics = self._update.run(rows, step)
         batch_statistics = batch_metrics(groups, step, oldest)
@@ -91,9 +93,7 @@ class ReinforcementLearning:
             "groups/stale": float(discarded["stale"]),
             "groups/zero_variance": zero_variance(groups, dropped=discarded[FILTERED]),
         }
-        if self._routing is not None:
-            counts["routing/replayed"] = replayed_fraction(rows)
-        return metrics | batch_statistics | timing | counts
+        return metrics | batch_statistics | timing | counts | replayed
 
     def after_step(self, done: int) -> Mapping[str, float]:
         """Publish the progress and the new weights, and request an evaluation if one is due.
@@ -157,9 +157,11 @@ def rows_of(
 
 
 def replayed_fraction(rows: Sequence[TrainSequence]) -> float:
-    """The fraction of the tokens whose experts are those that a server chose."""
+    """The fraction of the tokens whose experts are those that a server chose; `TrainingError` if there are none."""
     replayed = sum(len(row.routed_experts) for row in rows if row.routed_experts is not None)
-    return replayed / max(1, sum(map(len, rows)))
+    if not replayed:
+        raise TrainingError("training.routing_replay: the servers returned the experts of no token of a whole batch")
+    return replayed / sum(map(len, rows))
 
 
 def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0) -> dict[str, float]:

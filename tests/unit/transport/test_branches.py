@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.algorithms.policy_losses import POLICY_LOSSES
 from pipeline.config.routing_shape import RoutingShape
-from pipeline.errors import RecordError
+from pipeline.errors import RecordError, TrainingError
 from pipeline.roles.preprocessor import prepare_group
 from pipeline.train.batching.sequences import Batch, TrainSequence, episodes_of
 from pipeline.train.batching.token_advantages import assign_advantages
@@ -82,6 +82,8 @@ def test_rows_carry_the_routed_experts_of_their_first_tokens() -> None:
     assert first.routed_experts.tolist() == ids.tolist()
     assert (second.routed_experts, plain.routed_experts) == (None, None)
     assert replayed_fraction([first, second]) == 3 / 8
+    with pytest.raises(TrainingError, match="the servers returned the experts of no token"):
+        replayed_fraction([second])
 
 
 ALONE = a_sample(0.0, branches=())
