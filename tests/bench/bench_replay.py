@@ -1,6 +1,6 @@
 """What routing replay leaves of the difference between a trainer and servers of another type.
 
-    python -m tests.bench.bench_replay [OUT.json] [--steps 12] [--sft-steps 150] [--lag 1] [--seeds 0] [key=value …]
+    python -m tests.bench.bench_replay [--out OUT.json] [--steps 12] [--sft-steps 150] [--lag 1] [--seeds 0] [key=v …]
 
 A mixture in the size of the demo's model (16 experts, 4 of a token) is trained as a user would: SFT, then RL with real
 servers, whose weights change while they sample. The trainer computes in float32, the servers in bfloat16, so that their
@@ -38,7 +38,7 @@ EXPERTS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, help="a file for the result as JSON")
+    parser.add_argument("--out", type=Path, help="a file for the result as JSON")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--sft-steps", type=int, default=150)
     parser.add_argument("--lag", type=int, default=1)
