@@ -139,7 +139,7 @@ def _faults(result: Result) -> list[Row]:
     """A row for each fault of a run, from the steps between the previous and the next fault; none if the run ended
     soon after the fault."""
     command, steps = result["command"], steps_of(result)
-    named = isinstance(command["fault"], list)  # runs of a single fault say only when it was
+    named = "faults" in command or isinstance(command["fault"], list)  # older runs of one fault have only its time
     strikes = [strike if named else {"fault": command["fault"], "time": strike} for strike in result["struck"]]
     times = [0.0, *(strike["time"] for strike in strikes), steps[-1]["time"] + 1]
     rows = []
@@ -153,7 +153,7 @@ def _faults(result: Result) -> list[Row]:
             {
                 "model": command["shape"].upper(),
                 "servers": str(command["servers"]),
-                "fault": "trainer killed" if fault == "trainer" else f"server {fault}",
+                "fault": _fault_words(fault),
                 "after step": str(strike.get("step") or sum(row["time"] < struck for row in steps)),
                 "steps done": str(len(steps)),
                 "attempts": str(1 + sum(strike["fault"] == "trainer" for strike in strikes)),
@@ -165,6 +165,16 @@ def _faults(result: Result) -> list[Row]:
             }
         )
     return rows
+
+
+def _fault_words(fault: str) -> str:
+    """A planned fault such as `kill:inference@step=12`, or the name that older runs gave it, in words."""
+    kind, _, rest = fault.partition(":")
+    if not rest:
+        return "trainer killed" if fault == "trainer" else f"server {fault}"
+    role = rest.partition("@")[0].partition("[")[0]
+    words = {"kill": "killed", "stop": "stopped", "exit": "exits with 1", "early": "exits with 0"}
+    return f"{'server' if role == 'inference' else role} {words.get(kind, kind)}"
 
 
 def weights() -> list[Row]:

@@ -63,10 +63,9 @@ class FaultInjector:
     def _strike(self, fault: Fault, role: SupervisedRole) -> None:
         match fault.kind:
             case "kill":
-                _send(signal.SIGKILL, [role.pid])
+                _send_to_all(signal.SIGKILL, role.pid)
             case "stop":
-                descendants = psutil.Process(role.pid).children(recursive=True)
-                _send(signal.SIGSTOP, [role.pid, *(process.pid for process in descendants)])
+                _send_to_all(signal.SIGSTOP, role.pid)
             case "torn":
                 tear_newest_checkpoint(RunPaths(self._paths.run))
             case _:
@@ -83,7 +82,10 @@ def tear_newest_checkpoint(run: RunPaths) -> Path | None:
     return file
 
 
-def _send(number: signal.Signals, pids: Sequence[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+def _send_to_all(number: signal.Signals, leader: int) -> None:
+    """Signal a process and its descendants, these first: they must not see their parent go and exit in order."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(leader)
+        for member in [*reversed(process.children(recursive=True)), process]:
+            with suppress(psutil.NoSuchProcess):
+                member.send_signal(number)

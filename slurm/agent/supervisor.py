@@ -142,8 +142,9 @@ class Supervisor:
         self._poll_events()
         self._oom_watch.look()
         if self._injector is not None and self._end is None:
-            for role, fault in self._injector.inject():
-                self._append_to_timeline(role, FAULT, fault.text)
+            with suppress(OSError):  # a fault waits for a disk that fails for a while
+                for role, fault in self._injector.inject():
+                    self._append_to_timeline(role, FAULT, fault.text)
         for role in self._roles:
             if not role.down:
                 self._watch(role)

@@ -10,24 +10,24 @@ starts, `launchers/submit.py cluster=local`; its rate is taken over the steps af
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from pipeline.observability.run_history import attempt_names, read_attempt
+from pipeline.run.fault_moments import FaultRecord
 from pipeline.run.paths import RunPaths
+from pipeline.utils import shared_files
 from tests.gpu import children
 from tests.gpu.ceilings import PROMPT, Halves, measure
-from tests.gpu.pulse import pulse, servers_below
+from tests.gpu.pulse import pulse
 from tests.gpu.words import write_model, write_whole_model
 from tests.gpu.workload import WORKLOADS
 
@@ -39,8 +39,6 @@ END_SECONDS = 120.0
 LOOK_SECONDS = 5.0
 """Between two looks at how much memory the run's processes hold."""
 ENVIRONMENT = {**os.environ, "HYDRA_FULL_ERROR": "1"}
-FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "trainer": signal.SIGKILL}
-"""What a server gets; `trainer`: what all ranks of the trainer get."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,19 +91,10 @@ def asked_for(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=64, help="groups in flight")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--ceilings", type=float, default=0.0, help="seconds for which the halves alone are measured")
-    parser.add_argument(
-        "--fault",
-        choices=[*FAULTS],
-        nargs="+",
-        default=[],
-        help="what happens to each server in turn, or to the trainer",
-    )
-    parser.add_argument("--fault-at", type=int, nargs="+", default=[12], help="after which step each of them")
+    parser.add_argument("--faults", nargs="+", default=[], help="planned faults, such as kill:inference[0]@step=12")
     parser.add_argument("--logs", type=Path, help="file for all logs of the run")
     parser.add_argument("overrides", nargs="*", help="further keys of the run's config")
     chosen = parser.parse_intermixed_args(arguments)
-    if len(chosen.fault) > len(chosen.fault_at):
-        parser.error("--fault-at needs a step for each --fault")
     if chosen.adapter and chosen.ceilings:
         parser.error("--ceilings are of whole models: leave out --adapter or --ceilings")
     return chosen
@@ -157,44 +146,30 @@ def asked(chosen: argparse.Namespace) -> dict[str, Any]:
 def run(root: Path, chosen: argparse.Namespace, stepped: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """The run's exit code, how long it took, and the most host memory that its processes held.
 
-    `stepped` gets the same whenever there are new steps, without an exit code yet. A run that ends because its trainer
-    was struck is submitted again, as it asks for. Of one that fails the ends of its logs are printed.
+    `stepped` gets the same whenever there are new steps, without an exit code yet. Of a run that fails the ends of its
+    logs are printed.
     """
     command = [sys.executable, "launchers/submit.py", *overrides(root, chosen)]
     started, peak, own = time.monotonic(), dict[str, int](), os.getpid()
     code: int | None = None
-    struck: list[dict[str, Any]] = []
-    endpoints: list[str] = []
     told = 0
 
     def found() -> dict[str, Any]:
         return {
             "exit": code,
-            "struck": struck,
+            "struck": struck_in(RunPaths(root / "runs" / "loop")),
             "seconds": time.monotonic() - started,
             "host_gib": {name: held / 2**30 for name, held in peak.items()},
             "pulse": taken.beats,
         }
 
-    with pulse(own) as taken, ExitStack() as stack:
-
-        def submit() -> subprocess.Popen[bytes]:
-            submitted = children.started(command, environment=ENVIRONMENT, end_seconds=END_SECONDS)
-            return stack.enter_context(submitted)
-
-        process = submit()
+    submitted = children.started(command, environment=ENVIRONMENT, end_seconds=END_SECONDS)
+    with pulse(own) as taken, submitted as process:
         while code is None and time.monotonic() - started < chosen.seconds:
             code = children.wait(process, LOOK_SECONDS)
             for name, held in memory_of(own).items():
                 peak[name] = max(peak.get(name, 0), held)
             done = steps_done(root)
-            if code and struck and struck[-1]["fault"] == "trainer" and "exit" not in struck[-1]:
-                struck[-1]["exit"] = code
-                process, code, endpoints = submit(), None, []
-            elif code is None and (due := len(struck)) < len(chosen.fault) and done >= chosen.fault_at[due]:
-                endpoints = endpoints or sorted(servers_below(own))
-                seen = strike(own, chosen.fault[due], endpoints[due % len(endpoints)] if endpoints else "")
-                struck += [each | {"step": done} for each in seen]
             if done > told:
                 stepped(found())
                 told = done
@@ -211,34 +186,11 @@ def steps_done(root: Path) -> int:
     return max((row["step"] for row in trained(root)), default=0)
 
 
-def strike(pid: int, fault: str, endpoint: str) -> list[dict[str, Any]]:
-    """Send a signal to the processes of a server below `pid`, or of its trainer: what, whom and when; nothing if they
-    are not there.
-
-    The engine's processes are struck before their parent: they must not see it go and end in order.
-    """
-    if fault == "trainer":
-        struck, named = ranks_below(pid), {}
-    else:
-        server = servers_below(pid).get(endpoint)
-        struck, named = [*reversed(server.children(recursive=True)), server] if server else [], {"server": endpoint}
-    for each in struck:
-        with suppress(psutil.NoSuchProcess):  # torchrun ends its other ranks as soon as one is gone
-            each.send_signal(FAULTS[fault])
-    return [{"fault": fault, **named, "time": time.time()}] if struck else []
-
-
-def ranks_below(pid: int) -> list[psutil.Process]:
-    """The trainer's processes among the descendants of a process, without torchrun's own."""
-    found = []
-    for child in psutil.Process(pid).children(recursive=True):
-        try:
-            words = child.cmdline()
-        except psutil.Error:
-            continue  # it has just ended
-        if "pipeline.roles.trainer" in words and "torch.distributed.run" not in words:
-            found.append(child)
-    return found
+def struck_in(run: RunPaths) -> list[dict[str, Any]]:
+    """The planned faults that have happened in the run, in order of time."""
+    read = (shared_files.read_document(file, FaultRecord) for file in run.faults.glob("*.json"))
+    records = sorted((record for record in read if record is not None), key=lambda record: record.time)
+    return [{"fault": record.fault, "time": record.time} for record in records]
 
 
 def memory_of(pid: int) -> dict[str, int]:
@@ -280,7 +232,8 @@ def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
         f"training.prompts_per_step={PROMPTS}",
         f"training.max_lag={chosen.lag}",
         "training.eval_every=0",
-        f"training.checkpoint_every={10 if 'trainer' in chosen.fault else 100_000}",
+        f"training.checkpoint_every={10 if any(':trainer@' in fault for fault in chosen.faults) else 100_000}",
+        f"faults=[{','.join(chosen.faults)}]",
         "optim.lr=1e-5",
         f"rollout.group_size={SAMPLES}",
         f"rollout.max_tokens={chosen.tokens}",
