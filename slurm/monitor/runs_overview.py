@@ -7,7 +7,7 @@ and that `source` names whether the scheduler answered. Must not know the render
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from slurm.registry import run_registry, sweep_manifest
 from slurm.scheduler.scheduler_protocol import Connect, JobQueue, QueuedJob
 
 NEVER, UNREADABLE = "not submitted", "unreadable"
+Answers = dict[tuple[str, str], QueuedJob]
+"""The states of jobs by scheduler and id: two schedulers may use the same id."""
 
 
 @dataclass(frozen=True)
@@ -119,26 +121,25 @@ class Overview:
         except (RollcallError, OSError) as error:
             return _unreadable(run, error)
 
-    def _ask(self, runs: Sequence[_Run]) -> Mapping[str, QueuedJob] | None:
-        """The scheduler's state of these runs' jobs by id; None if the scheduler did not answer."""
+    def _ask(self, runs: Sequence[_Run]) -> Answers | None:
+        """The schedulers' states of these runs' jobs; None if a scheduler did not answer."""
         self.source = "files"
         if not runs or self._connect is None:
             return None
         jobs = [run.job for run in runs if run.job and self._known_end(run) is None]
-        ids = [job.job for job in jobs]
-        answers: dict[str, QueuedJob] = {}
+        answers: Answers = {}
         try:
             for name in dict.fromkeys(run.job.kind for run in runs if run.job):
                 queue = self._queues[name] = self._queues.get(name) or self._connect(name)
-                ids_of_kind = [job.job for job in jobs if job.kind == name]
-                answers |= queue.known(ids_of_kind) if ids_of_kind else {}
+                ids = [job.job for job in jobs if job.kind == name]
+                answers |= {(name, job): queued for job, queued in queue.known(ids).items()} if ids else {}
         except (SchedulerError, ConfigError) as error:
             self.source = f"files alone; the scheduler gave no answer: {error}"
             return None
         self.source = "the scheduler and files"
         for run in runs:
-            queued = answers.get(run.job.job) if run.job else None
-            if run.job and run.job.job in ids and (queued is None or not queued.live):
+            queued = _answer(run.job, answers)
+            if run.job in jobs and run.job and (queued is None or not queued.live):
                 self._over[run.paths.root] = run.job, queued
         return answers
 
@@ -147,7 +148,7 @@ class Overview:
         known = self._over.get(run.paths.root)
         return known if known and known[0] == run.job else None
 
-    def _line(self, run: _Run, answers: Mapping[str, QueuedJob] | None) -> RunSummary:
+    def _line(self, run: _Run, answers: Answers | None) -> RunSummary:
         """The run's line, with its scheduler's answer."""
         try:
             line = self._read(run, answers)
@@ -158,7 +159,7 @@ class Overview:
             self._watchers.pop(run.paths.root, None)
         return line
 
-    def _read(self, run: _Run, answers: Mapping[str, QueuedJob] | None) -> RunSummary:
+    def _read(self, run: _Run, answers: Answers | None) -> RunSummary:
         queued, live = self._standing(run, answers)
         now = self._watcher(run).look(live)
         return RunSummary(
@@ -186,17 +187,21 @@ class Overview:
             known = self._watchers[run.paths.root] = run.identity, Watcher(run.paths.root)
         return known[1]
 
-    def _standing(self, run: _Run, answers: Mapping[str, QueuedJob] | None) -> tuple[QueuedJob | None, bool | None]:
+    def _standing(self, run: _Run, answers: Answers | None) -> tuple[QueuedJob | None, bool | None]:
         """The job's state at its scheduler, and whether the run is live; None if the scheduler did not answer."""
         if run.job is None or not run.job.queued:
             return None, run_registry.is_live_here(run.paths)
         over = self._known_end(run)
         if over is None and answers is None:
             return None, None
-        queued = over[1] if over else answers.get(run.job.job) if answers else None
+        queued = over[1] if over else _answer(run.job, answers)
         if queued is None or not run_registry.is_job_of(run.paths, queued):
             return None, False
         return queued, queued.live
+
+
+def _answer(job: SubmittedJob | None, answers: Answers | None) -> QueuedJob | None:
+    return answers.get((job.kind, job.job)) if job and answers else None
 
 
 def _failure_text(run: _Run, now: Snapshot, live: bool | None) -> str:

@@ -106,6 +106,18 @@ def test_a_job_of_somebody_else_under_the_same_id_is_not_shown(tmp_path: Path, s
     assert (line.scheduler, line.live, line.state) == ("", False, "interrupted")
 
 
+def test_runs_of_two_schedulers_are_asked_of_their_own_which_may_use_the_same_ids(
+    tmp_path: Path, scheduler: FakeScheduler
+) -> None:
+    other = FakeScheduler()
+    run = make_run(tmp_path / "a", steps=3)
+    run_registry.record_job(run.paths, "other", other.submit("a", state="PENDING"))
+    assert queued(make_run(tmp_path / "b", steps=3), scheduler) == "1", "both jobs have this id"
+    lines = Overview(tmp_path, connect={"other": other, "slurm": scheduler}.__getitem__).look()
+    assert [(line.name, line.scheduler) for line in lines] == [("a", "PENDING"), ("b", "RUNNING")]
+    assert (other.asked, scheduler.asked) == ([("1",)], [("1",)])
+
+
 def test_a_local_run_asks_no_scheduler(tmp_path: Path) -> None:
     def none(_name: str) -> JobQueue:
         raise AssertionError("nobody asks")
