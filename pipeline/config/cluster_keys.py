@@ -83,7 +83,7 @@ class ClusterConfig(Section):
     memory: Memory = Field(
         "", description="Memory of each node, such as `64G`, `0` for all; empty: the partition's default."
     )
-    mail_user: str = Field("", description="Recipient of Slurm's mail.")
+    mail_user: str = Field("", description="Recipient of the scheduler's mail.")
     mail_type: str = Field("", description="Events that send mail, such as `END,FAIL`.")
     setup: tuple[str, ...] = Field((), description="Shell lines of the batch script before the agents start.")
     sbatch: dict[str, str | int | bool] = Field(
@@ -92,7 +92,7 @@ class ClusterConfig(Section):
     srun_args: tuple[str, ...] = Field((), description="Additional arguments of the srun that starts the agents.")
     services: ServicesComponent = ServicesComponent()
     notice_seconds: NotNegative = Field(
-        120, description="Time before the time limit at which Slurm signals the agents (USR2); 0: never."
+        120, description="Time before the time limit at which the scheduler signals the agents (USR2); 0: never."
     )
     readable_by: Literal["owner", "group"] = Field(
         "owner",
@@ -102,10 +102,10 @@ class ClusterConfig(Section):
     max_jobs: NotNegative = Field(
         0,
         description="Largest number of a sweep's jobs that are eligible to run at a time. Each further job waits in "
-        "Slurm's queue for the end of an earlier one (`--dependency=afterany`). 0: no limit.",
+        "the queue for the end of an earlier one (`--dependency=afterany`). 0: no limit.",
     )
     max_restarts: NotNegative = Field(
-        100, description="Largest number of requeues of one job, by Slurm or by the job itself."
+        100, description="Largest number of requeues of one job, by the scheduler or by the job itself."
     )
     max_failures: Positive = Field(
         3,

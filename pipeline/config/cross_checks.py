@@ -204,9 +204,9 @@ def _queue_keys_need_a_queue(config: RunConfig) -> None:
     for key in QUEUE_KEYS:
         value = getattr(config.cluster, key)
         if value != getattr(plain, key):
-            raise ConfigError(f"cluster.{key}", value, "nothing, without Slurm", "set cluster=slurm, or leave it out")
+            raise ConfigError(f"cluster.{key}", value, "nothing, on one machine", "set cluster=slurm, or leave it out")
     if config.resources.hetjob:
-        raise ConfigError("resources.hetjob", True, "false, without Slurm", "set cluster=slurm, or leave it out")
+        raise ConfigError("resources.hetjob", True, "false, on one machine", "set cluster=slurm, or leave it out")
 
 
 def _hetjob_needs_aux_nodes(config: RunConfig) -> None:

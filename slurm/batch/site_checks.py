@@ -17,7 +17,7 @@ from pipeline.topology.plan import NodeBundle, Plan
 from slurm.agent.supervisor import max_shutdown_seconds
 from slurm.scheduler.allocation import Component, components
 from slurm.scheduler.scheduler_protocol import JobQueue, Nodes, Partition
-from slurm.scheduler.scheduler_registry import find_scheduler
+from slurm.scheduler.scheduler_registry import batch_scheduler
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
@@ -42,19 +42,21 @@ def check_site(config: RunConfig, plan: Plan, queue: JobQueue, batch_text: str) 
 
 def warnings(config: RunConfig, queue: JobQueue) -> list[str]:
     """Warnings about valid settings that may cost progress, one line each."""
+    scheduler = batch_scheduler(config.cluster.scheduler)
+    setting = scheduler.kill_settings[0]
     try:
         wait = queue.kill_wait()
     except SchedulerError as error:
-        return [f"Slurm's KillWait, its time between TERM and KILL, is not known: {error}"]
+        return [f"{scheduler.title}'s {setting}, its time between TERM and KILL, is not known: {error}"]
     needed, grace = max_shutdown_seconds(config.cluster), config.cluster.grace_seconds
     if wait >= needed:
         return []
     least = needed - grace
     hint = f"set cluster.grace_seconds={wait - least:g}" if wait > least else "lower cluster.stop_seconds"
     return [
-        f"this site kills a job {wait} s after TERM (KillWait), and this run may need {needed:g} s to save a "
+        f"this site kills a job {wait} s after TERM ({setting}), and this run may need {needed:g} s to save a "
         f"checkpoint and shut down: without other notice it may resume from an older checkpoint; {hint}, or ask for a "
-        f"longer KillWait or GraceTime"
+        f"longer {' or '.join(scheduler.kill_settings)}"
     ]
 
 
@@ -215,7 +217,7 @@ def _check_batch(text: str, chosen: Sequence[Partition], config: RunConfig, queu
     if refusal:
         name = config.cluster.scheduler
         hint = "see the batch file with --dry-run, and the keys of cluster in docs/cluster.md"
-        expected = f"a job that {find_scheduler(name).title} accepts; its refusal: {refusal}"
+        expected = f"a job that {batch_scheduler(name).title} accepts; its refusal: {refusal}"
         raise ConfigError("cluster", name, expected, hint)
 
 

@@ -204,7 +204,14 @@ class Scheduler(Protocol):
 
 @runtime_checkable
 class BatchScheduler(Scheduler, Protocol):
-    """A scheduler with a queue, in which jobs outlive their launcher."""
+    """A scheduler with a queue, in which jobs outlive their launcher.
+
+    Attributes:
+        kill_settings: the site's settings for the time between TERM and KILL; the first applies to every end of a job.
+    """
+
+    @property
+    def kill_settings(self) -> tuple[str, ...]: ...
 
     def queue(self, seconds: float) -> JobQueue:
         """A connection whose commands have a deadline of `seconds` each. Runs no command."""

@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cfg", action="store_true", help="print the resolved config and stop")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; start nothing")
-    parser.add_argument("--detach", action="store_true", help="submit the Slurm job and do not follow it")
+    parser.add_argument("--detach", action="store_true", help="submit the job to the queue and do not follow it")
     parser.add_argument("-m", "--multirun", action="store_true", help="a sweep, one run for each point: docs/sweeps.md")
     return parser
 

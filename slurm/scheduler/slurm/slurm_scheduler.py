@@ -32,6 +32,7 @@ class SlurmScheduler:
     """Slurm, as a `slurm.scheduler.scheduler_protocol.BatchScheduler`."""
 
     title = "Slurm"
+    kill_settings = ("KillWait", "GraceTime")
     job_variables = JOB_VARIABLES
     client_variables = CLIENT_VARIABLES
 

@@ -68,6 +68,7 @@ class SpoolScheduler:
     """A `BatchScheduler`."""
 
     title = "Spool"
+    kill_settings = ("patience",)
     job_variables = ("SPOOL_", *COMMON_VARIABLES)
     client_variables = frozenset({HOME})
 

@@ -45,8 +45,8 @@ def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) ->
         ("rollout.min_samples=9", "at most rollout.group_size (8); lower min_samples or raise group_size"),
         ("loss.kl_in=reward", "since loss.kl=0.0 does not read it; set that or leave it out, or set loss.kl above 0"),
         ("resources.device=cuda", "resources.inference.gpus=0: expected 1 or more with resources.device=cuda"),
-        ("cluster.partition=gpu", "cluster.partition='gpu': expected nothing, without Slurm; set cluster=slurm"),
-        ("resources.hetjob=true", "resources.hetjob=True: expected false, without Slurm"),
+        ("cluster.partition=gpu", "cluster.partition='gpu': expected nothing, on one machine; set cluster=slurm"),
+        ("resources.hetjob=true", "resources.hetjob=True: expected false, on one machine"),
         (
             "resources=gpus_4 resources.inference.servers=1 resources.inference.gpus=3",
             "resources.inference.gpus=3: expected a divisor of 4, the model's num_attention_heads",

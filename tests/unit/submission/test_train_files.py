@@ -106,7 +106,7 @@ def test_the_next_run_of_the_same_jobs_begins_when_the_one_before_is_finished(tm
         (["FOLDER", "experiment=demo"], "expected 0 with training.jobs"),
         (["FOLDER", "model.pth=x"], "model.pth='x': expected a known key; did you mean model.path?"),
         (["FOLDER", "model.path=/gone"], "expected a directory with config.json and tokenizer.json"),
-        (["FOLDER", "cluster.partition=x"], "cluster.partition='x': expected nothing, without Slurm"),
+        (["FOLDER", "cluster.partition=x"], "cluster.partition='x': expected nothing, on one machine"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_before_anything_starts(
@@ -124,7 +124,7 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_starts(
     [
         (RL | {"kind": "dpo"}, "kind='dpo': expected one of sft, rl"),
         (SFT | {"output": ""}, "output='': expected a path"),
-        (RL | {"inputs": {"kind": "stream"}}, "expected packed, in a job that stands alone"),
+        (RL | {"inputs": {"kind": "stream"}}, "expected packed, in a job from a file"),
         (RL | {"schedule": {"steps": 1, "prompts": 3}}, "mini_batches=2: expected a divisor of schedule.prompts"),
     ],
 )
