@@ -7,7 +7,7 @@
 | `value_losses` | the loss of a critic |
 | `advantage_estimators` | from rewards to advantages, and the list of estimators |
 | `kl_estimators` | estimates of a KL divergence, and their list |
-| `summed_losses`, `tinker_losses` | plain sums over tokens, for the Tinker API; their inputs and settings |
+| `summed_losses` | plain sums over tokens for the Tinker API, and their list |
 | `key_parameters` | the keys that a formula reads |
 | `loss_tokens` | the tensors that every loss reads |
 | `loss_metrics`, `token_statistics` | from sums to metrics; statistics over tokens as sums |

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from pipeline.algorithms.tinker_losses import OTHER_LOSSES
+from pipeline.algorithms.summed_losses import OTHER_LOSSES
 from pipeline.tinker.api_errors import ApiError
 
 MAX_TEMPERATURE = 2.0

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.algorithms.tinker_losses import COLUMNS, NOT_SERVED, SETTINGS
+from pipeline.algorithms.summed_losses import NOT_SERVED, SUMMED_LOSSES
 from pipeline.errors import ConfigError
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.json_limits import check_fields
@@ -94,8 +94,8 @@ def pass_of(message: Any, longest: int) -> Pass:
     loss = str(message.loss_fn)
     if loss in NOT_SERVED:
         raise ApiError(f"loss_fn {loss!r} is not served: {NOT_SERVED[loss]}")
-    if loss not in COLUMNS:
-        raise ApiError(f"loss_fn {loss!r}; expected one of {', '.join(COLUMNS)}")
+    if loss not in SUMMED_LOSSES:
+        raise ApiError(f"loss_fn {loss!r}; expected one of {', '.join(SUMMED_LOSSES)}")
     room = _CellBudget()
     data = tuple(_datum(datum, loss, longest, room, f"datum {index}") for index, datum in enumerate(message.data))
     if not data:
@@ -105,7 +105,7 @@ def pass_of(message: Any, longest: int) -> Pass:
 
 def settings_of(loss: str, settings: Mapping[str, float]) -> dict[str, float]:
     """All settings of a loss; `ApiError` for one that it does not have, or that is no number."""
-    known = SETTINGS[loss]
+    known = SUMMED_LOSSES[loss].settings
     for name, value in settings.items():
         if name not in known:
             raise ApiError(f"loss_fn_config {name!r}; {loss} takes {', '.join(known) or 'none'}")
@@ -144,7 +144,8 @@ def _datum(message: Any, loss: str, longest: int, room: _CellBudget, name: str) 
     if len(tokens) > longest:
         raise ApiError(f"{name}: {len(tokens)} tokens; expected at most {longest} (model.max_length)")
     inputs = dict(message.loss_fn_inputs)
-    known = {"target_tokens", *COLUMNS[loss]}
+    fields = SUMMED_LOSSES[loss].columns
+    known = {"target_tokens", *fields}
     for field in inputs:
         if field not in known:
             raise ApiError(f"{name}: loss_fn_inputs {field!r}; {loss} reads {', '.join(sorted(known))}")
@@ -152,7 +153,7 @@ def _datum(message: Any, loss: str, longest: int, room: _CellBudget, name: str) 
         raise ApiError(f"{name}: loss_fn_inputs has no target_tokens")
     targets, cells, width = _targets(inputs["target_tokens"], len(tokens), room, f"{name}: target_tokens")
     columns = {}
-    for field in COLUMNS[loss]:
+    for field in fields:
         if field in inputs:
             values = _column(inputs[field], len(tokens), width, f"{name}: {field}")
         elif field == "weights":

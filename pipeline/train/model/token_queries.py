@@ -17,8 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.algorithms.summed_losses import token_losses
-from pipeline.algorithms.tinker_losses import COLUMNS, TokenSum
+from pipeline.algorithms.summed_losses import SUMMED_LOSSES, TokenSum, token_losses
 from pipeline.train.batching import packing
 from pipeline.train.batching.logprob_queries import QueryRow
 from pipeline.train.batching.packing import Budget, Packing
@@ -96,6 +95,6 @@ def _loss(objective: TokenSum, rows: Sequence[QueryRow], logprobs_Q: Tensor) -> 
             logprobs_Q.device,
             logprobs_Q.dtype,
         )
-        for name in COLUMNS[objective.name]
+        for name in SUMMED_LOSSES[objective.name].columns
     }
     return token_losses(objective, logprobs_Q, columns, [len(row.at) for row in rows]).double().sum()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.algorithms.tinker_losses import TokenSum
+from pipeline.algorithms.summed_losses import TokenSum
 from pipeline.checkpoints import TrainerState, complete_checkpoints
 from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.config import LoraConfig, ModelConfig, OptimConfig, RunConfig

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from pipeline.algorithms.summed_losses import token_losses
-from pipeline.algorithms.tinker_losses import COLUMNS, NOT_SERVED, SETTINGS, TokenSum
+from pipeline.algorithms.summed_losses import NOT_SERVED, SUMMED_LOSSES, TokenSum, token_losses
 
 LOGPROBS, BEHAVIOUR, ADVANTAGES = -1.0, -1.5, 2.0
 RATIO = math.exp(0.5)
@@ -23,7 +22,7 @@ def one(
         "advantages": torch.tensor([advantage], dtype=torch.float64),
         "sequence_ratio_mask": torch.ones(1, dtype=torch.float64),
     }
-    loss = token_losses(TokenSum(name, {**SETTINGS[name], **given}), logprobs_N, columns, [1]).sum()
+    loss = token_losses(TokenSum(name, {**SUMMED_LOSSES[name].settings, **given}), logprobs_N, columns, [1]).sum()
     loss.backward()
     assert logprobs_N.grad is not None
     return loss.item(), logprobs_N.grad.item()
@@ -64,7 +63,7 @@ def gspo(rows: list[list[tuple[float, ...]]], settings: dict[str, float]) -> tup
     """Losses and gradients of all tokens of these rows."""
     table = torch.tensor([token for row in rows for token in row], dtype=torch.float64)
     logprobs_N = table[:, 0].clone().requires_grad_()
-    columns = dict(zip(COLUMNS["gspo"], table[:, 1:].T, strict=True))
+    columns = dict(zip(SUMMED_LOSSES["gspo"].columns, table[:, 1:].T, strict=True))
     losses_N = token_losses(TokenSum("gspo", settings), logprobs_N, columns, [len(row) for row in rows])
     losses_N.sum().backward()
     assert logprobs_N.grad is not None
@@ -81,7 +80,9 @@ def gspo_by_hand(row: list[tuple[float, ...]], low: float, high: float) -> tuple
     return losses, [-ratio * token[2] * free for token, free in zip(row, moved, strict=True)]
 
 
-@pytest.mark.parametrize("settings", [WIDE, dict(SETTINGS["gspo"]), {**WIDE, "clip_high_threshold": 1.05}])
+@pytest.mark.parametrize(
+    "settings", [WIDE, dict(SUMMED_LOSSES["gspo"].settings), {**WIDE, "clip_high_threshold": 1.05}]
+)
 def test_gspo_gives_each_token_the_ratio_of_its_sequence_and_its_own_gradient(settings: dict[str, float]) -> None:
     expected = [gspo_by_hand(row, *settings.values()) for row in ROWS]
     for found, wanted in zip(gspo(ROWS, settings), zip(*expected, strict=True), strict=True):
@@ -96,14 +97,10 @@ def test_gspo_of_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 def test_gspo_takes_a_rank_without_rows() -> None:
     nothing = torch.zeros(0, dtype=torch.float64, requires_grad=True)
-    columns = dict.fromkeys(COLUMNS["gspo"], torch.zeros(0, dtype=torch.float64))
+    columns = dict.fromkeys(SUMMED_LOSSES["gspo"].columns, torch.zeros(0, dtype=torch.float64))
     loss = token_losses(TokenSum("gspo", WIDE), nothing, columns, []).sum()
     loss.backward()
     assert loss.item() == 0
-
-
-def test_every_loss_has_settings_and_columns() -> None:
-    assert COLUMNS.keys() == SETTINGS.keys()
 
 
 def test_every_loss_that_the_sdk_names_is_served_or_refused_with_an_alternative() -> None:
@@ -111,5 +108,5 @@ def test_every_loss_that_the_sdk_names_is_served_or_refused_with_an_alternative(
 
     from tinker.types import LossFnType
 
-    assert COLUMNS.keys() | NOT_SERVED.keys() == set(get_args(LossFnType))
+    assert SUMMED_LOSSES.keys() | NOT_SERVED.keys() == set(get_args(LossFnType))
     assert "importance_sampling" in NOT_SERVED["stable_reinforce"]
