@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import pickle
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,21 @@ def test_nothing_is_written_for_a_step_that_is_not_traced(tmp_path: Path) -> Non
     traces.begin(profiled=False, memory=False)
     assert traces.end(tmp_path / "rl-4.rank-0", LIMIT, snapshot=False) == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_a_snapshot_has_the_allocations_of_all_steps_of_its_window_with_their_stacks(tmp_path: Path) -> None:
+    traces, held = RankTraces(), []
+    for step, last in ((5, False), (6, True)):
+        traces.begin(profiled=step == 5, memory=True)
+        held.append(torch.ones(step << 20, device="cuda"))
+        files = traces.end(tmp_path / f"rl-{step}.rank-0", LIMIT, snapshot=last)
+    assert files == [tmp_path / "rl-6.rank-0.memory.pickle"]
+    (events,) = pickle.loads(files[0].read_bytes())["device_traces"]
+    allocations = {event["size"]: event for event in events if event["action"] == "alloc"}
+    assert {4 * (5 << 20), 4 * (6 << 20)} <= set(allocations)
+    assert any(frame["filename"] == __file__ for frame in allocations[4 * (6 << 20)]["frames"])
+    trace = json.loads(gzip.decompress((tmp_path / "rl-5.rank-0.json.gz").read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in trace)
+    torch.ones(7 << 20, device="cuda")  # no longer recorded
+    assert not torch.cuda.memory._snapshot()["device_traces"][0]
