@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RANKS ?= 1
 
-.PHONY: demo test quick check types style wheel resolution bench gpu docs clean
+.PHONY: demo test quick coverage check types style wheel resolution bench gpu docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python launchers/submit.py experiment=demo cluster=local $(ARGS)
@@ -15,6 +15,11 @@ test: $(VENV)/.installed check
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/unit -m "not trial and not gpu" $(ARGS)
+
+# Lines of the packages that the unit tests run. Not in `make test`: it doubles their CPU time (docs/contributing.md).
+coverage: $(VENV)/.installed
+	COVERAGE_CORE=$(shell $(PYTHON) -c "import sys; print('sysmon' if sys.version_info >= (3, 12) else 'ctrace')") \
+	  $(BIN)/python -m pytest $(or $(ARGS),tests/unit) -m "not trial and not gpu" --cov --cov-report=term:skip-covered
 
 check: $(VENV)/.installed
 	$(MAKE) --jobs 2 --output-sync types style wheel

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 log = logging.getLogger(__name__)
 
 MAX_ALLOCATIONS = 1 << 17
-"""Allocations and frees in a snapshot, the newest ones: about 100 MB with their stacks."""
+"""Allocations and frees in a snapshot, the newest ones; each takes up to several KB, with its stack."""
 
 
 class RankTraces:
