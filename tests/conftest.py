@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support import forks
 from tests.support.servers.redis_binaries import redis_servers
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -39,6 +40,14 @@ def signals_as_before() -> Iterator[None]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the fork server of the session, in the process that reports; its workers inherit the address."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        server = forks.start_server()
+        config.add_cleanup(server.close)
+        os.environ[forks.VARIABLE] = server.address
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

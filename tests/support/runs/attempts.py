@@ -16,6 +16,7 @@ from pipeline.utils import shared_files
 from pipeline.utils.subprocesses import Child, hold_port, tail
 from pipeline.utils.waiting import wait_for
 from slurm.agent.supervisor import role_command
+from tests.support import forks
 from tests.support.servers.redis_attempts import ADDRESS, running_redis
 
 READY_SECONDS = 240
@@ -47,7 +48,8 @@ class Attempt:
         context = self.context(role)
         self.paths.status(context.placement.name).unlink(missing_ok=True)
         asked = role_command(context)
-        child = Child(asked.argv, self.paths.log(role, 0), {**os.environ, **asked.env, **(variables or {})})
+        environment = {**os.environ, **asked.env, **(variables or {})}
+        child = Child(asked.argv, self.paths.log(role, 0), environment, forks.request() if not variables else None)
         self.children.append(child)
         wait_for(f"{role} to be ready or to fail", lambda: asked.ready() or child.poll() is not None, READY_SECONDS)
         assert not child.poll(), "\n".join(tail(child.log))  # what has little to do may be done already

@@ -33,6 +33,7 @@ from pipeline.utils import shared_files, subprocesses
 from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
+from tests.support import forks
 
 WORLD = World(run_id="tests", attempt="7-0", epoch=1, leader=0, secret="the-secret-of-the-tests", placements=())
 SECRET = WORLD.password
@@ -126,7 +127,8 @@ def starting_of(
         environment |= adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
         environment |= variables
         log = model.parent / f"{model.name}-{place.ports[0]}.log"
-        child = subprocesses.Child(inference.server_command(config, place), log, environment)
+        forked = forks.request() if not variables else None  # they may be for the interpreter, or for an import
+        child = subprocesses.Child(inference.server_command(config, place), log, environment, forked)
 
         def ready() -> Served:
             def healthy() -> bool:
