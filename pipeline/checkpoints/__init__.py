@@ -15,10 +15,10 @@ or does not exist, that the newest complete one survives every operation, and th
 Must not know the model or the algorithm: the input is a tree of (sharded) tensors and a `TrainerState`.
 
     checkpoints/OWNER                    the attempt that may write (`fencing`)
-    checkpoints/lines/<attempt>          its ancestry: the earlier checkpoints that count (`fencing`)
+    checkpoints/ancestry/<attempt>       its ancestry: the earlier checkpoints that count (`fencing`)
     checkpoints/RUN, CONFIG              copies of `run.json` and `config.json` (`run_progress`)
     checkpoints/rl-50/<attempt>/         shards, `state.msgpack`, and `manifest.json` with sizes and hashes of both
-    checkpoints/rl-50/<attempt>/COMMIT   written last, with the hash of the manifest: the checkpoint is complete
+    checkpoints/rl-50/<attempt>/COMPLETE written last, with the hash of the manifest: the checkpoint is complete
 
 Each attempt writes into separate folders, so the remains of a killed or cut-off attempt never mix with the files of a
 running one. No rename is needed, so the order of writes is safe on a disk and on an object store. This package imports

@@ -26,7 +26,7 @@ from pipeline.checkpoints.trainer_state import PHASES, PhaseName, TrainerState, 
 from pipeline.errors import CheckpointError, DamagedCheckpointError
 from pipeline.utils import shared_files as files
 
-COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.msgpack"
+COMPLETE, MANIFEST, STATE = "COMPLETE", "manifest.json", "state.msgpack"
 MANIFEST_VERSION = 2
 READERS = 8
 """Number of files that are read concurrently to compare hashes."""
@@ -47,7 +47,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionMarker(msgspec.Struct, frozen=True, kw_only=True):
-    """`COMMIT`: the hash of the manifest in the same folder."""
+    """`COMPLETE`: the hash of the manifest in the same folder."""
 
     manifest_sha256: str
 
@@ -153,7 +153,7 @@ def begin_checkpoint(storage: Storage, state: TrainerState, attempt: str) -> Che
 def complete_checkpoint(
     storage: Storage, state: TrainerState, attempt: str, shards: Mapping[str, FileRecord], world_size: int
 ) -> Checkpoint:
-    """Write the state, the manifest and, last, COMMIT next to the shards, which are on disk already.
+    """Write the state, the manifest and, last, COMPLETE next to the shards, which are on disk already.
 
     `shards` are the records of the written bytes. `CheckpointError` if a shard is missing or has another size, or if
     another attempt has taken over.
@@ -180,7 +180,7 @@ def complete_checkpoint(
     # As late as possible: a superseded attempt must not complete a checkpoint.
     Fence(storage.url(), attempt).check()
     mark = CompletionMarker(manifest_sha256=hashlib.sha256(body).hexdigest())
-    storage.put(f"{folder}/{COMMIT}", files.seal(msgspec.json.encode(mark)))
+    storage.put(f"{folder}/{COMPLETE}", files.seal(msgspec.json.encode(mark)))
     return Checkpoint(storage.url(), manifest)
 
 
@@ -225,7 +225,7 @@ def _copy_that_counts(storage: Storage, name: str, ownership: Ownership) -> Chec
 
 
 def _complete_copy(storage: Storage, name: str, attempt: str) -> Checkpoint:
-    """An attempt's copy of the checkpoint `name`. `DamagedCheckpointError` if COMMIT is missing or a file differs."""
+    """An attempt's copy of the checkpoint `name`. `DamagedCheckpointError` if COMPLETE is missing or a file differs."""
     folder = f"{name}/{attempt}"
     manifest = _read_manifest(storage, folder, _read_marker(storage, folder))
     _check_sizes(storage, folder, manifest)
@@ -241,25 +241,25 @@ def _check_sizes(storage: Storage, folder: str, manifest: CheckpointManifest) ->
 
 
 def _read_marker(storage: Storage, folder: str) -> CompletionMarker:
-    data = storage.get(f"{folder}/{COMMIT}")
+    data = storage.get(f"{folder}/{COMPLETE}")
     if data is None:
         _refuse_older_format(storage, folder.partition("/")[0])
-        raise DamagedCheckpointError(f"{folder} has no {COMMIT}: its save did not end")
+        raise DamagedCheckpointError(f"{folder} has no {COMPLETE}: its save did not end")
     body = files.unseal(data)
     if body is None:
-        raise DamagedCheckpointError(f"{folder}/{COMMIT} is torn")
+        raise DamagedCheckpointError(f"{folder}/{COMPLETE} is torn")
     try:
         return msgspec.json.decode(body, type=CompletionMarker)
     except msgspec.DecodeError as error:
-        raise DamagedCheckpointError(f"{folder}/{COMMIT} is of another form: {error}") from error
+        raise DamagedCheckpointError(f"{folder}/{COMPLETE} is of another form: {error}") from error
 
 
 def _refuse_older_format(storage: Storage, name: str) -> None:
-    """Raise `CheckpointError` for a checkpoint of version 1, which has its COMMIT in the parent folder.
+    """Raise `CheckpointError` for a checkpoint of version 1, which has its COMPLETE in the parent folder.
 
     Skipping it would start the run over silently.
     """
-    if storage.get(f"{name}/{COMMIT}") is not None:
+    if storage.get(f"{name}/{COMPLETE}") is not None:
         raise _version_error(storage.url(name), 1)
 
 
@@ -273,7 +273,7 @@ def _read_manifest(storage: Storage, folder: str, marker: CompletionMarker) -> C
     if body is None:
         raise DamagedCheckpointError(f"{folder}/{MANIFEST} is missing")
     if hashlib.sha256(body).hexdigest() != marker.manifest_sha256:
-        raise DamagedCheckpointError(f"{folder}/{MANIFEST} is torn: its hash is not the one in {COMMIT}")
+        raise DamagedCheckpointError(f"{folder}/{MANIFEST} is torn: its hash is not the one in {COMPLETE}")
     try:
         manifest = msgspec.json.decode(body, type=CheckpointManifest)
     except msgspec.DecodeError as error:

@@ -12,7 +12,7 @@ A claim by the next one refuses the writes of its predecessor. Roles that stay w
 their attempt only (`any_restart`). Below, an attempt means a writer.
 
     checkpoints/OWNER                the attempt that may write
-    checkpoints/lines/<attempt>      its ancestry: the checkpoints of other attempts that count while it is the owner
+    checkpoints/ancestry/<attempt>   its ancestry: the checkpoints of other attempts that count while it is the owner
 
 A write can hang after its check, for minutes on an unreachable file server. A late write is harmless, because
 
@@ -44,7 +44,7 @@ from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.errors import CheckpointError, SupersededError
 from pipeline.utils import shared_files
 
-OWNER, LINES = "OWNER", "lines"
+OWNER, ANCESTRY = "OWNER", "ancestry"
 Ancestry = tuple[str, ...] | None
 """Checkpoints that count, as `<job>-<step>/<attempt>`, or attempts whose every checkpoint counts. None: all count."""
 T = TypeVar("T")
@@ -65,11 +65,15 @@ class Ownership:
     """The attempt that owns the run (empty before the first claim), and its ancestry."""
 
     owner: str
-    line: Ancestry
+    ancestry: Ancestry
 
     def counts(self, name: str, attempt: str) -> bool:
         """Whether the checkpoint `name` of an attempt counts, provided that it is complete."""
-        return self.line is None or attempt == self.owner or not {attempt, f"{name}/{attempt}"}.isdisjoint(self.line)
+        return (
+            self.ancestry is None
+            or attempt == self.owner
+            or not {attempt, f"{name}/{attempt}"}.isdisjoint(self.ancestry)
+        )
 
 
 class Fence:
@@ -94,9 +98,9 @@ class Fence:
             return
         if before.owner and _is_later(before.owner, self._attempt):
             raise self._error(before.owner)
-        self._old_ancestries = [name for name in self._storage.sizes(LINES) if name != self._attempt]
+        self._old_ancestries = [name for name in self._storage.sizes(ANCESTRY) if name != self._attempt]
         # The ancestry first: an owner without one would block every reader.
-        self._write_ancestry(None if before.line is None else (*before.line, before.owner))
+        self._write_ancestry(None if before.ancestry is None else (*before.ancestry, before.owner))
         self._put(OWNER, self._attempt)
 
     def keep(self, checkpoints: Iterable[str]) -> None:
@@ -107,7 +111,7 @@ class Fence:
         self._write_ancestry(tuple(checkpoints))
         self.check()
         for name in self._old_ancestries:  # listed before the claim, so none of a later owner's
-            self._storage.remove(f"{LINES}/{name}")
+            self._storage.remove(f"{ANCESTRY}/{name}")
 
     def check(self) -> None:
         """Raise `SupersededError` if another attempt has claimed the run, `CheckpointError` if the owner is unreadable.
@@ -119,7 +123,7 @@ class Fence:
             raise self._error(owner)
 
     def _write_ancestry(self, ancestry: Ancestry) -> None:
-        self._put(f"{LINES}/{self._attempt}", ancestry)
+        self._put(f"{ANCESTRY}/{self._attempt}", ancestry)
 
     def _put(self, name: str, document: object) -> None:
         self._storage.put(name, shared_files.seal(msgspec.json.encode(document)))
@@ -146,7 +150,7 @@ def read_ownership(storage: Storage) -> Ownership:
     owner = _owner(storage)
     if not owner:
         return Ownership("", None)
-    name = f"{LINES}/{owner}"
+    name = f"{ANCESTRY}/{owner}"
     data = storage.get(name)
     if data is None:
         if _owner(storage) != owner:  # superseded meanwhile, and its ancestry is removed
@@ -159,7 +163,7 @@ def _owner(storage: Storage) -> str:
     """The attempt that owns the run; empty before the first claim, and after a person has written `UNOWNED`."""
     data = storage.get(OWNER)
     # A claim writes its ancestry, then OWNER, and saves follow. With both an ancestry and saves, OWNER was lost.
-    if data is None and storage.sizes(LINES) and any(_SAVE.fullmatch(name) for name in storage.folders()):
+    if data is None and storage.sizes(ANCESTRY) and any(_SAVE.fullmatch(name) for name in storage.folders()):
         data = storage.get(OWNER)  # it may have been claimed between the two reads
         if data is None:
             raise _damaged_error(storage, OWNER, "is missing", "who may write")

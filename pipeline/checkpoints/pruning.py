@@ -1,12 +1,12 @@
 """Removal of old and of unfinished checkpoints.
 
 `prune` never removes the checkpoint for which it is called. Nothing is removed once another attempt has taken over. A
-removal starts with the COMMIT file, so an interrupted one leaves no folder that looks complete.
+removal starts with the COMPLETE file, so an interrupted one leaves no folder that looks complete.
 """
 
 import logging
 
-from pipeline.checkpoints.checkpoint_store import COMMIT, Checkpoint, copies_of, folder_names, valid_copy
+from pipeline.checkpoints.checkpoint_store import COMPLETE, Checkpoint, copies_of, folder_names, valid_copy
 from pipeline.checkpoints.fencing import Fence, read_ownership
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.errors import CheckpointError, SupersededError
@@ -34,7 +34,7 @@ def prune(newest: Checkpoint, keep: int) -> list[str]:
 
 
 def remove_unfinished(root: str, owner: str, *, over: bool = False) -> list[str]:
-    """Remove other attempts' folders without a COMMIT file, left by interrupted saves. Returns the removed folders.
+    """Remove other attempts' folders without a COMPLETE file, left by interrupted saves. Returns the removed folders.
 
     Call this as the owner of the run, after restoring: the other attempts have ended, or were cut off and can complete
     no checkpoint. With `over`, the owner's attempt has ended too, and its unfinished folders are removed as well. A
@@ -45,7 +45,7 @@ def remove_unfinished(root: str, owner: str, *, over: bool = False) -> list[str]
     try:
         folders = [folder for name in folder_names(storage) for folder in copies_of(storage, name)]
         ended = [folder for folder in folders if over or folder.partition("/")[2] != owner]
-        unfinished = [folder for folder in ended if COMMIT not in storage.sizes(folder)]
+        unfinished = [folder for folder in ended if COMPLETE not in storage.sizes(folder)]
         _remove(storage, fence, unfinished)
     except SupersededError:
         raise
@@ -58,15 +58,15 @@ def remove_unfinished(root: str, owner: str, *, over: bool = False) -> list[str]
 
 
 def complete_folders(storage: Storage) -> list[str]:
-    """The folders that count and have a COMMIT file, damaged or not, as `<job>-<step>/<attempt>`, the newest first."""
+    """Folders that count and have a COMPLETE file, damaged or not, as `<job>-<step>/<attempt>`, the newest first."""
     ownership = read_ownership(storage)
     folders = [folder for name in folder_names(storage) for folder in copies_of(storage, name)]
-    return [folder for folder in folders if ownership.counts(*folder.split("/")) and COMMIT in storage.sizes(folder)]
+    return [folder for folder in folders if ownership.counts(*folder.split("/")) and COMPLETE in storage.sizes(folder)]
 
 
 def _remove(storage: Storage, fence: Fence, folders: list[str]) -> None:
     for folder in folders:
         fence.check()
-        storage.remove(f"{folder}/{COMMIT}")
+        storage.remove(f"{folder}/{COMPLETE}")
         storage.remove(folder)
         storage.remove_empty(folder.partition("/")[0])

@@ -6,7 +6,7 @@ with a list of missing and remaining parts, until the missing part is restored o
 starts over silently.
 
     evidence of a checkpoint   attempts/<attempt>/committed, created once by each attempt that completes a checkpoint
-                               a COMMIT file below the run's checkpoints, valid or damaged
+                               a COMPLETE file below the run's checkpoints, valid or damaged
                                rows in metrics.jsonl or ledger.jsonl although attempts/ is gone
     required to resume         run.json, or its copy next to the checkpoints, or the name of rendezvous/<run_id>
                                config.json, or its copy next to the checkpoints
@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from pipeline.checkpoints.checkpoint_store import Checkpoint, folder_names, newest_checkpoint
-from pipeline.checkpoints.fencing import LINES
+from pipeline.checkpoints.fencing import ANCESTRY
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.pruning import complete_folders
 from pipeline.errors import CheckpointError
@@ -138,7 +138,7 @@ def new_aside_folder(run: RunPaths) -> Path:
 def skipped_checkpoints(checkpoint: Checkpoint) -> list[str]:
     """The damaged checkpoints that were skipped in favor of `checkpoint`, as `<job>-<step>/<attempt>`.
 
-    These are the newer ones that count and have a COMMIT file.
+    These are the newer ones that count and have a COMPLETE file.
     """
     storage = Storage(checkpoint.root)
     names = folder_names(storage)
@@ -198,7 +198,7 @@ def has_begun(run: RunPaths) -> bool:
     """Whether the run directory has any file that an attempt creates."""
     if any(_entries(folder) for folder in (run.attempts, run.rendezvous)):
         return True
-    if any(path.is_dir() and path.name != LINES for path in _entries(run.checkpoints)):
+    if any(path.is_dir() and path.name != ANCESTRY for path in _entries(run.checkpoints)):
         return True
     return any(_lines(path) for path in (run.metrics, run.ledger))
 

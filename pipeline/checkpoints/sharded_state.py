@@ -42,7 +42,7 @@ def save(
     """Save `tensors` (each rank its shards) and rank 0's `state`. Job and step must be equal on all ranks.
 
     If this attempt has saved the step already, that checkpoint is returned: the tensors of a step never change. A
-    checkpoint of this step by another attempt is superseded by the write of COMMIT. Raises `CheckpointError` on every
+    checkpoint of this step by another attempt is superseded by the write of COMPLETE. Raises `CheckpointError` on every
     rank.
     """
     ranks = Ranks(group)

@@ -18,7 +18,7 @@ that its owner's module defines. Pure: creates no directory and reads no file.
       api/                                in a run that serves: address, key, store and weights of its clients
       jobs/                               the trainer's jobs: sft.json, rl.json; in a run that executes job files,
                                           state-<digest>.json for each optimizer_state with a separate checkpoint
-      checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMMIT is written last
+      checkpoints/<job>-<step>/<attempt>/ a checkpoint; COMPLETE is written last
       model/                              the exported model at the end; .model.part-<attempt>/ until it is complete
       exports/<job>-<step>/               a checkpoint exported as a model, for an evaluation
       best/                               in SFT, the model with the lowest held-out loss so far, in the same way

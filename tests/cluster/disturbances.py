@@ -42,7 +42,7 @@ def training(run: SlurmRun, chance: random.Random) -> None:
 
 
 def checkpoint(run: SlurmRun, chance: random.Random) -> None:
-    """A checkpoint of RL is being written: its folder exists and its COMMIT does not."""
+    """A checkpoint of RL is being written: its folder exists and its COMPLETE does not."""
     step = chance.randrange(5, 26, 5)
     folder = run.run.checkpoints / f"rl-{step}"
     _until(run, f"checkpoint rl-{step} to begin", folder.exists, pause=0.002)

@@ -116,7 +116,7 @@ def _disturb(trial: Trial, run: SlurmRun, clock: "AttemptClock", chance: random.
 
 def _open_commits(run: SlurmRun) -> list[str]:
     """The checkpoints that are being written."""
-    return [folder.name for folder in run.run.checkpoints.glob("*-*") if not list(folder.glob("*/COMMIT"))]
+    return [folder.name for folder in run.run.checkpoints.glob("*-*") if not list(folder.glob("*/COMPLETE"))]
 
 
 def _examine(trial: Trial, run: SlurmRun) -> None:
@@ -132,7 +132,7 @@ def _examine(trial: Trial, run: SlurmRun) -> None:
         "steps of SFT": _steps(run, "sft") != list(range(1, WARM + 1)),
         "steps of RL": _steps(run, "rl") != list(range(1, STEPS + 1)),
         "positions of the ledger": not _every_position_once(run),
-        "no last commit": not list(run.run.checkpoints.glob(f"rl-{STEPS}/*/COMMIT")),
+        "no last commit": not list(run.run.checkpoints.glob(f"rl-{STEPS}/*/COMPLETE")),
         "no model": not (run.run.model / "model.safetensors").exists(),
         "not finished": run.finished is None,
     }

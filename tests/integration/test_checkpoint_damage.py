@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize("damage", [Path.unlink, torn])
 @pytest.mark.parametrize(
-    "name", ["1-0/COMMIT", "1-0/manifest.json", "1-0/state.msgpack", "1-0/__0_0.distcp", "1-0/.metadata"]
+    "name", ["1-0/COMPLETE", "1-0/manifest.json", "1-0/state.msgpack", "1-0/__0_0.distcp", "1-0/.metadata"]
 )
 def test_a_missing_or_truncated_file_makes_it_fall_back_and_say_why(
     disk: str, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
@@ -32,7 +32,7 @@ def test_a_missing_or_truncated_file_makes_it_fall_back_and_say_why(
     assert name.rpartition("/")[2] in caplog.text
 
 
-@pytest.mark.parametrize("name", ["1-0/COMMIT", "1-0/manifest.json", "1-0/state.msgpack", "1-0/__0_0.distcp"])
+@pytest.mark.parametrize("name", ["1-0/COMPLETE", "1-0/manifest.json", "1-0/state.msgpack", "1-0/__0_0.distcp"])
 def test_a_changed_bit_is_found_when_hashes_are_asked_for(disk: str, name: str) -> None:
     commit(disk, 25)
     commit(disk, 50)
@@ -40,7 +40,7 @@ def test_a_changed_bit_is_found_when_hashes_are_asked_for(disk: str, name: str) 
     assert newest_step(disk, hashes=True) == 25
 
 
-@pytest.mark.parametrize("name", ["COMMIT", "manifest.json"])
+@pytest.mark.parametrize("name", ["COMPLETE", "manifest.json"])
 def test_a_file_that_cannot_be_read_is_no_damage_and_nobody_goes_past_it(
     disk: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +64,7 @@ def test_a_manifest_that_is_not_the_committed_one_is_torn(disk: str, caplog: pyt
     manifest = Path(disk) / "rl-50/1-0/manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"world_size":1', b'"world_size":2'))
     assert newest_step(disk) == 25
-    assert "its hash is not the one in COMMIT" in caplog.text
+    assert "its hash is not the one in COMPLETE" in caplog.text
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])

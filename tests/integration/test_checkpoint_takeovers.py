@@ -57,10 +57,10 @@ def test_a_commit_that_was_refused_counts_for_nobody_from_then_on(
     assert "rl-150 is skipped: rl-150/1-0 was refused, or came after attempt 1-1 took over" in caplog.text
     for step, kept in ((110, [100, 110, 150]), (120, [110, 120, 150])):
         prune(commit(resumed, step, "1-1"), keep=2)
-        assert checkpoint_names(resumed) == ["lines", *(f"rl-{each}" for each in kept)]
+        assert checkpoint_names(resumed) == ["ancestry", *(f"rl-{each}" for each in kept)]
         assert newest_step(resumed, hashes=True) == step
     prune(commit(resumed, 160, "1-1"), keep=2)
-    assert checkpoint_names(resumed) == ["lines", "rl-120", "rl-160"], "what was refused goes in its turn"
+    assert checkpoint_names(resumed) == ["ancestry", "rl-120", "rl-160"], "what was refused goes in its turn"
 
 
 def test_a_later_attempt_knows_what_an_earlier_one_refused(resumed: str) -> None:
@@ -81,7 +81,7 @@ def test_what_was_just_committed_stays_whatever_else_claims_to_be_newer(disk: st
 
 
 class Zombie:
-    """Attempt 1-0, which hangs right before it writes COMMIT of step 150; `wake` lets that go through."""
+    """Attempt 1-0, which hangs right before it writes COMPLETE of step 150; `wake` lets that go through."""
 
     def __init__(self, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
         Fence(root, "1-0").claim()
@@ -90,7 +90,7 @@ class Zombie:
         put = Storage.put
 
         def hold(storage: Storage, name: str, data: bytes) -> None:
-            if name.endswith("COMMIT"):
+            if name.endswith("COMPLETE"):
                 held.append(lambda: put(storage, name, data))
             else:
                 put(storage, name, data)
@@ -146,7 +146,7 @@ def test_an_attempt_that_was_taken_over_prunes_nothing(
     into = tensors(0.0)
     load_shards(owned, into)
     assert into["taken"] == 151
-    assert Storage(root).folders() == ["lines", "rl-100", "rl-150"]
+    assert Storage(root).folders() == ["ancestry", "rl-100", "rl-150"]
 
 
 def test_a_pruning_that_hangs_removes_nothing_of_the_next_owner(
@@ -169,5 +169,5 @@ def test_a_pruning_that_hangs_removes_nothing_of_the_next_owner(
     monkeypatch.setattr(Storage, "remove", hang)
     with pytest.raises(SupersededError):
         prune(zombie.checkpoint, keep=2)
-    assert hung == ["rl-50/1-0/COMMIT"]
+    assert hung == ["rl-50/1-0/COMPLETE"]
     assert newest_step(root, hashes=True) == 150

@@ -86,7 +86,7 @@ def test_a_save_killed_in_the_middle_leaves_the_one_before(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         assert newest_step(root, hashes=True) == 25
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "checkpoint rl-50 is skipped: rl-50/2-0 has no COMMIT: its save did not end"
+        "checkpoint rl-50 is skipped: rl-50/2-0 has no COMPLETE: its save did not end"
     ]
     newest = commit(root, 50, "3-0")
     assert newest_step(root, hashes=True) == 50
@@ -104,7 +104,7 @@ def test_what_saves_of_other_attempts_left_unfinished_is_removed_and_all_else_st
         (Path(disk) / place / "__0_0.distcp").write_bytes(b"half a shard")
     Fence(disk, "1-1").claim()
     assert remove_unfinished(disk, "1-1") == ["rl-40/1-0", "rl-20/0-0"]
-    assert {place.parent.name for place in Path(disk).glob("rl-*/*/COMMIT")} == {"1-0", "1-1"}
+    assert {place.parent.name for place in Path(disk).glob("rl-*/*/COMPLETE")} == {"1-0", "1-1"}
     assert (Path(disk) / "rl-40/1-1").is_dir(), "of the attempt that runs"
     with pytest.raises(SupersededError):
         remove_unfinished(disk, "1-0", over=True)
@@ -154,7 +154,7 @@ def test_pruning_keeps_the_newest_committed_ones(root: str) -> None:
 def test_pruning_counts_only_whole_checkpoints_and_removes_older_remains(disk: str) -> None:
     newest = [commit(disk, step) for step in (10, 20, 30, 40)][-1]
     torn(Path(disk) / "rl-30/1-0/__0_0.distcp")
-    (Path(disk) / "rl-20/1-0/COMMIT").unlink()
+    (Path(disk) / "rl-20/1-0/COMPLETE").unlink()
     assert prune(newest, keep=2) == ["rl-30/1-0", "rl-20/1-0"]
     assert checkpoint_names(disk) == ["rl-10", "rl-40"]
 
@@ -163,7 +163,7 @@ def test_pruning_leaves_alone_what_is_younger_than_the_one_that_was_committed(di
     newest = commit(disk, 10)
     commit(disk, 20)
     commit(disk, 30)
-    (Path(disk) / "rl-20/1-0/COMMIT").unlink()
+    (Path(disk) / "rl-20/1-0/COMPLETE").unlink()
     assert prune(newest, keep=2) == []
     assert checkpoint_names(disk) == ["rl-10", "rl-20", "rl-30"]
 
@@ -180,7 +180,7 @@ def test_every_rank_learns_that_one_of_them_read_something_else(saved_by_two: Pa
 def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_committed(disk: str) -> None:
     commit(disk, 10)
     commit(disk, 20)
-    (Path(disk) / "rl-20/1-0/COMMIT").unlink()
+    (Path(disk) / "rl-20/1-0/COMPLETE").unlink()
     shutil.rmtree(Path(disk) / "rl-20/1-0/")
     assert newest_step(disk) == 10
 
@@ -221,7 +221,7 @@ def test_a_checkpoint_says_where_it_is(disk: str) -> None:
 def test_a_commit_of_the_form_before_this_one_is_refused_and_not_skipped(disk: str) -> None:
     checkpoint = commit(disk, 50)
     folder = Path(checkpoint.location)
-    (folder / "COMMIT").rename(folder.parent / "COMMIT")
+    (folder / "COMPLETE").rename(folder.parent / "COMPLETE")
     with pytest.raises(CheckpointError, match=r"rl-50 has version 1; this code reads version 2; use the") as refused:
         newest_checkpoint(disk)
     assert not isinstance(refused.value, DamagedCheckpointError)

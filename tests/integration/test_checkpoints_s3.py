@@ -65,7 +65,7 @@ def test_an_upload_that_is_killed_leaves_the_one_before(
         found = newest_checkpoint(root, hashes=True)
     assert found is not None
     assert found.manifest.step == 25
-    assert "rl-50 is skipped: rl-50/2-0 has no COMMIT" in caplog.text
+    assert "rl-50 is skipped: rl-50/2-0 has no COMPLETE" in caplog.text
 
 
 def test_pruning_removes_old_ones_and_nothing_else(root: str) -> None:
@@ -96,7 +96,7 @@ def test_an_attempt_that_was_taken_over_cannot_commit(root: str) -> None:
     Fence(root, "2-0").claim()
     with pytest.raises(CheckpointError, match=f"attempt 2-0 has taken over {root}"):
         commit(root, 50)
-    assert Storage(root).folders() == ["lines", "rl-25"]
+    assert Storage(root).folders() == ["ancestry", "rl-25"]
 
 
 def test_a_bucket_that_is_not_there_is_named(root: str) -> None:

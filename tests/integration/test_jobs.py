@@ -238,7 +238,7 @@ def test_a_file_that_is_written_anew_is_a_new_job(dispatch: RankGroup, config: R
     run_job_file(write_job(tmp_path, "sft", checkpoint="sft-model"), dispatch, config)
     assert events(tmp_path / "sft.jsonl") == ["started", *["step"] * STEPS, "finished"]
     assert any((tensor != first[name]).any() for name, tensor in weights(tmp_path / "sft-model").items())
-    assert {path.name for path in (tmp_path / "sft-state").iterdir()} == {"OWNER", "lines", "sft-6", "sft-8"}
+    assert {path.name for path in (tmp_path / "sft-state").iterdir()} == {"OWNER", "ancestry", "sft-6", "sft-8"}
 
 
 def test_a_job_goes_on_with_the_moments_of_the_one_before_and_with_its_own_schedule(

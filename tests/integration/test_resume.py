@@ -100,7 +100,7 @@ def test_a_commit_that_was_under_way_when_all_ranks_were_killed_does_not_count(
         newest = newest_checkpoint(str(killed / "checkpoints"), hashes=True)
     assert newest is not None
     assert newest.manifest.step == worlds.SAVED
-    assert "rl-6 is skipped: rl-6/1-0 has no COMMIT" in caplog.text
+    assert "rl-6 is skipped: rl-6/1-0 has no COMPLETE" in caplog.text
 
 
 def test_a_resumed_run_takes_the_very_steps_of_the_uninterrupted_one(killed: Path, by_two: Path) -> None:

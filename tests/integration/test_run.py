@@ -50,7 +50,7 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     assert interrupted.end() == 130, interrupted.output()
     interrupted.assert_nothing_left()
     done = interrupted.rows()[-1]["step"]
-    assert list(interrupted.run.checkpoints.glob(f"rl-{done}/*/COMMIT"))
+    assert list(interrupted.run.checkpoints.glob(f"rl-{done}/*/COMPLETE"))
     assert Events(interrupted.attempts[0]).get("training_finished") is None
     draining = Events(interrupted.attempts[0]).get("draining")
     assert draining is not None

@@ -34,7 +34,7 @@ def test_sft_alone_runs_on_trainers_only_and_goes_on_where_it_was_interrupted(la
     done = steps_of(first)
     assert done == list(range(1, len(done) + 1))
     assert 0 < len(done) < STEPS
-    assert list(first.run.checkpoints.glob(f"sft-{len(done)}/*/COMMIT"))
+    assert list(first.run.checkpoints.glob(f"sft-{len(done)}/*/COMPLETE"))
 
     second = launches.submit("sft", *SFT)
     second.wait("the end", second.run.finished.exists, 120)
@@ -56,7 +56,7 @@ def test_ctrl_c_loses_no_step_that_takes_longer_than_the_grace(launches: Launche
     first, *_, last = (row for row in read_rows(run.run.metrics) if row["job"] == "sft")
     assert last["step"] > first["step"], "the step under way was waited for"
     assert last["seconds/step"] > 1.5, "this machine is too fast for this test: it proves nothing"
-    assert list(run.run.checkpoints.glob(f"sft-{last['step']}/*/COMMIT"))
+    assert list(run.run.checkpoints.glob(f"sft-{last['step']}/*/COMPLETE"))
     assert "SIGINT: waiting for the trainer to end its step and save a checkpoint" in run.output()
     draining = Events(run.attempts[0]).get("draining")
     assert draining is not None

@@ -274,18 +274,18 @@ def test_an_owner_that_cannot_be_read_keeps_everybody_out(root: str, damage: Cal
                 act()
 
 
-def test_a_line_that_cannot_be_read_counts_nothing(root: str) -> None:
+def test_a_damaged_ancestry_counts_nothing(root: str) -> None:
     Fence(root, "12-0").claim()
     Fence(root, "12-0").keep(["rl-1/11-0"])
-    line = Path(root) / "lines/12-0"
-    line.write_bytes(line.read_bytes().replace(b"11-0", b"11-1"))
-    told = (
-        r"lines/12-0 is (damaged|missing), so which checkpoints count is not known: .*write the word anybody to .*OWNER"
+    ancestry = Path(root) / "ancestry/12-0"
+    ancestry.write_bytes(ancestry.read_bytes().replace(b"11-0", b"11-1"))
+    message = (
+        r"ancestry/12-0 is (damaged|missing), so which checkpoints count is not known: .*write the word anybody to .*"
     )
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=f"{message}OWNER"):
         newest_checkpoint(root)
-    line.unlink()
-    with pytest.raises(CheckpointError, match=told):
+    ancestry.unlink()
+    with pytest.raises(CheckpointError, match=f"{message}OWNER"):
         newest_checkpoint(root)
     (Path(root) / "OWNER").write_text("anybody\n")
     assert read_ownership(Storage(root)).counts("rl-1", "11-1"), "it does what the error says"
@@ -318,7 +318,7 @@ def test_what_counted_before_a_claim_counts_until_the_owner_has_chosen(root: str
     assert all(now.counts(*each) for each in (("rl-1", "11-0"), ("rl-9", "12-0"), ("rl-9", "12-1"), ("rl-9", "12-2")))
     assert not now.counts("rl-2", "11-0")
     third.keep(["rl-9/12-0"])
-    assert list(storage.sizes("lines")) == ["12-2"], "the lines before it are needed no more"
+    assert list(storage.sizes("ancestry")) == ["12-2"], "the ancestries before it are needed no more"
     with pytest.raises(SupersededError):
         second.keep(["rl-5/11-0"])
     now = read_ownership(storage)

@@ -98,7 +98,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
     tmp_path: Path, damage: Callable[[Path], object]
 ) -> None:
     run = trained(tmp_path)
-    damage(run.checkpoints / "rl-3" / "a-0" / "COMMIT")
+    damage(run.checkpoints / "rl-3" / "a-0" / "COMPLETE")
     (run.attempts / "a-0" / "committed").unlink()
     refused(run, rf"the run had progress \(rl-3/a-0 is damaged, .*\){WAYS_ON}")
 
@@ -166,7 +166,7 @@ def test_a_run_is_started_over_on_demand_and_loses_nothing(tmp_path: Path) -> No
         assert (read_config(run).seed, read_config(run).resume) == (5, "auto")
         assert not run.metrics.exists()
     moved = {path: (run.aside / "1" / path).read_bytes() for path in before}
-    owners = {path for path in before if path.name == "OWNER" or path.parent.name == "lines"}
+    owners = {path for path in before if path.name == "OWNER" or path.parent.name == "ancestry"}
     assert {path: moved[path] for path in moved if path not in owners} == {
         path: before[path] for path in before if path not in owners
     }
