@@ -84,7 +84,7 @@ def keys(model: Path, options: argparse.Namespace) -> list[str]:
         f"training.max_lag={options.lag}",
         "training.eval_every=0",
         "training.checkpoint_every=1000",
-        "tracking.wandb=off",
+        "tracking=none",
         'inference.extra_args=["--dtype","bfloat16"]',
     ]
 
