@@ -11,7 +11,7 @@
 | `data` | datasets: conversations and prompts by index |
 | `tracking` | metrics at tracking services such as wandb, each through a separate process |
 | `transport` | topics between actor, preprocessor and trainer; sample records, ledger, staleness |
-| `inference` | code inside the vLLM servers, and weight sync to them |
+| `inference` | the engines of the servers, one folder each, and weight sync to them |
 | `checkpoints` | checkpoints: written, verified, fenced, pruned |
 | `topology` | the plan that a config asks for, and which rank gets which part of it |
 | `config` | the keys, the checks across keys, the copy that a run keeps |

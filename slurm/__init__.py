@@ -8,7 +8,7 @@
 | `agent` | one rank: the agent, and the roles that it starts, monitors and stops |
 | `registry` | the runs and sweeps on disk, and the job or launcher that owns each |
 | `rendezvous` | the rendezvous of an attempt's ranks |
-| `scheduler` | Slurm's commands and variables, behind a protocol |
+| `scheduler` | the schedulers, one folder each: their commands and variables, behind a protocol |
 
 A room imports rooms below it, and `pipeline`; never the reverse. `.importlinter` checks this.
 """

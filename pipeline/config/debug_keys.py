@@ -17,8 +17,8 @@ class DebugConfig(Section):
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
-        description="Lowest level of the records in the roles' logs. With `debug` and `error` it is also that of vLLM, "
-        "which otherwise logs warnings.",
+        description="Lowest level of the records in the roles' logs. With `debug` and `error` it is also that of the "
+        "inference engine, which otherwise logs warnings.",
     )
     log_modules: Texts = Field(
         (),

@@ -21,7 +21,7 @@ from pipeline.utils.private_files import is_safe, make_private
 FOLDER, COMPILED = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"
 MAX_PATH = 107 - 40
 """Most characters of a folder's path, so that a socket in it (an id of 36) has a path that the kernel accepts."""
-TEMPORARY_CACHES = (COMPILED, "CUTE_DSL_CACHE_DIR")
+TEMPORARY_CACHES: tuple[str, ...] = (COMPILED, "CUTE_DSL_CACHE_DIR")
 """Variables of caches whose default is in /tmp."""
 HOME_CACHES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCH_EXTENSIONS_DIR")
 """Variables of caches whose default is in the home directory, in addition to those of the engines."""
@@ -54,6 +54,7 @@ def _caches(outside: Path, folder: Path) -> dict[str, str]:
             flush=True,
         )
         directory = folder
-    of_engines = [name for engine in all_engines() for name in engine.cache_variables]
-    names = TEMPORARY_CACHES if is_safe(Path.home()) else (*TEMPORARY_CACHES, *HOME_CACHES, *of_engines)
+    names = TEMPORARY_CACHES
+    if not is_safe(Path.home()):  # an agent loads the engines, which takes a part of a second, only in this case
+        names = (*names, *HOME_CACHES, *(name for engine in all_engines() for name in engine.cache_variables))
     return {name: str(directory / name.lower()) for name in names}

@@ -15,6 +15,7 @@ from slurm import scheduler
 from slurm.scheduler.rank_environment import Environment, without_variables
 from slurm.scheduler.scheduler_protocol import CALL_SECONDS, BatchScheduler, JobQueue, Scheduler
 
+_FOLDER = scheduler.__name__.replace(".", "/")
 _START_HINT = "start runs with launchers/submit.py"
 
 
@@ -25,7 +26,10 @@ def scheduler_names() -> tuple[str, ...]:
 
 @cache
 def find_scheduler(name: str) -> Scheduler:
-    """The scheduler with this name, one of `scheduler_names()`."""
+    """The scheduler with this name; `ConfigError` if this checkout has none, as for a job of another checkout."""
+    if name not in scheduler_names():
+        known = ", ".join(scheduler_names())
+        raise ConfigError("cluster.scheduler", name, f"a scheduler of this checkout: {known}", f"add {_FOLDER}/{name}")
     selected: Scheduler = import_module(f"{scheduler.__name__}.{name}").SCHEDULER
     return selected
 
