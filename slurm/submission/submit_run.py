@@ -134,11 +134,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
     check_inputs(config)
-    check_routing_replay(config)
-    if config.training.mesh.ep > 1:
-        _check_experts(config.model, config.training.mesh.ep)
-    if config.training.mesh.cp > 1:
-        _check_context(config.model, config.training.mesh.cp)
+    _check_architecture(config)
     if config.has_servers:
         check_parallel(config, head_count(config.model))
         engine = find_engine(config.inference.engine)
@@ -199,6 +195,25 @@ def _check_experts(model: ModelConfig, ep: int) -> None:
     from pipeline.train.model.model_size import check_experts  # torch and transformers take seconds
 
     check_experts(model, ep)
+
+
+def _check_architecture(config: RunConfig) -> None:
+    """Raise `ConfigError` unless the model supports the keys that depend on its layers."""
+    check_routing_replay(config)
+    if config.training.routing_replay != "none":
+        _check_routers(config.model)
+    if config.training.mesh.ep > 1:
+        _check_experts(config.model, config.training.mesh.ep)
+    if config.training.mesh.cp > 1:
+        _check_context(config.model, config.training.mesh.cp)
+
+
+@cache
+def _check_routers(model: ModelConfig) -> None:
+    """Raise `ConfigError` unless the model's routers can replay; checked once for all points of a sweep."""
+    from pipeline.train.model.model_size import check_routers  # torch and transformers take seconds
+
+    check_routers(model)
 
 
 def _refuse_serving(config: RunConfig) -> None:

@@ -24,6 +24,7 @@ from pipeline.topology.gpu_memory import Sizes
 from pipeline.train.model.experts import ADAPTERS, experts_per_token, fused_experts, refuse_unspreadable
 from pipeline.train.model.lm_head import CHUNK
 from pipeline.train.model.routers import use_exact_routers
+from pipeline.train.model.routing_replay import RoutingReplay
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,11 @@ def _count(network: Any) -> Sizes:
 def check_experts(config: ModelConfig, ep: int) -> None:
     """Raise `ConfigError` unless the experts of the policy can be distributed over `ep` ranks (`training.mesh.ep`)."""
     refuse_unspreadable(_meta_model(model_directory(config), config), ep)
+
+
+def check_routers(config: ModelConfig) -> None:
+    """Raise `ConfigError` unless the policy has routers whose choice can be replaced (`training.routing_replay`)."""
+    RoutingReplay(_meta_model(model_directory(config), config))
 
 
 def check_served_adapters(config: ModelConfig) -> None:

@@ -70,7 +70,7 @@ class RoutedTokens:
                 experts_TLK[at[fresh]] = ids[fresh]
                 recorded_T[at] = True
             first += len(row)
-        wide = experts_TLK if experts_TLK.dtype == np.uint8 else experts_TLK.astype(np.int16)  # torch: no uint16 sums
+        wide = experts_TLK if experts_TLK.dtype == np.uint8 else experts_TLK.astype(np.int16)  # few kernels take uint16
         return cls(*(to_device(np.ascontiguousarray(values[part]), device) for values in (wide, recorded_T)))
 
 
@@ -78,8 +78,12 @@ class RoutingReplay:
     """The routers of one network."""
 
     def __init__(self, network: nn.Module) -> None:
-        """Patch the routers, before layers are compiled; `ConfigError` for a layer of experts without a known one."""
+        """Patch the routers, before layers are compiled; `ConfigError` for a layer of experts without a known one, and
+        for a network without fused experts."""
         self._routers = {layer: _ReplayedRouter(router) for layer, router in _numbered_routers(network)}
+        if not self._routers:
+            expected = f"none for {type(network).__name__}, which has no fused experts"
+            raise ConfigError("training.routing_replay", "rollout", expected, "remove it")
 
     @contextmanager
     def of(self, routed: RoutedTokens | None) -> Iterator[None]:

@@ -15,6 +15,7 @@ from pipeline.train.model.model_size import (
     _cache,
     check_client_adapters,
     check_experts,
+    check_routers,
     check_served_adapters,
     sizes_of,
 )
@@ -158,6 +159,13 @@ def test_adapters_on_experts_are_refused_where_servers_or_clients_exchange_them(
     ):
         with pytest.raises(ConfigError, match=r"model\.lora\.targets.*expected attention layers alone"):
             check()
+
+
+def test_a_model_whose_routers_cannot_replay_is_refused(tmp_path: Path) -> None:
+    check_routers(saved(tmp_path / "mixture", Qwen3MoeConfig(**SHAPE, **MIXTURE)))
+    for model, family in ((Qwen3Config(**SHAPE), "Qwen3ForCausalLM"), (OTHER, "JetMoeForCausalLM")):
+        with pytest.raises(ConfigError, match=f"'rollout': expected none for {family}, which has no fused experts"):
+            check_routers(saved(tmp_path / family, model))
 
 
 def test_experts_that_cannot_be_spread_are_refused_with_the_allowed_values(tmp_path: Path) -> None:
