@@ -22,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.config import InferenceConfig, LoraConfig, RunConfig
 from pipeline.inference.vllm.compact_logprobs import SWITCH
+from pipeline.inference.vllm.installed_release import check_installed
 from pipeline.inference.vllm.server_command import adapter_environment, server_environment
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import WeightSender
@@ -119,7 +120,7 @@ def starting_of(
     index: int = 0,
 ) -> Iterator[Callable[[], Served]]:
     """As `starting`, the server of any config with this index, on these GPUs."""
-    inference.check_plugin()
+    check_installed()
     model = Path(config.model.path)
     with subprocesses.hold_port() as holder:
         place = Placement(role="inference", index=index, rank=0, address=address, ports=(port_of(holder),), gpus=gpus)
