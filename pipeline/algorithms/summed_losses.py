@@ -105,11 +105,13 @@ def token_losses(
 
 @summed_loss
 def cross_entropy(tokens: SummedTokens, weights: Tensor) -> Tensor:
+    """−w · lp of each token, [N]."""
     return -weights * tokens.logprobs_N
 
 
 @summed_loss
 def importance_sampling(tokens: SummedTokens, logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """−r · A of each token, [N]: the policy gradient under samples of `logprobs`' policy, by importance sampling."""
     return -_ratio(tokens.logprobs_N - logprobs) * advantages
 
 
@@ -122,6 +124,7 @@ def ppo(
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
 ) -> Tensor:
+    """PPO's clipped surrogate (Schulman et al. 2017); the thresholds bound the ratio itself, not its distance to 1."""
     ratio_N = _ratio(tokens.logprobs_N - logprobs)
     return _surrogate(ratio_N, advantages, clip_low_threshold, clip_high_threshold)
 
@@ -135,12 +138,16 @@ def cispo(
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 4.0,
 ) -> Tensor:
+    """CISPO (MiniMax-M1, Chen et al. 2025): −sg(clip(r)) · lp · A. The weight is clipped, so every token has a
+    gradient."""
     ratio_N = _ratio(tokens.logprobs_N - logprobs).detach()
     return -ratio_N.clamp(clip_low_threshold, clip_high_threshold) * tokens.logprobs_N * advantages
 
 
 @summed_loss
 def dro(tokens: SummedTokens, logprobs: Tensor, advantages: Tensor, *, beta: float = 0.05) -> Tensor:
+    """DRO (Richemond et al. 2024): −(A · lp − β/2 · (lp − sampler lp)²), with advantages in place of rewards minus
+    values."""
     distance_N = tokens.logprobs_N - logprobs
     return -(advantages * tokens.logprobs_N - beta / 2 * distance_N.square())
 
@@ -177,6 +184,7 @@ def _row_means(values_N: Tensor, marked_N: Tensor, counts: Sequence[int]) -> Ten
 
     if not counts:
         return values_N
+    # [N] → [R] sums and counts of the marked tokens → [R] means → [N], each row's mean for each of its tokens.
     sums_R = _row_sums(values_N.where(marked_N, 0.0), counts)
     marked_R = _row_sums(marked_N.to(values_N.dtype), counts)
     sizes_R = torch.tensor(counts, device=values_N.device)

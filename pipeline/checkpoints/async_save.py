@@ -113,7 +113,7 @@ class AsyncSaver:
 
         `sharded_state.save` gets a tree with these names. A failed pruning is repeated by the next save.
         """
-        self._wait_until_idle()
+        self._wait_until_idle()  # one save at a time: two would write the same buffers
         # Models that are not part of this save lose their copies and buffers.
         self._staged = {name: self._staged[name] for name in names}
         self._buffers = {name: self._buffers[name] for name in names}
@@ -122,6 +122,8 @@ class AsyncSaver:
 
         def work() -> None:
             try:
+                # Collective over `group`, a separate gloo group: its collectives must not interleave with those
+                # of the training that continues meanwhile.
                 checkpoint = save(root, attempt, state, dict(self._staged), group=group)
                 _prune(checkpoint, keep, group)
                 self.ended = time.monotonic()
@@ -181,6 +183,7 @@ def _copied(path: str, value: Any, buffers: dict[str, Tensor]) -> Any:
     if not _same_shapes(buffers.get(path), value):
         buffers[path] = _pinned(value) if value.is_cuda else torch.empty_like(value, device="cpu", requires_grad=False)
     buffer = buffers[path]
+    # Pinned memory makes the copy asynchronous; `stage` waits for all copies at once.
     _local(buffer).copy_(_local(value), non_blocking=True)
     return buffer
 

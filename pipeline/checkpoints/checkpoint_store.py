@@ -27,7 +27,9 @@ from pipeline.errors import CheckpointError, DamagedCheckpointError
 from pipeline.utils import shared_files as files
 
 COMPLETE, MANIFEST, STATE = "COMPLETE", "manifest.json", "state.msgpack"
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
+OLD_MARKER = "COMMIT"
+"""Name of the last file in earlier versions."""
 READERS = 8
 """Number of files that are read concurrently to compare hashes."""
 _NAME = re.compile(rf"({'|'.join(PHASES)})-(\d+)")
@@ -172,6 +174,8 @@ def complete_checkpoint(
     )
     body = msgspec.json.encode(manifest)
     storage.put(f"{folder}/{MANIFEST}", body)
+    # Order of writes: shards, state, manifest, marker. Whatever ends the process, a marker implies all files before it,
+    # and it hashes the manifest, which hashes them. So no rename is needed, which object stores do not have.
     # The manifest has the sizes of the written bytes: a difference means that the filesystem lost some.
     try:
         _check_sizes(storage, folder, manifest)
@@ -243,7 +247,7 @@ def _check_sizes(storage: Storage, folder: str, manifest: CheckpointManifest) ->
 def _read_marker(storage: Storage, folder: str) -> CompletionMarker:
     data = storage.get(f"{folder}/{COMPLETE}")
     if data is None:
-        _refuse_older_format(storage, folder.partition("/")[0])
+        _refuse_older_format(storage, folder)
         raise DamagedCheckpointError(f"{folder} has no {COMPLETE}: its save did not end")
     body = files.unseal(data)
     if body is None:
@@ -254,13 +258,15 @@ def _read_marker(storage: Storage, folder: str) -> CompletionMarker:
         raise DamagedCheckpointError(f"{folder}/{COMPLETE} is of another form: {error}") from error
 
 
-def _refuse_older_format(storage: Storage, name: str) -> None:
-    """Raise `CheckpointError` for a checkpoint of version 1, which has its COMPLETE in the parent folder.
+def _refuse_older_format(storage: Storage, folder: str) -> None:
+    """Raise `CheckpointError` for a complete checkpoint of an earlier version, by its marker.
 
-    Skipping it would start the run over silently.
+    Version 1 has the marker in the parent folder, version 2 in this one. Skipping it would start the run over silently.
     """
-    if storage.get(f"{name}/{COMPLETE}") is not None:
-        raise _version_error(storage.url(name), 1)
+    name = folder.partition("/")[0]
+    for version, parent in ((1, name), (2, folder)):
+        if storage.get(f"{parent}/{OLD_MARKER}") is not None:
+            raise _version_error(storage.url(parent), version)
 
 
 def _version_error(path: str, version: int) -> CheckpointError:

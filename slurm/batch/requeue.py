@@ -124,12 +124,14 @@ def conclude_attempt(
         return recorded(decide(facts, None, cluster, time.time()))
     try:
         (seen,) = _ask_until("the scheduler to describe the job", lambda: (queue.job(job),), clock)
+        # This node may see the other nodes' files late (NFS). No wait while the scheduler ends the job: its kill could
+        # come before the requeue.
         if facts.is_inconclusive and seen is not None and seen.state in OWNED:
             facts = _wait_until_consistent(look, cluster.lateness, clock)
         outcome = recorded(decide(facts, seen, cluster, time.time()))
         if outcome.decision == "requeued":
             now = requeue_job(queue, job, restart, clock)
-            if now != REQUEUED:
+            if now != REQUEUED:  # the job was cancelled or queued again meanwhile: correct the record
                 return recorded(Outcome(decision="left", reason=now, failures=outcome.failures, time=time.time()))
     except DeadlineError as error:
         return recorded(Outcome(decision="stopped", reason=f"the job could not be requeued: {error}", time=time.time()))
@@ -195,6 +197,7 @@ def _requeue(queue: JobQueue, job: str, restart: int) -> str | None:
     if not ownership_problem(seen, restart):
         queue.requeue(job)
         seen = queue.job(job)
+    # The restart count is the evidence: the answer to the request may be lost after the scheduler executed it.
     queued_again = seen is not None and seen.restarts > restart
     return REQUEUED if queued_again else ownership_problem(seen, restart) or None
 

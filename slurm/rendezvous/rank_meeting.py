@@ -167,6 +167,7 @@ class Rendezvous:
             case "gather":
                 return self._gather(action.epoch)
             case "publish":
+                # `create` fails if the file exists: of two leaders that overlap, the first one's world is the world.
                 self._directory.create(WORLD, self._verdict)
                 return ElectionEvent("published")
             case _:
@@ -176,6 +177,7 @@ class Rendezvous:
         names = self._directory.names()
         if WORLD in names and self._read_verdict():
             return ElectionEvent("world_published")
+        # The newest claim, of a live or a lost leader. Its lease shows a beat that grows while the leader lives.
         epoch = max((_epoch(name) for name in names), default=0)
         lease = self._directory.read(f"lease-{epoch}.json", Lease) if epoch else None
         return ElectionEvent("observed", epoch, lease.beat if lease else -1)
@@ -195,6 +197,7 @@ class Rendezvous:
         return True
 
     def _claim(self, epoch: int) -> ElectionEvent:
+        # Exclusive creation decides between ranks that claim at the same time: one claim per epoch.
         claim = LeaderClaim(epoch=epoch, rank=self._card.rank, hostname=self._card.hostname, pid=self._card.pid)
         if not self._directory.create(f"claim-{epoch}.json", claim):
             return ElectionEvent("lost", epoch)

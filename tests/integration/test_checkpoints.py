@@ -218,10 +218,11 @@ def test_a_checkpoint_says_where_it_is(disk: str) -> None:
     assert str(commit(disk, 7)) == f"{disk}/rl-7/1-0"
 
 
-def test_a_commit_of_the_form_before_this_one_is_refused_and_not_skipped(disk: str) -> None:
+@pytest.mark.parametrize(("marker", "version"), [("..", 1), (".", 2)])
+def test_a_checkpoint_of_an_earlier_version_is_refused_and_not_skipped(disk: str, marker: str, version: int) -> None:
     checkpoint = commit(disk, 50)
     folder = Path(checkpoint.location)
-    (folder / "COMPLETE").rename(folder.parent / "COMPLETE")
-    with pytest.raises(CheckpointError, match=r"rl-50 has version 1; this code reads version 2; use the") as refused:
+    (folder / "COMPLETE").rename(folder / marker / "COMMIT")
+    with pytest.raises(CheckpointError, match=rf"has version {version}; this code reads version 3; use the") as refused:
         newest_checkpoint(disk)
     assert not isinstance(refused.value, DamagedCheckpointError)

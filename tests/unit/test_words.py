@@ -97,7 +97,8 @@ def test_a_file_uses_the_fields_words(path: Path) -> None:
     prose = prose_of(text)
     listed = [f"{match[0]!r}: {word}" for old, word in PROSE.items() for match in re.finditer(rf"\b{old}\b", prose)]
     assert not listed, listed
-    assert not names_of(text) & set(NAMES), "name the value by what it is"
+    opaque = names_of(text) & set(NAMES)
+    assert not opaque, f"name the value by what it is, not {opaque}"
 
 
 def test_the_list_finds_what_it_lists() -> None:

@@ -85,6 +85,7 @@ class Shard:
     @classmethod
     def of(cls, layout: WeightLayout, slices: Iterable[Slice]) -> "Shard":
         """The slices without duplicates, in order; the whole layout if the slices are not smaller than that."""
+        # Sorted, since both sides must have one order; as a set, since a process may copy a slice to two places.
         shard = cls(layout, tuple(sorted(set(slices))))
         return shard if shard.staged.bytes < layout.bytes else cls.whole(layout)
 
@@ -139,6 +140,7 @@ class Shard:
         held: list[tuple[int, Slice]] = []
         span = 0
         for at, part in self._parts():
+            # The span, not the elements, bounds a chunk: the sender gathers from a copy of all that the slice spans.
             size = part.span * self.width(part)
             if held and span + size > WEIGHT_CHUNK:
                 yield self._chunk(held)
@@ -180,6 +182,7 @@ def _rows_of_a_chunk(slice_: Slice, width: int) -> int | None:
     a run of rows spans as much memory as the whole slice.
     """
     fits = slice_.span * width <= WEIGHT_CHUNK
+    # A transposed slice has its largest stride in another dimension: each of its rows spans the whole slice.
     if fits or not any(slice_.strides) or slice_.strides[0] < max(slice_.strides):
         return None
     return max(1, WEIGHT_CHUNK // (slice_.strides[0] * width))

@@ -30,6 +30,7 @@ class OptimizerStep:
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """Learning rate of step `step` (0, 1, …) of `steps`: linear warm-up, then constant, or decay to 0 at `steps`."""
+    # (step + 1) / (warmup_steps + 1): the first step has a positive rate, and step `warmup_steps` the full one.
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
@@ -106,6 +107,7 @@ class Optimizer:
         finite = math.isfinite(norm)
         if finite:
             if clip:
+                # As in `clip_grad_norm_` (Pascanu et al. 2013), with a norm over all ranks. One kernel for all tensors.
                 torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))
             for group in self.adamw.param_groups:
                 group["lr"] = lr
@@ -141,5 +143,6 @@ class Optimizer:
         """√(Σ over ranks and tensors of ‖gradient‖²), summed in double precision."""
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)  # one kernel launch for all tensors
         squares = torch.stack(norms).square().sum()
+        # Each parameter's shards are disjoint, so the squares add up over the ranks of one replica.
         dist.all_reduce(squares, group=self._group)
         return math.sqrt(squares.item())
