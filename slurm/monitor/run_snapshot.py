@@ -245,7 +245,9 @@ def _roles(attempt: Attempt, silent: Mapping[int, float]) -> tuple[RoleLine, ...
     for name in [*placements, *(name for name in states if name not in placements)]:
         placement, last, status = placements.get(name), states.get(name), attempt.statuses.get(name)
         rank = placement.rank if placement else last.rank if last else -1
-        detail = status.detail if status and last and last.state == "ready" else last.detail if last else ""
+        # Before it is ready, a role reports what it waits for. The report of a process before a restart is of no use.
+        reports = status and last and (last.state == "ready" or last.state == status.state == "starting")
+        detail = status.detail if status and reports else last.detail if last else ""
         lines.append(
             RoleLine(
                 name=name,

@@ -60,6 +60,8 @@ class RankTraces:
 
     def _written(self, stem: Path, suffix: str, write: Callable[[str], object], limit: int) -> Path | None:
         """The file that `write` makes; None, with a warning, if the disk refuses it or it exceeds the limit."""
+        if self._is_full:
+            return None
         file = stem.with_name(stem.name + suffix)
         part = stem.with_name(f".part-{stem.name}{suffix}")  # the suffix chooses the compression
         try:

@@ -11,7 +11,9 @@ import pytest
 from rich.console import Console
 
 from pipeline.observability.run_status import BeforeStart, Ended, Running
+from pipeline.roles.role_context import Status
 from pipeline.run.metrics_log import FileStep, MetricSinks
+from pipeline.utils import shared_files
 from slurm.monitor.live_view import ANSWER_SECONDS, follow_run, main, watch_run
 from slurm.monitor.log_lines import LINE_SECONDS, LogLines
 from slurm.monitor.run_snapshot import Progress, RoleLine, Snapshot
@@ -200,6 +202,18 @@ def test_the_columns_of_figures_stand_where_the_roles_end_and_do_not_drift(run: 
 
 def test_every_state_has_a_colour() -> None:
     assert {*get_args(BeforeStart), *get_args(Running), *get_args(Ended)} <= set(COLORS)
+
+
+def test_a_role_that_starts_shows_what_it_waits_for_and_not_the_report_of_an_earlier_process(
+    run: FakeRun, attempt: FakeAttempt
+) -> None:
+    attempt.meet()
+    attempt.all_roles("starting")
+    for name, state in (("trainer.0", "starting"), ("actor.0", "ready")):
+        status = Status(state=state, pid=1, time=1.0, detail="waits for a debugger")
+        shared_files.write_document(attempt.paths.status(name), status)
+    details = {role.name: role.detail for role in read_snapshot(run.root).roles}
+    assert (details["trainer.0"], details["actor.0"]) == ("waits for a debugger", "")
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
