@@ -1,9 +1,11 @@
 """Rules of the keys `debug.*`: which steps can be traced, and which role can run under a debugger."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.utils.optional_extras import pip_install
 
 
 def debug_is_possible(config: RunConfig) -> None:
@@ -17,6 +19,9 @@ def debug_is_possible(config: RunConfig) -> None:
         raise ConfigError("debug.memory_steps", list(debug.memory_steps), expected, "leave it out")
     if debug.role:
         _check_role(debug.role, _processes(config))
+        if debug.tool == "debugpy" and find_spec("debugpy") is None:
+            expected, hint = "pdb, since debugpy is not installed", f"{pip_install('debug')}, or leave debug.tool out"
+            raise ConfigError("debug.tool", "debugpy", expected, hint)
 
 
 def _processes(config: RunConfig) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from pipeline.config import debug_checks
 from pipeline.config.cross_checks import check_run
 from pipeline.config.debug_keys import in_window
 from pipeline.errors import ConfigError
@@ -67,3 +68,9 @@ def test_a_value_out_of_its_bounds_is_refused(override: str, message: str) -> No
 def test_a_window_has_its_first_and_its_last_step_and_an_empty_one_has_none() -> None:
     assert [step for step in range(10) if in_window((5, 7), step)] == [5, 6, 7]
     assert not any(in_window((), step) for step in range(10))
+
+
+def test_an_ide_s_debugger_that_is_not_installed_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(debug_checks, "find_spec", {"debugpy": None}.get)
+    with pytest.raises(ConfigError, match=r"debugpy is not installed; .* -m pip install 'debugpy>=1.8', or leave"):
+        check_run(compose_config(["experiment=demo", "debug.role=actor", "debug.tool=debugpy"]))
