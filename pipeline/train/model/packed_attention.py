@@ -34,7 +34,7 @@ from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.to_device import to_device
 
 ATTENTION = "rollcall"
-_IGNORED = {"dropout", "position_ids", "use_cache", "cache_position", "output_router_logits"}
+_IGNORED = {"dropout", "position_ids", "use_cache", "cache_position", "output_router_logits", "output_attentions"}
 SHORT = 32
 """Rows of up to this many tokens share one rectangle: more rectangles would cost more than their padding."""
 _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters

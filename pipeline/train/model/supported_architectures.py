@@ -26,13 +26,16 @@ _WORDS = 8
 
 
 def refuse_unloadable(config: Any) -> None:
-    """Raise `ConfigError` for quantized weights, and for a family whose causal language model transformers cannot load
-    from its own directory: there is none, or it has another config class, with other names of tensors than the
-    family's files."""
+    """Raise `ConfigError` for quantized weights, attention over compressed tokens, and a family whose causal language
+    model transformers cannot load from its own directory: there is none, or it has another config class, with other
+    names of tensors than the family's files."""
     network = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if network is None or network.config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         expected = "a family that transformers' AutoModelForCausalLM saves and loads"
         raise ConfigError("model.path", config.model_type, expected, "choose one that it does, such as Qwen or Llama")
+    if getattr(config, "compress_rates", None):
+        feature = f"{config.model_type} with compress_rates, whose attention reads compressed tokens"
+        raise ConfigError("model.path", feature, "a model with plain causal attention", "choose another model")
     quantized = getattr(config, "quantization_config", None)
     if quantized:
         method = quantized.get("quant_method", "") if isinstance(quantized, dict) else type(quantized).__name__

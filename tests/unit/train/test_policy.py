@@ -71,6 +71,12 @@ def test_a_model_whose_logits_would_be_wrong_is_refused(
         build_one(tmp_path, model_type, **keys)
 
 
+def test_attention_over_compressed_tokens_is_refused_before_the_network_is_built(tmp_path: Path) -> None:
+    CONFIG_MAPPING["deepseek_v4"]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"deepseek_v4 with compress_rates, .* expected a model with plain causal"):
+        models.build_on_meta(ModelConfig(path=str(tmp_path), init="random", max_length=8))
+
+
 @pytest.mark.parametrize("family", ["emu3", "clip"])
 def test_a_family_whose_text_model_transformers_does_not_load_is_refused_by_name(tmp_path: Path, family: str) -> None:
     CONFIG_MAPPING[family]().save_pretrained(tmp_path)
