@@ -1,7 +1,7 @@
 """Injection of the faults that a user planned (`pipeline.run.fault_plan`), by the agent of the role that they hit.
 
 Owns when a fault of this rank is due, and what it does to processes or files. Promises that each fault happens once in
-a run: it is claimed on disk first. Faults of a role wait until the role has a process.
+a run: it is claimed on disk first. A fault waits until its role is ready; at the moment `start`, until it is starting.
 
     injector = FaultInjector(paths, faults, roles, clock)
     for role, fault in injector.inject(): …      # in each round of the supervisor
@@ -52,12 +52,13 @@ class FaultInjector:
                 yield role, fault
 
     def _is_due(self, fault: Fault, role: SupervisedRole) -> bool:
-        if role.state not in ("starting", "ready") or role.child is None or role.child.poll() is not None:
+        awaited = "starting" if fault.moment == "start" else "ready"
+        if role.state != awaited or role.child is None or role.child.poll() is not None:
             return False
+        if fault.moment == "start":
+            return True
         if fault.seconds is not None:
             return self._clock.now() - self._began >= fault.seconds
-        if fault.moment == "start":
-            return role.state == "starting"
         return self._records.has_reached(fault.moment)
 
     def _strike(self, fault: Fault, role: SupervisedRole) -> None:

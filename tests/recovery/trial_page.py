@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pipeline.run.fault_plan import TARGETS
+
 KINDS = {"kill": "SIGKILL", "stop": "SIGSTOP", "exit": "exit 1", "early": "exit 0 too early"}
 PHASES = {
     "start": "start",
@@ -19,8 +21,8 @@ HEAD = ("role", "end", "phase", "outcome", "detected", "ready again", "the run")
 INTRODUCTION = (
     "# Recovery trials",
     "",
-    "Each row is one small run on one machine without GPUs that met one "
-    "[injected fault](operations.md#injected-faults). `python -m tests.recovery.trials` makes the rows; with "
+    "Each row is one [injected fault](operations.md#injected-faults) in a small run on one machine without GPUs. Faults"
+    " of one role and kind in different phases may share a run. `python -m tests.recovery.trials` makes the rows; with "
     "`--page docs/recovery.md` it writes this page.",
     "",
     "| column | meaning |",
@@ -68,6 +70,12 @@ def page(trials: Sequence[RecoveryTrial]) -> str:
     whole = sum(not trial.problem for trial in ordered)
     restarted = sum(trial.outcome == "restarted" for trial in ordered)
     hung = sum("TimeoutExpired" in trial.problem for trial in ordered)
-    summary = f"{whole} of {len(ordered)} runs ended as described, {restarted} of them with a restart; {hung} hung."
+    summary = (
+        f"{whole} of {len(ordered)} faults ended as described, {restarted} with a restart; {hung} left a run that hung."
+    )
+    tried = {(trial.role, trial.kind) for trial in ordered}
+    untried = [f"{role} × {KINDS[kind]}" for kind in KINDS for role in TARGETS[kind] if (role, kind) not in tried]
+    if untried:
+        summary += f" Not tried yet: {', '.join(untried)}."
     rows = [HEAD, ["---"] * len(HEAD), *(trial.cells() for trial in ordered)]
     return "\n".join([*INTRODUCTION, summary, "", *("| " + " | ".join(cells) + " |" for cells in rows)]) + "\n"
