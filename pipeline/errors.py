@@ -9,7 +9,7 @@ into one of these at the boundary where they appear. Must not import anything of
     │   ├── PlanError        the plan does not fit the resources
     │   └── RunStateError    the run directory is finished, live, or of another config
     ├── DeadlineError        a wait ran out; names what was awaited and who is missing
-    ├── RendezvousError      cards, claim or world are unusable for this attempt
+    ├── RendezvousError      node records, claim or world are unusable for this attempt
     ├── RecordError          a wire record of an unknown kind or version, or torn
     ├── StreamError          the streams' backend failed or refused
     ├── CheckpointError      a checkpoint is missing, torn, or of another shape
@@ -95,7 +95,7 @@ class DeadlineError(RollcallError):
 
 
 class RendezvousError(RollcallError):
-    """The ranks cannot form a world: duplicate ranks, too few cards, or an assignment that does not fit."""
+    """The ranks cannot form a world: duplicate ranks, too few node records, or an assignment that does not fit."""
 
 
 class RecordError(RollcallError):

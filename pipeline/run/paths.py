@@ -1,8 +1,8 @@
 """Every file name of a run, in one place.
 
 Owns the layout of a run directory. Promises that no other module spells the name of a file or folder that is listed
-here. A folder with a single owner (cards and claims, a checkpoint, streams, Redis's data, submitit's jobs) has names
-that its owner's module defines. Pure: creates no directory and reads no file.
+here. A folder with a single owner (node records and claims, a checkpoint, streams, Redis's data, submitit's jobs) has
+names that its owner's module defines. Pure: creates no directory and reads no file.
 
     <output>/<name>/                      the run directory
       run.json                            run_id, config digest, time and git revision of its creation
@@ -10,7 +10,7 @@ that its owner's module defines. Pure: creates no directory and reads no file.
       job.json                            the job that was submitted for it last
       code/                               snapshot of the packages that every attempt runs
       submitit/                           submitit's job folder
-      rendezvous/<run_id>/<attempt>/      cards, claims and the world of one attempt
+      rendezvous/<run_id>/<attempt>/      node records, claims and the world of one attempt
       attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/, traces/,
                                           first_failure.json, outcome.json, committed, exhausted of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt

@@ -1,7 +1,7 @@
 """The assignment of the plan's bundles to ranks.
 
-`assign` is the second decision of the rendezvous: a pure function of the plan and the node records (cards). The leader
-publishes the result, and every rank validates it with `check_world`. No I/O, no clock, no randomness.
+`assign` is the second decision of the rendezvous: a pure function of the plan and the node records. The
+leader publishes the result, and every rank validates it with `check_world`. No I/O, no clock, no randomness.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,17 +11,17 @@ from pipeline.topology.plan import NodeBundle, NodeInfo, Placement, Plan, RoleNa
 
 
 def assign(
-    plan: Plan, cards: Iterable[NodeInfo], *, run_id: str, attempt: str, epoch: int, leader: int, secret: str
+    plan: Plan, node_infos: Iterable[NodeInfo], *, run_id: str, attempt: str, epoch: int, leader: int, secret: str
 ) -> World:
-    """Assign every bundle of the plan to a rank. The result does not depend on the order of the cards.
+    """Assign every bundle of the plan to a rank. The result does not depend on the order of the node records.
 
     Bundles with the most GPUs are assigned first, then in the order of the plan, each to the lowest healthy rank that
-    has enough GPUs and ports. A role gets the first address of its card. `RendezvousError` names the unusable ranks,
-    the reasons, and a fix.
+    has enough GPUs and ports. A role gets the first address of its node record. `RendezvousError` names the unusable
+    ranks, the reasons, and a fix.
     """
-    ordered = sorted(cards, key=lambda card: card.rank)
+    ordered = sorted(node_infos, key=lambda node_info: node_info.rank)
     _check_nodes(plan, ordered, attempt)
-    by_rank = {card.rank: card for card in ordered}
+    by_rank = {node_info.rank: node_info for node_info in ordered}
     filled = sorted(_fill(plan, ordered), key=lambda pair: pair[0])
     if len(filled) < len(plan.bundles):
         raise RendezvousError(_shortage(plan, ordered, filled))
@@ -29,23 +29,27 @@ def assign(
     return World(run_id=run_id, attempt=attempt, epoch=epoch, leader=leader, secret=secret, placements=placements)
 
 
-def check_world(world: World, plan: Plan, card: NodeInfo) -> None:
-    """Raise `RendezvousError` unless the card's rank got one whole bundle, with ports and GPUs of the card."""
-    if world.attempt != card.attempt:
-        raise RendezvousError(f"rank {card.rank} is of attempt {card.attempt}, the world of attempt {world.attempt}")
-    mine = world.of_rank(card.rank)
+def check_world(world: World, plan: Plan, node_info: NodeInfo) -> None:
+    """Raise `RendezvousError` unless the node's rank got one whole bundle, with ports and GPUs of the node."""
+    if world.attempt != node_info.attempt:
+        raise RendezvousError(
+            f"rank {node_info.rank} is of attempt {node_info.attempt}, the world of attempt {world.attempt}"
+        )
+    mine = world.of_rank(node_info.rank)
     if not mine:
         return
     assigned = [(p.role, p.index, len(p.ports), len(p.gpus)) for p in mine]
     bundle = next((bundle for bundle in plan.bundles if [_needs(role) for role in bundle.roles] == assigned), None)
     if bundle is None:
         names = ", ".join(p.name for p in mine)
-        raise RendezvousError(f"rank {card.rank} got {names}, which is no bundle of the plan; submit the run again")
-    _check_available(card, "port", [port for p in mine for port in p.ports], bundle.ports, card.ports)
-    _check_available(card, "GPU", [gpu for p in mine for gpu in p.gpus], bundle.gpus, card.gpus)
+        raise RendezvousError(
+            f"rank {node_info.rank} got {names}, which is no bundle of the plan; submit the run again"
+        )
+    _check_available(node_info, "port", [port for p in mine for port in p.ports], bundle.ports, node_info.ports)
+    _check_available(node_info, "GPU", [gpu for p in mine for gpu in p.gpus], bundle.gpus, node_info.gpus)
     for p in mine:
-        if p.address not in card.addresses:
-            raise RendezvousError(f"rank {card.rank} got {p.name} at {p.address}, which is not its address")
+        if p.address not in node_info.addresses:
+            raise RendezvousError(f"rank {node_info.rank} got {p.name} at {p.address}, which is not its address")
 
 
 def describe_plan(plan: Plan, without_gpus: int = 0) -> tuple[str, ...]:
@@ -63,37 +67,41 @@ def describe_plan(plan: Plan, without_gpus: int = 0) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _check_nodes(plan: Plan, cards: Sequence[NodeInfo], attempt: str) -> None:
+def _check_nodes(plan: Plan, node_infos: Sequence[NodeInfo], attempt: str) -> None:
     previous: NodeInfo | None = None
-    for card in cards:
-        if card.attempt != attempt:
-            raise RendezvousError(f"the card of rank {card.rank} is of attempt {card.attempt}, not {attempt}")
-        if not 0 <= card.rank < plan.ranks:
-            raise RendezvousError(f"rank {card.rank} is outside the plan's {plan.ranks} ranks")
-        if previous and previous.rank == card.rank:
-            raise RendezvousError(f"rank {card.rank} has two cards, of {previous.hostname} and {card.hostname}")
-        previous = card
+    for node_info in node_infos:
+        if node_info.attempt != attempt:
+            raise RendezvousError(
+                f"the node record of rank {node_info.rank} is of attempt {node_info.attempt}, not {attempt}"
+            )
+        if not 0 <= node_info.rank < plan.ranks:
+            raise RendezvousError(f"rank {node_info.rank} is outside the plan's {plan.ranks} ranks")
+        if previous and previous.rank == node_info.rank:
+            raise RendezvousError(
+                f"rank {node_info.rank} has two node records, of {previous.hostname} and {node_info.hostname}"
+            )
+        previous = node_info
 
 
-def _fill(plan: Plan, cards: Sequence[NodeInfo]) -> list[tuple[int, NodeBundle]]:
-    """(rank, bundle) for every bundle that a card can take."""
-    free = [card for card in cards if card.addresses and not card.problems]
+def _fill(plan: Plan, node_infos: Sequence[NodeInfo]) -> list[tuple[int, NodeBundle]]:
+    """(rank, bundle) for every bundle that a node record can take."""
+    free = [node_info for node_info in node_infos if node_info.addresses and not node_info.problems]
     filled = []
-    # A card that has the GPUs for a larger bundle has them for a smaller one, so the greedy order loses nothing.
+    # A node record that has the GPUs for a larger bundle has them for a smaller one, so the greedy order loses nothing.
     for bundle in sorted(plan.bundles, key=lambda bundle: -bundle.gpus):
-        chosen = next((card for card in free if _shortfall(card, bundle) == ""), None)
+        chosen = next((node_info for node_info in free if _shortfall(node_info, bundle) == ""), None)
         if chosen:
             free.remove(chosen)
             filled.append((chosen.rank, bundle))
     return filled
 
 
-def _shortfall(card: NodeInfo, bundle: NodeBundle) -> str:
-    """The reason why a healthy card cannot take a bundle; empty if it can."""
-    if len(card.gpus) < bundle.gpus:
-        return f"{len(card.gpus)} of {bundle.gpus} GPUs"
-    if len(card.ports) < bundle.ports:
-        return f"{len(card.ports)} of {bundle.ports} ports"
+def _shortfall(node_info: NodeInfo, bundle: NodeBundle) -> str:
+    """The reason why a healthy node record cannot take a bundle; empty if it can."""
+    if len(node_info.gpus) < bundle.gpus:
+        return f"{len(node_info.gpus)} of {bundle.gpus} GPUs"
+    if len(node_info.ports) < bundle.ports:
+        return f"{len(node_info.ports)} of {bundle.ports} ports"
     return ""
 
 
@@ -101,24 +109,24 @@ def _needs(process: RoleProcess) -> tuple[RoleName, int, int, int]:
     return process.role, process.index, process.ports, process.gpus
 
 
-def _bundle_placements(bundle: NodeBundle, card: NodeInfo) -> Iterable[Placement]:
-    """The placements of a bundle's processes on a card's rank, with its ports and GPUs in order."""
-    ports = iter(card.ports)
+def _bundle_placements(bundle: NodeBundle, node_info: NodeInfo) -> Iterable[Placement]:
+    """The placements of a bundle's processes on a node record's rank, with its ports and GPUs in order."""
+    ports = iter(node_info.ports)
     for process, gpus in zip(bundle.roles, bundle.gpu_ranges(), strict=True):
         yield Placement(
             role=process.role,
             index=process.index,
-            rank=card.rank,
-            address=card.addresses[0],
+            rank=node_info.rank,
+            address=node_info.addresses[0],
             ports=tuple(next(ports) for _ in range(process.ports)),
-            gpus=tuple(card.gpus[gpu] for gpu in gpus),
+            gpus=tuple(node_info.gpus[gpu] for gpu in gpus),
         )
 
 
-def _shortage(plan: Plan, cards: Sequence[NodeInfo], filled: Sequence[tuple[int, NodeBundle]]) -> str:
+def _shortage(plan: Plan, node_infos: Sequence[NodeInfo], filled: Sequence[tuple[int, NodeBundle]]) -> str:
     placed_ranks, placed_bundles = {rank for rank, _ in filled}, {bundle.name for _, bundle in filled}
     empty = [bundle for bundle in plan.bundles if bundle.name not in placed_bundles]
-    by_rank = {card.rank: card for card in cards}
+    by_rank = {node_info.rank: node_info for node_info in node_infos}
     reasons = [_unusable(by_rank.get(rank), rank, empty[0]) for rank in range(plan.ranks) if rank not in placed_ranks]
     shown = "; ".join(reasons[:8]) + (f"; and {len(reasons) - 8} more" if len(reasons) > 8 else "")
     names = ", ".join(bundle.name for bundle in empty[:4]) + (f" and {len(empty) - 4} more" if len(empty) > 4 else "")
@@ -126,18 +134,20 @@ def _shortage(plan: Plan, cards: Sequence[NodeInfo], filled: Sequence[tuple[int,
     return f"no rank is left for {names}: {shown}; fix these nodes, exclude them, or set resources.spare_nodes={spares}"
 
 
-def _unusable(card: NodeInfo | None, rank: int, bundle: NodeBundle) -> str:
-    if card is None:
-        return f"rank {rank}: no card"
-    reason = ", ".join(card.problems) or ("" if card.addresses else "no address") or _shortfall(card, bundle)
-    return f"rank {rank} ({card.hostname}): {reason}"
+def _unusable(node_info: NodeInfo | None, rank: int, bundle: NodeBundle) -> str:
+    if node_info is None:
+        return f"rank {rank}: no node record"
+    reason = (
+        ", ".join(node_info.problems) or ("" if node_info.addresses else "no address") or _shortfall(node_info, bundle)
+    )
+    return f"rank {rank} ({node_info.hostname}): {reason}"
 
 
-def _check_available(card: NodeInfo, what: str, assigned: Sequence[int], needed: int, held: Sequence[int]) -> None:
-    """Raise `RendezvousError` unless the card holds the assigned ports or GPUs, and `needed` of them are distinct."""
+def _check_available(node_info: NodeInfo, what: str, assigned: Sequence[int], needed: int, held: Sequence[int]) -> None:
+    """Raise `RendezvousError` unless the node holds the assigned ports or GPUs, and `needed` of them are distinct."""
     if len(set(assigned)) != needed or not set(assigned) <= set(held):
         raise RendezvousError(
-            f"rank {card.rank} got {what}s {list(assigned)} and holds {list(held)}; submit the run again"
+            f"rank {node_info.rank} got {what}s {list(assigned)} and holds {list(held)}; submit the run again"
         )
 
 

@@ -206,7 +206,7 @@ def _meet(
     if len(addresses) == 1:
         interface = addresses[0]
     with ProbeServer(paths.run_id, environment.attempt, environment.rank, interface, token) as beacon:
-        card = NodeInfo(
+        node_info = NodeInfo(
             rank=environment.rank,
             attempt=environment.attempt,
             hostname=socket.gethostname(),
@@ -223,7 +223,7 @@ def _meet(
         return rendezvous(
             FileSharedDir(paths.rendezvous, FINAL_WRITE_TIMEOUT),
             plan,
-            card,
+            node_info,
             run_id=paths.run_id,
             seconds=config.cluster.rendezvous_seconds,
             clock=StoppableClock(paths, notice, plan.ranks),

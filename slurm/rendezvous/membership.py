@@ -1,4 +1,4 @@
-"""The node records ("cards") that a leader has collected and verified.
+"""The node records that a leader has collected and verified.
 
 Owns the node records of an attempt: their names, their publication, and their verification by a leader. Promises that a
 valid record is read once; that a record of another attempt or rank, a torn record, and a record whose rank does not
@@ -15,7 +15,7 @@ from pipeline.errors import RendezvousError
 from pipeline.topology.plan import NodeInfo
 from pipeline.utils.shared_dir import SharedDir
 
-NODES = "cards"
+NODES = "nodes"
 BATCH = 64  # node records between two polls of the lease
 SHOWN = 12
 
@@ -26,20 +26,21 @@ The second argument has the records of the witnesses that connect; if it is empt
 WITNESSES = 3
 
 
-def publish_node_info(directory: SharedDir, card: NodeInfo) -> bool:
+def publish_node_info(directory: SharedDir, node_info: NodeInfo) -> bool:
     """Publish a node record. Returns whether it is the record of its rank; False while an existing one is unreadable.
 
     `RendezvousError` if another process has the rank.
     """
-    name = _name(card.rank)
-    if directory.create(name, card):
+    name = _name(node_info.rank)
+    if directory.create(name, node_info):
         return True
     other = directory.read(name, NodeInfo)
-    if other is None or other == card:
-        return other == card
-    here, there = f"{card.hostname} pid {card.pid}", f"{other.hostname} pid {other.pid}"
+    if other is None or other == node_info:
+        return other == node_info
+    here, there = f"{node_info.hostname} pid {node_info.pid}", f"{other.hostname} pid {other.pid}"
     raise RendezvousError(
-        f"rank {card.rank} of attempt {card.attempt} is taken: {here} came after {there} (attempt {other.attempt}); "
+        f"rank {node_info.rank} of attempt {node_info.attempt} is taken: "
+        f"{here} came after {there} (attempt {other.attempt}); "
         "start one agent for each rank"
     )
 
@@ -59,7 +60,7 @@ class Membership:
 
         while membership.gather():
             ...  # poll the lease
-        world = assign(plan, membership.cards(), ...)
+        world = assign(plan, membership.node_infos(), ...)
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class Membership:
             known = self._verified.keys() | self._local.keys()
             self._queue = [rank for rank in _listed(self._directory) if rank not in known and rank < self._ranks]
         batch, self._queue = self._queue[:BATCH], self._queue[BATCH:]
-        self._verify([card for rank in batch if (card := self._read(rank))])
+        self._verify([node_info for rank in batch if (node_info := self._read(rank))])
         if self._local and (self._witnesses() or len(self._verified) + len(self._local) == self._ranks):
             local, self._local = list(self._local.values()), {}
             self._verified |= self._reached(local, self._witnesses())
         return bool(self._queue)
 
-    def cards(self) -> list[NodeInfo]:
+    def node_infos(self) -> list[NodeInfo]:
         """A node record for every rank; a missing or unverified rank has a record with that problem.
 
         While no other node has come, the leader connects to the ranks of its node.
@@ -99,36 +100,46 @@ class Membership:
 
     def _read(self, rank: int) -> NodeInfo | None:
         """The node record of a rank; None unless it is of that rank and this attempt."""
-        card = self._directory.read(_name(rank), NodeInfo)
-        if card and (card.rank, card.attempt) != (rank, self._attempt):
-            self._problems[rank] = f"its card is of rank {card.rank} of attempt {card.attempt}"
+        node_info = self._directory.read(_name(rank), NodeInfo)
+        if node_info and (node_info.rank, node_info.attempt) != (rank, self._attempt):
+            self._problems[rank] = f"its node record is of rank {node_info.rank} of attempt {node_info.attempt}"
             return None
-        return card
+        return node_info
 
-    def _verify(self, cards: Sequence[NodeInfo]) -> None:
+    def _verify(self, node_infos: Sequence[NodeInfo]) -> None:
         """Accept records whose ranks answer, with that address first, and records that report problems."""
-        self._verified |= {card.rank: card for card in cards if card.problems}
-        sound = [card for card in cards if not card.problems]
-        self._local |= {card.rank: card for card in sound if card.boot == self._node}
-        self._verified |= self._reached([card for card in sound if card.boot != self._node], [])
+        self._verified |= {node_info.rank: node_info for node_info in node_infos if node_info.problems}
+        sound = [node_info for node_info in node_infos if not node_info.problems]
+        self._local |= {node_info.rank: node_info for node_info in sound if node_info.boot == self._node}
+        self._verified |= self._reached([node_info for node_info in sound if node_info.boot != self._node], [])
 
-    def _reached(self, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> dict[int, NodeInfo]:
+    def _reached(self, node_infos: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> dict[int, NodeInfo]:
         """The records whose ranks answer, with that address first. For the other ranks, the problem is recorded."""
-        addresses = self._find_addresses(cards, witnesses) if cards else {}
-        for card in cards:
-            if card.rank not in addresses:
-                tried = ", ".join(f"{address}:{card.probe_port}" for address in card.addresses) or "any address"
+        addresses = self._find_addresses(node_infos, witnesses) if node_infos else {}
+        for node_info in node_infos:
+            if node_info.rank not in addresses:
+                tried = (
+                    ", ".join(f"{address}:{node_info.probe_port}" for address in node_info.addresses) or "any address"
+                )
                 asker = "to other nodes " if witnesses else ""
-                self._problems[card.rank] = f"{card.hostname} does not answer {asker}at {tried}"
-        return {card.rank: _at(card, addresses[card.rank]) for card in cards if card.rank in addresses}
+                self._problems[node_info.rank] = f"{node_info.hostname} does not answer {asker}at {tried}"
+        return {
+            node_info.rank: _at(node_info, addresses[node_info.rank])
+            for node_info in node_infos
+            if node_info.rank in addresses
+        }
 
     def _witnesses(self) -> list[NodeInfo]:
         """A few reached ranks of other nodes, in case one of them stops answering."""
-        reached = (card for card in self._verified.values() if card.boot != self._node and not card.problems)
+        reached = (
+            node_info
+            for node_info in self._verified.values()
+            if node_info.boot != self._node and not node_info.problems
+        )
         return list(islice(reached, WITNESSES))
 
     def _missing_node(self, rank: int) -> NodeInfo:
-        problem = self._problems.get(rank, "no card appeared")
+        problem = self._problems.get(rank, "no node record appeared")
         return NodeInfo(
             rank=rank,
             attempt=self._attempt,
@@ -156,10 +167,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(shown) + (", …" if len(spans) > SHOWN else "")
 
 
-def _at(card: NodeInfo, address: str) -> NodeInfo:
+def _at(node_info: NodeInfo, address: str) -> NodeInfo:
     """The record with its verified address first."""
-    others = tuple(other for other in card.addresses if other != address)
-    return msgspec.structs.replace(card, addresses=(address, *others))
+    others = tuple(other for other in node_info.addresses if other != address)
+    return msgspec.structs.replace(node_info, addresses=(address, *others))
 
 
 def _name(rank: int) -> str:

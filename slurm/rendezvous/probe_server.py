@@ -153,18 +153,18 @@ class _Callers:
 
 
 def find_addresses(
-    run_id: str, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo] = (), seconds: float = ANSWER_SECONDS
+    run_id: str, node_infos: Sequence[NodeInfo], witnesses: Sequence[NodeInfo] = (), seconds: float = ANSWER_SECONDS
 ) -> Mapping[int, str]:
     """The first address of each node record at which its rank answers within `seconds`, by rank.
 
     This process connects itself, or through `witnesses`, whose first addresses are verified: an address counts if one
     of them got the answer. A rank that does not answer is absent. Connects to up to `CALLERS` ranks at once.
     """
-    if not cards:
+    if not node_infos:
         return {}
-    with ThreadPoolExecutor(min(CALLERS, len(cards)), thread_name_prefix="call") as callers:
-        addresses = callers.map(partial(_find_address, run_id, witnesses=witnesses, seconds=seconds), cards)
-        return {card.rank: address for card, address in zip(cards, addresses, strict=True) if address}
+    with ThreadPoolExecutor(min(CALLERS, len(node_infos)), thread_name_prefix="call") as callers:
+        addresses = callers.map(partial(_find_address, run_id, witnesses=witnesses, seconds=seconds), node_infos)
+        return {node_info.rank: address for node_info, address in zip(node_infos, addresses, strict=True) if address}
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ class _Callee:
     key: bytes
 
     @classmethod
-    def of(cls, run_id: str, card: NodeInfo, address: str) -> "_Callee":
-        return cls(address, card.probe_port, _key(run_id, card.attempt, card.rank, card.token))
+    def of(cls, run_id: str, node_info: NodeInfo, address: str) -> "_Callee":
+        return cls(address, node_info.probe_port, _key(run_id, node_info.attempt, node_info.rank, node_info.token))
 
     def answers(self, seconds: float) -> bool:
         """Whether the expected probe server answers this process."""
@@ -194,10 +194,10 @@ class _Callee:
         return hmac.compare_digest(answer, _answer_of(self.key, nonce))
 
 
-def _find_address(run_id: str, card: NodeInfo, witnesses: Sequence[NodeInfo], seconds: float) -> str | None:
+def _find_address(run_id: str, node_info: NodeInfo, witnesses: Sequence[NodeInfo], seconds: float) -> str | None:
     callers = [_Callee.of(run_id, witness, witness.addresses[0]) for witness in witnesses]
-    for address in card.addresses:
-        callee = _Callee.of(run_id, card, address)
+    for address in node_info.addresses:
+        callee = _Callee.of(run_id, node_info, address)
         if any(callee.answers_to(caller, seconds) for caller in callers) if callers else callee.answers(seconds):
             return address
     return None

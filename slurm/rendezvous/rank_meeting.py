@@ -1,12 +1,12 @@
 """The rendezvous of the ranks of one attempt.
 
-Owns the rendezvous directory of an attempt and every file in it: `cards/<rank>.json` (the node records),
+Owns the rendezvous directory of an attempt and every file in it: `nodes/<rank>.json` (the node records),
 `claim-<epoch>.json`, `lease-<epoch>.json` and the verdict, `world.json`. Promises that `rendezvous` returns the same
 world to every rank, or raises one clear error within its deadline; that stale, torn, late and foreign files never count
 as live ones; and that only the leader reads all node records, so that the file operations grow linearly with the ranks.
 Must not know roles and schedulers.
 
-    world = rendezvous(FileSharedDir(paths.rendezvous), plan, card, run_id=paths.run_id, seconds=60)
+    world = rendezvous(FileSharedDir(paths.rendezvous), plan, node_info, run_id=paths.run_id, seconds=60)
 """
 
 import secrets
@@ -58,7 +58,7 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
 def rendezvous(
     directory: SharedDir,
     plan: Plan,
-    card: NodeInfo,
+    node_info: NodeInfo,
     *,
     run_id: str,
     seconds: float,
@@ -66,11 +66,11 @@ def rendezvous(
     lease: float | None = None,
     clock: Clock = CLOCK,
 ) -> World:
-    """Publish `card`, take part in the election, and return the world once it is published.
+    """Publish `node_info`, take part in the election, and return the world once it is published.
 
     Args:
         directory: the attempt's directory.
-        card: this rank's node record.
+        node_info: this rank's node record.
         seconds: the deadline of the rendezvous; its `DeadlineError` names the ranks without a node record.
         find_addresses: finds the addresses of ranks; `slurm.rendezvous.probe_server` by default.
         lease: seconds without a heartbeat after which a leader is replaced; an eighth of `seconds` by default.
@@ -80,11 +80,11 @@ def rendezvous(
     """
     finder = find_addresses or partial(probe_server.find_addresses, run_id)
     lease = lease or seconds / 8
-    participant = Rendezvous(directory, plan, card, run_id, seconds, finder, lease, clock)
+    participant = Rendezvous(directory, plan, node_info, run_id, seconds, finder, lease, clock)
     pause, longest_pause = pauses(plan.ranks, lease)
     try:
         return wait_for(
-            f"the world of attempt {card.attempt}",
+            f"the world of attempt {node_info.attempt}",
             participant.round,
             seconds,
             missing=participant.missing,
@@ -115,19 +115,21 @@ class Rendezvous:
         self,
         directory: SharedDir,
         plan: Plan,
-        card: NodeInfo,
+        node_info: NodeInfo,
         run_id: str,
         seconds: float,
         find_addresses: FindAddresses,
         lease: float,
         clock: Clock = CLOCK,
     ) -> None:
-        if not 0 <= card.rank < plan.ranks:
-            raise RendezvousError(f"rank {card.rank} is outside the plan's {plan.ranks} ranks; submit the run again")
-        self._directory, self._plan, self._card, self._run_id = directory, plan, card, run_id
+        if not 0 <= node_info.rank < plan.ranks:
+            raise RendezvousError(
+                f"rank {node_info.rank} is outside the plan's {plan.ranks} ranks; submit the run again"
+            )
+        self._directory, self._plan, self._node_info, self._run_id = directory, plan, node_info, run_id
         self._seconds, self._find_addresses, self._clock = seconds, find_addresses, clock
         self._started = clock.now()
-        self._member, self._action = election.begin_election(card.rank, plan.ranks, lease, self._started)
+        self._member, self._action = election.begin_election(node_info.rank, plan.ranks, lease, self._started)
         self._membership = self._new_membership()
         self._verdict: World | Rejection | None = None
         self.world: World | None = None
@@ -156,7 +158,9 @@ class Rendezvous:
     def _perform(self, action: Action) -> ElectionEvent:
         match action.name:
             case "join":
-                return ElectionEvent("joined" if publish_node_info(self._directory, self._card) else "record_conflict")
+                return ElectionEvent(
+                    "joined" if publish_node_info(self._directory, self._node_info) else "record_conflict"
+                )
             case "look":
                 return self._look()
             case "claim":
@@ -192,13 +196,15 @@ class Rendezvous:
             return False
         if world.run_id != self._run_id:
             raise RendezvousError(f"the world in this directory is of run {world.run_id}, not {self._run_id}")
-        check_world(world, self._plan, self._card)
+        check_world(world, self._plan, self._node_info)
         self.world = world
         return True
 
     def _claim(self, epoch: int) -> ElectionEvent:
         # Exclusive creation decides between ranks that claim at the same time: one claim per epoch.
-        claim = LeaderClaim(epoch=epoch, rank=self._card.rank, hostname=self._card.hostname, pid=self._card.pid)
+        claim = LeaderClaim(
+            epoch=epoch, rank=self._node_info.rank, hostname=self._node_info.hostname, pid=self._node_info.pid
+        )
         if not self._directory.create(f"claim-{epoch}.json", claim):
             return ElectionEvent("lost", epoch)
         self._membership = self._new_membership()
@@ -220,21 +226,25 @@ class Rendezvous:
         except RendezvousError as error:
             if not self._membership.complete and share < LAST_CALL:
                 return None
-            return Rejection(attempt=self._card.attempt, epoch=epoch, leader=self._card.rank, refused=str(error))
+            return Rejection(
+                attempt=self._node_info.attempt, epoch=epoch, leader=self._node_info.rank, refused=str(error)
+            )
 
     def _assign(self, epoch: int) -> World:
         return assign(
             self._plan,
-            self._membership.cards(),
+            self._membership.node_infos(),
             run_id=self._run_id,
-            attempt=self._card.attempt,
+            attempt=self._node_info.attempt,
             epoch=epoch,
-            leader=self._card.rank,
+            leader=self._node_info.rank,
             secret=secrets.token_hex(16),
         )
 
     def _new_membership(self) -> Membership:
-        return Membership(self._directory, self._plan.ranks, self._card.attempt, self._card.boot, self._find_addresses)
+        return Membership(
+            self._directory, self._plan.ranks, self._node_info.attempt, self._node_info.boot, self._find_addresses
+        )
 
 
 def _epoch(name: str) -> int:

@@ -6,10 +6,10 @@ Exits with 1 unless the operations are linear in the ranks: a rank of the larges
 of a rank among 64 (or of the smallest cluster asked for, if that is larger).
 
 All ranks take turns in this one process on real files below the temporary directory; on a cluster each does its own
-share at the same time. `leader` is what rank 0 does: card, claim, lease, all cards, the assignment, the world. `others`
-is the mean of the other ranks: card, looks, and the world, read and checked (it names every rank). An election lasts
-about as long as these two and the longest pause between two looks. An operation is one creation, replacement, reading
-or listing.
+share at the same time. `leader` is what rank 0 does: node record, claim, lease, all node records, the assignment, the
+world. `others` is the mean of the other ranks: node record, looks, and the world, read and checked (it names every
+rank). An election lasts about as long as these two and the longest pause between two looks. An operation is one
+creation, replacement, reading or listing.
 """
 
 import sys
@@ -25,7 +25,7 @@ from pipeline.topology.plan import NodeBundle, NodeInfo, Plan, RoleProcess
 from pipeline.utils.shared_dir import FileSharedDir
 from slurm.rendezvous.rank_meeting import Rendezvous, pauses
 from tests.bench.tables import judge, markdown
-from tests.fakes.ranks import make_cards
+from tests.fakes.ranks import make_node_infos
 
 SIZES = (4, 64, 1024, 4096)
 SECONDS = 120.0
@@ -106,7 +106,8 @@ def elect(ranks: int, root: Path) -> Result:
     directory, lease = CountingDirectory(root, counts), SECONDS / 8
     first, longest = pauses(ranks, lease)
     turns = [
-        Turn(Rendezvous(directory, plan, card, "run-1", SECONDS, _answer, lease)) for card in make_cards(ranks, gpus=8)
+        Turn(Rendezvous(directory, plan, node_info, "run-1", SECONDS, _answer, lease))
+        for node_info in make_node_infos(ranks, gpus=8)
     ]
     begun, going = time.monotonic(), turns
     while going:
@@ -118,9 +119,9 @@ def elect(ranks: int, root: Path) -> Result:
     return Result(ranks, leader, sum(others) / len(others), longest, time.monotonic() - begun, counts)
 
 
-def _answer(cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
+def _answer(node_infos: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
     """Every rank answers: the connect-back is not what is measured here."""
-    return {card.rank: card.addresses[0] for card in cards}
+    return {node_info.rank: node_info.addresses[0] for node_info in node_infos}
 
 
 def main(sizes: Sequence[int]) -> int:

@@ -19,8 +19,10 @@ PARTITIONS = {"grace": "grace"}
 
 
 def rendezvous(run: SlurmRun, chance: random.Random) -> None:
-    """The first rank has published its card, and there is no world yet."""
-    _until(run, "a card", lambda: any(run.attempts[-1].rendezvous.glob("cards/*.json")) if run.attempts else False)
+    """The first rank has published its node record, and there is no world yet."""
+    _until(
+        run, "a node record", lambda: any(run.attempts[-1].rendezvous.glob("nodes/*.json")) if run.attempts else False
+    )
 
 
 def start_up(run: SlurmRun, chance: random.Random) -> None:

@@ -134,11 +134,13 @@ class SlurmRun:
         """Who has which role, None while it is not published."""
         return shared_files.read_document(self.attempts[attempt].rendezvous / "world.json", World)
 
-    def cards(self, attempt: int = -1) -> list[NodeInfo]:
-        """The cards that are published so far, by rank."""
-        found = (self.attempts[attempt].rendezvous / "cards").glob("*.json")
-        cards = [shared_files.read_document(path, NodeInfo) for path in found]
-        return sorted((card for card in cards if card is not None), key=lambda card: card.rank)
+    def node_infos(self, attempt: int = -1) -> list[NodeInfo]:
+        """The node records that are published so far, by rank."""
+        found = (self.attempts[attempt].rendezvous / "nodes").glob("*.json")
+        node_infos = [shared_files.read_document(path, NodeInfo) for path in found]
+        return sorted(
+            (node_info for node_info in node_infos if node_info is not None), key=lambda node_info: node_info.rank
+        )
 
     def history(self, attempt: int = -1) -> list[tuple[str, str]]:
         """(role, state) of an attempt, in the order in which each rank wrote them."""

@@ -62,8 +62,8 @@ def test_a_heterogeneous_job_that_is_requeued_goes_on_to_its_end(cluster: SlurmC
         assert gpus == {"trainer.0": (0, 1), "inference.0": (0, 1)}
         assert told == {rank: {n for n, place in placed.items() if place.rank == rank} for rank in range(3)}
         assert {placed[name].rank for name in ("redis.0", "actor.0", "preprocessor.0")} == {0}
-        assert run.cards(attempt)[0].gpus == ()
-        assert [len(card.gpus) for card in run.cards(attempt)[1:]] == [2, 2]
+        assert run.node_infos(attempt)[0].gpus == ()
+        assert [len(node_info.gpus) for node_info in run.node_infos(attempt)[1:]] == [2, 2]
 
     folder = run.run.submitit / "slurm"
     batch = (folder / f"{run.job}_submission.sh").read_text()

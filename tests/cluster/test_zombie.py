@@ -102,7 +102,7 @@ def place_of(run: SlurmRun, role: RoleName) -> tuple[int, int]:
     world = run.world()
     assert world is not None
     rank = world.of_role(role)[0].rank
-    return rank, int(run.cards()[rank].hostname.removeprefix("node"))
+    return rank, int(run.node_infos()[rank].hostname.removeprefix("node"))
 
 
 def running(cluster: NetworkedCluster, node: int, word: str) -> list[int]:
@@ -139,8 +139,8 @@ def assert_taken_over(cluster: NetworkedCluster, run: SlurmRun, node: int) -> No
     first, *later = (attempt.attempt for attempt in run.attempts)
     assert (fields["JobState"], int(fields["Restarts"])) == ("COMPLETED", len(later)), run.output()
     assert len(later) == 1 or told_to_end_by_the_old_srun(run), run.output()
-    assert cluster.address(node) in [address for card in run.cards(0) for address in card.addresses]
-    assert cluster.address(node) not in [address for card in run.cards(1) for address in card.addresses]
+    assert cluster.address(node) in [address for node_info in run.node_infos(0) for address in node_info.addresses]
+    assert cluster.address(node) not in [address for node_info in run.node_infos(1) for address in node_info.addresses]
     assert run.finished is not None
     assert (run.finished.steps, run.finished.attempt) == (STEPS, later[-1])
 

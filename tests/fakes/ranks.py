@@ -32,9 +32,9 @@ class SkewedClock(FakeClock):
 
 @dataclass
 class Rank:
-    """One process that wants to take part: its card, when it starts, and what became of it."""
+    """One process that wants to take part: its node record, when it starts, and what became of it."""
 
-    card: NodeInfo
+    node_info: NodeInfo
     start: float
     view: View
     meeting: Rendezvous | None = None
@@ -54,13 +54,13 @@ class Simulation:
     """All ranks of one attempt.
 
     Attributes:
-        starts: seconds after which each of `cards` starts, 0 by default; a repeated rank is a twin process.
+        starts: seconds after which each of `node records` starts, 0 by default; a repeated rank is a twin process.
         silent: ranks whose beacon nobody reaches.
         view: makes a rank's view of the disk; replaced by mutants.
     """
 
     plan: Plan
-    cards: Sequence[NodeInfo]
+    node_infos: Sequence[NodeInfo]
     faults: Faults = field(default_factory=Faults)
     seconds: float = 60.0
     lease: float = 2.0
@@ -74,11 +74,11 @@ class Simulation:
         self.disk = Disk(self.clock, self.faults)
         self.random = Random(self.faults.seed)
         seen: set[int] = set()
-        for place, card in enumerate(self.cards):
+        for place, node_info in enumerate(self.node_infos):
             start = self.starts[place] if self.starts else 0.0
-            first = card.rank not in seen
-            seen.add(card.rank)
-            self.ranks.append(Rank(card, start, self.view(self.disk, card.rank, mortal=first)))
+            first = node_info.rank not in seen
+            seen.add(node_info.rank)
+            self.ranks.append(Rank(node_info, start, self.view(self.disk, node_info.rank, mortal=first)))
 
     def run(self) -> "Simulation":
         """Until every rank has its world, its error, or is dead."""
@@ -119,21 +119,25 @@ class Simulation:
 
     def _begin(self, rank: Rank) -> Rendezvous:
         clock = SkewedClock(self.clock, self.random.uniform(-1e6, 1e6))
-        return Rendezvous(rank.view, self.plan, rank.card, RUN, self.seconds, self._find, self.lease, clock)
+        return Rendezvous(rank.view, self.plan, rank.node_info, RUN, self.seconds, self._find, self.lease, clock)
 
     def _rest(self, rank: Rank) -> float:
         first, longest = pauses(self.plan.ranks, self.lease)
         rank.pause = min(max(first, rank.pause * 1.5), longest)
         return rank.pause
 
-    def _find(self, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
+    def _find(self, node_infos: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
         """The connect-back: whoever lives and is not silent answers, at its last address."""
-        living = {rank.card.rank for rank in self.ranks if not rank.dead}
-        return {card.rank: card.addresses[-1] for card in cards if card.rank in living - self.silent}
+        living = {rank.node_info.rank for rank in self.ranks if not rank.dead}
+        return {
+            node_info.rank: node_info.addresses[-1]
+            for node_info in node_infos
+            if node_info.rank in living - self.silent
+        }
 
 
-def make_cards(ranks: int, *, gpus: int = 0, ports: int = 4, attempt: str = ATTEMPT) -> list[NodeInfo]:
-    """Healthy cards of a cluster of equal nodes, rank 0 first."""
+def make_node_infos(ranks: int, *, gpus: int = 0, ports: int = 4, attempt: str = ATTEMPT) -> list[NodeInfo]:
+    """Healthy node records of a cluster of equal nodes, rank 0 first."""
     return [
         NodeInfo(
             rank=rank,

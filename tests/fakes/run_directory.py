@@ -72,9 +72,9 @@ class FakeAttempt:
     def meet(self) -> World:
         """The ranks publish the world."""
         plan = make_plan(self.run.config)
-        cards = [_card(rank, self.paths.attempt, plan.ports_per_rank) for rank in range(plan.ranks)]
+        node_infos = [_node_info(rank, self.paths.attempt, plan.ports_per_rank) for rank in range(plan.ranks)]
         name, run_id = self.paths.attempt, self.paths.run_id
-        self.world = assign(plan, cards, run_id=run_id, attempt=name, epoch=1, leader=0, secret="secret")
+        self.world = assign(plan, node_infos, run_id=run_id, attempt=name, epoch=1, leader=0, secret="secret")
         shared_files.write_document(self.paths.world, self.world)
         return self.world
 
@@ -152,7 +152,7 @@ class FakeAttempt:
         return failure
 
 
-def _card(rank: int, attempt: str, ports: int) -> NodeInfo:
+def _node_info(rank: int, attempt: str, ports: int) -> NodeInfo:
     return NodeInfo(
         rank=rank,
         attempt=attempt,

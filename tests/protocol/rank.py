@@ -62,7 +62,7 @@ def read_arguments() -> argparse.Namespace:
 def take_part(given: argparse.Namespace, clock: Clock) -> int:
     address = f"127.0.0.{given.rank + 2}"
     with ProbeServer("run", given.attempt, given.rank, address) as beacon:
-        card = NodeInfo(
+        node_info = NodeInfo(
             rank=given.rank,
             attempt=given.attempt,
             hostname=f"node{given.rank}",
@@ -75,7 +75,7 @@ def take_part(given: argparse.Namespace, clock: Clock) -> int:
         directory, plan = HeldDirectory(given.directory, given.hold), make_plan(given.ranks, given.spares)
         try:
             world = rendezvous(
-                directory, plan, card, run_id="run", seconds=given.seconds, lease=given.lease, clock=clock
+                directory, plan, node_info, run_id="run", seconds=given.seconds, lease=given.lease, clock=clock
             )
         except RollcallError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -19,7 +19,7 @@ from pipeline.utils.shared_dir import FileSharedDir
 from slurm.rendezvous import probe_server as beacons
 from slurm.rendezvous.probe_server import CALLERS, ProbeServer, find_addresses
 from slurm.rendezvous.rank_meeting import LeaderClaim, Lease
-from tests.fakes.ranks import make_cards
+from tests.fakes.ranks import make_node_infos
 from tests.patience import WAIT_SECONDS
 from tests.protocol.shared_time import SharedTime
 
@@ -102,7 +102,7 @@ def test_four_processes_agree_on_one_world(ranks, tmp_path):
         (2, "127.0.0.4"),
     ]
     left = {path.name for path in (tmp_path / "7-0").iterdir()}
-    assert left == {"cards", "claim-1.json", "lease-1.json", "world.json"}
+    assert left == {"nodes", "claim-1.json", "lease-1.json", "world.json"}
 
 
 def test_a_leader_killed_between_claim_and_world_is_succeeded_and_gets_no_role(ranks, tmp_path):
@@ -147,11 +147,11 @@ def test_a_finished_attempt_beside_it_is_never_looked_at(ranks):
     assert old.secret != new.secret
 
 
-def test_claim_lease_and_card_that_strayed_from_an_old_attempt_do_no_harm(ranks, tmp_path):
+def test_claim_lease_and_node_record_that_strayed_from_an_old_attempt_do_no_harm(ranks, tmp_path):
     directory = FileSharedDir(tmp_path / "7-0")
     directory.create("claim-1.json", LeaderClaim(epoch=1, rank=2, hostname="ghost", pid=1))
     directory.create("lease-1.json", Lease(epoch=1, beat=9))
-    directory.create("cards/3.json", make_cards(4, attempt="6-0")[3])
+    directory.create("nodes/3.json", make_node_infos(4, attempt="6-0")[3])
     worlds = [world_of(process) for process in [ranks.start(rank) for rank in range(3)]]
     assert all(world == worlds[0] for world in worlds)
     assert worlds[0].epoch == 2
@@ -159,9 +159,9 @@ def test_claim_lease_and_card_that_strayed_from_an_old_attempt_do_no_harm(ranks,
 
 
 def test_torn_files_are_waited_out(ranks, tmp_path):
-    cards = tmp_path / "7-0" / "cards"
-    cards.mkdir(parents=True)
-    for name in (cards / "3.json", cards.parent / "lease-1.json"):
+    node_infos = tmp_path / "7-0" / "nodes"
+    node_infos.mkdir(parents=True)
+    for name in (node_infos / "3.json", node_infos.parent / "lease-1.json"):
         name.write_bytes(b"rollcall 400 00")
     worlds = [world_of(process) for process in [ranks.start(rank) for rank in range(3)]]
     assert {place.rank for place in worlds[0].placements} == {0, 1, 2}
@@ -174,22 +174,22 @@ def test_who_is_missing_is_named_by_all_who_came(ranks):
         assert "rank 3" in err
 
 
-def beacon_card(beacon: ProbeServer, rank: int, *addresses: str) -> NodeInfo:
-    """A card of attempt 7-0 that says where the beacon is."""
+def beacon_node_info(beacon: ProbeServer, rank: int, *addresses: str) -> NodeInfo:
+    """A node record of attempt 7-0 that says where the beacon is."""
     return msgspec.structs.replace(
-        make_cards(rank + 1, attempt="7-0")[rank], addresses=addresses or ("127.0.0.1",), probe_port=beacon.port
+        make_node_infos(rank + 1, attempt="7-0")[rank], addresses=addresses or ("127.0.0.1",), probe_port=beacon.port
     )
 
 
 def test_the_first_address_that_answers_is_found():
     with ProbeServer("run", "7-0", 2, "127.0.0.1") as beacon:
-        assert find_addresses("run", [beacon_card(beacon, 2, "127.0.0.77", "127.0.0.1")]) == {2: "127.0.0.1"}
+        assert find_addresses("run", [beacon_node_info(beacon, 2, "127.0.0.77", "127.0.0.1")]) == {2: "127.0.0.1"}
 
 
 @pytest.mark.parametrize(("run", "attempt", "rank"), [("other", "7-0", 2), ("run", "6-0", 2), ("run", "7-0", 1)])
 def test_the_beacon_of_another_run_attempt_or_rank_is_not_believed(run, attempt, rank):
     with ProbeServer(run, attempt, rank, "127.0.0.1") as beacon:
-        assert find_addresses("run", [beacon_card(beacon, 2)]) == {}
+        assert find_addresses("run", [beacon_node_info(beacon, 2)]) == {}
 
 
 def test_what_a_witness_reaches_counts_and_not_what_the_node_reaches_of_itself():
@@ -197,12 +197,12 @@ def test_what_a_witness_reaches_counts_and_not_what_the_node_reaches_of_itself()
         ProbeServer("run", "7-0", 0, "127.0.0.2", "a") as leader,
         ProbeServer("run", "7-0", 3, "127.0.0.3", "b") as other,
     ):
-        card = msgspec.structs.replace(beacon_card(leader, 0, "127.0.0.77", "127.0.0.2"), token="a")
-        witness = msgspec.structs.replace(beacon_card(other, 3, "127.0.0.3"), token="b")
-        assert find_addresses("run", [card], [witness]) == {0: "127.0.0.2"}
+        node_info = msgspec.structs.replace(beacon_node_info(leader, 0, "127.0.0.77", "127.0.0.2"), token="a")
+        witness = msgspec.structs.replace(beacon_node_info(other, 3, "127.0.0.3"), token="b")
+        assert find_addresses("run", [node_info], [witness]) == {0: "127.0.0.2"}
         silent = msgspec.structs.replace(witness, probe_port=other.port + 1, addresses=("127.0.0.78",))
-        assert find_addresses("run", [card], [silent]) == {}
-        assert find_addresses("run", [card], [silent, witness]) == {0: "127.0.0.2"}
+        assert find_addresses("run", [node_info], [silent]) == {}
+        assert find_addresses("run", [node_info], [silent, witness]) == {0: "127.0.0.2"}
 
 
 def test_nobody_who_does_not_know_its_token_can_make_a_beacon_call_or_answer_for_it():
@@ -210,14 +210,14 @@ def test_nobody_who_does_not_know_its_token_can_make_a_beacon_call_or_answer_for
         ProbeServer("run", "7-0", 0, "127.0.0.2", "a") as leader,
         ProbeServer("run", "7-0", 3, "127.0.0.3", "b") as other,
     ):
-        card, witness = beacon_card(leader, 0, "127.0.0.2"), beacon_card(other, 3, "127.0.0.3")
-        assert find_addresses("run", [msgspec.structs.replace(card, token="guess")]) == {}
-        assert find_addresses("run", [msgspec.structs.replace(card, token="a")], [witness]) == {}
+        node_info, witness = beacon_node_info(leader, 0, "127.0.0.2"), beacon_node_info(other, 3, "127.0.0.3")
+        assert find_addresses("run", [msgspec.structs.replace(node_info, token="guess")]) == {}
+        assert find_addresses("run", [msgspec.structs.replace(node_info, token="a")], [witness]) == {}
 
 
 def test_a_caller_that_says_nothing_keeps_nobody_waiting():
     with ProbeServer("run", "7-0", 2, "127.0.0.1") as beacon, socket.create_connection(("127.0.0.1", beacon.port)):
-        assert find_addresses("run", [beacon_card(beacon, 2)], seconds=0.9) == {2: "127.0.0.1"}
+        assert find_addresses("run", [beacon_node_info(beacon, 2)], seconds=0.9) == {2: "127.0.0.1"}
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def strangers(monkeypatch):
 def test_callers_that_say_nothing_take_few_threads_and_keep_no_peer_out(strangers):
     with ProbeServer("run", "7-0", 2, "127.0.0.1") as beacon:
         strangers(beacon, "127.0.0.1")
-        assert find_addresses("run", [beacon_card(beacon, 2)], seconds=20) == {2: "127.0.0.1"}
+        assert find_addresses("run", [beacon_node_info(beacon, 2)], seconds=20) == {2: "127.0.0.1"}
         assert [thread.name for thread in threading.enumerate()].count("beacon's answer") < 2 * CALLERS
 
 
@@ -248,9 +248,9 @@ def test_a_peer_that_waits_for_its_answer_does_not_give_way_to_strangers(strange
         ThreadPoolExecutor(1) as pool,
     ):
         slow.settimeout(WAIT_SECONDS)
-        card = msgspec.structs.replace(beacon_card(leader, 0, "127.0.0.4"), probe_port=slow.getsockname()[1])
-        witness = beacon_card(other, 3, "127.0.0.3")
-        found = pool.submit(find_addresses, "run", [card], [witness], 20)
+        node_info = msgspec.structs.replace(beacon_node_info(leader, 0, "127.0.0.4"), probe_port=slow.getsockname()[1])
+        witness = beacon_node_info(other, 3, "127.0.0.3")
+        found = pool.submit(find_addresses, "run", [node_info], [witness], 20)
         relayed, _ = slow.accept()
         strangers(other, "127.0.0.3")
         assert find_addresses("run", [witness], seconds=20) == {3: "127.0.0.3"}, "the strangers before it are in"
@@ -262,5 +262,5 @@ def test_a_peer_that_waits_for_its_answer_does_not_give_way_to_strangers(strange
 
 def test_a_closed_beacon_answers_nobody():
     with ProbeServer("run", "7-0", 2, "127.0.0.1") as beacon:
-        card = beacon_card(beacon, 2)
-    assert find_addresses("run", [card]) == {}
+        node_info = beacon_node_info(beacon, 2)
+    assert find_addresses("run", [node_info]) == {}

@@ -130,9 +130,9 @@ class Launched:
 
     def kill_agent(self, rank: int) -> None:
         """SIGKILL to the agent of a rank."""
-        card = shared_files.read_document(self.attempts[-1].rendezvous / "cards" / f"{rank}.json", NodeInfo)
-        assert card is not None
-        os.kill(card.pid, signal.SIGKILL)
+        node_info = shared_files.read_document(self.attempts[-1].rendezvous / "nodes" / f"{rank}.json", NodeInfo)
+        assert node_info is not None
+        os.kill(node_info.pid, signal.SIGKILL)
 
     def interrupt(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -174,10 +174,10 @@ class Launched:
         """Every port that an agent of this run held in any attempt."""
         found = []
         for attempt in self.attempts:
-            for path in (attempt.rendezvous / "cards").glob("*.json"):
-                card = shared_files.read_document(path, NodeInfo)
-                assert card is not None
-                found += [(card.addresses[0], port) for port in (card.probe_port, *card.ports)]
+            for path in (attempt.rendezvous / "nodes").glob("*.json"):
+                node_info = shared_files.read_document(path, NodeInfo)
+                assert node_info is not None
+                found += [(node_info.addresses[0], port) for port in (node_info.probe_port, *node_info.ports)]
         return found
 
     def assert_nothing_left(self, seconds: float = 15) -> None:

@@ -276,8 +276,8 @@ def test_virtual_nodes_claim_what_their_seats_need(
     give_gpus(monkeypatch, tmp_path, 0, 900, 0, 0)
     paths, plan = paths_of(run, 0), gpu_plan(gpus_per_node=3, inference={"servers": 2, "gpus": 1})
     with ExitStack() as held:
-        cards = [agent._find_node(paths, plan, local(rank, plan.ranks), held) for rank in range(plan.ranks)]
-        assert [([gpu.index for gpu in gpus], unfit) for gpus, unfit in cards] == [([0, 2, 3], ()), ([], ())]
+        node_infos = [agent._find_node(paths, plan, local(rank, plan.ranks), held) for rank in range(plan.ranks)]
+        assert [([gpu.index for gpu in gpus], unfit) for gpus, unfit in node_infos] == [([0, 2, 3], ()), ([], ())]
         other = replace(paths, run_id="other")
         gpus, (problem,) = agent._find_node(other, plan, local(0, plan.ranks), held)
     assert gpus == ()

@@ -21,7 +21,7 @@ from slurm.scheduler.scheduler_protocol import RUNNING
 from tests.fakes.agents import RANKS, Cluster, make_cluster
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Faults, View
-from tests.fakes.ranks import Simulation, make_cards
+from tests.fakes.ranks import Simulation, make_node_infos
 from tests.fakes.scheduler import FakeScheduler
 
 LATE = 60.0
@@ -150,8 +150,8 @@ def test_nothing_that_is_told_after_the_end_of_training_changes_it(told: list[Ev
 
 
 @every_lag
-def test_ranks_that_see_cards_claims_and_world_late_meet_all_the_same(lags: Mapping[int, float]) -> None:
+def test_ranks_that_see_node_records_claims_and_world_late_meet_all_the_same(lags: Mapping[int, float]) -> None:
     plan = make_plan(make_config(resources={"trainer": {"nodes": 2}, "inference": {"nodes": 2}}))
-    simulation = Simulation(plan, make_cards(plan.ranks), Faults(lags=lags), seconds=300.0, lease=300.0 / 8).run()
+    simulation = Simulation(plan, make_node_infos(plan.ranks), Faults(lags=lags), seconds=300.0, lease=300.0 / 8).run()
     assert [rank.error for rank in simulation.ranks] == [None] * plan.ranks
     assert len({rank.world for rank in simulation.ranks}) == 1

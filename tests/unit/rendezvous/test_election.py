@@ -85,7 +85,7 @@ def test_who_loses_a_claim_watches_the_winner_for_a_whole_lease():
     assert step(member, ElectionEvent("observed", 0, -1), 111.0)[1].name == "sleep"
 
 
-def test_a_new_leader_writes_its_lease_before_it_reads_cards():
+def test_a_new_leader_writes_its_lease_before_it_reads_node_records():
     member, _ = step(watching(0), ElectionEvent("observed"), 100.0)
     member, action = step(member, ElectionEvent("won", 1), 100.0)
     assert action.name == "renew"
@@ -113,7 +113,7 @@ def test_a_verdict_settles_leaders_and_observers_alike():
         assert (after.phase, action.name) == (Phase.FINISHED, "finish")
 
 
-def test_a_rank_whose_card_cannot_be_read_yet_joins_again():
+def test_a_rank_whose_node_record_cannot_be_read_yet_joins_again():
     member, _ = begin_election(3, 4, LEASE, 0.0)
     member, action = step(member, ElectionEvent("record_conflict"), 0.0)
     assert action.name == "sleep"

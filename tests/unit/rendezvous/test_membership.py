@@ -8,7 +8,7 @@ import msgspec
 from pipeline.topology.plan import NodeInfo
 from pipeline.utils.shared_dir import FileSharedDir
 from slurm.rendezvous.membership import Membership, publish_node_info
-from tests.fakes.ranks import ATTEMPT, make_cards
+from tests.fakes.ranks import ATTEMPT, make_node_infos
 
 DOCKER = "172.17.0.1"
 
@@ -19,32 +19,38 @@ class Wires:
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], list[int]]] = []
 
-    def find(self, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
-        self.calls.append(([card.rank for card in cards], [card.rank for card in witnesses]))
-        return {card.rank: self._address(card, witnesses) for card in cards if card.boot != "cut off"}
+    def find(self, node_infos: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
+        self.calls.append(([node_info.rank for node_info in node_infos], [node_info.rank for node_info in witnesses]))
+        return {
+            node_info.rank: self._address(node_info, witnesses)
+            for node_info in node_infos
+            if node_info.boot != "cut off"
+        }
 
     @staticmethod
-    def _address(card: NodeInfo, witnesses: Sequence[NodeInfo]) -> str:
-        elsewhere = bool(witnesses) or card.boot != "node of the leader"
-        return next(address for address in card.addresses if not (elsewhere and address == DOCKER))
+    def _address(node_info: NodeInfo, witnesses: Sequence[NodeInfo]) -> str:
+        elsewhere = bool(witnesses) or node_info.boot != "node of the leader"
+        return next(address for address in node_info.addresses if not (elsewhere and address == DOCKER))
 
 
 def a_card(rank: int, boot: str = "") -> NodeInfo:
     boot = boot or ("node of the leader" if rank == 0 else f"node {rank}")
-    return msgspec.structs.replace(make_cards(rank + 1)[rank], boot=boot, addresses=(DOCKER, f"10.0.0.{rank}"))
+    return msgspec.structs.replace(make_node_infos(rank + 1)[rank], boot=boot, addresses=(DOCKER, f"10.0.0.{rank}"))
 
 
-def roster_of(folder: Path, ranks: int, wires: Wires, *cards: NodeInfo) -> tuple[Membership, FileSharedDir]:
+def roster_of(folder: Path, ranks: int, wires: Wires, *node_infos: NodeInfo) -> tuple[Membership, FileSharedDir]:
     view = FileSharedDir(folder)
-    for card in cards:
-        assert publish_node_info(view, card)
+    for node_info in node_infos:
+        assert publish_node_info(view, node_info)
     return Membership(view, ranks, ATTEMPT, "node of the leader", wires.find), view
 
 
 def gathered(roster: Membership) -> list[str]:
     while roster.gather():
         pass
-    return [card.addresses[0] if card.addresses else card.problems[0] for card in roster.cards()]
+    return [
+        node_info.addresses[0] if node_info.addresses else node_info.problems[0] for node_info in roster.node_infos()
+    ]
 
 
 def test_a_leader_is_where_another_node_reaches_it_and_not_where_it_reaches_itself(tmp_path: Path) -> None:
@@ -74,14 +80,14 @@ def test_ranks_of_one_node_call_themselves(tmp_path: Path) -> None:
 
 def test_a_leader_whose_other_nodes_never_come_still_has_its_own(tmp_path: Path) -> None:
     roster, _ = roster_of(tmp_path, 2, Wires(), a_card(0))
-    assert gathered(roster) == [DOCKER, "no card appeared"]
+    assert gathered(roster) == [DOCKER, "no node record appeared"]
     assert not roster.complete
 
 
 def test_a_leader_that_no_other_node_reaches_says_so(tmp_path: Path) -> None:
     class Deaf(Wires):
-        def find(self, cards: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
-            return {} if witnesses else super().find(cards, witnesses)
+        def find(self, node_infos: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
+            return {} if witnesses else super().find(node_infos, witnesses)
 
     roster, _ = roster_of(tmp_path, 2, Deaf(), a_card(0), a_card(1))
     assert gathered(roster) == [f"node0 does not answer to other nodes at {DOCKER}:4000, 10.0.0.0:4000", "10.0.0.1"]

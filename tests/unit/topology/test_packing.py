@@ -13,7 +13,7 @@ from pipeline.topology.assignment import assign, check_world
 from pipeline.topology.plan import NodeInfo, Plan, World, make_plan
 from slurm.submission.compose_config import compose_config, config_groups
 from tests.fakes.configs import make_config
-from tests.fakes.ranks import ATTEMPT, RUN, make_cards
+from tests.fakes.ranks import ATTEMPT, RUN, make_node_infos
 
 Table = list[tuple[str, ...]]
 SERVICES = ("redis.0", "preprocessor.0", "actor.0")
@@ -34,15 +34,15 @@ def config_of(
 
 
 def cards_for(plan: Plan, gpus: int) -> list[NodeInfo]:
-    """A card for each rank, with the ports that the plan may need of it."""
+    """A node record for each rank, with the ports that the plan may need of it."""
     ports = tuple(range(5000, 5000 + plan.ports_per_rank))
-    return [replace(card, ports=ports) for card in make_cards(plan.ranks, gpus=gpus)]
+    return [replace(node_info, ports=ports) for node_info in make_node_infos(plan.ranks, gpus=gpus)]
 
 
-def assigned(plan: Plan, cards: list[NodeInfo]) -> World:
-    world = assign(plan, cards, run_id=RUN, attempt=ATTEMPT, epoch=1, leader=0, secret="s")
-    for card in cards:
-        check_world(world, plan, card)
+def assigned(plan: Plan, node_infos: list[NodeInfo]) -> World:
+    world = assign(plan, node_infos, run_id=RUN, attempt=ATTEMPT, epoch=1, leader=0, secret="s")
+    for node_info in node_infos:
+        check_world(world, plan, node_info)
     return world
 
 
@@ -128,9 +128,9 @@ def test_services_of_their_own_node_take_no_gpu_node(config: RunConfig) -> None:
     )
     alone, beside = make_plan(config.model_copy(update={"resources": resources})), make_plan(config)
     assert alone.ranks == beside.ranks + 1
-    cards = cards_for(alone, gpus=resources.gpus_per_node)
-    cards[0] = replace(cards[0], gpus=())
-    world = assigned(alone, cards)
+    node_infos = cards_for(alone, gpus=resources.gpus_per_node)
+    node_infos[0] = replace(node_infos[0], gpus=())
+    world = assigned(alone, node_infos)
     assert {place.name for place in world.of_rank(0)} == set(SERVICES)
 
 

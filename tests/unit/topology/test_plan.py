@@ -13,15 +13,15 @@ from pipeline.errors import PlanError, RendezvousError
 from pipeline.topology.assignment import assign, check_world, describe_plan
 from pipeline.topology.plan import NodeBundle, NodeInfo, Plan, RoleProcess, World, make_plan
 from tests.fakes.configs import make_config
-from tests.fakes.ranks import ATTEMPT, RUN, make_cards
+from tests.fakes.ranks import ATTEMPT, RUN, make_node_infos
 
 
 def plan_of(streams: str = "redis", **resources) -> Plan:
     return make_plan(make_config(resources=resources, streams={"backend": streams}))
 
 
-def assigned(plan: Plan, cards: list[NodeInfo]) -> World:
-    return assign(plan, cards, run_id=RUN, attempt=ATTEMPT, epoch=1, leader=0, secret="s")
+def assigned(plan: Plan, node_infos: list[NodeInfo]) -> World:
+    return assign(plan, node_infos, run_id=RUN, attempt=ATTEMPT, epoch=1, leader=0, secret="s")
 
 
 def roles(plan: Plan) -> list[str]:
@@ -115,7 +115,7 @@ def test_a_plan_is_described_rank_by_rank():
 
 def test_gpus_and_ports_of_a_node_are_dealt_out_disjointly():
     plan = plan_of(inference={"servers": 4, "gpus": 2}, trainer={"gpus": 1})
-    world = assigned(plan, make_cards(plan.ranks, gpus=8))
+    world = assigned(plan, make_node_infos(plan.ranks, gpus=8))
     servers = world.of_role("inference")
     assert [server.gpus for server in servers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert [server.ports for server in servers] == [(5000,), (5001,), (5002,), (5003,)]
@@ -124,23 +124,23 @@ def test_gpus_and_ports_of_a_node_are_dealt_out_disjointly():
 
 def test_gpu_roles_find_the_gpu_nodes_wherever_they_are():
     plan = plan_of(trainer={"gpus": 1}, inference={"gpus": 1})
-    cards = make_cards(3, gpus=1)
-    cards[0] = replace(cards[0], gpus=())
-    world = assigned(plan, cards)
+    node_infos = make_node_infos(3, gpus=1)
+    node_infos[0] = replace(node_infos[0], gpus=())
+    world = assigned(plan, node_infos)
     assert [place.role for place in world.of_rank(0)] == ["redis", "preprocessor", "actor"]
     assert [world.of_rank(rank)[0].role for rank in (1, 2)] == ["trainer", "inference"]
 
 
 def test_redis_is_started_first_of_its_rank():
     plan = plan_of(services={"nodes": 0})
-    world = assigned(plan, make_cards(2))
+    world = assigned(plan, make_node_infos(2))
     assert world.of_rank(world.of_role("redis")[0].rank)[0].role == "redis"
 
 
-@given(st.permutations(make_cards(7)))
-def test_the_order_of_the_cards_does_not_matter(cards):
+@given(st.permutations(make_node_infos(7)))
+def test_the_order_of_the_node_records_does_not_matter(node_infos):
     plan = plan_of(trainer={"nodes": 2}, inference={"nodes": 3}, spare_nodes=1)
-    assert assigned(plan, cards) == assigned(plan, make_cards(7))
+    assert assigned(plan, node_infos) == assigned(plan, make_node_infos(7))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.lists(st.integers(0, 3), min_size=1, max_size=6))
@@ -150,52 +150,55 @@ def test_whenever_some_assignment_exists_one_is_found(needs, haves):
         ranks=ranks,
         bundles=tuple(NodeBundle(roles=(RoleProcess(role="trainer", index=i, gpus=g),)) for i, g in enumerate(needs)),
     )
-    cards = [replace(card, gpus=tuple(range(gpus))) for card, gpus in zip(make_cards(len(haves)), haves, strict=True)]
+    node_infos = [
+        replace(node_info, gpus=tuple(range(gpus)))
+        for node_info, gpus in zip(make_node_infos(len(haves)), haves, strict=True)
+    ]
     exists = any(
         all(have >= need for need, have in zip(needs, chosen, strict=True))
         for chosen in itertools.permutations(haves, len(needs))
     )
     if not exists:
         with pytest.raises(RendezvousError, match="no rank is left"):
-            assigned(plan, cards)
+            assigned(plan, node_infos)
         return
-    world = assigned(plan, cards)
+    world = assigned(plan, node_infos)
     assert len({place.rank for place in world.placements}) == len(needs)
-    for card in cards:
-        check_world(world, plan, card)
+    for node_info in node_infos:
+        check_world(world, plan, node_info)
 
 
 def test_a_shortage_names_each_rank_and_its_problem():
     plan = plan_of(trainer={"gpus": 1}, inference={"gpus": 1}, spare_nodes=1)
-    cards = make_cards(4, gpus=1)[:3]
-    cards[1] = replace(cards[1], problems=("disk is full", "no memory"))
-    cards[2] = replace(cards[2], gpus=())
+    node_infos = make_node_infos(4, gpus=1)[:3]
+    node_infos[1] = replace(node_infos[1], problems=("disk is full", "no memory"))
+    node_infos[2] = replace(node_infos[2], gpus=())
     with pytest.raises(RendezvousError) as caught:
-        assigned(plan, cards)
+        assigned(plan, node_infos)
     assert str(caught.value) == (
-        "no rank is left for inference.0: rank 1 (node1): disk is full, no memory; rank 3: no card; "
+        "no rank is left for inference.0: rank 1 (node1): disk is full, no memory; rank 3: no node record; "
         "fix these nodes, exclude them, or set resources.spare_nodes=2"
     )
 
 
 def test_a_long_shortage_is_cut_short():
     plan = plan_of(inference={"nodes": 20})
-    cards = [replace(card, problems=("bad",)) for card in make_cards(plan.ranks)]
+    node_infos = [replace(node_info, problems=("bad",)) for node_info in make_node_infos(plan.ranks)]
     with pytest.raises(RendezvousError, match=r"and 14 more; fix these nodes.*spare_nodes=22"):
-        assigned(plan, cards)
+        assigned(plan, node_infos)
 
 
 @pytest.mark.parametrize(
-    ("cards", "words"),
+    ("node_infos", "words"),
     [
-        ([*make_cards(3), make_cards(1)[0]], "rank 0 has two cards"),
-        (make_cards(4), "rank 3 is outside the plan's 3 ranks"),
-        (make_cards(3, attempt="11-0"), "is of attempt 11-0, not 12-1"),
+        ([*make_node_infos(3), make_node_infos(1)[0]], "rank 0 has two node records"),
+        (make_node_infos(4), "rank 3 is outside the plan's 3 ranks"),
+        (make_node_infos(3, attempt="11-0"), "is of attempt 11-0, not 12-1"),
     ],
 )
-def test_cards_that_contradict_each_other_are_refused(cards, words):
+def test_node_records_that_contradict_each_other_are_refused(node_infos, words):
     with pytest.raises(RendezvousError, match=words):
-        assigned(plan_of(), cards)
+        assigned(plan_of(), node_infos)
 
 
 @pytest.mark.parametrize(
@@ -210,15 +213,15 @@ def test_cards_that_contradict_each_other_are_refused(cards, words):
     ],
 )
 def test_a_rank_refuses_a_world_that_does_not_fit_it(change, words):
-    plan, cards = plan_of(trainer={"gpus": 1}, inference={"gpus": 1}), make_cards(3, gpus=1)
-    world = assigned(plan, cards)
-    check_world(world, plan, cards[0])
+    plan, node_infos = plan_of(trainer={"gpus": 1}, inference={"gpus": 1}), make_node_infos(3, gpus=1)
+    world = assigned(plan, node_infos)
+    check_world(world, plan, node_infos[0])
     placements = tuple(replace(p, **change) if p.role == "trainer" else p for p in world.placements)
     with pytest.raises(RendezvousError, match=words):
-        check_world(replace(world, placements=placements), plan, cards[0])
+        check_world(replace(world, placements=placements), plan, node_infos[0])
 
 
 def test_a_rank_refuses_the_world_of_another_attempt():
-    plan, cards = plan_of(), make_cards(3)
+    plan, node_infos = plan_of(), make_node_infos(3)
     with pytest.raises(RendezvousError, match="is of attempt 12-1, the world of attempt 12-0"):
-        check_world(replace(assigned(plan, cards), attempt="12-0"), plan, cards[0])
+        check_world(replace(assigned(plan, node_infos), attempt="12-0"), plan, node_infos[0])

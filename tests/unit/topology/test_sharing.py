@@ -82,11 +82,11 @@ def test_a_plan_says_whose_gpus_are_shared() -> None:
 
 def test_a_rank_refuses_a_world_whose_roles_share_more_than_planned() -> None:
     plan = make_plan(sharing(colocate=False, gpus_per_node=2))
-    cards = cards_for(plan, gpus=2)
-    world = assigned(plan, cards)
+    node_infos = cards_for(plan, gpus=2)
+    world = assigned(plan, node_infos)
     placements = tuple(replace(place, gpus=(0,)) if place.gpus else place for place in world.placements)
     with pytest.raises(RendezvousError, match="got GPUs"):
-        check_world(replace(world, placements=placements), plan, cards[0])
+        check_world(replace(world, placements=placements), plan, node_infos[0])
 
 
 @pytest.mark.parametrize(
