@@ -2,7 +2,8 @@
 
 | module | owns |
 |---|---|
-| `schema` | the keys of model, optimizer and training, and the whole `RunConfig` |
+| `schema` | the keys of model, optimizer, streams and tracking, and the whole `RunConfig` |
+| `training_keys` | the keys of training, its mesh and its SFT phase |
 | `loss_keys` | the keys of the loss, its advantages and the critic |
 | `validation` | the validation of a tree of values, and its errors |
 | `key_aliases` | suggestions for unknown keys, including the names of TRL and verl |
@@ -35,12 +36,11 @@ from pipeline.config.schema import (
     ModelConfig,
     OptimConfig,
     RunConfig,
-    SftPhaseConfig,
     StreamsConfig,
     TrackingConfig,
-    TrainingConfig,
 )
 from pipeline.config.task_keys import RewardConfig, TaskConfig, TeacherConfig
+from pipeline.config.training_keys import SftPhaseConfig, TrainingConfig
 from pipeline.config.validation import (
     NAMED,
     canonical_key,

@@ -34,8 +34,9 @@ from pipeline.rollout.issue_loop import IssueLoop
 from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.run.paths import AttemptPaths
+from pipeline.train.loop.batch_metrics import batch_metrics
 from pipeline.train.loop.group_batches import GroupBatches
-from pipeline.train.loop.rl import batch_metrics, rows_of
+from pipeline.train.loop.rl import rows_of
 from pipeline.transport import AsyncStreams
 from pipeline.transport.file_streams import FileStreams
 from pipeline.transport.ledger import Ledger

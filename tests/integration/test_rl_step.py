@@ -14,9 +14,10 @@ from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch
 from pipeline.train.controller.batch_staging import ShardedBatch, Staged
 from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loop.batch_metrics import batch_metrics, zero_variance
 from pipeline.train.loop.group_batches import GroupBatches
 from pipeline.train.loop.logprob_agreement import Agreement
-from pipeline.train.loop.rl import ReinforcementLearning, batch_metrics, rows_of, zero_variance
+from pipeline.train.loop.rl import ReinforcementLearning, rows_of
 from pipeline.train.loop.train_loop import CheckpointCadence, TrainLoop
 from pipeline.train.train_jobs import Job, RlJob, jobs_of
 from pipeline.transport.file_streams import FileStreams

@@ -12,7 +12,8 @@ from pipeline.errors import RecordError, TrainingError
 from pipeline.roles.preprocessor import prepare_group
 from pipeline.train.batching.sequences import Batch, TrainSequence, episodes_of
 from pipeline.train.batching.token_advantages import assign_advantages
-from pipeline.train.loop.rl import batch_metrics, replayed_fraction, rows_of
+from pipeline.train.loop.batch_metrics import batch_metrics, replayed_fraction
+from pipeline.train.loop.rl import rows_of
 from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample, decode_record, encode_record
 from tests.fakes.configs import make_config
 
