@@ -84,7 +84,7 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     states = [state for role, state in resumed.history() if role == "inference.0"]
     assert states[:5] == ["starting", "ready", "restarting", "starting", "ready"], "the server that was killed"
 
-    traces = {file.name for attempt in resumed.attempts for file in attempt.traces.iterdir()}
+    traces = {file.name for file in resumed.run.attempts.glob("*/traces/*")}
     assert traces == {f"rl-{step}.rank-{rank}.json.gz" for step in range(4, 8) for rank in range(2)}
 
     refused = launches.submit("r", ONE_SERVER, TWO_RANKS)
