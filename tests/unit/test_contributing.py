@@ -187,7 +187,7 @@ def changed_copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     copy.add("a tracker", "pipeline/tracking/trackers/lines.py", TRACKER)
     copy.add("a tracker", "conf/tracking/lines.yaml", "trackers: [lines]\n")
     copy.add("a task", "conf/task/echo.yaml", "name: echo_task:Echo\n")
-    copy.replace("a key", "pipeline/config/schema.py", "    @property\n    def masked_finish", KEY)
+    copy.replace("a key", "pipeline/config/training_keys.py", "    @property\n    def masked_finish", KEY)
     copy.add("a CLI command", "launchers/greet.py", COMMAND)
     # Modules of the user, wherever Python finds them.
     (copy.root / "echo_task.py").write_text(TASK)
