@@ -52,6 +52,10 @@ VARIABLE = "ROLLCALL_FORK_SERVER"
 _STREAMS = 3
 
 
+_set_by_imports: dict[str, str] = {}
+"""Environment variables that the imported modules have set, as they would in the program."""
+
+
 @dataclass
 class Stage:
     """Modules to import, and environment variables that they read when they are imported."""
@@ -95,8 +99,7 @@ class Server:
 
         `ready` is the number of later stages that are made at once.
         """
-        os.environ.update(self._stage.variables)
-        _import(self._stage.modules)
+        _import(self._stage.modules, self._stage.variables)
         self._refusal = _reason_against_fork()
         signal.signal(signal.SIGCHLD, _reap)  # rather than SIG_IGN, which would drop their CPU time from all accounts
         if ready and self._later and (request := self._make_next(ready - 1)):
@@ -164,13 +167,16 @@ class Server:
         return _keep(request)
 
 
-def _import(modules: Sequence[str]) -> None:
+def _import(modules: Sequence[str], variables: Mapping[str, str]) -> None:
     """Import what is installed of these. A broken module fails in the program that needs it, with its log."""
+    os.environ.update(variables)
+    before = dict(os.environ)
     gc.disable()
     for name in modules:
         with suppress(Exception):
             importlib.import_module(name)
     gc.collect()
+    _set_by_imports.update((name, value) for name, value in os.environ.items() if before.get(name) != value)
 
 
 def _reason_against_fork() -> str:
@@ -313,7 +319,7 @@ def _become(request: Request, folder: Path) -> None:
         os.close(stream)
     before = _python_path(os.environ)
     os.environ.clear()
-    os.environ.update(request.environment)
+    os.environ.update(_set_by_imports | request.environment)
     os.chdir(request.directory)
     gc.enable()
     _show_command(request.argv)

@@ -13,6 +13,7 @@ from pipeline.roles.preloads import ready_stages, stages_of
 from pipeline.topology.plan import Plan, RoleName
 from pipeline.utils.fork_server import VARIABLE
 from pipeline.utils.forked_process import ForkServer
+from slurm.agent.tmpdir import scratch_folder
 
 
 @contextmanager
@@ -26,7 +27,10 @@ def node_forks(
     with ExitStack() as stack:
         address = ""
         try:
-            address = stack.enter_context(ForkServer.start(stages_of(config), ready_stages(roles), variables)).address
+            # Some libraries read the folders of their caches when they are imported.
+            folders = stack.enter_context(scratch_folder(variables))
+            server = ForkServer.start(stages_of(config), ready_stages(roles), {**variables, **folders})
+            address = stack.enter_context(server).address
         except OSError as error:
             print(f"rollcall: roles start without a fork server: {error}", flush=True)
         yield address

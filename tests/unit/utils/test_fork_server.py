@@ -261,6 +261,15 @@ sys.exit(child.wait())
 """
 
 
+def test_a_program_has_the_variables_that_its_imports_set_unless_the_request_does(start: Start, tmp_path: Path) -> None:
+    sets = "import os; os.environ |= {'SET': 'by an import', 'REQUESTED': 'by an import'}"
+    with ForkServer.start([Stage(SMALL, ["sets"])], 0, modules(tmp_path, sets=sets)) as setting:
+        child = start(REPORTS, address=setting.address, variables={"REQUESTED": "by the request"})
+        assert end_of(child) == 0
+    environment = json.loads(child.log.read_text().splitlines()[0])["environment"]
+    assert (environment["SET"], environment["REQUESTED"]) == ("by an import", "by the request")
+
+
 def test_a_program_that_nests_starts_programs_below_itself(start: Start, tmp_path: Path) -> None:
     (tmp_path / "nested.py").write_text("import fractions, sys, time\nprint('up', flush=True)\ntime.sleep(600)")
     paths = os.pathsep.join([str(tmp_path / "program0"), str(ROOT), str(tmp_path)])
