@@ -77,7 +77,9 @@ def end_of(child: Child) -> int:
 
 
 def is_up(child: Child) -> None:
-    wait_for("the program", lambda: child.poll() is not None or "up" in child.log.read_text(), SECONDS)
+    wait_for(
+        "the program", lambda: child.poll() is not None or (child.pid > 0 and "up" in child.log.read_text()), SECONDS
+    )
     assert child.poll() is None, child.log.read_text()
 
 
