@@ -43,12 +43,13 @@ EVALUATION_ONLY: Mapping[str, Any] = {
     "training": {"steps": 0, "jobs": "", "sft": {"steps": 0, "epochs": 0}, "routing_replay": "none"},
     "data": {"path": "", "eval_path": "", "eval_split": "", "eval_rows": 0},
     "serve": {"enabled": False},
+    "faults": [],
     "tracking": {"trackers": []},
     "resources": {"nodes": 0, "spare_nodes": 0, "colocate": False, "hetjob": False, "services": {"nodes": 0}},
 }
 """Settings of an evaluation-only run, which replace those that its model was trained with."""
-_CHANGEABLE = ("resources", "tracking")
-"""Sections of `EVALUATION_ONLY` that the user may override."""
+_CHANGEABLE = ("resources", "tracking", "faults")
+"""Sections and keys of `EVALUATION_ONLY` that the user may override."""
 _LAID_LAST = rf"\+*({'|'.join(_CHANGEABLE)})\."
 
 

@@ -4,7 +4,7 @@ import fcntl
 import json
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.observability.sample_reader import Filter, read_samples
 from pipeline.run.events import Events
-from pipeline.topology.plan import RoleName
+from pipeline.run.fault_plan import parse_faults
 from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
 from tests.support.runs.launched import PROMPTS, STEPS, TWO_RANKS, Launched, Launches
@@ -21,6 +21,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ONE_SERVER = "resources.inference.nodes=1"
 """Enough where nothing is sampled: a server costs most of what a run's start does."""
+
+
+FAULTS = ("kill:actor@update", "exit:preprocessor@save", "kill:redis@eval", "kill:trainer@end")
+FAULTS_ON_FILES = ("exit:actor@update", "kill:preprocessor@save", "kill:trainer@end")
+"""Faults of resumed runs. Their moments come whatever the step from which the runs go on."""
 
 
 @pytest.fixture
@@ -67,7 +72,7 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     assert_cleared(temporary)
     assert len({*crashed.ports(), *interrupted.ports()}) == len(crashed.ports()) + len(interrupted.ports())
 
-    resumed, other = start_both(launches, temporary)
+    resumed, other = start_both(launches, temporary, FAULTS, FAULTS_ON_FILES)
     wait_for("a second attempt", lambda: len(resumed.attempts) == 2, WAIT_SECONDS, missing=resumed.output)
     resumed.wait_for_state("inference.0", "ready")
     resumed.kill_role("inference", 0)
@@ -81,9 +86,7 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     assert_whole(resumed)
     assert_cleared(temporary)
     assert len({row["attempt"] for row in resumed.rows()}) == 2
-    states = [state for role, state in resumed.history() if role == "inference.0"]
-    assert states[:5] == ["starting", "ready", "restarting", "starting", "ready"], "the server that was killed"
-
+    assert_recovered(resumed, other)
     traces = {file.name for file in resumed.run.attempts.glob("*/traces/*")}
     assert traces == {f"rl-{step}.rank-{rank}.json.gz" for step in range(4, 8) for rank in range(2)}
 
@@ -93,19 +96,39 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     assert_evaluated_alike(launches, resumed)
 
 
+def assert_recovered(resumed: Launched, on_files: Launched) -> None:
+    """Every role was restarted once in the attempt that resumed the run, the trainer with its fault in the timeline."""
+    again = ["starting", "ready", "restarting", "starting", "ready"]
+    assert states_of(resumed, "inference.0")[:5] == again, "the server that was killed by hand"
+    assert states_of(resumed, "trainer.0")[:6] == [*again[:2], "fault", *again[2:]]
+    for launched, faults in ((resumed, FAULTS), (on_files, FAULTS_ON_FILES)):
+        for fault in parse_faults(faults):
+            assert states_of(launched, f"{fault.target}.0").count("restarting") == 1, fault.text
+
+
 def assert_cleared(temporary: Path) -> None:
     """What torch compiled may stay, for the next attempt."""
     caches = ("torchinductor_", "rollcall-cache-")
     assert [each.name for each in temporary.iterdir() if not each.name.startswith(caches)] == []
 
 
-def start_both(launches: Launches, temporary: Path) -> tuple[Launched, Launched]:
+def start_both(
+    launches: Launches, temporary: Path, faults: Sequence[str] = (), faults_on_files: Sequence[str] = ()
+) -> tuple[Launched, Launched]:
     """Two runs, new or resumed: they differ in where their samples travel, and one has two trainer processes."""
     env = {"TMPDIR": str(temporary)}
+    files = ("streams.backend=files", f"recovery.trainer={len(faults)}")
     return (
-        launches.submit("r", ONE_SERVER, TWO_RANKS, "debug.profile_steps=[4,7]", env=env),
-        launches.submit("crashed", ONE_SERVER, "streams.backend=files", "recovery.trainer=0", env=env),
+        launches.submit(
+            "r", ONE_SERVER, TWO_RANKS, "debug.profile_steps=[4,7]", f"faults=[{','.join(faults)}]", env=env
+        ),
+        launches.submit("crashed", ONE_SERVER, *files, f"faults=[{','.join(faults_on_files)}]", env=env),
     )
+
+
+def states_of(launched: Launched, role: str) -> list[str]:
+    """The states of a role in the newest attempt, in order."""
+    return [state for name, state in launched.history() if name == role]
 
 
 def assert_evaluated_alike(launches: Launches, finished: Launched) -> None:
@@ -153,18 +176,6 @@ def test_a_job_that_outlives_its_launcher_keeps_the_run_and_a_second_ctrl_c_ends
     assert launched.end() == 130
     with (launched.run.job_lock).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
-@pytest.mark.parametrize(("role", "rank"), [("redis", 0), pytest.param("actor", 0, marks=pytest.mark.trial)])
-def test_a_role_that_is_killed_is_named_and_nothing_is_left(role: RoleName, rank: int, launches: Launches) -> None:
-    launched = launches.submit("r", ONE_SERVER, f"recovery.{role}=0")
-    launched.wait_for_state("actor.0", "ready")
-    launched.kill_role(role, 0)
-    launched.assert_nothing_left()
-    assert launched.end() == 1
-    failure = launched.failure()
-    assert failure is not None
-    assert (failure.role, failure.rank, failure.cause) == (f"{role}.0", rank, "killed by SIGKILL")
 
 
 def test_an_agent_that_is_killed_is_named_and_nothing_is_left(launches: Launches) -> None:

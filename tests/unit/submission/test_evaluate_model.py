@@ -122,12 +122,15 @@ def test_a_run_of_sft_alone_is_asked_what_is_named(tmp_path: Path) -> None:
     assert composed([f"run={tuned.root}", "task=countdown"]).evaluation.step == 400
 
 
-def test_a_run_that_replays_experts_is_evaluated_without_them(tmp_path: Path) -> None:
-    overrides = ["experiment=demo", "name=mixture", f"output={tmp_path}", "training.routing_replay=rollout"]
+def test_a_run_that_replays_experts_and_met_faults_is_evaluated_without_both(tmp_path: Path) -> None:
+    keys = ["training.routing_replay=rollout", "faults=kill:trainer@save"]
+    overrides = ["experiment=demo", "name=mixture", f"output={tmp_path}", *keys]
     trained = FakeRun(tmp_path / "mixture", compose_config(overrides))
     a_model(trained.paths.model)
     trained.finish(150)
-    assert composed([f"run={trained.root}"]).training.routing_replay == "none"
+    evaluated = composed([f"run={trained.root}"])
+    assert (evaluated.training.routing_replay, evaluated.faults) == ("none", ())
+    assert composed([f"run={trained.root}", "faults=kill:actor@9s"]).faults == ("kill:actor@9s",)
 
 
 def test_its_plan_has_servers_and_an_actor_and_no_trainer(run: FakeRun) -> None:
