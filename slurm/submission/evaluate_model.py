@@ -44,6 +44,7 @@ EVALUATION_ONLY: Mapping[str, Any] = {
     "data": {"path": "", "eval_path": "", "eval_split": "", "eval_rows": 0},
     "serve": {"enabled": False},
     "faults": [],
+    "debug": {"profile_steps": [], "memory_steps": []},
     "tracking": {"trackers": []},
     "resources": {"nodes": 0, "spare_nodes": 0, "colocate": False, "hetjob": False, "services": {"nodes": 0}},
 }

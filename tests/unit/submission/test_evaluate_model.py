@@ -122,14 +122,15 @@ def test_a_run_of_sft_alone_is_asked_what_is_named(tmp_path: Path) -> None:
     assert composed([f"run={tuned.root}", "task=countdown"]).evaluation.step == 400
 
 
-def test_a_run_that_replays_experts_and_met_faults_is_evaluated_without_both(tmp_path: Path) -> None:
-    keys = ["training.routing_replay=rollout", "faults=kill:trainer@save"]
+def test_settings_of_the_steps_of_a_run_are_not_those_of_its_evaluation(tmp_path: Path) -> None:
+    keys = ["training.routing_replay=rollout", "faults=kill:trainer@save", "debug.profile_steps=[2,3]"]
     overrides = ["experiment=demo", "name=mixture", f"output={tmp_path}", *keys]
     trained = FakeRun(tmp_path / "mixture", compose_config(overrides))
     a_model(trained.paths.model)
     trained.finish(150)
     evaluated = composed([f"run={trained.root}"])
     assert (evaluated.training.routing_replay, evaluated.faults) == ("none", ())
+    assert evaluated.debug.profile_steps == ()
     assert composed([f"run={trained.root}", "faults=kill:actor@9s"]).faults == ("kill:actor@9s",)
 
 
