@@ -41,7 +41,8 @@ def stages_of(config: RunConfig) -> list[Stage]:
     """The stages for the roles of this run, in order."""
     return [
         Stage(SERVICES, _SERVICE_MODULES),
-        Stage(TRAINER, _TRAINER_MODULES),
+        # With NVML's count of devices, a module that asks for GPUs when it is imported does not initialize CUDA.
+        Stage(TRAINER, _TRAINER_MODULES, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}),
         find_engine(config.inference.engine).imports(config),
     ]
 

@@ -50,6 +50,8 @@ MAX_MESSAGE = 1 << 20
 VARIABLE = "ROLLCALL_FORK_SERVER"
 """The address of the fork server that a process may use."""
 _STREAMS = 3
+_CUDA_NOT_INITIALIZED = 3
+"""`CUDA_ERROR_NOT_INITIALIZED`: the result of every call of the driver's API before `cuInit`."""
 
 
 _set_by_imports: dict[str, str] = {}
@@ -183,10 +185,21 @@ def _reason_against_fork() -> str:
     """Why this process must not fork a program; empty if it may."""
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         return f"the imported modules have started {threads - 1} threads"
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if driver_is_initialized():
         return "the imported modules have initialized CUDA"
     return ""
+
+
+def driver_is_initialized(driver: Any = None) -> bool:
+    """Whether this process has called `cuInit`, as a count of devices does, which `torch.cuda.is_initialized` omits.
+
+    `driver` is libcuda, by default the machine's; False without one. The question itself initializes nothing.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1") if driver is None else driver
+    except OSError:
+        return False
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_NOT_INITIALIZED
 
 
 def _read_request(source: socket.socket, *, passed_on: bool) -> Request | None:
