@@ -155,10 +155,10 @@ class ForkedProcess:
                 raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
         return self.returncode
 
-    def close(self) -> None:
-        """Kill the program if it runs. Its exit code is then that of SIGKILL."""
+    def close(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Kill the program if it runs, or withdraw the request. Its exit code is then that of this signal."""
         if self.returncode is None:
-            self._end(-signal.SIGKILL)
+            self._end(-number)
 
     def _receive(self, timeout: float | None) -> bool:
         """Read the next message, for which to wait at most `timeout` seconds; whether there was one."""

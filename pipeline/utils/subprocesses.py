@@ -196,9 +196,6 @@ class Leader:
         """
         if self.poll() is None:
             self._signal(signal.SIGKILL)
-            if isinstance(self._process, ForkedProcess) and not self.pid:  # requested, and never to start
-                self._process.close()
-                os.close(self._output)
         try:
             return self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -227,8 +224,10 @@ class Leader:
         return self.kill()
 
     def _signal(self, number: signal.Signals) -> None:
-        if not self.pid:
-            return  # the fork server has not started it yet
+        if isinstance(self._process, ForkedProcess) and not self.pid:  # requested, and not to start any more
+            self._process.close(number)
+            os.close(self._output)
+            return
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:

@@ -226,18 +226,22 @@ def test_a_request_that_a_server_cannot_answer_any_more_is_started_with_exec(sta
     assert json.loads(child.log.read_text().splitlines()[0])["parent"] == os.getpid()
 
 
-def test_a_request_that_is_killed_never_starts(start: Start, tmp_path: Path) -> None:
+def test_a_request_that_is_killed_or_asked_to_end_never_starts(start: Start, tmp_path: Path) -> None:
     environment = modules(
         tmp_path,
         wait_for_file="import os, time\nwhile not os.path.exists('{}'): time.sleep(0.01)".format(tmp_path / "go"),
     )
     with ForkServer.start([Stage(SMALL, ["wait_for_file"])], 0, environment) as waiting:
-        killed, later = start(WAITS, address=waiting.address), start("pass", address=waiting.address)
+        killed, ended = start(WAITS, address=waiting.address), start(WAITS, address=waiting.address)
+        later = start("pass", address=waiting.address)
+        ended.terminate()
+        assert ended.poll() == -signal.SIGINT, "nobody waits for the server's imports"
+        assert ended.group_is_gone()
         assert killed.kill() == -signal.SIGKILL
         assert killed.group_is_gone()
         (tmp_path / "go").touch()
         assert end_of(later) == 0  # the server answers requests in their order
-    assert killed.log.read_text() == ""
+    assert killed.log.read_text() == ended.log.read_text() == ""
 
 
 def test_a_stage_whose_modules_start_threads_forks_nothing(start: Start, tmp_path: Path) -> None:
