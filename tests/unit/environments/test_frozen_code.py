@@ -96,10 +96,12 @@ def attempt(run: RunPaths, mine: Path) -> str:
 
 
 def test_a_checkout_imports_what_is_there(mine: Path, tmp_path: Path) -> None:
-    shutil.copytree(
-        Path(pipeline.__file__).parent, tmp_path / "code" / "pipeline", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    shutil.copytree(Path(pipeline.__file__).parent.parent / "conf", tmp_path / "code" / "conf")
+    for package in ("pipeline", "slurm", "conf"):
+        shutil.copytree(
+            Path(pipeline.__file__).parents[1] / package,
+            tmp_path / "code" / package,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     (mine / "words_of_mine" / "__init__.py").write_text("")
     (mine / "words_of_mine" / "late.py").write_text("SAYS = 'as it is'\n")
 

@@ -86,7 +86,7 @@ def test_more_positions_than_the_servers_have_are_refused(rope: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("rope", "named"),
     [
-        (LONGROPE | {"attention_factor": 1.0}, "attention scaling of 1 in transformers and 1.22474 in vLLM"),
+        (LONGROPE | {"attention_factor": 1.0}, "attention scaling of 1 in transformers and 1.22474 in the servers"),
         (DYNAMIC | {"max_trained_positions": 32}, "max_trained_positions=32"),
     ],
 )
