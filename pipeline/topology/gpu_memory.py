@@ -202,10 +202,8 @@ def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
     if config.has_rollouts:
         lines += _describe_servers(config, sizes)
     if _publishes(config) and _arrives_on_host(config):
-        arriving = _arriving_bytes(config, sizes)
-        lines.append(
-            f"host memory of a server process: {arriving / GIB:.1f} GiB (weights that arrive), and the engine's own"
-        )
+        text = f"{_arriving_bytes(config, sizes) / GIB:.1f} GiB (weights that arrive), and the engine's own"
+        lines.append(f"host memory of a server process: {text}")
     lines.append(f"host memory of a trainer process: {host_memory(config, sizes)}, and what its libraries take")
     return tuple(lines)
 

@@ -59,7 +59,6 @@ class Workload:
 
 TIED = {"tie_word_embeddings": True}
 _QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096}
-_REAL = _QWEN3 | {"vocab_size": 151_936}
 _TINY = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -78,50 +77,29 @@ def _experts(experts: int, of_a_token: int, size: int) -> dict[str, Any]:
     return chosen | {"norm_topk_prob": True, "decoder_sparse_step": 1}
 
 
-def _large(**model: Any) -> Workload:
-    return Workload(model=_REAL | model, rows=128, shortest=200, longest=1000, prompt=64, budget=16_384)
+def _qwen3(vocabulary: int = 151_936, **model: Any) -> Workload:
+    settings = _QWEN3 | {"vocab_size": vocabulary} | model
+    return Workload(model=settings, rows=128, shortest=200, longest=1000, prompt=64, budget=16_384)
 
 
 WORKLOADS = {
-    "0.6b": Workload(
-        model=_QWEN3
-        | {
-            "vocab_size": 32_000,
-            "hidden_size": 1024,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "intermediate_size": 3072,
-        },
-        rows=128,
-        shortest=200,
-        longest=1000,
-        prompt=64,
-        budget=16_384,
-    ),
-    "1.7b": _large(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144),
-    "4b": _large(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728),
-    "8b": _large(
+    "0.6b": _qwen3(32_000, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
+    "1.7b": _qwen3(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144),
+    "4b": _qwen3(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728),
+    "8b": _qwen3(
         hidden_size=4096,
         num_hidden_layers=36,
         num_attention_heads=32,
         intermediate_size=12_288,
         tie_word_embeddings=False,
     ),
-    "moe": Workload(  # 1.7B parameters, 0.3B of which a token meets
-        model=_QWEN3
-        | {
-            "vocab_size": 32_000,
-            "hidden_size": 1024,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "intermediate_size": 3072,
-            **_experts(64, 8, 512),
-        },
-        rows=128,
-        shortest=200,
-        longest=1000,
-        prompt=64,
-        budget=16_384,
+    "moe": _qwen3(  # 1.7B parameters, 0.3B active per token
+        32_000,
+        hidden_size=1024,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        intermediate_size=3072,
+        **_experts(64, 8, 512),
     ),
     "tiny": Workload(model=_TINY, rows=32, shortest=20, longest=100, prompt=8, budget=512),
     "tiny-moe": Workload(

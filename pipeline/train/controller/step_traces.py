@@ -1,7 +1,7 @@
 """Traces of some training steps on every rank, by `debug.profile_steps` and `debug.memory_steps`.
 
 Owns which steps are traced, and the names of their files. A resumed run traces the remaining steps of the window into
-the folder of its own attempt. Must not know what a step does.
+the folder of its attempt. Must not know what a step does.
 
     traces = StepTraces(dispatch, config.debug, attempt.traces)
     with traces("rl", 5):

@@ -9,7 +9,7 @@ masks, windows and grouped heads. Must not know rows, lines or ranks.
   output is scaled by exp(lse − lse'). The kernel's backward pass computes probabilities as exp(s − lse'), so with lse'
   and the scaled output in place of its own it returns the gradients with sinks. ∂sink is the sum over tokens of
   −exp(sink − lse') · (slope · output).
-- Other functions: a token before the first one has the sink as its score, by a feature of its own, and zeros as value.
+- Other functions: a token before the first one has the sink as its score, by an additional feature, and zeros as value.
 
 Notation: B lines of T tokens; P tokens of a packed line; H heads of D numbers.
 """
