@@ -6,6 +6,7 @@
 | `role_context` | the inputs of every role's process at its start |
 | `rank0` | the trainer's rank 0, for every kind of training |
 | `trainer_session`, `rl_services` | rank 0 in a training run; its connections to the other roles |
+| `server_membership` | the servers that join and leave a running attempt, for rank 0 |
 | `offline_session`, `tinker_session` | rank 0 in a run that executes job files; in one that serves the API |
 | `evaluator`, `benchmark_command` | the actor's work in a run that only evaluates |
 | `event_loop` | parts of the event loop that actor and evaluator share |

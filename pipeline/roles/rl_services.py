@@ -13,7 +13,9 @@ from pipeline.inference.weight_sync.publication import CPU
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles.role_context import RoleContext
+from pipeline.roles.server_membership import ServerMembership
 from pipeline.run.fault_moments import FaultMoments
+from pipeline.run.joined_servers import JoinedServers
 from pipeline.run.metrics_log import read_rows
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
@@ -25,6 +27,9 @@ from pipeline.train.train_jobs import RlJob
 from pipeline.transport import connect
 from pipeline.transport.ledger import Ledger
 from pipeline.transport.shared_state import SharedState
+
+FORGET_SECONDS = 60.0
+"""Seconds, in addition to those of an update, for which a joined server may be unreachable before it is forgotten."""
 
 
 class RlServices:
@@ -46,9 +51,9 @@ class RlServices:
         config = context.config
         streams = opened.enter_context(connect(context))
         self._board = SharedState(streams)
-        self._publisher = WeightPublisher(
-            dispatch, opened.enter_context(self._sender()), pulse, partial(moments.reach, "update")
-        )
+        sender = opened.enter_context(self._sender())
+        opened.enter_context(self._membership(sender))
+        self._publisher = WeightPublisher(dispatch, sender, pulse, partial(moments.reach, "update"))
         self._batches = GroupBatches(streams, self._board, ledger, config, pulse, dispatch.models["policy"].vocabulary)
         self._evaluations = Evaluations(
             streams,
@@ -60,16 +65,36 @@ class RlServices:
             partial(moments.reach, "eval"),
         )
 
+    def _membership(self, sender: WeightSender) -> ServerMembership:
+        joined = JoinedServers(self._context.paths)
+        patience = self._context.config.inference.update_seconds + FORGET_SECONDS
+        # A trainer that was killed may have posted servers that have left since.
+        former = frozenset(self._board.servers()) - frozenset(self._own_servers())
+        return ServerMembership(joined, sender, patience, former)
+
+    def _own_servers(self) -> list[str]:
+        """The endpoints of the attempt's own servers."""
+        return [placement.endpoint for placement in self._context.world.of_role("inference")]
+
     def _sender(self) -> WeightSender:
         context, config = self._context, self._context.config
-        servers = [placement.endpoint for placement in context.world.of_role("inference")]
         first = context.world.of_role("trainer")[0]
         meeting = MeetingPoint(first.address, first.ports[1], context.world.password)
         patience, post = config.cluster.startup_seconds, self._board.post_server
         device = self._dispatch.device if config.weights_backend == "nccl" else CPU
         on_host = config.training.staging_device == "host"
         lora = config.model.lora if config.model.lora.travels_alone else None
-        return WeightSender(servers, meeting, config.inference, patience, post, lora, device, on_host)
+        return WeightSender(
+            self._own_servers(),
+            meeting,
+            config.inference,
+            patience,
+            post,
+            lora,
+            device,
+            on_host,
+            on_leave=self._board.remove_server,
+        )
 
     @property
     def is_near_budget(self) -> bool:

@@ -131,8 +131,7 @@ class IssueLoop:
         """Follow the trainer's progress and the policy versions of the servers."""
         while True:
             progress, servers = await asyncio.to_thread(lambda: (self._board.progress(), self._board.servers()))
-            for server, version in servers.items():
-                self._client.update(server, version)
+            self._client.follow(servers)
             if progress is not None:
                 current = [version for version in servers.values() if version is not None]
                 await self._advance(progress, min(current, default=None))

@@ -179,12 +179,18 @@ class Server(HasBackoff):
     samples: int = 0
     busy: TimeFraction = field(default_factory=TimeFraction)
     running: set[asyncio.Task[bytes]] = field(default_factory=set)
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
     def leave(self) -> None:
         """Evict the server: its running requests fail with `TransientError`, and are retried elsewhere."""
         self.version = None
         for task in self.running:
             task.cancel()
+
+    def drain(self) -> None:
+        """Stop requests to a server that leaves: it is asked for the partial results of those that it runs."""
+        self.version = None
+        self.leaving.set()
 
     async def ask(self, http: aiohttp.ClientSession, request: GenerationRequest, seconds: float) -> list[Completion]:
         """The server's completions, after `seconds` with a partial result; raises `TransientError` or
@@ -244,8 +250,11 @@ class Server(HasBackoff):
         return answer
 
     async def _interrupt(self, http: aiohttp.ClientSession, name: str, seconds: float) -> None:
-        """After `seconds`, make the server end a request and respond with the tokens sampled so far."""
-        await asyncio.sleep(seconds)
+        """After `seconds`, or once the server leaves, make it end a request and respond with the tokens sampled so
+        far."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.leaving.wait()
         limit = aiohttp.ClientTimeout(total=INTERRUPTION_SECONDS)
         body = _bodies.encode({"request_ids": [f"generate-tokens-{name}"]})
         # If the server does not receive this, it does not respond to the request either, and that failure is reported.

@@ -18,7 +18,7 @@ less often. The unreturned tokens of a lost server are lost, so a long sample is
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
@@ -76,6 +76,7 @@ class InferenceClient:
         self._max_lag, self._server_seconds, self._vocabulary = max_lag, server_seconds, vocabulary
         self._routing = routing
         self._changed, self._suspects = asyncio.Event(), PoisonRequestGuard()
+        self._followed: set[str] = set()
         self._eligible: list[Server] | None = []
         self.retries: Counter[str] = Counter()
         self.requests = self.tokens = 0
@@ -102,6 +103,16 @@ class InferenceClient:
         state.version = version
         self._eligible = None
         self._changed.set()
+
+    def follow(self, versions: Mapping[str, int | None]) -> None:
+        """Take the posted version of every server. A server that was posted before and no longer is has left: it gets
+        no request, and its running ones are continued elsewhere with the tokens that it has sampled."""
+        for server in self._followed - versions.keys():
+            self._servers.pop(server).drain()
+            self._eligible = None
+        self._followed = set(versions)
+        for server, version in versions.items():
+            self.update(server, version)
 
     async def generate(
         self,

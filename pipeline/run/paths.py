@@ -12,7 +12,8 @@ names that its owner's module defines. Pure: creates no directory and reads no f
       submitit/                           submitit's job folder
       rendezvous/<run_id>/<attempt>/      node records, claims and the world of one attempt
       attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/, traces/,
-                                          first_failure.json, outcome.json, committed, exhausted of one attempt
+                                          servers/, first_failure.json, outcome.json, committed, exhausted of one
+                                          attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       api/                                in a run that serves: address, key, store and weights of its clients
@@ -148,6 +149,11 @@ class AttemptPaths:
 
     def sign_of_life(self, rank: int) -> Path:
         return self.alive / str(rank)
+
+    @property
+    def joined_servers(self) -> Path:
+        """A folder with one record per server that joined the attempt and serves it (`pipeline.run.joined_servers`)."""
+        return self.root / "servers"
 
     def adapters(self, placement: str) -> Path:
         """The folder of a server for the adapter that it serves."""

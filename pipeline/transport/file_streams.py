@@ -104,6 +104,11 @@ class FileStreams(Streams):
         with self._putting, translated(key):  # one at a time, so that an earlier value never overwrites a later one
             _patiently(key, lambda: shared_files.write_atomic(path, sealed))
 
+    def remove(self, key: str) -> None:
+        path = self._values / quote(key, safe="")
+        with self._putting, translated(key):
+            _patiently(key, lambda: path.unlink(missing_ok=True))
+
     def get(self, key: str) -> bytes | None:
         with translated(key):
             return _patiently(key, lambda: _value(self._values / quote(key, safe="")))

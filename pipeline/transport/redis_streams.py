@@ -142,6 +142,11 @@ class RedisStreams(Streams):
             self._posted[key] = value
         self.exchange(lambda: self._post(key))
 
+    def remove(self, key: str) -> None:
+        with self._posting:
+            self._posted.pop(key, None)  # else a new Redis would get it again
+        self.exchange(lambda: self._client.hdel(self._values, key))
+
     def get(self, key: str) -> bytes | None:
         value: bytes | None = self.exchange(lambda: self._client.hget(self._values, key))
         return value

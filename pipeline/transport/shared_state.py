@@ -8,6 +8,7 @@ The trainer, in this order:
 
     board.post_ledger(ledger.snapshot())             # at its start; after each checkpoint, BEFORE it acknowledges
     board.post_server(server, version or None)       # whenever a server becomes current, or stops being current
+    board.remove_server(server)                      # when a server leaves: no new request, running ones move away
     board.post_progress(version, ledger.done_count)  # after its first publish, each step and each discarded group
 
 The actor waits for the ledger, for a bounded time, then for progress and a server until the first weights arrive. At
@@ -54,6 +55,10 @@ class SharedState:
     def post_server(self, server: str, version: int | None) -> None:
         """Post the policy version that `server` (`host:port`) serves, or None if it must not be used."""
         self._streams.put_json(SERVERS + server, ServerState(version=version))
+
+    def remove_server(self, server: str) -> None:
+        """Remove a server that leaves the attempt. Its running requests are continued on other servers."""
+        self._streams.remove(SERVERS + server)
 
     def ledger(self) -> bytes | None:
         """The last posted ledger."""

@@ -186,6 +186,10 @@ class Streams(ABC):
         """Replace a value of this attempt."""
 
     @abstractmethod
+    def remove(self, key: str) -> None:
+        """Remove a value of this attempt, which only the process that put it may do; nothing without one."""
+
+    @abstractmethod
     def get(self, key: str) -> bytes | None:
         """The value last put in this attempt, or None."""
 

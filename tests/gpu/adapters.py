@@ -29,7 +29,8 @@ from torch import Tensor
 from pipeline.config import InferenceConfig, LoraConfig, RunConfig
 from pipeline.inference.weight_sync.publication import CPU
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
-from pipeline.inference.weight_sync.weight_sender import SyncReport, WeightSender
+from pipeline.inference.weight_sync.sync_round import SyncReport
+from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.train.model.lora import add_adapters, is_trained

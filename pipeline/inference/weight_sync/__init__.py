@@ -3,6 +3,7 @@
 | module | owns |
 |---|---|
 | `weight_sender`, `server_sync` | every server kept at the newest policy version; the state machine of one server |
+| `sync_round` | the servers that a version waits for |
 | `server_admin_client` | the HTTP routes that pause a server and change its weights |
 | `publication`, `weight_snapshot` | what takes versions of the weights; a rank's rows of one that waits for servers |
 | `rank_rows`, `server_shards` | the rows that each rank sends; what a server's process needs, in chunks |

@@ -11,6 +11,7 @@ nor when a version is taken.
     meet    the server's processes are announced        joins a group with each of them
     send    the server has begun to receive             sends its rows of the version to each
     drop    the server failed, or was left              drops its groups
+    leave   the server has left the attempt             ends its thread for the server
     close   no version is needed any more               ends its threads, forgets its versions
 """
 
@@ -39,7 +40,7 @@ ORDERS_IN_STORE = 1024
 every rank has followed or abandoned."""
 _LISTEN_SECONDS = 3600.0
 """Length of one wait for the next order; long, since torch writes two lines to standard error whenever a wait ends."""
-OrderKind = Literal["meet", "send", "drop", "close"]
+OrderKind = Literal["meet", "send", "drop", "leave", "close"]
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +127,10 @@ class OrderedRank:
     def _follow(self, number: int, order: Order) -> bool:
         if order.kind == "close":
             return False
+        if order.kind == "leave":
+            if (queue := self._queues.pop(order.server, None)) is not None:
+                queue.put((number, order))
+            return True
         if order.server not in self._queues:
             self._queues[order.server] = SimpleQueue()
             feeder = _ServerFeeder(self, self._queues[order.server])
@@ -144,7 +149,7 @@ class _ServerFeeder:
         self._gatherer = ShardGatherer(owner.rank.device)
 
     def run(self) -> None:
-        """Execute orders until `close`."""
+        """Execute orders until `leave` or `close`."""
         try:
             if self._rank.device.type == "cuda":
                 torch.cuda.set_device(self._rank.device)
@@ -157,7 +162,7 @@ class _ServerFeeder:
             self._routes = ()
 
     def _serve(self, store: Store, number: int, order: Order) -> bool:
-        if order.kind == "close":
+        if order.kind in ("leave", "close"):
             return False
         reason = self._do(store, order)
         if order.kind != "drop":

@@ -1,10 +1,11 @@
 """Keeps every inference server at the trainer's newest weights.
 
 Owns the trainer's store, one thread per server, and the servers that `wait_until_synced` waits for: every
-server that was current when the version was taken, and at least one. Promises that a server which fails or misses the
-deadline is evicted, and not waited for; that late, restarted and evicted servers get the newest weights in the
-background, and requests only after that; that a version's memory is free before the next version is taken, unless a
-server is busy with it; and that every failure is reported. Must not know models, streams or the placement of roles.
+server that was current when the version was taken, and at least one. Promises that servers may join and leave at any
+time, without a wait of the trainer; that a server which fails or misses the deadline is evicted, and not waited for;
+that late, restarted and evicted servers get the newest weights in the background, and requests only after that; that a
+version's memory is free before the next version is taken, unless a server is busy with it; and that every failure is
+reported. Must not know models, streams or the placement of roles.
 
     meeting = MeetingPoint(trainer.address, trainer.ports[1], world.password)
     with WeightSender(["127.0.0.3:8000"], meeting, config.inference, 240, board.post_server) as sender:
@@ -18,7 +19,6 @@ With several sending ranks: `sender.open(publication)` once, then `sender.take(v
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from threading import Condition, Thread
 from types import TracebackType
 from typing import Self
@@ -26,105 +26,21 @@ from typing import Self
 import torch
 
 from pipeline.config import InferenceConfig, LoraConfig
-from pipeline.errors import WeightSyncError
+from pipeline.errors import RollcallError, WeightSyncError
 from pipeline.inference.weight_sync.publication import CPU, Publication, SenderSettings, WholeTensors
 from pipeline.inference.weight_sync.rank_orders import Order, RankOrders
 from pipeline.inference.weight_sync.rank_rows import check_sources
-from pipeline.inference.weight_sync.server_sync import RESUME_SECONDS, MeetingPoint, ServerSync, adapter_settings
+from pipeline.inference.weight_sync.server_sync import MeetingPoint, ServerSync, adapter_settings
+from pipeline.inference.weight_sync.sync_round import ServerSlot, SyncReport, SyncRound
 from pipeline.inference.weight_sync.transports.gloo import NamedTensors, WeightLayout, create_store
 from pipeline.inference.weight_sync.weight_snapshot import WeightSnapshot
 from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
 
-FIRST_RETRY, LONGEST_RETRY = 0.25, 5.0
 CLOSE_SECONDS = 5.0
 VERIFY_SECONDS = 2.0
 _PULSE_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """The result of one weight sync.
-
-    Attributes:
-        version: the policy version.
-        seconds: how long the caller was blocked, in `take` and `wait_until_synced` together.
-        servers: seconds of each updated server, by `host:port`.
-        failures: the reason for each evicted server.
-        phases: for each updated server, the seconds of each part of its update (`ServerSync.phases`).
-    """
-
-    version: int
-    seconds: float
-    servers: dict[str, float]
-    failures: dict[str, str]
-    phases: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def slowest(self) -> dict[str, float]:
-        """For each part of an update, the seconds of the slowest server."""
-        parts = [(phase, seconds) for phases in self.phases.values() for phase, seconds in phases.items()]
-        return {phase: max(seconds for name, seconds in parts if name == phase) for phase, _ in parts}
-
-
-@dataclass
-class _ServerSlot:
-    """A server's state machine, the version that is being sent to it, and the result of its last attempt."""
-
-    link: ServerSync
-    busy: int | None = None
-    attempted_version: int = -1
-    attempts: int = 0
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    failure: str = ""
-    failures: int = 0
-    retry: Deadline = field(default_factory=lambda: Deadline("a retry", 0.0))
-
-    @property
-    def live(self) -> bool:
-        return self.link.state in ("current", "updating")
-
-    def needs_update(self, payload: WeightSnapshot | None) -> bool:
-        """Whether the server has other weights than these and may be updated now."""
-        return payload is not None and self.link.version != payload.version and self.retry.passed
-
-    def note(self, version: int, seconds: float, failure: str) -> None:
-        self.attempted_version, self.seconds, self.failure = version, seconds, failure
-        self.phases = self.link.phases
-        self.attempts += 1
-        self.failures = self.failures + 1 if failure else 0
-        pause = min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(self.failures, 10)) if failure else 0.0
-        self.retry = Deadline("a retry", pause)
-
-
-class _SyncRound:
-    """One version being sent: the servers that were current when it was taken, and their deadline."""
-
-    def __init__(self, version: int, slots: Sequence[_ServerSlot], update_seconds: float) -> None:
-        self.version, self.blocking_seconds = version, 0.0
-        self._before = [(slot, slot.attempts) for slot in slots if slot.live]
-        # A server that is still busy with the version before may use two deadlines: one for each version.
-        attempts = 2 if any(slot.link.state == "updating" for slot in slots) else 1
-        seconds = attempts * (update_seconds + 2 * RESUME_SECONDS)
-        self._deadline = Deadline(f"weights {version} on every server", seconds)
-
-    @property
-    def over(self) -> bool:
-        """Whether every awaited server ended its attempt, or failed at the version before, or the deadline passed."""
-        return self._deadline.passed or all(self._tried(slot, before) for slot, before in self._before)
-
-    def failures(self) -> dict[str, str]:
-        """Why the awaited servers do not have the weights."""
-        late = "did not end within the deadline"
-        return {
-            slot.link.server: (slot.failure or "lost its weights") if self._tried(slot, before) else late
-            for slot, before in self._before
-            if slot.link.version != self.version
-        }
-
-    def _tried(self, slot: _ServerSlot, before: int) -> bool:
-        return slot.attempted_version == self.version or (slot.attempts > before and bool(slot.failure))
 
 
 class WeightSender:
@@ -140,6 +56,7 @@ class WeightSender:
         lora: LoraConfig | None = None,
         device: torch.device = CPU,
         on_host: bool = False,
+        on_leave: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Open the store at `meeting`; servers are met as they appear.
 
@@ -154,22 +71,48 @@ class WeightSender:
             lora: the adapter that is sent, on a base that the servers have; of rank 0 or None: whole models.
             device: the sending device: a GPU uses nccl, or CUDA IPC to a server on the same GPU; a CPU uses gloo.
             on_host: with a sending GPU, keep pending versions in pinned host memory.
+            on_leave: called with a server that leaves, before its groups end; may raise a `RollcallError` too.
         """
         self.settings = SenderSettings(meeting, adapter_settings(lora or LoraConfig()), device.type, on_host)
         self._config, self._patience = config, patience
+        self._meeting, self._on_change, self._on_leave = meeting, on_change, on_leave
         self._store = create_store(meeting.address, meeting.port, meeting.password, config.update_seconds)
         self._orders = RankOrders(self._store)
-        self._slots = [_ServerSlot(ServerSync(server, meeting, config, on_change, self._orders)) for server in servers]
+        self._slots: list[ServerSlot] = []
+        self._threads: list[Thread] = []
         self._changed = Condition()
         self._payload: WeightSnapshot | None = None
         self._publication: Publication | None = None
-        self._round: _SyncRound | None = None
+        self._round: SyncRound | None = None
         self._broken: BaseException | None = None
         self._closing = False
-        self._threads = [Thread(target=self._server_loop, args=(slot,), name=slot.link.server) for slot in self._slots]
-        for thread in self._threads:
-            thread.daemon = True
+        for server in servers:
+            self.add(server)
+
+    def add(self, server: str) -> bool:
+        """Send weights to a further server, in the background; False while the sender still has or leaves this one."""
+        with self._changed:
+            if self._closing or any(slot.link.server == server for slot in self._slots):
+                return False
+            slot = ServerSlot(ServerSync(server, self._meeting, self._config, self._on_change, self._orders))
+            thread = Thread(target=self._server_loop, args=(slot,), name=server, daemon=True)
+            self._slots.append(slot)
+            self._threads.append(thread)
             thread.start()
+        return True
+
+    def remove(self, server: str) -> None:
+        """Stop sending to a server, once an update of it has ended; `on_leave` is then called. Does not wait.
+
+        A server that this sender never had is one of a trainer before it, so `on_leave` is called here.
+        """
+        with self._changed:
+            slots = [slot for slot in self._slots if slot.link.server == server]
+            for slot in slots:
+                slot.leaving = True
+            self._changed.notify_all()
+        if not slots:
+            self._on_leave(server)
 
     def publish(self, version: int, parameters: NamedTensors, pulse: Callable[[], None] = lambda: None) -> SyncReport:
         """Call `start` and `wait_until_synced`."""
@@ -216,7 +159,7 @@ class WeightSender:
         payload = self._publication.take(version, in_use)
         with self._changed:
             self._payload = payload
-            self._round = _SyncRound(version, self._slots, self._config.update_seconds)
+            self._round = SyncRound(version, self._slots, self._config.update_seconds)
             self._round.blocking_seconds = time.monotonic() - started
             self._changed.notify_all()
 
@@ -235,18 +178,20 @@ class WeightSender:
 
     def versions(self) -> dict[str, int | None]:
         """The version that each server serves now; None while no request may be sent to it."""
-        return {slot.link.server: slot.link.version for slot in self._slots}
+        with self._changed:
+            return {slot.link.server: slot.link.version for slot in self._slots}
 
     def close(self) -> list[str]:
         """Leave every group, on both sides, within `CLOSE_SECONDS` per step; returns the failures."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+            slots, threads = [*self._slots], [*self._threads]
         deadline = Deadline("the servers' threads", CLOSE_SECONDS)
-        for thread in self._threads:
+        for thread in threads:
             thread.join(deadline.left)
-        problems = [slot.failure for slot in self._slots if slot.failure]
-        problems += [f"{thread.name} is still busy" for thread in self._threads if thread.is_alive()]
+        problems = [slot.failure for slot in slots if slot.failure]
+        problems += [f"{thread.name} is still busy" for thread in threads if thread.is_alive()]
         for problem in problems:
             log.warning("closing: %s", problem)
         self._payload = None  # it may have the size of the model
@@ -270,7 +215,7 @@ class WeightSender:
     ) -> None:
         self.close()
 
-    def _wait(self, sync_round: _SyncRound, pulse: Callable[[], None]) -> None:
+    def _wait(self, sync_round: SyncRound, pulse: Callable[[], None]) -> None:
         """Wait until the round is over and at least one server has the weights."""
         first = Deadline(f"weights {sync_round.version} on a server", self._patience)
         while True:
@@ -288,26 +233,31 @@ class WeightSender:
     def _missing(self) -> str:
         return "; ".join(slot.failure or f"{slot.link.server}: no attempt ended" for slot in self._slots)
 
-    def _report(self, sync_round: _SyncRound) -> SyncReport:
+    def _report(self, sync_round: SyncRound) -> SyncReport:
         with self._changed:
             synced = [slot for slot in self._slots if slot.link.version == sync_round.version]
             done = {slot.link.server: slot.seconds for slot in synced}
             phases = {slot.link.server: dict(slot.phases) for slot in synced}
             return SyncReport(sync_round.version, sync_round.blocking_seconds, done, sync_round.failures(), phases)
 
-    def _server_loop(self, slot: _ServerSlot) -> None:
-        """Run a server's thread: update the server whenever its weights are not the newest."""
+    def _server_loop(self, slot: ServerSlot) -> None:
+        """Run a server's thread: update the server whenever its weights are not the newest, until one of the two
+        leaves."""
         try:
-            while not self._closing:
+            while not (self._closing or slot.leaving):
                 self._update_or_probe(slot)
+            if slot.leaving:
+                self._withdraw(slot)
             self._leave(slot)
+            if slot.leaving:
+                self._forget(slot)
         except BaseException as error:
             with self._changed:
                 self._broken = error
                 self._changed.notify_all()
             raise
 
-    def _update_or_probe(self, slot: _ServerSlot) -> None:
+    def _update_or_probe(self, slot: ServerSlot) -> None:
         """Send the newest weights if the server needs them, else probe the server.
 
         A separate function, so that the thread holds no reference to a version between two calls: a version is memory.
@@ -318,16 +268,20 @@ class WeightSender:
         else:
             slot.link.verify()
 
-    def _next(self, slot: _ServerSlot) -> WeightSnapshot | None:
+    def _next(self, slot: ServerSlot) -> WeightSnapshot | None:
         """Wait for weights to send; None when it is time to probe the server, or to close."""
         with self._changed:
             pause = slot.retry.left or VERIFY_SECONDS
-            is_due = self._changed.wait_for(lambda: self._closing or slot.needs_update(self._payload), pause)
-            payload = self._payload if is_due and not self._closing else None
+
+            def is_over() -> bool:
+                return self._closing or slot.leaving
+
+            is_due = self._changed.wait_for(lambda: is_over() or slot.needs_update(self._payload), pause)
+            payload = self._payload if is_due and not is_over() else None
             slot.busy = None if payload is None else payload.version
             return payload
 
-    def _push(self, slot: _ServerSlot, payload: WeightSnapshot) -> None:
+    def _push(self, slot: ServerSlot, payload: WeightSnapshot) -> None:
         started, failure, reported = time.monotonic(), "", slot.live
         try:
             slot.link.sync(payload)
@@ -340,9 +294,28 @@ class WeightSender:
             slot.busy = None
             self._changed.notify_all()
 
-    def _leave(self, slot: _ServerSlot) -> None:
+    def _leave(self, slot: ServerSlot) -> None:
         slot.failure = ""
         try:
             slot.link.close(CLOSE_SECONDS)
         except WeightSyncError as error:
             slot.failure = str(error)
+
+    def _withdraw(self, slot: ServerSlot) -> None:
+        """Announce that a server leaves. If that fails, its clients notice when it stops."""
+        try:
+            self._on_leave(slot.link.server)
+        except RollcallError as error:
+            log.warning("%s leaves, which could not be announced: %s", slot.link.server, error)
+
+    def _forget(self, slot: ServerSlot) -> None:
+        """Release everything that was kept for a server that has left, in this process and on the other ranks."""
+        with self._changed:
+            self._slots.remove(slot)
+            self._threads = [thread for thread in self._threads if thread.name != slot.link.server]
+            self._changed.notify_all()
+        log.info("%s has left%s", slot.link.server, f": {slot.failure}" if slot.failure else "")
+        try:
+            self._orders.give(Order(kind="leave", server=slot.link.server))
+        except WeightSyncError as error:  # the store is lost, and every rank ends its threads
+            log.warning("%s: %s", slot.link.server, error)

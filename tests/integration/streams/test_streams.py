@@ -185,3 +185,6 @@ def test_values_are_replaced_and_found_by_prefix(streams: Streams, another: Open
     assert other.get_all("nothing") == {}
     with pytest.raises(StreamError, match="is no int"):
         other.get_json("server/127.0.0.2:80", int)
+    streams.remove("server/127.0.0.2:80")
+    streams.remove("server/127.0.0.2:80")
+    assert list(other.get_all("server/")) == ["server/127.0.0.3:80"]

@@ -78,6 +78,7 @@ def a_sender(
     told: Changes | OnChange,
     patience: float = 0.5,
     lora: LoraConfig | None = None,
+    on_leave: Callable[[str], None] = lambda server: None,
     **settings: float,
 ) -> Iterator[WeightSender]:
     on_change = (lambda *change: told.append(change)) if isinstance(told, list) else told
@@ -85,7 +86,7 @@ def a_sender(
     with hold_port() as holder:
         meeting = MeetingPoint("127.0.0.2", holder.getsockname()[1], "s3cret")
         config = InferenceConfig.model_validate(settings)
-        with WeightSender(names, meeting, config, patience, on_change, lora) as sender:
+        with WeightSender(names, meeting, config, patience, on_change, lora, on_leave=on_leave) as sender:
             yield sender
 
 
@@ -292,3 +293,45 @@ def test_without_any_server_publishing_fails_and_says_who_is_missing() -> None:
         nobody = WeightSender(["127.0.0.9:9"], meeting, InferenceConfig(), 1, lambda server, version: None)
         with nobody as sender, refused:
             sender.publish(0, [])
+
+
+def test_a_server_that_joins_gets_the_newest_weights_and_no_version_waits_for_it() -> None:
+    with two_servers() as (own, joining), a_sender(own.endpoint, [], 10) as sender:
+        bring_all(sender, 1)
+        with joining.held("/update_weights") as asked:
+            assert sender.add(joining.endpoint)
+            assert not sender.add(joining.endpoint), "it has joined already"
+            assert asked.wait(10)
+            assert list(sender.publish(2, WEIGHTS).servers) == [own.endpoint]
+        wait_for("the server to join", lambda: sender.versions() == {own.endpoint: 2, joining.endpoint: 2}, 10)
+        assert sorted(sender.publish(3, WEIGHTS).servers) == sorted([own.endpoint, joining.endpoint])
+
+
+def test_a_server_leaves_in_the_middle_of_an_update_and_may_join_again() -> None:
+    left: list[str] = []
+    with two_servers() as (own, leaving):
+        threads = threading.active_count()
+        with a_sender([own.endpoint, leaving.endpoint], [], 10, on_leave=left.append) as sender:
+            bring_all(sender, 1)
+            both = threading.active_count()
+            with leaving.held("/update_weights") as asked:
+                sender.start(2, WEIGHTS)
+                assert asked.wait(10)
+                sender.remove(leaving.endpoint)
+                report = sender.wait_until_synced()
+                assert (list(report.servers), report.failures) == ([own.endpoint], {})
+                assert not sender.add(leaving.endpoint), "its update has not ended"
+            wait_for("the server to leave", lambda: sender.versions() == {own.endpoint: 2}, 10)
+            assert left == [leaving.endpoint]
+            wait_for("its thread to end", lambda: threading.active_count() < both, 10)
+            assert sender.add(leaving.endpoint)
+            bring_all(sender, 3)
+            assert sender.close() == []
+        wait_for("all threads to end", lambda: threading.active_count() == threads, 10)
+
+
+def test_a_server_of_an_earlier_trainer_leaves_at_once() -> None:
+    left: list[str] = []
+    with a_sender("127.0.0.9:9", [], on_leave=left.append) as sender:
+        sender.remove("127.0.0.7:7")
+        assert left == ["127.0.0.7:7"]

@@ -1,5 +1,6 @@
 """Requests that are cut off: by their time limit, or with a lost server. No sample starts over because it is long."""
 
+import asyncio
 from typing import Any
 
 from aiohttp import web
@@ -61,3 +62,32 @@ def test_a_turn_that_ends_before_its_piece_does_is_asked_for_once() -> None:
     script = Script([always(choice([7, 2], "stop"))])
     assert [part.tokens for part in run(story(script))] == [(7, 2)]
     assert len(script.bodies) == 1
+
+
+def test_a_request_on_a_server_that_leaves_is_continued_elsewhere_with_the_tokens_it_has() -> None:
+    async def story() -> tuple[list[Completion], InferenceClient]:
+        async with client_and(leaving, staying) as client:
+            client.follow({leaving.endpoint: 5, staying.endpoint: None})
+            asked = asyncio.create_task(ask(client))
+            while not leaving.bodies:
+                await asyncio.sleep(0.01)
+            client.follow({staying.endpoint: 5})
+            return await asked, client
+
+    leaving = Script([])
+    leaving.answers, staying = [leaving.slowly], Script([works])
+    (completion,), client = run(story())
+    assert [body["token_ids"] for body in staying.bodies] == [[1, 2, 3, 7]]
+    assert (completion.tokens, completion.server) == ((7,) * 4, staying.endpoint)
+    assert client.retries == {"aborted": 1}, "the server answered: nothing was lost"
+    assert [name for name in client.numbers() if name.startswith("idle/")] == [f"idle/{staying.endpoint}"]
+
+
+def test_a_server_that_was_never_posted_does_not_count_as_one_that_left() -> None:
+    async def story() -> list[Completion]:
+        async with client_and(own) as client:
+            client.follow({})
+            return await ask(client)
+
+    own = Script([works])
+    assert [completion.server for completion in run(story())] == [own.endpoint]

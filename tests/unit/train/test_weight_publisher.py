@@ -7,8 +7,9 @@ import torch
 
 from pipeline.inference.weight_sync.publication import Publication, SenderSettings
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
+from pipeline.inference.weight_sync.sync_round import SyncReport
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
-from pipeline.inference.weight_sync.weight_sender import SyncReport, WeightSender
+from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_publication import ReportedSource
 from pipeline.train.loop.weight_publisher import WeightPublisher
