@@ -27,6 +27,8 @@ names that its owner's module defines. Pure: creates no directory and reads no f
       aside/<number>/                     the previous contents after resume=scratch, or rows that only a damaged
                                           checkpoint covered
       live.lock  job.lock                 held by its launcher, and by its job while the job runs
+      attached/<number>/                  a job that serves the run in addition to its own: run.json, config.json,
+                                          job.json, job.lock, submitit/, rendezvous/ and attempts/ as those of a run
       rollouts/train/  rollouts/eval/     samples that are saved for inspection
       metrics.jsonl  ledger.jsonl  report.html  finished.json
       evaluation.json  benchmark/         in a run that only evaluates: its results, and the files of its command
@@ -43,6 +45,7 @@ from pathlib import Path
 RUN, SWEEP, METRICS, CHECKPOINTS, MODEL = "run.json", "sweep.json", "metrics.jsonl", "checkpoints", "model"
 CONFIG, WORLD = "config.json", "world.json"
 RENDEZVOUS = "rendezvous"
+ATTACHED = "attached"
 EVENTS, DOWN, FIRST_FAILURE = "events", "down", "first_failure.json"
 COMMITTED, EXHAUSTED = "committed", "exhausted"
 """Names below an attempt's directory, for code that accesses it as a `pipeline.utils.shared_dir.SharedDir`."""
@@ -309,8 +312,31 @@ class RunPaths:
     def finished(self) -> Path:
         return self.root / "finished.json"
 
+    @property
+    def attached(self) -> Path:
+        """The folder of the jobs that serve the run in addition to its own."""
+        return self.root / ATTACHED
+
     def attempt(self, run_id: str, attempt: str) -> AttemptPaths:
         return AttemptPaths(self.root, run_id, attempt)
+
+
+@dataclass(frozen=True)
+class AttachedPaths(RunPaths):
+    """Files of a job that is attached to a run, `<run>/attached/<number>/`: as those of a run, but with its code."""
+
+    @property
+    def served(self) -> RunPaths:
+        """The run that the job serves."""
+        return RunPaths(self.root.parent.parent)
+
+    @property
+    def number(self) -> int:
+        return int(self.root.name)
+
+    @property
+    def code(self) -> Path:
+        return self.served.code
 
 
 @dataclass(frozen=True)

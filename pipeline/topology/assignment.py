@@ -25,7 +25,7 @@ def assign(
     filled = sorted(_fill(plan, ordered), key=lambda pair: pair[0])
     if len(filled) < len(plan.bundles):
         raise RendezvousError(_shortage(plan, ordered, filled))
-    placements = tuple(placement for rank, bundle in filled for placement in _bundle_placements(bundle, by_rank[rank]))
+    placements = tuple(placement for rank, bundle in filled for placement in bundle_placements(bundle, by_rank[rank]))
     return World(run_id=run_id, attempt=attempt, epoch=epoch, leader=leader, secret=secret, placements=placements)
 
 
@@ -109,7 +109,7 @@ def _needs(process: RoleProcess) -> tuple[RoleName, int, int, int]:
     return process.role, process.index, process.ports, process.gpus
 
 
-def _bundle_placements(bundle: NodeBundle, node_info: NodeInfo) -> Iterable[Placement]:
+def bundle_placements(bundle: NodeBundle, node_info: NodeInfo) -> Iterable[Placement]:
     """The placements of a bundle's processes on a node record's rank, with its ports and GPUs in order."""
     ports = iter(node_info.ports)
     for process, gpus in zip(bundle.roles, bundle.gpu_ranges(), strict=True):

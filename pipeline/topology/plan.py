@@ -172,6 +172,12 @@ def make_plan(config: RunConfig) -> Plan:
     return Plan(ranks=_ranks(config.resources, bundles), bundles=tuple(bundles))
 
 
+def make_servers_plan(config: RunConfig) -> Plan:
+    """The plan of a job that consists of the servers of `resources.inference`."""
+    bundles = _inference_bundles(config.resources)
+    return Plan(ranks=len(bundles), bundles=tuple(bundles))
+
+
 def _bundles(config: RunConfig) -> list[NodeBundle]:
     resources = config.resources
     if config.serve.enabled:  # the gateway runs on the machine of the launcher

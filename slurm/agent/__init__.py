@@ -3,6 +3,7 @@
 | module | owns |
 |---|---|
 | `agent` | one rank, from its start to its end |
+| `attached_agent` | one node of an attached job: servers that join the attempts of a run |
 | `supervisor`, `role_process` | the roles of a rank: started, monitored, stopped; the state of one role |
 | `recovery_policy` | which end of a role is followed by its restart in place, and how often |
 | `fault_injection` | the faults that a user planned, injected once each |

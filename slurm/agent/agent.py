@@ -91,7 +91,7 @@ def run_agent(run: RunPaths, environment: Environment, notice: StopRequest) -> E
 def _attempt(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest) -> End:
     with ExitStack() as resources:  # held until no descendant that may use them runs
         try:
-            _make_folders(paths)
+            make_folders(paths)
             end = _run_attempt(run, paths, environment, notice, resources)
         except Exception as error:
             _record_failure(paths, environment.rank, error)
@@ -100,11 +100,11 @@ def _attempt(run: RunPaths, paths: AttemptPaths, environment: Environment, notic
             subprocesses.end_descendants()
             mark_down(FileSharedDir(paths.root), environment.rank)
     if end == "failed":
-        raise RollcallError(_first_failure(paths))
+        raise RollcallError(first_failure_text(paths))
     return end
 
 
-def _make_folders(paths: AttemptPaths) -> None:
+def make_folders(paths: AttemptPaths) -> None:
     """Create the folders in which ranks read each other's files, before any rank reads them.
 
     A client of a shared file system may cache a folder's absence.
@@ -113,7 +113,7 @@ def _make_folders(paths: AttemptPaths) -> None:
         retry_transient(str(folder), partial(folder.mkdir, parents=True, exist_ok=True), FINAL_WRITE_TIMEOUT)
 
 
-def _first_failure(paths: AttemptPaths) -> str:
+def first_failure_text(paths: AttemptPaths) -> str:
     """The first failure of a failed attempt, in one line."""
     attempt = FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)
     failure, event = attempt.read(FIRST_FAILURE, FirstFailure), Events(paths, attempt).get("failed")
@@ -200,7 +200,7 @@ def _meet(
     plan, interface = make_plan(config), environment.interface
     if environment.ranks != plan.ranks:
         raise RendezvousError(f"the job has {environment.ranks} ranks and the plan {plan.ranks}; submit the run again")
-    gpus, unfit = _find_node(paths, plan, environment, resources)
+    gpus, unfit = find_node(paths, plan, environment, resources)
     holders = [resources.enter_context(subprocesses.hold_port()) for _ in range(plan.ports_per_rank)]
     addresses, token = environment.addresses_on(config.cluster.network), secrets.token_hex(16)
     if len(addresses) == 1:
@@ -230,7 +230,7 @@ def _meet(
         )
 
 
-def _find_node(
+def find_node(
     paths: AttemptPaths, plan: Plan, environment: Environment, resources: ExitStack
 ) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """The GPUs that this rank may use, and the node's problems.

@@ -73,6 +73,11 @@ class LocalNodesExecutor(LocalExecutor):
         )
         return LocalJob(self.folder, str(controller.pid), tasks=list(range(ranks)), process=controller)
 
+    @property
+    def code(self) -> int | None:
+        """The exit code of the controller; None while it runs."""
+        return self._controller.poll() if self._controller is not None else None
+
     def kill(self) -> None:
         """Kill the job at once: the kernel ends its agents with the controller, and every role with its agent."""
         if self._controller is not None:

@@ -21,7 +21,6 @@ from pipeline.roles.role_context import read_config
 from pipeline.run.events import LAUNCHER, Events
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import FIRST_FAILURE, RunPaths, down_mark
-from pipeline.topology.plan import make_plan
 from pipeline.utils.fork_server import VARIABLE
 from pipeline.utils.fs_retry import DeferredWrites
 from pipeline.utils.shared_dir import FileSharedDir
@@ -32,7 +31,7 @@ from slurm.agent.agent_heartbeat import agent_name
 from slurm.agent.liveness import STOPPED_SECONDS, StoppedProcesses
 from slurm.agent.node_forks import node_forks, roles_of
 from slurm.agent.supervisor import max_shutdown_seconds
-from slurm.registry import run_registry
+from slurm.registry import attached_jobs, run_registry
 from slurm.scheduler.local.local_environment import launcher_process
 
 _PAUSE = 0.1
@@ -132,9 +131,9 @@ class LocalController(Controller):
 
 def main() -> int:
     adopt_orphans()
-    folder, run, attempt = Path(sys.argv[1]), RunPaths(Path(sys.argv[2])), sys.argv[3]
+    folder, run, attempt = Path(sys.argv[1]), attached_jobs.paths_at(Path(sys.argv[2])), sys.argv[3]
     config = read_config(run)
-    plan = make_plan(config)
+    plan = attached_jobs.plan_of(run, config)
     with run_registry.held_by_job(run), node_forks(config, roles_of(plan, range(plan.ranks))) as forks:
         os.environ[VARIABLE] = forks  # all virtual nodes share one server
         controller = LocalController(folder, run, attempt, launcher_process())

@@ -20,13 +20,13 @@ from pipeline.config.cluster_keys import ClusterConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError, one_line
 from pipeline.observability.run_history import read_history
-from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.run.paths import AttachedPaths, AttemptPaths, RunPaths
 from pipeline.run.run_documents import Outcome
 from pipeline.topology.plan import make_plan
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.batch.attempt_summary import AttemptSummary, summarize_attempt
-from slurm.registry import run_registry
+from slurm.registry import attached_jobs, run_registry
 from slurm.scheduler.scheduler_protocol import CALL_SECONDS, OUT_OF_TIME, OWNED, JobQueue, QueuedJob
 from slurm.scheduler.scheduler_registry import batch_attempt
 
@@ -223,7 +223,9 @@ def main(arguments: Sequence[str]) -> int:
     """Conclude the attempt. Returns the job's exit code: 0 only for a finished run, so no other end is COMPLETED."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # meant for the agents, which have exited
         signal.signal(number, signal.SIG_IGN)
-    run, code = RunPaths(Path(arguments[0])), int(arguments[1])
+    run, code = attached_jobs.paths_at(Path(arguments[0])), int(arguments[1])
+    if isinstance(run, AttachedPaths):  # it joins an attempt whenever it runs: there is nothing to resume or decide
+        return 1 if code else 0
     scheduler, job, restart = batch_attempt()
     try:
         (owner,) = _ask_until("the run's job to be readable", lambda: (run_registry.owns(run, job),), CLOCK)

@@ -18,13 +18,14 @@ from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import RollcallError, SchedulerError
 from pipeline.observability.run_history import attempt_names, find_run
 from pipeline.run.events import Events
-from pipeline.run.paths import RunPaths, SweepPaths
+from pipeline.run.paths import AttachedPaths, RunPaths, SweepPaths
 from pipeline.run.run_documents import RunIdentity
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.supervisor import max_shutdown_seconds
 from slurm.batch.executors import LOST_SECONDS
 from slurm.registry import file_locks, run_registry, sweep_manifest
+from slurm.registry.attached_jobs import mark_ended, title, unfinished_jobs
 from slurm.scheduler.scheduler_protocol import SUBMIT_SECONDS, Connect
 from slurm.scheduler.scheduler_registry import connect_scheduler
 
@@ -116,35 +117,36 @@ def _patience(run: RunPaths) -> float:
 
 
 def cancel(named: Sequence[RunPaths], connect: Connect, clock: Clock = CLOCK) -> int:
-    """Request the end of these runs' jobs and wait until all are over. Returns 1 if any request or wait failed.
+    """Request the end of these runs' jobs, and of those attached to them, and wait until all are over.
 
-    A failed request does not prevent the others. `connect` is called only if a run may have a queued job.
+    Returns 1 if any request or wait failed. A failed request does not prevent the others. `connect` is called only if a
+    run may have a queued job.
     """
     requests, code = _cancel(named, connect, clock)
     if not (requests or code):
-        print(f"nothing to cancel: no job of {', '.join(run.root.name for run in named)} is live")
+        print(f"nothing to cancel: no job of {', '.join(map(title, named))} is live")
     return code
 
 
 def _cancel(named: Sequence[RunPaths], connect: Connect, clock: Clock) -> tuple[int, int]:
     """The number of requested ends, and 1 if any request or wait failed, else 0."""
     endings, failed = [], 0
-    for run in named:
+    for run in [job for owner in named for job in (owner, *unfinished_jobs(owner))]:
         try:
             ending = request_end(run, connect)
         except (RollcallError, OSError) as error:
             failed += 1
-            print(f"error: {run.root.name}: {error}", file=sys.stderr)
+            print(f"error: {title(run)}: {error}", file=sys.stderr)
             continue
         if ending is not None:
             endings.append(ending)
-            print(f"{run.root.name}: {ending.requested}", flush=True)
+            print(f"{title(run)}: {ending.requested}", flush=True)
     for ending in endings:
         try:
-            wait_for(f"{ending.run.root.name} to end", _answered(ending), _patience(ending.run), clock=clock)
+            wait_for(f"{title(ending.run)} to end", _answered(ending), _patience(ending.run), clock=clock)
         except (RollcallError, OSError) as error:
             failed += 1
-            print(f"error: {ending.run.root.name}: {error}", file=sys.stderr)
+            print(f"error: {title(ending.run)}: {error}", file=sys.stderr)
             continue
         print(_over(ending.run), flush=True)
     return len(endings), 1 if failed else 0
@@ -163,6 +165,9 @@ def _answered(ending: Cancellation) -> Callable[[], bool]:
 
 
 def _over(run: RunPaths) -> str:
+    if isinstance(run, AttachedPaths):
+        mark_ended(run)
+        return f"{title(run)}: over"
     return f"{run.root.name}: over; {log_newest(run, 'it can be resumed from {}', 'it had no checkpoint yet')}"
 
 

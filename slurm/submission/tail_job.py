@@ -66,19 +66,12 @@ def conclude_job(job: RunJob, clock: Clock = CLOCK) -> int:
     refresh_listing(job.run)
     if job.state in MAY_BE_FINISHED:
         _await_end(job, clock)
-    attempt = last_attempt(job.run, job.job_id)
+    attempt = run_registry.last_attempt(job.run, job.job_id)
     if attempt is not None or is_finished(job.run):
         named = attempt or job.run.attempt(run_registry.identity(job.run).run_id, f"{job.job_id}-0")
         return conclude_run(job.run, named, [], job.state)
     print(f"job {job.job_id} ended before it started ({job.state}); the same command submits it again", file=sys.stderr)
     return exit_code(signal.SIGTERM) if job.state == CANCELLED else 1
-
-
-def last_attempt(run: RunPaths, job: str) -> AttemptPaths | None:
-    """The job's newest attempt; None before the first one."""
-    pairs = [folder.name.rpartition("-") for folder in run.attempts.glob(f"{job}-*")]
-    restarts = [int(restart) for of, _, restart in pairs if of == job and restart.isdecimal()]
-    return run.attempt(run_registry.identity(run).run_id, f"{job}-{max(restarts)}") if restarts else None
 
 
 def _await_end(job: RunJob, clock: Clock) -> None:
@@ -87,7 +80,7 @@ def _await_end(job: RunJob, clock: Clock) -> None:
 
     def shows() -> bool:
         refresh_listing(job.run)
-        attempt = last_attempt(job.run, job.job_id)
+        attempt = run_registry.last_attempt(job.run, job.job_id)
         outcome = _outcome(attempt) if attempt is not None else None
         return is_finished(job.run) or (outcome is not None and outcome.decision != "requeued")
 

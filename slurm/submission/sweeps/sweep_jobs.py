@@ -15,7 +15,7 @@ from slurm.batch.executors import RunJob
 from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import JobQueue
 from slurm.submission.local_job import LocalJob, refuse_lacking_gpus
-from slurm.submission.tail_job import conclude_job, conclude_run, last_attempt
+from slurm.submission.tail_job import conclude_job, conclude_run
 
 
 class TrialJob(Protocol):
@@ -81,7 +81,7 @@ class RemoteTrialJob:
 
     def conclude(self) -> int:
         job = run_registry.submitted_job(self.run)
-        attempt = last_attempt(self.run, job.job) if job is not None else None
+        attempt = run_registry.last_attempt(self.run, job.job) if job is not None else None
         return conclude_run(self.run, attempt, []) if attempt is not None else 1
 
 

@@ -16,9 +16,10 @@ from pipeline.run.run_documents import Finished, Outcome, RunIdentity
 from pipeline.utils import shared_files
 from pipeline.utils.shared_dir import FileSharedDir
 from slurm.batch.executors import RunJob
+from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import PENDING, RUNNING
 from slurm.submission.launcher_signals import describe
-from slurm.submission.tail_job import conclude_job, conclude_run, follow_job, last_attempt, run_title
+from slurm.submission.tail_job import conclude_job, conclude_run, follow_job, run_title
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -98,10 +99,10 @@ def begin(run: RunPaths, name: str) -> AttemptPaths:
 def test_a_job_that_was_requeued_is_told_by_its_newest_attempt(run: RunPaths) -> None:
     for name in ("7-9", "7-10", "17-11", "70-12", "7-x"):
         begin(run, name)
-    newest = last_attempt(run, "7")
+    newest = run_registry.last_attempt(run, "7")
     assert newest is not None
     assert newest.attempt == "7-10"
-    assert last_attempt(run, "1") is None
+    assert run_registry.last_attempt(run, "1") is None
 
 
 def test_a_job_cancelled_in_the_queue_can_be_submitted_again(
