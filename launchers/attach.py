@@ -1,6 +1,6 @@
 """Add servers to a running run: `python launchers/attach.py run=<name or directory> servers=2 [cluster.partition=…]`.
 
-They run in a job of their own, in the queue or below this command, and leave when the run ends. `nodes=1` places them
+They run in a separate job, in the queue or below this command, and leave when the run ends. `nodes=1` places them
 on one node; `--dry-run` shows the job. `launchers/detach.py` removes them.
 """
 

@@ -194,7 +194,8 @@ def _trainer_processes_have_one_gpu(config: RunConfig) -> None:
         raise ConfigError("resources.trainer.gpus", gpus, "0 or 1 for each process of the trainer", hint)
 
 
-def _queue_keys_need_a_queue(config: RunConfig) -> None:
+def check_queue_keys(config: RunConfig) -> None:
+    """Raise `ConfigError` for a key of the queue in a job without one."""
     if not config.cluster.on_this_machine:
         if config.cluster.max_jobs and (dependency := config.cluster.sbatch.get("dependency")):
             expected = "no other dependency with cluster.max_jobs, which makes each job wait for an earlier one"
@@ -342,7 +343,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     context_divides_a_replica,
     experts_divide_a_replica,
     _shared_gpus_have_room,
-    _queue_keys_need_a_queue,
+    check_queue_keys,
     _hetjob_needs_aux_nodes,
     _changed_keys_are_read,
     correction_has_old_logprobs,

@@ -49,6 +49,8 @@ the server for what its requests have sampled. A request that is slower is repea
 RECORD_SECONDS = 10.0
 """Interval at which a ready server's record is written again if it is gone: a trainer forgets unreachable servers."""
 _LOOK_SECONDS = 0.5
+_OBSERVED_RANKS = 4
+"""Ranks of the run's job whose heartbeats show that the attempt runs. A single one may be lost and replaced."""
 
 
 @dataclass(frozen=True)
@@ -206,14 +208,16 @@ def current_attempt(job: AttachedPaths) -> AttemptPaths | None:
 
 
 class AttemptWatch:
-    """Whether the attempt that is served has ended: by its events, by a later attempt, or by its leader's silence."""
+    """Whether the attempt that is served has ended: by its events, by a later attempt, or by its agents' silence."""
 
     def __init__(
         self, job: AttachedPaths, attempt: AttemptPaths, world: World, config: RunConfig, clock: Clock = CLOCK
     ) -> None:
         seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
         self._job, self._attempt, self._clock = job, attempt, clock
-        self._events, self._leader = Events(attempt), NeighborCheck(attempt, world.leader, seconds, clock)
+        self._events = Events(attempt)
+        ranks = sorted({placement.rank for placement in world.placements})[:_OBSERVED_RANKS]
+        self._agents = [NeighborCheck(attempt, rank, seconds, clock) for rank in ranks]
         self._looks, self._silence = Deadline("a look", 0.0, clock), Deadline("a look", 0.0, clock)
 
     def end(self) -> str:
@@ -226,7 +230,8 @@ class AttemptWatch:
                 return f"attempt {self._attempt.attempt}: {next(iter(events.values())).why}"
             if self._silence.passed:
                 self._silence = Deadline("a look", TOUCH_SECONDS, self._clock)
-                return self._superseded() or self._leader.look()
+                silences = [agent.look() for agent in self._agents]
+                return self._superseded() or (silences[0] if all(silences) else "")
         return ""
 
     def _superseded(self) -> str:

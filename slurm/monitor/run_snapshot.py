@@ -35,6 +35,7 @@ class RoleLine:
         since: start of the state, in seconds since the epoch; 0 before the role started.
         silent: since when its rank has no heartbeat, in seconds since the epoch; 0 while it has one.
         restarts: the reason of each restart in place, the oldest first.
+        attached: the number of the attached job to which it belongs; 0 for a role of the run's own job.
     """
 
     name: str
@@ -45,6 +46,7 @@ class RoleLine:
     detail: str
     silent: float = 0.0
     restarts: tuple[str, ...] = ()
+    attached: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Snapshot:
         state: the state of the newest attempt and its job; see `pipeline.observability.run_status`.
         job: the scheduler's job; None for a local run.
         began: the start of the attempt's first role; 0 before.
-        roles: by rank, then in start order.
+        roles: by rank, then in start order; the servers of attached jobs are last.
         silent: the ranks without a heartbeat, with the time of their last one.
         past: the ended attempts, oldest first.
         progress: the progress of the training job; None before its first step.
@@ -195,8 +197,12 @@ def compose_snapshot(
     alive: bool | None,
     job: JobLine | None,
     now: float,
+    attached: Sequence[RoleLine] = (),
 ) -> Snapshot:
-    """Compose the snapshot from the run's records. An attempt of an earlier job than `submitted` counts as ended."""
+    """Compose the snapshot from the run's records. An attempt of an earlier job than `submitted` counts as ended.
+
+    `attached` are the servers of attached jobs, which count only while the attempt is under way.
+    """
     newest = current_state(attempt, submitted)
     state = state_of(newest, submitted, rows, finished=finished, alive=alive)
     if attempt and (attempt.outcome or newest is None):
@@ -213,7 +219,7 @@ def compose_snapshot(
         state=state,
         job=job,
         began=newest.span[0] if newest and newest.span else 0.0,
-        roles=_roles(newest, silent) if newest else (),
+        roles=(*role_lines(newest, silent), *(() if state in ENDED else attached)) if newest else (),
         silent=silent,
         past=tuple(past),
         progress=_progress(rows, training_rows(newest, rows) if state == "training" else [], config),
@@ -238,7 +244,8 @@ def past_of(attempt: Attempt) -> PastAttempt:
     return PastAttempt(attempt.name, began, ended - began, end or "cut off", why)
 
 
-def _roles(attempt: Attempt, silent: Mapping[int, float]) -> tuple[RoleLine, ...]:
+def role_lines(attempt: Attempt, silent: Mapping[int, float]) -> tuple[RoleLine, ...]:
+    """The roles of an attempt; `silent` as in `Snapshot`."""
     placements = {other.name: other for other in attempt.world.placements} if attempt.world else {}
     states = attempt.states
     lines = []

@@ -18,6 +18,7 @@ from pipeline.run.paths import RunPaths
 from pipeline.run.run_documents import RunIdentity, SubmittedJob
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock
+from slurm.monitor.attached_lines import AttachedLines
 from slurm.monitor.run_snapshot import JobLine, PastAttempt, Snapshot, compose_snapshot, past_of
 from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import Connect
@@ -46,6 +47,7 @@ class Watcher:
         """
         self._run, self._attempt = RunPaths(root), attempt
         self._rows = RowReader(self._run.metrics)
+        self._attached = AttachedLines(self._run)
         self._config: RunConfig | None = None
         self._over: dict[str, PastAttempt] = {}
         self._readers: dict[str, AttemptReader] = {}
@@ -64,6 +66,7 @@ class Watcher:
         name = self._attempt or next(reversed(names), "")
         attempt = self._read(name) if name else None
         past = [self._past(other) for other in names if other != name]
+        attached = self._attached.look(name, time.time()) if name else ()
         finished, alive = is_finished(self._run), run_registry.is_live_here(self._run) if job is None else None
 
         def composed(job: JobLine | None) -> Snapshot:
@@ -78,6 +81,7 @@ class Watcher:
                 alive=alive if job is None else job.live,
                 job=job,
                 now=time.time(),
+                attached=attached,
             )
 
         now = composed(job)

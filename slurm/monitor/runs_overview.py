@@ -40,6 +40,7 @@ class RunSummary:
         attempts: the number of attempts.
         age: seconds since the run was created; None before.
         failure: why the run failed, was refused, or cannot be read, in one line.
+        attached: the number of its attached servers that are ready.
     """
 
     sweep: str
@@ -56,6 +57,7 @@ class RunSummary:
     attempts: int = 0
     age: float | None = None
     failure: str = ""
+    attached: int = 0
 
     @property
     def path(self) -> str:
@@ -177,6 +179,7 @@ class Overview:
             attempts=len(attempt_names(run.paths)),
             age=time.time() - run.identity.created if run.identity else None,
             failure=_failure_text(run, now, live),
+            attached=sum(role.attached > 0 and role.state == "ready" for role in now.roles),
         )
 
     def _watcher(self, run: _Run) -> Watcher:

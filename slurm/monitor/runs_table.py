@@ -254,7 +254,7 @@ def cells_of(line: RunSummary) -> tuple[str, ...]:
         line.path,
         line.job or "—",
         line.scheduler or "—",
-        line.state,
+        line.state + (f" +{line.attached}" if line.attached else ""),
         _step(line),
         number(line.reward, ".3f"),
         number(line.accuracy, ".3f"),

@@ -97,7 +97,8 @@ def _roles_table(snapshot: Snapshot) -> RenderableType:
         restarts = f"restarts in place: {len(role.restarts)}" if role.restarts and role.state == "ready" else ""
         quiet = "; ".join(filter(None, (role.detail, restarts)))
         detail = Text(silence, UNSURE) if silence else Text(quiet, "bright_black")
-        table.add_row(role.name, str(role.rank), role.address, _role_state(role, snapshot), since, detail)
+        rank = f"+{role.attached}" if role.attached else str(role.rank)
+        table.add_row(role.name, rank, role.address, _role_state(role, snapshot), since, detail)
     if len(shown) < len(snapshot.roles):
         table.add_row(Text(f"and {len(snapshot.roles) - len(shown)} more, ready", "bright_black"))
     return table

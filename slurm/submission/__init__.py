@@ -7,7 +7,7 @@
 | `declined_options` | options and keys of Hydra and submitit that have another spelling here |
 | `submission_warnings` | warnings and checks before a start |
 | `tail_job` | a job from its submission to its end |
-| `attach_servers`, `detach_servers` | servers that join a running run, in jobs of their own; their end |
+| `attach_servers`, `detach_servers` | servers that join a running run, in separate jobs; their end |
 | `cancel_runs` | ending runs and sweeps from outside |
 | `submit_sweep`, `sweep_trials` | many runs; each trial, prepared and claimed |
 | `sweeps/` | Hydra's sweepers, driving runs |

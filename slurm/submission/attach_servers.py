@@ -1,6 +1,6 @@
 """Attaching servers to a running run.
 
-Owns the submission of an attached job: servers that join a running run, as a job of their own in the queue, or on this
+Owns the submission of an attached job: servers that join a running run, as a separate job in the queue, or on this
 machine below the launcher. Promises that nothing is started unless the run can use the servers, and that the run's own
 job is never touched. `slurm.agent.attached_agent` is what the job executes.
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import RunConfig, load_config
+from pipeline.config.cross_checks import check_queue_keys
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError, RollcallError, RunStateError
 from pipeline.observability.run_history import find_run
@@ -150,6 +151,7 @@ def attached_config(served: RunConfig, number: int, request: Request) -> RunConf
     """The config of an attached job: that of the run, with servers only, and with the user's cluster keys."""
     tree = compose_over(served.model_dump(mode="json"), request.overrides)
     config = load_config(tree)
+    check_queue_keys(config)
     per_node = min(request.servers, _servers_per_node(served))
     nodes = request.nodes or -(-request.servers // per_node)
     if request.servers % nodes:

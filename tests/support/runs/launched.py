@@ -189,7 +189,7 @@ class Launched:
     def _held(self) -> list[tuple[str, int]]:
         """The ports of the run that are not free. A process that started after the last look at the launcher's children
         is in no list of theirs, and may still be ending."""
-        return [place for place in self.ports() if not _is_free(*place)]
+        return [place for place in self.ports() if not is_free(*place)]
 
     def _left(self) -> str:
         processes = [" ".join(_cmdline(process)[:6]) for process in self.processes()]
@@ -245,7 +245,8 @@ def _cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
-def _is_free(address: str, port: int) -> bool:
+def is_free(address: str, port: int) -> bool:
+    """Whether nothing listens on the port, nor holds it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT hold nothing
         try:
