@@ -162,7 +162,9 @@ class InferenceClient:
                 except TransientError as failure:
                     self.retries[failure.reason] += 1
                     server.backoff.record_failure()
-                    crashes += failure.at_work and await is_dead(self._http, server.endpoint)
+                    # A server that has left may stop under its requests, which are not to blame.
+                    blamed = failure.at_work and not server.leaving.is_set()
+                    crashes += blamed and await is_dead(self._http, server.endpoint)
                 else:
                     server.backoff.record_success()
                     self.retries.update("aborted" for completion in completions if not completion.complete)

@@ -172,9 +172,12 @@ def make_plan(config: RunConfig) -> Plan:
     return Plan(ranks=_ranks(config.resources, bundles), bundles=tuple(bundles))
 
 
-def make_servers_plan(config: RunConfig) -> Plan:
-    """The plan of a job that consists of the servers of `resources.inference`."""
-    bundles = _inference_bundles(config.resources)
+def make_servers_plan(config: RunConfig, first: int = 0) -> Plan:
+    """The plan of a job that consists of the servers of `resources.inference`, the first of which has index `first`."""
+    bundles = [
+        NodeBundle(roles=tuple(msgspec.structs.replace(role, index=role.index + first) for role in bundle.roles))
+        for bundle in _inference_bundles(config.resources)
+    ]
     return Plan(ranks=len(bundles), bundles=tuple(bundles))
 
 

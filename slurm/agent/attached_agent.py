@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, RendezvousError, RollcallError
 from pipeline.roles.role_context import RoleContext, read_config
@@ -25,7 +23,7 @@ from pipeline.run.events import Events
 from pipeline.run.joined_servers import JoinedServer, JoinedServers
 from pipeline.run.paths import AttachedPaths, AttemptPaths
 from pipeline.topology.assignment import bundle_placements
-from pipeline.topology.plan import NodeBundle, NodeInfo, Placement, World, make_servers_plan
+from pipeline.topology.plan import NodeInfo, Placement, World, make_servers_plan
 from pipeline.utils import shared_files, subprocesses
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, FS_OUTAGE_TIMEOUT, retry_transient
 from pipeline.utils.network_interfaces import address_towards
@@ -88,16 +86,13 @@ class AttachedNode:
     ) -> None:
         self._job, self._environment, self._notice = job, environment, notice
         self._config, self._run_id = read_config(job), run_registry.identity(job).run_id
-        plan = make_servers_plan(self._config)
-        bundle = plan.bundles[environment.rank]
-        self._bundle = NodeBundle(
-            roles=tuple(msgspec.structs.replace(process, index=process.index + first) for process in bundle.roles)
-        )
+        plan = make_servers_plan(self._config, first)
+        self._bundle = plan.bundles[environment.rank]
         claimed = job.attempt(self._run_id, environment.attempt)
         gpus, unfit = find_node(claimed, plan, environment, resources)
         if unfit:
             raise RendezvousError(f"this node cannot serve: {', '.join(unfit)}")
-        holders = [resources.enter_context(subprocesses.hold_port()) for _ in range(bundle.ports)]
+        holders = [resources.enter_context(subprocesses.hold_port()) for _ in range(self._bundle.ports)]
         self._ports = tuple(holder.getsockname()[1] for holder in holders)
         self._gpus = tuple(gpu.index for gpu in gpus)
         self._forks = resources.enter_context(node_forks(self._config, ["inference"]))

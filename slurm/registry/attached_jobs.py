@@ -75,13 +75,13 @@ def create_attached(run: RunPaths, number: int, config: RunConfig) -> AttachedPa
     return job
 
 
-def first_index(job: AttachedPaths) -> int:
-    """The index of the job's first server: they follow those of the run and of the jobs attached before.
+def first_index(run: RunPaths, number: int) -> int:
+    """The index of the first server of an attached job: they follow those of the run and of the jobs attached before.
 
     Servers with equal indices would have equal names, and sample with equal seeds.
     """
-    earlier = [other for other in attached_jobs(job.served) if other.number < job.number]
-    return sum(_servers(run) for run in (job.served, *earlier))
+    earlier = [job for job in attached_jobs(run) if job.number < number]
+    return sum(_servers(other) for other in (run, *earlier))
 
 
 def _servers(run: RunPaths) -> int:

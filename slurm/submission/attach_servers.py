@@ -18,6 +18,7 @@ from pipeline.errors import ConfigError, RollcallError, RunStateError
 from pipeline.observability.run_history import find_run
 from pipeline.run.completion import is_finished
 from pipeline.run.paths import AttachedPaths, RunPaths
+from pipeline.run.run_documents import LOCAL
 from pipeline.topology.assignment import describe_plan
 from pipeline.topology.plan import Plan, make_servers_plan
 from pipeline.utils.waiting import CLOCK
@@ -103,7 +104,7 @@ def attach(request: Request, connect: Connect, interrupted: Sequence[object] = (
     served = running_config(run, connect)
     number = attached_jobs.next_number(run)
     config = attached_config(served, number, request)
-    plan = make_servers_plan(config)
+    plan = make_servers_plan(config, first := attached_jobs.first_index(run, number))
     if config.cluster.on_this_machine:
         refuse_lacking_gpus(plan)
         queue = None
@@ -116,11 +117,15 @@ def attach(request: Request, connect: Connect, interrupted: Sequence[object] = (
         print(f"\n{text}" if queue is not None else "", end="", flush=True)
         return 0
     job = attached_jobs.create_attached(run, number, config)
-    agent = AttachedAgent(job.root, attached_jobs.first_index(job))
+    agent = AttachedAgent(job.root, first)
     if queue is None:
         return _run_here(job, plan, agent, interrupted)
     submitted = _executor(job, config, plan, queue, run_registry.identity(job).run_id).submit(agent)
-    run_registry.record_job(job, config.cluster.scheduler, submitted.job_id)
+    try:
+        run_registry.record_job(job, config.cluster.scheduler, submitted.job_id)
+    except BaseException:
+        submitted.cancel()
+        raise
     print(f"submitted job {submitted.job_id}")
     print(f"  watch       python launchers/watch.py run={run_title(run.root)}")
     print(f"  detach      python launchers/detach.py run={run_title(run.root)} job={number}", flush=True)
@@ -187,7 +192,7 @@ def _print_plan(run: RunPaths, number: int, plan: Plan) -> None:
 def _run_here(job: AttachedPaths, plan: Plan, agent: AttachedAgent, interrupted: Sequence[object]) -> int:
     """Run the job below this process until the servers leave; a first signal makes them leave, a second kills them."""
     executor = LocalNodesExecutor(job, plan.ranks)
-    run_registry.record_job(job, "local", executor.job_name)
+    run_registry.record_job(job, LOCAL, executor.job_name)
     handle = executor.submit(agent)
     print("attached; Ctrl-C detaches", flush=True)
     is_leaving = False

@@ -58,7 +58,7 @@ class Attached:
         inference = config.resources.inference.model_copy(update={"nodes": 1, "servers": 2})
         servers = config.model_copy(update={"resources": config.resources.model_copy(update={"inference": inference})})
         self.job: AttachedPaths = attached_jobs.create_attached(self.run.paths, 1, servers)
-        self.first = attached_jobs.first_index(self.job)
+        self.first = attached_jobs.first_index(self.run.paths, 1)
         self._thread = threading.Thread(target=self._serve)
 
     def start(self) -> None:

@@ -28,7 +28,7 @@ from tests.support.runs.launched import PROMPTS, ROOT, Launched, Launches, is_fr
 
 SECONDS = 900.0
 """Deadline of each wait; a trial that exceeds it hangs."""
-SEQUENCES = 1
+SEQUENCES = 8
 CONFIG = (
     "resources.inference.nodes=1",
     "resources.trainer.processes=1",

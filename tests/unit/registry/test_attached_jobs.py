@@ -22,8 +22,8 @@ def test_jobs_are_numbered_and_their_servers_follow_those_before(run: FakeRun) -
     own = run.config.resources.inference.nodes * run.config.resources.inference.servers
     for number in (1, 2):
         assert attached_jobs.next_number(run.paths) == number
-        job = attached_jobs.create_attached(run.paths, number, config)
-        assert attached_jobs.first_index(job) == own + 6 * (number - 1)
+        assert attached_jobs.first_index(run.paths, number) == own + 6 * (number - 1)
+        attached_jobs.create_attached(run.paths, number, config)
     assert [job.number for job in attached_jobs.attached_jobs(run.paths)] == [1, 2]
     with pytest.raises(RunStateError, match="no other command that attaches job 2"):
         attached_jobs.create_attached(run.paths, 2, config)

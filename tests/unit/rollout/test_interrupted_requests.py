@@ -3,10 +3,13 @@
 import asyncio
 from typing import Any
 
+import pytest
 from aiohttp import web
 
+from pipeline.rollout import server_pool
 from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
+from pipeline.utils.poison_request import MAX_SERVER_CRASHES
 from tests.fakes.scripted_server import Script, always, answer, ask, choice, client_and, hangs_up, run, works
 
 
@@ -91,3 +94,33 @@ def test_a_server_that_was_never_posted_does_not_count_as_one_that_left() -> Non
 
     own = Script([works])
     assert [completion.server for completion in run(story())] == [own.endpoint]
+
+
+def test_servers_that_stop_under_a_request_after_they_left_do_not_count_as_its_crashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def dead(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(server_pool, "is_dead", dead)
+    leavers, own = [Script([]) for _ in range(MAX_SERVER_CRASHES)], Script([works])
+    queue = [*leavers, own]
+
+    async def story() -> list[Completion]:
+        async with client_and(*queue) as client:
+
+            def serve_next() -> None:
+                client.follow({script.endpoint: 5 if script is queue[0] else None for script in queue})
+
+            async def leaves(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+                queue.pop(0)
+                serve_next()
+                return await hangs_up(request, body)
+
+            for script in leavers:
+                script.answers = [leaves]
+            serve_next()
+            return await ask(client)
+
+    assert [completion.server for completion in run(story())] == [own.endpoint]
+    assert all(script.bodies for script in leavers)

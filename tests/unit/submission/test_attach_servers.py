@@ -106,7 +106,7 @@ def test_a_dry_run_shows_a_job_of_servers_alone(
     queued(run, scheduler)
     assert attach(a_request(run, 2, 1, "cluster.partition=spot"), lambda _: scheduler) == 0
     said = capsys.readouterr().out
-    assert "demo: attached job 1\n  rank 0: inference.0, inference.1\n" in said
+    assert "demo: attached job 1\n  rank 0: inference.1, inference.2\n" in said
     assert "#SBATCH --job-name=demo-attached-1\n" in said
     assert "#SBATCH --partition=spot\n" in said
     assert "#SBATCH --nodes=1\n" in said
