@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from docs.shapes import LARGER_SHAPES
 from pipeline.config import ModelConfig, RunConfig, load_config
-from pipeline.topology.gpu_memory import CONTEXT, GIB, Sizes, kv_bytes, sequences, server_memory, trainer_memory
+from pipeline.topology.gpu_memory import CONTEXT, GIB, kv_bytes, sequences, server_memory, trainer_memory
 from pipeline.topology.memory_fit import max_gpu_memory_utilization
+from pipeline.topology.sizes import Sizes
 from pipeline.train.model.model_size import sizes_of
 from slurm.submission.compose_config import compose_config
 
@@ -92,7 +93,7 @@ LARGER = (
 )
 """Each fits GPUs of 80 GB, which tests check."""
 
-SAVED = ("reshard_after_forward", "activation_checkpointing")
+SAVED = ("reshard_after_forward", "activation_checkpointing=full")
 MEASURED = (
     Measured("0.6B", 1, 15_600, 39.4),
     Measured("0.6B", 1, 15_600, 9.1, SAVED),
@@ -121,7 +122,8 @@ def sizes_from(settings: dict[str, Any]) -> Sizes:
 def config_of(
     *ways: str, processes: int = 1, gpus: int = 1, tokens: int = TOKENS, memory: str = "", **training: str
 ) -> RunConfig:
-    """A run on GPUs with this memory, with these keys of `training` set, and servers of `gpus` GPUs."""
+    """A run on GPUs with this memory, with these keys of `training` set (`key` or `key=value`), and servers of `gpus`
+    GPUs."""
     return load_config(
         {
             "name": "memory",
@@ -139,7 +141,7 @@ def config_of(
                 "steps": 1,
                 "prompts_per_step": 64,
                 "micro_batch_tokens": tokens,
-                **dict.fromkeys(ways, True),
+                **{key: value or True for key, _, value in (way.partition("=") for way in ways)},
                 **training,
             },
         }

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from pipeline.config.value_types import NotNegative, Positive, Rate, Seconds, Section
 
+Recomputation = Literal["none", "selective", "full"]
+"""Which activations a backward pass recomputes (activation checkpointing)."""
+
 
 class SftPhaseConfig(Section):
     """Supervised fine-tuning, before RL or alone, on `data.*`, or without a data.path on the task's demonstrations.
@@ -89,8 +92,11 @@ class TrainingConfig(Section):
         description="Exclude the tokens of truncated samples from the loss (DAPO's overlong filtering); their rewards "
         "always count.",
     )
-    activation_checkpointing: bool = Field(
-        False, description="Recompute each layer's activations in the backward pass instead of keeping them."
+    activation_checkpointing: Recomputation = Field(
+        "none",
+        description="Activations that the backward pass recomputes instead of keeping them: `none`; `selective`, those "
+        "that are cheap to compute (all but the outputs of attention and of expensive matrix products); or `full`, "
+        "all of each layer.",
     )
     compile: bool = Field(False, description="Compile the model's layers (torch.compile).")
     reshard_after_forward: bool = Field(

@@ -13,6 +13,7 @@ import msgspec
 
 from pipeline.config import RunConfig
 from pipeline.config.value_types import memory_bytes
+from pipeline.topology.sizes import Sizes
 
 GIB = 1 << 30
 
@@ -34,56 +35,6 @@ _ARRIVING = 2
 """Tokens that arrive at a process for its experts, relative to the number under uniform routing."""
 _LOGIT = 12
 """Bytes per logit in the backward pass: the logit, its gradient, and a temporary copy of one of the two."""
-
-
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a model that determine its memory.
-
-    Attributes:
-        parameters, trained: number of all parameters, and of those with gradients.
-        outside_layers: parameters of embedding, head and last norm.
-        layer, layers: parameters of the largest layer, and the number of layers.
-        hidden, vocabulary: the hidden size, and the number of rows of the head.
-        head_trained: whether the head has a gradient.
-        logits: maximum number of logits in memory at a time.
-        activations: bytes per token that eager layers keep for the backward pass; 0 if unknown.
-        experts: parameters of all experts that `training.mesh.ep` can shard.
-        experts_layer: parameters of the experts of the largest layer.
-        experts_of_layer, experts_per_token: number of experts in a layer, and of those that a token is routed to.
-        kv: numbers per token in a server's cache, over `kv_heads` heads, of layers that cache all tokens; 0 if unknown.
-        kv_window: the same for layers that cache only the last `window` tokens.
-        width: bytes of a number in compute type.
-    """
-
-    parameters: int
-    trained: int
-    outside_layers: int
-    layer: int
-    layers: int
-    hidden: int
-    vocabulary: int
-    head_trained: bool
-    logits: int
-    activations: float
-    kv: int
-    kv_heads: int
-    width: int
-    kv_window: int = 0
-    window: int = 0
-    experts: int = 0
-    experts_layer: int = 0
-    experts_of_layer: int = 0
-    experts_per_token: int = 0
-
-    @property
-    def weights(self) -> int:
-        """Bytes of all parameters in compute type, in which they are sent and served."""
-        return self.parameters * self.width
-
-    @property
-    def head(self) -> int:
-        """Number of parameters of the head."""
-        return self.hidden * self.vocabulary
 
 
 class MemoryBudget(msgspec.Struct, frozen=True):
@@ -377,16 +328,24 @@ def _traveling(config: RunConfig, sizes: Sizes, tokens: int) -> int:
 
 def _activation_bytes(config: RunConfig, sizes: Sizes, tokens: int) -> int:
     """Bytes of the activations that are kept for the backward pass."""
-    if config.training.activation_checkpointing:
-        return tokens * sizes.layers * sizes.hidden * sizes.width
-    return int(tokens * sizes.activations * (COMPILED if config.training.compile else 1))
+    if config.training.activation_checkpointing == "none":
+        return int(tokens * sizes.activations * _compiled(config))
+    return int(tokens * (sizes.layers * sizes.hidden * sizes.width + _selected(config, sizes)))
 
 
 def _recomputed_activation_bytes(config: RunConfig, sizes: Sizes, tokens: int) -> int:
-    """Bytes of the activations of the layer that checkpointing recomputes."""
-    if not config.training.activation_checkpointing:
+    """Bytes of the activations of the layer that is recomputed, without those that are kept."""
+    if config.training.activation_checkpointing == "none":
         return 0
-    return int(tokens * sizes.activations / sizes.layers * (COMPILED if config.training.compile else 1))
+    return int(tokens * max(0.0, sizes.activations * _compiled(config) - _selected(config, sizes)) / sizes.layers)
+
+
+def _selected(config: RunConfig, sizes: Sizes) -> float:
+    return sizes.selected if config.training.activation_checkpointing == "selective" else 0.0
+
+
+def _compiled(config: RunConfig) -> float:
+    return COMPILED if config.training.compile else 1.0
 
 
 def _lm_head_bytes(sizes: Sizes, tokens: int) -> int:

@@ -16,7 +16,6 @@ from pipeline.topology.gpu_memory import (
     CONTEXT,
     GIB,
     MemoryBudget,
-    Sizes,
     bytes_beside_engine,
     colocated_bytes,
     dp_shard,
@@ -25,6 +24,7 @@ from pipeline.topology.gpu_memory import (
     trainer_memory,
     trainer_ranks,
 )
+from pipeline.topology.sizes import Sizes
 
 _MIB = 1 << 20
 
@@ -135,9 +135,11 @@ def _hint_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
 _SAVINGS: Sequence[dict[str, Any]] = (
     {"staging_device": "host"},
     {"reshard_after_forward": True},
-    {"activation_checkpointing": True},
-    {"reshard_after_forward": True, "activation_checkpointing": True},
-    {"staging_device": "host", "reshard_after_forward": True, "activation_checkpointing": True},
+    {"activation_checkpointing": "selective"},
+    {"activation_checkpointing": "full"},
+    {"reshard_after_forward": True, "activation_checkpointing": "selective"},
+    {"reshard_after_forward": True, "activation_checkpointing": "full"},
+    {"staging_device": "host", "reshard_after_forward": True, "activation_checkpointing": "full"},
 )
 
 

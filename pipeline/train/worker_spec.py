@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config import ModelConfig, OptimConfig, RunConfig
+from pipeline.config.training_keys import Recomputation
 
 ModelKind = Literal["policy", "critic"]
 
@@ -34,7 +35,7 @@ class ModelSpec:
     optim: OptimConfig | None = None
     steps: int = 1
     seed: int = 0
-    activation_checkpointing: bool = False
+    activation_checkpointing: Recomputation = "none"
     compile: bool = False
     reshard: bool = False
     dp_replicate: int = 1

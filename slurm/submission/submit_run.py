@@ -34,9 +34,10 @@ from pipeline.inference.engine_registry import find_engine
 from pipeline.roles.redis import find_server
 from pipeline.run.paths import RunPaths
 from pipeline.topology.assignment import describe_plan
-from pipeline.topology.gpu_memory import Sizes, describe_memory, describe_mesh, trainer_ranks
+from pipeline.topology.gpu_memory import describe_memory, describe_mesh, trainer_ranks
 from pipeline.topology.memory_fit import check_memory
 from pipeline.topology.plan import Plan, make_plan
+from pipeline.topology.sizes import Sizes
 from pipeline.tracking.tracker_protocol import check_trackers
 from pipeline.train.batching.conversation_rows import ansi_highlight, check_data, first_trainable_row
 from pipeline.train.offline.job_queue import waiting_at

@@ -101,7 +101,7 @@ def ways(dispatch: RankGroup, padded: RankGroup, model: ModelConfig, batch: Batc
         JUDGED: (dispatch, True, {}),
         "worker, rows sent each time": (dispatch, False, {}),
         "worker, padded": (padded, False, {}),
-        "worker, activations recomputed": (dispatch, True, {"activation_checkpointing": True}),
+        "worker, activations recomputed": (dispatch, True, {"activation_checkpointing": "full"}),
         "worker, compiled": (dispatch, True, {"compile": True}),
     }
     if not compiled:

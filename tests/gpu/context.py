@@ -106,7 +106,7 @@ def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]
         kind="policy",
         model=ModelConfig(path=str(given.model), init="random", dtype="bfloat16", max_length=given.length),
         optim=OptimConfig(lr=1e-6),
-        activation_checkpointing=True,
+        activation_checkpointing="full",
         compile=given.compile,
         cp=given.cp,
     )
@@ -186,7 +186,7 @@ def describe(given: argparse.Namespace, model: Path, length: int, ranks: int, cp
             "prompts_per_step": 1,
             "sft": {"steps": 1, "batch": ranks // cp},
             "micro_batch_tokens": length // cp,
-            "activation_checkpointing": True,
+            "activation_checkpointing": "full",
             "compile": given.compile,
             "mesh": {"cp": cp},
         },

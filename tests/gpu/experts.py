@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
+from pipeline.config.training_keys import Recomputation
 from pipeline.errors import TrainingError
 from pipeline.topology.gpu_memory import describe_mesh, trainer_memory
 from pipeline.train.batching.packing import Budget
@@ -78,7 +79,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 ROWS = {"tiny": (4, 32)}
 PLAIN = ("eager", "grouped_mm", "grouped_mm+compiled", EXPERTS, f"{EXPERTS}+compiled", "dense+compiled")
-WORKER = ("worker+compiled", "worker+recomputed", "worker+compiled+recomputed")
+WORKER = ("worker+compiled+recomputed", "worker+compiled+selective", "worker+compiled", "worker+recomputed")
 SPREAD = ("worker+compiled+recomputed+resharded", "worker+compiled+recomputed", "worker+compiled+resharded")
 
 
@@ -182,7 +183,7 @@ def time_ranks(site: RankState, way: str, shape: str, steps: int, folder: str, e
         model=ModelConfig(path=folder, init="random", dtype="bfloat16"),
         optim=OptimConfig(lr=1e-6),
         compile="compiled" in way,
-        activation_checkpointing="recomputed" in way,
+        activation_checkpointing=recomputation(way),
         reshard="resharded" in way,
         ep=ep,
     )
@@ -203,6 +204,11 @@ def time_ranks(site: RankState, way: str, shape: str, steps: int, folder: str, e
         if not dispatch.broken:
             dispatch.remove_model("policy")
     return found
+
+
+def recomputation(way: str) -> Recomputation:
+    """The value of `training.activation_checkpointing` in a way of the worker."""
+    return "full" if "recomputed" in way else "selective" if "selective" in way else "none"
 
 
 def peak_gib(site: RankState) -> float:
@@ -253,7 +259,7 @@ def describe_spread(shape: str, way: str, ep: int, ranks: int) -> str:
                 "sft": {"steps": 1, "batch": rows * ranks},
                 "micro_batch_tokens": rows * length,
                 "compile": "compiled" in way,
-                "activation_checkpointing": "recomputed" in way,
+                "activation_checkpointing": recomputation(way),
                 "reshard_after_forward": "resharded" in way,
                 "mesh": {"ep": ep},
             },

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from pipeline.config import LossConfig, ModelConfig, OptimConfig
+from pipeline.config.training_keys import Recomputation
 from pipeline.train.batching import packing
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch
@@ -46,7 +47,7 @@ class Way:
     plain: bool = False
     compile: bool = False
     packed: bool = True
-    checkpointing: bool = False
+    checkpointing: Recomputation = "none"
     staged: bool = False
     reshard: bool = False
     shared: bool = False
@@ -62,7 +63,7 @@ WAYS = {
     "worker, eager": Way(),
     "plain loop, eager": Way(plain=True),
     "worker, compiled, padded": Way(compile=True, packed=False),
-    "worker, compiled, activations recomputed": Way(compile=True, checkpointing=True),
+    "worker, compiled, activations recomputed": Way(compile=True, checkpointing="full"),
 }
 
 

@@ -38,8 +38,9 @@ class ExpertLoad:
     """The counts of one network's fused experts, and its biases."""
 
     def __init__(self, network: nn.Module) -> None:
-        self._modules = fused_experts(network)
+        self._modules: list[Any] = fused_experts(network)
         self._biases = [_bias_beside(network, module) for module in self._modules]
+        self._counts: list[Tensor] = []  # since the last `collect`, by layer; empty: no pass since then
         self._sums: list[Tensor] = []
 
     def refuse_rate(self, rate: float, adapted: bool) -> None:
@@ -55,11 +56,15 @@ class ExpertLoad:
             yield
             return
         weights_T = torch.from_numpy(rows_T).to(device)
-        for module in self._modules:
+        sizes = (len(module.down_proj) for module in self._modules)
+        self._counts = self._counts or [torch.zeros(size, dtype=torch.int64, device=device) for size in sizes]
+        for module, counts_X in zip(self._modules, self._counts, strict=True):
             setattr(module, WEIGHTS, weights_T)
+            setattr(module, COUNTS, counts_X)
         yield
         for module in self._modules:
             delattr(module, WEIGHTS)
+            delattr(module, COUNTS)
 
     def collect(self, *, measured: bool, rate: float) -> dict[str, float]:
         """`experts/load_max`, if `measured`: the tokens of the busiest expert of a layer / the mean over the layer's
@@ -67,7 +72,7 @@ class ExpertLoad:
 
         Empty for a network without fused experts. Collective over all ranks; with a rate, `balance` gets the counts.
         """
-        counts: list[Tensor] = [module.__dict__.pop(COUNTS) for module in self._modules if COUNTS in module.__dict__]
+        counts, self._counts = self._counts, []
         if not counts or not (measured or rate):
             return {}
         whole = torch.cat(counts)

@@ -39,9 +39,10 @@ GROUP = "expert_group"
 ADAPTERS = "adapters"
 """The attribute of an experts module with the adapters of its tensors, by the tensor's name (`expert_lora`)."""
 COUNTS = "expert_counts"
-"""The attribute with the tokens that were sent to each expert. With recomputed activations each counts twice."""
+"""The attribute with int64[X], to which passes with gradients add the tokens that were sent to each expert; without it
+nothing is counted. Where activations are recomputed, each token may count twice."""
 WEIGHTS = "token_weights"
-"""The attribute with how often each token counts; without it, each counts once."""
+"""The attribute with how often each token counts."""
 _ALIGNMENT = 16
 """Bytes. `grouped_mm` needs rows of this alignment."""
 
@@ -114,8 +115,9 @@ def _forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_TK: Tens
     order_S = torch.argsort(expert_S, stable=True)
     inverse_S = inverse_of(order_S)
     counts_X = _tokens_per_expert(expert_S, len(module.down_proj))
-    if torch.is_grad_enabled():
-        _count(module, expert_S, counts_X)
+    if torch.is_grad_enabled() and hasattr(module, COUNTS):
+        # In place: a graph would be compiled again for a new tensor.
+        getattr(module, COUNTS).scatter_add_(0, expert_S, getattr(module, WEIGHTS).repeat_interleave(K))
     sorted_SE = apply(_Take, hidden_TE, order_S, inverse_S, K)
     group = getattr(module, GROUP, None)
     if group is None:
@@ -128,15 +130,6 @@ def _forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_TK: Tens
 
 
 _forward_eagerly = torch.compiler.disable(_forward)  # type: ignore[no-untyped-call]
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph would be compiled again for each sum of counts
-def _count(module: Any, expert_S: Tensor, counts_X: Tensor) -> None:
-    before, weights_T = getattr(module, COUNTS, None), getattr(module, WEIGHTS, None)
-    if weights_T is not None:
-        weights_S = weights_T.repeat_interleave(len(expert_S) // len(weights_T))
-        counts_X = torch.zeros_like(counts_X).scatter_add_(0, expert_S, weights_S)
-    setattr(module, COUNTS, counts_X if before is None else before + counts_X)
 
 
 def _of_experts(module: Any, sorted_SE: Tensor, expert_S: Tensor, counts_X: Tensor) -> Tensor:

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import ModelConfig
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import ConfigError, one_line
-from pipeline.topology.gpu_memory import Sizes
+from pipeline.topology.sizes import Sizes
 from pipeline.train.model.experts import ADAPTERS, experts_per_token, fused_experts, refuse_unspreadable
 from pipeline.train.model.lm_head import CHUNK
+from pipeline.train.model.recomputation import is_kept
 from pipeline.train.model.routers import use_exact_routers
 from pipeline.train.model.routing_replay import RoutingReplay
 
@@ -46,6 +48,7 @@ def _count(network: Any) -> Sizes:
     settings, head = network.config.get_text_config(), network.get_output_embeddings().weight
     layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in network.get_decoder().layers]
     parameters = sum(p.numel() for p in network.parameters())
+    activations, selected = _activations(network)
     return Sizes(
         parameters=parameters,
         trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
@@ -57,7 +60,8 @@ def _count(network: Any) -> Sizes:
         vocabulary=head.shape[0],
         head_trained=head.requires_grad,
         logits=CHUNK,
-        activations=_activations(network),
+        activations=activations,
+        selected=selected,
         **_cache(settings, len(layer_sizes)),
         kv_heads=_kv_heads(settings),
         width=head.dtype.itemsize,
@@ -122,9 +126,9 @@ def _meta_model(directory: Path, config: ModelConfig) -> Any:
     return network.train()
 
 
-def _activations(network: Any) -> float:
-    """Bytes per token of the activations that a backward pass through the decoder needs, without parameters; 0 if the
-    network cannot run on the meta device, such as one whose routing depends on values."""
+def _activations(network: Any) -> tuple[float, float]:
+    """`activations` and `selected` of `Sizes`: bytes per token that a backward pass through the decoder needs, without
+    parameters; 0 if the network cannot run on the meta device, such as one whose routing depends on values."""
     parameters = {p.untyped_storage()._cdata for p in network.parameters()}
     saved: dict[int, Tensor] = {}
 
@@ -135,14 +139,30 @@ def _activations(network: Any) -> float:
         return tensor
 
     tokens_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    selected = _SelectedOutputs(network.config.get_text_config().hidden_size)
     try:
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saved_tensors_hooks(keep, lambda tensor: tensor), selected:
             output = network.get_decoder()(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
     except Exception as error:  # noqa: BLE001 (any family may refuse in its own way)
         log.info("the activations of %s cannot be measured: %s", type(network).__name__, one_line(error)[:200])
-        return 0.0
+        return 0.0, 0.0
     del output
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / _TOKENS
+    whole = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    return whole / _TOKENS, selected.bytes / _TOKENS
+
+
+class _SelectedOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of outputs that selective recomputation keeps."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._hidden, self.bytes = hidden, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.rollcall.counted_attention.default or is_kept(self._hidden, func, args):
+            self.bytes += sum(tensor.nbytes for tensor in (output if isinstance(output, tuple) else (output,)))
+        return output
 
 
 def _cache(settings: Any, layers: int) -> dict[str, int]:
@@ -194,21 +214,28 @@ def _heads(settings: Any) -> int:
     return int(getattr(settings, "num_attention_heads", 0) or 0)
 
 
-class _CountingAttention(torch.autograd.Function):
-    """A stand-in for the attention kernel that saves the tensors the kernel saves: its three inputs, its output, and
-    one number per head and token."""
+@torch.library.custom_op("rollcall::counted_attention", mutates_args=())
+def _counted_attention(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+    """A stand-in for the attention kernel, of sizes alone: its output, and one number per head and token."""
+    raise NotImplementedError("sizes are counted on the meta device")
 
-    @staticmethod
-    def forward(ctx: Any, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> Tensor:
-        B, H, T, _ = query_BHTD.shape
-        attended_BHTD = value_BHTD.new_empty(B, T, H, value_BHTD.shape[-1]).transpose(1, 2)  # as the kernel lays it out
-        logsums_BHT = torch.empty(query_BHTD.shape[:3], dtype=torch.float32, device=query_BHTD.device)
-        ctx.save_for_backward(query_BHTD, key_BHTD, value_BHTD, attended_BHTD, logsums_BHT)
-        return attended_BHTD
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise NotImplementedError("sizes are counted in a forward pass")
+@_counted_attention.register_fake
+def _(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+    B, H, T, _ = query_BHTD.shape
+    attended_BHTD = value_BHTD.new_empty(B, T, H, value_BHTD.shape[-1]).transpose(1, 2)  # as the kernel lays it out
+    return attended_BHTD, torch.empty(query_BHTD.shape[:3], dtype=torch.float32, device=query_BHTD.device)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _refuse(ctx: Any, *gradients: Tensor) -> Any:
+    raise NotImplementedError("sizes are counted in a forward pass")
+
+
+_counted_attention.register_autograd(_refuse, setup_context=_save)
 
 
 def _attend(
@@ -218,7 +245,7 @@ def _attend(
     they are for kernels without support for them."""
     heads = query_BHTD.shape[1]
     key_BHTD, value_BHTD = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key_BHTD, value_BHTD))
-    attended_BHTD: Tensor = _CountingAttention.apply(query_BHTD, key_BHTD, value_BHTD)  # type: ignore[no-untyped-call]
+    attended_BHTD, _ = _counted_attention(query_BHTD, key_BHTD, value_BHTD)
     return attended_BHTD.transpose(1, 2).contiguous(), None
 
 

@@ -40,10 +40,10 @@ from pipeline.train.model.models import (
     compile_layers,
     copy_parameters,
     materialize,
-    recompute_activations,
 )
 from pipeline.train.model.optimizer import AdamSettings, Optimizer, OptimizerStep
 from pipeline.train.model.public_tensors import PublicTensors
+from pipeline.train.model.recomputation import recompute_activations
 from pipeline.train.model.router_loss import RouterLoss
 from pipeline.train.model.routing_replay import RoutingReplay
 from pipeline.train.model.weight_loading import WeightLoader
@@ -100,8 +100,7 @@ class ModelWorker:
         if spec.optim is not None and spec.kind == "policy":
             refuse_unwritable(self.model.network, spec.model)
         self._replay = RoutingReplay(self.model.network) if spec.routing_replay else None
-        if spec.activation_checkpointing:
-            recompute_activations(self.model)
+        recompute_activations(self.model, spec.activation_checkpointing)
         self.compiled = spec.compile
         if spec.compile:
             compile_layers(self.model)

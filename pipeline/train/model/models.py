@@ -286,15 +286,6 @@ def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size, object]:
     return parameter.shape, local(parameter).shape, getattr(parameter, "placements", None)
 
 
-def recompute_activations(model: DecoderModel) -> None:
-    """Recompute each layer's activations in the backward pass instead of storing them (activation checkpointing, Chen
-    et al. 2016)."""
-    if not model.decoder.supports_gradient_checkpointing:
-        family = type(model.decoder).__name__
-        raise ConfigError("training.activation_checkpointing", family, "a model whose layers can be computed again")
-    model.decoder.gradient_checkpointing_enable({"use_reentrant": False})
-
-
 def compile_layers(model: DecoderModel) -> None:
     """Compile each layer in place, for all lengths, since the length of a packed line varies with its rows.
 

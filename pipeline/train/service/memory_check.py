@@ -9,7 +9,8 @@ import torch
 
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.topology.gpu_memory import GIB, Sizes, adapter_state_memory, least_trainer_memory
+from pipeline.topology.gpu_memory import GIB, adapter_state_memory, least_trainer_memory
+from pipeline.topology.sizes import Sizes
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import RankState
 from pipeline.train.model.model_size import check_client_adapters, sizes_of

@@ -4,18 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.config.training_keys import Recomputation
 from pipeline.train.batching.packing import Budget
 from pipeline.train.loss_specs import MetricsLevel
 from tests.support.oracle.cases import AUX, BALANCED, FAMILIES, RECIPES, Arrays, Family, expert_count
 
 WORLDS = (1, 2, 4)
 Dtype = Literal["float32", "bfloat16"]
-_NAMED = ("aux", "layers", "reshard", "offload", "checkpointing", "compile", "staged", "replayed")
+_NAMED = ("aux", "layers", "reshard", "offload", "compile", "staged", "replayed")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Case:
     layers: bool = False
     reshard: bool = False
     offload: bool = False
-    checkpointing: bool = False
+    checkpointing: Recomputation = "none"
     compile: bool = False
     staged: bool = False
     replicas: int = 1
@@ -70,6 +71,7 @@ class Case:
         limit = f"{self.tokens}tokens" if self.rows is None else f"{self.rows}rows"
         words = [self.recipe, self.budget.packing, limit]
         words += [name for name in _NAMED if getattr(self, name)]
+        words += [] if self.checkpointing == "none" else [f"{self.checkpointing}checkpointing"]
         words += [f"replicas{self.replicas}"] if self.replicas > 1 else []
         words += [self.family] if self.family else []
         words += [f"ep{self.ep}"] if self.ep else []
@@ -80,11 +82,11 @@ class Case:
 
 BUDGETS = [(96, 1, True), (96, 1, False), (96, 2, True), (96, 2, False), (24, None, True), (24, None, False)]
 """By number of rows and by tokens; packed and padded take turns."""
-SWITCHES: tuple[dict[str, bool], ...] = (
+SWITCHES: tuple[dict[str, Any], ...] = (
     {"layers": True},
     {"offload": True},
-    {"checkpointing": True},
-    {"offload": True, "checkpointing": True, "layers": True, "staged": True},
+    {"checkpointing": "full"},
+    {"offload": True, "checkpointing": "selective", "layers": True, "staged": True},
     {"layers": True, "reshard": True},
 )
 
@@ -133,20 +135,20 @@ def _mixtures(ranks: int) -> Iterator[Case]:
         yield _mixture("ppo", 1, rows=None, tokens=24, aux=AUX)
     if ranks == 2:
         yield from (_mixture("cispo", 1), _mixture("grpo", 2), _mixture("value", 2, layers=True, reshard=True))
-        yield _mixture("cispo", 2, family="glm", checkpointing=True)
+        yield _mixture("cispo", 2, family="glm", checkpointing="full")
         yield _mixture("grpo", 1, family="gpt_oss", cp=2, rows=None, tokens=24)
         yield _mixture("lora", 2, family="gpt_oss", packed=False)
-        yield _mixture("cispo", 2, family="deepseek", layers=True, checkpointing=True)
-        yield _mixture("gspo", 2, aux=AUX, layers=True, reshard=True, checkpointing=True)
+        yield _mixture("cispo", 2, family="deepseek", layers=True, checkpointing="selective")
+        yield _mixture("gspo", 2, aux=AUX, layers=True, reshard=True, checkpointing="selective")
         yield _mixture("grpo", 1, family="glm", aux=AUX, cp=2, rows=None, tokens=24)
-        yield from (_mixture("lora", 2), _mixture("lora", 1, layers=True, checkpointing=True))
-        yield _mixture("cispo", 2, family="glm", checkpointing=True, replayed=True)
+        yield from (_mixture("lora", 2), _mixture("lora", 1, layers=True, checkpointing="selective"))
+        yield _mixture("cispo", 2, family="glm", checkpointing="selective", replayed=True)
         yield _mixture("grpo", 1, cp=2, rows=None, tokens=24, replayed=True)
         yield _mixture("gspo", 2, family="deepseek", packed=False, replayed=True, aux=AUX)
     if ranks == 4:
-        yield from (_mixture("sft", 2, checkpointing=True), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
+        yield from (_mixture("sft", 2, checkpointing="full"), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
         yield _mixture("lora", 2, cp=2, replicas=2, aux=AUX)
-        yield from (_mixture("value", 2, cp=2, layers=True), _mixture("cispo", 4, cp=2, checkpointing=True))
+        yield from (_mixture("value", 2, cp=2, layers=True), _mixture("cispo", 4, cp=2, checkpointing="selective"))
 
 
 def family_cases(ranks: int) -> list[Case]:
@@ -193,7 +195,7 @@ def _context(ranks: int) -> Iterator[Case]:
     if ranks == 2:
         yield Case("grpo", 24, cp=2, level="with_entropy")
         yield Case("gspo", cp=2, shared=False, layers=True, tied=False)
-        yield Case("value", 24, cp=2, staged=True, checkpointing=True)
+        yield Case("value", 24, cp=2, staged=True, checkpointing="selective")
         yield Case("lora", rows=1, cp=2)
         yield Case("ppo", rows=2, cp=2, offload=True)
     if ranks == 4:
@@ -226,7 +228,7 @@ def all_cases(ranks: int) -> list[Case]:
             number % 4 > 0,
             layers=a,
             offload=b,
-            checkpointing=c,
+            checkpointing=("full" if number % 2 else "selective") if c else "none",
             staged=number % 5 > 2,
             replicas=replicas,
         )
@@ -236,9 +238,10 @@ def all_cases(ranks: int) -> list[Case]:
 
 def compiled_cases(ranks: int) -> list[Case]:
     """Every recipe compiled, packed and padded; and a mixture whose experts are spread where there are ranks for it."""
-    spread = [_mixture("cispo", 2, compile=True, layers=True, aux=AUX, checkpointing=again) for again in (False, True)]
+    modes: tuple[Recomputation, ...] = get_args(Recomputation)
+    spread = [_mixture("cispo", 2, compile=True, layers=True, aux=AUX, checkpointing=mode) for mode in modes]
     dense = [
-        Case(recipe, rows=2, packed=packed, compile=True, checkpointing=number % 2 > 0, offload=number % 3 > 1)
+        Case(recipe, rows=2, packed=packed, compile=True, checkpointing=modes[number % 3], offload=number % 3 > 1)
         for number, recipe in enumerate(RECIPES)
         for packed in (True, False)
     ]

@@ -101,7 +101,7 @@ def spread_experts(dispatch: RankGroup, model: Path, folder: Path) -> None:
     wanted = parameters(dispatch)
     for mesh in (
         {"ep": 4},
-        {"ep": 2, "reshard": True, "activation_checkpointing": True},
+        {"ep": 2, "reshard": True, "activation_checkpointing": "full"},
         {"ep": 2, "dp_replicate": 2},
     ):
         make(dispatch, model, **mesh)

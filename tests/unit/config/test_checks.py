@@ -29,7 +29,7 @@ def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
         ["loss.old_logprobs=recompute", "loss.tis=mask"],
         ["training.update_epochs=2", "training.mini_batches=8"],
         ["training.mask_truncated=true", "training.zero_variance_groups=drop", "loss.advantage_estimator=group_batch"],
-        ["training.compile=true", "training.activation_checkpointing=true", "training.offload_idle_models=true"],
+        ["training.compile=true", "training.activation_checkpointing=full", "training.offload_idle_models=true"],
         ["model.lora.rank=4", "loss.kl=0.1"],
         ["model.lora.rank=4", "model.lora.alpha=8"],
         ["loss.kl=0.1", "loss.kl_estimator=k2"],

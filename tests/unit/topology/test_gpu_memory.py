@@ -12,7 +12,6 @@ from pipeline.errors import ConfigError
 from pipeline.topology.gpu_memory import (
     GIB,
     WEIGHT_CHUNK,
-    Sizes,
     describe_memory,
     describe_mesh,
     host_memory,
@@ -25,9 +24,10 @@ from pipeline.topology.gpu_memory import (
 )
 from pipeline.topology.memory_fit import check_memory, max_gpu_memory_utilization, trainer_allowance
 from pipeline.topology.plan import make_plan
+from pipeline.topology.sizes import Sizes
 from tests.fakes.configs import make_config
 
-SAVING = {"reshard_after_forward": True, "activation_checkpointing": True}
+SAVING = {"reshard_after_forward": True, "activation_checkpointing": "full"}
 
 B8 = Sizes(
     parameters=8_000_000_000,
@@ -40,6 +40,7 @@ B8 = Sizes(
     head_trained=True,
     logits=1 << 26,
     activations=8e6,
+    selected=3e6,
     kv=36 * 2 * 8 * 128,
     kv_heads=8,
     width=2,
@@ -113,7 +114,7 @@ def test_what_is_kept_is_divided_by_the_processes_and_what_crosses_them_is_not()
     "saving",
     [
         {"reshard_after_forward": True},
-        {"activation_checkpointing": True},
+        {"activation_checkpointing": "full"},
         {"compile": True},
         {"staging_device": "host"},
     ],
@@ -201,10 +202,10 @@ def with_share(config: RunConfig, share: float) -> RunConfig:
 def test_a_trainer_that_does_not_fit_is_refused_with_what_makes_it_fit() -> None:
     told = said(config_of(processes=8, memory="80G"))
     assert told.startswith("resources.gpu_memory='80G': expected enough for a trainer process, ")
-    assert told.endswith("; set training.activation_checkpointing=true")
+    assert told.endswith("; set training.activation_checkpointing=full")
     told = said(config_of(processes=8, memory="32G"))
     assert told.endswith(
-        "; set training.staging_device=host training.reshard_after_forward=true training.activation_checkpointing=true"
+        "; set training.staging_device=host training.reshard_after_forward=true training.activation_checkpointing=full"
     )
     check_memory(with_share(config_of(processes=8, memory="80G", **SAVING), 0.7), B8)
 
@@ -212,7 +213,7 @@ def test_a_trainer_that_does_not_fit_is_refused_with_what_makes_it_fit() -> None
 def test_the_mend_of_a_trainer_that_needs_more_processes_says_how_many() -> None:
     told = said(config_of(processes=2, memory="60G"))
     assert told.endswith(
-        "; set training.staging_device=host training.reshard_after_forward=true training.activation_checkpointing=true "
+        "; set training.staging_device=host training.reshard_after_forward=true training.activation_checkpointing=full "
         "and spread the trainer over 4 processes"
     )
     config = config_of(processes=4, memory="60G", staging_device="host", **SAVING)
@@ -377,7 +378,7 @@ def test_spread_experts_are_proposed_before_more_processes() -> None:
     wide = replace(B8, layer=1_000_000_000, experts_layer=900_000_000, experts_of_layer=6, experts_per_token=2)
     with pytest.raises(ConfigError) as refused:
         check_memory(config_of(processes=8, memory="34G", staging_device="host", **SAVING), wide)
-    saving = "training.staging_device=host training.reshard_after_forward=true training.activation_checkpointing=true"
+    saving = "training.staging_device=host training.reshard_after_forward=true training.activation_checkpointing=full"
     assert str(refused.value).endswith(f"; set {saving} training.mesh.ep=2")
 
 

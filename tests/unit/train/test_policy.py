@@ -14,6 +14,7 @@ from pipeline.errors import ConfigError, TrainingError
 from pipeline.train.model import lm_head, models, supported_architectures
 from pipeline.train.model.lm_head import head_logprobs
 from pipeline.train.model.optimizer import learning_rate
+from pipeline.train.model.recomputation import recompute_activations
 from pipeline.train.worker_spec import ModelKind
 from tests.support.models.tiny import write_tiny
 
@@ -138,7 +139,7 @@ def test_layers_that_cannot_be_computed_again_are_refused(tmp_path: Path) -> Non
     policy = build_one(tmp_path, "qwen3")
     policy.decoder.supports_gradient_checkpointing = False
     with pytest.raises(ConfigError, match=r"training\.activation_checkpointing.*Qwen3Model"):
-        models.recompute_activations(policy)
+        recompute_activations(policy, "full")
 
 
 class Largest(TorchDispatchMode):
