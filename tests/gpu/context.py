@@ -1,10 +1,11 @@
 """Step seconds, tokens/s, model FLOPs utilization and memory of long rows, with and without context parallelism.
 
-    python -m tests.gpu.context OUT.json [--lengths 32768 65536 131072] [--shape 0.6b] [--compile] [--dry-run]
+    python -m tests.gpu.context OUT.json [--lengths 32768 65536 131072] [--shape 0.6b] [--ways 1x1 2x1 2x2] [--compile]
 
 Whole steps (float32 parameters, AdamW, recomputed activations) on packed rows of one length, random weights in the
-shape of Qwen3. For each length: one row on one GPU; a row on each of two GPUs (cp 1); one row on two GPUs (cp 2). Each
-way has processes of its own, one a GPU, so one that runs out of memory harms no other and is recorded with its error.
+shape of Qwen3. A way GPUSxCP has so many GPUs, of which so many share a row: by default one row on one GPU; a row on
+each of two GPUs; one row on two GPUs. Each way has processes of its own, one a GPU, so one that runs out of memory
+harms no other and is recorded with its error. `--reshard` gathers each layer's parameters again for its backward pass.
 Tokens/s are of all GPUs, MFU is their mean, memory that of the fullest. MFU counts 6 operations for each parameter that
 a token meets, and in its second figure also attention: 6 · length · heads · head size for each token and layer, half of
 all pairs. `--dry-run` prints what would be timed and the memory that the arithmetic expects. `--device cpu --shape
@@ -37,42 +38,30 @@ from pipeline.train.model.model_size import sizes_of
 from pipeline.train.throughput import PEAKS, peak_flops
 from pipeline.train.worker_spec import ModelSpec
 from tests.fakes.configs import make_config
+from tests.gpu.workload import TIED, WORKLOADS
 
 WARM_UP = 2
-SHAPES: dict[str, dict[str, int]] = {
-    "0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 128,
-    },
-}
-WAYS = ((1, 1), (2, 1), (2, 2))
+WHOLE_VOCABULARY = {"0.6b": {"vocab_size": 151_936}}
+"""Of workloads that have a smaller one."""
+WAYS = ("1x1", "2x1", "2x2")
 """Processes, and how many of them share a row."""
+
+
+def model_of(shape: str) -> dict[str, Any]:
+    """Arguments of `Qwen3Config`."""
+    return TIED | WORKLOADS[shape].model | WHOLE_VOCABULARY.get(shape, {})
 
 
 def write_shape(shape: str, longest: int, folder: Path) -> None:
     """A model directory of this shape, without weights."""
-    settings: dict[str, Any] = {**SHAPES[shape], "max_position_embeddings": longest, "tie_word_embeddings": True}
+    settings: dict[str, Any] = model_of(shape) | {"max_position_embeddings": longest}
     AutoConfig.for_model("qwen3", **settings).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
 
 
 def make_batch(shape: str, length: int, rows: int) -> Batch:
     draw = np.random.default_rng(0)
-    tokens = draw.integers(0, SHAPES[shape]["vocab_size"], (rows, length)).astype(np.int32)
+    tokens = draw.integers(0, model_of(shape)["vocab_size"], (rows, length)).astype(np.int32)
     mask, sampled = (np.arange(length) >= length // 16).astype(np.uint8), np.full(length, -10.0, np.float32)
     return Batch.of(
         [TrainSequence(row, mask, advantages=1.0, sampler_logprobs=sampled, prompt=i) for i, row in enumerate(tokens)]
@@ -81,7 +70,7 @@ def make_batch(shape: str, length: int, rows: int) -> Batch:
 
 def attention_flops(shape: str, length: int) -> float:
     """Operations of attention for each token of a row, forward and backward."""
-    given = SHAPES[shape]
+    given = model_of(shape)
     return 6.0 * length * given["num_attention_heads"] * given["head_dim"] * given["num_hidden_layers"]
 
 
@@ -108,6 +97,7 @@ def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]
         optim=OptimConfig(lr=1e-6),
         activation_checkpointing="full",
         compile=given.compile,
+        reshard=given.reshard,
         cp=given.cp,
     )
     each = dispatch.init_model("policy", spec).flops_per_token
@@ -148,7 +138,8 @@ def attempt(given: argparse.Namespace, model: Path, length: int, ranks: int, cp:
     out.unlink(missing_ok=True)
     options = {"length": length, "ranks": ranks, "cp": cp, "model": model, "steps": given.steps, "shape": given.shape}
     words = [f"--{name}={value}" for name, value in (options | {"device": given.device}).items()]
-    command = [sys.executable, "-m", "tests.gpu.context", str(out), *words, *(["--compile"] if given.compile else [])]
+    words += [f"--{name}" for name in ("compile", "reshard") if getattr(given, name)]
+    command = [sys.executable, "-m", "tests.gpu.context", str(out), *words]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -188,6 +179,7 @@ def describe(given: argparse.Namespace, model: Path, length: int, ranks: int, cp
             "micro_batch_tokens": length // cp,
             "activation_checkpointing": "full",
             "compile": given.compile,
+            "reshard_after_forward": given.reshard,
             "mesh": {"cp": cp},
         },
     )
@@ -211,12 +203,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--shape", default="0.6b", choices=SHAPES)
+    parser.add_argument("--shape", default="0.6b", choices=WORKLOADS)
     parser.add_argument("--lengths", nargs="*", type=int, default=[32_768, 65_536, 131_072])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--patience", type=float, default=150.0, help="seconds for one way")
+    parser.add_argument("--ways", nargs="*", default=WAYS, help="GPUs x how many of them share a row, such as 4x2")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--reshard", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="print what would be timed, and its memory")
     for option in ("length", "ranks", "cp"):
         parser.add_argument(f"--{option}", type=int, default=0, help=argparse.SUPPRESS)  # of one rank of a way
@@ -228,7 +222,8 @@ def main() -> None:
     begun, found = time.perf_counter(), dict[str, dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         write_shape(given.shape, max(given.lengths), Path(folder))
-        for way in [(length, *way) for length in given.lengths for way in WAYS]:
+        ways = [tuple(map(int, way.split("x"))) for way in given.ways]
+        for way in [(length, *way) for length in given.lengths for way in ways]:
             if given.dry_run:
                 print(describe(given, Path(folder), *way))
             elif time.perf_counter() - begun > given.seconds:

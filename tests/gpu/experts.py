@@ -1,15 +1,16 @@
 """Tokens/s, model FLOPs utilization and memory of a mixture of experts on one GPU, of this trainer and of plain loops.
 
     python -m tests.gpu.experts OUT.json [--shape 3b 30b-8layers] [--device cuda] [--steps 4] [--seconds 420]
-    torchrun --nproc-per-node 2 -m tests.gpu.experts OUT.json --ep 1 2 [--shape 30b-8layers] [--dry-run]
+    torchrun --nproc-per-node 2 -m tests.gpu.experts OUT.json --ep 1 2 [--shape 30b-8layers] [--batches 8] [--dry-run]
 
 Random weights in the shape of Qwen3-MoE, 16 packed rows of 1,024 tokens. The plain loops keep bfloat16 parameters and
 have no optimizer; the worker takes whole steps with float32 parameters and AdamW. MFU counts the parameters that a
 token meets, 6 operations each. A way that fails is recorded with its error; none begins after `--seconds`.
 
-With `--ep` the worker alone is timed, on all GPUs of torchrun with 16 rows each, with the experts of each layer spread
-over so many of them. Tokens/s are of all GPUs, MFU is their mean, memory that of the fullest. `--dry-run` prints what
-would be timed and the memory that the arithmetic expects, without torchrun for 2 GPUs.
+With `--ep` the worker alone is timed, on all GPUs of torchrun, with the experts of each layer spread over so many of
+them. Each GPU has 16 rows in each of `--batches` micro-batches of a step. Tokens/s are of all GPUs, MFU is their mean,
+memory that of the fullest. `--dry-run` prints what would be timed and the memory that the arithmetic expects, without
+torchrun for 2 GPUs. `--ways` chooses among the ways by name.
 """
 
 import argparse
@@ -174,8 +175,10 @@ def time_worker(way: str, shape: str, device: str, steps: int) -> dict[str, Any]
     return found
 
 
-def time_ranks(site: RankState, way: str, shape: str, steps: int, folder: str, ep: int = 1) -> dict[str, Any]:
-    """Controller: whole steps of this trainer's workers on all ranks of a world."""
+def time_ranks(
+    site: RankState, way: str, shape: str, steps: int, folder: str, ep: int = 1, batches: int = 1
+) -> dict[str, Any]:
+    """Controller: whole steps of this trainer's workers on all ranks of a world, of so many micro-batches."""
     config_of(shape).save_pretrained(folder)
     (Path(folder) / "tokenizer.json").write_text("{}")
     spec = ModelSpec(
@@ -187,8 +190,9 @@ def time_ranks(site: RankState, way: str, shape: str, steps: int, folder: str, e
         reshard="resharded" in way,
         ep=ep,
     )
-    batch = make_batch(shape, site.ranks)
-    dispatch = RankGroup(site, Budget(sum(batch.lengths) // site.ranks, shared=False))
+    shares = site.ranks * batches
+    batch = make_batch(shape, shares)
+    dispatch = RankGroup(site, Budget(sum(batch.lengths) // shares, shared=False))
     dispatch.init_model("policy", spec)
 
     def step() -> float:
@@ -198,7 +202,7 @@ def time_ranks(site: RankState, way: str, shape: str, steps: int, folder: str, e
 
     try:
         met = multiplied(site.workers["policy"].model.network)
-        found = figures(step, met, shape, site.device, steps, site.ranks)
+        found = figures(step, met, shape, site.device, steps, site.ranks, batches)
         found["peak_gib"] = max(dispatch.run_on_all_models(peak_gib))
     finally:
         if not dispatch.broken:
@@ -228,7 +232,7 @@ def time_spread(given: argparse.Namespace, begun: float) -> dict[str, dict[str, 
             site.serve()
             return {}
         control = RankGroup(site, Budget(1))
-        for shape, way, ep in product(given.shape, SPREAD, given.ep):
+        for shape, way, ep in product(given.shape, given.ways or SPREAD, given.ep):
             name = f"{shape}, {way}, {site.ranks} ranks, ep {ep}"
             if time.perf_counter() - begun > given.seconds:
                 found[name] = {"error": "not begun: time is over"}
@@ -236,7 +240,7 @@ def time_spread(given: argparse.Namespace, begun: float) -> dict[str, dict[str, 
             control.run_on_all_models(forget_peak)
             try:
                 with tempfile.TemporaryDirectory() as folder:
-                    found[name] = time_ranks(site, way, shape, given.steps, folder, ep)
+                    found[name] = time_ranks(site, way, shape, given.steps, folder, ep, given.batches)
             except (TrainingError, torch.cuda.OutOfMemoryError) as error:
                 found[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             given.out.write_text(json.dumps(found, indent=1))
@@ -268,9 +272,9 @@ def describe_spread(shape: str, way: str, ep: int, ranks: int) -> str:
     return f"{shape}, {way}: {describe_mesh(config)}: {need}"
 
 
-def make_batch(shape: str, ranks: int = 1) -> Batch:
+def make_batch(shape: str, shares: int = 1) -> Batch:
     (rows, length), draw = ROWS.get(shape, (16, 1024)), np.random.default_rng(0)
-    rows *= ranks
+    rows *= shares
     tokens = draw.integers(0, SHAPES[shape]["vocab_size"], (rows, length)).astype(np.int32)
     mask, sampled = (np.arange(length) >= length // 16).astype(np.uint8), np.full(length, -10.0, np.float32)
     made = [
@@ -281,7 +285,7 @@ def make_batch(shape: str, ranks: int = 1) -> Batch:
 
 
 def figures(
-    step: Callable[[], float], met: float, shape: str, device: str, steps: int, ranks: int = 1
+    step: Callable[[], float], met: float, shape: str, device: str, steps: int, ranks: int = 1, batches: int = 1
 ) -> dict[str, Any]:
     """The median of `steps` steps after `WARM_UP` others; peak memory of this rank."""
     seconds, loss = [], 0.0
@@ -292,7 +296,7 @@ def figures(
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     rows, length = ROWS.get(shape, (16, 1024))
-    rate = ranks * rows * length / statistics.median(seconds[WARM_UP:])
+    rate = ranks * batches * rows * length / statistics.median(seconds[WARM_UP:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     return {
         "tokens_per_second": rate,
@@ -335,19 +339,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--ep", nargs="*", type=int, help="time the worker on all ranks, with experts spread so")
+    parser.add_argument("--batches", type=int, default=1, help="with --ep: micro-batches of a step")
+    parser.add_argument(
+        "--ways", nargs="*", choices=(*WORKER, *PLAIN, *SPREAD), help="the ways to time; all by default"
+    )
     parser.add_argument("--dry-run", action="store_true", help="with --ep: print what would be timed, and its memory")
     given = parser.parse_args()
     begun, found = time.perf_counter(), dict[str, dict[str, Any]]()
     torch._dynamo.config.recompile_limit = 32
     if given.ep and given.dry_run:
         ranks = int(os.environ.get("WORLD_SIZE", "2"))
-        print(*(describe_spread(*each, ranks) for each in product(given.shape, SPREAD, given.ep)), sep="\n")
+        ways = given.ways or SPREAD
+        print(*(describe_spread(*each, ranks) for each in product(given.shape, ways, given.ep)), sep="\n")
         return
     if given.ep:
         if found := time_spread(given, begun):
             print(table(found))
         return
-    for shape, way in [(shape, way) for shape in given.shape for way in (*WORKER, *PLAIN)]:
+    for shape, way in [(shape, way) for shape in given.shape for way in given.ways or (*WORKER, *PLAIN)]:
         if time.perf_counter() - begun > given.seconds:
             found[f"{shape}, {way}"] = {"error": "not begun: time is over"}
             continue

@@ -38,6 +38,8 @@ OPTIM = OptimConfig(lr=1e-6)
 WARM_UP = 3
 PEAK = 989e12
 """Dense bf16 FLOP/s of an H100 or H200, by its data sheet."""
+SAME_LOSS = 0.002
+"""How far the losses of two ways may be apart: both compute in bf16, and differ in their head and their sums."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Way:
     staged: bool = False
     reshard: bool = False
     shared: bool = False
+    replicas: int = 1
 
 
 WAYS = {
@@ -120,6 +123,7 @@ def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], float], Rank
         activation_checkpointing=way.checkpointing,
         compile=way.compile,
         reshard=way.reshard,
+        dp_replicate=way.replicas,
     )
     dispatch.init_model("policy", spec)
     data = dispatch.stage([batch])[0] if way.staged else batch

@@ -23,7 +23,7 @@ from typing import Any
 from tests.bench.tables import markdown
 from tests.gpu import children
 from tests.gpu.jobs import config_of, look_at, write_queue
-from tests.gpu.speed import WAYS
+from tests.gpu.speed import SAME_LOSS, WAYS
 from tests.gpu.workload import WORKLOADS
 from tests.support.oracle.cases import write_models
 from tests.support.oracle.truth import CUDA_FLOAT32, Errors, errors, excess, loose_bounds
@@ -31,8 +31,6 @@ from tests.support.oracle.ways import MUTATIONS, Case, Dtype, Result, mutations
 from tests.support.ranks.training_ranks import read_results
 
 Outcome = tuple[bool, Any]
-SAME_LOSS = 0.002
-"""How far the losses of two ways may be apart: both compute in bf16, and differ in their head and their sums."""
 
 
 @dataclass(frozen=True)
