@@ -3,8 +3,9 @@
 Owns the attention function of all models, padded or packed, and its registration with transformers under the name
 `ATTENTION`. Promises that a token attends exactly to itself and the earlier tokens of its own row, also if rows share a
 prefix, which the line then has only once. Packed rows in 16 bits on CUDA go through `varlen_attn`, a kernel with the
-bounds of rows. All others go, with the same result, through rectangles of one row per line. There is one rectangle for
-each size of rows, so that a long row adds no padding to short ones. Must not know losses, ranks or micro-batches.
+bounds of rows, long ones through a faster kernel (`long_rows`). All others go, with the same result, through rectangles
+of one row per line. There is one rectangle for each size of rows, so that a long row adds no padding to short ones.
+Must not know losses, ranks or micro-batches.
 
 Notation: B lines of T tokens; P = T tokens of a packed line; S rows of at most L tokens, R tokens in all rows (a shared
 token counts for each of its rows); H heads of D numbers; A places in all rectangles.
@@ -31,6 +32,7 @@ from transformers import AttentionInterface
 from pipeline.errors import ConfigError
 from pipeline.train.model.attention_sinks import KernelOptions, KernelRows, attend_behind_sinks, attend_kernel
 from pipeline.train.model.context_parallel import ContextParallel
+from pipeline.train.model.long_rows import attend_long_rows, takes_long_rows
 from pipeline.train.model.to_device import to_device
 
 ATTENTION = "rollcall"
@@ -47,15 +49,17 @@ class RaggedRows(NamedTuple):
     Attributes:
         bounds: int32[S + 1], index of each row's first token, and the number of all tokens last.
         longest: tokens of the longest row.
+        lengths: tokens of each row, on the host. A graph does not read them: it would be compiled again for each batch.
     """
 
     bounds: Tensor
     longest: int
+    lengths: list[int]
 
     @classmethod
     def of(cls, lengths_S: Tensor, device: torch.device) -> "RaggedRows":
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_S.cumsum(0)]).to(torch.int32)
-        return cls(to_device(bounds, device), int(lengths_S.max()))
+        return cls(to_device(bounds, device), int(lengths_S.max()), lengths_S.tolist())
 
 
 @dataclass(frozen=True)
@@ -215,14 +219,30 @@ def _attend_lengths(query: Tensor, key: Tensor, value: Tensor, segments: Segment
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     if width < query.shape[-1]:
         value = pad(value, (0, query.shape[-1] - width))  # latent attention (MLA): the kernel takes one width
-    # With fewer queries than keys, the kernel aligns the last query of a row with its last key, as suffixes need it.
     own, whole = segments.own, segments.whole
-    rows = KernelRows(own.bounds, whole.bounds, own.longest, whole.longest)
     window = (-1 if options.window is None else options.window - 1, 0)
     others = {"enable_gqa": grouped} if _GROUPS else {}
     kernel_options = KernelOptions(options.scaling, window, others)
-    attended = attend_kernel(query, key, value, options.sinks, rows, kernel_options)[..., :width]
-    return attended.transpose(0, 1).unsqueeze(0)  # [P, H, D] → [1, H, P, D]
+    plain = options.sinks is None and options.window is None and segments.line_R is None
+    if plain and takes_long_rows(query, own.longest):
+        attended = _attend_long(query, key, value, segments, kernel_options)
+    else:
+        # With fewer queries than keys, the kernel aligns the last query of a row with its last key: suffixes need it.
+        rows = KernelRows(own.bounds, whole.bounds, own.longest, whole.longest)
+        attended = attend_kernel(query, key, value, options.sinks, rows, kernel_options)
+    return attended[..., :width].transpose(0, 1).unsqueeze(0)  # [P, H, D] → [1, H, P, D]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph would be compiled again for each number of rows
+def _attend_long(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: KernelOptions) -> Tensor:
+    """[P, H, D] → [P, H, D] of a line with a long row."""
+    rows = segments.own
+
+    def attend_short(query: Tensor, key: Tensor, value: Tensor, first: int, end: int) -> Tensor:
+        bounds, longest = rows.bounds[first : end + 1] - rows.bounds[first], max(rows.lengths[first:end])
+        return attend_kernel(query, key, value, None, KernelRows(bounds, bounds, longest, longest), options)
+
+    return attend_long_rows(query, key, value, rows.lengths, options.scale, attend_short)
 
 
 class _Repeat(torch.autograd.Function):
