@@ -31,7 +31,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from pipeline.config.model_directory import EXPERTS_PER_TOKEN
 from pipeline.errors import ConfigError
 from pipeline.train.model.cpu_offload import local
-from pipeline.train.model.expert_dispatch import Permute, apply, inverse_of, run_on_owners
+from pipeline.train.model.expert_dispatch import run_on_owners
 
 EXPERTS = "rollcall"
 GROUP = "expert_group"
@@ -112,19 +112,17 @@ def experts_forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_T
 def _forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     T, K = chosen_TK.shape
     expert_S = chosen_TK.reshape(-1)
-    order_S = torch.argsort(expert_S, stable=True)
-    inverse_S = inverse_of(order_S)
     counts_X = _tokens_per_expert(expert_S, len(module.down_proj))
     if torch.is_grad_enabled() and hasattr(module, COUNTS):
         # In place: a graph would be compiled again for a new tensor.
         getattr(module, COUNTS).scatter_add_(0, expert_S, getattr(module, WEIGHTS).repeat_interleave(K))
-    sorted_SE = apply(_Take, hidden_TE, order_S, inverse_S, K)
-    group = getattr(module, GROUP, None)
-    if group is None:
-        output_SE = _of_experts(module, sorted_SE, expert_S[order_S], counts_X)
-    else:
-        output_SE = run_on_owners(partial(_of_experts, module), sorted_SE, counts_X, group)
-    output_TKE = apply(Permute, output_SE, inverse_S, order_S).view(T, K, hidden_TE.shape[1])
+    if group := getattr(module, GROUP, None):
+        return run_on_owners(partial(_of_experts, module), hidden_TE, chosen_TK, weights_TK, len(counts_X), group)
+    order_S = torch.argsort(expert_S, stable=True)
+    inverse_S = _inverse_of(order_S)
+    sorted_SE = _apply(_Take, hidden_TE, order_S, inverse_S, K)
+    output_SE = _of_experts(module, sorted_SE, expert_S[order_S], counts_X)
+    output_TKE = _apply(_Permute, output_SE, inverse_S, order_S).view(T, K, hidden_TE.shape[1])
     total_TE = (output_TKE * weights_TK.unsqueeze(-1)).sum(1, dtype=_exact(hidden_TE.dtype))
     return total_TE.to(hidden_TE.dtype)
 
@@ -150,7 +148,7 @@ def grouped_product(x_SI: Tensor, matrices_XIO: Tensor, ends_X: Tensor) -> Tenso
     aligned = matrices_XIO.shape[-1] * matrices_XIO.itemsize % _ALIGNMENT == 0  # rows of the output's gradient
     if aligned and _has_kernel(x_SI) and _has_kernel(matrices_XIO):
         return grouped_mm(x_SI, matrices_XIO, offs=ends_X)
-    return apply(_Loop, x_SI, matrices_XIO, ends_X)
+    return _apply(_Loop, x_SI, matrices_XIO, ends_X)
 
 
 def _linear(module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_X: Tensor) -> Tensor:
@@ -206,6 +204,32 @@ def _has_kernel(x: Tensor) -> bool:
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _inverse_of(order_S: Tensor) -> Tensor:
+    """The permutation that undoes this one."""
+    inverse_S = torch.empty_like(order_S)
+    inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
+    return inverse_S
+
+
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    """`function.apply`, of a `torch.autograd.Function`."""
+    return cast(Tensor, function.apply(*arguments))
+
+
+class _Permute(torch.autograd.Function):
+    """`table[order]` of a permutation; its gradient is the other way's gather."""
+
+    @staticmethod
+    def forward(ctx: Any, table_SE: Tensor, order_S: Tensor, inverse_S: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_S)
+        return table_SE.index_select(0, order_S)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_S,), (slope_SE,) = ctx.saved_tensors, slopes
+        return slope_SE.index_select(0, inverse_S), None, None
 
 
 class _Take(torch.autograd.Function):

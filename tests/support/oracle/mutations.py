@@ -232,14 +232,14 @@ def forgotten_correction(rank: ModelWorker) -> None:
 
 
 def wrong_expert(rank: ModelWorker) -> None:
-    """One token of each rank is computed by the expert of another."""
+    """The first and the last token of each rank are computed by one of each other's experts."""
     run = experts.run_on_owners
 
-    def swapping(compute: Any, sorted_SE: Tensor, counts_X: Tensor, *others: Any) -> Tensor:
-        order = torch.arange(len(sorted_SE))
-        order[0], order[-1] = order[-1].clone(), order[0].clone()  # of the first and of the last expert in use
-        seen["mutated"] += int((counts_X > 0).sum()) > 1
-        return run(compute, sorted_SE[order], counts_X, *others)[order]
+    def swapping(compute: Any, hidden_TE: Tensor, chosen_TK: Tensor, *others: Any) -> Tensor:
+        wrong_TK = chosen_TK.clone()
+        wrong_TK[0, 0], wrong_TK[-1, 0] = chosen_TK[-1, 0], chosen_TK[0, 0]
+        seen["mutated"] += not torch.equal(wrong_TK, chosen_TK)
+        return run(compute, hidden_TE, wrong_TK, *others)
 
     patch(experts, "run_on_owners", swapping)
 
