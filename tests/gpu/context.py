@@ -2,7 +2,7 @@
 
     python -m tests.gpu.context OUT.json [--lengths 32768 65536 131072] [--shape 0.6b] [--ways 1x1 2x1 2x2] [--compile]
 
-Whole steps (float32 parameters, AdamW, recomputed activations) on packed rows of one length, random weights in the
+Whole steps (float32 parameters, AdamW, activations recomputed as `--recompute` says) on packed rows of one length, random weights in the
 shape of Qwen3. A way GPUSxCP has so many GPUs, of which so many share a row: by default one row on one GPU; a row on
 each of two GPUs; one row on two GPUs. Each way has processes of its own, one a GPU, so one that runs out of memory
 harms no other and is recorded with its error. `--reshard` gathers each layer's parameters again for its backward pass.
@@ -95,7 +95,7 @@ def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]
         kind="policy",
         model=ModelConfig(path=str(given.model), init="random", dtype="bfloat16", max_length=given.length),
         optim=OptimConfig(lr=1e-6),
-        activation_checkpointing="full",
+        activation_checkpointing=given.recompute,
         compile=given.compile,
         reshard=given.reshard,
         cp=given.cp,
@@ -137,6 +137,7 @@ def attempt(given: argparse.Namespace, model: Path, length: int, ranks: int, cp:
     out = model / "figures.json"
     out.unlink(missing_ok=True)
     options = {"length": length, "ranks": ranks, "cp": cp, "model": model, "steps": given.steps, "shape": given.shape}
+    options |= {"recompute": given.recompute}
     words = [f"--{name}={value}" for name, value in (options | {"device": given.device}).items()]
     words += [f"--{name}" for name in ("compile", "reshard") if getattr(given, name)]
     command = [sys.executable, "-m", "tests.gpu.context", str(out), *words]
@@ -177,7 +178,7 @@ def describe(given: argparse.Namespace, model: Path, length: int, ranks: int, cp
             "prompts_per_step": 1,
             "sft": {"steps": 1, "batch": ranks // cp},
             "micro_batch_tokens": length // cp,
-            "activation_checkpointing": "full",
+            "activation_checkpointing": given.recompute,
             "compile": given.compile,
             "reshard_after_forward": given.reshard,
             "mesh": {"cp": cp},
@@ -209,6 +210,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--patience", type=float, default=150.0, help="seconds for one way")
     parser.add_argument("--ways", nargs="*", default=WAYS, help="GPUs x how many of them share a row, such as 4x2")
+    parser.add_argument("--recompute", default="full", choices=("none", "selective", "full"))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--reshard", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="print what would be timed, and its memory")

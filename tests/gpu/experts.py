@@ -78,10 +78,13 @@ SHAPES: dict[str, dict[str, int]] = {
     },
     "tiny": _SMALL | {"hidden_size": 64, "num_hidden_layers": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
-ROWS = {"tiny": (4, 32)}
+SHAPES["30b-8layers-64k"] = SHAPES["30b-8layers"]
+ROWS = {"tiny": (4, 32), "30b-8layers-64k": (64, 1024)}
+"""Rows of a micro-batch, and tokens of each; others have 16 of 1,024."""
 PLAIN = ("eager", "grouped_mm", "grouped_mm+compiled", EXPERTS, f"{EXPERTS}+compiled", "dense+compiled")
 WORKER = ("worker+compiled+recomputed", "worker+compiled+selective", "worker+compiled", "worker+recomputed")
 SPREAD = ("worker+compiled+recomputed+resharded", "worker+compiled+recomputed", "worker+compiled+resharded")
+SPREAD += ("worker+compiled+selective+resharded",)
 
 
 def config_of(shape: str, dense: bool = False) -> Any:
