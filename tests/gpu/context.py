@@ -2,14 +2,14 @@
 
     python -m tests.gpu.context OUT.json [--lengths 32768 65536 131072] [--shape 0.6b] [--ways 1x1 2x1 2x2] [--compile]
 
-Whole steps (float32 parameters, AdamW, activations recomputed as `--recompute` says) on packed rows of one length, random weights in the
-shape of Qwen3. A way GPUSxCP has so many GPUs, of which so many share a row: by default one row on one GPU; a row on
-each of two GPUs; one row on two GPUs. Each way has processes of its own, one a GPU, so one that runs out of memory
-harms no other and is recorded with its error. `--reshard` gathers each layer's parameters again for its backward pass.
-Tokens/s are of all GPUs, MFU is their mean, memory that of the fullest. MFU counts 6 operations for each parameter that
-a token meets, and in its second figure also attention: 6 · length · heads · head size for each token and layer, half of
-all pairs. `--dry-run` prints what would be timed and the memory that the arithmetic expects. `--device cpu --shape
-tiny` needs no GPU. None begins after `--seconds`.
+Whole steps (float32 parameters, AdamW) on packed rows of one length, random weights in the shape of Qwen3. Activations
+are recomputed as `--recompute` says. A way GPUSxCP has so many GPUs, of which so many share a row: by default one row
+on one GPU; a row on each of two GPUs; one row on two GPUs. Each way has processes of its own, one a GPU, so one that
+runs out of memory harms no other and is recorded with its error. `--reshard` gathers each layer's parameters again for
+its backward pass. Tokens/s are of all GPUs, MFU is their mean, memory that of the fullest. MFU counts 6 operations for
+each parameter that a token meets, and in its second figure also attention: 6 · length · heads · head size for each
+token and layer, half of all pairs. `--dry-run` prints what would be timed and the memory that the arithmetic expects.
+`--device cpu --shape tiny` needs no GPU. None begins after `--seconds`.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 |---|---|
 | `model_worker` | a sharded model with its optimizer, and the loop over micro-batches |
 | `models`, `lm_head` | policy and critic; log-probabilities |
-| `packed_attention`, `attention_sinks` | attention inside each row; an additional logit per head |
+| `packed_attention`, `long_rows`, `attention_sinks` | attention inside each row, by cuDNN in long ones; sinks |
 | `experts`, `expert_dispatch` | the experts of a mixture, by grouped products; tokens that travel to them |
 | `routers`, `router_loss` | the choice of experts in float32; the auxiliary loss that balances them |
 | `routing_replay` | the experts that a server chose, in place of the routers' choice |

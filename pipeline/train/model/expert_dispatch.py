@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.functional import embedding_bag
 
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of tokens [R, E] sorted by expert, the expert of each [R] and the number of each expert here: the outputs [R, E]."""
+Compute = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of tokens [R, E] sorted by expert, the weight and the expert of each [R], and the number of each expert here: the
+weighted outputs [R, E]."""
 _ELSEWHERE = -1
 """In place of an expert that another rank has."""
 
@@ -64,8 +65,8 @@ def run_on_owners(
     expert_R = expert_VK.flatten()[slot_R]
     counts_X = expert_R.new_zeros(here).scatter_add_(0, expert_R, torch.ones_like(expert_R))
     arrived = _Bags.of(slot_R // expert_VK.shape[1], is_here_VK.sum(1), slot_R)
-    output_RE = compute(_Spread.of(hidden_VE, arrived), expert_R, counts_X)
-    weighted_RE = (output_RE * weights_VK.flatten()[slot_R].unsqueeze(-1)).to(hidden_TE.dtype)
+    weights_R = weights_VK.flatten()[slot_R]
+    weighted_RE = compute(_Spread.of(hidden_VE, arrived), weights_R, expert_R, counts_X)
     back_UE = all_to_all_single_autograd(_Collect.of(weighted_RE, arrived), leaving, arriving, group)
     return _Collect.of(back_UE, copies)
 

@@ -17,7 +17,7 @@ without expert parallelism, whose sizes of messages the host must know. Elsewher
 Notation: T tokens, K experts of each token, S = T × K slots, X experts, E features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -38,6 +38,8 @@ GROUP = "expert_group"
 """The attribute of an experts module that has the process group over which its experts are spread."""
 ADAPTERS = "adapters"
 """The attribute of an experts module with the adapters of its tensors, by the tensor's name (`expert_lora`)."""
+GATE, SCALE = "compiled_gate", "compiled_scale"
+"""The attributes of an experts module with its compiled functions of arrived tokens, if layers are compiled."""
 COUNTS = "expert_counts"
 """The attribute with int64[X], to which passes with gradients add the tokens that were sent to each expert; without it
 nothing is counted. Where activations are recomputed, each token may count twice."""
@@ -117,7 +119,8 @@ def _forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_TK: Tens
         # In place: a graph would be compiled again for a new tensor.
         getattr(module, COUNTS).scatter_add_(0, expert_S, getattr(module, WEIGHTS).repeat_interleave(K))
     if group := getattr(module, GROUP, None):
-        return run_on_owners(partial(_of_experts, module), hidden_TE, chosen_TK, weights_TK, len(counts_X), group)
+        compute = partial(_of_arrived, module)
+        return run_on_owners(compute, hidden_TE, chosen_TK, weights_TK, len(counts_X), group)
     order_S = torch.argsort(expert_S, stable=True)
     inverse_S = _inverse_of(order_S)
     sorted_SE = _apply(_Take, hidden_TE, order_S, inverse_S, K)
@@ -130,11 +133,35 @@ def _forward(module: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_TK: Tens
 _forward_eagerly = torch.compiler.disable(_forward)  # type: ignore[no-untyped-call]
 
 
-def _of_experts(module: Any, sorted_SE: Tensor, expert_S: Tensor, counts_X: Tensor) -> Tensor:
-    """[S, E]: what the experts that this rank has make of tokens sorted by expert; X counts the experts here."""
+def compile_arrived(network: nn.Module) -> None:
+    """Compile the functions between the grouped products of arrived tokens; products and exchange stay eager."""
+    for module in cast(list[Any], fused_experts(network)):
+        if module.has_gate:
+            setattr(module, GATE, torch.compile(module._apply_gate))
+        setattr(module, SCALE, torch.compile(_scale))
+
+
+def _of_arrived(module: Any, sorted_SE: Tensor, weights_S: Tensor, expert_S: Tensor, counts_X: Tensor) -> Tensor:
+    """[S, E]: what the experts that this rank has make of tokens sorted by expert, times the weight of each."""
+    gate = getattr(module, GATE, None)
+    output_SE = _of_experts(module, sorted_SE, expert_S, counts_X, gate)
+    return cast(Tensor, getattr(module, SCALE, _scale)(output_SE, weights_S))
+
+
+def _scale(rows_SE: Tensor, weights_S: Tensor) -> Tensor:
+    return (rows_SE * weights_S.unsqueeze(-1)).to(rows_SE.dtype)
+
+
+def _of_experts(
+    module: Any, sorted_SE: Tensor, expert_S: Tensor, counts_X: Tensor, gate: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """[S, E]: what the experts that this rank has make of tokens sorted by expert; X counts the experts here.
+
+    `gate` stands in for the module's own.
+    """
     ends_X = counts_X.cumsum(0).to(torch.int32)
     if module.has_gate:
-        inner_SI = module._apply_gate(_linear(module, "gate_up_proj", sorted_SE, expert_S, ends_X))
+        inner_SI = (gate or module._apply_gate)(_linear(module, "gate_up_proj", sorted_SE, expert_S, ends_X))
     else:
         inner_SI = module.act_fn(_linear(module, "up_proj", sorted_SE, expert_S, ends_X))
     return _linear(module, "down_proj", inner_SI, expert_S, ends_X)

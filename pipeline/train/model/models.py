@@ -25,7 +25,7 @@ from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.train.model.checkpoint_layout import CheckpointLayout, Tensors
 from pipeline.train.model.cpu_offload import local
-from pipeline.train.model.experts import experts_per_token, use_grouped_experts
+from pipeline.train.model.experts import compile_arrived, experts_per_token, use_grouped_experts
 from pipeline.train.model.lm_head import head_logprobs
 from pipeline.train.model.packed_attention import ATTENTION, Segments
 from pipeline.train.model.rope import fix_frequencies
@@ -296,6 +296,7 @@ def compile_layers(model: DecoderModel) -> None:
     torch._dynamo.config.recompile_limit = 32
     for layer in model.layers:
         layer.compile()
+    compile_arrived(model.network)
 
 
 @contextmanager
