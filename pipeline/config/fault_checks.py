@@ -22,5 +22,8 @@ def faults_can_happen(config: RunConfig) -> None:
             raise ConfigError("faults", fault.text, f"a target of this run, which has no {fault.target}", "remove it")
         if not moments.get(fault.moment, own_steps and config.has_rollouts):
             raise ConfigError("faults", fault.text, f"a moment of this run, which has no {fault.moment}", "remove it")
-        if fault.step is not None and fault.step > config.training.steps:
-            raise ConfigError("faults", fault.text, f"a step up to training.steps={config.training.steps}", "lower it")
+        key, steps = ("training.sft.steps", config.training.sft.steps)
+        if fault.moment != "sft":
+            key, steps = ("training.steps", config.training.steps)
+        if fault.number is not None and fault.number > steps:
+            raise ConfigError("faults", fault.text, f"a step up to {key}={steps}", "lower it")

@@ -29,7 +29,7 @@ from pipeline.roles.role_context import RoleContext
 from pipeline.topology.plan import World
 from pipeline.transport.redis_persistence import data_bytes, inherit
 from pipeline.transport.redis_repair import make_loadable
-from pipeline.utils import mutual_auth, shared_files
+from pipeline.utils import heartbeat, mutual_auth, shared_files
 from pipeline.utils.listeners import listen_on_held, listening_process
 from pipeline.utils.socket_gate import start_gate
 
@@ -138,6 +138,7 @@ def main(arguments: list[str]) -> None:
     text = server_config(context.config, context.world, folder.resolve(), listens, version)
     shared_files.write_atomic(settings, text.encode())
     start_gate(_listening(context), str(listens), context.world.password, _SERVICE)
+    heartbeat.exit_if_requested()
     os.execv(server, [str(server), str(settings)])
 
 

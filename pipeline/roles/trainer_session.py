@@ -176,7 +176,7 @@ class RunSession(Rank0):
         self._numbers[PROGRESS] = self._numbers.get(PROGRESS, 0.0) + 1
         self._context.report("ready", f"{job.name} step {step} of {job.steps}", **self._numbers)
         self._commits.collect()
-        self._moments.reach(f"step={step}" if job.name == "rl" else "sft")
+        self._moments.reach("step" if job.name == "rl" else "sft", step)
 
     def _attend(self) -> bool:
         """Called while a moment's faults are awaited; returns whether the attempt is ending."""

@@ -1,8 +1,8 @@
-"""The records of injected faults: the moments that the trainer has reached, and the faults that have happened.
+"""The records of injected faults: those whose moment the trainer has reached, and those that have happened.
 
-    attempts/<attempt>/moments/<moment>   written by the trainer at the moment of a fault that has not happened yet
-    faults/<fault>.json                   created by the agent that injects the fault, before it does: so each fault
-                                          happens once in a run; `done` once it has happened
+    attempts/<attempt>/moments/<fault>   written by the trainer at the moment of a fault that has not happened yet
+    faults/<fault>.json                  created by the agent that injects the fault, before it does: so each fault
+                                         happens once in a run; `done` once it has happened
 
 The trainer waits at a moment until its faults have happened, so they meet exactly this moment.
 """
@@ -21,8 +21,9 @@ from pipeline.utils.waiting import wait_for
 log = logging.getLogger(__name__)
 
 MOMENTS = "moments"
-WAIT_SECONDS = 60.0
-"""How long the trainer waits for the faults of a moment."""
+WAIT_SECONDS = 240.0
+"""How long the trainer waits for the faults of a moment, for which a role that is restarting must be ready again."""
+TRAINER = "trainer"
 
 
 class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,13 +59,13 @@ class FaultRecords:
         """Record that the fault has happened."""
         self._faults.replace(self._file(fault), self._record(fault, now, done=True))
 
-    def reach(self, moment: str) -> None:
-        """Record that the trainer of this attempt has reached a moment."""
-        self._attempt.create(f"{MOMENTS}/{moment}", moment)
+    def reach(self, fault: Fault) -> None:
+        """Record that the trainer of this attempt has reached the moment of the fault."""
+        self._attempt.create(f"{MOMENTS}/{fault.mark}", fault.text)
 
-    def has_reached(self, moment: str) -> bool:
-        """Whether the trainer of this attempt has reached a moment."""
-        return moment in self._attempt.names(MOMENTS)
+    def has_reached(self, fault: Fault) -> bool:
+        """Whether the trainer of this attempt has reached the moment of the fault."""
+        return fault.mark in self._attempt.names(MOMENTS)
 
     def _file(self, fault: Fault) -> str:
         return f"{fault.mark}.json"
@@ -81,18 +82,21 @@ class FaultMoments:
         self._faults, self._keepalive = faults, keepalive
         self._records = FaultRecords(paths) if faults else None
 
-    def reach(self, moment: str) -> None:
-        """Wait until the faults of this moment that have not begun yet have happened."""
-        due = [fault for fault in self._faults if fault.moment == moment]
-        if self._records is None or not due:
+    def reach(self, moment: str, number: int | None = None) -> None:
+        """Wait until the faults of this moment, that of step `number`, have happened: the trainer's own ones last."""
+        faults = [fault for fault in self._faults if fault.is_of(moment, number)]
+        self._wait_for([fault for fault in faults if fault.target != TRAINER])
+        self._wait_for([fault for fault in faults if fault.target == TRAINER])
+
+    def _wait_for(self, faults: Sequence[Fault]) -> None:
+        """Wait for those that have not begun."""
+        records = self._records
+        due = [fault for fault in faults if records and not records.has_begun(fault)]
+        if records is None or not due:
             return
-        records, due = self._records, [fault for fault in due if not self._records.has_begun(fault)]
-        if not due:
-            return
-        records.reach(moment)
+        for fault in due:
+            records.reach(fault)
         try:
-            wait_for(
-                f"the faults at {moment}", lambda: self._keepalive() or all(map(records.is_done, due)), WAIT_SECONDS
-            )
+            wait_for("faults to happen", lambda: self._keepalive() or all(map(records.is_done, due)), WAIT_SECONDS)
         except DeadlineError as late:
             log.warning("%s: %s", late, ", ".join(fault.text for fault in due if not records.is_done(fault)))

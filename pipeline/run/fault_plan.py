@@ -5,10 +5,11 @@
     fault   KIND:TARGET@MOMENT
     KIND    kill (SIGKILL), stop (SIGSTOP), exit (exit code 1), early (exit code 0), torn (a file is cut in half)
     TARGET  redis, trainer, inference, actor or preprocessor, with an index such as inference[1] (default 0);
-            of exit and early: trainer, actor or preprocessor; of torn: checkpoint, the newest complete one
+            of torn: checkpoint, the newest complete one
     MOMENT  step=N (step N of RL is logged), 20s (seconds since the attempt's roles were started), start (the target
-            starts), sft (the first step of SFT is logged), eval (an evaluation is requested), save (a checkpoint is
-            being written), update (servers are receiving new weights), end (the last checkpoint is durable)
+            starts), sft (a step of SFT is logged), eval (an evaluation is requested), save (a checkpoint is being
+            written), update (servers are receiving new weights), end (the last checkpoint is durable). The moments
+            sft, eval, save and update are those of step N with a number, as in save=10, else the first ones
 
 Each fault happens once in a run, also over restarts and requeues. Pure; `pipeline.run.fault_moments` has the records on
 disk, and `slurm.agent.fault_injection` injects.
@@ -17,7 +18,7 @@ disk, and `slurm.agent.fault_injection` injects.
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 FAULT = "fault"
@@ -28,19 +29,20 @@ CHECKPOINT = "checkpoint"
 TARGETS = {
     "kill": ROLES,
     "stop": ROLES,
-    "exit": ("trainer", "actor", "preprocessor"),
-    "early": ("trainer", "actor", "preprocessor"),
+    "exit": ROLES,
+    "early": ROLES,
     "torn": (CHECKPOINT,),
 }
-"""The targets of each kind. Only Rollcall's own processes can exit on request."""
-NAMED_MOMENTS = ("start", "sft", "eval", "save", "update", "end")
+"""The targets of each kind."""
+NUMBERED_MOMENTS = ("sft", "eval", "save", "update")
+"""The moments of a step; its number may be left out."""
 GRAMMAR = (
     "KIND:TARGET@MOMENT, such as kill:inference[0]@step=7, stop:trainer@save or exit:actor@20s, with KIND one of "
-    f"{', '.join(KINDS)}, TARGET one of {', '.join(ROLES)} (torn: {CHECKPOINT}), and MOMENT one of step=N, Ns, "
-    f"{', '.join(NAMED_MOMENTS)}"
+    f"{', '.join(KINDS)}, TARGET one of {', '.join(ROLES)} (torn: {CHECKPOINT}), and MOMENT one of step=N, Ns, start, "
+    f"end, {', '.join(NUMBERED_MOMENTS)} (or {NUMBERED_MOMENTS[0]}=N, …)"
 )
-_STEP, _SECONDS, _TARGET = (
-    re.compile(r"step=([1-9]\d*)"),
+_MOMENT, _SECONDS, _TARGET = (
+    re.compile(rf"(start|end|{'|'.join(NUMBERED_MOMENTS)})|(step|{'|'.join(NUMBERED_MOMENTS)})=(\d+)"),
     re.compile(r"(\d+(?:\.\d+)?)s"),
     re.compile(r"(\w+)(?:\[(\d+)\])?"),
 )
@@ -53,7 +55,8 @@ class Fault:
     Attributes:
         text: as the user wrote it, without spaces.
         kind, target, index: one of `KINDS`; a role or `CHECKPOINT`, and its index.
-        moment: `step=N` or one of `NAMED_MOMENTS`; empty with `seconds`.
+        moment: `start`, `end`, `step` or one of `NUMBERED_MOMENTS`; empty with `seconds`.
+        number: the step of the moment; None for the first such moment.
         seconds: since the attempt's roles were started; None with a `moment`.
         repetition: the number of equal faults before it in the list.
     """
@@ -63,7 +66,8 @@ class Fault:
     target: str
     index: int
     moment: str
-    seconds: float | None
+    number: int | None = None
+    seconds: float | None = None
     repetition: int = 0
 
     @property
@@ -71,11 +75,9 @@ class Fault:
         """The file name of its record in the run directory."""
         return quote(f"{self.text}#{self.repetition}" if self.repetition else self.text, safe="")
 
-    @property
-    def step(self) -> int | None:
-        """The step of a moment `step=N`."""
-        match = _STEP.fullmatch(self.moment)
-        return int(match[1]) if match else None
+    def is_of(self, moment: str, number: int | None) -> bool:
+        """Whether the fault belongs to this moment, which is that of step `number`, or of none."""
+        return self.moment == moment and self.number in (None, number)
 
 
 def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
@@ -98,13 +100,15 @@ def _parse(text: str, repetition: int) -> Fault:
     target = _TARGET.fullmatch(named)
     if target is None or target[1] not in TARGETS[kind]:
         raise _error(text, named, f"is no target of {kind}, which has {', '.join(TARGETS[kind])}")
-    seconds = _SECONDS.fullmatch(moment)
-    if not (seconds or _STEP.fullmatch(moment) or moment in NAMED_MOMENTS):
+    fault = Fault(text, kind, target[1], int(target[2] or 0), "", repetition=repetition)
+    if seconds := _SECONDS.fullmatch(moment):
+        return replace(fault, seconds=float(seconds[1]))
+    match = _MOMENT.fullmatch(moment)
+    if match is None:
         raise _error(text, moment, "is no MOMENT")
     if kind == "torn" and moment == "start":
         raise _error(text, moment, "is no moment of a checkpoint")
-    at_seconds = float(seconds[1]) if seconds else None
-    return Fault(text, kind, target[1], int(target[2] or 0), "" if seconds else moment, at_seconds, repetition)
+    return replace(fault, moment=match[1] or match[2], number=int(match[3]) if match[3] else None)
 
 
 def _error(text: str, part: str, problem: str) -> ValueError:

@@ -34,6 +34,8 @@ from pipeline.errors import RollcallError
 
 STACKS = signal.SIGURG
 VARIABLE = "ROLLCALL_HEARTBEAT"
+EXITS = "ROLLCALL_EXITS"
+"""Set in a run with injected faults, in which external programs obey the agent's requests to exit too."""
 TICK_SECONDS = 0.5
 _RECORD = struct.Struct("<qQQd64s")
 _REQUEST = struct.Struct("<q")
@@ -116,9 +118,7 @@ class _Heart:
         while True:
             self._ticks += 1
             self._write()
-            (request,) = _REQUEST.unpack_from(self._memory, len(self._memory) - _REQUEST.size)
-            if request:
-                os._exit(request - 1)
+            _obey(self._memory)
             time.sleep(TICK_SECONDS)
 
     def _write(self) -> None:
@@ -154,6 +154,31 @@ def show_stacks(variables: Mapping[str, str] = os.environ) -> None:
     if VARIABLE in variables:
         with suppress(OSError, ValueError):
             _write_stacks_to(Path(variables[VARIABLE].split()[1]))
+
+
+def obey_exits(variables: Mapping[str, str] = os.environ) -> None:
+    """Have this process exit when the agent requests it: for an external program, in a run with injected faults."""
+
+    def tick() -> None:
+        while True:
+            exit_if_requested(variables)
+            time.sleep(TICK_SECONDS)
+
+    if EXITS in variables:
+        threading.Thread(target=tick, name="exits", daemon=True).start()
+
+
+def exit_if_requested(variables: Mapping[str, str] = os.environ) -> None:
+    """Exit if the agent has requested it, in a run with injected faults."""
+    if EXITS in variables and VARIABLE in variables:
+        with suppress(OSError):
+            _obey(Path(variables[VARIABLE].split()[0]).read_bytes())
+
+
+def _obey(memory: bytes | mmap.mmap) -> None:
+    (request,) = _REQUEST.unpack_from(memory, len(memory) - _REQUEST.size)
+    if request:
+        os._exit(request - 1)
 
 
 def _write_stacks_to(memory: Path) -> None:

@@ -2,6 +2,7 @@
 
 Owns when a fault of this rank is due, and what it does to processes or files. Promises that each fault happens once in
 a run: it is claimed on disk first. A fault waits until its role is ready; at the moment `start`, until it is starting.
+A process is hit by one fault only: the next fault of its role waits for the process that replaces it.
 
     injector = FaultInjector(paths, faults, roles, clock)
     for role, fault in injector.inject(): …      # in each round of the supervisor
@@ -20,10 +21,14 @@ from pipeline.checkpoints import newest_checkpoint, recorded_root
 from pipeline.run.fault_moments import FaultRecords
 from pipeline.run.fault_plan import CHECKPOINT, Fault
 from pipeline.run.paths import AttemptPaths, RunPaths
-from pipeline.utils.waiting import Clock
+from pipeline.utils.subprocesses import Child
+from pipeline.utils.waiting import Clock, Deadline
+from slurm.agent import os_processes
 from slurm.agent.role_process import SupervisedRole
 
 EXIT_CODES = {"exit": 1, "early": 0}
+_REDIS = ("redis-server", "valkey-server")
+_INT_SECONDS, _INT_PAUSE = 1.0, 0.002
 
 
 class FaultInjector:
@@ -39,6 +44,7 @@ class FaultInjector:
             for fault in faults
         ]
         self._pending = [(fault, role) for fault, role in owners if role and not self._records.has_begun(fault)]
+        self._struck: list[Child] = []
 
     def inject(self) -> Iterator[tuple[SupervisedRole, Fault]]:
         """Inject each fault that is due, and return it with its role."""
@@ -53,13 +59,15 @@ class FaultInjector:
 
     def _is_due(self, fault: Fault, role: SupervisedRole) -> bool:
         awaited = "starting" if fault.moment == "start" else "ready"
-        if role.state != awaited or role.child is None or role.child.poll() is not None:
+        if role.state != awaited or role.child is None or role.child.poll() is not None or not role.pid:
+            return False
+        if role.child in self._struck:
             return False
         if fault.moment == "start":
             return True
         if fault.seconds is not None:
             return self._clock.now() - self._began >= fault.seconds
-        return self._records.has_reached(fault.moment)
+        return self._records.has_reached(fault)
 
     def _strike(self, fault: Fault, role: SupervisedRole) -> None:
         match fault.kind:
@@ -69,8 +77,11 @@ class FaultInjector:
                 _send_to_all(signal.SIGSTOP, role.pid)
             case "torn":
                 tear_newest_checkpoint(RunPaths(self._paths.run))
+                return
             case _:
-                role.monitor.board.request_exit(EXIT_CODES[fault.kind])
+                exit_with(role, EXIT_CODES[fault.kind])
+        if role.child is not None:
+            self._struck.append(role.child)
 
 
 def tear_newest_checkpoint(run: RunPaths) -> Path | None:
@@ -81,6 +92,22 @@ def tear_newest_checkpoint(run: RunPaths) -> Path | None:
     file = max(Path(checkpoint.location).rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else -1)
     os.truncate(file, file.stat().st_size // 2)
     return file
+
+
+def exit_with(role: SupervisedRole, code: int) -> None:
+    """Have a role exit with a code: Python processes at the next tick of their heartbeat.
+
+    Redis exits with 0 after INT, and with 1 if it gets another INT before that.
+    """
+    if os_processes.name_of(role.pid) not in _REDIS:
+        role.monitor.board.request_exit(code)
+        return
+    os.kill(role.pid, signal.SIGINT)
+    deadline = Deadline("Redis to exit", _INT_SECONDS)
+    # An INT that is still pending would absorb the next one, so several are sent.
+    while code and not deadline.passed and os_processes.states_of(role.pid) - {"Z"}:
+        time.sleep(_INT_PAUSE)
+        os.kill(role.pid, signal.SIGINT)
 
 
 def _send_to_all(number: signal.Signals, leader: int) -> None:

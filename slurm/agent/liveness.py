@@ -166,20 +166,24 @@ class LivenessMonitor:
         self._due = 0.0
 
     def watch(self, pid: int) -> Stall | None:
-        """The hang of the role whose first process is `pid`; None if it progresses. Call about once a second."""
+        """The hang of the ready role whose first process is `pid`; None if it progresses. Call about once a second."""
         if not self._works:
             self._runs = [StallTimer(self._clock) for _ in range(self._beats)]
             self._works = [StallTimer(self._clock) for _ in range(max(1, self._beats))]
             if self._beats:
                 self.probe.close()
-        if self._clock.now() >= self._due:
-            self._due = self._clock.now() + MAX_POLL_SECONDS
-            if hang := self._find_stopped(pid):
-                return hang
+        if hang := self.find_stopped(pid):
+            return hang
         return self._check_heartbeats(pid) if self._beats else self._check_probe(pid)
 
-    def _find_stopped(self, pid: int) -> Stall | None:
-        """A hang of the process that has been stopped for longest, if that is too long."""
+    def find_stopped(self, pid: int) -> Stall | None:
+        """A hang of the process that has been stopped for longest, if that is too long; also of a role that starts.
+
+        Looks once in `MAX_POLL_SECONDS`, however often it is called.
+        """
+        if self._clock.now() < self._due:
+            return None
+        self._due = self._clock.now() + MAX_POLL_SECONDS
         stopped = self._stopped.look(self._processes(pid))
         seconds, longest = max(((seconds, process) for process, seconds in stopped.items()), default=(0.0, 0))
         if seconds < min(STOPPED_SECONDS, self._seconds / 2):

@@ -8,16 +8,14 @@ file or clock.
     budget = RestartBudget.from_config("actor", config)
     if budget.allows("signal", progressed=True):
         budget.used += 1
-        pause = next(budget.pauses)
+        pause = budget.next_pause(ready_seconds=40.0)
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config import RunConfig
 from pipeline.topology.plan import RoleName
-from pipeline.utils.waiting import exponential_pauses
 
 EndKind = Literal["early", "exit", "signal", "hang", "final"]
 """How a role ended:
@@ -39,7 +37,8 @@ class RecoveryRule:
 
     Attributes:
         restarts: the kinds of end after which the role is restarted; the others end the attempt.
-        pauses: seconds before the first restart, and before any later one. Each pause is half again as long.
+        pauses: seconds before the first restart, and before any later one. Each pause is half again as long; after a
+            process that was ready for longer than the last pause, the first one comes again.
         retries_start: whether a restarted process may fail before it is ready, within the budget.
         completes_steps: whether its progress is a completed step, not only that it was ready.
     """
@@ -74,10 +73,7 @@ class RestartBudget:
     role: RoleName
     limit: int
     used: int = 0
-    pauses: Iterator[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pauses = exponential_pauses(*RECOVERY[self.role].pauses)
+    _pause: float = 0.0
 
     @classmethod
     def from_config(cls, role: RoleName, config: RunConfig, seats: int = 1) -> "RestartBudget":
@@ -94,6 +90,13 @@ class RestartBudget:
         rule = RECOVERY[self.role]
         may_start = progressed or (rule.retries_start and self.used > 0)
         return kind in rule.restarts and may_start and self.used < self.limit
+
+    def next_pause(self, ready_seconds: float) -> float:
+        """The pause before the restart of a process that was ready for so long (0: it never was)."""
+        first, longest = RECOVERY[self.role].pauses
+        repeated = self._pause and ready_seconds <= self._pause
+        self._pause = min(1.5 * self._pause, longest) if repeated else first
+        return self._pause
 
     def __str__(self) -> str:
         return f"restarted, {self.used} of recovery.{self.role}={self.limit}"

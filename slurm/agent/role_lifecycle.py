@@ -22,6 +22,7 @@ TRANSITIONS: dict[tuple[State, RoleEvent], State] = {
     ("starting", "finished"): "stopped",
     ("starting", "crashed"): "failed",
     ("starting", "startup_timeout"): "failed",
+    ("starting", "hung"): "failed",
     ("ready", "stop_requested"): "stopping",
     ("ready", "finished"): "stopped",
     ("ready", "crashed"): "failed",

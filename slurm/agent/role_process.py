@@ -37,6 +37,8 @@ class SupervisedRole:
     deadline: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
     reason: Deadline | None = None
     """Deadline for the published reason of a role that exited with code 0."""
+    ready_at: float = 0.0
+    """When its process became ready, by the supervisor's clock."""
     pause: Deadline = field(default_factory=lambda: Deadline("nothing", 0.0))
     """The pause before the next restart."""
     budget: RestartBudget = field(init=False)
@@ -110,8 +112,8 @@ class SupervisedRole:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether the process runs. A zombie has released its memory and files."""
+    """Whether the process runs. A zombie has released its memory and files once no other thread of it is left."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False

@@ -31,7 +31,7 @@ from pipeline.run.events import Event, EventName, EventPoller, Events, poll_inte
 from pipeline.run.fault_plan import FAULT, parse_faults
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, down_mark
-from pipeline.utils import subprocesses
+from pipeline.utils import heartbeat, subprocesses
 from pipeline.utils.forked_process import ForkRequest
 from pipeline.utils.fs_retry import (
     FINAL_WRITE_TIMEOUT,
@@ -190,8 +190,8 @@ class Supervisor:
         """Start the role's process. The loop blocks up to `patience` seconds while the log cannot be created."""
         argv, log = role.launch.argv, role.log
         hidden = {} if role.context.placement.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # no access to GPUs of other roles
-        heartbeat = role.monitor.board.environment
-        variables = child_environment({**self._variables, **role.launch.env, **heartbeat, **hidden})
+        board = role.monitor.board.environment | ({heartbeat.EXITS: "1"} if self._injector else {})
+        variables = child_environment({**self._variables, **role.launch.env, **board, **hidden})
         forks = ForkRequest.of(self._forks, role.launch.stage, role.launch.nests)
         start = partial(subprocesses.Child, argv, log, variables, forks)
         role.child = retry_transient("the log", start, patience, self._clock)
@@ -213,10 +213,13 @@ class Supervisor:
             case "restarting" if self._end is None and role.pause.passed:
                 self._restart(role)
             case "starting" if role.monitor.probe.success_count:
+                role.ready_at = self._clock.now()
                 self._advance(role, "became_ready")
             case "starting" if role.deadline.passed:
                 late = str(role.deadline.error(role.monitor.probe.last_error))
                 self._failed(role, "startup_timeout", "hang", failure_record(role, late))
+            case "starting" if self._end is None and (hang := role.monitor.find_stopped(role.pid)):
+                self._hung(role, hang)
             case "stopping" if role.deadline.passed:
                 self._kill(role)
             case "ready" if self._is_monitored(role) and (hang := role.monitor.watch(role.pid)):
@@ -246,7 +249,10 @@ class Supervisor:
             self._failed(role, "crashed", kind_of_exit(role, code), failure)
 
     def _may_learn_cause(self, role: SupervisedRole) -> bool:
-        """Whether the event behind an exit with code 0 may still appear: one rank of the trainer publishes it."""
+        """Whether the event behind an exit with code 0 may still appear here: another node's rank of the trainer
+        published it, from which this node's ranks of the trainer learned it."""
+        if role.context.placement.role != "trainer" or role.context.placement.index == 0:
+            return False
         if role.reason is None:
             role.reason = Deadline(f"the reason why {role.name} ended", self._cluster.lateness, self._clock)
         return not role.reason.passed
@@ -278,7 +284,8 @@ class Supervisor:
         role.context = replace(role.context, restart=role.budget.used)
         role.launch, role.reason = role_command(role.context), None
         role.monitor = self._monitor(role.name, role.launch)
-        role.pause = Deadline("its pause", next(role.budget.pauses), self._clock)
+        ready_seconds = self._clock.now() - role.ready_at if role.state == "ready" else 0.0
+        role.pause = Deadline("its pause", role.budget.next_pause(ready_seconds), self._clock)
         role.deadline = Deadline(f"{role.name} to be restarted", FS_OUTAGE_TIMEOUT, self._clock)
         self._advance(role, "replaced", detail)
 

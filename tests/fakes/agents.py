@@ -60,6 +60,9 @@ class Well:
     def watch(self, _pid: int) -> None:
         pass
 
+    def find_stopped(self, _pid: int) -> None:
+        pass
+
     def worker_pids(self) -> list[int]:
         return []
 

@@ -8,16 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from pipeline.roles.redis import find_server
 from pipeline.run.fault_moments import FaultRecords
 from pipeline.run.fault_plan import parse_faults
 from pipeline.utils import subprocesses
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import wait_for
 from slurm.agent import supervisor
+from slurm.agent.fault_injection import exit_with
 from slurm.agent.recovery_policy import RECOVERY
 from tests.patience import WAIT_SECONDS
 from tests.protocol.small_roles import BEATS, FOREVER, Attempt
@@ -175,7 +178,7 @@ def test_a_trainer_is_restarted_with_a_new_name_once_it_has_completed_a_step_and
     if steps:
         wait_for("a new trainer", partial(run.has_been, "trainer.0", [*UP, "restarting", *UP]), WAIT_SECONDS)
         assert not runs(old), "the new process starts after the last worker of the old one"
-        assert "up --restart 1\n" in log.read_text()
+        wait_for("its restart count", lambda: "up --restart 1\n" in log.read_text(), WAIT_SECONDS)
         run.events.publish("failed", "agent.9", "for the test")
         assert run.join() == {"failed"}
         return
@@ -187,26 +190,51 @@ def test_a_trainer_is_restarted_with_a_new_name_once_it_has_completed_a_step_and
 def test_planned_faults_happen_once_each_at_their_moments_and_are_in_the_timeline(
     attempt: Callable[..., Attempt],
 ) -> None:
-    faults = "exit:preprocessor@save, early:actor@0.5s, kill:redis@step=1, stop:inference@step=1, kill:trainer[1]@1s"
-    run = attempt(restarts=1, heartbeat_seconds=4, faults=faults, preprocessor=f"{BEATS}work()", actor=f"{BEATS}work()")
+    faults = (
+        "exit:preprocessor@save, early:actor@0.5s, kill:redis@step=1, kill:redis@end, stop:inference@step=1, "
+        "kill:trainer[1]@1s"
+    )
+    run = attempt(restarts=2, heartbeat_seconds=4, faults=faults, preprocessor=f"{BEATS}work()", actor=f"{BEATS}work()")
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     records = FaultRecords(run.paths)
     again = [*UP, "fault", "restarting", *UP]
+    twice = [*again, *again[2:]]
     wait_for("the actor again", partial(run.has_been, "actor.0", again), WAIT_SECONDS)
     assert run.has_been("redis.0", UP), "its moment has not come"
-    for moment in ("step=1", "save"):
-        records.reach(moment)
-    for role in ("redis.0", "preprocessor.0", "inference.0"):
-        wait_for(f"{role} again", partial(run.has_been, role, again), WAIT_SECONDS)
+    for fault in parse_faults(faults.split(",")):
+        records.reach(fault)
+    for role, states in (("redis.0", twice), ("preprocessor.0", again), ("inference.0", again)):
+        wait_for(f"{role} again", partial(run.has_been, role, states), WAIT_SECONDS)
     details = {line["role"]: line["detail"] for line in run.lines() if line["state"] == "restarting"}
     assert details["actor.0"].startswith("exited with code 0; restarted")
     assert details["preprocessor.0"].startswith("exited with code 1; restarted")
     assert details["redis.0"].startswith("killed by SIGKILL; restarted")
     assert "has been stopped (SIGSTOP)" in details["inference.0"]
-    assert {line["detail"] for line in run.lines() if line["state"] == "fault"} == set(faults.split(", ")[:4])
-    assert [records.is_done(fault) for fault in parse_faults(faults.split(","))] == [True] * 4 + [False]
+    assert {line["detail"] for line in run.lines() if line["state"] == "fault"} == set(faults.split(", ")[:5])
+    assert [records.is_done(fault) for fault in parse_faults(faults.split(","))] == [True] * 5 + [False]
     run.events.publish("training_finished", "trainer.0")
     assert run.join() == {"finished"}
+
+
+def test_a_role_that_is_stopped_while_it_starts_is_found_long_before_its_time_to_start_is_over(
+    attempt: Callable[..., Attempt],
+) -> None:
+    run = attempt(heartbeat_seconds=1, faults="stop:actor@start", actor="import time; time.sleep(600)")
+    assert run.join() == {"failed"}
+    assert "has been stopped (SIGSTOP)" in run.first_failure.cause
+    assert run.has_been("actor.0", ["starting", "fault", "failed"])
+    assert run.left() == set()
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_redis_exits_with_the_code_that_a_fault_requests(tmp_path: Path, code: int) -> None:
+    argv = (str(find_server()), "--port", "0", "--dir", str(tmp_path), "--unixsocket", "socket")
+    child = Child(argv, tmp_path / "log", dict(os.environ))
+    wait_for("redis", lambda: "eady to accept" in (tmp_path / "log").read_text(), WAIT_SECONDS)
+    role = SimpleNamespace(pid=child.pid)
+    exit_with(role, code)  # type: ignore[arg-type]
+    wait_for("its end", lambda: child.poll() is not None, WAIT_SECONDS)
+    assert child.poll() == code
 
 
 def test_a_role_whose_error_would_come_again_is_not_restarted(attempt: Callable[..., Attempt]) -> None:

@@ -50,6 +50,8 @@ def register() -> None:
 
     if multiprocessing.parent_process() is not None:  # started by the server or an engine, not the server itself
         exit_with_parent()
+    else:
+        heartbeat.obey_exits()
     heartbeat.show_stacks()
     start_resource_tracker()
     for name, (module, engine) in _ENGINE_CLASSES.items():

@@ -71,10 +71,10 @@ class Evaluations:
         measured: Iterable[Measured],
         note: Note,
         pulse: Pulse,
-        on_request: Callable[[], None] = lambda: None,
+        on_request: Callable[[int], None] = lambda version: None,
     ) -> None:
-        """`measured` are the evaluations that are already logged; `note` logs a new one. `on_request` is called once
-        sets were requested."""
+        """`measured` are the evaluations that are already logged; `note` logs a new one. `on_request` is called with
+        the version of sets that were requested."""
         self._on_request = on_request
         self._streams, self._attempt, self._schedules = streams, attempt, schedules
         self._note, self._pulse = note, pulse
@@ -99,7 +99,7 @@ class Evaluations:
             self._streams.publish("eval_requests", request)
             self._open[request.id] = request
         if sets:
-            self._on_request()
+            self._on_request(version)
 
     def collect(self, seconds: float = 0.0) -> None:
         """Log the results that have arrived, including those of earlier attempts' requests."""

@@ -7,7 +7,7 @@ acknowledged only once the checkpoint that covers them is durable; and that afte
 
     position = recorder.restore()
     recorder.on_durable = acknowledge               # called with the covered entries of each durable checkpoint
-    recorder.on_save = reached                      # called while a checkpoint is being written
+    recorder.on_save = reached                      # called with the step of RL while its checkpoint is being written
     …a step…
     recorder.collect()                              # every step, and while a step waits for its data
     recorder.save_checkpoint(job, done, covered)    # returns when the models are copied; writing continues
@@ -117,7 +117,7 @@ class RunRecorder:
         self.ledger = Ledger()
         self.covered: tuple[str, ...] = ()
         self.on_durable: Callable[[tuple[str, ...]], None] = lambda covered: None
-        self.on_save: Callable[[], None] = lambda: None
+        self.on_save: Callable[[int], None] = lambda step: None
         self._flight: PendingSave | None = None
         self._durable = ""
         self.seconds = 0.0
@@ -214,7 +214,7 @@ class RunRecorder:
         keep = self._config.training.keep_checkpoints
         start_save(self._dispatch, self._root, self._writer, state, parts, keep)
         self._flight = PendingSave(f"{job.name}-{done}", covered, began)
-        self.on_save()
+        self.on_save(done if job.name == "rl" else 0)
         log.info("committing %s; training stood still for %.2f s", self._flight.name, time.monotonic() - began)
         if wait or not self._config.training.async_checkpoints:
             self.finish()

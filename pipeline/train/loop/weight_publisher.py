@@ -27,9 +27,13 @@ class WeightPublisher:
     """
 
     def __init__(
-        self, dispatch: RankGroup, sender: WeightSender, pulse: Pulse, on_start: Callable[[], None] = lambda: None
+        self,
+        dispatch: RankGroup,
+        sender: WeightSender,
+        pulse: Pulse,
+        on_start: Callable[[int], None] = lambda version: None,
     ) -> None:
-        """`on_start` is called while the servers receive a version that was just started."""
+        """`on_start` is called with a version that was just started, while the servers receive it."""
         self._dispatch, self._sender, self._pulse, self._on_start = dispatch, sender, pulse, on_start
         self._opened = False
         self._under_way = False
@@ -43,7 +47,7 @@ class WeightPublisher:
         self._sender.take(version)
         self._dispatch.finish_weight_sync("policy")
         self._under_way = True
-        self._on_start()
+        self._on_start(version)
         return {"sync/handover_seconds": time.monotonic() - started}
 
     def wait_until_synced(self) -> dict[str, float]:

@@ -43,7 +43,9 @@ def test_only_a_server_may_fail_before_it_is_ready_once_it_was_restarted(role: R
     assert budget.allows("exit", progressed=False) == again
 
 
-def test_pauses_grow_to_their_limit() -> None:
-    pauses = RestartBudget("inference", 3).pauses
-    assert [next(pauses) for _ in range(3)] == [1.0, 1.5, 2.25]
-    assert max(next(pauses) for _ in range(20)) == 30.0
+def test_pauses_grow_to_their_limit_and_begin_again_after_a_process_that_was_ready_for_longer() -> None:
+    budget = RestartBudget("inference", 3)
+    assert [budget.next_pause(0.0), budget.next_pause(1.0), budget.next_pause(0.0)] == [1.0, 1.5, 2.25]
+    assert max(budget.next_pause(2.0) for _ in range(20)) == 30.0
+    assert budget.next_pause(30.0) == 30.0
+    assert budget.next_pause(30.1) == 1.0

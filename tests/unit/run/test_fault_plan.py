@@ -15,11 +15,28 @@ from slurm.submission.compose_config import compose_config
 
 def test_a_fault_has_a_kind_a_target_and_a_moment() -> None:
     assert parse_faults(["kill:inference[2]@step=7", "stop: trainer @save", "exit:actor@2.5s"]) == (
-        Fault("kill:inference[2]@step=7", "kill", "inference", 2, "step=7", None),
-        Fault("stop:trainer@save", "stop", "trainer", 0, "save", None),
-        Fault("exit:actor@2.5s", "exit", "actor", 0, "", 2.5),
+        Fault("kill:inference[2]@step=7", "kill", "inference", 2, "step", 7),
+        Fault("stop:trainer@save", "stop", "trainer", 0, "save"),
+        Fault("exit:actor@2.5s", "exit", "actor", 0, "", seconds=2.5),
     )
-    assert [fault.step for fault in parse_faults(["kill:redis@step=12", "kill:redis@end"])] == [12, None]
+
+
+@pytest.mark.parametrize(
+    ("fault", "moment", "number", "belongs"),
+    [
+        ("kill:redis@save", "save", 5, True),
+        ("kill:redis@save=5", "save", 5, True),
+        ("kill:redis@save=5", "save", 10, False),
+        ("kill:redis@eval=0", "eval", 0, True),
+        ("kill:redis@eval=5", "update", 5, False),
+        ("kill:redis@end", "end", None, True),
+        ("kill:redis@5s", "end", None, False),
+    ],
+)
+def test_a_fault_belongs_to_the_first_of_its_moments_or_to_that_of_its_step(
+    fault: str, moment: str, number: int | None, belongs: bool
+) -> None:
+    assert parse_faults([fault])[0].is_of(moment, number) == belongs
 
 
 def test_equal_faults_have_different_records() -> None:
@@ -33,9 +50,10 @@ def test_equal_faults_have_different_records() -> None:
     [
         ("kill:actor", "'kill:actor' is no KIND:TARGET@MOMENT"),
         ("murder:actor@save", "'murder' is no KIND"),
-        ("exit:redis@save", "'redis' is no target of exit, which has trainer, actor, preprocessor"),
+        ("exit:checkpoint@save", "'checkpoint' is no target of exit, which has redis, trainer, inference, actor"),
+        ("kill:actor@step", "'step' is no MOMENT"),
+        ("kill:actor@end=3", "'end=3' is no MOMENT"),
         ("kill:inference[x]@save", "'inference[x]' is no target of kill"),
-        ("kill:actor@step=0", "'step=0' is no MOMENT"),
         ("kill:actor@noon", "'noon' is no MOMENT"),
         ("torn:checkpoint@start", "'start' is no moment of a checkpoint"),
     ],
@@ -54,6 +72,7 @@ def test_a_wrong_fault_is_refused_with_its_wrong_part_and_the_grammar(fault: str
         ("kill:actor@5s", "training.steps=0", "a target of this run, which has no actor"),
         ("kill:trainer@sft", "training.sft.steps=0", "a moment of this run, which has no sft"),
         ("kill:trainer@step=9", "training.steps=8", "a step up to training.steps=8"),
+        ("kill:trainer@sft=9", "training.sft.steps=8", "a step up to training.sft.steps=8"),
     ],
 )
 def test_a_fault_that_cannot_happen_is_refused(fault: str, override: str, problem: str) -> None:
@@ -85,24 +104,25 @@ def test_a_fault_is_claimed_once_also_by_a_later_attempt(paths: AttemptPaths) ->
 
 
 def test_the_trainer_waits_at_a_moment_until_its_faults_have_happened(paths: AttemptPaths) -> None:
-    faults = parse_faults(["kill:redis@save", "kill:actor@save", "kill:actor@end"])
-    records, rounds = FaultRecords(paths), list[int]()
+    faults = parse_faults(["kill:trainer@save", "kill:redis@save", "kill:actor@save", "kill:actor@save=7"])
+    records, order = FaultRecords(paths), list[str]()
 
     def agent() -> bool:
-        assert records.has_reached("save")
-        rounds.append(1)
-        if len(rounds) <= 2:
-            fault = faults[len(rounds) - 1]
-            assert records.begin(fault, 1.0)
-            records.finish(fault, 1.0)
+        fault = next(fault for fault in faults if records.has_reached(fault) and not records.has_begun(fault))
+        assert records.begin(fault, 1.0)
+        records.finish(fault, 1.0)
+        order.append(fault.text)
         return False
 
     moments = FaultMoments(paths, faults, agent)
-    moments.reach("update")
-    moments.reach("save")
-    assert len(rounds) == 2
-    moments.reach("save")
-    assert len(rounds) == 2, "a fault that has happened is not awaited again"
+    moments.reach("update", 5)
+    assert order == []
+    moments.reach("save", 5)
+    assert order == ["kill:redis@save", "kill:actor@save", "kill:trainer@save"], "the trainer's own fault is the last"
+    moments.reach("save", 6)
+    assert len(order) == 3, "a fault that has happened is not awaited again"
+    moments.reach("save", 7)
+    assert order[3:] == ["kill:actor@save=7"]
 
 
 @pytest.mark.parametrize("ending", [True, False])
@@ -110,5 +130,5 @@ def test_the_trainer_waits_neither_in_an_ending_attempt_nor_forever(
     paths: AttemptPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ending: bool
 ) -> None:
     monkeypatch.setattr(fault_moments, "WAIT_SECONDS", 0.05)
-    FaultMoments(paths, parse_faults(["kill:redis@save"]), lambda: ending).reach("save")
-    assert ("waited 0.1 s for the faults at save: kill:redis@save" in caplog.text) != ending
+    FaultMoments(paths, parse_faults(["kill:redis@save"]), lambda: ending).reach("save", 5)
+    assert ("waited 0.1 s for faults to happen: kill:redis@save" in caplog.text) != ending
