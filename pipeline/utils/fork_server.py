@@ -297,10 +297,13 @@ def _reap(*_: object) -> None:
 
 
 def _is_zombie(pid: int) -> bool:
+    """Whether the process only waits to be reaped. One whose first thread has ended before the others still has its
+    memory and its children."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return True
+    return fields[0] == "Z" and int(fields[17]) <= 1
 
 
 def _nest(request: Request, folder: Path) -> Request:

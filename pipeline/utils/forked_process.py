@@ -5,6 +5,7 @@ with ForkServer.start(stages, ready=2) as server:
 """
 
 import array
+import fcntl
 import json
 import os
 import shutil
@@ -18,14 +19,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from pipeline.utils import fork_server
 from pipeline.utils.fork_server import VARIABLE, Stage
+from pipeline.utils.private_files import is_private
+from pipeline.utils.waiting import Deadline
 
 _MAX_ADDRESS = 107 - len("/1234567")
 """The kernel's limit for the path of a socket, with room for a socket of a nested server in the folder."""
 _PADDING = "." * 8192
-_LOG = "log"
+_PREFIX, _LOG = "rollcall-fork-", "log"
+START_SECONDS = 30.0
+"""How long a requester waits for a program to run. The server forks it within milliseconds of its request."""
 
 
 class ForkServer:
@@ -43,7 +49,7 @@ class ForkServer:
         server cannot be started.
         """
         folder = _make_folder()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, (folder / _LOG).open("ab") as log:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, _locked_log(folder) as log:
             listening.bind(str(folder / "socket"))
             listening.listen(socket.SOMAXCONN)
             number = listening.fileno()
@@ -65,10 +71,14 @@ class ForkServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End the server. Its programs stay."""
+    def kill(self) -> None:
+        """End the server, but not its programs; its folder stays."""
         self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        """End the server. Its programs stay."""
+        self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -80,11 +90,33 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _make_folder() -> Path:
     """A new folder that only its owner may enter, with a path that is short enough for sockets."""
-    folder = Path(tempfile.mkdtemp(prefix="rollcall-forks-"))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     if len(str(folder)) > _MAX_ADDRESS:
         folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="rollcall-forks-", dir="/tmp"))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+    _sweep(folder.parent)
     return folder
+
+
+def _locked_log(folder: Path) -> IO[bytes]:
+    """The server's log, locked as long as a process has it open: the server, its stages and keepers inherit it."""
+    new = (
+        folder / f"{_LOG}.new"
+    )  # without its name until it is locked, so that no other process takes it for a dead one
+    log = new.open("ab")
+    fcntl.flock(log, fcntl.LOCK_EX)
+    new.rename(folder / _LOG)
+    return log
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of this user's servers that were killed together with their owners, so that none did."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is in use, or another process removes it
+            if is_private(folder):
+                with (folder / _LOG).open("rb") as log:
+                    fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)
@@ -142,10 +174,14 @@ class ForkedProcess:
         self._receive(0.0)
         return self.returncode
 
-    def started(self) -> bool:
-        """Wait until the program runs; False if the server refuses it."""
+    def started(self, seconds: float = START_SECONDS) -> bool:
+        """Wait until the program runs; False if the server refuses it, or does not start it in time: the request is
+        then withdrawn."""
+        deadline = Deadline("the program to run", seconds)
         while not self.pid and self.returncode is None:
-            self._receive(None)
+            if not self._receive(deadline.left):
+                self.refusal = f"the fork server did not start it within {seconds:g} s"
+                self.close()
         return bool(self.pid)
 
     def wait(self, timeout: float | None = None) -> int:

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -192,16 +194,19 @@ def test_a_program_ends_with_its_keeper_and_counts_as_killed(start: Start) -> No
     wait_for("the program to end", lambda: gone(child.pid), SECONDS)
 
 
-def test_a_server_that_ends_leaves_its_programs_and_exec_starts_the_next_ones(start: Start) -> None:
+def test_a_server_that_ends_leaves_its_programs_and_exec_starts_the_next_ones(start: Start, tmp_path: Path) -> None:
+    waits = (
+        "import pathlib, sys, time\nprint('up', flush=True)\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\nsys.exit(4)"
+    )
     with ForkServer.start([Stage(SMALL, [])], ready=0) as short:
-        survivor = start(
-            "import sys\nprint('up', flush=True)\nimport time; time.sleep(0.3); sys.exit(4)", address=short.address
-        )
+        survivor = start(waits, str(tmp_path / "go"), address=short.address)
         is_up(survivor)
     child = start(REPORTS, address=short.address)
     assert child.pid != 0
     assert end_of(child) == 0
     assert json.loads(child.log.read_text().splitlines()[0])["parent"] == os.getpid()
+    (tmp_path / "go").touch()
     assert end_of(survivor) == 4
     assert not Path(short.address).parent.exists()
 
@@ -303,6 +308,36 @@ time.sleep(600)
         below = wait_for("both stages", lambda: _both(psutil.Process(owner.pid)), SECONDS)
         owner.kill()
     wait_for("the server to end", lambda: all(gone(pid) for pid in below) and not folder.exists(), SECONDS)
+
+
+def test_a_new_server_removes_the_folder_of_one_that_was_killed_and_of_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stages = [Stage(SMALL, [])]
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with ForkServer.start(stages, 0) as killed, ForkServer.start(stages, 0) as living:
+            killed.kill()
+            (Path(folder) / "rollcall-fork-new").mkdir(mode=0o700)
+            assert Path(killed.address).exists()
+            with ForkServer.start(stages, 0):
+                assert not Path(killed.address).parent.exists()
+                assert Path(living.address).exists()
+                assert (Path(folder) / "rollcall-fork-new").exists(), "its log is not locked yet"
+
+
+def test_a_request_that_no_server_answers_is_withdrawn() -> None:
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        Path(os.devnull).open("r+") as null,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent,
+    ):
+        silent.bind(f"{folder}/socket")
+        silent.listen()
+        program = ForkedProcess(f"{folder}/socket", SMALL, [sys.executable, "-c", ""], {}, [null.fileno()] * 3)
+        assert not program.started(0.1)
+        assert program.refusal == "the fork server did not start it within 0.1 s"
+        assert program.poll() == -signal.SIGKILL
 
 
 def _both(owner: psutil.Process) -> Sequence[int]:
