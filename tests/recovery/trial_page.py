@@ -1,53 +1,72 @@
 """The result of one recovery trial, and the page that shows all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from statistics import median
 
 import msgspec
-
-from pipeline.run.fault_plan import TARGETS
 
 KINDS = {"kill": "SIGKILL", "stop": "SIGSTOP", "exit": "exit 1", "early": "exit 0 too early"}
 PHASES = {
     "start": "start",
     "sft": "SFT",
     "eval": "evaluation",
-    "step=6": "training",
+    "step": "training",
     "update": "weight update",
     "save": "checkpoint",
     "end": "end",
 }
 """The moment of the fault, and the phase of the run that it stands for."""
-HEAD = ("role", "end", "phase", "outcome", "detected", "ready again", "the run")
+TWO_NODES = "trainer on two nodes"
+HERE = "local"
+HEAD = ("scheduler", "role", "end", *PHASES.values())
 INTRODUCTION = (
     "# Recovery trials",
     "",
-    "Each row is one [injected fault](operations.md#injected-faults) in a small run on one machine without GPUs. Faults"
-    " of one role and kind in different phases may share a run. `python -m tests.recovery.trials` makes the rows; with "
-    "`--page docs/recovery.md` it writes this page.",
+    "What becomes of a run when one of its roles is killed, is stopped, or exits. Each cell is one [injected fault]"
+    "(operations.md#injected-faults) in a small run without GPUs; a run meets all faults of a role, one after another."
+    " `python -m tests.recovery.trials` makes the runs; with `--page docs/recovery.md` it writes this page.",
     "",
-    "| column | meaning |",
+    "| cell | meaning |",
     "|---|---|",
-    "| outcome | `restarted`: the role was [restarted in place](operations.md#restarts-in-place), and no other role "
-    "was. `ended`: the attempt ended with this role as its first failure; the same command resumes the run |",
-    "| detected | seconds from the fault until the agent detected it |",
-    "| ready again | seconds from the fault until the new process was ready |",
+    "| 4.2 s | the role was [restarted in place](operations.md#restarts-in-place), and no other role was; its new"
+    " process was ready 4.2 s after the fault |",
+    "| restarted | the same, but the run ended before the new process was ready |",
+    "| ended 0.2 s | the agent detected the fault after 0.2 s, and the attempt ended with this role as its first"
+    " failure; the same command resumed the run |",
+    "| finished | the run finished before the fault was detected; the role was killed when it was asked to stop |",
+    "| — | not tried |",
     "",
-    "*every step once* means that the run ended with exit code 0 in one attempt, `metrics.jsonl` has each step exactly "
-    "once, the ledger has each position exactly once, and the model is exported.",
+    "Every run was whole at its end: exit code 0, each step exactly once in `metrics.jsonl`, each position exactly"
+    " once in the ledger, the model exported, no process left, and no restart or attempt without a fault. A cell with"
+    " another text names the difference.",
+    "",
+)
+NOTES = (
+    "",
+    "*start*: the role ends while it starts for the first time in an attempt. This ends the attempt, since a new"
+    " process would most likely meet the same cause ([decision 0041](decisions/0041-roles-are-restarted-in-place.md)).",
+    "",
+    f"A {TWO_NODES} is not restarted in place, since its agents would have to agree on it: the attempt ends, and the"
+    " next one resumes from the newest checkpoint.",
+    "",
+    "*SIGSTOP*: a stopped process counts as hung after ten seconds"
+    " ([decision 0016](decisions/0016-who-progresses-tells-it.md)), which are part of the seconds here.",
     "",
 )
 
 
 class RecoveryTrial(msgspec.Struct, kw_only=True):
-    """The outcome of one run with one fault.
+    """The outcome of one fault.
 
     Attributes:
-        role, kind, phase: the target, one of `KINDS`, and one of `PHASES`.
-        outcome: `restarted`, or `ended` for the attempt.
+        scheduler: `local` or `Slurm`.
+        role, kind, phase: the target (a role or `TWO_NODES`), one of `KINDS`, and one of `PHASES`.
+        outcome: `restarted`, `ended` for the attempt, or `finished` for the run.
         detected, recovered: seconds from the fault until the agent detected it, and until the role was ready again.
         problem: the difference from the expected end; empty if there is none.
     """
 
+    scheduler: str = HERE
     role: str
     kind: str
     phase: str
@@ -56,26 +75,46 @@ class RecoveryTrial(msgspec.Struct, kw_only=True):
     recovered: float | None = None
     problem: str = ""
 
-    def cells(self) -> list[str]:
-        """Its row of the table."""
-        times = [f"{value:.1f} s" if value is not None else "—" for value in (self.detected, self.recovered)]
-        end = self.problem or ("every step once" if self.outcome == "restarted" else "named in `first_failure.json`")
-        return [self.role, KINDS[self.kind], PHASES[self.phase], self.outcome, *times, end]
+    def cell(self) -> str:
+        """Its cell of the table."""
+        if self.problem:
+            return f"**{self.problem}**"
+        if self.outcome == "ended":
+            return f"ended {self.detected:.1f} s"
+        return self.outcome if self.recovered is None else f"{self.recovered:.1f} s"
 
 
 def page(trials: Sequence[RecoveryTrial]) -> str:
     """The page as Markdown."""
-    kinds, phases = list(KINDS), list(PHASES)
-    ordered = sorted(trials, key=lambda trial: (trial.role, kinds.index(trial.kind), phases.index(trial.phase)))
-    whole = sum(not trial.problem for trial in ordered)
-    restarted = sum(trial.outcome == "restarted" for trial in ordered)
-    hung = sum("TimeoutExpired" in trial.problem for trial in ordered)
-    summary = (
-        f"{whole} of {len(ordered)} faults ended as described, {restarted} with a restart; {hung} left a run that hung."
+    rows = [HEAD, ["---"] * len(HEAD), *_rows(trials)]
+    table = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([*INTRODUCTION, _summary(trials), "", *table, *NOTES])
+
+
+def _rows(trials: Sequence[RecoveryTrial]) -> Iterable[list[str]]:
+    """A row per scheduler, role and kind, with a cell per phase."""
+    cells = {(trial.scheduler, trial.role, trial.kind, trial.phase): trial.cell() for trial in trials}
+    kinds = list(KINDS)
+    heads = {key[:3] for key in cells}
+    for head in sorted(heads, key=lambda head: (head[0] != HERE, head[1], kinds.index(head[2]))):
+        scheduler, role, kind = head
+        yield [scheduler, role, KINDS[kind], *(cells.get((*head, phase), "—") for phase in PHASES)]
+
+
+def _summary(trials: Sequence[RecoveryTrial]) -> str:
+    outcomes = [trial.outcome for trial in trials if not trial.problem]
+    hung = sum("TimeoutExpired" in trial.problem for trial in trials)
+    seconds = [trial.recovered for trial in trials if trial.recovered is not None]
+    counts = ", ".join(
+        f"{outcomes.count(outcome)} {text}"
+        for outcome, text in (
+            ("restarted", "with a restart in place"),
+            ("ended", "with the end of the attempt"),
+            ("finished", "at the end of the run"),
+        )
+        if outcome in outcomes
     )
-    tried = {(trial.role, trial.kind) for trial in ordered}
-    untried = [f"{role} × {KINDS[kind]}" for kind in KINDS for role in TARGETS[kind] if (role, kind) not in tried]
-    if untried:
-        summary += f" Not tried yet: {', '.join(untried)}."
-    rows = [HEAD, ["---"] * len(HEAD), *(trial.cells() for trial in ordered)]
-    return "\n".join([*INTRODUCTION, summary, "", *("| " + " | ".join(cells) + " |" for cells in rows)]) + "\n"
+    summary = f"{len(outcomes)} of {len(trials)} faults left a whole run: {counts}; {hung} left a run that hung."
+    if seconds:
+        summary += f" Restarts took {min(seconds):.1f} to {max(seconds):.1f} s, {median(seconds):.1f} s in the median."
+    return summary

@@ -1,38 +1,31 @@
-"""Recovery trials: every role × kind of end × phase, on one machine, through `faults=`.
+"""Recovery trials: every role × kind of end × phase of a run, through `faults=`.
 
-    python -m tests.recovery.trials                                         # all that have no result yet
-    python -m tests.recovery.trials --roles trainer --kinds kill stop --phases step=6 save
-    python -m tests.recovery.trials --page docs/recovery.md                 # write the page from the results so far
+    python -m tests.recovery.trials                                     # all that have no result yet
+    python -m tests.recovery.trials --subjects trainer --kinds kill stop --phases step save
+    python -m tests.recovery.trials --page docs/recovery.md             # write the page from the results so far
 
-Owns the trial: start a small run with planned faults of one role and kind, let it end, and record the outcome of each.
-Results are added to one file, one JSON object a line, so that trials can be made in several calls.
+Owns the plan: the run of each subject with its faults. A subject is a role on this machine, a trainer on two nodes, or
+all roles on a Slurm that the trial starts. One run meets all faults of its subject, one after another. Results are
+added to one file, one JSON object a line, so that trials can be made in several calls.
 """
 
 import argparse
-import json
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from pipeline.run.fault_plan import TARGETS
-from tests.recovery.trial_page import KINDS, PHASES, RecoveryTrial, page
-from tests.support.runs.launched import PROMPTS, STEPS, Launched, Launches
+from tests.recovery.trial_page import KINDS, PHASES, TWO_NODES, RecoveryTrial, page
+from tests.recovery.trial_run import PlannedFault, make_run
 
 RESULTS = Path("tests/recovery/results.jsonl")
-CONFIG = ("resources.inference.nodes=1", "resources.trainer.processes=1", "cluster.heartbeat_seconds=20")
-SECONDS = 900.0
-"""Deadline of one run; a run that exceeds it hangs."""
-ROLES = ("trainer", "actor", "preprocessor", "redis", "inference")
-BATCHES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "trainer": (("sft", "save", "step=6", "end"), ("eval",), ("update",), ("start",)),
-    "": (("sft", "eval", "step=6", "update", "save", "end"), ("start",)),
-}
-"""The phases that share a run, by role. A trainer has to complete a step between two faults."""
+ROLES = ("redis", "actor", "preprocessor", "inference", "trainer")
+SLURM = "slurm"
+SUBJECTS = (*ROLES, TWO_NODES, SLURM)
+LAST = dict(zip(ROLES, KINDS, strict=False))
+"""The kind with which a role's run also ends its trainer in the phase `end`. A trainer that was restarted there has
+completed no step before another fault, so its own run has no fault in this phase."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,13 +34,11 @@ def main(arguments: Sequence[str]) -> int:
         options.page.write_text(page(read_trials(options.results)))
         print(options.page)
         return 0
-    known = {(trial.role, trial.kind, trial.phase) for trial in read_trials(options.results)}
-    for kind in options.kinds:
-        for role in options.roles:
-            for batch in BATCHES.get(role, BATCHES[""]) if role in TARGETS[kind] else ():
-                phases = [phase for phase in batch if phase in options.phases]
-                if phases and (options.again or not known.issuperset((role, kind, phase) for phase in phases)):
-                    _try(role, kind, phases, options.results)
+    known = {} if options.again else {_key(trial): trial for trial in read_trials(options.results)}
+    for subject in options.subjects:
+        trials = trials_of(subject, options.kinds, options.phases)
+        if not known.keys() >= {_key(trial) for trial in trials}:
+            _try(subject, trials, options.results)
     return 1 if any(trial.problem for trial in read_trials(options.results)) else 0
 
 
@@ -55,75 +46,58 @@ def read_trials(results: Path) -> list[RecoveryTrial]:
     """The newest result of every trial."""
     lines = results.read_bytes().splitlines() if results.exists() else []
     trials = [msgspec.json.decode(line, type=RecoveryTrial) for line in lines]
-    return list({(trial.role, trial.kind, trial.phase): trial for trial in trials}.values())
+    return list({_key(trial): trial for trial in trials}.values())
 
 
-def _try(role: str, kind: str, phases: Sequence[str], results: Path) -> None:
-    """Make one run with a fault in each phase, and record a result for each. An error of the run is their result."""
-    trials = [RecoveryTrial(role=role, kind=kind, phase=phase) for phase in phases]
-    faults = ",".join(f"{kind}:{role}@{phase}" for phase in phases)
+def trials_of(subject: str, kinds: Sequence[str], phases: Sequence[str]) -> list[RecoveryTrial]:
+    """The trials of a subject's run. On Slurm and for two nodes, one phase stands for all."""
+    if subject == SLURM:
+        return [
+            RecoveryTrial(scheduler="Slurm", role=role, kind=kind, phase="step")
+            for role in ROLES
+            for kind in kinds
+            if "step" in phases
+        ]
+    if subject == TWO_NODES:
+        return [RecoveryTrial(role=TWO_NODES, kind=kind, phase="step") for kind in kinds if "step" in phases]
+    own = [phase for phase in phases if (subject, phase) != ("trainer", "end")]
+    trials = [RecoveryTrial(role=subject, kind=kind, phase=phase) for phase in own for kind in kinds]
+    if "end" in phases and LAST.get(subject) in kinds:
+        trials.append(RecoveryTrial(role="trainer", kind=LAST[subject], phase="end"))
+    return trials
+
+
+def planned(trials: Sequence[RecoveryTrial]) -> list[PlannedFault]:
+    """The fault of each trial. Two faults of a phase of RL are two steps apart, so a trainer makes progress."""
+    numbers, faults = dict.fromkeys(PHASES, 0), []
+    for trial in trials:
+        phase = "sft" if trial.phase == "sft" else "step"
+        numbers[phase] += 1 if phase == "sft" else 2 * (trial.phase not in ("start", "end"))
+        moment = trial.phase if trial.phase in ("start", "end") else f"{trial.phase}={numbers[phase]}"
+        target = "trainer[1]" if trial.role == TWO_NODES else trial.role
+        faults.append(PlannedFault(trial, f"{trial.kind}:{target}@{moment}", numbers["step"]))
+    return faults
+
+
+def _try(subject: str, trials: Sequence[RecoveryTrial], results: Path) -> None:
+    """Make one run, and record a result for each fault. An error of the run is the result of those without another."""
     try:
-        with tempfile.TemporaryDirectory(prefix="rollcall-trial-") as folder, Launches(Path(folder)) as launches:
-            _make(trials, launches.submit("r", *CONFIG, f"recovery.{role}={len(phases)}", f"faults=[{faults}]"))
+        make_run(planned(trials), slurm=subject == SLURM, nodes=2 if subject == TWO_NODES else 1)
     except Exception as error:  # noqa: BLE001 (it is the result)
         for trial in trials:
             trial.problem = " ".join(f"{type(error).__name__}: {error}".split())[:400]
     with results.open("ab") as file:
         file.writelines(msgspec.json.encode(trial) + b"\n" for trial in trials)
-    print("\n".join(" | ".join(trial.cells()) for trial in trials), flush=True)
+    print("\n".join(f"{trial.role} {trial.kind} {trial.phase}: {trial.cell()}" for trial in trials), flush=True)
 
 
-def _make(trials: Sequence[RecoveryTrial], run: Launched) -> None:
-    started = time.monotonic()
-    while run.process.poll() is None and time.monotonic() - started < SECONDS:
-        run.processes()
-        time.sleep(0.2)
-    code = run.end(1)  # `TimeoutExpired` for a run that hangs
-    lines = [json.loads(line) for file in run.attempts[-1].timeline.glob("*.jsonl") for line in file.open()]
-    for trial in trials:
-        _time(trial, sorted(lines, key=lambda line: line["time"]))
-        trial.problem = _problem_of(trial, run, lines, code)
-    run.assert_nothing_left()
-
-
-def _time(trial: RecoveryTrial, lines: Sequence[dict[str, Any]]) -> None:
-    """Read the times of the fault, of its detection, and of the end of the recovery from the timeline."""
-    own = [line for line in lines if line["role"] == f"{trial.role}.0"]
-    fault = next(line["time"] for line in own if line["detail"] == f"{trial.kind}:{trial.role}@{trial.phase}")
-    after = [line for line in own if line["time"] > fault]
-    trial.detected = after[0]["time"] - fault
-    trial.outcome = "restarted" if after[0]["state"] == "restarting" else "ended"
-    # At the end of a run the role may be stopped before its new process is ready.
-    ready = next((line for line in after[1:] if line["state"] in ("ready", "stopped")), None)
-    trial.recovered = ready["time"] - fault if ready and ready["state"] == "ready" else None
-
-
-def _problem_of(trial: RecoveryTrial, run: Launched, lines: Sequence[dict[str, Any]], code: int) -> str:
-    """The difference of a run from the expected one, empty if there is none.
-
-    A restarted role leaves a run that is as whole as an undisturbed one, in one attempt, in which no other role was
-    restarted. Otherwise the attempt names the role as its first failure.
-    """
-    if trial.outcome == "ended":
-        failure = run.failure()
-        return "" if code == 1 and failure and failure.role == f"{trial.role}.0" else f"exit code {code}"
-    steps = [row["step"] for row in run.rows()]
-    positions = [json.loads(line)["position"] for line in run.run.ledger.read_text().splitlines()]
-    others = {line["role"] for line in lines if line["state"] == "restarting"} - {f"{trial.role}.0"}
-    checks = {
-        f"exit code {code}": code == 0,
-        f"steps {steps}": steps == list(range(1, STEPS + 1)),
-        f"{len(positions)} positions": len(positions) == len(set(positions)) == STEPS * PROMPTS,
-        f"{len(run.attempts)} attempts": len(run.attempts) == 1,
-        f"{', '.join(sorted(others))} restarted too": not others,
-        "no exported model": (run.run.model / "model.safetensors").exists(),
-    }
-    return "; ".join(text for text, holds in checks.items() if not holds)
+def _key(trial: RecoveryTrial) -> tuple[str, ...]:
+    return trial.scheduler, trial.role, trial.kind, trial.phase
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.recovery.trials", description="Trials of recovery in place.")
-    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES)
+    parser = argparse.ArgumentParser(prog="python -m tests.recovery.trials", description="Trials of recovery.")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=tuple(KINDS))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=tuple(PHASES))
     parser.add_argument("--again", action="store_true", help="also make trials that have a result")

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from pipeline.run.fault_plan import KINDS as FAULT_KINDS
-from pipeline.run.fault_plan import TARGETS, parse_faults
+from pipeline.config.fault_checks import faults_can_happen
+from pipeline.run.fault_plan import ROLES as FAULT_ROLES
+from pipeline.run.fault_plan import parse_faults
+from slurm.submission.compose_config import compose_config
 from tests.recovery.trial_page import KINDS, PHASES, RecoveryTrial, page
-from tests.recovery.trials import RESULTS, ROLES, read_trials
+from tests.recovery.trials import RESULTS, ROLES, SUBJECTS, planned, read_trials, trials_of
 
 PAGE = Path("docs/recovery.md")
 
@@ -14,16 +16,27 @@ def test_the_page_shows_the_recorded_rows() -> None:
     assert PAGE.read_text() == page(read_trials(RESULTS))
 
 
-def test_every_trial_is_a_fault_of_the_grammar() -> None:
-    assert set(KINDS) <= set(FAULT_KINDS)
-    for kind in KINDS:
-        assert parse_faults(f"{kind}:{role}@{phase}" for role in TARGETS[kind] for phase in PHASES)
-    assert set(ROLES) == set(TARGETS["kill"])
+def test_the_runs_have_every_role_kind_and_phase_once() -> None:
+    trials = [trial for role in ROLES for trial in trials_of(role, tuple(KINDS), tuple(PHASES))]
+    combinations = sorted((trial.role, trial.kind, trial.phase) for trial in trials)
+    assert combinations == sorted((role, kind, phase) for role in FAULT_ROLES for kind in KINDS for phase in PHASES)
+
+
+def test_every_trial_is_a_fault_that_can_happen() -> None:
+    for subject in SUBJECTS:
+        faults = planned(trials_of(subject, tuple(KINDS), tuple(PHASES)))
+        assert len({fault.text for fault in parse_faults(fault.text for fault in faults)}) == len(faults)
+        texts = ",".join(fault.text for fault in faults)
+        steps = (f"training.steps={faults[-1].step + 2}", "training.sft.steps=4")
+        faults_can_happen(compose_config(["experiment=demo", *steps, f"faults=[{texts}]"]))
 
 
 def test_a_hang_and_a_difference_are_counted_as_such() -> None:
     whole = RecoveryTrial(role="actor", kind="kill", phase="save", outcome="restarted", detected=0.1, recovered=4.04)
-    hung = RecoveryTrial(role="redis", kind="stop", phase="end", problem="TimeoutExpired: 1 s")
-    text = page([hung, whole])
-    assert "1 of 2 faults ended as described, 1 with a restart; 1 left a run that hung." in text
-    assert "| actor | SIGKILL | checkpoint | restarted | 0.1 s | 4.0 s | every step once |" in text
+    ended = RecoveryTrial(role="actor", kind="kill", phase="start", outcome="ended", detected=0.31)
+    hung = RecoveryTrial(scheduler="Slurm", role="redis", kind="stop", phase="end", problem="TimeoutExpired: 1 s")
+    text = page([hung, ended, whole])
+    counts = "1 with a restart in place, 1 with the end of the attempt; 1 left a run that hung."
+    assert f"2 of 3 faults left a whole run: {counts}" in text
+    assert "| local | actor | SIGKILL | ended 0.3 s | — | — | — | — | 4.0 s | — |" in text
+    assert "| Slurm | redis | SIGSTOP | — | — | — | — | — | — | **TimeoutExpired: 1 s** |" in text
