@@ -100,9 +100,8 @@ def _make_folder() -> Path:
 
 def _locked_log(folder: Path) -> IO[bytes]:
     """The server's log, locked as long as a process has it open: the server, its stages and keepers inherit it."""
-    new = (
-        folder / f"{_LOG}.new"
-    )  # without its name until it is locked, so that no other process takes it for a dead one
+    # It gets its name once it is locked, since a process that sweeps takes an unlocked log for a dead server's.
+    new = folder / f"{_LOG}.new"
     log = new.open("ab")
     fcntl.flock(log, fcntl.LOCK_EX)
     new.rename(folder / _LOG)

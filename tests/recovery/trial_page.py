@@ -24,12 +24,13 @@ INTRODUCTION = (
     "",
     "What becomes of a run when one of its roles is killed, is stopped, or exits. Each cell is one [injected fault]"
     "(operations.md#injected-faults) in a small run without GPUs; a run meets all faults of a role, one after another."
+    " The two cores had other work to do, about ten times as much as they could, so an idle machine is faster."
     " `python -m tests.recovery.trials` makes the runs; with `--page docs/recovery.md` it writes this page.",
     "",
     "| cell | meaning |",
     "|---|---|",
-    "| 4.2 s | the role was [restarted in place](operations.md#restarts-in-place), and no other role was; its new"
-    " process was ready 4.2 s after the fault |",
+    "| 4.2 s | the role was [restarted in place](operations.md#restarts-in-place), and no other role was; until"
+    " the fault was detected and the new process was ready, 4.2 s passed, without the back-off between them |",
     "| restarted | the same, but the run ended before the new process was ready |",
     "| ended 0.2 s | the agent detected the fault after 0.2 s, and the attempt ended with this role as its first"
     " failure; the same command resumed the run |",
@@ -62,7 +63,8 @@ class RecoveryTrial(msgspec.Struct, kw_only=True):
         scheduler: `local` or `Slurm`.
         role, kind, phase: the target (a role or `TWO_NODES`), one of `KINDS`, and one of `PHASES`.
         outcome: `restarted`, `ended` for the attempt, or `finished` for the run.
-        detected, recovered: seconds from the fault until the agent detected it, and until the role was ready again.
+        detected, recovered: seconds from the fault until the agent detected it, and until the role was ready again,
+            without the back-off.
         problem: the difference from the expected end; empty if there is none.
     """
 

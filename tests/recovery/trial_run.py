@@ -28,11 +28,12 @@ Line = dict[str, Any]
 
 @dataclass
 class PlannedFault:
-    """The fault of a trial, as `faults=` has it, and the step of RL at which it happens at the latest."""
+    """The fault of a trial, as `faults=` has it, and the steps of RL and of SFT at which it happens at the latest."""
 
     trial: RecoveryTrial
     text: str
     step: int
+    sft_step: int
 
     @property
     def role(self) -> str:
@@ -55,6 +56,7 @@ def make_run(faults: Sequence[PlannedFault], *, slurm: bool, nodes: int) -> None
     steps = max(fault.step for fault in faults) + 2
     config = [
         f"training.steps={steps}",
+        f"training.sft.steps={max(fault.sft_step for fault in faults) + 1}",
         "training.eval_every=2",
         "training.checkpoint_every=2",
         "resources.inference.nodes=1",
@@ -133,7 +135,7 @@ def _find(fault: PlannedFault, lines: Sequence[Line]) -> Line | None:
 
 
 def _read_outcome(fault: PlannedFault, lines: Sequence[Line]) -> None:
-    """Read the times of the fault, of its detection, and of the end of the recovery from the attempt's timeline."""
+    """Read the outcome and its times from the attempt's timeline; the back-off before the restart does not count."""
     line = _find(fault, lines)
     assert line is not None
     after = [other for other in lines if other["role"] == fault.role and other["time"] > line["time"]]
@@ -142,10 +144,10 @@ def _read_outcome(fault: PlannedFault, lines: Sequence[Line]) -> None:
     outcomes = {"restarting": "restarted", "failed": "ended"}
     fault.trial.outcome = outcomes.get(found["state"], "finished")
     if fault.trial.outcome == "restarted":
-        # At the end of a run the role may be stopped before its new process is ready.
-        later = after[after.index(found) + 1 :]
-        ready = next((other for other in later if other["state"] in ("ready", "stopped")), None)
-        fault.trial.recovered = ready["time"] - line["time"] if ready and ready["state"] == "ready" else None
+        # At the end of a run the role may be stopped before its new process starts, or is ready.
+        later = after[after.index(found) + 1 : after.index(found) + 3]
+        if [other["state"] for other in later] == ["starting", "ready"]:
+            fault.trial.recovered = fault.trial.detected + later[1]["time"] - later[0]["time"]
 
 
 def _difference(faults: Sequence[PlannedFault], job: Job, lines: Sequence[Line], steps: int, code: int) -> str:

@@ -35,8 +35,10 @@ def main(arguments: Sequence[str]) -> int:
         print(options.page)
         return 0
     known = {} if options.again else {_key(trial): trial for trial in read_trials(options.results)}
-    for subject in options.subjects:
-        trials = trials_of(subject, options.kinds, options.phases)
+    plans = [(subject, trials_of(subject, options.kinds, options.phases)) for subject in options.subjects]
+    if options.together:
+        plans = [together([trials for _, trials in plans])]
+    for subject, trials in plans:
         if not known.keys() >= {_key(trial) for trial in trials}:
             _try(subject, trials, options.results)
     return 1 if any(trial.problem for trial in read_trials(options.results)) else 0
@@ -67,6 +69,13 @@ def trials_of(subject: str, kinds: Sequence[str], phases: Sequence[str]) -> list
     return trials
 
 
+def together(plans: Sequence[Sequence[RecoveryTrial]]) -> tuple[str, list[RecoveryTrial]]:
+    """One run of several roles; it ends its trainer once in the phase `end`."""
+    trials = [trial for plan in plans for trial in plan]
+    ends = [trial for trial in trials if (trial.role, trial.phase) == ("trainer", "end")]
+    return "", [trial for trial in trials if trial not in ends[1:]]
+
+
 def planned(trials: Sequence[RecoveryTrial]) -> list[PlannedFault]:
     """The fault of each trial. Two faults of a phase of RL are two steps apart, so a trainer makes progress."""
     numbers, faults = dict.fromkeys(PHASES, 0), []
@@ -75,7 +84,7 @@ def planned(trials: Sequence[RecoveryTrial]) -> list[PlannedFault]:
         numbers[phase] += 1 if phase == "sft" else 2 * (trial.phase not in ("start", "end"))
         moment = trial.phase if trial.phase in ("start", "end") else f"{trial.phase}={numbers[phase]}"
         target = "trainer[1]" if trial.role == TWO_NODES else trial.role
-        faults.append(PlannedFault(trial, f"{trial.kind}:{target}@{moment}", numbers["step"]))
+        faults.append(PlannedFault(trial, f"{trial.kind}:{target}@{moment}", numbers["step"], numbers["sft"]))
     return faults
 
 
@@ -100,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=tuple(KINDS))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=tuple(PHASES))
+    parser.add_argument("--together", action="store_true", help="one run for all chosen roles")
     parser.add_argument("--again", action="store_true", help="also make trials that have a result")
     parser.add_argument("--results", type=Path, default=RESULTS, help="results, one JSON object a line")
     parser.add_argument("--page", type=Path, help="only write the page to this file")

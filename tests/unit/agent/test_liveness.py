@@ -232,3 +232,13 @@ def test_without_an_agent_nothing_is_told_and_a_lost_one_is_an_error() -> None:
         heartbeat.beat()
     with pytest.raises(heartbeat.RollcallError, match="expected my agent's memory"):
         heartbeat.start(variables={heartbeat.VARIABLE: "/proc/0/fd/1 /proc/0/fd/2"})
+
+
+@pytest.mark.parametrize(("variables", "code"), [({heartbeat.EXITS: "1"}, 7), ({}, 0)])
+def test_an_external_program_exits_on_request_in_a_run_with_faults_only(variables: dict[str, str], code: int) -> None:
+    board = HeartbeatBoard(0)
+    board.request_exit(7)
+    program = "from pipeline.utils import heartbeat; heartbeat.exit_if_requested()"
+    done = subprocess.run([sys.executable, "-c", program], env=board.environment | variables, timeout=60, check=False)
+    board.close()
+    assert done.returncode == code
