@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError
@@ -21,8 +19,9 @@ from pipeline.run.events import Event, Events
 from pipeline.run.fault_plan import FAULT
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import MetricRecord, read_rows
-from pipeline.run.paths import RUN, AttemptPaths, RunPaths, SweepPaths, rank_of_timeline
+from pipeline.run.paths import RUN, AttemptPaths, RunPaths, SweepPaths
 from pipeline.run.run_documents import Finished, Outcome, RunIdentity, SubmittedJob
+from pipeline.run.transitions import Transition, read_timeline, timeline_ranks
 from pipeline.topology.plan import World
 from pipeline.utils import shared_files
 from pipeline.utils.shared_dir import FileSharedDir
@@ -33,16 +32,6 @@ _SHOWN = 5
 """Maximum number of names that an error lists."""
 PER_LOOK = 32
 """Known files of single ranks that one `AttemptReader.read` reads again. The demo run has fewer."""
-
-
-class Transition(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of a role's state: one line of a rank's timeline, written by its agent."""
-
-    time: float
-    role: str
-    rank: int
-    state: str
-    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,7 +197,7 @@ class AttemptReader:
         marks = _names(paths.marks)
         # An agent that has left its mark of exit has ended in order: its old heartbeat is no sign of a hang.
         living = {rank for rank in _ranks(_names(paths.alive)) if paths.down(f"agent.{rank}").name not in marks}
-        timelines = _timelines(paths)
+        timelines = timeline_ranks(paths)
         self._look([*(("alive", rank) for rank in living), *(("timeline", rank) for rank in timelines)])
         self._world = self._world or shared_files.read_document(paths.world, World)
         lines = [line for rank in sorted(self._transitions) for line in self._transitions[rank]]
@@ -241,7 +230,7 @@ class AttemptReader:
             if kind == "alive":
                 self._signs[rank] = os.stat(self._paths.sign_of_life(rank)).st_mtime
             else:
-                self._transitions[rank] = _lines(self._paths.timeline_of(rank))
+                self._transitions[rank] = read_timeline(self._paths.timeline_of(rank))
 
 
 def read_attempt(paths: AttemptPaths) -> Attempt:
@@ -256,28 +245,12 @@ def _id(identity: RunIdentity | None) -> str:
 def _began(paths: AttemptPaths, known: dict[str, float]) -> float:
     """The time of the first transition in one rank's timeline, else the folder's last change."""
     if paths.attempt not in known:
-        ranks = _timelines(paths)
-        first = next(iter(_lines(paths.timeline_of(ranks[0]))), None) if ranks else None
+        ranks = timeline_ranks(paths)
+        first = next(iter(read_timeline(paths.timeline_of(ranks[0]))), None) if ranks else None
         if first is None:  # not cached: the first transition may appear later
             return paths.root.stat().st_mtime
         known[paths.attempt] = first.time
     return known[paths.attempt]
-
-
-def _timelines(paths: AttemptPaths) -> list[int]:
-    """The ranks that have a timeline, sorted."""
-    return sorted(rank for name in _names(paths.timeline) if (rank := rank_of_timeline(name)) is not None)
-
-
-def _lines(timeline: Path) -> list[Transition]:
-    """The transitions of a timeline, without an incomplete last line."""
-    transitions = []
-    for line in timeline.read_bytes().splitlines():
-        try:
-            transitions.append(msgspec.json.decode(line, type=Transition))
-        except msgspec.DecodeError:
-            continue
-    return transitions
 
 
 def _names(folder: Path) -> frozenset[str]:

@@ -10,10 +10,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from pipeline.observability.metric_charts import Chart
 from pipeline.observability.number_format import clock
-from pipeline.observability.run_history import Attempt, Transition
+from pipeline.observability.run_history import Attempt
 from pipeline.observability.svg_drawing import BAD, BUSY, GOOD, draw
 from pipeline.roles.role_context import Status
 from pipeline.run.fault_plan import FAULT
+from pipeline.run.transitions import Transition
 
 MAX_ROLES = 32
 _NOTE = (
