@@ -16,6 +16,7 @@ from pipeline.errors import one_line
 from pipeline.observability.attempts_table import attempt_table
 from pipeline.observability.chart_subjects import all_charts, measures_accuracy, unmeasured
 from pipeline.observability.findings import findings_of
+from pipeline.observability.goodput_section import goodput_table, outages_chart, summary
 from pipeline.observability.metric_charts import Chart
 from pipeline.observability.number_format import clock, number, plural
 from pipeline.observability.report_style import STYLE
@@ -24,6 +25,7 @@ from pipeline.observability.run_status import State, current_state, reason_of, s
 from pipeline.observability.sample_gallery import gallery
 from pipeline.observability.timeline import timeline
 from pipeline.run.first_failure import FirstFailure
+from pipeline.run.goodput_records import read_goodput
 from pipeline.run.metrics_log import MetricRecord, series
 from pipeline.tracking.tracker_protocol import upload_commands
 from pipeline.utils import shared_files
@@ -46,6 +48,7 @@ def page(history: History) -> str:
         _findings(history),
         _numbers(history),
         _samples(history),
+        _goodput(history),
         _timelines(history),
         _config(history),
         _files(history),
@@ -262,6 +265,18 @@ def _timelines(history: History) -> str:
     table = attempt_table(history)
     attempts = f"<h2>Attempts</h2>{table}" if table else ""
     return f"{attempts}<h2>Roles</h2>{drawn or missing}"
+
+
+def _goodput(history: History) -> str:
+    """The goodput with a bar and a row for each outage; empty for a run that trains no steps itself."""
+    config = history.config
+    if config is None or config.training.jobs or config.serve.enabled or config.evaluation.only:
+        return ""
+    measured = read_goodput(history.paths.root)
+    if measured is None or not measured.useful:
+        return ""
+    words = f'<p class="note">{escape(summary(measured))}. Causes: docs/goodput.md.</p>'
+    return f"<h2>Goodput</h2>{words}{_figure(outages_chart(measured), 'wide')}{goodput_table(measured)}"
 
 
 def _config(history: History) -> str:

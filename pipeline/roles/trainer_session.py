@@ -6,6 +6,7 @@ released, and only then the event. Must not know losses, ranks or how weights tr
 """
 
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from pipeline.roles.rl_services import RlServices
 from pipeline.roles.role_context import PROGRESS, RoleContext
 from pipeline.run.fault_moments import FaultMoments
 from pipeline.run.fault_plan import parse_faults
+from pipeline.run.goodput_records import read_goodput
 from pipeline.run.metrics_log import read_rows, series
 from pipeline.train.batching.conversation_rows import Conversations
 from pipeline.train.batching.demonstrations import TaskDemonstrations
@@ -50,9 +52,12 @@ class RunSession(Rank0):
 
     def run(self) -> None:
         """Run the remaining jobs; returns without `training_finished` when the attempt is ending."""
+        began = time.monotonic()
         position = self._commits.restore()
+        self._start = {"start/restore_seconds": time.monotonic() - began}
         with ExitStack() as opened:
             self._open(opened)
+            opened.callback(self._log_goodput)
             opened.push(self._finish_commits)  # before the services close, which it still notifies
             try:
                 self._get_ready("connected")
@@ -91,9 +96,9 @@ class RunSession(Rank0):
         for job in (position.job, *position.remaining):
             write_job(self._context.run.training_job(job.name), job)
             machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
-            loop = TrainLoop(self, CheckpointCadence.of(self._config), machine, observe=self._trace)
+            loop = TrainLoop(self, CheckpointCadence.of(self._config), machine, observe=self._trace, start=self._start)
             loop.run(self._algorithm(job), done)
-            done = 0
+            done, self._start = 0, {}
 
     def _trace(self, job: str, step: int) -> AbstractContextManager[None]:
         """Trace the step if `debug` names it; it counts the steps of the run's last phase."""
@@ -177,6 +182,19 @@ class RunSession(Rank0):
         self._context.report("ready", f"{job.name} step {step} of {job.steps}", **self._numbers)
         self._commits.collect()
         self._moments.reach("step" if job.name == "rl" else "sft", step)
+
+    def _log_goodput(self) -> None:
+        """Add the run's goodput so far to its metrics, at the end of each process that ends in order."""
+        try:
+            measured = read_goodput(self._context.run.root, time.time())
+            rows = read_rows(self._context.run.metrics)
+        except OSError as error:
+            log.warning("the goodput is not measured: %s", error)
+            return
+        last = next(((row["job"], row["step"]) for row in reversed(rows) if row["kind"] == "train"), None)
+        known = {(row["job"], row["step"]) for row in rows if row["kind"] == "goodput"}
+        if measured and last and last not in known:
+            self._sinks.log("goodput", *last, measured.metrics())
 
     def _attend(self) -> bool:
         """Called while a moment's faults are awaited; returns whether the attempt is ending."""

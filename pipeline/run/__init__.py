@@ -10,4 +10,6 @@
 | `joined_servers` | the servers that join a running attempt, and leave it |
 | `first_failure` | the first failure of an attempt |
 | `metrics_log` | where metrics are written |
+| `transitions` | the timeline of roles, by rank |
+| `goodput`, `goodput_records` | the useful part of a run's wall time; the records that it is computed from |
 """

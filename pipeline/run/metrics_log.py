@@ -8,8 +8,9 @@ rank 0 of the trainer, and `check` refuses a superseded one. A row that cannot b
 
     row: {"kind": "train", "job": "rl", "step": 25, "time": 1767225600.0, "attempt": "12-0", "reward/mean": 0.4, …}
 
-`kind` is `train` (one row per step) or `eval` (one row per evaluation); `time` is seconds since the epoch. A row of an
-evaluation set has the set's name as `set`. A number that is not finite becomes null, which readers treat as absent.
+`kind` is `train` (one row per step), `eval` (one row per evaluation) or `goodput` (one row at the end of each trainer
+process that ends in order; of the whole run so far); `time` is seconds since the epoch. A row of an evaluation set has
+the set's name as `set`. A number that is not finite becomes null, which readers treat as absent.
 
 A run that executes job files counts the steps of all files together, and names the file and its step in each row:
 
@@ -30,7 +31,7 @@ import msgspec
 
 from pipeline.utils.append_log import AppendLog, rewrite_lines
 
-Kind = Literal["train", "eval"]
+Kind = Literal["train", "eval", "goodput"]
 MetricRecord = dict[str, Any]
 _JOBS = ("sft", "rl")
 _log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ def roll_back_file(
 class Console:
     """Logs a short line per row."""
 
-    NAMES = ("loss", "eval/loss", "reward/mean", "eval/accuracy", "staleness/max", "tokens_per_second")
+    NAMES = ("loss", "eval/loss", "reward/mean", "eval/accuracy", "staleness/max", "tokens_per_second", "goodput/ratio")
 
     def write(self, row: MetricRecord) -> None:
         numbers = " ".join(f"{name}={row[name]:.4g}" for name in self.NAMES if row.get(name) is not None)

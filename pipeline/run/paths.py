@@ -12,8 +12,8 @@ names that its owner's module defines. Pure: creates no directory and reads no f
       submitit/                           submitit's job folder
       rendezvous/<run_id>/<attempt>/      node records, claims and the world of one attempt
       attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/, traces/,
-                                          servers/, first_failure.json, outcome.json, committed, exhausted of one
-                                          attempt
+                                          servers/, dropped/, first_failure.json, outcome.json, committed, exhausted
+                                          of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       api/                                in a run that serves: address, key, store and weights of its clients
@@ -166,6 +166,11 @@ class AttemptPaths:
     def traces(self) -> Path:
         """The folder of the trainer's profiles and memory snapshots (`debug.profile_steps`, `debug.memory_steps`)."""
         return self.root / "traces"
+
+    def dropped(self, restart: int) -> Path:
+        """The metrics of the steps that a restore dropped, which this attempt's trainer made after `restart` restarts
+        in place."""
+        return self.root / "dropped" / f"{restart}.jsonl"
 
     @property
     def redis(self) -> Path:

@@ -37,6 +37,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
         gpus: indices of the GPUs for its roles: those that the scheduler assigned, or that the agent has claimed.
         memory: bytes of free memory.
         problems: failed preflight checks; a rank with problems gets no role.
+        process_began, published: when the agent's process began, and when it published this record (Unix seconds), for
+            the run's goodput.
     """
 
     rank: int
@@ -51,6 +53,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: int = 0
     problems: tuple[str, ...] = ()
     token: str = ""
+    process_began: float = 0.0
+    published: float = 0.0
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

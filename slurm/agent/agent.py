@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from pipeline.checkpoints import Fence, root_of
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, RendezvousError, RollcallError, one_line
@@ -219,6 +221,8 @@ def _meet(
             memory=free_memory(),
             problems=(*unfit, *_off_network(addresses, config.cluster.network)),
             token=token,
+            process_began=psutil.Process().create_time(),
+            published=time.time(),
         )
         return rendezvous(
             FileSharedDir(paths.rendezvous, FINAL_WRITE_TIMEOUT),

@@ -109,7 +109,7 @@ class RunRecorder:
         the restarts of the trainer in this attempt."""
         self._conversations = conversations
         self._run, self._config, self._dispatch = RunPaths(paths.run), config, dispatch
-        self._writer = writer_of(paths.attempt, restart)
+        self._writer, self._restart = writer_of(paths.attempt, restart), restart
         self._paths, self._marked = paths, False
         self._root = root_of(config, self._run, paths.run_id)
         self.fence = Fence(self._root, self._writer)
@@ -281,16 +281,18 @@ class RunRecorder:
     def _roll_back(self, job: Job, done: int, ledger_bytes: int, damaged: Sequence[str] = ()) -> None:
         """Truncate metrics and ledger to the checkpoint after `done` steps of `job`: later steps are repeated.
 
-        If newer checkpoints are `damaged`, the removed records are moved to a separate folder instead of deleted.
+        The removed metrics stay on record in the attempt's directory, for the run's goodput. If newer checkpoints are
+        `damaged`, the removed lines of the ledger are moved to a separate folder instead of deleted.
         """
         run, check = self._run, self.fence.check
         aside = new_aside_folder(run) if damaged else None
-        rows = roll_back(run.metrics, job.name, done, check, aside and aside / run.metrics.name)
+        dropped = self._paths.dropped(self._restart)
+        rows = roll_back(run.metrics, job.name, done, check, dropped)
         ledger = aside and aside / run.ledger.name
         lines = rewrite_lines(run.ledger, lambda line, end: end <= ledger_bytes, check, aside=ledger)
         if aside:
             log.warning(
-                "going on from %s-%d, since %s is damaged: %d rows of %s and %d of %s are kept in %s",
-                *(job.name, done, ", ".join(damaged), rows, run.metrics.name, lines, run.ledger.name, aside),
+                "going on from %s-%d, since %s is damaged: %d rows of %s are kept in %s, and %d of %s in %s",
+                *(job.name, done, ", ".join(damaged), rows, run.metrics.name, dropped, lines, run.ledger.name, aside),
             )
         self._settled = AppendLog(run.ledger, check)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from pipeline.config import RunConfig
@@ -124,8 +125,10 @@ class TrainLoop:
         machine: DeviceSpeed | None = None,
         clock: Callable[[], float] = time.monotonic,
         observe: StepObserver = lambda job, step: nullcontext(),
+        start: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        self._observe = observe
+        """`start` are metrics of the process's start, which the first step gets."""
+        self._observe, self._start = observe, dict(start)
         self._recorder, self._cadence, self._machine = recorder, cadence, machine or DeviceSpeed()
         self._clock, self._began = clock, clock()
         self._recent: deque[MetricRecord] = deque(maxlen=2)
@@ -142,7 +145,9 @@ class TrainLoop:
         log.info("%s: steps %d to %d", job.name, done, job.steps)
         self._committed = self._durable = done
         try:
+            self._began = self._clock()
             algorithm.begin(done)
+            self._start["start/begin_seconds"] = self._clock() - self._began
             self._began = self._clock()
             while done < job.steps:
                 started = self._clock()
@@ -165,7 +170,8 @@ class TrainLoop:
         try:
             metrics |= algorithm.after_step(done)
         finally:
-            metrics |= rates(metrics, self._clock() - started, self._machine)
+            metrics |= rates(metrics, self._clock() - started, self._machine) | self._start
+            self._start = {}
             if self._recorder.checkpoint_seconds:
                 metrics["checkpoint/seconds"] = self._recorder.checkpoint_seconds
             self._recorder.note(algorithm.job, done, metrics)

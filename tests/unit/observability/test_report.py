@@ -227,6 +227,15 @@ def test_equal_runs_give_equal_charts(finished: FakeRun) -> None:
     assert all_charts(history) == all_charts(history)
 
 
+def test_the_goodput_has_a_row_for_the_start_and_for_each_outage(finished: FakeRun) -> None:
+    text = page(read_history(finished.root))
+    section = text[text.index("<h2>Goodput</h2>") : text.index("<h2>Roles</h2>")]
+    assert "<td>start</td>" in section
+    assert "<td>draining: SIGTERM (agent.0)</td>" in section
+    assert "<th>requeue</th>" in section
+    assert "<th>detection</th>" not in section, "no outage has this cause"
+
+
 def test_a_run_directory_with_nothing_in_it_gives_a_page_that_says_so(tmp_path: Path) -> None:
     text = page(read_history(tmp_path))
     for missing in ("config.json is missing", "no attempt has started", "no reward/mean", "nothing was written"):

@@ -14,6 +14,7 @@ from pipeline.checkpoints import newest_checkpoint
 from pipeline.checkpoints.async_save import AsyncSaver
 from pipeline.errors import CheckpointError, SupersededError
 from pipeline.run.metrics_log import MetricSinks, read_rows
+from pipeline.run.paths import AttemptPaths
 from pipeline.train.controller import model_saving
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines
@@ -134,7 +135,7 @@ def test_a_damaged_commit_is_given_up_for_the_one_before(run: FakeRun, file: str
     assert len(run.paths.ledger.read_text().splitlines()) == 50
 
 
-def test_rows_that_a_damaged_commit_covered_are_kept_aside(run: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_a_damaged_commit_covered_are_kept_aside(run: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
     first = Trainer(run, "12-0")
     log(run, "12-0", range(1, 111))
     for step in (50, 100):
@@ -143,20 +144,24 @@ def test_rows_that_a_damaged_commit_covered_are_kept_aside(run: FakeRun, caplog:
     second = Trainer(run, "12-1")
     place = run.paths.aside / "1"
     assert [row["step"] for row in read_rows(run.paths.metrics)] == list(range(1, 51))
-    assert [row["step"] for row in read_rows(place / "metrics.jsonl")] == list(range(51, 111))
+    dropped = AttemptPaths(run.paths.root, run.identity.run_id, "12-1").dropped(0)
+    assert [row["step"] for row in read_rows(dropped)] == list(range(51, 111))
     assert len((place / "ledger.jsonl").read_text().splitlines()) == 50
-    said = "going on from rl-50, since rl-100/12-0 is damaged: 60 rows of metrics.jsonl and 50 of ledger.jsonl are kept"
-    assert [message for message in caplog.messages if "rows of" in message] == [f"{said} in {place}"]
+    said = "going on from rl-50, since rl-100/12-0 is damaged: 60 rows of metrics.jsonl are kept in"
+    said = f"{said} {dropped}, and 50 of ledger.jsonl in {place}"
+    assert [message for message in caplog.messages if "rows of" in message] == [said]
     second.commit(60)
     Trainer(run, "12-2")
     assert [path.name for path in run.paths.aside.iterdir()] == ["1"]
 
 
-def test_rows_that_no_commit_covered_are_not_kept(run: FakeRun) -> None:
+def test_rows_that_no_commit_covered_stay_with_the_attempt_that_drops_them(run: FakeRun) -> None:
     first = Trainer(run, "12-0")
     first.commit(50)
     log(run, "12-0", range(1, 61))
     assert Trainer(run, "12-1").done == 50
+    dropped = AttemptPaths(run.paths.root, run.identity.run_id, "12-1").dropped(0)
+    assert [row["step"] for row in read_rows(dropped)] == list(range(51, 61))
     assert not run.paths.aside.exists()
 
 
