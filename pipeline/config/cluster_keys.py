@@ -99,6 +99,11 @@ class ClusterConfig(Section):
         description="Readers of the run directory: `owner` sets mode 0700, `group` 0750. Every submission sets the "
         "mode again. Files with secrets stay readable by their owner alone; see docs/security.md.",
     )
+    compile_cache: str = Field(
+        "",
+        description="Directory on a file system of all nodes for compiled code (torch, Triton, the inference engine), "
+        "so that a requeue on other nodes compiles nothing again. Empty: a private directory on each node.",
+    )
     max_jobs: NotNegative = Field(
         0,
         description="Largest number of a sweep's jobs that are eligible to run at a time. Each further job waits in "

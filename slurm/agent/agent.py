@@ -144,7 +144,7 @@ def _run_attempt(
         return "preempted"
     contexts = [RoleContext(paths, config, world, placement) for placement in world.of_rank(environment.rank)]
     agent, ranks = agent_name(environment.rank), environment.ranks
-    variables = resources.enter_context(scratch_folder())
+    variables = resources.enter_context(scratch_folder(shared=config.cluster.compile_cache))
     seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
     with NeighborWatch(paths, environment.rank, ranks, seconds, partial(_record_lost_rank, paths)):
         end = Supervisor(

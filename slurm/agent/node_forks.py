@@ -28,7 +28,7 @@ def node_forks(
         address = ""
         try:
             # Some libraries read the folders of their caches when they are imported.
-            folders = stack.enter_context(scratch_folder(variables))
+            folders = stack.enter_context(scratch_folder(variables, config.cluster.compile_cache))
             server = ForkServer.start(stages_of(config), ready_stages(roles), {**variables, **folders})
             address = stack.enter_context(server).address
         except OSError as error:

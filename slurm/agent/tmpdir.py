@@ -6,7 +6,8 @@ end.
 
 Caches of compiled code stay, since they shorten the next start. The libraries execute their content, so a cache is used
 only if no other user can write to it. By default torch and CUTLASS use names in /tmp that any user can create first;
-they get a checked directory instead. So do the caches in a home directory that other users can write to.
+they get a checked directory instead. So do the caches in a home directory that other users can write to. With
+`cluster.compile_cache`, all caches are below that directory, which nodes share.
 """
 
 import os
@@ -28,15 +29,17 @@ HOME_CACHES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCH_EXTENSION
 
 
 @contextmanager
-def scratch_folder(environment: Mapping[str, str] = os.environ) -> Iterator[dict[str, str]]:
+def scratch_folder(environment: Mapping[str, str] = os.environ, shared: str = "") -> Iterator[dict[str, str]]:
     """Environment variables for the roles of a rank; their `TMPDIR` is removed when the block ends.
 
+    `shared` is `cluster.compile_cache`, the directory for the caches of all nodes; empty: they stay on the node.
     Variables that the user set keep their values. If the folder's path is too long, the engines' sockets are
     outside of it.
     """
     outside = tempfile.gettempdir()
     with tempfile.TemporaryDirectory(prefix="rollcall-", ignore_cleanup_errors=True) as folder:
-        caches = _caches(Path(outside), Path(folder))
+        caches = _shared_caches(Path(shared)) if shared else {}
+        caches = caches or _caches(Path(outside), Path(folder))
         if len(folder) > MAX_PATH:
             caches |= {name: outside for engine in all_engines() for name in engine.socket_variables}
         yield {FOLDER: folder} | {name: value for name, value in caches.items() if name not in environment}
@@ -54,7 +57,27 @@ def _caches(outside: Path, folder: Path) -> dict[str, str]:
             flush=True,
         )
         directory = folder
-    names = TEMPORARY_CACHES
-    if not is_safe(Path.home()):  # an agent loads the engines, which takes a part of a second, only in this case
-        names = (*names, *HOME_CACHES, *(name for engine in all_engines() for name in engine.cache_variables))
+    # An agent loads the engines, which takes a part of a second, only for a home that others can write to.
+    return _below(directory, TEMPORARY_CACHES if is_safe(Path.home()) else _all_caches())
+
+
+def _shared_caches(site: Path) -> dict[str, str]:
+    """Variables for all caches, below this user's directory in `site`; empty, with a note, if it cannot be used."""
+    directory = site / f"rollcall-cache-{os.getuid()}"
+    try:
+        site.mkdir(parents=True, exist_ok=True)
+        problem = "" if make_private(directory) else f"{directory} is not private to this user"
+    except OSError as error:
+        problem = f"{directory} cannot be made: {error.strerror or error}"
+    if problem:
+        print(f"rollcall: cluster.compile_cache is not used: {problem}", flush=True)
+        return {}
+    return _below(directory, _all_caches())
+
+
+def _all_caches() -> tuple[str, ...]:
+    return (*TEMPORARY_CACHES, *HOME_CACHES, *(name for engine in all_engines() for name in engine.cache_variables))
+
+
+def _below(directory: Path, names: tuple[str, ...]) -> dict[str, str]:
     return {name: str(directory / name.lower()) for name in names}

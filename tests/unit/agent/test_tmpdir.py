@@ -20,6 +20,19 @@ def test_the_folder_is_gone_afterwards_with_all_that_is_in_it() -> None:
     assert not folder.exists()
 
 
+def test_nodes_share_all_caches_in_the_directory_of_the_site(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with scratch_folder({}, str(tmp_path / "site")) as first, scratch_folder({}, str(tmp_path / "site")) as second:
+        names = (COMPILED, *HOME_CACHES, "VLLM_CACHE_ROOT")
+        assert {name: first[name] for name in names} == {name: second[name] for name in names}
+        assert {Path(first[name]).parent for name in names} == {tmp_path / "site" / f"rollcall-cache-{os.getuid()}"}
+    (tmp_path / "file").touch()
+    with scratch_folder({}, str(tmp_path / "file")) as variables:
+        assert Path(variables[COMPILED]).parent.parent != tmp_path / "file"
+    assert "cluster.compile_cache is not used" in capsys.readouterr().out
+
+
 def test_what_a_user_chose_stays() -> None:
     with scratch_folder({COMPILED: "/fast", HOME_CACHES[0]: "/faster"}) as variables:
         assert not {COMPILED, HOME_CACHES[0]} & set(variables)
