@@ -2,13 +2,16 @@
 
     attempts/<attempt>/moments/<fault>   written by the trainer at the moment of a fault that has not happened yet
     faults/<fault>.json                  created by the agent that injects the fault, before it does: so each fault
-                                         happens once in a run; `done` once it has happened
+                                         happens once in a run; `done` once it has happened. A fault with a period
+                                         has a record for each time
 
 The trainer waits at a moment until its faults have happened, so they meet exactly this moment.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
 
 import msgspec
 
@@ -54,6 +57,14 @@ class FaultRecords:
     def begin(self, fault: Fault, now: float) -> bool:
         """Claim the fault; False if it was claimed before."""
         return self._faults.create(self._file(fault), self._record(fault, now))
+
+    def begin_next(self, fault: Fault, now: float) -> Fault:
+        """Claim the next time of a fault that has a period, also over attempts; returns it."""
+        for repetition in count(fault.repetition):
+            strike = replace(fault, repetition=repetition)
+            if not self.has_begun(strike) and self.begin(strike, now):
+                return strike
+        raise AssertionError("unreachable")
 
     def finish(self, fault: Fault, now: float) -> None:
         """Record that the fault has happened."""

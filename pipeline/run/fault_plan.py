@@ -9,10 +9,11 @@
     MOMENT  step=N (step N of RL is logged), 20s (seconds since the attempt's roles were started), start (the target
             starts), sft (a step of SFT is logged), eval (an evaluation is requested), save (a checkpoint is being
             written), update (servers are receiving new weights), end (the last checkpoint is durable). The moments
-            sft, eval, save and update are those of step N with a number, as in save=10, else the first ones
+            sft, eval, save and update are those of step N with a number, as in save=10, else the first ones.
+            every=60s: again and again, so many seconds after the roles were started and after the time before
 
-Each fault happens once in a run, also over restarts and requeues. Pure; `pipeline.run.fault_moments` has the records on
-disk, and `slurm.agent.fault_injection` injects.
+Each fault without `every` happens once in a run, also over restarts and requeues. Pure; `pipeline.run.fault_moments`
+has the records on disk, and `slurm.agent.fault_injection` injects.
 """
 
 import re
@@ -38,11 +39,12 @@ NUMBERED_MOMENTS = ("sft", "eval", "save", "update")
 """The moments of a step; its number may be left out."""
 GRAMMAR = (
     "KIND:TARGET@MOMENT, such as kill:inference[0]@step=7, stop:trainer@save or exit:actor@20s, with KIND one of "
-    f"{', '.join(KINDS)}, TARGET one of {', '.join(ROLES)} (torn: {CHECKPOINT}), and MOMENT one of step=N, Ns, start, "
-    f"end, {', '.join(NUMBERED_MOMENTS)} (or {NUMBERED_MOMENTS[0]}=N, …)"
+    f"{', '.join(KINDS)}, TARGET one of {', '.join(ROLES)} (torn: {CHECKPOINT}), and MOMENT one of step=N, Ns, "
+    f"every=Ns, start, end, {', '.join(NUMBERED_MOMENTS)} (or {NUMBERED_MOMENTS[0]}=N, …)"
 )
-_MOMENT, _SECONDS, _TARGET = (
+_MOMENT, _EVERY, _SECONDS, _TARGET = (
     re.compile(rf"(start|end|{'|'.join(NUMBERED_MOMENTS)})|(step|{'|'.join(NUMBERED_MOMENTS)})=(\d+)"),
+    re.compile(r"every=([1-9]\d*)s"),
     re.compile(r"(\d+(?:\.\d+)?)s"),
     re.compile(r"(\w+)(?:\[(\d+)\])?"),
 )
@@ -55,10 +57,11 @@ class Fault:
     Attributes:
         text: as the user wrote it, without spaces.
         kind, target, index: one of `KINDS`; a role or `CHECKPOINT`, and its index.
-        moment: `start`, `end`, `step` or one of `NUMBERED_MOMENTS`; empty with `seconds`.
+        moment: `start`, `end`, `step` or one of `NUMBERED_MOMENTS`; empty with `seconds` or `period`.
         number: the step of the moment; None for the first such moment.
         seconds: since the attempt's roles were started; None with a `moment`.
-        repetition: the number of equal faults before it in the list.
+        period: seconds from one time to the next, of a fault that happens again and again; else None.
+        repetition: the number of equal faults before it in the list, or of its times before.
     """
 
     text: str
@@ -68,6 +71,7 @@ class Fault:
     moment: str
     number: int | None = None
     seconds: float | None = None
+    period: float | None = None
     repetition: int = 0
 
     @property
@@ -103,6 +107,8 @@ def _parse(text: str, repetition: int) -> Fault:
     fault = Fault(text, kind, target[1], int(target[2] or 0), "", repetition=repetition)
     if seconds := _SECONDS.fullmatch(moment):
         return replace(fault, seconds=float(seconds[1]))
+    if every := _EVERY.fullmatch(moment):
+        return replace(fault, period=float(every[1]))
     match = _MOMENT.fullmatch(moment)
     if match is None:
         raise _error(text, moment, "is no MOMENT")

@@ -1,8 +1,9 @@
 """Injection of the faults that a user planned (`pipeline.run.fault_plan`), by the agent of the role that they hit.
 
 Owns when a fault of this rank is due, and what it does to processes or files. Promises that each fault happens once in
-a run: it is claimed on disk first. A fault waits until its role is ready; at the moment `start`, until it is starting.
-A process is hit by one fault only: the next fault of its role waits for the process that replaces it.
+a run, and one with a period once each time: it is claimed on disk first. A fault waits until its role is ready; at the
+moment `start`, until it is starting. A process is hit by one fault only: the next fault of its role waits for the
+process that replaces it.
 
     injector = FaultInjector(paths, faults, roles, clock)
     for role, fault in injector.inject(): …      # in each round of the supervisor
@@ -43,7 +44,10 @@ class FaultInjector:
             (fault, placed.get(("trainer", 0) if fault.target == CHECKPOINT else (fault.target, fault.index)))  # type: ignore[arg-type]
             for fault in faults
         ]
-        self._pending = [(fault, role) for fault, role in owners if role and not self._records.has_begun(fault)]
+        self._pending = [
+            (fault, role) for fault, role in owners if role and (fault.period or not self._records.has_begun(fault))
+        ]
+        self._due = {fault: self._began + fault.period for fault, _ in self._pending if fault.period}
         self._struck: list[Child] = []
 
     def inject(self) -> Iterator[tuple[SupervisedRole, Fault]]:
@@ -51,11 +55,18 @@ class FaultInjector:
         for fault, role in tuple(self._pending):
             if not self._is_due(fault, role):
                 continue
-            self._pending.remove((fault, role))
-            if self._records.begin(fault, time.time()):
-                self._strike(fault, role)
-                self._records.finish(fault, time.time())
-                yield role, fault
+            if (strike := self._claim(fault, role)) is not None:
+                self._strike(strike, role)
+                self._records.finish(strike, time.time())
+                yield role, strike
+
+    def _claim(self, fault: Fault, role: SupervisedRole) -> Fault | None:
+        """Claim the fault, or its next time; None if another agent of the run has injected it."""
+        if fault.period:
+            self._due[fault] = self._clock.now() + fault.period
+            return self._records.begin_next(fault, time.time())
+        self._pending.remove((fault, role))
+        return fault if self._records.begin(fault, time.time()) else None
 
     def _is_due(self, fault: Fault, role: SupervisedRole) -> bool:
         awaited = "starting" if fault.moment == "start" else "ready"
@@ -65,6 +76,8 @@ class FaultInjector:
             return False
         if fault.moment == "start":
             return True
+        if fault.period:
+            return self._clock.now() >= self._due[fault]
         if fault.seconds is not None:
             return self._clock.now() - self._began >= fault.seconds
         return self._records.has_reached(fault)

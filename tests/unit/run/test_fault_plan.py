@@ -19,6 +19,7 @@ def test_a_fault_has_a_kind_a_target_and_a_moment() -> None:
         Fault("stop:trainer@save", "stop", "trainer", 0, "save"),
         Fault("exit:actor@2.5s", "exit", "actor", 0, "", seconds=2.5),
     )
+    assert [fault.period for fault in parse_faults(["kill:redis@every=30s", "kill:redis@30s"])] == [30.0, None]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,7 @@ def test_equal_faults_have_different_records() -> None:
         ("kill:actor@end=3", "'end=3' is no MOMENT"),
         ("kill:inference[x]@save", "'inference[x]' is no target of kill"),
         ("kill:actor@noon", "'noon' is no MOMENT"),
+        ("kill:actor@every=0s", "'every=0s' is no MOMENT"),
         ("torn:checkpoint@start", "'start' is no moment of a checkpoint"),
     ],
 )
@@ -90,6 +92,16 @@ def test_faults_need_no_quotes_on_the_command_line() -> None:
 @pytest.fixture
 def paths(tmp_path: Path) -> AttemptPaths:
     return AttemptPaths(tmp_path, "r", "7-0")
+
+
+def test_each_time_of_a_fault_with_a_period_has_a_record(paths: AttemptPaths) -> None:
+    (fault,) = parse_faults(["kill:redis@every=5s"])
+    records, later = FaultRecords(paths), FaultRecords(AttemptPaths(paths.run, "r", "7-1"))
+    strikes = [writer.begin_next(fault, 1.0) for writer in (records, records, later)]
+    assert [strike.repetition for strike in strikes] == [0, 1, 2]
+    assert {strike.text for strike in strikes} == {fault.text}
+    assert len({strike.mark for strike in strikes}) == 3
+    assert all(later.has_begun(strike) for strike in strikes)
 
 
 def test_a_fault_is_claimed_once_also_by_a_later_attempt(paths: AttemptPaths) -> None:
