@@ -3,15 +3,18 @@
 The chart has one bar for each outage, divided by cause, over the same axis of seconds. Pure.
 """
 
+from collections.abc import Sequence
 from html import escape
 
 from matplotlib.axes import Axes
 
 from pipeline.observability.metric_charts import Chart
 from pipeline.observability.number_format import clock
-from pipeline.observability.svg_drawing import BAD, BUSY, FILL, GOOD, INK, SERIES, draw
+from pipeline.observability.svg_drawing import BAD, BUSY, FILL, GOOD, INK, SERIES, draw, standalone
 from pipeline.run.goodput import CAUSES, Goodput, Outage
+from pipeline.run.metrics_log import MetricRecord
 
+Rows = Sequence[MetricRecord]
 MAX_OUTAGES = 24
 """Bars of the chart, of the newest outages."""
 HEADS = ("outage", "seconds to the next step", *CAUSES)
@@ -52,6 +55,28 @@ def outages_chart(measured: Goodput) -> Chart:
 
     label = f"{title}: {len(shown)} outages"
     return Chart(title, note, svg=draw(_WIDTH, 1.3 + _ROW * len(shown), paint, label))
+
+
+def steps_picture(undisturbed: Rows, disturbed: Rows, outages: Sequence[float]) -> str:
+    """RL steps over minutes of both runs, from the first step of each; a triangle for each outage, at its time."""
+
+    def paint(axes: Axes) -> None:
+        for rows, name, color in ((undisturbed, "undisturbed", INK), (disturbed, "disturbed", SERIES[0])):
+            minutes, steps = [_minutes(row["time"], rows) for row in rows], [row["step"] for row in rows]
+            axes.plot(minutes, steps, color=color, label=name)
+        struck = [time for time in outages if time > disturbed[0]["time"]]
+        reached = [max(row["step"] for row in disturbed if row["time"] <= time) for time in struck]
+        axes.plot([_minutes(time, disturbed) for time in struck], reached, "v", color=BAD, label="fault", clip_on=False)
+        axes.set_xlabel("minutes since the first step")
+        axes.set_ylabel("RL steps of the final model")
+        axes.set_ylim(0, None)
+        axes.legend()
+
+    return standalone(draw(_WIDTH, 3.2, paint, "RL steps of an undisturbed and a disturbed run"))
+
+
+def _minutes(time: float, rows: Rows) -> float:
+    return float(time - rows[0]["time"]) / 60
 
 
 def goodput_table(measured: Goodput) -> str:

@@ -1,6 +1,6 @@
 """The style sheet of the report, for light and dark screens and for print."""
 
-STYLE = """
+LIGHT = """
 :root {
   --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
   --page: #ffffff; --card: #f7f7f5; --ink: #1d1d1b; --quiet: #6b6b66; --line: #e2e1dc; --faint: #efeeea;
@@ -8,7 +8,12 @@ STYLE = """
   --series-4: #8a55c4; --series-5: #c2456f; --series-6: #7a7a35;
   --good: #4c9f70; --busy: #c9d8cd; --bad: #c8402f; --bad-back: #fbeeec;
 }
-@media (prefers-color-scheme: dark) { :root {
+"""
+"""The variables of a light page."""
+
+STYLE = (
+    LIGHT
+    + """@media (prefers-color-scheme: dark) { :root {
   --page: #161615; --card: #1f1f1d; --ink: #ececea; --quiet: #a1a19b; --line: #34342f; --faint: #272724;
   --series-1: #6ea1f0; --series-2: #e6a257; --series-3: #57c09b;
   --series-4: #b891ea; --series-5: #ea86a8; --series-6: #b9b96a;
@@ -70,3 +75,4 @@ details .note { margin-top: 8px; }
 footer { margin-top: 56px; font-size: 13px; color: var(--quiet); }
 @media (max-width: 560px) { .charts { grid-template-columns: 1fr; } main { padding: 28px 16px; } }
 """
+)

@@ -12,6 +12,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pipeline.observability.report_style import LIGHT
+
 INK, LINE, FILL = "#101011", "#101012", "#101013"
 SERIES = ("#101021", "#101022", "#101023", "#101024", "#101025", "#101026")
 GOOD, BUSY, BAD = "#101031", "#101032", "#101033"
@@ -68,6 +70,14 @@ def draw(width: float, height: float, paint: Callable[[Axes], None], label: str)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _themed(text.getvalue(), label)
+
+
+def standalone(svg: str) -> str:
+    """A chart as a file, with the colors of a light page in place of variables, which few viewers of images know."""
+    svg = svg.replace(">", '><rect width="100%" height="100%" fill="var(--page)"/>', 1).replace("--font", "sans-serif")
+    for name, color in re.findall(r"(--[a-z0-9-]+): (#[0-9a-f]{6});", LIGHT):
+        svg = svg.replace(f"var({name})", color)
+    return svg.replace("var(sans-serif)", "sans-serif")
 
 
 def _themed(svg: str, label: str) -> str:

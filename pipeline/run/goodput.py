@@ -99,7 +99,7 @@ class Goodput:
     Attributes:
         restarts: attempts after the first, and restarts in place.
         seconds: the lost seconds by cause, all of `CAUSES`.
-        start: the lost seconds before the first step.
+        start: the lost seconds before the first step, and before the first one of RL after SFT.
     """
 
     wall: float
@@ -155,8 +155,9 @@ class _Walk:
     def __init__(self, attempts: Sequence[AttemptTimes], steps: Sequence[StepTime]) -> None:
         self._attempts, self._steps = attempts, steps
         self._began = attempts[0].began
-        marks = [mark for attempt in attempts for mark in _marks_of(attempt, attempt is attempts[-1])]
-        self._marks = sorted(marks, key=lambda mark: mark.time)
+        marks = [mark for attempt in attempts for mark in _marks_of(attempt)]
+        ends = [_end_of(attempt, steps) for attempt in attempts[:-1]]
+        self._marks = sorted([*marks, *ends], key=lambda mark: mark.time)
         self._away = [outage for attempt in attempts for outage in _absences(attempt)]
         self._typical = _typical_seconds(steps)
         self._ready = {attempt.name: _ready_times(attempt) for attempt in attempts}
@@ -173,7 +174,10 @@ class _Walk:
             if before is None or step.attempt != before.attempt or step.restore is not None:
                 self._restart(begun, step, before)
             elif step.begin is not None:
+                # The first start includes that of RL after SFT.
+                self._current = None if self._outages else self._start
                 self._divide(begun, step.time, [*self._marks_of_start(step), _end_of_start(step)], "other")
+                self._current = None
             else:
                 self._continue(begun, step)
             before = step
@@ -199,9 +203,9 @@ class _Walk:
     def _carried(self, begun: float, before: StepTime) -> str:
         """The cause at the end of a process's last step: a stop request may have come before it."""
         stops = [mark for mark in self._marks if mark.time <= begun and mark.attempt == before.attempt]
-        if stops and stops[-1].cause == "shutdown":
+        if stops and stops[-1].cause in ("shutdown", "requeue"):
             self._open(stops[-1])
-            return "shutdown"
+            return stops[-1].cause
         return "retrained"
 
     def _continue(self, begun: float, step: StepTime) -> None:
@@ -273,7 +277,14 @@ class _Walk:
         return self._marks[first : bisect_right(self._marks, end, key=lambda mark: mark.time)]
 
 
-def _marks_of(attempt: AttemptTimes, newest: bool) -> Iterator[_Mark]:
+def _end_of(attempt: AttemptTimes, steps: Sequence[StepTime]) -> _Mark:
+    """The mark at the end of an attempt that another one followed: its last record. A killed attempt has few."""
+    last = [step.time for step in steps if step.attempt == attempt.name]
+    end = max([attempt.began, *last, *(line.time for line in attempt.transitions[-1:])])
+    return _Mark(end, "requeue", attempt.name, what=f"attempt {attempt.name} ended")
+
+
+def _marks_of(attempt: AttemptTimes) -> Iterator[_Mark]:
     """The marks that agents leave."""
     name = attempt.name
     yield _Mark(attempt.began, "agent", name)
@@ -292,8 +303,6 @@ def _marks_of(attempt: AttemptTimes, newest: bool) -> Iterator[_Mark]:
             yield _Mark(line.time, "trainer", name, line.role)
     for time, why in attempt.stops:
         yield _Mark(time, "shutdown", name, what=why)
-    if attempt.transitions and not newest:
-        yield _Mark(attempt.transitions[-1].time, "requeue", name, what=f"attempt {name} ended")
 
 
 def _ready_times(attempt: AttemptTimes) -> list[float]:

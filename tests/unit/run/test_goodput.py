@@ -160,3 +160,11 @@ def test_a_run_without_steps_is_all_start() -> None:
 def test_the_page_has_every_cause() -> None:
     page = (Path(__file__).parents[3] / "docs" / "goodput.md").read_text()
     assert tuple(re.findall(r"^\| `([a-z]+)` \|", page, re.MULTILINE)) == CAUSES
+
+
+def test_an_attempt_whose_machines_are_gone_ended_at_its_last_step() -> None:
+    measured = goodput([attempt("1-0", 0), attempt("1-1", 76)], [*steps("1-0", 34, 44), first_step("1-1", 110)])
+    assert measured is not None
+    (outage,) = measured.outages
+    assert (outage.what, outage.time) == ("attempt 1-0 ended", 44)
+    assert outage.seconds == {"requeue": 32, **START}
