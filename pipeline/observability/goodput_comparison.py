@@ -1,4 +1,4 @@
-"""A disturbed run beside an undisturbed one of the same configuration: useful steps per hour, outages, and losses.
+"""A run under faults compared with an undisturbed one: useful steps per hour, outages, and losses.
 
 Owns the comparison that `launchers/goodput.py` prints and writes. Promises that every number is read from the two run
 directories alone, so it can be repeated later.
@@ -21,7 +21,7 @@ from pipeline.run.paths import RunPaths
 from pipeline.transport.ledger import TRAINED, Settlement
 
 START_CAUSES = ("agent", "rendezvous", "trainer", "restore", "servers", "weights", "batch")
-"""The causes of which a start consists, cold or warm."""
+"""The causes of the seconds of a start, cold or warm."""
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from pipeline.observability.metric_charts import Chart
 from pipeline.observability.number_format import clock
-from pipeline.observability.svg_drawing import BAD, BUSY, FILL, GOOD, INK, SERIES, draw, standalone
+from pipeline.observability.svg_drawing import BAD, BUSY, FILL, GOOD, INK, LINE, SERIES, draw, standalone
 from pipeline.run.goodput import CAUSES, Goodput, Outage
 from pipeline.run.metrics_log import MetricRecord
 
@@ -18,7 +18,7 @@ Rows = Sequence[MetricRecord]
 MAX_OUTAGES = 24
 """Bars of the chart, of the newest outages."""
 HEADS = ("outage", "seconds to the next step", *CAUSES)
-_COLORS = dict(zip(CAUSES, (BAD, INK, BUSY, *SERIES, FILL, GOOD, BUSY), strict=True))
+_COLORS = dict(zip(CAUSES, (BAD, INK, BUSY, SERIES[0], LINE, *SERIES[2:], GOOD, SERIES[1], FILL), strict=True))
 _WIDTH, _ROW = 10.8, 0.3
 
 

@@ -34,6 +34,8 @@ from pipeline.train.train_jobs import Job, SftJob, write_job
 from pipeline.utils import heartbeat
 
 log = logging.getLogger(__name__)
+GOODPUT_RANKS = 64
+"""Timelines of an attempt that the trainer reads for the run's goodput, since it does so in its grace period."""
 
 
 class RunSession(Rank0):
@@ -186,7 +188,7 @@ class RunSession(Rank0):
     def _log_goodput(self) -> None:
         """Add the run's goodput so far to its metrics, at the end of each process that ends in order."""
         try:
-            measured = read_goodput(self._context.run.root, time.time())
+            measured = read_goodput(self._context.run.root, time.time(), GOODPUT_RANKS)
             rows = read_rows(self._context.run.metrics)
         except OSError as error:
             log.warning("the goodput is not measured: %s", error)

@@ -258,7 +258,9 @@ class _Walk:
         """The time after the last step."""
         begun = before.time if before else self._began
         cause = self._carried(begun, before) if before else "agent"
-        marks = [mark for mark in self._between(begun, end) if _interrupts(mark, "")]
+        newest = self._attempts[-1]
+        alive = "" if newest.stops else newest.name  # in which a fault of another role interrupts nothing
+        marks = [mark for mark in self._between(begun, end) if _interrupts(mark, alive)]
         if cause == "retrained" and not marks:
             cause = "other"
         self._divide(begun, end, marks, cause)

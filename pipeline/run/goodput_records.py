@@ -25,11 +25,14 @@ class AgentStart(msgspec.Struct, frozen=True, kw_only=True):
     published: float = 0.0
 
 
-def read_goodput(root: Path, until: float = 0.0) -> Goodput | None:
-    """The goodput of the run in `root` up to `until`, or to its last record; None before its first attempt."""
+def read_goodput(root: Path, until: float = 0.0, ranks: int | None = None) -> Goodput | None:
+    """The goodput of the run in `root` up to `until`, or to its last record; None before its first attempt.
+
+    `ranks` bounds the files that are read of each attempt: faults and servers of later ranks are then left out.
+    """
     run = RunPaths(root)
-    attempts = sorted(filter(None, map(read_attempt_times, _attempts(run))), key=lambda attempt: attempt.began)
-    return goodput(attempts, read_steps(run), until)
+    attempts = [times for paths in _attempts(run) if (times := read_attempt_times(paths, ranks)) is not None]
+    return goodput(sorted(attempts, key=lambda attempt: attempt.began), read_steps(run), until)
 
 
 def read_steps(run: RunPaths) -> list[StepTime]:
@@ -40,9 +43,9 @@ def read_steps(run: RunPaths) -> list[StepTime]:
     ]
 
 
-def read_attempt_times(paths: AttemptPaths) -> AttemptTimes | None:
-    """The times of one attempt; None if it has left no record of one."""
-    transitions, agent = read_transitions(paths), _first_agent(paths)
+def read_attempt_times(paths: AttemptPaths, ranks: int | None = None) -> AttemptTimes | None:
+    """The times of one attempt, from the timelines of its first `ranks` ranks; None if it has left no record of one."""
+    transitions, agent = read_transitions(paths, ranks), _first_agent(paths)
     began = agent.process_began or (transitions[0].time if transitions else 0.0)
     if not began:
         return None

@@ -35,7 +35,7 @@ def read_timeline(timeline: Path) -> list[Transition]:
     return transitions
 
 
-def read_transitions(paths: AttemptPaths) -> tuple[Transition, ...]:
-    """The transitions of all ranks, in the order of time."""
-    lines = [line for rank in timeline_ranks(paths) for line in read_timeline(paths.timeline_of(rank))]
+def read_transitions(paths: AttemptPaths, ranks: int | None = None) -> tuple[Transition, ...]:
+    """The transitions of all ranks, or of the first `ranks` ones, in the order of time."""
+    lines = [line for rank in timeline_ranks(paths)[:ranks] for line in read_timeline(paths.timeline_of(rank))]
     return tuple(sorted(lines, key=lambda transition: transition.time))

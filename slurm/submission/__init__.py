@@ -14,7 +14,7 @@
 | `train_files` | runs that execute job files |
 | `serve_tinker`, `gateway_supervisor` | runs that serve the Tinker API; the supervisor of the gateway process |
 | `usage_table` | the usage of each name on a serving run |
-| `measure_goodput` | runs under faults, beside an undisturbed one |
+| `measure_goodput` | runs under faults, compared with an undisturbed one |
 | `evaluate_model` | runs that evaluate a checkpoint or a model directory |
 | `local_job` | a run's job on this machine |
 | `launcher_signals` | the signals that end a launcher |

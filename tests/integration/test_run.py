@@ -86,6 +86,7 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     assert_whole(resumed)
     assert_cleared(temporary)
     assert len({row["attempt"] for row in resumed.rows()}) == 2
+    assert_goodput(resumed, done)
     assert_recovered(resumed, other)
     traces = {file.name for file in resumed.run.attempts.glob("*/traces/*")}
     assert traces == {f"rl-{step}.rank-{rank}.json.gz" for step in range(4, 8) for rank in range(2)}
@@ -94,6 +95,15 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     assert refused.end() == 2
     assert "start a new run with name=r-2" in refused.output()
     assert_evaluated_alike(launches, resumed)
+
+
+def assert_goodput(resumed: Launched, interrupted_at: int) -> None:
+    """The interrupted trainer and the last one each logged the goodput of the run so far."""
+    interruption, end = resumed.rows("goodput")
+    assert (interruption["step"], interruption["goodput/restarts"]) == (interrupted_at, 0)
+    assert end["goodput/restarts"] > 1
+    assert end["goodput/requeue_seconds"] > 0
+    assert 0 < end["goodput/useful_seconds"] < end["goodput/wall_seconds"]
 
 
 def assert_recovered(resumed: Launched, on_files: Launched) -> None:

@@ -1,6 +1,7 @@
 """SFT alone: a run whose plan has trainers only, on two nodes, interrupted and resumed."""
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,11 @@ SFT = (
 
 
 def steps_of(launched: Launched) -> list[int]:
-    return [row["step"] for row in read_rows(launched.run.metrics) if row["job"] == "sft"]
+    return [row["step"] for row in rows_of(launched)]
+
+
+def rows_of(launched: Launched) -> list[dict[str, Any]]:
+    return [row for row in read_rows(launched.run.metrics) if (row["kind"], row["job"]) == ("train", "sft")]
 
 
 def test_sft_alone_runs_on_trainers_only_and_goes_on_where_it_was_interrupted(launches: Launches) -> None:
@@ -53,7 +58,7 @@ def test_ctrl_c_loses_no_step_that_takes_longer_than_the_grace(launches: Launche
     run.wait("a step", lambda: bool(steps_of(run)), 300)
     run.interrupt(signal.SIGINT)
     assert run.end(300) == 130, run.output()
-    first, *_, last = (row for row in read_rows(run.run.metrics) if row["job"] == "sft")
+    first, *_, last = rows_of(run)
     assert last["step"] > first["step"], "the step under way was waited for"
     assert last["seconds/step"] > 1.5, "this machine is too fast for this test: it proves nothing"
     assert list(run.run.checkpoints.glob(f"sft-{last['step']}/*/COMPLETE"))

@@ -1,4 +1,4 @@
-"""A disturbed run beside an undisturbed one, from invented run directories."""
+"""A disturbed run compared with an undisturbed one, from invented run directories."""
 
 from pathlib import Path
 from xml.etree import ElementTree

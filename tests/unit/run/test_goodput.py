@@ -168,3 +168,19 @@ def test_an_attempt_whose_machines_are_gone_ended_at_its_last_step() -> None:
     (outage,) = measured.outages
     assert (outage.what, outage.time) == ("attempt 1-0 ended", 44)
     assert outage.seconds == {"requeue": 32, **START}
+
+
+def test_a_fault_of_another_role_after_the_last_step_interrupts_no_trainer_that_goes_on() -> None:
+    away = [
+        line(50, "actor.0", "fault", "kill:actor@end"),
+        line(51, "actor.0", "restarting"),
+        line(60, "actor.0", "ready"),
+    ]
+    trained = [first_step("1-0", 34), *steps("1-0", 44)]
+    measured = goodput([attempt("1-0", 0, *away)], trained)
+    assert lost(measured) == START | {"other": 16}
+    assert measured is not None
+    assert measured.outages == ()
+    ended = attempt("1-0", 0, *away[:1], line(51, "actor.0", "failed"), line(60, "redis.0", "stopped"), stop=52)
+    measured = goodput([ended], trained)
+    assert lost(measured) == START | {"retrained": 6, "detection": 1, "shutdown": 9}
