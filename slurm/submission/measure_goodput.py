@@ -23,8 +23,6 @@ import msgspec
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError, SchedulerError
 from pipeline.observability.goodput_comparison import Comparison, compare, rl_rows, tables
-from pipeline.observability.goodput_section import outages_chart, steps_picture
-from pipeline.observability.svg_drawing import standalone
 from pipeline.run.goodput_records import read_goodput
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.run.paths import RunPaths
@@ -171,6 +169,9 @@ class Preemption:
 
 def _write(folder: Path, result: Comparison, undisturbed: Path, disturbed: Path) -> None:
     """Write `goodput.json`, `goodput.md` and two pictures, and print the tables."""
+    from pipeline.observability.goodput_section import outages_chart, steps_picture  # matplotlib takes a second
+    from pipeline.observability.svg_drawing import standalone
+
     measured, text = read_goodput(disturbed), tables(result)
     rows = rl_rows(undisturbed), rl_rows(disturbed)
     assert measured is not None, "the comparison has measured it"

@@ -24,6 +24,14 @@ def start(
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
 
 
+def test_launchers_start_without_the_libraries_of_roles_and_reports() -> None:
+    modules = "slurm.submission.submit_run, slurm.submission.measure_goodput, slurm.monitor.live_view"
+    libraries = "{'torch', 'vllm', 'transformers', 'wandb', 'redis', 'aiohttp', 'matplotlib', 'pyarrow'}"
+    code = f"import sys, slurm.monitor.runs_table, {modules}; print({libraries} & {{*sys.modules}})"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "set()\n", ended.stderr
+
+
 def test_the_installer_deletes_nothing(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("the only copy")
     for target in (".", str(tmp_path), "thesis.txt"):
