@@ -171,6 +171,13 @@ def _servers_have_gpus(config: RunConfig) -> None:
         raise ConfigError("resources.inference.gpus", gpus, expected, "set it to 1, or leave inference.backend out")
 
 
+def _servers_make_a_quorum(config: RunConfig) -> None:
+    inference = config.resources.inference
+    if config.server_quorum > inference.nodes * inference.servers:
+        expected = f"at most {inference.nodes * inference.servers}, the servers of resources.inference"
+        raise ConfigError("inference.min_servers", config.inference.min_servers, expected, "lower it, or set all")
+
+
 def _shared_gpus_have_room(config: RunConfig) -> None:
     resources, memory = config.resources, config.inference.gpu_memory
     servers_per_gpu = resources.inference.servers_per_gpu
@@ -363,5 +370,11 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
 _EVALUATION_RULES: tuple[Callable[[RunConfig], None], ...] = (_turns_leave_room_for_prompts, _eval_sets_have_servers)
 """Rules of runs that sample, for training or for evaluation."""
 
-_ROLLOUT_RULES = (_groups_can_succeed, _stale_mask_needs_a_lag, _groups_fit_streams, *_EVALUATION_RULES)
+_ROLLOUT_RULES = (
+    _servers_make_a_quorum,
+    _groups_can_succeed,
+    _stale_mask_needs_a_lag,
+    _groups_fit_streams,
+    *_EVALUATION_RULES,
+)
 """Rules of runs that train on samples."""

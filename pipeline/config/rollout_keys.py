@@ -65,6 +65,12 @@ class InferenceConfig(Section):
     """The inference servers."""
 
     engine: EngineName = Field("vllm", description="The program of the servers: a folder of `pipeline/inference`.")
+    min_servers: Positive | Literal["half", "all"] = Field(
+        "half",
+        description="Servers that must have the first weights before rollouts begin: a number, `half` (rounded up) or "
+        "`all`. The others join when they are ready. A server that uses up `recovery.inference` is given up, and the "
+        "attempt ends when fewer than these are left. A run that only evaluates or serves needs all its servers.",
+    )
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto",
         description="Transport of the weights: `gloo`, over TCP; `nccl`, from GPU to GPU. Servers are paused only for "

@@ -54,6 +54,7 @@ OPERATIONAL = (
     "inference.gpu_memory",
     "inference.kv_cache_bytes",
     "inference.max_sequences",
+    "inference.min_servers",
     "inference.update_seconds",
     "serve.base_servers",
     "serve.checkpoint_seconds",

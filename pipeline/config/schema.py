@@ -205,6 +205,18 @@ class RunConfig(Section):
         return self.has_rollouts or self.evaluation.only or (self.serve.enabled and self.serve.sampling)
 
     @property
+    def server_quorum(self) -> int:
+        """The number of servers without which rollouts do not begin, and the attempt does not continue.
+
+        All where the servers are not alike, since each pool of a run that serves has its own models, and where the work
+        is shared out once, in a run that only evaluates.
+        """
+        servers, wanted = self.resources.inference.nodes * self.resources.inference.servers, self.inference.min_servers
+        if wanted == "all" or not self.has_rollouts:
+            return servers
+        return -(-servers // 2) if wanted == "half" else wanted
+
+    @property
     def has_sft(self) -> bool:
         """Whether the run starts with supervised fine-tuning."""
         return self.training.sft.steps > 0 or self.training.sft.epochs > 0

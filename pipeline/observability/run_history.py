@@ -19,6 +19,7 @@ from pipeline.run.events import Event, Events
 from pipeline.run.fault_plan import FAULT
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import MetricRecord, read_rows
+from pipeline.run.notices import Notice, read_notices
 from pipeline.run.paths import RUN, AttemptPaths, RunPaths, SweepPaths
 from pipeline.run.run_documents import Finished, Outcome, RunIdentity, SubmittedJob
 from pipeline.run.transitions import Transition, read_timeline, timeline_ranks
@@ -50,6 +51,7 @@ class Attempt:
     world: World | None
     outcome: Outcome | None
     alive: dict[int, float]
+    notices: tuple[Notice, ...] = ()
 
     @property
     def name(self) -> str:
@@ -209,6 +211,7 @@ class AttemptReader:
             failure=shared_files.read_document(paths.first_failure, FirstFailure),
             world=self._world,
             outcome=shared_files.read_document(paths.outcome, Outcome),
+            notices=read_notices(paths),
             alive={rank: self._signs[rank] for rank in sorted(living) if rank in self._signs},
         )
 

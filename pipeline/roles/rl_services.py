@@ -17,6 +17,7 @@ from pipeline.roles.server_membership import ServerMembership
 from pipeline.run.fault_moments import FaultMoments
 from pipeline.run.joined_servers import JoinedServers
 from pipeline.run.metrics_log import read_rows
+from pipeline.run.notices import publish_notice
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.evaluations import Evaluations, Note, results_in, schedules_of
@@ -53,7 +54,13 @@ class RlServices:
         self._board = SharedState(streams)
         sender = opened.enter_context(self._sender())
         opened.enter_context(self._membership(sender))
-        self._publisher = WeightPublisher(dispatch, sender, pulse, partial(moments.reach, "update"))
+        self._publisher = WeightPublisher(
+            dispatch,
+            sender,
+            pulse,
+            partial(moments.reach, "update"),
+            self._report_quorum,
+        )
         self._batches = GroupBatches(streams, self._board, ledger, config, pulse, dispatch.models["policy"].vocabulary)
         self._evaluations = Evaluations(
             streams,
@@ -94,7 +101,12 @@ class RlServices:
             device,
             on_host,
             on_leave=self._board.remove_server,
+            quorum=config.server_quorum,
         )
+
+    def _report_quorum(self, servers: int) -> None:
+        detail = f"{servers} of {len(self._own_servers())} servers ready: rollouts begin"
+        publish_notice(self._context.paths, self._context.placement.name, detail)
 
     @property
     def is_near_budget(self) -> bool:

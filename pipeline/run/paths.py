@@ -11,9 +11,9 @@ names that its owner's module defines. Pure: creates no directory and reads no f
       code/                               snapshot of the packages that every attempt runs
       submitit/                           submitit's job folder
       rendezvous/<run_id>/<attempt>/      node records, claims and the world of one attempt
-      attempts/<attempt>/                 logs/, status/, events/, down/, alive/, timeline/, adapters/, traces/,
-                                          servers/, dropped/, first_failure.json, outcome.json, committed, exhausted
-                                          of one attempt
+      attempts/<attempt>/                 logs/, status/, events/, notices/, down/, alive/, timeline/, adapters/,
+                                          traces/, servers/, dropped/, first_failure.json, outcome.json, committed,
+                                          exhausted of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       api/                                in a run that serves: address, key, store and weights of its clients
@@ -99,6 +99,11 @@ class AttemptPaths:
     def events(self) -> Path:
         """One file per event, each written once: see `pipeline.run.events`."""
         return self.root / EVENTS
+
+    @property
+    def notices(self) -> Path:
+        """A folder with one JSONL file per publisher: what happened and did not end the attempt."""
+        return self.root / "notices"
 
     @property
     def statuses(self) -> Path:

@@ -2,8 +2,9 @@
 
 Owns the table of roles and kinds of end, and the budget of each role. A role is restarted if the table has a restart
 for this kind of end, the budget is not used up, and the process that ended had made progress: it was ready, and if it
-is a trainer it had completed a step. Without progress the same cause would end the next process too. Pure: no process,
-file or clock.
+is a trainer it had completed a step. Without progress the same cause would end the next process too. A server is an
+exception, since its cause may be its node's: it may also fail at its start. A server without budget is given up, and
+the attempt goes on while the others are enough (`ServerQuorum`). Pure: no process, file or clock.
 
     budget = RestartBudget.from_config("actor", config)
     if budget.allows("signal", progressed=True):
@@ -39,7 +40,7 @@ class RecoveryRule:
         restarts: the kinds of end after which the role is restarted; the others end the attempt.
         pauses: seconds before the first restart, and before any later one. Each pause is half again as long; after a
             process that was ready for longer than the last pause, the first one comes again.
-        retries_start: whether a restarted process may fail before it is ready, within the budget.
+        retries_start: whether a process may fail before it is ready, within the budget.
         completes_steps: whether its progress is a completed step, not only that it was ready.
     """
 
@@ -50,7 +51,7 @@ class RecoveryRule:
 
 
 RECOVERY: dict[RoleName, RecoveryRule] = {
-    # The GPU memory of a killed server may become free late, so its first new process may fail.
+    # The memory of a GPU may become free late, and a node may be slow to read the model or to compile.
     "inference": RecoveryRule(_PASSING, (1.0, 30.0), retries_start=True),
     "actor": RecoveryRule(_PASSING, (1.0, 30.0)),
     "preprocessor": RecoveryRule(_PASSING, (1.0, 30.0)),
@@ -88,8 +89,7 @@ class RestartBudget:
     def allows(self, kind: EndKind, *, progressed: bool) -> bool:
         """Whether the role is restarted after an end of this kind."""
         rule = RECOVERY[self.role]
-        may_start = progressed or (rule.retries_start and self.used > 0)
-        return kind in rule.restarts and may_start and self.used < self.limit
+        return kind in rule.restarts and (progressed or rule.retries_start) and self.used < self.limit
 
     def next_pause(self, ready_seconds: float) -> float:
         """The pause before the restart of a process that was ready for so long (0: it never was)."""
@@ -100,3 +100,19 @@ class RestartBudget:
 
     def __str__(self) -> str:
         return f"restarted, {self.used} of recovery.{self.role}={self.limit}"
+
+
+@dataclass(frozen=True)
+class ServerQuorum:
+    """How many of an attempt's servers may be given up: all but `needed` (`RunConfig.server_quorum`)."""
+
+    servers: int
+    needed: int
+
+    def survives(self, given_up: int) -> bool:
+        """Whether the attempt goes on without this number of servers."""
+        return self.servers - given_up >= self.needed
+
+    def describe(self, given_up: int) -> str:
+        """The servers that are left, for the record of a server that is given up."""
+        return f"given up: {self.servers - given_up} of {self.servers} servers are left, and {self.needed} are needed"

@@ -14,11 +14,16 @@ from slurm.agent.oom import OomWatch
 from slurm.agent.recovery_policy import EndKind
 from slurm.agent.role_process import SupervisedRole
 
+USAGE_ERROR = 2
+"""The exit code by which a program refuses its command line, which a restart would repeat."""
+
 
 def kind_of_exit(role: SupervisedRole, code: int) -> EndKind:
     """The kind of an exit before the attempt's end."""
     status = role.context.status()
     if status is not None and status.state == "failed" and status.is_final:
+        return "final"
+    if role.context.placement.role == "inference" and role.state == "starting" and code == USAGE_ERROR:
         return "final"
     if code == 0:
         return "early"

@@ -1,12 +1,13 @@
 """Supervision of one rank's roles, from the assignment to a clean end.
 
 Owns starting, monitoring and stopping this rank's roles. Promises that the loop never blocks on a role. A role that
-fails is restarted in place if `recovery_policy` allows it, once its process group has exited and after a backoff. The
-first other failure on any rank stops every role of every rank; a ready trainer first gets
-`cluster.grace_seconds` to save a checkpoint, or unlimited time if a launcher waits for it. An orderly shutdown follows
-`role_lifecycle.SHUTDOWN_ORDER`. When `run` returns, no process that it started is alive, except those that the kernel
-cannot end. Events of other ranks may be visible `lateness` later without changing the end, and a temporary failure of
-the disk is tolerated (`pipeline.utils.fs_retry`). Must not know the work of a role.
+fails is restarted in place if `recovery_policy` allows it, once its process group has exited and after a backoff. A
+server that may not be restarted is given up while enough others are left (`server_losses`). The first other failure on
+any rank stops every role of every rank; a ready trainer first gets `cluster.grace_seconds` to save a checkpoint, or
+unlimited time if a launcher waits for it. An orderly shutdown follows `role_lifecycle.SHUTDOWN_ORDER`. When `run`
+returns, no process that it started is alive, except those that the kernel cannot end. Events of other ranks may be
+visible `lateness` later without changing the end, and a temporary failure of the disk is tolerated
+(`pipeline.utils.fs_retry`). Must not know the work of a role.
 
     end = Supervisor(contexts, f"agent.{rank}", paths, config.cluster).run()
 """
@@ -30,6 +31,7 @@ from pipeline.roles.role_context import RoleContext
 from pipeline.run.events import Event, EventName, EventPoller, Events, poll_interval
 from pipeline.run.fault_plan import FAULT, parse_faults
 from pipeline.run.first_failure import FirstFailure
+from pipeline.run.notices import publish_notice
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, down_mark
 from pipeline.utils import heartbeat, subprocesses
 from pipeline.utils.forked_process import ForkRequest
@@ -50,6 +52,7 @@ from slurm.agent.oom import OomWatch
 from slurm.agent.recovery_policy import EndKind
 from slurm.agent.role_failure import cause_of_exit, failure_record, kind_of_exit
 from slurm.agent.role_process import FROZEN, SupervisedRole
+from slurm.agent.server_losses import ServerLosses
 from slurm.scheduler.scheduler_registry import child_environment
 
 End = Literal["finished", "preempted", "failed"]
@@ -105,6 +108,7 @@ class Supervisor:
         self._marks = ExitMarkers(self._attempt, poll_interval(ranks), clock)
         self._outbox, self._published = DeferredWrites(), list[EventName]()
         self._roles = [self._make_role(context) for context in contexts]
+        self._losses = ServerLosses(contexts, self._marks)
         self._oom_watch = OomWatch(clock)
         faults = parse_faults(contexts[0].config.faults) if contexts else ()
         self._injector = FaultInjector(paths, faults, self._roles, clock) if faults else None
@@ -150,6 +154,8 @@ class Supervisor:
                 self._watch(role)
         if self._end is not None:
             self._stop_next_stage()
+        elif failure := self._losses.fatal_failure():
+            self._fail_attempt(failure)
 
     def _poll_events(self, at_once: bool = False) -> None:
         """Update the attempt's end from its events; a failure overrides an orderly end until the roles are down."""
@@ -260,7 +266,7 @@ class Supervisor:
     def _failed(
         self, role: SupervisedRole, event: role_lifecycle.RoleEvent, kind: EndKind, failure: FirstFailure
     ) -> None:
-        """Kill the role's processes, and restart the role or record the attempt's first failure.
+        """Kill the role's processes, and restart the role, give up a server, or record the attempt's first failure.
 
         During a shutdown only the failure of a ready trainer counts, since it had to save a checkpoint.
         """
@@ -268,12 +274,18 @@ class Supervisor:
         if not stuck and self._end is None and role.may_restart(kind):
             self._replace(role, failure.cause)
             return
+        given_up = self._losses.give_up(role.context.placement, failure) if self._end is None else ""
+        if given_up:
+            publish_notice(self._paths, self._name, f"{role.name}: {failure.cause}{given_up}")
         trains = role.context.placement.role == "trainer" and role.state == "ready"
-        if self._end is None or (self._end == "preempted" and trains):
-            print(failure.one_line(), flush=True)  # the disk may refuse the record
-            self._outbox.submit(lambda: self._attempt.create(FIRST_FAILURE, failure))
-            self._publish("failed", failure.one_line(), role.name)
-        self._advance(role, event, failure.cause + stuck)
+        if (self._end is None and not given_up) or (self._end == "preempted" and trains):
+            self._fail_attempt(failure)
+        self._advance(role, event, failure.cause + stuck + given_up)
+
+    def _fail_attempt(self, failure: FirstFailure) -> None:
+        print(failure.one_line(), flush=True)  # the disk may refuse the record
+        self._outbox.submit(lambda: self._attempt.create(FIRST_FAILURE, failure))
+        self._publish("failed", failure.one_line(), failure.role)
 
     def _replace(self, role: SupervisedRole, cause: str) -> None:
         role.budget.used += 1

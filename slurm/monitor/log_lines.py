@@ -6,6 +6,7 @@ and no clock.
 
 from collections.abc import Iterable
 
+from pipeline.run.notices import Notice
 from slurm.monitor.run_snapshot import EvaluationProgress, Snapshot
 from slurm.monitor.status_panel import (
     attempt_text,
@@ -30,6 +31,7 @@ class LogLines:
         self._roles, self._silent = dict[str, str](), set[int]()
         self._restarts: dict[str, int] = {}
         self._printed, self._next = ("", 0, 0), 0.0
+        self._notices = set[Notice]()
         self._troubled = False
         self._evaluated: EvaluationProgress | None = None
         self._next_evaluation = 0.0
@@ -43,6 +45,7 @@ class LogLines:
             *self._silence_lines(snapshot),
             *self._restart_lines(snapshot),
             *self._role_lines(snapshot),
+            *self._notice_lines(snapshot),
             *self._evaluation_lines(snapshot, now),
             *self._progress_lines(snapshot, now, last),
         ]
@@ -94,6 +97,11 @@ class LogLines:
         new = [role for role in changed if role.state != "waiting" and snapshot.state != "queued"]
         self._roles |= {role.name: role.state for role in new}
         return [f"  {role.name} on rank {role.rank}: {role.state}" for role in new if role.state in ("ready", "failed")]
+
+    def _notice_lines(self, snapshot: Snapshot) -> Iterable[str]:
+        new = [notice for notice in snapshot.notices if notice not in self._notices]
+        self._notices = set(snapshot.notices)
+        return [f"  {notice.by}: {notice.text}" for notice in new]
 
     def _evaluation_lines(self, snapshot: Snapshot, now: float) -> Iterable[str]:
         """The progress of the first evaluation, for which training waits; later ones run concurrently."""

@@ -21,6 +21,7 @@ from pipeline.observability.run_status import (
 from pipeline.run.events import Event
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import MetricRecord, series
+from pipeline.run.notices import Notice
 from pipeline.run.run_documents import SubmittedJob
 from pipeline.transport.sample_records import ASKED, EVALUATED
 
@@ -137,6 +138,7 @@ class Snapshot:
         accuracies: (step, held-out accuracy) of all attempts.
         max_lag: the staleness limit; None while the config is unreadable.
         events: the attempt's events, by time.
+        notices: what happened in the attempt and did not end it, by time.
         failure: the attempt's first failure.
         reason: why the attempt failed or its job stopped, in one line; empty if neither is the case.
         evaluation: the running evaluation, if there is one.
@@ -163,6 +165,12 @@ class Snapshot:
     failure: FirstFailure | None
     reason: str
     evaluation: EvaluationProgress | None = None
+    notices: tuple[Notice, ...] = ()
+
+    @property
+    def servers(self) -> tuple[RoleLine, ...]:
+        """The inference servers, ready or not."""
+        return tuple(role for role in self.roles if role.name.startswith("inference."))
 
     @property
     def ended(self) -> bool:
@@ -231,6 +239,7 @@ def compose_snapshot(
         accuracies=tuple(series(rows, "eval/accuracy")),
         max_lag=config.training.max_lag if config else None,
         events=tuple(sorted(newest.events.values(), key=lambda event: event.time)) if newest else (),
+        notices=newest.notices if newest else (),
         failure=newest.failure if newest else None,
         reason=reason_of(newest),
         evaluation=_evaluation(newest, rows) if newest and state not in ENDED else None,

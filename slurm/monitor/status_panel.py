@@ -16,10 +16,12 @@ from rich.text import Text
 
 from pipeline.observability.number_format import clock, number
 from pipeline.run.events import Event
+from pipeline.run.notices import Notice
 from slurm.monitor.run_snapshot import EvaluationProgress, JobLine, Progress, RoleLine, Snapshot
 
 MAX_ROLES = 16
 MAX_PAST = 5
+MAX_NOTICES = 5
 _BARS = "▁▂▃▄▅▆▇█"
 COLORS = {
     "not submitted": "bright_black",
@@ -48,6 +50,7 @@ def render_run(snapshot: Snapshot) -> RenderableType:
     """The whole state of a run in one panel."""
     parts: list[RenderableType] = [
         _roles_table(snapshot),
+        *_missing_servers(snapshot),
         Text(),
         _progress_line(snapshot),
         *_evaluation_line(snapshot),
@@ -61,8 +64,8 @@ def render_run(snapshot: Snapshot) -> RenderableType:
     if snapshot.past:
         parts += [Text(), _past_table(snapshot)]
     events = [event for event in snapshot.events if event.name != "failed" or snapshot.failure is None]
-    if events:
-        parts += [Text(), _events(events)]
+    if events or snapshot.notices:
+        parts += [Text(), _events(events, snapshot.notices)]
     if snapshot.reason and snapshot.state not in ("queued", "left", "finished"):
         parts += [Text(), Text(snapshot.reason, style="red")]
     color = UNSURE if snapshot.silent else COLORS[snapshot.state]
@@ -102,6 +105,17 @@ def _roles_table(snapshot: Snapshot) -> RenderableType:
     if len(shown) < len(snapshot.roles):
         table.add_row(Text(f"and {len(snapshot.roles) - len(shown)} more, ready", "bright_black"))
     return table
+
+
+def _missing_servers(snapshot: Snapshot) -> list[RenderableType]:
+    text = "" if snapshot.is_over else servers_text(snapshot.servers)
+    return [Text(text, UNSURE)] if text else []
+
+
+def servers_text(servers: Sequence[RoleLine]) -> str:
+    """A text such as `3 of 4 servers ready`; empty if all are, or if there is one."""
+    ready = sum(server.state == "ready" for server in servers)
+    return f"{ready} of {len(servers)} servers ready" if ready < len(servers) > 1 else ""
 
 
 def _role_state(role: RoleLine, snapshot: Snapshot) -> Text:
@@ -263,14 +277,16 @@ def _idle_text(numbers: dict[str, float]) -> str:
     return f"idle: {', '.join(waits)}" if waits else ""
 
 
-def _events(events: Sequence[Event]) -> RenderableType:
-    lines = [_event_text(event) for event in events]
+def _events(events: Sequence[Event], notices: Sequence[Notice]) -> RenderableType:
+    """The last notices, then the events."""
+    shown = [(notice.time, f"{notice.by}: {notice.text}") for notice in notices[-MAX_NOTICES:]]
+    shown += [(event.time, _event_text(event)) for event in events]
+    lines = [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}" for at, text in shown]
     return Text("\n".join(lines), "bright_black", overflow="ellipsis", no_wrap=True)
 
 
 def _event_text(event: Event) -> str:
-    at = time.strftime("%H:%M:%S", time.localtime(event.time))
-    return f"{at}  {event.name.replace('_', ' ')} ({event.by})" + (f": {event.detail}" if event.detail else "")
+    return f"{event.name.replace('_', ' ')} ({event.by})" + (f": {event.detail}" if event.detail else "")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

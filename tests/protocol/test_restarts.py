@@ -50,6 +50,16 @@ def test_a_server_that_was_ready_is_started_again_as_often_as_agreed(attempt: Ca
     assert run.left() == set()
 
 
+def test_a_server_that_fails_at_its_start_is_started_again_unless_it_refuses_its_command_line(
+    attempt: Callable[..., Attempt],
+) -> None:
+    fails = "import sys; sys.exit(1 if '--restart' not in sys.argv else 2)"
+    run = attempt(restarts=3, inference=fails)
+    assert run.join() == {"failed"}
+    assert run.has_been("inference.0", ["starting", "restarting", "starting", "failed"])
+    assert run.first_failure.cause == "exited with code 2"
+
+
 def test_a_server_is_started_again_once_nothing_of_its_group_is_left(
     attempt: Callable[..., Attempt], monkeypatch: pytest.MonkeyPatch
 ) -> None:

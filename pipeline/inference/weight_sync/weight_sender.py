@@ -1,8 +1,9 @@
 """Keeps every inference server at the trainer's newest weights.
 
 Owns the trainer's store, one thread per server, and the servers that `wait_until_synced` waits for: every
-server that was current when the version was taken, and at least one. Promises that servers may join and leave at any
-time, without a wait of the trainer; that a server which fails or misses the deadline is evicted, and not waited for;
+server that was current when the version was taken, and at least one; for the first version, `quorum` servers. Promises
+that servers may join and leave at any time, without a wait of the trainer; that a server which fails or misses the
+deadline is evicted, and not waited for;
 that late, restarted and evicted servers get the newest weights in the background, and requests only after that; that a
 version's memory is free before the next version is taken, unless a server is busy with it; and that every failure is
 reported. Must not know models, streams or the placement of roles.
@@ -57,6 +58,7 @@ class WeightSender:
         device: torch.device = CPU,
         on_host: bool = False,
         on_leave: Callable[[str], None] = lambda _: None,
+        quorum: int = 1,
     ) -> None:
         """Open the store at `meeting`; servers are met as they appear.
 
@@ -72,9 +74,10 @@ class WeightSender:
             device: the sending device: a GPU uses nccl, or CUDA IPC to a server on the same GPU; a CPU uses gloo.
             on_host: with a sending GPU, keep pending versions in pinned host memory.
             on_leave: called with a server that leaves, before its groups end; may raise a `RollcallError` too.
+            quorum: the number of servers that must have the first version.
         """
         self.settings = SenderSettings(meeting, adapter_settings(lora or LoraConfig()), device.type, on_host)
-        self._config, self._patience = config, patience
+        self._config, self._patience, self._needed = config, patience, quorum
         self._meeting, self._on_change, self._on_leave = meeting, on_change, on_leave
         self._store = create_store(meeting.address, meeting.port, meeting.password, config.update_seconds)
         self._orders = RankOrders(self._store)
@@ -167,7 +170,7 @@ class WeightSender:
         """Wait until the servers that were current at the last `take` have its version or are evicted.
 
         `pulse` is called during the wait and may raise to end it. Raises `WeightSyncError` when no version was taken,
-        or when no server has the version within `patience`.
+        when no server has the version within `patience`, or fewer than the quorum have the first one within twice that.
         """
         if self._round is None:
             raise WeightSyncError("no version was started")
@@ -216,22 +219,31 @@ class WeightSender:
         self.close()
 
     def _wait(self, sync_round: SyncRound, pulse: Callable[[], None]) -> None:
-        """Wait until the round is over and at least one server has the weights."""
-        first = Deadline(f"weights {sync_round.version} on a server", self._patience)
+        """Wait until the round is over and enough servers have the weights: the quorum for the first version, else one.
+
+        The quorum has twice the patience, in which a server that fails at its start can be restarted and join.
+        """
+        version = sync_round.version
+        first = Deadline(f"weights {version} on a server", self._patience)
+        quorum = Deadline(f"weights {version} on {self._needed} servers (inference.min_servers)", 2 * self._patience)
         while True:
             with self._changed:
                 if self._broken is not None:
                     raise WeightSyncError(f"a server's thread ended: {self._broken}") from self._broken
-                served = any(slot.link.version == sync_round.version for slot in self._slots)
-                if served and sync_round.over:
+                served = sum(slot.link.version == version for slot in self._slots)
+                if served >= self._needed and sync_round.over:
+                    self._needed = 1
                     return
-                if first.passed and not served:
-                    raise WeightSyncError(str(first.error(self._missing())))
+                late = first if not served else quorum if served < self._needed else None
+                if late is not None and late.passed:
+                    raise WeightSyncError(str(late.error(self._missing(version))))
                 self._changed.wait(_PULSE_SECONDS)
             pulse()
 
-    def _missing(self) -> str:
-        return "; ".join(slot.failure or f"{slot.link.server}: no attempt ended" for slot in self._slots)
+    def _missing(self, version: int) -> str:
+        """Why servers do not have a version."""
+        missing = [slot for slot in self._slots if slot.link.version != version]
+        return "; ".join(slot.failure or f"{slot.link.server}: no attempt ended" for slot in missing)
 
     def _report(self, sync_round: SyncRound) -> SyncReport:
         with self._changed:

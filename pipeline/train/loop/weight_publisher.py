@@ -32,10 +32,13 @@ class WeightPublisher:
         sender: WeightSender,
         pulse: Pulse,
         on_start: Callable[[int], None] = lambda version: None,
+        on_quorum: Callable[[int], None] = lambda servers: None,
     ) -> None:
-        """`on_start` is called with a version that was just started, while the servers receive it."""
+        """`on_start` is called with a version that was just started, while the servers receive it; `on_quorum` once,
+        with the number of servers that have the first version."""
         self._dispatch, self._sender, self._pulse, self._on_start = dispatch, sender, pulse, on_start
-        self._opened = False
+        self._on_quorum = on_quorum
+        self._opened = self._has_quorum = False
         self._under_way = False
 
     def start(self, version: int) -> dict[str, float]:
@@ -59,6 +62,9 @@ class WeightPublisher:
             return {}
         report = self._sender.wait_until_synced(self._pulse)
         self._under_way = False
+        if not self._has_quorum:
+            self._has_quorum = True
+            self._on_quorum(len(report.servers))
         for server, failure in report.failures.items():
             log.warning("evicted %s: %s", server, failure)
         parts = {f"sync/{phase}_seconds": seconds for phase, seconds in report.slowest().items()}

@@ -1,12 +1,21 @@
 """The table of restarts in place: which end of which role is followed by a restart, and how often."""
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from pipeline.config.cross_checks import check_config
 from pipeline.config.recovery_keys import RecoveryConfig
-from pipeline.topology.plan import RoleName
-from slurm.agent.recovery_policy import RECOVERY, EndKind, RestartBudget
+from pipeline.errors import ConfigError
+from pipeline.roles.role_context import RoleContext
+from pipeline.run.first_failure import FirstFailure
+from pipeline.run.paths import AttemptPaths, down_mark
+from pipeline.topology.plan import Placement, RoleName, World
+from pipeline.utils.shared_dir import FileSharedDir
+from slurm.agent.agent_heartbeat import ExitMarkers
+from slurm.agent.recovery_policy import RECOVERY, EndKind, RestartBudget, ServerQuorum
+from slurm.agent.server_losses import ServerLosses
 from tests.fakes.configs import make_config
 
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
@@ -36,11 +45,66 @@ def test_a_role_is_restarted_as_often_as_its_budget_allows_and_never_after_a_fin
 
 
 @pytest.mark.parametrize(("role", "again"), [("inference", True), ("actor", False), ("redis", False)])
-def test_only_a_server_may_fail_before_it_is_ready_once_it_was_restarted(role: RoleName, again: bool) -> None:
+def test_only_a_server_may_fail_before_it_is_ready(role: RoleName, again: bool) -> None:
     budget = RestartBudget(role, 3)
+    assert [budget.allows(kind, progressed=False) for kind in ("exit", "hang", "final")] == [again, again, False]
+    budget.used = 3
     assert not budget.allows("exit", progressed=False)
-    budget.used = 1
-    assert budget.allows("exit", progressed=False) == again
+
+
+@pytest.mark.parametrize(
+    ("servers", "wanted", "needed"), [(1, "half", 1), (4, "half", 2), (5, "half", 3), (4, "all", 4), (4, 1, 1)]
+)
+def test_the_quorum_is_a_number_or_a_part_of_the_servers(servers: int, wanted: str | int, needed: int) -> None:
+    config = make_config(resources={"inference": {"servers": servers}}, inference={"min_servers": wanted})
+    assert config.server_quorum == needed
+    quorum = ServerQuorum(servers, needed)
+    assert [lost for lost in range(servers + 1) if quorum.survives(lost)] == list(range(servers - needed + 1))
+
+
+def test_a_run_whose_servers_are_not_alike_needs_all_of_them() -> None:
+    only = make_config(
+        resources={"inference": {"servers": 4}}, training={"steps": 0, "prompts_per_step": 1}, evaluation={"only": True}
+    )
+    assert only.server_quorum == 4
+
+
+def test_more_servers_than_there_are_cannot_be_needed() -> None:
+    config = make_config(resources={"inference": {"servers": 2}}, inference={"min_servers": 3})
+    with pytest.raises(ConfigError, match=r"inference\.min_servers=3: expected at most 2, the servers of"):
+        check_config(config)
+
+
+def a_failure(role: str, cause: str) -> FirstFailure:
+    return FirstFailure(role=role, rank=0, cause=cause, exit_code=1, time=0.0, log="")
+
+
+def test_agents_that_give_up_servers_count_those_of_others_and_one_ends_the_attempt(tmp_path: Path) -> None:
+    config = make_config(resources={"inference": {"servers": 4}})
+    servers = tuple(Placement(role="inference", index=n, rank=n, address="", ports=(n,)) for n in range(4))
+    world = World(run_id="r", attempt="7-0", epoch=1, leader=0, secret="s", placements=servers)
+    paths = AttemptPaths(tmp_path, "r", "7-0")
+    attempt = FileSharedDir(paths.root)
+    agents = [
+        ServerLosses([RoleContext(paths, config, world, server)], ExitMarkers(attempt, 0.0)) for server in servers[:2]
+    ]
+
+    def give_up(agent: int) -> str:
+        note = agents[agent].give_up(servers[agent], a_failure(servers[agent].name, f"cause {agent}"))
+        attempt.replace(down_mark(servers[agent].name), "failed")
+        return note
+
+    assert give_up(0) == "; given up: 3 of 4 servers are left, and 2 are needed"
+    assert give_up(1) == "; given up: 2 of 4 servers are left, and 2 are needed"
+    assert [agent.fatal_failure() for agent in agents] == [None, None]
+    assert agents[0].give_up(servers[3], a_failure("inference.3", "cause 3")) == "", "it ends the attempt itself"
+    attempt.replace(down_mark("inference.2"), "failed")
+    failures = [agent.fatal_failure() for agent in agents]
+    assert [failure.cause for failure in failures if failure] == [
+        f"cause {agent}; given up: 1 of 4 servers are left, and 2 are needed" for agent in (0, 1)
+    ]
+    actor = Placement(role="actor", index=0, rank=0, address="")
+    assert agents[0].give_up(actor, a_failure("actor.0", "")) == ""
 
 
 def test_pauses_grow_to_their_limit_and_begin_again_after_a_process_that_was_ready_for_longer() -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
 import pytest
@@ -79,6 +79,7 @@ def a_sender(
     patience: float = 0.5,
     lora: LoraConfig | None = None,
     on_leave: Callable[[str], None] = lambda server: None,
+    quorum: int = 1,
     **settings: float,
 ) -> Iterator[WeightSender]:
     on_change = (lambda *change: told.append(change)) if isinstance(told, list) else told
@@ -86,7 +87,9 @@ def a_sender(
     with hold_port() as holder:
         meeting = MeetingPoint("127.0.0.2", holder.getsockname()[1], "s3cret")
         config = InferenceConfig.model_validate(settings)
-        with WeightSender(names, meeting, config, patience, on_change, lora, on_leave=on_leave) as sender:
+        with WeightSender(
+            names, meeting, config, patience, on_change, lora, on_leave=on_leave, quorum=quorum
+        ) as sender:
             yield sender
 
 
@@ -335,3 +338,26 @@ def test_a_server_of_an_earlier_trainer_leaves_at_once() -> None:
     with a_sender("127.0.0.9:9", [], on_leave=left.append) as sender:
         sender.remove("127.0.0.7:7")
         assert left == ["127.0.0.7:7"]
+
+
+def test_the_first_version_waits_for_the_quorum_and_later_ones_for_the_servers_that_are_there() -> None:
+    with two_servers() as (early, late), ExitStack() as hold:
+        asked = hold.enter_context(late.held("/init_weight_transfer_engine"))
+        with a_sender([early.endpoint, late.endpoint, "127.0.0.9:9"], [], 10, quorum=2) as sender:
+            sender.start(1, WEIGHTS)
+            assert asked.wait(10)
+            wait_for("the early server", lambda: sender.versions()[early.endpoint] == 1, WAIT_SECONDS)
+            report = sender.wait_until_synced(hold.close)  # the late one joins during the wait
+            assert report.servers.keys() == {early.endpoint, late.endpoint}
+            late.failing.add("/update_weights")
+            assert sender.publish(2, WEIGHTS).servers.keys() == {early.endpoint}
+
+
+def test_a_quorum_that_does_not_come_together_fails_and_says_who_is_missing() -> None:
+    expected = r"weights 1 on 2 servers \(inference.min_servers\); missing: weights 1: 127\.0\.0\.9:9"
+    with (
+        WeightServer("127.0.0.5") as server,
+        a_sender([server.endpoint, "127.0.0.9:9"], [], 1, quorum=2) as sender,
+        pytest.raises(WeightSyncError, match=expected),
+    ):
+        sender.publish(1, WEIGHTS)
