@@ -94,6 +94,10 @@ class DeadlineError(RollcallError):
         return type(self), (self.awaited, self.seconds, self.missing)
 
 
+class TakeoverError(RollcallError):
+    """No spare node can take over the roles of a lost node, so the attempt ends."""
+
+
 class RendezvousError(RollcallError):
     """The ranks cannot form a world: duplicate ranks, too few node records, or an assignment that does not fit."""
 

@@ -168,7 +168,9 @@ class ResourcesConfig(Section):
     trainer: TrainerResources = TrainerResources()
     inference: InferenceResources = InferenceResources()
     services: ServiceResources = ServiceResources()
-    spare_nodes: NotNegative = Field(0, description="Spare nodes, which replace nodes with a failed preflight check.")
+    spare_nodes: NotNegative = Field(
+        0, description="Spare nodes, which replace nodes with a failed preflight check, and nodes that are lost."
+    )
     nodes: NotNegative = Field(0, description="Nodes of the allocation; 0: the number that the plan needs.")
     gpus_per_node: NotNegative = Field(
         0,

@@ -17,4 +17,9 @@ class RecoveryConfig(Section):
         description="Restarts of the trainer from the newest checkpoint, of runs with one trainer node. Job files and "
         "the Tinker API restart theirs with the attempt.",
     )
+    nodes: NotNegative = Field(
+        3,
+        description="Lost nodes whose roles a spare node (`resources.spare_nodes`) takes over, before the loss of a "
+        "node ends the attempt.",
+    )
     redis: NotNegative = Field(3, description="Restarts of Redis with its data.")

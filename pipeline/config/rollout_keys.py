@@ -68,7 +68,7 @@ class InferenceConfig(Section):
     min_servers: Positive | Literal["half", "all"] = Field(
         "half",
         description="Servers that must have the first weights before rollouts begin: a number, `half` (rounded up) or "
-        "`all`. The others join when they are ready. A server that uses up `recovery.inference` is given up, and the "
+        "`all`. The others join when they are ready. A server that uses up `recovery.inference` is abandoned, and the "
         "attempt ends when fewer than these are left. A run that only evaluates or serves needs all its servers.",
     )
     backend: Literal["auto", "gloo", "nccl"] = Field(

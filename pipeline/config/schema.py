@@ -211,10 +211,10 @@ class RunConfig(Section):
         All where the servers are not alike, since each pool of a run that serves has its own models, and where the work
         is shared out once, in a run that only evaluates.
         """
-        servers, wanted = self.resources.inference.nodes * self.resources.inference.servers, self.inference.min_servers
-        if wanted == "all" or not self.has_rollouts:
+        servers, minimum = self.resources.inference.nodes * self.resources.inference.servers, self.inference.min_servers
+        if minimum == "all" or not self.has_rollouts:
             return servers
-        return -(-servers // 2) if wanted == "half" else wanted
+        return -(-servers // 2) if minimum == "half" else minimum
 
     @property
     def has_sft(self) -> bool:

@@ -15,6 +15,7 @@ from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError
 from pipeline.roles.role_context import Status
+from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.events import Event, Events
 from pipeline.run.fault_plan import FAULT
 from pipeline.run.first_failure import FirstFailure
@@ -188,6 +189,7 @@ class AttemptReader:
 
     def __init__(self, paths: AttemptPaths) -> None:
         self._paths, self._events = paths, Events(paths)
+        self._worlds = WorldRevisions(paths)
         self._world: World | None = None
         self._transitions: dict[int, list[Transition]] = {}
         self._signs: dict[int, float] = {}
@@ -201,7 +203,8 @@ class AttemptReader:
         living = {rank for rank in _ranks(_names(paths.alive)) if paths.down(f"agent.{rank}").name not in marks}
         timelines = timeline_ranks(paths)
         self._look([*(("alive", rank) for rank in living), *(("timeline", rank) for rank in timelines)])
-        self._world = self._world or shared_files.read_document(paths.world, World)
+        with suppress(OSError):
+            self._world = self._worlds.newest()
         lines = [line for rank in sorted(self._transitions) for line in self._transitions[rank]]
         return Attempt(
             paths=paths,

@@ -4,6 +4,7 @@
 |---|---|
 | `redis`, `trainer`, `inference`, `actor`, `preprocessor` | a role |
 | `role_context` | the inputs of every role's process at its start |
+| `world_revisions` | the assignment on disk, with its revisions after the losses of nodes |
 | `rank0` | the trainer's rank 0, for every kind of training |
 | `trainer_session`, `rl_services` | rank 0 in a training run; its connections to the other roles |
 | `server_membership` | the servers that join and leave a running attempt, for rank 0 |

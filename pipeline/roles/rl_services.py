@@ -14,6 +14,7 @@ from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.server_membership import ServerMembership
+from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.fault_moments import FaultMoments
 from pipeline.run.joined_servers import JoinedServers
 from pipeline.run.metrics_log import read_rows
@@ -50,6 +51,7 @@ class RlServices:
         self._context, self._dispatch, self._ledger = context, dispatch, ledger
         self._actor = replace(context, placement=context.world.of_role("actor")[0])
         config = context.config
+        self._worlds = WorldRevisions(context.paths)
         streams = opened.enter_context(connect(context))
         self._board = SharedState(streams)
         sender = opened.enter_context(self._sender())
@@ -77,11 +79,12 @@ class RlServices:
         patience = self._context.config.inference.update_seconds + FORGET_SECONDS
         # A trainer that was killed may have posted servers that have left since.
         former = frozenset(self._board.servers()) - frozenset(self._own_servers())
-        return ServerMembership(joined, sender, patience, former)
+        return ServerMembership(joined, sender, patience, former, self._own_servers)
 
     def _own_servers(self) -> list[str]:
-        """The endpoints of the attempt's own servers."""
-        return [placement.endpoint for placement in self._context.world.of_role("inference")]
+        """The endpoints of the attempt's own servers, as of the newest revision of the world."""
+        world = self._worlds.newest() or self._context.world
+        return [placement.endpoint for placement in world.of_role("inference")]
 
     def _sender(self) -> WeightSender:
         context, config = self._context, self._context.config

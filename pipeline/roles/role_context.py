@@ -20,6 +20,7 @@ from pipeline.config.debug_keys import DEBUGGER_SECONDS
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import RendezvousError, RollcallError
+from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.events import Events
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.topology.plan import Placement, RoleName, World
@@ -172,7 +173,7 @@ def without_deadlines(config: RunConfig) -> RunConfig:
 
 
 def _world_and_placement(paths: AttemptPaths, role: RoleName, index: int) -> tuple[World, Placement]:
-    world = retry_transient("the world", lambda: shared_files.read_document(paths.world, World), FINAL_WRITE_TIMEOUT)
+    world = retry_transient("the world", WorldRevisions(paths).newest, FINAL_WRITE_TIMEOUT)
     if world is None:
         raise RendezvousError(f"no readable world in {paths.rendezvous}")
     for placement in world.of_role(role):

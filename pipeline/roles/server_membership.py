@@ -1,12 +1,14 @@
 """The servers that join and leave a running attempt, for the trainer's rank 0.
 
-Owns the thread that reads the records of joined servers (`pipeline.run.joined_servers`) and adds and removes them at
-the sender of weights. Promises that a joined server which serves no version for `patience` seconds is forgotten, with
-its record, until its agent writes another one. Must not know how weights travel.
+Owns the thread that reads the records of joined servers (`pipeline.run.joined_servers`), and the attempt's own servers
+after the replacement of a node, and adds and removes them at the sender of weights. Promises that a joined server which
+serves no version for `patience` seconds is forgotten, with its record, until its agent writes another one. Must not
+know how weights travel.
 """
 
 import logging
 import threading
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Protocol
 
@@ -39,13 +41,16 @@ class ServerMembership:
         members: Members,
         patience: float,
         former: frozenset[str] = frozenset(),
+        own: Callable[[], Collection[str]] = tuple,
         clock: Clock = CLOCK,
     ) -> None:
         """`former` are joined servers of a trainer before this one in the attempt: those without a record are removed.
 
+        `own` returns the endpoints of the attempt's own servers, which another node may have taken over since.
         `patience` must suffice for the transfer of a version.
         """
         self._joined, self._members, self._patience, self._clock = joined, members, patience, clock
+        self._own, self._placed = own, frozenset(own())
         self._known: dict[str, JoinedServer | None] = dict.fromkeys(former)
         self._silence: dict[str, Deadline] = {}
         self._over = threading.Event()
@@ -61,6 +66,7 @@ class ServerMembership:
 
     def look(self) -> None:
         """Read the records once, and add or remove the servers that changed."""
+        self._follow_own()
         records = self._joined.read()
         for endpoint in [known for known in self._known if known not in records]:
             self._members.remove(endpoint)
@@ -75,6 +81,15 @@ class ServerMembership:
             elif self._silence[endpoint].passed:
                 log.warning("%s has served no weights for %g s and is forgotten", record.name, self._patience)
                 self._joined.remove(record.name)
+
+    def _follow_own(self) -> None:
+        """Replace the attempt's own servers whose node was replaced. The new ones are met once they are ready."""
+        placed = frozenset(self._own())
+        for endpoint in self._placed - placed:
+            self._members.remove(endpoint)
+        for endpoint in placed - self._placed:
+            self._members.add(endpoint)
+        self._placed = placed
 
     def _join(self, endpoint: str, record: JoinedServer) -> None:
         # The sender refuses a server that it has: a restarted one, or one that has not left yet and is tried again.

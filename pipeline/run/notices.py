@@ -1,7 +1,7 @@
 """Notices of an attempt: what happened in it and did not end it, one line each, for people.
 
-Owns `notices/<publisher>.jsonl`, which one process appends to: the trainer when rollouts begin, an agent when it gives
-up a server or takes over a lost node. No process acts on a notice, so a disk that fails may lose one.
+Owns `notices/<publisher>.jsonl`, which one process appends to: the trainer when rollouts begin, an agent when it
+abandons a server or replaces a lost node. No process acts on a notice, so a disk that fails may lose one.
 """
 
 import time
@@ -10,6 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from pipeline.run.paths import AttemptPaths
+from pipeline.utils import shared_files
 from pipeline.utils.shared_dir import FileSharedDir
 
 _LINES = ".jsonl"
@@ -26,9 +27,8 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 def publish_notice(paths: AttemptPaths, by: str, text: str) -> None:
     """Append a notice to those of its publisher."""
     with suppress(OSError):
-        paths.notices.mkdir(parents=True, exist_ok=True)
-        with (paths.notices / f"{by}{_LINES}").open("ab") as file:
-            file.write(msgspec.json.encode(Notice(time=time.time(), by=by, text=text)) + b"\n")
+        line = msgspec.json.encode(Notice(time=time.time(), by=by, text=text)) + b"\n"
+        shared_files.append(paths.notices / f"{by}{_LINES}", line)
 
 
 def read_notices(paths: AttemptPaths) -> tuple[Notice, ...]:

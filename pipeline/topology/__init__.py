@@ -4,6 +4,7 @@
 |---|---|
 | `plan` | the node bundles that a config requires, and the records of the rendezvous |
 | `assignment` | the assignment of bundles to ranks |
+| `takeover` | the assignment of a lost node's roles to a spare node |
 | `gpu_split` | a faster split of GPUs between trainer and servers, from measured idle fractions |
 | `gpu_memory` | the GPU memory that the roles need |
 | `memory_fit` | the refusal of roles that do not fit into a GPU, with a change that makes them fit |

@@ -26,7 +26,17 @@ def assign(
     if len(filled) < len(plan.bundles):
         raise RendezvousError(_shortage(plan, ordered, filled))
     placements = tuple(placement for rank, bundle in filled for placement in bundle_placements(bundle, by_rank[rank]))
-    return World(run_id=run_id, attempt=attempt, epoch=epoch, leader=leader, secret=secret, placements=placements)
+    assigned = {rank for rank, _ in filled}
+    spares = tuple(node for node in ordered if node.rank not in assigned and _is_healthy(node))
+    return World(
+        run_id=run_id,
+        attempt=attempt,
+        epoch=epoch,
+        leader=leader,
+        secret=secret,
+        placements=placements,
+        spares=spares,
+    )
 
 
 def check_world(world: World, plan: Plan, node_info: NodeInfo) -> None:
@@ -85,7 +95,7 @@ def _check_nodes(plan: Plan, node_infos: Sequence[NodeInfo], attempt: str) -> No
 
 def _fill(plan: Plan, node_infos: Sequence[NodeInfo]) -> list[tuple[int, NodeBundle]]:
     """(rank, bundle) for every bundle that a node record can take."""
-    free = [node_info for node_info in node_infos if node_info.addresses and not node_info.problems]
+    free = [node_info for node_info in node_infos if _is_healthy(node_info)]
     filled = []
     # A node record that has the GPUs for a larger bundle has them for a smaller one, so the greedy order loses nothing.
     for bundle in sorted(plan.bundles, key=lambda bundle: -bundle.gpus):
@@ -94,6 +104,10 @@ def _fill(plan: Plan, node_infos: Sequence[NodeInfo]) -> list[tuple[int, NodeBun
             free.remove(chosen)
             filled.append((chosen.rank, bundle))
     return filled
+
+
+def _is_healthy(node_info: NodeInfo) -> bool:
+    return bool(node_info.addresses) and not node_info.problems
 
 
 def _shortfall(node_info: NodeInfo, bundle: NodeBundle) -> str:

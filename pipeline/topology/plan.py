@@ -78,11 +78,25 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.address}:{self.ports[0]}"
 
 
+class NodeLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that was lost after the rendezvous, the spare rank that took over its roles, and the cause in one line.
+
+    `spare` is None for a lost rank without roles.
+    """
+
+    rank: int
+    spare: int | None
+    cause: str
+
+
 class World(msgspec.Struct, frozen=True, kw_only=True):
-    """The assignment, which the leader publishes once: all that the ranks need to find each other.
+    """The assignment: all that the ranks need to find each other.
+
+    The leader publishes it once. After the loss of a node, the next revision of it is published, in which a spare rank
+    has the lost rank's roles (`pipeline.topology.takeover`); all other placements stay.
 
     `secret` signs the messages between the trainer's processes (`pipeline.utils.signed_store`) and is never sent. A
-    process of another attempt has another secret and is refused.
+    process of another attempt has another secret and is refused. `spares` are the healthy nodes without roles.
     """
 
     run_id: str
@@ -91,6 +105,17 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     leader: int
     secret: str
     placements: tuple[Placement, ...]
+    spares: tuple[NodeInfo, ...] = ()
+    losses: tuple[NodeLoss, ...] = ()
+
+    @property
+    def revision(self) -> int:
+        """The number of losses after which this is the assignment."""
+        return len(self.losses)
+
+    def has_lost(self, rank: int) -> bool:
+        """Whether a rank is no part of the attempt any more."""
+        return any(loss.rank == rank for loss in self.losses)
 
     @property
     def password(self) -> str:

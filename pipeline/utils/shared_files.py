@@ -117,3 +117,10 @@ def read_document(path: Path, kind: type[T]) -> T | None:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError:
         return None
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append to a file of this process, in a folder that is created if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(data)

@@ -6,6 +6,8 @@
 | `attached_agent` | one node of an attached job: servers that join the attempts of a run |
 | `supervisor`, `role_process` | the roles of a rank: started, monitored, stopped; the state of one role |
 | `recovery_policy` | which end of a role is followed by its restart in place, and how often |
+| `server_losses` | the servers that are not restarted any more, and the end when too few are left |
+| `node_takeover` | the replacement of a lost node by a spare one |
 | `fault_injection` | the faults that a user planned, injected once each |
 | `role_failure` | the cause of a role's failure, and its record |
 | `role_lifecycle` | the states of a role, and the shutdown order |

@@ -23,6 +23,7 @@ from pipeline.checkpoints import Fence, root_of
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, RendezvousError, RollcallError, one_line
 from pipeline.roles.role_context import RoleContext, read_config
+from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.completion import finish, is_finished
 from pipeline.run.events import EventPoller, Events, poll_interval
 from pipeline.run.first_failure import FirstFailure
@@ -38,8 +39,10 @@ from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, NeighborWatch, agent_name, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible
 from slurm.agent.node_forks import node_forks, roles_of
+from slurm.agent.node_takeover import WorldFollower, replace_lost_node
 from slurm.agent.preflight import Gpu, NodeRequirements, find_gpus, free_memory, node_id, parts_of_gpus, preflight
-from slurm.agent.supervisor import End, StopRequest, Supervisor, max_shutdown_seconds
+from slurm.agent.role_lifecycle import End
+from slurm.agent.supervisor import StopRequest, Supervisor, max_shutdown_seconds
 from slurm.agent.tmpdir import scratch_folder
 from slurm.registry import run_registry
 from slurm.rendezvous.probe_server import ProbeServer
@@ -52,6 +55,8 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 OWNERSHIP_SECONDS = 180.0
 """Seconds until its job must be on record as the run's: the launcher may record it late."""
+FOLLOW_SECONDS = 1.0
+"""Pause between two listings for a revision of the world, in a run with spare nodes."""
 _SLACK_SECONDS = 5.0
 
 
@@ -146,10 +151,22 @@ def _run_attempt(
     agent, ranks = agent_name(environment.rank), environment.ranks
     variables = resources.enter_context(scratch_folder(shared=config.cluster.compile_cache))
     seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
-    with NeighborWatch(paths, environment.rank, ranks, seconds, partial(_record_lost_rank, paths)):
+    follower = WorldFollower(paths, config, environment.rank, FOLLOW_SECONDS, CLOCK) if world.spares else None
+    report = partial(_handle_lost_rank, paths, config, agent)
+    with NeighborWatch(paths, environment.rank, ranks, seconds, report):
         end = Supervisor(
-            contexts, agent, paths, config.cluster, notice, ranks=ranks, variables=variables, forks=forks
+            contexts,
+            agent,
+            paths,
+            config.cluster,
+            notice,
+            ranks=ranks,
+            variables=variables,
+            forks=forks,
+            follower=follower,
         ).run()
+    if end == "finished" and follower is not None:
+        world = retry_transient("the world", WorldRevisions(paths).newest, FINAL_WRITE_TIMEOUT) or world
     if end == "finished" and environment.rank == world.leader:
         _finish(run, paths, config, world)
     return end
@@ -279,12 +296,18 @@ def _record_failure(paths: AttemptPaths, rank: int, error: Exception) -> None:
     _log_failure(paths, rank, one_line(error))
 
 
-def _record_lost_rank(paths: AttemptPaths, rank: int, cause: str) -> None:
-    """Record a lost rank as the attempt's failure, unless the attempt is ending anyway."""
+def _handle_lost_rank(paths: AttemptPaths, config: RunConfig, by: str, rank: int, cause: str) -> bool:
+    """Replace a lost rank by a spare one, and return True; else record it as the attempt's failure, unless the attempt
+    is ending anyway."""
+    why = ""
     with suppress(OSError):
         if Events(paths, FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)).read_all():
-            return
-    _log_failure(paths, rank, cause)
+            return False
+        replaced, why = replace_lost_node(paths, config, rank, cause, by)
+        if replaced:
+            return True
+    _log_failure(paths, rank, f"{cause}; {why}" if why else cause)
+    return False
 
 
 def _log_failure(paths: AttemptPaths, rank: int, cause: str) -> None:

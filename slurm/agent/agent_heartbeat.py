@@ -60,9 +60,11 @@ class NeighborWatch:
     """
 
     def __init__(
-        self, paths: AttemptPaths, rank: int, ranks: int, seconds: float, report: Callable[[int, str], None]
+        self, paths: AttemptPaths, rank: int, ranks: int, seconds: float, report: Callable[[int, str], bool]
     ) -> None:
-        """`report` is called once, with the rank and the cause, when its heartbeat has not changed for `seconds`."""
+        """`report` is called with the rank and the cause when its heartbeat has not changed for `seconds`. It returns
+        whether the attempt continues without that rank; then its next rank is monitored."""
+        self._paths, self._rank, self._ranks, self._seconds = paths, rank, ranks, seconds
         self.neighbor = NeighborCheck(paths, (rank + 1) % ranks, seconds)
         self._report, self._over = report, threading.Event()
         self._thread = threading.Thread(target=self._watch, name="neighbor", daemon=True) if ranks > 1 else None
@@ -80,8 +82,10 @@ class NeighborWatch:
     def _watch(self) -> None:
         while not self._over.wait(TOUCH_SECONDS):
             if lost := self.neighbor.look():
-                self._report(self.neighbor.rank, lost)
-                return
+                following = (self.neighbor.rank + 1) % self._ranks
+                if not self._report(self.neighbor.rank, lost) or following == self._rank:
+                    return
+                self.neighbor = NeighborCheck(self._paths, following, self._seconds)
 
 
 class NeighborCheck:

@@ -20,7 +20,7 @@ import psutil
 
 from pipeline.checkpoints import newest_checkpoint, recorded_root
 from pipeline.run.fault_moments import FaultRecords
-from pipeline.run.fault_plan import CHECKPOINT, Fault
+from pipeline.run.fault_plan import CHECKPOINT, Fault, parse_faults
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import Clock, Deadline
@@ -49,6 +49,12 @@ class FaultInjector:
         ]
         self._due = {fault: self._began + fault.period for fault, _ in self._pending if fault.period}
         self._struck: list[Child] = []
+
+    @classmethod
+    def of_roles(cls, paths: AttemptPaths, roles: Sequence[SupervisedRole], clock: Clock) -> "FaultInjector | None":
+        """The injector of the run's faults on these roles; None in a run without faults, or without roles."""
+        faults = parse_faults(roles[0].context.config.faults) if roles else ()
+        return cls(paths, faults, roles, clock) if faults else None
 
     def inject(self) -> Iterator[tuple[SupervisedRole, Fault]]:
         """Inject each fault that is due, and return it with its role."""

@@ -3,8 +3,8 @@
 Owns the table of roles and kinds of end, and the budget of each role. A role is restarted if the table has a restart
 for this kind of end, the budget is not used up, and the process that ended had made progress: it was ready, and if it
 is a trainer it had completed a step. Without progress the same cause would end the next process too. A server is an
-exception, since its cause may be its node's: it may also fail at its start. A server without budget is given up, and
-the attempt goes on while the others are enough (`ServerQuorum`). Pure: no process, file or clock.
+exception, since its cause may be its node's: it may also fail at its start. A server without budget is abandoned, and
+the attempt continues while the others are enough (`ServerQuorum`). Pure: no process, file or clock.
 
     budget = RestartBudget.from_config("actor", config)
     if budget.allows("signal", progressed=True):
@@ -104,15 +104,15 @@ class RestartBudget:
 
 @dataclass(frozen=True)
 class ServerQuorum:
-    """How many of an attempt's servers may be given up: all but `needed` (`RunConfig.server_quorum`)."""
+    """How many of an attempt's servers may be abandoned: all but `needed` (`RunConfig.server_quorum`)."""
 
     servers: int
     needed: int
 
-    def survives(self, given_up: int) -> bool:
-        """Whether the attempt goes on without this number of servers."""
-        return self.servers - given_up >= self.needed
+    def survives(self, abandoned: int) -> bool:
+        """Whether the attempt continues without this number of servers."""
+        return self.servers - abandoned >= self.needed
 
-    def describe(self, given_up: int) -> str:
-        """The servers that are left, for the record of a server that is given up."""
-        return f"given up: {self.servers - given_up} of {self.servers} servers are left, and {self.needed} are needed"
+    def describe(self, abandoned: int) -> str:
+        """The servers that are left, for the record of a server that is abandoned."""
+        return f"abandoned: {self.servers - abandoned} of {self.servers} servers are left, and {self.needed} are needed"

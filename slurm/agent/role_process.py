@@ -6,13 +6,14 @@ the actions.
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import PROGRESS, RoleContext
+from pipeline.topology.plan import World
 from pipeline.utils import subprocesses
 from pipeline.utils.listeners import NO_LISTENER, listening_process
 from pipeline.utils.waiting import Deadline
@@ -68,6 +69,17 @@ class SupervisedRole:
     def log(self) -> Path:
         """The file of the output of all its processes."""
         return self.context.paths.log(self.context.placement.role, self.context.placement.index)
+
+    def follow(self, world: World) -> "SupervisedRole":
+        """Adopt a revision of the world, which leaves this role where it is."""
+        self.context = replace(self.context, world=world)
+        return self
+
+    def hand_over(self) -> None:
+        """Kill the role, whose place is on another node now. That node's agent reports its further states."""
+        self.kill()
+        if not self.down:
+            self.state = role_lifecycle.advance(self.name, self.state, "taken_over")
 
     def may_restart(self, kind: EndKind) -> bool:
         """Whether it is restarted after an end of this kind, before the attempt's end."""

@@ -1,11 +1,11 @@
-"""The servers that the agents of an attempt have given up, and the end of the attempt when too few are left.
+"""The servers that the agents of an attempt have abandoned, and the end of the attempt when too few are left.
 
 Owns the failures of this rank's servers that did not end the attempt. Each agent marks its own servers as down and
-counts the marks of all: of two agents that give up a server at the same time, the one that sees the other's mark ends
+counts the marks of all: of two agents that abandon a server at the same time, the one that sees the other's mark ends
 the attempt, also if a mark is visible late.
 
     losses = ServerLosses(contexts, marks)
-    if losses.give_up(role.context.placement, failure):  …   # the attempt goes on
+    if losses.abandon(role.context.placement, failure):  …   # the attempt continues
     if failure := losses.fatal_failure():  …                 # in each round: too few servers are left
 """
 
@@ -25,16 +25,20 @@ class ServerLosses:
 
     def __init__(self, contexts: Sequence[RoleContext], marks: ExitMarkers) -> None:
         """`contexts` are this rank's roles."""
+        self._marks = marks
+        self._failures: dict[str, FirstFailure] = {}
+        self.follow(contexts)
+
+    def follow(self, contexts: Sequence[RoleContext]) -> None:
+        """Adopt these roles, and the placements in their revision of the world."""
         self._servers = contexts[0].world.of_role("inference") if contexts else ()
         self._quorum = ServerQuorum(len(self._servers), contexts[0].config.server_quorum if contexts else 0)
-        self._marks = marks
-        self._failures: dict[Placement, FirstFailure] = {}
 
-    def give_up(self, placement: Placement, failure: FirstFailure) -> str:
-        """A note that the attempt goes on without this role; empty if it cannot."""
-        if placement.role != "inference" or not self._quorum.survives(len(self._down() | {placement})):
+    def abandon(self, placement: Placement, failure: FirstFailure) -> str:
+        """A note that the attempt continues without this role; empty if it cannot."""
+        if placement.role != "inference" or not self._quorum.survives(len(self._down() | {placement.name})):
             return ""
-        self._failures[placement] = failure
+        self._failures[placement.name] = failure
         return f"; {self._quorum.describe(len(self._down()))}"
 
     def fatal_failure(self) -> FirstFailure | None:
@@ -44,6 +48,6 @@ class ServerLosses:
         *_, last = self._failures.values()
         return msgspec.structs.replace(last, cause=f"{last.cause}; {self._quorum.describe(len(down))}")
 
-    def _down(self) -> set[Placement]:
-        """The given-up servers. Before the attempt's end a server is down only if its agent gave it up."""
-        return {server for server in self._servers if self._marks.is_down(server)} | self._failures.keys()
+    def _down(self) -> set[str]:
+        """The abandoned servers. Before the attempt's end a server is down only if its agent abandoned it."""
+        return {server.name for server in self._servers if self._marks.is_down(server)} | self._failures.keys()

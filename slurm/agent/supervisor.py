@@ -2,7 +2,7 @@
 
 Owns starting, monitoring and stopping this rank's roles. Promises that the loop never blocks on a role. A role that
 fails is restarted in place if `recovery_policy` allows it, once its process group has exited and after a backoff. A
-server that may not be restarted is given up while enough others are left (`server_losses`). The first other failure on
+server that may not be restarted is abandoned while enough others are left (`server_losses`). The first other failure on
 any rank stops every role of every rank; a ready trainer first gets `cluster.grace_seconds` to save a checkpoint, or
 unlimited time if a launcher waits for it. An orderly shutdown follows `role_lifecycle.SHUTDOWN_ORDER`. When `run`
 returns, no process that it started is alive, except those that the kernel cannot end. Events of other ranks may be
@@ -14,13 +14,11 @@ visible `lateness` later without changing the end, and a temporary failure of th
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -29,11 +27,12 @@ from pipeline.errors import DeadlineError
 from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.events import Event, EventName, EventPoller, Events, poll_interval
-from pipeline.run.fault_plan import FAULT, parse_faults
+from pipeline.run.fault_plan import FAULT
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.notices import publish_notice
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, down_mark
-from pipeline.utils import heartbeat, subprocesses
+from pipeline.topology.plan import World
+from pipeline.utils import heartbeat, shared_files, subprocesses
 from pipeline.utils.forked_process import ForkRequest
 from pipeline.utils.fs_retry import (
     FINAL_WRITE_TIMEOUT,
@@ -48,20 +47,14 @@ from slurm.agent import role_lifecycle
 from slurm.agent.agent_heartbeat import ExitMarkers
 from slurm.agent.fault_injection import FaultInjector
 from slurm.agent.liveness import LivenessMonitor, Stall
+from slurm.agent.node_takeover import WorldFollower
 from slurm.agent.oom import OomWatch
 from slurm.agent.recovery_policy import EndKind
 from slurm.agent.role_failure import cause_of_exit, failure_record, kind_of_exit
+from slurm.agent.role_lifecycle import End
 from slurm.agent.role_process import FROZEN, SupervisedRole
 from slurm.agent.server_losses import ServerLosses
 from slurm.scheduler.scheduler_registry import child_environment
-
-End = Literal["finished", "preempted", "failed"]
-ENDINGS: tuple[tuple[EventName, End], ...] = (
-    ("failed", "failed"),
-    ("training_finished", "finished"),
-    ("draining", "preempted"),
-)
-"""The end that each event means, strongest first. Events after `training_finished` do not count."""
 
 POLL_SECONDS = 0.1
 _MIN_TIME_TO_STOP = 0.5
@@ -92,14 +85,15 @@ class Supervisor:
         attempt: SharedDir | None = None,
         variables: Mapping[str, str] | None = None,
         forks: str = "",
+        follower: WorldFollower | None = None,
     ) -> None:
         """`contexts` are this rank's roles in the order of their start; `name` is the agent's name in events.
 
         `ranks` agents poll the shared disk, which sets the poll interval; `attempt` is the directory at `paths.root`;
-        `variables` are environment variables for every role; `forks` is the address of the node's fork server, if any.
+        `variables` are environment variables for every role; `forks` is the address of the node's fork server, if any;
+        `follower` observes replaced nodes, if there are spare ones.
         """
-        self._forks = forks
-        self._variables = dict(variables or {})
+        self._forks, self._variables = forks, dict(variables or {})
         self._name, self._paths, self._cluster = name, paths, cluster
         self._notice, self._clock = notice, clock
         self._attempt = attempt or FileSharedDir(paths.root)
@@ -107,14 +101,13 @@ class Supervisor:
         self._poller = EventPoller(self._events, ranks, clock)
         self._marks = ExitMarkers(self._attempt, poll_interval(ranks), clock)
         self._outbox, self._published = DeferredWrites(), list[EventName]()
+        self._follower = follower
         self._roles = [self._make_role(context) for context in contexts]
         self._losses = ServerLosses(contexts, self._marks)
         self._oom_watch = OomWatch(clock)
-        faults = parse_faults(contexts[0].config.faults) if contexts else ()
-        self._injector = FaultInjector(paths, faults, self._roles, clock) if faults else None
+        self._injector = FaultInjector.of_roles(paths, self._roles, clock)
         self._end: End | None = None
-        self._ending_since = 0.0
-        self._patient = False
+        self._ending_since, self._patient = 0.0, False
 
     def _make_role(self, context: RoleContext) -> SupervisedRole:
         launch = role_command(context)
@@ -143,6 +136,8 @@ class Supervisor:
 
     def _step(self) -> None:
         self._outbox.flush()
+        if self._follower and (world := self._follower.poll()):
+            self._follow(world, self._follower)
         self._poll_events()
         self._oom_watch.look()
         if self._injector is not None and self._end is None:
@@ -157,13 +152,35 @@ class Supervisor:
         elif failure := self._losses.fatal_failure():
             self._fail_attempt(failure)
 
+    def _follow(self, world: World, follower: WorldFollower) -> None:
+        """Adopt a revision of the world: start the roles that this rank takes over, or end those that it has lost."""
+        if world.has_lost(follower.rank):
+            self._end = "preempted"
+            for role in self._roles:
+                role.hand_over()
+            return
+        known = {role.name for role in self._roles}
+        self._roles = [role.follow(world) for role in self._roles]
+        new = [placement for placement in world.of_rank(follower.rank) if placement.name not in known]
+        if new and self._end is None:
+            self._roles += [self._make_role(follower.context(world, placement)) for placement in new]
+            self._injector = FaultInjector.of_roles(self._paths, self._roles, self._clock)
+        self._losses.follow([role.context for role in self._roles])
+        for role in self._roles[len(known) :]:
+            role.context.forget_status()
+            self._start(role)
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Perform a write as soon as the disk accepts it, unless another node has this rank's place by then."""
+        self._outbox.submit(lambda: (self._follower is not None and self._follower.is_replaced()) or write())
+
     def _poll_events(self, at_once: bool = False) -> None:
         """Update the attempt's end from its events; a failure overrides an orderly end until the roles are down."""
         events = self._poller.poll(at_once)
         self._apply_timeouts(events)
         if reason := self._poller.outage or ("" if "draining" in events else self._notice.reason):
             self._publish("draining", reason)
-        end = shutdown_reason([*events, *(event for event in self._published if event not in events)])
+        end = role_lifecycle.shutdown_reason([*events, *(event for event in self._published if event not in events)])
         if end is None or end == self._end:
             return
         if (self._end, end) != ("preempted", "failed"):  # else the trainer is already saving, and its grace has begun
@@ -184,7 +201,7 @@ class Supervisor:
         """Publish an event once. It counts on this rank at once, even while the disk fails."""
         if event not in self._published:
             self._published.append(event)
-            self._outbox.submit(lambda: self._events.publish(event, by or self._name, detail))
+            self._write(lambda: self._events.publish(event, by or self._name, detail))
 
     def _flush_events(self) -> None:
         try:
@@ -227,7 +244,7 @@ class Supervisor:
             case "starting" if self._end is None and (hang := role.monitor.find_stopped(role.pid)):
                 self._hung(role, hang)
             case "stopping" if role.deadline.passed:
-                self._kill(role)
+                self._advance(role, "ended", f"killed after {role.deadline.seconds:g} s{role.kill()}")
             case "ready" if self._is_monitored(role) and (hang := role.monitor.watch(role.pid)):
                 self._hung(role, hang)
 
@@ -241,7 +258,7 @@ class Supervisor:
         failure = failure_record(role, hang.cause, stacks=stacks.get(hang.pid, "").splitlines()[:_MAX_LINES])
         texts = [f"\nStacks of process {pid}, whose role hangs:\n{text}" for pid, text in stacks.items()]
         with suppress(OSError):
-            _append(role.log, "".join(texts).encode())
+            shared_files.append(role.log, "".join(texts).encode())
         self._failed(role, "hung", "hang", failure)
 
     def _exited(self, role: SupervisedRole, code: int) -> None:
@@ -266,7 +283,7 @@ class Supervisor:
     def _failed(
         self, role: SupervisedRole, event: role_lifecycle.RoleEvent, kind: EndKind, failure: FirstFailure
     ) -> None:
-        """Kill the role's processes, and restart the role, give up a server, or record the attempt's first failure.
+        """Kill the role's processes, and restart the role, abandon a server, or record the attempt's first failure.
 
         During a shutdown only the failure of a ready trainer counts, since it had to save a checkpoint.
         """
@@ -274,17 +291,17 @@ class Supervisor:
         if not stuck and self._end is None and role.may_restart(kind):
             self._replace(role, failure.cause)
             return
-        given_up = self._losses.give_up(role.context.placement, failure) if self._end is None else ""
-        if given_up:
-            publish_notice(self._paths, self._name, f"{role.name}: {failure.cause}{given_up}")
+        abandoned = self._losses.abandon(role.context.placement, failure) if self._end is None else ""
+        if abandoned:
+            publish_notice(self._paths, self._name, f"{role.name}: {failure.cause}{abandoned}")
         trains = role.context.placement.role == "trainer" and role.state == "ready"
-        if (self._end is None and not given_up) or (self._end == "preempted" and trains):
+        if (self._end is None and not abandoned) or (self._end == "preempted" and trains):
             self._fail_attempt(failure)
-        self._advance(role, event, failure.cause + stuck + given_up)
+        self._advance(role, event, failure.cause + stuck + abandoned)
 
     def _fail_attempt(self, failure: FirstFailure) -> None:
-        print(failure.one_line(), flush=True)  # the disk may refuse the record
-        self._outbox.submit(lambda: self._attempt.create(FIRST_FAILURE, failure))
+        print(failure.one_line(), flush=True)  # the disk may refuse it
+        self._write(lambda: self._attempt.create(FIRST_FAILURE, failure))
         self._publish("failed", failure.one_line(), failure.role)
 
     def _replace(self, role: SupervisedRole, cause: str) -> None:
@@ -293,7 +310,7 @@ class Supervisor:
         print(f"{role.name}: {detail}", flush=True)
         role.remember_workers()
         role.monitor.close()
-        role.context = replace(role.context, restart=role.budget.used)
+        role.context = replace(role.context, restart=role.context.restart + 1)
         role.launch, role.reason = role_command(role.context), None
         role.monitor = self._monitor(role.name, role.launch)
         ready_seconds = self._clock.now() - role.ready_at if role.state == "ready" else 0.0
@@ -358,33 +375,17 @@ class Supervisor:
         last_call = self._patience(len(role_lifecycle.SHUTDOWN_ORDER) - 1) + stop / 2
         return max(_MIN_TIME_TO_STOP, min(stop, last_call - self._shutdown_seconds()))
 
-    def _kill(self, role: SupervisedRole) -> None:
-        self._advance(role, "ended", f"killed after {role.deadline.seconds:g} s{role.kill()}")
-
     def _advance(self, role: SupervisedRole, event: role_lifecycle.RoleEvent, detail: str = "") -> None:
         role.state = role_lifecycle.advance(role.name, role.state, event)
         self._append_to_timeline(role, role.state, detail)
         if role.down:
-            self._outbox.submit(lambda: self._attempt.replace(down_mark(role.name), role.state))
+            self._write(lambda: self._attempt.replace(down_mark(role.name), role.state))
 
     def _append_to_timeline(self, role: SupervisedRole, state: str, detail: str) -> None:
         rank = role.context.placement.rank
         line = {"time": time.time(), "role": role.name, "rank": rank, "state": state, "detail": detail}
         with suppress(OSError):  # the timeline is for people only
-            _append(self._paths.timeline_of(rank), msgspec.json.encode(line) + b"\n")
-
-
-def _append(path: Path, line: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write(line)
-
-
-def shutdown_reason(events: Sequence[EventName]) -> End | None:
-    """The end of an attempt with these events, in this order; None while no event ends it."""
-    if "training_finished" in events:  # a later failure can prevent nothing
-        events = events[: events.index("training_finished") + 1]
-    return next((end for event, end in ENDINGS if event in events), None)
+            shared_files.append(self._paths.timeline_of(rank), msgspec.json.encode(line) + b"\n")
 
 
 def max_shutdown_seconds(cluster: ClusterConfig) -> float:

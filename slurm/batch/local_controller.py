@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -30,6 +31,7 @@ from slurm.agent.agent import END_SIGNALS
 from slurm.agent.agent_heartbeat import agent_name
 from slurm.agent.liveness import STOPPED_SECONDS, StoppedProcesses
 from slurm.agent.node_forks import node_forks, roles_of
+from slurm.agent.node_takeover import replace_lost_node
 from slurm.agent.supervisor import max_shutdown_seconds
 from slurm.registry import attached_jobs, run_registry
 from slurm.scheduler.local.local_environment import launcher_process
@@ -47,10 +49,12 @@ class LocalController(Controller):
         self._stopping_since: float | None = None
         for number in (signal.SIGTERM, signal.SIGINT):  # the second is what `Job.cancel` sends
             signal.signal(number, lambda *_: self._request_stop())
+        self._config = read_config(run)
         self._paths = run.attempt(run_registry.identity(run).run_id, attempt)
-        self._patience = max_shutdown_seconds(read_config(run).cluster) + 5.0
+        self._patience = max_shutdown_seconds(self._config.cluster) + 5.0
         self._launcher = launcher
         self._failed: set[int] = set()
+        self._replaced: set[int] = set()
         self._stopped = StoppedProcesses(CLOCK)
         self._outbox = DeferredWrites()
 
@@ -80,8 +84,8 @@ class LocalController(Controller):
             codes = [task.poll() for task in self.tasks]
             for rank, code in enumerate(codes):
                 if code and rank not in self._failed:
-                    self._failed.add(rank)
-                    self._record_failure(rank, describe_exit(code), code)
+                    self._handle_failure(rank, describe_exit(code), code)
+            codes = [0 if rank in self._replaced else code for rank, code in enumerate(codes)]
             if all(code is not None for code in codes):
                 return codes
             if any(codes):
@@ -98,9 +102,8 @@ class LocalController(Controller):
         stopped = self._stopped.look([task.pid for task in self.tasks])
         for rank, task in enumerate(self.tasks):
             if stopped.get(task.pid, 0.0) > STOPPED_SECONDS and rank not in self._failed:
-                self._failed.add(rank)
                 self.tasks[rank].kill()
-                self._record_failure(rank, f"stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed for it", None)
+                self._handle_failure(rank, f"stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed for it", None)
 
     def _request_stop(self) -> None:
         """Ask all agents, once, to shut down."""
@@ -113,6 +116,23 @@ class LocalController(Controller):
         if self._stopping_since is None:
             events = Events(self._paths, FileSharedDir(self._paths.root))
             self._outbox.submit(lambda: events.publish("draining", LAUNCHER, "the launcher was killed"))
+
+    def _handle_failure(self, rank: int, cause: str, code: int | None) -> None:
+        """Replace a lost virtual node by a spare one, or record the failure that ends the attempt."""
+        self._failed.add(rank)
+        with suppress(OSError):
+            # A signal takes an agent with its node's roles; another exit code is that of a reported failure.
+            killed = code is None or code < 0
+            replaced, why = (
+                replace_lost_node(self._paths, self._config, rank, cause, "the local controller")
+                if killed and self._stopping_since is None
+                else (False, "")
+            )
+            if replaced:
+                self._replaced.add(rank)
+                return
+            cause = f"{cause}; {why}" if why else cause
+        self._record_failure(rank, cause, code)
 
     def _record_failure(self, rank: int, cause: str, code: int | None) -> None:
         """Record a killed agent's failure and its exit marker, which it could not write itself."""

@@ -28,7 +28,8 @@ from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished
 from pipeline.utils import shared_files
 from slurm.agent import agent
-from slurm.agent.supervisor import End, StopRequest
+from slurm.agent.role_lifecycle import End
+from slurm.agent.supervisor import StopRequest
 from slurm.scheduler.rank_environment import Environment
 from slurm.scheduler.scheduler_registry import batch_attempt
 

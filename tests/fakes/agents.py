@@ -22,7 +22,8 @@ from pipeline.utils import subprocesses
 from pipeline.utils.waiting import Clock
 from slurm.agent import agent, supervisor
 from slurm.agent.agent_heartbeat import mark_down
-from slurm.agent.supervisor import End, StopRequest, Supervisor
+from slurm.agent.role_lifecycle import End
+from slurm.agent.supervisor import StopRequest, Supervisor
 from tests.fakes.configs import make_config
 from tests.fakes.disk import Disk, Faults, View
 from tests.fakes.lockstep import Lockstep

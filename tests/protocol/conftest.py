@@ -21,6 +21,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
         restarts: int = 0,
         faults: str = "",
         ports: dict[RoleName, tuple[int, ...]] | None = None,
+        spare: bool = False,
         **scripts: str,
     ) -> Attempt:
         cluster = ClusterConfig(
@@ -33,7 +34,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., At
         usual = dict.fromkeys(RANKS, FOREVER) | {"trainer": UNTIL_TOLD}
         distinct = {role: f"{(usual | scripts)[role]}\n# {role}" for role in RANKS}
         paths = AttemptPaths(tmp_path, "r", "a-0")
-        made = Attempt(paths, cluster, distinct, gpus or {}, restarts, faults, ports or {})
+        made = Attempt(paths, cluster, distinct, gpus or {}, restarts, faults, ports or {}, spare=spare)
         monkeypatch.setattr(supervisor, "role_command", made.launch)
         made.start()
         return made

@@ -14,10 +14,14 @@ from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.events import Events
 from pipeline.run.first_failure import FirstFailure
-from pipeline.run.paths import AttemptPaths
-from pipeline.topology.plan import Placement, RoleName, World
+from pipeline.run.paths import WORLD, AttemptPaths
+from pipeline.topology.plan import NodeInfo, Placement, RoleName, World
 from pipeline.utils import shared_files
-from slurm.agent.supervisor import End, StopRequest, Supervisor
+from pipeline.utils.shared_dir import FileSharedDir
+from pipeline.utils.waiting import CLOCK
+from slurm.agent.node_takeover import WorldFollower
+from slurm.agent.role_lifecycle import End
+from slurm.agent.supervisor import StopRequest, Supervisor
 from slurm.submission.compose_config import compose_config
 
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
@@ -40,6 +44,9 @@ UNTIL_TOLD = (
     "import sys, time, pathlib; print('up', flush=True)\n"
     "while not list(pathlib.Path(sys.argv[1]).glob('*.json')): time.sleep(0.02)"
 )
+SPARE = NodeInfo(
+    rank=3, attempt="a-0", hostname="", pid=0, boot="", addresses=("127.0.0.5",), probe_port=0, ports=(1, 2)
+)
 RANKS: dict[RoleName, int] = {"redis": 0, "preprocessor": 0, "actor": 0, "trainer": 1, "inference": 2}
 
 
@@ -58,6 +65,8 @@ class Attempt:
     threads: list[threading.Thread] = field(default_factory=list)
     supervisors: dict[int, Supervisor] = field(default_factory=dict)
     notices: dict[int, StopRequest] = field(default_factory=dict)
+    spare: bool = False
+    """Whether rank 3 is a spare node, and the agents follow the revisions of the world."""
     spoken: threading.Event = field(default_factory=threading.Event)
     """Until it is set, whoever asks whether a mute role is ready gets no answer."""
     others: set[psutil.Process] = field(default_factory=lambda: set(psutil.Process().children(recursive=True)))
@@ -103,11 +112,16 @@ class Attempt:
             )
             for role, rank in RANKS.items()
         )
-        world = World(run_id="r", attempt="a-0", epoch=1, leader=0, secret="s", placements=places)
-        for rank in sorted(set(RANKS.values())):
+        spares = (SPARE,) if self.spare else ()
+        world = World(run_id="r", attempt="a-0", epoch=1, leader=0, secret="s", placements=places, spares=spares)
+        FileSharedDir(self.paths.rendezvous).create(WORLD, world)
+        for rank in sorted({*RANKS.values(), *(node.rank for node in spares)}):
             contexts = [RoleContext(self.paths, config, world, place) for place in world.of_rank(rank)]
+            follower = WorldFollower(self.paths, config, rank, 0.05, CLOCK) if spares else None
             self.notices[rank] = StopRequest()
-            self.supervisors[rank] = Supervisor(contexts, f"agent.{rank}", self.paths, self.cluster, self.notices[rank])
+            self.supervisors[rank] = Supervisor(
+                contexts, f"agent.{rank}", self.paths, self.cluster, self.notices[rank], follower=follower
+            )
             thread = threading.Thread(target=self._run, args=(rank,))
             thread.start()
             self.threads.append(thread)
@@ -146,3 +160,8 @@ class Attempt:
     def pid_of(self, role: RoleName) -> int:
         children = psutil.Process().children(recursive=True)
         return next(child.pid for child in children if self.scripts[role] in child.cmdline())
+
+    def restart_of(self, role: RoleName) -> int:
+        """The restart number on the command line of the role's process."""
+        command = psutil.Process(self.pid_of(role)).cmdline()
+        return int(command[command.index("--restart") + 1]) if "--restart" in command else 0

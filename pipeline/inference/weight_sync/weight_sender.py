@@ -3,10 +3,9 @@
 Owns the trainer's store, one thread per server, and the servers that `wait_until_synced` waits for: every
 server that was current when the version was taken, and at least one; for the first version, `quorum` servers. Promises
 that servers may join and leave at any time, without a wait of the trainer; that a server which fails or misses the
-deadline is evicted, and not waited for;
-that late, restarted and evicted servers get the newest weights in the background, and requests only after that; that a
-version's memory is free before the next version is taken, unless a server is busy with it; and that every failure is
-reported. Must not know models, streams or the placement of roles.
+deadline is evicted, and not waited for; that late, restarted and evicted servers get the newest weights in the
+background, and requests only after that; that a version's memory is free before the next version is taken, unless a
+server is busy with it; and that every failure is reported. Must not know models, streams or the placement of roles.
 
     meeting = MeetingPoint(trainer.address, trainer.ports[1], world.password)
     with WeightSender(["127.0.0.3:8000"], meeting, config.inference, 240, board.post_server) as sender:

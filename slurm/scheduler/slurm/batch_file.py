@@ -43,7 +43,7 @@ RESERVED_OPTIONS: Mapping[str, str] = {
     "mail-type": "set cluster.mail_type",
     "mail-user": "set cluster.mail_user",
     "mem": "set cluster.memory",
-    "no-kill": "a job that lost a node must be requeued, not continue",
+    "no-kill": "set resources.spare_nodes; without spare nodes a job that lost a node must be requeued, not continue",
     "no-requeue": "set cluster.max_restarts=0",
     "nodelist": "set cluster.nodelist",
     "nodes": "set resources.nodes, or those of the roles",
@@ -119,6 +119,7 @@ def _shared(config: RunConfig, comment: str) -> dict[str, Value]:
     cluster = config.cluster
     return {
         "job-name": config.name,
+        "no-kill": _outlives_nodes(config),
         "comment": comment,
         "requeue": cluster.max_restarts > 0,
         "no-requeue": cluster.max_restarts == 0,
@@ -130,6 +131,11 @@ def _shared(config: RunConfig, comment: str) -> dict[str, Value]:
         "exclude": cluster.exclude,
         "exclusive": cluster.exclusive,
     }
+
+
+def _outlives_nodes(config: RunConfig) -> bool:
+    """Whether the job continues when it loses a node: with spare ones the agents replace it, or end the attempt."""
+    return config.resources.spare_nodes > 0
 
 
 def _options(part: Component) -> dict[str, Value]:
@@ -197,7 +203,9 @@ def _start(config: RunConfig, parts: Sequence[Component], folder: Path, python: 
     steps = []
     for index, part in enumerate(parts):
         group = [f"--het-group={index}"] if het else []
-        srun = ["--kill-on-bad-exit=1", "--export=ALL", f"--cpus-per-task={part.cpus}", *config.cluster.srun_args]
+        # With spare nodes the agents decide whether the job continues without a node.
+        losses = ["--kill-on-bad-exit=0", "--no-kill"] if _outlives_nodes(config) else ["--kill-on-bad-exit=1"]
+        srun = [*losses, "--export=ALL", f"--cpus-per-task={part.cpus}", *config.cluster.srun_args]
         steps.append(f'{_quoted([*group, *srun])} "${{agent[@]}}"')
     blocking = f"{shlex.quote(python)} -I -S -c {shlex.quote(_BLOCK)}"
     return [

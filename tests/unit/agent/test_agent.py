@@ -26,7 +26,8 @@ from slurm.agent import agent
 from slurm.agent.agent import END_SIGNALS, Agent, note_signals, run_agent
 from slurm.agent.agent_heartbeat import HeartbeatFile, NeighborCheck, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible, missing_gpus
-from slurm.agent.supervisor import End, StopRequest
+from slurm.agent.role_lifecycle import End
+from slurm.agent.supervisor import StopRequest
 from slurm.scheduler.rank_environment import Environment
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config

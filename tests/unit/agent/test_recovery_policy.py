@@ -22,7 +22,7 @@ ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 
 def test_every_role_has_a_row_and_a_key() -> None:
-    assert set(RECOVERY) == set(RecoveryConfig.model_fields) == set(ROLES)
+    assert set(RECOVERY) == set(RecoveryConfig.model_fields) - {"nodes"} == set(ROLES)
 
 
 def test_a_trainer_of_several_nodes_or_with_its_own_restarts_ends_the_attempt() -> None:
@@ -79,7 +79,7 @@ def a_failure(role: str, cause: str) -> FirstFailure:
     return FirstFailure(role=role, rank=0, cause=cause, exit_code=1, time=0.0, log="")
 
 
-def test_agents_that_give_up_servers_count_those_of_others_and_one_ends_the_attempt(tmp_path: Path) -> None:
+def test_agents_that_abandon_servers_count_those_of_others_and_one_ends_the_attempt(tmp_path: Path) -> None:
     config = make_config(resources={"inference": {"servers": 4}})
     servers = tuple(Placement(role="inference", index=n, rank=n, address="", ports=(n,)) for n in range(4))
     world = World(run_id="r", attempt="7-0", epoch=1, leader=0, secret="s", placements=servers)
@@ -89,22 +89,22 @@ def test_agents_that_give_up_servers_count_those_of_others_and_one_ends_the_atte
         ServerLosses([RoleContext(paths, config, world, server)], ExitMarkers(attempt, 0.0)) for server in servers[:2]
     ]
 
-    def give_up(agent: int) -> str:
-        note = agents[agent].give_up(servers[agent], a_failure(servers[agent].name, f"cause {agent}"))
+    def abandon(agent: int) -> str:
+        note = agents[agent].abandon(servers[agent], a_failure(servers[agent].name, f"cause {agent}"))
         attempt.replace(down_mark(servers[agent].name), "failed")
         return note
 
-    assert give_up(0) == "; given up: 3 of 4 servers are left, and 2 are needed"
-    assert give_up(1) == "; given up: 2 of 4 servers are left, and 2 are needed"
+    assert abandon(0) == "; abandoned: 3 of 4 servers are left, and 2 are needed"
+    assert abandon(1) == "; abandoned: 2 of 4 servers are left, and 2 are needed"
     assert [agent.fatal_failure() for agent in agents] == [None, None]
-    assert agents[0].give_up(servers[3], a_failure("inference.3", "cause 3")) == "", "it ends the attempt itself"
+    assert agents[0].abandon(servers[3], a_failure("inference.3", "cause 3")) == "", "it ends the attempt itself"
     attempt.replace(down_mark("inference.2"), "failed")
     failures = [agent.fatal_failure() for agent in agents]
     assert [failure.cause for failure in failures if failure] == [
-        f"cause {agent}; given up: 1 of 4 servers are left, and 2 are needed" for agent in (0, 1)
+        f"cause {agent}; abandoned: 1 of 4 servers are left, and 2 are needed" for agent in (0, 1)
     ]
     actor = Placement(role="actor", index=0, rank=0, address="")
-    assert agents[0].give_up(actor, a_failure("actor.0", "")) == ""
+    assert agents[0].abandon(actor, a_failure("actor.0", "")) == ""
 
 
 def test_pauses_grow_to_their_limit_and_begin_again_after_a_process_that_was_ready_for_longer() -> None:

@@ -83,6 +83,7 @@ HET = """\
 #!/bin/bash
 
 #SBATCH --job-name=demo
+#SBATCH --no-kill
 #SBATCH --comment='rollcall demo-1f3a'
 #SBATCH --requeue
 #SBATCH --signal=USR2@60
@@ -96,6 +97,7 @@ HET = """\
 #SBATCH --open-mode=append
 #SBATCH hetjob
 #SBATCH --job-name=demo
+#SBATCH --no-kill
 #SBATCH --comment='rollcall demo-1f3a'
 #SBATCH --requeue
 #SBATCH --signal=USR2@60
@@ -115,8 +117,8 @@ agent=(bash -c 'exec "$@" >>"$0/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>&1' /
 /venv/bin/python -u -m submitit.core._submit /runs/demo/submitit/slurm)
 trap : TERM USR1 USR2
 code=0
-srun --het-group=0 --kill-on-bad-exit=1 --export=ALL --cpus-per-task=11 "${agent[@]}" : \
---het-group=1 --kill-on-bad-exit=1 --export=ALL --cpus-per-task=2 "${agent[@]}" || code=$?
+srun --het-group=0 --kill-on-bad-exit=0 --no-kill --export=ALL --cpus-per-task=11 "${agent[@]}" : \
+--het-group=1 --kill-on-bad-exit=0 --no-kill --export=ALL --cpus-per-task=2 "${agent[@]}" || code=$?
 
 trap '' TERM USR1 USR2
 /venv/bin/python -P -m slurm.batch.requeue /runs/demo "$code"

@@ -14,7 +14,7 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import FIRST_FAILURE
 from pipeline.topology.plan import make_plan
 from slurm.agent.agent_heartbeat import unexited_ranks
-from slurm.agent.supervisor import End, shutdown_reason
+from slurm.agent.role_lifecycle import End, shutdown_reason
 from slurm.batch import attempt_summary
 from slurm.batch.requeue import conclude_attempt
 from slurm.scheduler.scheduler_protocol import RUNNING

@@ -1,6 +1,11 @@
 """The panel of a run, as a terminal shows it: one whole text. What its parts say is held where they are made."""
 
+from dataclasses import replace
+
+from pipeline.run.notices import Notice
+from slurm.monitor.log_lines import LogLines
 from slurm.monitor.run_snapshot import JobLine, PastAttempt, Progress, RoleLine, Snapshot
+from slurm.monitor.status_panel import MAX_NOTICES, servers_text
 from tests.fakes.terminal import shown
 
 RUN = Snapshot(
@@ -57,3 +62,25 @@ PANEL = """\
 
 def test_a_run_with_a_silent_rank_and_an_earlier_attempt() -> None:
     assert shown(RUN) == PANEL
+
+
+def test_the_panel_says_how_many_servers_are_ready_until_all_are() -> None:
+    servers = tuple(
+        RoleLine(f"inference.{n}", n, "", "ready" if n else "restarting", since=460.0, detail="") for n in range(4)
+    )
+    assert "3 of 4 servers ready" in shown(replace(RUN, roles=servers))
+    assert servers_text(servers[1:]) == ""
+    assert servers_text(servers[:1]) == "", "its line says the same"
+    assert "servers ready" not in shown(replace(RUN, roles=servers, state="failed"))
+
+
+def test_the_panel_and_the_lines_show_the_notices() -> None:
+    notices = tuple(Notice(time=500.0 + n, by="trainer.0", text=f"notice {n}") for n in range(MAX_NOTICES + 1))
+    panel = shown(replace(RUN, notices=notices))
+    assert f"trainer.0: notice {MAX_NOTICES}" in panel
+    assert "notice 0" not in panel, "only the last ones"
+    lines = LogLines()
+    assert "  trainer.0: notice 0" in lines.lines(replace(RUN, notices=notices[:1]), 0.0)
+    assert [line for line in lines.lines(replace(RUN, notices=notices[:2]), 0.0) if "notice" in line] == [
+        "  trainer.0: notice 1"
+    ]

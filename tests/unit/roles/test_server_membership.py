@@ -117,6 +117,23 @@ def test_servers_that_an_earlier_trainer_posted_are_removed_unless_they_have_a_r
     assert sender.calls == [f"remove {THERE}", f"add {HERE}"]
 
 
+def test_own_servers_whose_node_was_replaced_are_removed_and_those_of_the_spare_are_added(
+    joined: JoinedServers,
+) -> None:
+    own, sender = [HERE], NotedSender()
+    membership = ServerMembership(joined, sender, patience=60, own=lambda: own)
+    membership.look()
+    assert sender.calls == []
+    own[:] = [THERE]
+    sender.trouble = "no answer"
+    with pytest.raises(StreamError):
+        membership.look()
+    sender.trouble = ""
+    membership.look()
+    membership.look()
+    assert sender.calls == [f"remove {HERE}", f"add {THERE}"]
+
+
 def test_a_thread_looks_until_the_block_ends_although_a_look_fails(
     joined: JoinedServers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,86 @@
+"""Whole runs that begin without a late server, and that continue on a spare node without a lost one."""
+
+import json
+import signal
+
+import psutil
+import pytest
+
+from pipeline.roles.role_context import Status
+from pipeline.run.notices import read_notices
+from pipeline.run.paths import RunPaths
+from pipeline.topology.plan import NodeInfo
+from pipeline.utils import shared_files
+from tests.patience import WAIT_SECONDS
+from tests.support.runs.launched import PROMPTS, Launched, Launches
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.trial]
+
+STEPS = 40
+"""Enough that a server which joins during the run is used before its end."""
+
+
+def test_a_run_begins_without_a_late_server_and_then_uses_it(launches: Launches) -> None:
+    run = launches.submit("r", "resources.inference.nodes=3", "inference.min_servers=2", f"training.steps={STEPS}")
+    run.wait_for_state("inference.2", "starting")
+    late = processes_of(run, rank_of(run, "inference.2"))
+    for process in late:
+        process.send_signal(signal.SIGSTOP)
+    run.wait_for_step(2)
+    (quorum,) = read_notices(run.attempts[-1])
+    assert quorum.text == "2 of 3 servers ready: rollouts begin"
+    assert ("inference.2", "ready") not in run.history()
+    for process in late:
+        process.send_signal(signal.SIGCONT)
+    run.wait_for_state("inference.2", "ready")
+    run.wait("requests to the late server", lambda: is_busy(run, "inference.2"), WAIT_SECONDS)
+    assert run.end() == 0, run.output()
+    assert max(row["sync/servers"] for row in run.rows()) == 3
+    assert_each_step_once(run)
+
+
+def test_a_spare_node_takes_over_a_killed_node_and_the_run_ends_with_every_step_once(launches: Launches) -> None:
+    run = launches.submit("r", "resources.spare_nodes=1", f"training.steps={STEPS}")
+    run.wait_for_step(3)
+    lost = rank_of(run, "inference.1")
+    doomed = [agent_of(run, lost), *processes_of(run, lost)]
+    for process in doomed:
+        process.kill()
+    run.wait("the server on the spare", lambda: run.history().count(("inference.1", "ready")) == 2, WAIT_SECONDS)
+    assert run.end() == 0, run.output()
+    taken = next(notice.text for notice in read_notices(run.attempts[-1]) if "takes over" in notice.text)
+    assert taken == f"rank 4 takes over inference.1 of rank {lost}, which is lost: killed by SIGKILL"
+    assert {state for name, state in run.history() if name != "inference.1"} <= {"starting", "ready", "stopped"}
+    assert run.rows()[-1]["sync/servers"] == 2, "the spare's server has the weights"
+    assert_each_step_once(run)
+    run.assert_nothing_left()
+
+
+def assert_each_step_once(run: Launched) -> None:
+    assert len(run.attempts) == 1
+    assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
+    positions = [json.loads(line)["position"] for line in run.run.ledger.read_text().splitlines()]
+    assert len(positions) == len(set(positions)) == STEPS * PROMPTS
+    assert (RunPaths(run.run.root).model / "model.safetensors").exists()
+
+
+def rank_of(run: Launched, name: str) -> int:
+    return next(place["rank"] for place in run._world()["placements"] if f"{place['role']}.{place['index']}" == name)
+
+
+def agent_of(run: Launched, rank: int) -> psutil.Process:
+    node = shared_files.read_document(run.attempts[-1].rendezvous / "nodes" / f"{rank}.json", NodeInfo)
+    assert node is not None
+    return psutil.Process(node.pid)
+
+
+def processes_of(run: Launched, rank: int) -> list[psutil.Process]:
+    """All processes below an agent."""
+    return agent_of(run, rank).children(recursive=True)
+
+
+def is_busy(run: Launched, name: str) -> bool:
+    """Whether the actor reports that a server has worked on requests."""
+    place = next(place for place in run._world()["placements"] if f"{place['role']}.{place['index']}" == name)
+    status = shared_files.read_document(run.attempts[-1].status("actor.0"), Status)
+    return status is not None and status.numbers.get(f"idle/{place['address']}:{place['ports'][0]}", 1.0) < 1
