@@ -1,4 +1,4 @@
-"""The static report of a run, one HTML file that opens offline, and the samples of a run in the terminal.
+"""The static report of a run, one HTML file that opens offline; its samples in the terminal; and its check.
 
     python -m pipeline.observability RUN_DIR            writes RUN_DIR/report.html
 
@@ -15,6 +15,7 @@
 | `run_status` | the state of a run |
 | `run_history`, `sample_reader` | reading a run directory; reading stored samples |
 | `samples_command` | samples in the terminal |
+| `run_check`, `check_command` | proof that a run trained each position once, in order and in time; its command |
 | `conversation_view` | tokens as the turns of a conversation |
 
 The report names missing or damaged files, and no such file stops it. Training needs nothing of this package.

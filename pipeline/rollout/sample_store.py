@@ -37,6 +37,7 @@ COLUMNS = {
     "task": "string",
     "position": "int64",  # in the run's order of prompts (the ledger's); in an evaluation the prompt's index
     "prompt": "int64",  # index in the task's dataset
+    "fingerprint": "string",  # of its group's samples, as in the ledger: tells two samplings of a position apart
     "sample": "int32",  # index in its group
     "outcome": "string",  # the preprocessor's verdict on its group: train, filtered: …, failed: …
     "failure": "string",  # reason of a failed sample; else null
@@ -55,8 +56,9 @@ COLUMNS = {
     "tokens": "list<int32>",
     "mask": "list<uint8>",  # 1 where the policy sampled the token; a shared prefix counts in the first of its rows
     "logprobs": "list<float32>",  # of the sampled tokens, 0 elsewhere
+    "versions": "list<int32>",  # the policy version that sampled each token, 0 where mask is 0
 }
-UNLOADED_COLUMNS = ("row_lengths", "tokens", "mask", "logprobs")
+UNLOADED_COLUMNS = ("row_lengths", "tokens", "mask", "logprobs", "versions")
 """Columns that readers load for a few samples only."""
 TRAIN, EVAL = "train", "eval"
 """Folders of training samples and of evaluation samples."""
@@ -118,12 +120,13 @@ class SampleStore:
         while batch is not None:
             batch = self._next(since + SEGMENT_SECONDS - time.monotonic())
             for row in batch or ():
+                # Between two groups only: readers find all samples of a group in one segment.
+                if size >= SEGMENT_BYTES and row["position"] != rows[-1]["position"]:
+                    self._write(rows)
+                    rows, size = [], 0
                 since = since if rows else time.monotonic()
                 rows.append(row)
                 size += record_bytes(row)
-                if size >= SEGMENT_BYTES:
-                    self._write(rows)
-                    rows, size = [], 0
             if rows and (batch is None or time.monotonic() - since >= SEGMENT_SECONDS):
                 self._write(rows)
                 rows, size = [], 0
@@ -245,7 +248,13 @@ def records_of_group(prepared: PreparedGroup, task: str, estimator: str) -> list
     group = prepared.group
     trained: list[float | None] = [*prepared.advantages] if ADVANTAGE_ESTIMATORS[estimator].within_group else []
     advantages = trained or [None] * len(group.samples)
-    head = {"task": task, "position": group.position, "prompt": group.prompt, "outcome": prepared.outcome}
+    head = {
+        "task": task,
+        "position": group.position,
+        "prompt": group.prompt,
+        "fingerprint": group.fingerprint(),
+        "outcome": prepared.outcome,
+    }
     rows = [record_of(sample) | {"advantage": one} for sample, one in zip(group.samples, advantages, strict=True)]
     rows += [record_of(failure) for failure in group.failures]
     return [{**head, "sample": index, **row} for index, row in enumerate(rows)]
@@ -267,8 +276,8 @@ def record_of(outcome: Sample | str) -> SampleRecord:
     if isinstance(outcome, str):
         return {**now, "failure": outcome}
     rows = outcome.rows()
-    columns = zip(*((row.tokens, row.sampled, row.logprobs) for row in rows), strict=True)
-    tokens, sampled, logprobs = (np.concatenate(arrays) for arrays in columns)
+    columns = zip(*(row.stored() for row in rows), strict=True)
+    tokens, sampled, logprobs, versions = (np.concatenate(arrays) for arrays in columns)
     return {
         **now,
         **{name: getattr(outcome, name) for name in ("reward", "finish", "turns", "seconds", "server")},
@@ -281,6 +290,7 @@ def record_of(outcome: Sample | str) -> SampleRecord:
         "tokens": tokens,
         "mask": sampled,
         "logprobs": logprobs,
+        "versions": versions,
     }
 
 

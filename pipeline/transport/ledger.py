@@ -14,6 +14,11 @@ since then are issued and done again: once for the model that exists.
     ledger.mark_done(0, "trained", step=1)       # True
     ledger.mark_done(0, "trained", step=2)       # False: a duplicate
     Ledger.restore(ledger.snapshot())
+
+`ledger.jsonl` has one line per position: when it was issued (the position), which weights sampled it (`versions`), and
+when it was trained (`step` and `order`). The lines of one step with an `order` are its batch, in the order of training:
+
+    {"position":17,"outcome":"trained","step":4,"order":1,"versions":[3,4],"fingerprint":"5b0e…"}
 """
 
 import hashlib
@@ -27,12 +32,37 @@ from pipeline.errors import RecordError
 TRAINED = "trained"
 
 
-class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a position: its `outcome` (`trained`, `filtered: …` or `failed: …`) at step `step`."""
+class BatchEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The place of a group in the batch of a step, and the samples that it had there.
+
+    Attributes:
+        order: index of the group in its batch.
+        versions: the oldest and the newest policy version that sampled a token of it.
+        fingerprint: `Group.fingerprint` of its samples, which also the stored samples have. A position that is sampled
+            again, after a crash, has another one.
+    """
+
+    order: int
+    versions: tuple[int, int]
+    fingerprint: str
+
+
+class Settlement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The end of a position: one line of `ledger.jsonl`.
+
+    Attributes:
+        outcome: `trained`, `filtered: …` or `failed: …`.
+        step: the step that had the position in its batch, or that was next when the position was set aside. It is the
+            policy version before the step: the row of `metrics.jsonl` has `step + 1`.
+        order, versions, fingerprint: as in `BatchEntry`; None and empty for a position that no batch had.
+    """
 
     position: int
     outcome: str
     step: int
+    order: int | None = None
+    versions: tuple[int, int] | None = None
+    fingerprint: str = ""
 
 
 class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +101,9 @@ class Ledger:
         """Whether a position is done."""
         return position < self._watermark or position in self._above
 
-    def mark_done(self, position: int, outcome: str, step: int) -> bool:
-        """Mark a position (not negative) as done; False, without a change, if it was done before."""
+    def mark_done(self, position: int, outcome: str, step: int, entry: BatchEntry | None = None) -> bool:
+        """Mark a position (not negative) as done, with its `entry` if a batch had it; False, without a change, if it
+        was done before."""
         if self.is_done(position):
             return False
         self._above.add(position)
@@ -81,7 +112,8 @@ class Ledger:
             self._above.remove(self._watermark)
             self._watermark += 1
         self._outcomes[outcome] += 1
-        self._changes.append(Settlement(position=position, outcome=outcome, step=step))
+        batch = msgspec.structs.asdict(entry) if entry else {}
+        self._changes.append(Settlement(position=position, outcome=outcome, step=step, **batch))
         return True
 
     def unissued(self, known: Iterable[int]) -> tuple[list[int], int]:

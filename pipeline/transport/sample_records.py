@@ -12,6 +12,7 @@ An episode whose conversation branched, or was compacted, has several rows of to
 the sample holds the first row, and `branches` the others, each without the prefix that it shares with an earlier row.
 """
 
+import hashlib
 import math
 import struct
 import zlib
@@ -52,6 +53,11 @@ class TokenRow(NamedTuple):
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int64]
     routed_experts: bytes = b""
+
+    def stored(self) -> tuple[NDArray[Any], ...]:
+        """The row as samples are stored and fingerprinted: tokens, mask, log-probabilities, and int32[T] versions,
+        which are 0 where no token was sampled."""
+        return self.tokens, self.sampled, self.logprobs, (self.versions * self.sampled).astype("<i4")
 
 
 class Branch(Record, frozen=True, kw_only=True, tag="branch"):
@@ -227,6 +233,23 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
     samples: tuple[Sample, ...] = ()
     failures: tuple[str, ...] = ()
     abandoned: tuple[float, ...] = ()
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The oldest and the newest policy version that sampled a token; `ValueError` without samples."""
+        return min(sample.version_min for sample in self.samples), max(sample.version_max for sample in self.samples)
+
+    def fingerprint(self) -> str:
+        """16 hex digits (BLAKE2b) that identify the samples: for each in order its reward (float64), the lengths of its
+        rows (int32), and the arrays of `TokenRow.stored`, each of all rows one after the other, little-endian."""
+        digest = hashlib.blake2b(digest_size=8)
+        for sample in self.samples:
+            rows = [row.stored() for row in sample.rows()]
+            digest.update(struct.pack(f"<d{len(rows)}i", sample.reward, *(len(tokens) for tokens, *_ in rows)))
+            for column in zip(*rows, strict=True):
+                for array in column:
+                    digest.update(array.tobytes())
+        return digest.hexdigest()
 
 
 class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):

@@ -71,6 +71,8 @@ def test_a_batch_has_exactly_its_groups_in_the_order_they_came(streams: Streams)
     assert positions(batches.next(version=0)) == [4, 0]
     batches.trained(0)
     assert not batches.ledger.is_done(7)
+    lines = [(line.position, line.step, line.order, line.versions) for line in batches.ledger.drain_changes()]
+    assert lines == [(4, 0, 0, (0, 0)), (0, 0, 1, (0, 0))]
 
 
 def test_a_position_is_trained_once_however_often_it_comes(streams: Streams) -> None:

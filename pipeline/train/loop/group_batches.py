@@ -16,7 +16,7 @@ from pipeline.config import RunConfig
 from pipeline.config.routing_shape import routing_shape
 from pipeline.errors import DeadlineError, RecordError, RollcallError, StreamError
 from pipeline.transport import Entry, Streams
-from pipeline.transport.ledger import TRAINED, Ledger
+from pipeline.transport.ledger import TRAINED, BatchEntry, Ledger
 from pipeline.transport.sample_records import MALFORMED, PreparedGroup, Reissue
 from pipeline.transport.shared_state import SharedState
 from pipeline.transport.staleness import is_refused
@@ -104,8 +104,10 @@ class GroupBatches:
 
         Pure memory, no I/O: a step and its ledger entries happen together or not at all.
         """
-        for position, entry in self._pending.items():
-            self._mark_done(position, outcome, step)
+        for order, (position, entry) in enumerate(self._pending.items()):
+            group = entry.record.group
+            batch_entry = BatchEntry(order=order, versions=group.versions, fingerprint=group.fingerprint())
+            self._mark_done(position, outcome, step, batch_entry)
             self._note_consumed(entry)
         self._pending.clear()
 
@@ -178,8 +180,8 @@ class GroupBatches:
             self._mark_done(position, f"failed: {MALFORMED}", version)
         self._discard(entry, MALFORMED)
 
-    def _mark_done(self, position: int, outcome: str, step: int) -> None:
-        self.ledger.mark_done(position, outcome, step)
+    def _mark_done(self, position: int, outcome: str, step: int, entry: BatchEntry | None = None) -> None:
+        self.ledger.mark_done(position, outcome, step, entry)
         self._overtaken.discard(position)
 
     def _discard(self, entry: Entry[PreparedGroup], reason: str) -> None:

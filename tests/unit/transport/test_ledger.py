@@ -1,12 +1,13 @@
 """The ledger: every position once, whatever crashes; and the order of prompts."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pipeline.errors import RecordError
-from pipeline.transport.ledger import Ledger, prompt_at
+from pipeline.transport.ledger import BatchEntry, Ledger, Settlement, prompt_at
 
 positions = st.lists(st.integers(0, 40), max_size=60)
 
@@ -62,6 +63,18 @@ def test_news_are_told_once_and_in_order() -> None:
     news = [(line.position, line.outcome, line.step) for line in ledger.drain_changes()]
     assert news == [(1, "trained", 1), (0, "trained", 1), (7, "failed: no server", 3)]
     assert ledger.drain_changes() == []
+
+
+def test_a_line_has_the_place_in_a_batch_and_the_samples_there() -> None:
+    ledger = Ledger()
+    ledger.mark_done(17, "trained", 4, BatchEntry(order=1, versions=(3, 4), fingerprint="5b0e"))
+    ledger.mark_done(18, "filtered: zero advantage", 4)
+    lines = [msgspec.json.encode(line) for line in ledger.drain_changes()]
+    assert lines == [
+        b'{"position":17,"outcome":"trained","step":4,"order":1,"versions":[3,4],"fingerprint":"5b0e"}',
+        b'{"position":18,"outcome":"filtered: zero advantage","step":4}',
+    ]
+    assert msgspec.json.decode(lines[0], type=Settlement).versions == (3, 4)
 
 
 @given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 1000))

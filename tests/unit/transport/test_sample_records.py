@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipeline.errors import RecordError
 from pipeline.transport.sample_records import (
     WIRE_VERSION,
+    Branch,
     EvalRequest,
     EvalResult,
     Group,
@@ -219,3 +220,43 @@ def test_a_group_spends_few_bytes_besides_its_arrays() -> None:
     tokens = 600
     group = Group(position=1, prompt=1, samples=(a_sample(tokens, tokens, tokens),) * 8)
     assert len(encode_record(group)) < 8 * (9 * tokens + 200)
+
+
+def sample_of(*tokens: int, **changes: Any) -> Sample:
+    count = len(tokens)
+    values: dict[str, Any] = {
+        "tokens": np.array(tokens, "<i4").tobytes(),
+        "sampled": bytes([0, *[1] * (count - 1)]),
+        "logprobs": np.array([0, *[-0.5] * (count - 1)], "<f4").tobytes(),
+        "reward": 1.0,
+        "version_min": 3,
+        "version_max": 4,
+        "finish": "stop",
+    }
+    return Sample(**values | changes)
+
+
+def test_another_training_input_is_another_fingerprint_and_nothing_else_is() -> None:
+    """The same rows in another encoding have the same fingerprint: a branch with its prefix, or without one."""
+    group = Group(position=7, prompt=2, samples=(sample_of(1, 2, 3), sample_of(1, 4)))
+    others = (
+        (sample_of(1, 4), sample_of(1, 2, 3)),
+        (sample_of(1, 2, 9), sample_of(1, 4)),
+        (sample_of(1, 2, 3, reward=0.5), sample_of(1, 4)),
+        (sample_of(1, 2, 3, sampled=bytes([0, 0, 1])), sample_of(1, 4)),
+        (sample_of(1, 2, 3, logprobs=bytes(12)), sample_of(1, 4)),
+        (sample_of(1, 2, 3, version_offsets=bytes([0, 0, 1])), sample_of(1, 4)),
+        (sample_of(1, 2, 3),),
+    )
+    prints = {Group(position=7, prompt=2, samples=samples).fingerprint() for samples in others}
+    assert len(prints | {group.fingerprint()}) == len(others) + 1
+    same = Group(position=8, prompt=2, samples=(sample_of(1, 2, 3, server="a", seconds=2.0), sample_of(1, 4)))
+    assert same.fingerprint() == group.fingerprint()
+    assert group.versions == (3, 4)
+
+    def branched(of: int, shared: int, *tokens: int, sampled: bytes) -> str:
+        own = {"tokens": np.array(tokens, "<i4").tobytes(), "logprobs": bytes(4 * len(tokens))}
+        branch = Branch(of=of, shared=shared, sampled=sampled, **own)
+        return Group(position=7, prompt=2, samples=(sample_of(1, 2, 3, branches=(branch,)),)).fingerprint()
+
+    assert branched(0, 2, 5, sampled=bytes([1])) == branched(0, 0, 1, 2, 5, sampled=bytes([0, 0, 1]))
