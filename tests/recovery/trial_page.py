@@ -37,9 +37,9 @@ INTRODUCTION = (
     "| finished | the run finished before the fault was detected; the role was killed when it was asked to stop |",
     "| — | not tried |",
     "",
-    "Every run was whole at its end: exit code 0, each step exactly once in `metrics.jsonl`, each position exactly"
-    " once in the ledger, the model exported, no process left, and no restart or attempt without a fault. A cell with"
-    " another text names the difference.",
+    "Every run was whole at its end: exit code 0, each step exactly once in `metrics.jsonl`, no position twice in the"
+    " ledger and as many trained ones as the steps need, the model exported, no process left, and no restart or attempt"
+    " without a fault. A cell with another text names the difference.",
     "",
 )
 NOTES = (

@@ -157,14 +157,18 @@ def _difference(faults: Sequence[PlannedFault], job: Job, lines: Sequence[Line],
     """
     rows = [json.loads(line) for line in job.run.metrics.read_text().splitlines()]
     trained = [row["step"] for row in rows if (row["kind"], row["job"]) == ("train", "rl")]
-    positions = [json.loads(line)["position"] for line in job.run.ledger.read_text().splitlines()]
+    ledger = [json.loads(line) for line in job.run.ledger.read_text().splitlines()]
+    positions = [line["position"] for line in ledger]
+    # A request that runs while a server crashes three times fails its sample, so a position may be lost to faults.
+    done = sum(line["outcome"] == "trained" for line in ledger)
     restarts = sorted(line["role"] for line in lines if line["state"] == "restarting")
     expected = sorted(fault.role for fault in faults if fault.trial.outcome == "restarted")
     attempts = 1 + sum(fault.trial.outcome == "ended" for fault in faults)
     checks = {
         f"exit code {code}": code == 0,
         f"steps {trained}": trained == list(range(1, steps + 1)),
-        f"{len(positions)} positions": len(positions) == len(set(positions)) == steps * PROMPTS,
+        f"{len(positions) - len(set(positions))} repeated positions": len(positions) == len(set(positions)),
+        f"{done} trained positions": done == steps * PROMPTS,
         f"{len(job.attempts)} attempts instead of {attempts}": len(job.attempts) == attempts,
         f"restarts of {restarts} instead of {expected}": restarts == expected,
         "no exported model": (job.run.model / "model.safetensors").exists(),
