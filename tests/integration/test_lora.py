@@ -13,8 +13,9 @@ from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import RolloutError, WeightSyncError
 from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
 from pipeline.rollout.server_client import ROUTE, Completion, GenerationRequest
-from pipeline.train.model.lora import add_adapters, is_trained, save_adapter
+from pipeline.train.model.lora import add_adapters, is_trained
 from pipeline.utils.waiting import Deadline, wait_for
+from tests.support.models.written import save_whole_adapter
 from tests.support.servers.traffic import APART, CLOSE, PROBE, check_purity, probe, run_traffic, straddling
 from tests.support.servers.vllm import (
     SECRET,
@@ -108,7 +109,7 @@ def test_a_server_that_lost_its_adapter_gets_it_again_between_two_updates(server
 def test_a_saved_adapter_is_what_vllm_loads_by_itself(server: Served, tmp_path: Path) -> None:
     model = an_adapted(server.model, 8)
     tensors = {name: tensor.detach() for name, tensor in parameters(model)}
-    save_adapter(tmp_path / "saved", tensors, ModelConfig(path=str(server.model), lora=LORA))
+    save_whole_adapter(tmp_path / "saved", tensors, ModelConfig(path=str(server.model), lora=LORA))
     ask(server, "/v1/load_lora_adapter", {"lora_name": "saved", "lora_path": str(tmp_path / "saved")})
     request = json.loads(GenerationRequest(PROBE, 1, 1.0, 24, []).body("salt"))
     (choice,) = json.loads(ask(server, ROUTE, request | {"model": "saved"}))["choices"]

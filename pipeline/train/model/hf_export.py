@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
-from pipeline.train.model.safetensors_files import TensorFiles, write_tensors
+from pipeline.train.model.safetensors_files import Block, TensorFiles, write_tensors
 
 _GENERATION = "generation_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -38,25 +38,24 @@ def write_model(
     path: Path,
     network: Any,
     layout: WeightLayout,
-    tensors: Iterable[tuple[str, Tensor]],
+    blocks: Iterable[Block],
     config: ModelConfig,
     untrained: Collection[str] = (),
 ) -> None:
-    """Write the directory; `tensors` yields whole tensors, one by one, in the order of `layout` and of type
-    `config.dtype`.
+    """Write the directory; `blocks` are rows of the tensors of `layout`.
 
     Tensors of the base's files with a key in `untrained` are copied in their type.
     """
     path.mkdir(parents=True, exist_ok=True)
     write_settings(path, network, config)
     if config.lora.travels_alone:
-        _adapters().save_adapter(path, dict(tensors), config)
+        _adapters().save_adapter(path, layout, blocks, config)
         return
     if untrained:
         files = TensorFiles(Path(config.path))
         layout = WeightLayout((*layout.parameters, *(files.parameter(key) for key in untrained)))
-        tensors = chain(tensors, ((key, files.whole(key)) for key in untrained))
-    write_tensors(path, layout, tensors)
+        blocks = chain(blocks, ((key, 0, files.whole(key)) for key in untrained))
+    write_tensors(path, layout, blocks)
 
 
 def write_settings(path: Path, network: Any, config: ModelConfig) -> None:

@@ -8,8 +8,9 @@ that peft and vLLM load a saved directory. Must not know ranks, optimizers or se
     for name, tensor in first_tensors(network, config.model.lora, config.seed):
         dict(network.named_parameters())[name].copy_(tensor)
     trained = {name: p for name, p in network.named_parameters() if is_trained(name)}
-    tensors = chain(*(checkpoint_tensors(network, name, parameter) for name, parameter in trained.items()))
-    save_adapter(path, dict(tensors), config.model)
+    tensors = dict(chain(*(checkpoint_tensors(network, name, parameter) for name, parameter in trained.items())))
+    blocks = ((name, 0, tensor) for name, tensor in tensors.items())
+    save_adapter(path, WeightLayout.of(tensors.items()), blocks, config.model)
 
 A layer W of the base becomes W + alpha / rank · B A, with A [rank, in] and B [out, rank]; only A and B are trained.
 Linear layers are adapted by peft, the experts of a mixture by `expert_lora`.
@@ -17,7 +18,7 @@ Linear layers are adapted by peft, the experts of a mixture by `expert_lora`.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeline.config import LoraConfig, ModelConfig, closest_match
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.inference.weight_sync.server_sync import adapter_settings
+from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.train.model.checkpoint_layout import expert_layers
 from pipeline.train.model.expert_lora import (
     ExpertMatrix,
@@ -41,6 +43,7 @@ from pipeline.train.model.expert_lora import (
     expert_matrices,
     expert_tensors,
 )
+from pipeline.train.model.safetensors_files import Block, write_tensors
 from pipeline.train.model.weight_loading import seed_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -108,11 +111,12 @@ def checkpoint_tensors(network: nn.Module, name: str, tensor: Tensor) -> Iterato
         yield _PREFIX + key.replace(f".{_NAME}.", "."), part
 
 
-def save_adapter(path: Path, tensors: Mapping[str, Tensor], model: ModelConfig) -> None:
-    """Write the directory of an adapter for `model.path`; `tensors` are those of `checkpoint_tensors`."""
+def save_adapter(path: Path, layout: WeightLayout, blocks: Iterable[Block], model: ModelConfig) -> None:
+    """Write the directory of an adapter for `model.path`, of rows of the tensors of `checkpoint_tensors`."""
     path.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
-    modules = [target for target in model.lora.targets if any(f".{target}.lora_A." in name for name in tensors)]
+    write_tensors(path, layout, blocks, one_file=WEIGHTS)
+    names = [parameter.name for parameter in layout.parameters]
+    modules = [target for target in model.lora.targets if any(f".{target}.lora_A." in name for name in names)]
     stacks = [f"experts.{target}" for target in model.lora.targets if target not in modules]
     settings = {"target_modules": modules, "target_parameters": stacks} if stacks else {}
     _peft_config(model.lora, base=model.path, inference_mode=True, **settings).save_pretrained(str(path))

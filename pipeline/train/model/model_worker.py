@@ -254,15 +254,15 @@ class ModelWorker:
         if not isinstance(self.model, PolicyModel):
             raise TrainingError("a critic has no Hugging Face format; only a policy can be saved as one")
         dtype = torch.float32 if self._config.lora.travels_alone else self.compute
-        tensors = self.public.gathered(dtype)
+        blocks = self.public.blocks(dtype)
         try:
             if dist.get_rank() == 0:
                 layout, untrained = self.public.layout(dtype), self._untrained
-                write_model(path, self.model.network, layout, tensors, self._config, untrained)
+                write_model(path, self.model.network, layout, blocks, self._config, untrained)
         finally:
             # Each item is a collective operation. The other ranks take all items here, and so does rank 0 after a
             # failed write: else its peers would wait until their timeout.
-            for _ in tensors:
+            for _ in blocks:
                 pass
         dist.barrier()
 

@@ -1,13 +1,15 @@
 """Public tensors: the tensors of a model as servers and exports receive them.
 
-Owns their names, types and shapes, and two ways to make them: whole on every rank, one at a time; or only the rows that
-this rank publishes. Promises that the ranks of a replica together publish each row exactly once. A renamed tensor, and
-a stack of experts, needs no communication: a rank publishes its own rows or experts. Tensors with any other conversion
-are gathered and converted whole, one group at a time, and each rank publishes its part. Must not know the receiver.
+Owns their names, types and shapes, and three ways to make them: whole on every rank, one at a time; on every rank in
+blocks of rows; or only the rows that this rank publishes. Promises that the ranks of a replica together publish each
+row exactly once. A renamed tensor, and a stack of experts, needs no communication to be published: a rank publishes its
+own rows or experts. Tensors with any other conversion are gathered and converted whole, one group at a time, and each
+rank publishes its part. Must not know the receiver.
 
     tensors = PublicTensors(model, form, torch.bfloat16, group, lora)
     tensors.layout(torch.bfloat16)                    # gathers nothing
     for name, tensor in tensors.gathered(torch.bfloat16): ...
+    for name, first, rows in tensors.blocks(torch.bfloat16): ...
     tensors.fill_rows(targets)                        # one for each (first, last) of `tensors.rows`
 """
 
@@ -26,7 +28,8 @@ from pipeline.train.model.checkpoint_layout import CheckpointLayout, Tensors
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.hf_export import adapter_tensors
 from pipeline.train.model.models import DecoderModel, PolicyModel, checkpoint_tensors
-from pipeline.train.model.row_shards import BLOCK_BYTES, gather, owned_rows, share_of
+from pipeline.train.model.row_shards import BLOCK_BYTES, gather, owned_rows, row_blocks, share_of
+from pipeline.train.model.safetensors_files import Block
 from pipeline.utils import heartbeat
 
 Make = Callable[[Tensor, torch.dtype], Tensor]
@@ -83,6 +86,38 @@ class PublicTensors:
         for item in self._converted(dtype, self._gather):
             heartbeat.beat()
             yield item
+
+    def blocks(self, dtype: torch.dtype) -> Iterator[Block]:
+        """All public tensors in blocks of rows; every rank of the replica must take every item.
+
+        A block has at most `BLOCK_BYTES`, or one row or expert. The tensors of a conversion other than renaming and
+        stacking come whole, one conversion at a time.
+        """
+        for group in self._groups():
+            heartbeat.beat()
+            if group.renamed or group.split is not None:
+                yield from self._blocks_of(group, dtype)
+            else:
+                made = group.public(self._made(group, dtype, self._gather))
+                yield from ((name, 0, tensor) for name, tensor in made.items())
+                del made  # before the next are gathered
+
+    def _blocks_of(self, group: _TensorGroup, dtype: torch.dtype) -> Iterator[Block]:
+        names = list(self._outlines(group))
+        dtype = dtype if isinstance(group.single, nn.Parameter) else group.single.dtype
+        if not group.single.ndim:
+            yield names[0], 0, self._gather(group.single, dtype)
+            return
+        tensor = self._merge(group.single)
+        for rows in row_blocks(_outline(tensor, dtype)):
+            block = gather(tensor, dtype, self._group, rows)
+            if group.split is None:
+                yield names[0], rows.start, block
+                continue
+            for index, matrix in enumerate(group.split(block)):
+                # As in `_fill_stack`: matrix 0 of every expert of the block, then matrix 1 …
+                number, expert = divmod(index, len(block))
+                yield names[number * len(tensor) + rows.start + expert], 0, matrix
 
     @cached_property
     def rows(self) -> tuple[Rows, ...]:

@@ -62,7 +62,7 @@ def fill_shard(target: Tensor, source: Any) -> None:
     if not mine.ndim:
         mine.copy_(source[...])
         return
-    for rows in _blocks(mine):
+    for rows in row_blocks(mine):
         mine[rows].copy_(source[first + rows.start : first + rows.stop])
 
 
@@ -70,28 +70,32 @@ def fill_shard(target: Tensor, source: Any) -> None:
 def is_source_of(target: Tensor, source: Any) -> bool:
     """Whether `source` and `target` are equal in this rank's rows."""
     mine, first = local(target.detach()), rows_here(target).start
-    pairs = ((mine[rows], source[first + rows.start : first + rows.stop]) for rows in _blocks(mine))
+    pairs = ((mine[rows], source[first + rows.start : first + rows.stop]) for rows in row_blocks(mine))
     return all(torch.equal(own, other.to(own)) for own, other in pairs)
 
 
-def gather(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    """All rows on every rank, on the device, as a new tensor of type `dtype`. Collective over `group`, the ranks that
-    together have one whole tensor.
+def gather(tensor: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, rows: slice | None = None) -> Tensor:
+    """Some rows, by default all, on every rank, on the device, as a new tensor of type `dtype`. Collective over
+    `group`, the ranks that together have one whole tensor.
 
     Each rank's rows are received directly into the result: `full_tensor` would hold the tensor twice, in both types.
     """
     mine = local(tensor.detach())
     if not isinstance(tensor, DTensor):
-        return mine.to(dtype, copy=True)
-    whole = torch.empty(tensor.shape, dtype=dtype, device=mine.device)
-    # One broadcast per rank, since the ranks have different numbers of rows; a slice of rows is contiguous in `whole`.
+        return (mine if rows is None else mine[rows]).to(dtype, copy=True)
+    rows = slice(0, len(tensor)) if rows is None else rows
+    gathered = torch.empty(rows.stop - rows.start, *tensor.shape[1:], dtype=dtype, device=mine.device)
+    # One broadcast per rank, since the ranks have different numbers of rows; a slice of rows is contiguous.
     for rank, global_rank in enumerate(dist.get_process_group_ranks(group)):
-        rows = _rows_of_rank(tensor, global_rank)
+        owned = _rows_of_rank(tensor, global_rank)
+        first, last = max(owned.start, rows.start), min(owned.stop, rows.stop)
+        if first >= last:
+            continue
+        part = gathered[first - rows.start : last - rows.start]
         if rank == dist.get_rank(group):
-            whole[rows].copy_(mine)  # converts to `dtype` before the rows are sent
-        if rows.start < rows.stop:
-            dist.broadcast(whole[rows], group=group, group_src=rank)
-    return whole
+            part.copy_(mine[first - owned.start : last - owned.start])  # converts to `dtype` before the rows are sent
+        dist.broadcast(part, group=group, group_src=rank)
+    return gathered
 
 
 def share_of(rows: int, ranks: int, rank: int) -> slice:
@@ -114,8 +118,8 @@ def _rows_of_rank(tensor: DTensor, rank: int) -> slice:
     return slice(first[0], first[0] + shape[0])
 
 
-def _blocks(tensor: Tensor) -> list[slice]:
-    """The rows of a tensor, in blocks of about `BLOCK_BYTES`."""
+def row_blocks(tensor: Tensor) -> list[slice]:
+    """The rows of a whole tensor, in blocks of at most `BLOCK_BYTES`, or of one row."""
     if not tensor.numel():
         return []
     rows = len(tensor)

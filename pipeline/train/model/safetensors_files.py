@@ -1,13 +1,13 @@
 """Tensors in the safetensors files of a directory, read and written piece by piece.
 
 Owns the list of a model directory's weight files, and the format of written ones. Promises that a read loads only the
-requested rows into memory, that a write holds one tensor at a time, and that an error of the disk becomes a
+requested rows into memory, that a write holds one block of rows at a time, and that an error of the disk becomes a
 `CheckpointError` with the file and a remedy. Must not know the content of tensors.
 
     files = TensorFiles(directory)
     files.keys, files.shape(key), files.slice(key)[100:200]
 
-    write_tensors(directory, layout, tensors)           # an iterable of tensors, in the order of the layout
+    write_tensors(directory, layout, blocks)            # an iterable of rows of the layout's tensors, in any order
 
 The format of a file: the length of the header in eight bytes, little-endian; the header, JSON with types, shapes and
 offsets, padded with blanks to a multiple of eight; and the tensors' bytes, one after the other.
@@ -17,9 +17,9 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -110,27 +110,33 @@ class TensorSlice:
         return tensor
 
 
-def write_tensors(directory: Path, layout: WeightLayout, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors of this layout, and for more than one file their index; on return all are on disk.
+Block = tuple[str, int, Tensor]
+"""Some rows of a tensor: its name, the index of the first row, and the rows; or a scalar."""
 
-    A tensor may change or be freed as soon as the iterable is asked for the next one. `CheckpointError` if the disk
-    refuses a write.
+
+def write_tensors(directory: Path, layout: WeightLayout, blocks: Iterable[Block], one_file: str = "") -> None:
+    """Write tensors of this layout, and for more than one file their index; on return all are on disk. With `one_file`,
+    a single file of this name.
+
+    Rows may come in any order, each once. A block may change or be freed as soon as the iterable is asked for the next
+    one. `CheckpointError` if the disk refuses a write.
     """
-    files = list(_split_into_files(layout.parameters, FILE_BYTES))
-    names = [_WHOLE] if len(files) == 1 else [f"model-{n:05}-of-{len(files):05}.safetensors" for n in _count(files)]
-    iterator = iter(tensors)
-    for name, parameters in zip(names, files, strict=True):
-        with _named(directory / name, "written", _RESUME):
-            _write_file(directory / name, parameters, iterator)
-    if len(files) > 1:
-        weight_map = {p.name: name for name, parameters in zip(names, files, strict=True) for p in parameters}
+    parts = [[*layout.parameters]] if one_file else list(_split_into_files(layout.parameters, FILE_BYTES))
+    names = [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
+    names = names if len(parts) > 1 else [one_file or _WHOLE]
+    with ExitStack() as stack:
+        file_of = dict[str, _WrittenFile]()
+        for name, parameters in zip(names, parts, strict=True):
+            file = stack.enter_context(_WrittenFile(directory / name, parameters))
+            file_of |= dict.fromkeys((parameter.name for parameter in parameters), file)
+        for name, first, rows in blocks:
+            file_of[name].write(name, first, rows)
+            del rows  # before the next are made
+    if len(parts) > 1:
+        weight_map = {p.name: name for name, parameters in zip(names, parts, strict=True) for p in parameters}
         index = {"metadata": {"total_size": sum(p.bytes for p in layout.parameters)}, "weight_map": weight_map}
         with _named(directory / _INDEX, "written", _RESUME):
             (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _count(files: list[Any]) -> range:
-    return range(1, len(files) + 1)
 
 
 def _names(directory: Path) -> list[str]:
@@ -173,28 +179,54 @@ def _split_into_files(parameters: Iterable[Parameter], most: int) -> Iterator[li
     yield part
 
 
-def _write_file(path: Path, parameters: list[Parameter], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for parameter in parameters:
-        start, end = end, end + parameter.bytes
-        entry = {"dtype": _TYPES[parameter.dtype], "shape": parameter.shape, "data_offsets": [start, end]}
-        header[parameter.name] = entry
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+class _WrittenFile:
+    """A file whose tensors arrive in blocks of rows: a context, at whose end all of them are on disk."""
+
+    def __init__(self, path: Path, parameters: list[Parameter]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
         for parameter in parameters:
-            name, tensor = next(tensors)
-            if Parameter.of(name, tensor) != parameter:
-                raise CheckpointError(
-                    f"{path} is incomplete: its header has {parameter} where {name!r} came; this is a mistake of "
-                    "Rollcall's, not of yours: report it with model.path"
-                )
-            file.write(_bytes(tensor))
-            del tensor
-        file.flush()
-        os.fsync(file.fileno())
+            start, end = end, end + parameter.bytes
+            entry = {"dtype": _TYPES[parameter.dtype], "shape": parameter.shape, "data_offsets": [start, end]}
+            header[parameter.name] = entry
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._path, self._header = path, struct.pack("<Q", len(text)) + text
+        self._parameters = {parameter.name: parameter for parameter in parameters}
+        self._starts = {name: len(self._header) + header[name]["data_offsets"][0] for name in self._parameters}
+        self._missing = {parameter.name: parameter.bytes for parameter in parameters}
+
+    def __enter__(self) -> Self:
+        with _named(self._path, "written", _RESUME):
+            self._file = self._path.open("wb")
+            self._file.write(self._header)
+        return self
+
+    def write(self, name: str, first: int, rows: Tensor) -> None:
+        parameter = self._parameters[name]
+        whole = Parameter(name, str(rows.dtype).removeprefix("torch."), (*parameter.shape[:1], *rows.shape[1:]))
+        if whole != parameter:
+            raise self._wrong(f"{parameter} where {whole} came")
+        with _named(self._path, "written", _RESUME):
+            self._file.seek(self._starts[name] + (first * rows[0].nbytes if first else 0))
+            self._file.write(_bytes(rows))
+        self._missing[name] -= rows.nbytes
+
+    def __exit__(self, failed: type[BaseException] | None, *others: object) -> None:
+        with _named(self._path, "written", _RESUME), self._file:
+            if failed is not None:
+                return
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        for name, missing in self._missing.items():
+            if missing:
+                raise self._wrong(f"{missing} bytes of {name} more than came")
+
+    def _wrong(self, difference: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path} is incomplete: its header has {difference}; this is a mistake of Rollcall's, not of yours: "
+            "report it with model.path"
+        )
 
 
 def _bytes(tensor: Tensor) -> memoryview:

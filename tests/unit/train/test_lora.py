@@ -22,8 +22,8 @@ from pipeline.train.model.lora import (
     checkpoint_tensors,
     first_tensors,
     is_trained,
-    save_adapter,
 )
+from tests.support.models.written import save_whole_adapter
 
 TINY = Path(__file__).parents[3] / "conf" / "models" / "tiny_qwen3"
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -70,7 +70,7 @@ def logits(network: Any) -> Tensor:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """The directory of a trained adapter."""
-    save_adapter(tmp_path / "adapter", adapters(a_trained_network()), ModelConfig(path=str(TINY), lora=LORA))
+    save_whole_adapter(tmp_path / "adapter", adapters(a_trained_network()), ModelConfig(path=str(TINY), lora=LORA))
     return tmp_path / "adapter"
 
 
@@ -242,7 +242,7 @@ def mixture_lora(family: str) -> LoraConfig:
 def test_peft_makes_the_same_of_saved_adapters_on_experts_and_merges_them(family: str, tmp_path: Path) -> None:
     network = a_trained_mixture(family)
     lora = mixture_lora(family)
-    save_adapter(tmp_path, adapters(network), ModelConfig(path="base", lora=lora))
+    save_whole_adapter(tmp_path, adapters(network), ModelConfig(path="base", lora=lora))
     named = dict(network.named_parameters())
     for name, tensor in first_tensors(network, lora.model_copy(update={"adapter": str(tmp_path)}), 7):
         assert torch.equal(named[name], tensor), name

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.inference.weight_sync.transports.gloo import Parameter, WeightLayout
-from pipeline.train.model import fsdp, public_tensors, safetensors_files
+from pipeline.train.model import fsdp, public_tensors, row_shards, safetensors_files
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.models import build_model, build_on_meta, materialize
@@ -25,6 +25,7 @@ from pipeline.train.worker_spec import ModelKind, ModelSpec
 from tests.fakes.full_disk import room_for
 from tests.fakes.shards import rank_of
 from tests.support.models.tiny import write_tiny
+from tests.support.models.written import whole_blocks
 
 SIZE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 19, "head_dim": 8}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -188,7 +189,7 @@ def test_a_file_that_the_disk_does_not_take_is_named_with_a_remedy(tmp_path: Pat
         room_for(1000),
         pytest.raises(CheckpointError, match=rf"{tmp_path}/model\.safetensors cannot be written: .*; free disk space"),
     ):
-        safetensors_files.write_tensors(tmp_path, layout, tensors.items())
+        safetensors_files.write_tensors(tmp_path, layout, whole_blocks(tensors))
 
 
 FAMILIES = [
@@ -278,6 +279,7 @@ def test_what_transformers_fills_while_it_makes_a_network_is_filled(tmp_path: Pa
 @pytest.mark.parametrize("most", [1 << 30, 2000], ids=["one file", "several files"])
 def test_a_model_is_written_as_it_was_read(any_model: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_files, "FILE_BYTES", most)
+    monkeypatch.setattr(row_shards, "BLOCK_BYTES", most // 10)
     out = any_model.parent / "out"
     for one in shards(any_model, 1, monkeypatch):
         one.save_hf_model(out)
@@ -289,6 +291,23 @@ def test_a_model_is_written_as_it_was_read(any_model: Path, most: int, monkeypat
     assert all(torch.equal(written[name], truth[name]) for name in truth)
     again = state_of(AutoModelForCausalLM.from_pretrained(out))
     assert all(torch.equal(again[name], tensor) for name, tensor in held.items())
+
+
+def test_blocks_of_rows_make_the_same_files_as_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_files, "FILE_BYTES", 2000)
+    monkeypatch.setattr(row_shards, "BLOCK_BYTES", 200)
+    for one in shards(weights_in(tmp_path / "model", "qwen3_moe", **EXPERTS), 1, monkeypatch):
+        blocks = [(name, first, rows.clone()) for name, first, rows in one.public.blocks(torch.float32)]
+        tensors = {name: tensor.clone() for name, tensor in one.full_parameters()}
+    assert len(blocks) > len(tensors)
+    written = []
+    for folder, parts in ((tmp_path / "whole", whole_blocks(tensors)), (tmp_path / "blocks", reversed(blocks))):
+        folder.mkdir()
+        safetensors_files.write_tensors(folder, one.layout, parts)
+        written.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert written[0] == written[1]
+    with pytest.raises(CheckpointError, match=r"is incomplete: its header has \d+ bytes of .* more than came"):
+        safetensors_files.write_tensors(tmp_path, one.layout, blocks[1:])
 
 
 def test_the_layout_says_what_is_gathered(any_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,16 +323,15 @@ def test_a_model_that_cannot_be_written_has_been_gathered_all_the_same(
     """Else the other ranks would wait for a rank that gave up."""
     calls = []
 
-    def gathered(tensor: Tensor, dtype: torch.dtype, group: object) -> Tensor:
+    def gathered(tensor: Tensor, dtype: torch.dtype, group: object, rows: slice) -> Tensor:
         calls.append(tensor)
         return local(tensor.detach())
 
-    def full(file: int) -> None:
+    def full(tensor: Tensor) -> memoryview:
         raise OSError("disk full")
 
     monkeypatch.setattr(public_tensors, "gather", gathered)
-    monkeypatch.setattr(safetensors_files, "FILE_BYTES", 1)
-    monkeypatch.setattr(safetensors_files.os, "fsync", full)
+    monkeypatch.setattr(safetensors_files, "_bytes", full)
     for one in shards(folder, 1, monkeypatch):
         with pytest.raises(CheckpointError, match="disk full"):
             one.save_hf_model(folder.parent / "out")

@@ -16,6 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.train.model.hf_export import refuse_unwritable, write_model
 from pipeline.train.model.models import build_model
+from tests.support.models.written import whole_blocks
 
 GREEDY = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
 
@@ -39,9 +40,9 @@ def written(base: Path, dtype: str = "bfloat16") -> Path:
     """The directory that the policy of `base` becomes, without a step."""
     config = ModelConfig(path=str(base), dtype=dtype)  # type: ignore[arg-type]
     network = build_model(config, 0).network
-    tensors = [(name, p.detach().to(getattr(torch, dtype))) for name, p in network.named_parameters()]
+    tensors = {name: p.detach().to(getattr(torch, dtype)) for name, p in network.named_parameters()}
     refuse_unwritable(network, config)
-    write_model(base.parent / "written", network, WeightLayout.of(tensors), tensors, config)
+    write_model(base.parent / "written", network, WeightLayout.of(tensors.items()), whole_blocks(tensors), config)
     return base.parent / "written"
 
 
