@@ -32,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from pipeline.errors import WeightSyncError, one_line
 from pipeline.inference.vllm.adapter_loading import AdapterSlot
+from pipeline.inference.vllm.direct_loading import DirectTensors
 from pipeline.inference.vllm.expert_packing import pack_experts_at_updates
 from pipeline.inference.vllm.server_password import server_password
 from pipeline.inference.weight_sync.rank_rows import RowSource, receiving_order
@@ -273,9 +274,11 @@ def reload_model(model: Any, model_config: Any, weights: Iterable[tuple[str, Ten
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     pack_experts_at_updates()
+    direct = DirectTensors(model_config.hf_config.model_type)
     initialize_layerwise_reload(model)
-    model.load_weights(weights)
+    model.load_weights(direct.without(weights))
     finalize_layerwise_reload(model, model_config)
+    direct.load(model)
     pack_heads(model)
 
 

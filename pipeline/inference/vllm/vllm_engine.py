@@ -23,8 +23,8 @@ from pipeline.inference.vllm.server_command import (
 from pipeline.topology.plan import Placement
 from pipeline.utils.fork_server import Stage
 
-_NOT_RELOADED = ("gpt_oss",)
-"""Families whose loaders in vLLM write into parameters directly, which its reload of a running model does not see."""
+_NOT_RELOADED_ON_GPUS = ("gpt_oss",)
+"""Families that need `direct_loading`, which has not run on GPUs."""
 
 
 class VllmEngine:
@@ -44,11 +44,11 @@ class VllmEngine:
             )
             hint = "choose another model" if config.serve.enabled else "set model.lora.merge=true"
             raise ConfigError("model.path", config.model.path, expected, f"{hint}, or resources.device=cuda")
-        if family in _NOT_RELOADED and config.has_rollouts and not config.model.lora.travels_alone:
-            expected = f"another family than {family}, whose experts and sinks vLLM leaves as they were at an update"
-            raise ConfigError(
-                "model.path", config.model.path, expected, "train it by sft alone, or set model.lora.rank"
-            )
+        on_gpus, whole = config.resources.device == "cuda", not config.model.lora.travels_alone
+        if family in _NOT_RELOADED_ON_GPUS and config.has_rollouts and on_gpus and whole:
+            expected = f"another family than {family}, whose experts and sinks are not updated on servers with GPUs"
+            hint = "train it by sft alone, or set model.lora.rank to adapt attention"
+            raise ConfigError("model.path", config.model.path, expected, hint)
 
     def check_config(self, config: RunConfig) -> None:
         check_returned_experts(config)

@@ -89,8 +89,11 @@ def test_rl_of_a_family_whose_weights_servers_do_not_reload_is_refused(
     (model / "config.json").write_text('{"model_type": "gpt_oss", "num_local_experts": 32}')
     for name in ("tokenizer.json", "model.safetensors"):
         (model / name).touch()
-    message = answer(capsys, tmp_path / "runs", f"model.path={model}", "model.init=pretrained")
-    assert "expected another family than gpt_oss, whose experts and sinks vLLM leaves as they were" in message
+    keys = (f"model.path={model}", "model.init=pretrained")
+    message = answer(capsys, tmp_path / "runs", *keys, "resources.device=cuda")
+    assert (
+        "expected another family than gpt_oss, whose experts and sinks are not updated on servers with GPUs" in message
+    )
 
 
 def test_adapters_on_a_mixture_are_refused_where_servers_have_no_gpus(
