@@ -36,12 +36,16 @@ def context_divides_a_replica(config: RunConfig) -> None:
 
 
 def experts_divide_a_replica(config: RunConfig) -> None:
-    """Raise `ConfigError` unless `ep` divides the processes of a replica."""
+    """Raise `ConfigError` unless `ep` divides the processes of a replica, and layers are not recomputed in part."""
     ep, ranks = config.training.mesh.ep, _ranks(config) // config.training.mesh.dp_replicate
     if ranks % ep:
         allowed = ", ".join(str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0)
         expected = f"a divisor of {ranks}, the processes of a replica of the trainer: {allowed}"
         raise ConfigError("training.mesh.ep", ep, expected, "change one of them")
+    if ep > 1 and config.training.activation_checkpointing == "selective":
+        # FSDP gathers the experts inside of the recomputed layer, by other operations than in the forward pass.
+        expected = "none or full with training.mesh.ep above 1"
+        raise ConfigError("training.activation_checkpointing", "selective", expected, "change it")
 
 
 def check_context_heads(cp: int, heads: int | None, key_heads: int | None) -> None:

@@ -24,7 +24,7 @@ from pipeline.errors import ConfigError, one_line
 from pipeline.topology.sizes import Sizes
 from pipeline.train.model.experts import ADAPTERS, experts_per_token, fused_experts, refuse_unspreadable
 from pipeline.train.model.lm_head import CHUNK
-from pipeline.train.model.recomputation import is_kept
+from pipeline.train.model.recomputation import is_saved
 from pipeline.train.model.routers import use_exact_routers
 from pipeline.train.model.routing_replay import RoutingReplay
 
@@ -160,7 +160,7 @@ class _SelectedOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func is torch.ops.rollcall.counted_attention.default or is_kept(self._hidden, func, args):
+        if func is torch.ops.rollcall.counted_attention.default or is_saved(self._hidden, func, args):
             self.bytes += sum(tensor.nbytes for tensor in (output if isinstance(output, tuple) else (output,)))
         return output
 

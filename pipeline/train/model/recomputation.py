@@ -46,11 +46,11 @@ def recompute_activations(model: DecoderModel, mode: Recomputation) -> None:
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for layer in model.layers:
         # Inside of the module's call, which is what `torch.compile` takes: the graph then contains the checkpoint, and
-        # the compiler keeps what the policy says. Outside, a compiled layer would be one operation.
+        # the compiler keeps what the policy marks. Outside, a compiled layer would be one operation.
         layer.forward = partial(_checkpointed, layer.forward, contexts)
 
 
-def is_kept(hidden: int, operation: Any, inputs: Any) -> bool:
+def is_saved(hidden: int, operation: Any, inputs: Any) -> bool:
     """Whether `selective` keeps the output of an operation in a model of this hidden size.
 
     A product is kept if each number of its output takes at least `hidden` multiplications. So the projections of
@@ -62,8 +62,8 @@ def is_kept(hidden: int, operation: Any, inputs: Any) -> bool:
 
 
 def _policy(hidden: int, context: Any, operation: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-    kept = isinstance(operation, torch._ops.OpOverload) and is_kept(hidden, operation, inputs)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = isinstance(operation, torch._ops.OpOverload) and is_saved(hidden, operation, inputs)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checkpointed(forward: Any, contexts: Any, *inputs: Any, **options: Any) -> Any:

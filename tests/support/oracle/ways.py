@@ -138,17 +138,17 @@ def _mixtures(ranks: int) -> Iterator[Case]:
         yield _mixture("cispo", 2, family="glm", checkpointing="full")
         yield _mixture("grpo", 1, family="gpt_oss", cp=2, rows=None, tokens=24)
         yield _mixture("lora", 2, family="gpt_oss", packed=False)
-        yield _mixture("cispo", 2, family="deepseek", layers=True, checkpointing="selective")
-        yield _mixture("gspo", 2, aux=AUX, layers=True, reshard=True, checkpointing="selective")
+        yield _mixture("cispo", 2, family="deepseek", layers=True, checkpointing="full")
+        yield _mixture("gspo", 2, aux=AUX, layers=True, reshard=True, checkpointing="full")
         yield _mixture("grpo", 1, family="glm", aux=AUX, cp=2, rows=None, tokens=24)
         yield from (_mixture("lora", 2), _mixture("lora", 1, layers=True, checkpointing="selective"))
-        yield _mixture("cispo", 2, family="glm", checkpointing="selective", replayed=True)
+        yield _mixture("cispo", 2, family="glm", checkpointing="full", replayed=True)
         yield _mixture("grpo", 1, cp=2, rows=None, tokens=24, replayed=True)
         yield _mixture("gspo", 2, family="deepseek", packed=False, replayed=True, aux=AUX)
     if ranks == 4:
         yield from (_mixture("sft", 2, checkpointing="full"), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
         yield _mixture("lora", 2, cp=2, replicas=2, aux=AUX)
-        yield from (_mixture("value", 2, cp=2, layers=True), _mixture("cispo", 4, cp=2, checkpointing="selective"))
+        yield from (_mixture("value", 2, cp=2, layers=True), _mixture("cispo", 4, cp=2, checkpointing="full"))
 
 
 def family_cases(ranks: int) -> list[Case]:
@@ -166,6 +166,8 @@ def family_cases(ranks: int) -> list[Case]:
 
 
 def _mixture(recipe: str, ep: int, **switches: Any) -> Case:
+    if ep > 1 and switches.get("checkpointing") == "selective":
+        switches["checkpointing"] = "full"
     return Case(recipe, **({"rows": 2} | switches), ep=ep, tied=False)
 
 
@@ -239,7 +241,7 @@ def all_cases(ranks: int) -> list[Case]:
 def compiled_cases(ranks: int) -> list[Case]:
     """Every recipe compiled, packed and padded; and a mixture whose experts are spread where there are ranks for it."""
     modes: tuple[Recomputation, ...] = get_args(Recomputation)
-    spread = [_mixture("cispo", 2, compile=True, layers=True, aux=AUX, checkpointing=mode) for mode in modes]
+    spread = [_mixture("cispo", 2, compile=True, layers=True, aux=AUX, checkpointing=mode) for mode in ("none", "full")]
     dense = [
         Case(recipe, rows=2, packed=packed, compile=True, checkpointing=modes[number % 3], offload=number % 3 > 1)
         for number, recipe in enumerate(RECIPES)

@@ -1,21 +1,16 @@
 """Recomputed activations: the same gradients, and which operations are computed a second time."""
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.debugging import aot_eager_decomp_partition
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import ModelConfig
 from pipeline.config.training_keys import Recomputation
-from pipeline.train.model.expert_load import ExpertLoad
 from pipeline.train.model.model_size import sizes_of
 from pipeline.train.model.models import PolicyModel, build_model
 from pipeline.train.model.recomputation import recompute_activations
@@ -59,8 +54,8 @@ class Operations(TorchDispatchMode):
         return output
 
 
-def model_of(folder: Path, kind: str) -> tuple[ModelConfig, PolicyModel]:
-    config = ModelConfig(path=str(write_tiny(folder, **SHAPES[kind])), init="random")
+def model_of(folder: Path, kind: str, **changed: Any) -> tuple[ModelConfig, PolicyModel]:
+    config = ModelConfig(path=str(write_tiny(folder, **SHAPES[kind] | changed)), init="random")
     policy = build_model(config, seed=0)
     assert isinstance(policy, PolicyModel)
     return config, policy
@@ -107,47 +102,3 @@ def test_the_outputs_that_selective_keeps_are_counted_without_numbers(kind: str,
     # Of the mixture's grouped products the first is as wide as half of the second, K × 2 × 16 numbers to K × 64.
     kept = operations.bytes[ATTENTION] + operations.bytes["aten::mm"] + operations.bytes["aten::_grouped_mm"] // 3
     assert sizes_of(half(config)).selected == kept / TOKENS
-
-
-@pytest.mark.filterwarnings("ignore")  # dynamo's own, which would end its tracing as errors
-def test_a_compiled_layer_of_a_mixture_is_one_graph_that_keeps_what_selective_says(tmp_path: Path) -> None:
-    kept: dict[str, float] = {}
-    for mode in ("none", "selective"):
-        torch._dynamo.reset()
-        config, policy = model_of(tmp_path / mode, "mixture")
-        policy.to(torch.bfloat16)
-        recompute_activations(policy, mode)
-        graphs: list[torch.fx.GraphModule] = []
-        for layer in policy.layers:
-            layer.compile(backend=partial(collect, graphs))
-        load = ExpertLoad(policy.network)
-        for tokens in (16, TOKENS, 20):
-            with load.counting(np.ones(tokens, np.int64), torch.device("cpu")):
-                kept[mode] = kept_bytes(policy, tokens)
-        assert len(graphs) == 2 * LAYERS, "of the first length, and of all lengths"
-        counts = load._counts
-        assert [int(counts_X.sum()) for counts_X in counts] == [2 * (16 + TOKENS + 20)] * LAYERS
-    selected = sizes_of(half(config)).selected
-    assert kept["selective"] <= LAYERS * 64 * 2 + selected < kept["none"]
-
-
-def collect(graphs: list[Any], graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    """A backend that partitions a graph into forward and backward pass, as inductor does, and runs it eagerly."""
-    graphs.append(graph)
-    return aot_eager_decomp_partition(graph, inputs)
-
-
-def kept_bytes(policy: PolicyModel, tokens: int) -> float:
-    """Bytes per token of what a forward pass saves for the backward pass, which follows."""
-    parameters = {p.untyped_storage().data_ptr() for p in policy.parameters()}
-    saved: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = forward(policy, tokens)
-    loss.backward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / tokens
