@@ -31,7 +31,7 @@ ROUTED: dict[str, Any] = {
     "norm_topk_prob": True,
     "rms_norm_eps": 1e-6,
 }
-Family = Literal["", "glm", "gpt_oss", "deepseek"]
+Family = Literal["", "glm", "gpt_oss", "deepseek", "mixtral"]
 """A mixture's kind; the empty one is Qwen3-MoE's."""
 FAMILIES: dict[Family, dict[str, Any]] = {
     "": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS},
@@ -68,6 +68,15 @@ FAMILIES: dict[Family, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
         **ROUTED,
     },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 16,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "rms_norm_eps": 1e-6,
+    },
 }
 
 
@@ -88,6 +97,7 @@ TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "glm": (_ATTENTION, ()),
     "gpt_oss": (_ATTENTION, (*_ATTENTION, "gate_up_proj", "down_proj")),
     "deepseek": (_LATENT, (*_LATENT, "gate_proj", "up_proj", "down_proj")),
+    "mixtral": (_ATTENTION, (*_ATTENTION, "w1", "w2", "w3")),
 }
 """The layers of each mixture that have adapters: attention's, and with the experts; none named are the default ones."""
 BIAS_RATE = 0.01
@@ -142,6 +152,16 @@ RECIPES: dict[str, Recipe] = {
     "lora": Recipe(_loss("grpo", entropy=0.05), "token", 0.8, lora=2),
     "lora_sft": Recipe(SFT, "prompt", lora=3, experts=False),
 }
+
+
+def oracle_name(name: str) -> str:
+    """A parameter's name as the oracle has it: that of a Hugging Face model, of Mixtral in the words of the others."""
+    for own, usual in _MIXTRAL.items():
+        name = name.replace(f".{own}.", f".{usual}.")
+    return name
+
+
+_MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def write_models(folder: Path) -> None:
@@ -242,9 +262,10 @@ def drawn(name: str, shape: Sequence[int]) -> NDArray[np.float32]:
 
 def start_of(recipe: Recipe, path: Path) -> tuple[Arrays, Arrays]:
     """Trained and frozen parameters before the first step, under Hugging Face names (adapters: as peft ends them)."""
-    file: Arrays = load_file(path / "model.safetensors")
+    file: Arrays = {oracle_name(name): array for name, array in load_file(path / "model.safetensors").items()}
     if recipe.lora:
-        return _adapters(file, recipe.lora, targets_of(path, recipe.experts)), file
+        targets = targets_of(path, recipe.experts)
+        return _adapters(file, recipe.lora, tuple(_MIXTRAL.get(target, target) for target in targets)), file
     if recipe.model == "critic":
         width = file["model.norm.weight"].shape[0]
         file.pop("lm_head.weight", None)

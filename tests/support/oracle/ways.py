@@ -145,6 +145,7 @@ def _mixtures(ranks: int) -> Iterator[Case]:
         yield _mixture("cispo", 2, family="glm", checkpointing="full", replayed=True)
         yield _mixture("grpo", 1, cp=2, rows=None, tokens=24, replayed=True)
         yield _mixture("gspo", 2, family="deepseek", packed=False, replayed=True, aux=AUX)
+        yield _mixture("grpo", 2, family="mixtral", layers=True)
     if ranks == 4:
         yield from (_mixture("sft", 2, checkpointing="full"), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
         yield _mixture("lora", 2, cp=2, replicas=2, aux=AUX)

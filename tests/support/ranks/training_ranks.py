@@ -41,6 +41,7 @@ from tests.support.oracle.cases import (
     drawn,
     make_batch,
     model_config,
+    oracle_name,
     policy_spec,
 )
 from tests.support.oracle.ways import (
@@ -59,12 +60,13 @@ from tests.support.oracle.ways import (
 )
 
 _STACK = re.compile(r"(.+\.experts)(\.base_layer)?\.(lora_[AB])\.weight")
-_ATTENTIONS = ("Qwen3Attention", "Qwen3MoeAttention", "Glm4MoeAttention", "GptOssAttention", "DeepseekV3Attention")
+_FAMILIES = ("Qwen3", "Qwen3Moe", "Glm4Moe", "GptOss", "DeepseekV3", "Mixtral")
+_ATTENTIONS = tuple(f"{family}Attention" for family in _FAMILIES)
 
 
 def plain_name(name: str) -> str:
     """A parameter's name as the oracle has it: that of the Hugging Face model, adapters below it."""
-    name = name.removeprefix("network.").removeprefix("base_model.model.").replace(".default.", ".")
+    name = oracle_name(name.removeprefix("network.").removeprefix("base_model.model.").replace(".default.", "."))
     return name if name.startswith(("model.", "head.", "lm_head.")) else f"model.{name}"
 
 
@@ -112,7 +114,7 @@ def names_of_experts(name: str, experts: int) -> list[str]:
     """The oracle's names of the adapters' matrices that lie in one array: …experts.adapters.TENSOR.MATRIX.lora_A."""
     layer, _, adapter = name.partition(".adapters.")
     _, matrix, part = adapter.split(".")
-    return [f"{layer}.{expert}.{matrix}.{part}.weight" for expert in range(experts)]
+    return [oracle_name(f"{layer}.{expert}.{matrix}.{part}.weight") for expert in range(experts)]
 
 
 def first_numbers(name: str, shape: torch.Size) -> Tensor:

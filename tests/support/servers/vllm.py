@@ -97,7 +97,7 @@ def mixture_directory(folder: Path) -> Path:
 def sinks_directory(folder: Path) -> Path:
     """A model of gpt-oss's kind: experts with biases in all layers, sinks, and windows in every second layer."""
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 16}
-    others = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "tie_word_embeddings": False}
+    others = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
     kinds = ["sliding_attention", "full_attention"] * 2
     file = model_directory(folder, tied=False) / "config.json"
     (folder / "tokenizer.json").write_text("{}")
