@@ -18,7 +18,7 @@ from tests.cluster.slurm_run import SlurmRun, launch
 from tests.support.runs.launched import PROMPTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.trial, pytest.mark.timeout(2 * PATIENCE)]
-STEPS = 150
+STEPS = 400
 RUN = ("cluster.partition=high", "resources.inference.nodes=1", f"training.steps={STEPS}", "cluster.grace_seconds=10")
 
 
