@@ -373,6 +373,9 @@ def _renew_state(environment: dict[str, str]) -> None:
     hub: Any = sys.modules.get("huggingface_hub.constants")
     if hub is not None:
         hub.HF_HUB_OFFLINE = environment.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+    dynamo: Any = sys.modules.get("torch._dynamo.config")
+    if dynamo is not None:
+        dynamo.disable = environment.get("TORCH_COMPILE_DISABLE", "0") == "1"
     torch: Any = sys.modules.get("torch")
     threads = environment.get("OMP_NUM_THREADS", "")
     if torch is not None and threads.isdecimal():

@@ -9,10 +9,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from pipeline.utils import fork_server
 from pipeline.utils.fork_server import Stage
 from pipeline.utils.forked_process import ForkedProcess, ForkRequest, ForkServer
 from pipeline.utils.subprocesses import Child
@@ -168,6 +170,7 @@ def test_a_program_ends_with_its_requester(start: Start, server: ForkServer, tmp
     code = f"""
 import os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from pipeline.utils.forked_process import ForkRequest
 from pipeline.utils.subprocesses import Child
 environment = {{"PYTHONPATH": {str(tmp_path)!r}}}
@@ -296,6 +299,7 @@ def test_a_program_that_nests_starts_programs_below_itself(start: Start, tmp_pat
 def test_a_server_ends_with_its_owner_and_leaves_no_folder() -> None:
     code = """
 import time
+from pipeline.utils import fork_server
 from pipeline.utils.fork_server import Stage
 from pipeline.utils.forked_process import ForkServer
 server = ForkServer.start([Stage("a", []), Stage("b", [])], 1)
@@ -343,3 +347,11 @@ def test_a_request_that_no_server_answers_is_withdrawn() -> None:
 def _both(owner: psutil.Process) -> Sequence[int]:
     below = [process.pid for process in owner.children(recursive=True)]
     return below if len(below) == 2 else []
+
+
+def test_a_role_compiles_only_if_its_own_environment_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dynamo = SimpleNamespace(disable=False)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.config", dynamo)
+    for value, disabled in (("1", True), ("0", False)):
+        fork_server._renew_state({"TORCH_COMPILE_DISABLE": value})
+        assert dynamo.disable is disabled
