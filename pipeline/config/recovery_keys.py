@@ -10,7 +10,7 @@ class RecoveryConfig(Section):
     never. See [operations](operations.md#restarts-in-place)."""
 
     inference: NotNegative = Field(3, description="Restarts of each server.")
-    actor: NotNegative = Field(3, description="Restarts of the actor. Samples in flight are sampled again.")
+    actor: NotNegative = Field(3, description="Restarts of the actor. Samples in flight continue (docs/rollouts.md).")
     preprocessor: NotNegative = Field(3, description="Restarts of the preprocessor.")
     trainer: NotNegative = Field(
         3,

@@ -55,6 +55,11 @@ class RolloutConfig(Section):
         1 << 30,
         description="Largest size of the readable samples in the run directory, in bytes (docs/rollouts.md); 0: none.",
     )
+    journal_bytes: NotNegative = Field(
+        1 << 28,
+        description="Largest size of the record of episodes in flight, in bytes: with it they continue after a restart "
+        "of the actor and a requeue, without sampling recorded text again (docs/rollouts.md); 0: none.",
+    )
     min_samples: Positive = Field(2, description="A group with fewer successful samples is recorded as failed.")
     max_consecutive_failures: Positive = Field(
         256, description="The run stops when this many samples in a row have failed because of the task."

@@ -45,6 +45,7 @@ OPERATIONAL = (
     "training.share_prefixes",
     "rollout.concurrency",
     "rollout.episode_seconds",
+    "rollout.journal_bytes",
     "rollout.max_consecutive_failures",
     "rollout.sample_store_bytes",
     "rollout.request_seconds",

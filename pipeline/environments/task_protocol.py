@@ -199,6 +199,17 @@ class Task(ABC):
         turn = await policy.sample(policy.prompt)
         return Episode.begin(policy.prompt).append_turn(turn, policy.decode(turn.tokens))
 
+    def can_replay(self, prompt: Prompt) -> bool:
+        """Whether an episode of `prompt` that was cut off with its actor may continue, by running `rollout` again.
+
+        In the new actor `policy.sample` then returns the recorded turns, and `policy.use` the recorded results of
+        tools without calling them, until a request differs; from there on both work as usual. Return True if `rollout`
+        makes the same requests after the same turns and results, and if later tools need nothing that an earlier call
+        left in a process, such as an open browser or a running program. Otherwise the episode starts over. By default
+        only a single turn is continued.
+        """
+        return type(self).rollout is Task.rollout
+
     async def aclose(self) -> None:  # noqa: B027 most tasks have nothing to release
         """Release what `rollout` holds between episodes, such as processes. The actor calls it at its end."""
 

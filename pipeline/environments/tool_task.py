@@ -62,6 +62,11 @@ class ToolTask(Task):
         except Exception as error:  # noqa: BLE001 the policy receives any error as the result
             return f"error: {type(error).__name__}: {error}"
 
+    def can_replay(self, prompt: Prompt) -> bool:
+        """True: a call of a tool runs in any worker process, so tools share no state. A subclass with tools that need
+        what an earlier call left in a process returns False."""
+        return type(self).rollout is ToolTask.rollout
+
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
         """Turns of the policy and the results of its tool calls, until a turn calls no tool or is the last one."""
         episode, history, counts = Episode.begin(policy.prompt), list[Message](), dict.fromkeys(self._names, 0.0)

@@ -22,9 +22,10 @@ from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import RollcallError, one_line
 from pipeline.roles import SERVICES, RoleCommand
-from pipeline.roles.event_loop import REPORT_SECONDS, beat, close_in_thread, work_until
+from pipeline.roles.event_loop import REPORT_SECONDS, beat, open_in_thread, work_until
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.sample_quota import sample_store_for
+from pipeline.rollout.episode_journal import EpisodeJournal
 from pipeline.rollout.eval_rollouts import Evaluation
 from pipeline.rollout.group_rollout import GroupBuilder
 from pipeline.rollout.issue_loop import IssueLoop
@@ -60,9 +61,10 @@ class Actor:
         board: SharedState,
         client: InferenceClient,
         store: SampleStore,
+        journal: EpisodeJournal,
     ) -> None:
         config = context.config
-        builder = GroupBuilder(task, calls, chat, client, config)
+        builder = GroupBuilder(task, calls, chat, client, config, journal)
         self._context, self._streams, self._client = context, streams, client
         self._generation = IssueLoop(streams, board, builder, client, config)
         self._evaluation = Evaluation(task, calls, chat, client, config, store.add)
@@ -102,10 +104,11 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
     config, world = context.config, context.world
     task, chat = load_task(config.task, config.seed), ChatTokenizer(Path(config.model.path))
     streams = await asyncio.to_thread(connect, context)
-    store = sample_store_for(context, EVAL)
+    store, journal = sample_store_for(context, EVAL), EpisodeJournal(context.run.episodes, config.rollout.journal_bytes)
     async with (
         aclosing(task),
-        close_in_thread(store),
+        open_in_thread(store),
+        open_in_thread(journal),
         AsyncStreams(streams) as asynchronous,
         WorkerPool(
             Setup(config.task, config.seed, Path(config.model.path), config.reward), config.cluster.startup_seconds
@@ -122,7 +125,7 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
         ) as client,
     ):
         await work_until(
-            stop, Actor(context, task, calls, chat, asynchronous, SharedState(streams), client, store).work()
+            stop, Actor(context, task, calls, chat, asynchronous, SharedState(streams), client, store, journal).work()
         )
 
 

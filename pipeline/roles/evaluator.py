@@ -22,7 +22,7 @@ from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import DeadlineError
 from pipeline.roles.benchmark_command import run_command
-from pipeline.roles.event_loop import REPORT_SECONDS, beat, close_in_thread
+from pipeline.roles.event_loop import REPORT_SECONDS, beat, open_in_thread
 from pipeline.roles.inference import is_healthy
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.sample_quota import sample_store_for
@@ -91,7 +91,7 @@ class Evaluator:
         for endpoint in self._endpoints:
             client.update(endpoint, config.evaluation.step)
         store = sample_store_for(self._context, EVAL)
-        await opened.enter_async_context(close_in_thread(store))
+        await opened.enter_async_context(open_in_thread(store))
         return Evaluation(task, calls, chat, client, config, store.add)
 
     async def _servers_are_up(self) -> None:

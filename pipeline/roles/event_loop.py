@@ -1,11 +1,10 @@
-"""Parts of the event loop that the actor and the evaluator share: heartbeat, stop signal, sample store."""
+"""Parts of the event loop that the actor and the evaluator share: heartbeat, stop signal, files."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any
 
-from pipeline.rollout.sample_store import SampleStore
 from pipeline.utils import heartbeat
 
 REPORT_SECONDS = 1.0
@@ -20,13 +19,13 @@ async def beat() -> None:
 
 
 @asynccontextmanager
-async def close_in_thread(store: SampleStore) -> AsyncIterator[None]:
-    """Open the store in the block. Closing it may take a while, so a thread does that."""
-    store.__enter__()
+async def open_in_thread(files: AbstractContextManager[Any]) -> AsyncIterator[None]:
+    """Open a sample store or a journal in the block. A thread opens and closes it, since a disk may be slow."""
+    await asyncio.to_thread(files.__enter__)
     try:
         yield
     finally:
-        await asyncio.to_thread(store.__exit__, None, None, None)
+        await asyncio.to_thread(files.__exit__, None, None, None)
 
 
 async def work_until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:

@@ -5,7 +5,9 @@
 | `issue_loop` | an endless loop that issues groups, bounded by servers and trainer |
 | `issue_queue` | the order in which positions are issued |
 | `group_rollout` | all rollouts of a position's prompt, as one group |
-| `sample_rollout`, `pausable_timeout` | one rollout; the timeout of its task, paused while the policy samples |
+| `sample_rollout`, `rollout_policy` | one rollout; the policy that its task samples from |
+| `pausable_timeout` | the timeout of a rollout's task, paused while the policy samples |
+| `episode_record`, `episode_journal` | what is recorded of episodes in flight, and its replay; the files with it |
 | `agent_endpoint/` | the endpoint that an external agent calls |
 | `eval_rollouts` | evaluations of the held-out prompts and of further sets |
 | `server_pool`, `server_client` | the client of all inference servers; the client of one |

@@ -26,7 +26,8 @@ from pipeline.environments.task_calls import TaskCalls
 from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import DeadlineError, TaskError
-from pipeline.rollout.sample_rollout import Rollout, Sampling, completion_of, roll_out, to_sample
+from pipeline.rollout.rollout_policy import Sampling
+from pipeline.rollout.sample_rollout import Rollout, completion_of, roll_out, to_sample
 from pipeline.rollout.sample_store import SampleRecord, records_of_evaluation
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.sample_records import ASKED, EVALUATED, EvalRequest, EvalResult, Sample, mean_metrics

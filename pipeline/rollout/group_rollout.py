@@ -1,6 +1,7 @@
 """All rollouts of the prompt of a position, as one group.
 
-Owns the building of groups and the limit on consecutive failures of a task. Promises that `build` always returns a
+Owns the building of groups and the limit on consecutive failures of a task. Samples that a lost actor recorded continue
+(`pipeline.rollout.episode_record`). Promises that `build` always returns a
 group whose samples and failure reasons number `rollout.group_size`. With `rollout.oversample` the group holds at most
 that many samples, the first to end, and all failure reasons until then. Raises only `TaskError`, when
 `rollout.max_consecutive_failures` consecutive samples failed.
@@ -9,20 +10,18 @@ that many samples, the first to end, and all failure reasons until then. Raises 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.environments import Prompt, Task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.guarded_call import call_guarded
 from pipeline.environments.task_calls import RenderedPrompt, TaskCalls
 from pipeline.errors import TaskError
-from pipeline.rollout.sample_rollout import (
-    Rollout,
-    Sampling,
-    completion_of,
-    failure_kind,
-    roll_out,
-    to_sample,
-)
+from pipeline.rollout.episode_journal import EpisodeJournal
+from pipeline.rollout.episode_record import GroupRecord
+from pipeline.rollout.rollout_policy import Sampling
+from pipeline.rollout.sample_rollout import Rollout, completion_of, failure_kind, roll_out, to_sample
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.ledger import prompt_at
 from pipeline.transport.sample_records import Group, Sample
@@ -51,35 +50,54 @@ class GroupBuilder:
     """Makes the group of a position."""
 
     def __init__(
-        self, task: Task, calls: TaskCalls, chat: ChatTokenizer, servers: InferenceClient, config: RunConfig
+        self,
+        task: Task,
+        calls: TaskCalls,
+        chat: ChatTokenizer,
+        servers: InferenceClient,
+        config: RunConfig,
+        journal: EpisodeJournal | None = None,
     ) -> None:
-        """Episodes of `task` run in this process; `calls` makes its prompts and rewards."""
+        """Episodes of `task` run in this process; `calls` makes its prompts and rewards. `journal` records episodes in
+        flight; by default nothing is recorded."""
         rollout = config.rollout
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
         self._seed, self._size, self._extra = config.seed, rollout.group_size, rollout.oversample
         self._whole_answers = bool(config.reward.functions)
         length, seconds = config.model.max_length, rollout.episode_seconds
         self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
+        self._stale = config.training.stale
+        self.journal = journal or EpisodeJournal(Path(), 0)
         self.patience = FailureStreak(rollout.max_consecutive_failures)
 
-    async def build(self, position: int) -> Group:
-        """The group of a position; `TaskError` when the task keeps failing."""
+    async def build(self, position: int, oldest: int = 0) -> Group:
+        """The group of a position; `TaskError` when the task keeps failing. Recorded tokens of policy versions before
+        `oldest` are too old (`pipeline.transport.staleness.is_usable`)."""
         index = prompt_at(position, len(self._task), self._seed)
         rendered = await self._calls.prompt(index)
         if isinstance(rendered, str):
             group = Group(position=position, prompt=index, failures=(rendered,) * self._size)
         else:
-            group = await self._sampled(position, index, rendered)
+            record = GroupRecord(position, self.journal, self._size + self._extra, oldest, self._stale)
+            group = await self._sampled(position, index, rendered, record)
         self.patience.note(len(group.samples), group.failures)
         return group
 
-    async def _sampled(self, position: int, index: int, rendered: RenderedPrompt) -> Group:
+    async def _sampled(self, position: int, index: int, rendered: RenderedPrompt, record: GroupRecord) -> Group:
         environment = self._task, self._calls, self._chat, self._servers
-        rollouts = await roll_out(*environment, self._sampling, rendered, self._size, self._extra)
+        replays = call_guarded("can_replay raised", lambda: self._task.can_replay(rendered.prompt)) is True
+        records = record.begin(replays)
+        rollouts = await roll_out(*environment, self._sampling, rendered, self._size, self._extra, records)
         samples, failures = await self._scored(rendered.prompt, rollouts)
         abandoned = tuple(rollout.seconds for rollout in rollouts if rollout.abandoned)
         return Group(
-            position=position, prompt=index, samples=tuple(samples), failures=tuple(failures), abandoned=abandoned
+            position=position,
+            prompt=index,
+            samples=tuple(samples),
+            failures=tuple(failures),
+            abandoned=abandoned,
+            reused=record.reused,
+            resampled=record.resampled,
         )
 
     async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[list[Sample], list[str]]:

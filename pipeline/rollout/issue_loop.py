@@ -3,8 +3,8 @@
 Owns when positions are issued, and the publishing of their groups. Promises that positions are issued in order, under
 the staleness gate, at most `rollout.concurrency` at a time; that a full topic delays only groups; and that no position
 is lost: a position is issued again if it was in flight when an actor crashed, was refused by the trainer, or was lost
-with the last writes of a streams' backend. Never decides that training is over. Must not know tasks or the meaning of
-tokens.
+with the last writes of a streams' backend; and that the recorded episodes of a position that was in flight continue.
+Never decides that training is over. Must not know tasks or the meaning of tokens.
 
 Only servers that the trainer declared current receive requests: the board lists them.
 """
@@ -41,6 +41,8 @@ class Counts:
     samples: int = 0
     abandoned: int = 0
     tokens: int = 0
+    reused: int = 0
+    resampled: int = 0
     in_flight: int = 0
 
     def add(self, group: Group) -> None:
@@ -48,6 +50,8 @@ class Counts:
         self.groups += 1
         self.samples += len(group.samples)
         self.abandoned += len(group.abandoned)
+        self.reused += group.reused
+        self.resampled += group.resampled
         self.tokens += sum(int(row.sampled.sum()) for sample in group.samples for row in sample.rows())
 
 
@@ -64,6 +68,7 @@ class IssueLoop:
     ) -> None:
         self._streams, self._board, self._builder, self._client = streams, board, builder, client
         self._gate = StalenessGate(config.training.prompts_per_step, config.training.max_lag)
+        self._max_lag = config.training.max_lag
         self._patience = 2 * config.cluster.startup_seconds
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self._changed = asyncio.Condition()
@@ -77,7 +82,11 @@ class IssueLoop:
         """Run until cancelled; `TaskError` when the task never succeeds, `DeadlineError` without a trainer."""
         self._reissues = await self._streams.reader("reissue", Reissue, "actor")
         self._generation = self._streams.generation
-        self._queue = IssueQueue(*await self._unissued())
+        missing, first_new = await self._unissued()
+        # Of the other positions, the group is published or done.
+        in_flight = set(missing)
+        self._builder.journal.retain(lambda position: position >= first_new or position in in_flight)
+        self._queue = IssueQueue(missing, first_new)
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._watch())
             self._tasks.create_task(self._take_back())
@@ -92,6 +101,8 @@ class IssueLoop:
             "samples": counts.samples,
             "abandoned_samples": counts.abandoned,
             "tokens": counts.tokens,
+            "reused_tokens": counts.reused,
+            "resampled_tokens": counts.resampled,
             "in_flight": counts.in_flight,
             "failed_samples": failures.total(),
             "version": self._progress.version,
@@ -164,11 +175,19 @@ class IssueLoop:
     async def _produce(self, position: int) -> None:
         self.counts.in_flight += 1
         try:
-            group = await self._builder.build(position)
+            group = await self._builder.build(position, self._oldest(position))
             await self._publish(group)
+            self._builder.journal.drop(position)
         finally:
             self.counts.in_flight -= 1
             self._slots.release()
+
+    def _oldest(self, position: int) -> int:
+        """The oldest policy version whose recorded tokens the group of a position may have. An awaited one is not
+        refused again, since the gate counts it with the weights of its issue."""
+        if position in self._awaited and self._gate.slowest is not None:
+            return self._gate.slowest
+        return self._progress.version - self._max_lag
 
     async def _publish(self, group: Group) -> None:
         """Publish a group, and acknowledge the reissue requests for it in the same operation."""

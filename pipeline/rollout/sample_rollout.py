@@ -1,10 +1,9 @@
 """One rollout of a prompt.
 
-Owns the connection of a task's episode with the servers: the policy that the task samples from, and the conversion of
+Owns the run of a task's episode with a policy (`pipeline.rollout.rollout_policy`), and the conversion of
 an episode to a reward and a wire record, or to a failure reason. Promises that a task which raises, returns nonsense or
-exceeds its time costs one sample, with its reason, and nothing else; that waiting for the servers never costs a sample,
-however long; that the rollouts of a group share one request for their first turn, unless some may be abandoned; and
-that an abandoned rollout is cancelled at once, also on its server.
+exceeds its time costs one sample, with its reason, and nothing else; that an abandoned rollout is cancelled at once,
+also on its server; and that an episode which ended before the actor was lost is not run again.
 """
 
 import asyncio
@@ -16,17 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.environments import Completion, Episode, Message, Prompt, Task, Turn
+from pipeline.environments import Completion, Episode, Prompt, Task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.episode import EpisodeBranch
 from pipeline.environments.guarded_call import REASON_LENGTH, failure_reason
 from pipeline.environments.rewards import Score
 from pipeline.environments.task_calls import RenderedPrompt, TaskCalls
-from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import DeadlineError, EpisodeError, RolloutError
-from pipeline.rollout.agent_endpoint.episode_endpoint import LOOPBACK, Endpoint
+from pipeline.rollout.episode_record import EpisodeRecord
 from pipeline.rollout.pausable_timeout import PausableTimeout
-from pipeline.rollout.routed_experts import known_records
+from pipeline.rollout.rollout_policy import Sampler, Sampling
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.sample_records import MAX_VERSION_OFFSET, Branch, Sample
 
@@ -34,28 +32,6 @@ LONG_PROMPT = 2000
 """Characters of a prompt above which tokenizing takes longer than the hand-over to a thread."""
 CLEAN_UP_SECONDS = 5.0
 """Timeout of a task's clean-up after its sample is abandoned; after that the group no longer waits for it."""
-MAX_IDS = 1 << 31
-"""Upper bound of token ids in a record, used when a model's config does not name the vocabulary size."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters and limits.
-
-    Attributes:
-        temperature: 0 is greedy.
-        max_tokens: limit of a turn in tokens.
-        max_length: limit of an episode in tokens.
-        seconds: limit of the task's own time in an episode; 0: none.
-        top_p, top_k: truncation of the sampled distribution; top_k 0: all tokens.
-    """
-
-    temperature: float
-    max_tokens: int
-    max_length: int
-    seconds: float
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,141 +45,6 @@ class Rollout:
     abandoned: bool = False
 
 
-class Sampler:
-    """Samples turns for the rollouts of one prompt."""
-
-    def __init__(
-        self,
-        servers: InferenceClient,
-        calls: TaskCalls,
-        chat: ChatTokenizer,
-        sampling: Sampling,
-        prompt: Sequence[int],
-        count: int,
-    ) -> None:
-        self._servers, self.calls, self._chat, self.sampling = servers, calls, chat, sampling
-        self.vocabulary = chat.vocabulary or MAX_IDS
-        self._prompt, self._count = prompt, count
-        self._opening: asyncio.Task[Sequence[Turn]] | None = None
-
-    def policy(self, index: int, own_time: PausableTimeout) -> "RolloutPolicy":
-        """The policy of rollout `index`. Sampling pauses the task's `own_time`."""
-        return RolloutPolicy(self, self._chat, self._prompt, index, own_time)
-
-    async def opening(self, index: int) -> Turn:
-        """The first turn of rollout `index`. One request samples it for all rollouts; with a single rollout, cancelling
-        the rollout also cancels the request."""
-        if self._count == 1:
-            return await self.continuation(self._prompt)
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._generate(self._prompt, self._count))
-        turns = await asyncio.shield(self._opening)
-        return turns[index]
-
-    async def continuation(self, tokens: Sequence[int], known: tuple[bytes, ...] = ()) -> Turn:
-        """One turn after `tokens`, whose first ones have the `known` routed experts."""
-        return (await self._generate(tokens, 1, known=known))[0]
-
-    async def continuations(
-        self, tokens: Sequence[int], n: int, max_tokens: int | None, known: tuple[bytes, ...] = ()
-    ) -> Sequence[Turn]:
-        """`n` turns after `tokens`, of at most `max_tokens` if that is below the run's limit; `known`: see
-        `continuation`."""
-        return await self._generate(tokens, n, max_tokens, known)
-
-    def close(self) -> None:
-        """Cancel the shared request, which no rollout awaits any more."""
-        if self._opening is not None:
-            self._opening.cancel()
-
-    async def _generate(
-        self, tokens: Sequence[int], n: int, max_tokens: int | None = None, known: tuple[bytes, ...] = ()
-    ) -> Sequence[Turn]:
-        sampling = self.sampling
-        remaining = sampling.max_length - len(tokens)
-        if remaining < 1:
-            raise RolloutError(f"{len(tokens)} tokens leave no room below model.max_length={sampling.max_length}")
-        return await self._servers.generate(
-            tokens,
-            n=n,
-            temperature=sampling.temperature,
-            max_tokens=min(sampling.max_tokens, remaining, max_tokens or remaining),
-            stop_token_ids=self._chat.stop_token_ids,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            known=known,
-        )
-
-
-class RolloutPolicy:
-    """The `Policy` of one rollout."""
-
-    def __init__(
-        self, sampler: Sampler, chat: ChatTokenizer, prompt: Sequence[int], index: int, own_time: PausableTimeout
-    ) -> None:
-        self._sampler, self._chat, self._index, self._own_time = sampler, chat, index, own_time
-        self._opened = False
-        self._earlier: tuple[tuple[int, ...], tuple[bytes, ...]] = (), ()
-        self.prompt = prompt
-
-    async def sample(self, tokens: Sequence[int]) -> Turn:
-        """The next turn after `tokens`."""
-        with self._own_time.pause():
-            if not self._opened and list(tokens) == list(self.prompt):
-                self._opened = True
-                turn = await self._sampler.opening(self._index)
-            else:
-                turn = await self._sampler.continuation(tokens, self._known(tokens))
-            self._note(tokens, turn)
-            return turn
-
-    def endpoint(self, form: ToolCallSyntax = "tagged", address: str = LOOPBACK) -> Endpoint:
-        return Endpoint(self._chat, self._sample_turns, self._sampler.sampling.max_length, form, address)
-
-    async def _sample_turns(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
-        with self._own_time.pause():
-            turns = await self._sampler.continuations(tokens, n, max_tokens, self._known(tokens))
-            self._note(tokens, turns[0])
-            return turns
-
-    def _known(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
-        """The routed experts of the first tokens, if they are those of the previous turn and its input."""
-        return known_records(tokens, *self._earlier)
-
-    def _note(self, tokens: Sequence[int], turn: Turn) -> None:
-        if turn.routed_experts:
-            self._earlier = (*tokens, *turn.tokens), tuple(turn.routed_experts)
-
-    def remaining_tokens(self, tokens: Sequence[int]) -> int:
-        return max(0, self._sampler.sampling.max_length - len(tokens))
-
-    def encode(self, text: str) -> list[int]:
-        return self._chat.encode(text)
-
-    def encode_observation(
-        self, prompt: Prompt, history: Sequence[Message], new_messages: Sequence[Message]
-    ) -> list[int]:
-        return self._chat.encode_observation([*prompt.messages, *history[:-1]], new_messages, prompt.tools)
-
-    async def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
-        with self._own_time.pause():  # the pool has a separate deadline, and its queue is not the task's time
-            # The shield lets the call of an abandoned sample end by itself: cancelling it would kill the worker.
-            result = await asyncio.shield(self._sampler.calls.use(prompt, name, arguments))
-        if isinstance(result, str):
-            raise RolloutError(result)
-        return result.text
-
-    async def run(self, prompt: Prompt, name: str, arguments: Any) -> str:
-        with self._own_time.pause():
-            result = await self._sampler.calls.run(prompt, name, arguments, self._own_time.resume())
-        if isinstance(result, str):
-            raise RolloutError(result)
-        return result.text
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._chat.decode(tokens)
-
-
 async def roll_out(
     task: Task,
     calls: TaskCalls,
@@ -213,8 +54,11 @@ async def roll_out(
     rendered: RenderedPrompt,
     count: int,
     extra: int = 0,
+    records: Sequence[EpisodeRecord] = (),
 ) -> list[Rollout]:
     """`count` concurrent rollouts of a prompt, as one `Rollout` each, in order. `calls` executes their tools.
+
+    `records` has the record of each rollout; by default nothing is recorded.
 
     With `extra`, that many more are started and reported. Once `count` have an episode, the others are abandoned.
     """
@@ -223,7 +67,9 @@ async def roll_out(
     except Exception as error:  # noqa: BLE001 a tokenizer may fail on a task's text: any error is the reason
         return [Rollout(reason=failure_reason("prompt could not be tokenised", error))] * count
     # A shared request completes with its longest sample, so rollouts that may be abandoned use separate requests.
-    sampler = Sampler(servers, calls, chat, sampling, tokens, 1 if extra else count)
+    shares = count > 1 and not extra
+    records = records or [EpisodeRecord() for _ in range(count + extra)]
+    sampler = Sampler(servers, calls, chat, sampling, tokens, records, shares)
     try:
         episodes = [_episode(task, rendered.prompt, sampler, index) for index in range(count + extra)]
         return await (_first(episodes, count) if extra else asyncio.gather(*episodes))
@@ -259,7 +105,9 @@ async def _tokens(chat: ChatTokenizer, text: str) -> list[int]:
 
 
 async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> Rollout:
-    started = time.monotonic()
+    started, record = time.monotonic(), sampler.records[index]
+    if record.ended is not None:
+        return Rollout(record.ended.episode, seconds=record.ended.seconds)
     own_time = PausableTimeout(sampler.sampling.seconds)
     try:
         episode = await own_time.limit(task.rollout(prompt, sampler.policy(index, own_time)))
@@ -272,7 +120,11 @@ async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> 
     except Exception as error:  # noqa: BLE001 the task is foreign code: any error is this sample's reason
         return Rollout(reason=failure_reason("rollout raised", error))
     wrong = _unusable(episode, sampler.sampling.max_length, sampler.vocabulary)
-    return Rollout(reason=wrong) if wrong else Rollout(episode, seconds=time.monotonic() - started)
+    if wrong:
+        return Rollout(reason=wrong)
+    seconds = time.monotonic() - started
+    record.end(episode, seconds)
+    return Rollout(episode, seconds=seconds)
 
 
 def _unusable(episode: Any, max_length: int, vocabulary: int) -> str:

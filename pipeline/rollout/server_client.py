@@ -9,7 +9,7 @@ for its partial result (`/inference/v1/abort_requests`) before it is abandoned. 
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal
 from uuid import uuid4
@@ -72,6 +72,20 @@ class Completion:
     def complete(self) -> bool:
         """False when the policy has not finished."""
         return self.finish != "abort"
+
+    def followed_by(self, then: "Completion") -> "Completion":
+        """This part of a completion and the next one, as one. The routed experts of `then` begin with those of this
+        part."""
+        return replace(
+            then,
+            tokens=self.tokens + then.tokens,
+            logprobs=self.logprobs + then.logprobs,
+            # An abort before the first token has sampled with no version.
+            version_min=min(self.version_min, then.version_min) if self.tokens else then.version_min,
+            version_max=max(self.version_max, then.version_max),
+            seconds=self.seconds + then.seconds,
+            versions=self.versions + then.versions,
+        )
 
 
 class _Span(msgspec.Struct):

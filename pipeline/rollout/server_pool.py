@@ -18,8 +18,9 @@ less often. The unreturned tokens of a lost server are lost, so a long sample is
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Self
@@ -125,11 +126,15 @@ class InferenceClient:
         top_p: float = 1.0,
         top_k: int = 0,
         known: tuple[bytes, ...] = (),
+        begun: Completion | None = None,
+        note: Callable[[int, Completion], None] = lambda index, piece: None,
     ) -> list[Completion]:
         """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
 
         `known` are the routed experts of the first tokens, from earlier responses; servers leave them out.
         With `top_p` or `top_k` the log-probabilities are those of the truncated distribution.
+        `begun` is the first part of the only continuation, from an earlier call: only the rest is requested.
+        `note` receives each response as it comes: the index of the continuation, and its next part.
 
         Retries until the request succeeds. Raises `RolloutError` for a request that can never succeed or under which
         servers crash, and `DeadlineError` if no server is eligible for `server_seconds`.
@@ -138,10 +143,16 @@ class InferenceClient:
         self.requests += 1
         sampling = n, temperature, max_tokens, list(stop_token_ids), top_p, top_k
         request = GenerationRequest(list(token_ids), *sampling, self._routing, known)
-        completions = await self._somewhere(request)
+        if begun is None:
+            completions, earlier = await self._somewhere(request), 0
+            for index, completion in enumerate(completions):
+                note(index, completion)
+        else:
+            completions, earlier = [begun], len(begun.tokens)
         if not all(completion.complete for completion in completions):
-            completions = list(await asyncio.gather(*(self._finished(part, request) for part in completions)))
-        self.tokens += sum(len(completion.tokens) for completion in completions)
+            parts = [self._finished(part, request, partial(note, index)) for index, part in enumerate(completions)]
+            completions = list(await asyncio.gather(*parts))
+        self.tokens += sum(len(completion.tokens) for completion in completions) - earlier
         return completions
 
     def numbers(self) -> dict[str, float]:
@@ -175,7 +186,9 @@ class InferenceClient:
         self._suspects.abandon()
         raise RolloutError(ABANDONED)
 
-    async def _finished(self, part: Completion, request: GenerationRequest) -> Completion:
+    async def _finished(
+        self, part: Completion, request: GenerationRequest, note: Callable[[Completion], None]
+    ) -> Completion:
         """`part`, continued until it is complete."""
         while not part.complete:
             left = request.max_tokens - len(part.tokens)
@@ -184,7 +197,8 @@ class InferenceClient:
             tokens = [*request.token_ids, *part.tokens]
             rest = replace(request, token_ids=tokens, n=1, max_tokens=left, known=part.routed_experts)
             (more,) = await self._somewhere(rest)
-            part = _joined(part, more)
+            note(more)
+            part = part.followed_by(more)
         return part
 
     async def _least_loaded(self) -> Server:
@@ -230,21 +244,6 @@ def _marked(completion: Completion, piece: int, max_tokens: int) -> Completion:
     """Mark a completion that stopped at the end of a piece, not at `max_tokens`, as one to be continued."""
     is_piece_end = piece < max_tokens and completion.finish == "length" and len(completion.tokens) == piece
     return replace(completion, finish="abort") if is_piece_end else completion
-
-
-def _joined(first: Completion, then: Completion) -> Completion:
-    """Concatenate two parts of a completion."""
-    return replace(
-        then,
-        tokens=first.tokens + then.tokens,
-        logprobs=first.logprobs + then.logprobs,
-        # An abort before the first token has sampled with no version.
-        version_min=min(first.version_min, then.version_min) if first.tokens else then.version_min,
-        version_max=max(first.version_max, then.version_max),
-        seconds=first.seconds + then.seconds,
-        versions=first.versions + then.versions,
-        routed_experts=then.routed_experts,  # which begin with those of `first`
-    )
 
 
 def _pauses() -> Iterator[float]:

@@ -30,6 +30,7 @@ names that its owner's module defines. Pure: creates no directory and reads no f
       attached/<number>/                  a job that serves the run in addition to its own: run.json, config.json,
                                           job.json, job.lock, submitit/, rendezvous/ and attempts/ as those of a run
       rollouts/train/  rollouts/eval/     samples that are saved for inspection
+      episodes/                           the journal of episodes in flight
       metrics.jsonl  ledger.jsonl  report.html  finished.json
       evaluation.json  benchmark/         in a run that only evaluates: its results, and the files of its command
 
@@ -300,6 +301,11 @@ class RunPaths:
     def rollouts(self) -> Path:
         """The folder of samples that are saved for inspection (`pipeline.rollout.sample_store`)."""
         return self.root / "rollouts"
+
+    @property
+    def episodes(self) -> Path:
+        """The journal of episodes in flight (`pipeline.rollout.episode_journal`)."""
+        return self.root / "episodes"
 
     @property
     def metrics(self) -> Path:

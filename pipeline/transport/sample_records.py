@@ -226,6 +226,8 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
         samples: the successful samples.
         failures: the reason of each failed sample.
         abandoned: run time in seconds of each sample that was cancelled because the group had enough without it.
+        reused, resampled: tokens that a lost actor had recorded of the group: those that the samples have, and those
+            that were sampled again.
     """
 
     position: Index
@@ -233,6 +235,8 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
     samples: tuple[Sample, ...] = ()
     failures: tuple[str, ...] = ()
     abandoned: tuple[float, ...] = ()
+    reused: int = 0
+    resampled: int = 0
 
     @property
     def versions(self) -> tuple[int, int]:

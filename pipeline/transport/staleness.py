@@ -1,8 +1,8 @@
 """The bound on generation ahead of training.
 
-Owns the rule of `training.max_lag`: at admission (`StalenessGate`, in the actor) and at the trainer (`is_refused`,
-`is_fresh`). A pure state machine: numbers in, a limit out. It owns no task, client or clock, and decides neither
-backpressure nor completion.
+Owns the rule of `training.max_lag`: at admission (`StalenessGate`, in the actor; `is_usable`, for recorded tokens) and
+at the trainer (`is_refused`, `is_fresh`). A pure state machine: numbers in, a limit out. It owns no task, client or
+clock, and decides neither backpressure nor completion.
 
 Terms: the trainer's version v is the number of steps done; one step trains P groups. A group is outstanding from its
 issue until the trainer marks it done (trained, filtered or failed). A sample of policy version w that is trained at
@@ -115,6 +115,12 @@ def is_refused(version: int, group: Group, max_lag: int, stale: Stale, masked: s
         return False
     rows = (row for sample in group.samples if sample.finish != masked for row in sample.rows())
     return stale == "refuse" or not any(is_fresh(row, version - max_lag).any() for row in rows)
+
+
+def is_usable(version_min: int, version_max: int, oldest: int, stale: Stale) -> bool:
+    """Whether recorded tokens of these policy versions are worth continuing, where tokens of weights before `oldest`
+    are too old now: none of them is, or, if those are masked, not all."""
+    return (version_min if stale == "refuse" else version_max) >= oldest
 
 
 def is_fresh(row: TokenRow, oldest: int) -> NDArray[np.bool_]:

@@ -148,6 +148,11 @@ class SegmentWriter:
         self._file = -1
         self._open_next()
 
+    @property
+    def number(self) -> int:
+        """The number of the current segment."""
+        return self._number
+
     def append(self, payloads: Sequence[bytes]) -> None:
         """Write the entries; on return they are on disk. After an `OSError` none or some of them are written."""
         if segments(self._folder)[-1:] != [self._number]:

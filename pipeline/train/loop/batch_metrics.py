@@ -37,6 +37,8 @@ def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0
         "completion_length/mean": float(lengths.mean()),
         "completion_length/max": float(lengths.max()),
         "groups/failed_samples": float(sum(len(prepared.group.failures) for prepared in groups)),
+        "groups/reused_tokens": float(sum(prepared.group.reused for prepared in groups)),
+        "groups/resampled_tokens": float(sum(prepared.group.resampled for prepared in groups)),
         "oversample/canceled_samples": float(len(abandoned)),
         "oversample/wasted_fraction": wasted / (used + wasted) if wasted else 0.0,
     }

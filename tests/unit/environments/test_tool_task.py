@@ -19,7 +19,8 @@ from pipeline.environments.sandbox import missing_namespaces
 from pipeline.environments.task_calls import RenderedPrompt, ToolResult
 from pipeline.environments.tool_task import ToolCall, Tools
 from pipeline.errors import ConfigError
-from pipeline.rollout.sample_rollout import Sampling, completion_of, roll_out, to_sample
+from pipeline.rollout.rollout_policy import Sampling
+from pipeline.rollout.sample_rollout import completion_of, roll_out, to_sample
 from tests.fakes.inline_calls import InlineCalls
 from tests.unit.environments.test_tasks import Said
 

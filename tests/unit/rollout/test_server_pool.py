@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import DeadlineError, RolloutError
 from pipeline.rollout.server_client import FINAL_ONLY, Completion, Server
-from pipeline.rollout.server_pool import InferenceClient, _joined
+from pipeline.rollout.server_pool import InferenceClient
 from pipeline.utils import backoff
 from pipeline.utils.poison_request import MAX_SERVER_CRASHES
 from tests.fakes.mortal_server import POISON, a_mortal_server
@@ -345,7 +345,7 @@ completions = st.builds(
 
 @given(completions, completions)
 def test_two_parts_make_one_sample_that_hides_no_version(first: Completion, then: Completion) -> None:
-    whole = _joined(first, then)
+    whole = first.followed_by(then)
     assert whole.tokens == first.tokens + then.tokens
     assert whole.finish == then.finish
     assert whole.version_min <= then.version_min
