@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import WAIT_SECONDS
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "contributing.md").read_text()
 ROWS: dict[str, str] = dict(re.findall(r"^\| \*\*(.+?)\*\* \| (.*?) \| .*\|$", PAGE, re.MULTILINE))
@@ -166,7 +168,7 @@ class Copy:
             env={"PYTHONPATH": f"{self.root}:{ROOT}", "PATH": "/usr/bin:/bin", "HOME": str(self.root)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=WAIT_SECONDS,
         )
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
