@@ -66,7 +66,7 @@ Steps = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(steps=Steps)
 def test_the_files_hold_what_was_added_and_not_dropped(tmp_path_factory: pytest.TempPathFactory, steps: object) -> None:
     """With a segment for every few entries."""
