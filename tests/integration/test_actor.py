@@ -1,5 +1,6 @@
 """The actor's process: a real Redis, servers over real HTTP, and the test in the trainer's place."""
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -15,6 +17,7 @@ from pipeline.transport import Streams
 from pipeline.transport.ledger import Ledger
 from pipeline.transport.sample_records import EvalRequest, EvalResult, Group, PreparedGroup, Reissue
 from pipeline.transport.shared_state import SharedState
+from pipeline.transport.topic_segments import SegmentPosition, walk
 from pipeline.utils.subprocesses import Child, tail
 from pipeline.utils.waiting import wait_for
 from tests.fakes.async_server import ADDRESS
@@ -242,6 +245,56 @@ def test_what_was_in_flight_when_an_actor_died_is_issued_again(trainer: Trainer)
         server.hold.set()
     trainer.attempt.start("actor")
     assert positions(trainer.take(LIMIT)) == list(range(LIMIT))
+
+
+@pytest.mark.parametrize("requeued", [False, True])
+def test_episodes_of_a_lost_actor_continue_in_place_and_in_the_next_attempt(
+    stack: ExitStack, tmp_path: Path, requeued: bool
+) -> None:
+    """The second actor samples no turn that the first one had, and each sampled token is in exactly one sample."""
+    trainer = a_trainer(stack, tmp_path, servers=1, task="tests.support.tasks.dialogue_tasks:Dialogue")
+    (server,) = trainer.servers
+    child = trainer.attempt.start("actor")
+    server.limit = LIMIT + 5  # the first turns, which share a request, and a few of the second
+    trainer.begin()
+    wait_for("requests in flight", lambda: server.in_flight == SAMPLES * LIMIT, WAIT_SECONDS)
+    recorded = server.sampled
+    wait_for("the journal", lambda: recorded_tokens(tmp_path) == recorded, WAIT_SECONDS)
+    child.kill()
+    wait_for("the end of its connections", lambda: server.in_flight == 0, WAIT_SECONDS)
+    server.limit = math.inf
+    if requeued:
+        trainer.attempt.redis.stop(5)
+        trainer = next_attempt(stack, trainer)
+    trainer.attempt.start("actor")
+    trainer.begin()
+    groups = trainer.take(LIMIT)
+    trainer.wait_for_number("reused_tokens", recorded)
+    trainer.wait_for_number("resampled_tokens", 0)
+    sampled = {
+        int(-1024 * logprob)
+        for group in groups
+        for sample in group.samples
+        for logprob in sample.logprob_array()[sample.sampled_array() > 0]
+    }
+    assert sampled == set(range(1, server.sampled + 1))
+
+
+def next_attempt(stack: ExitStack, trainer: Trainer) -> Trainer:
+    """The requeued job, with the same servers."""
+    before = trainer.attempt
+    endpoints = tuple((ADDRESS, server.port) for server in trainer.servers)
+    attempt = stack.enter_context(an_attempt(before.paths.run, before.config, endpoints, "7-1"))
+    return Trainer(attempt, stack.enter_context(attempt.connect()), trainer.servers)
+
+
+def recorded_tokens(run: Path) -> int:
+    """The tokens in the journal of a run, read as its actor writes it."""
+    folder, total = run / "episodes", 0
+    for frame in walk(folder, SegmentPosition(0, 0)):
+        event = msgspec.msgpack.decode(msgspec.msgpack.decode(frame.data)[3])
+        total += len(event.get("completion", {}).get("tokens", ()))
+    return total
 
 
 def test_a_restarted_actor_fills_the_holes_and_doubles_nothing(trainer: Trainer) -> None:

@@ -57,7 +57,9 @@ class Attempt:
 
 
 @contextmanager
-def an_attempt(run: Path, config: RunConfig, servers: tuple[tuple[str, int], ...] = ()) -> Iterator[Attempt]:
+def an_attempt(
+    run: Path, config: RunConfig, servers: tuple[tuple[str, int], ...] = (), name: str = "7-0"
+) -> Iterator[Attempt]:
     """An attempt in the run directory `run`; `servers` are the addresses and ports of its inference servers."""
     with hold_port() as holder, ExitStack() as stack:
         placements = [Placement(role="redis", index=0, rank=0, address=ADDRESS, ports=(holder.getsockname()[1],))]
@@ -65,7 +67,7 @@ def an_attempt(run: Path, config: RunConfig, servers: tuple[tuple[str, int], ...
             placements.append(Placement(role="inference", index=index, rank=0, address=address, ports=(port,)))
         for role in ("actor", "preprocessor"):
             placements.append(Placement(role=role, index=0, rank=0, address=ADDRESS))
-        attempt = Attempt(AttemptPaths(run, "run-1", "7-0"), config, _world(tuple(placements)))
+        attempt = Attempt(AttemptPaths(run, "run-1", name), config, _world(tuple(placements), name))
         shared_files.write_document(RunPaths(run).config, config.model_dump(mode="json"))
         shared_files.write_document(attempt.paths.rendezvous / "world.json", attempt.world)
         attempt.redis = stack.enter_context(running_redis(attempt.context("redis")))
@@ -76,8 +78,8 @@ def an_attempt(run: Path, config: RunConfig, servers: tuple[tuple[str, int], ...
                 child.stop(STOP_SECONDS)
 
 
-def _world(placements: tuple[Placement, ...]) -> World:
-    return World(run_id="run-1", attempt="7-0", epoch=1, leader=0, secret=_SECRET, placements=placements)
+def _world(placements: tuple[Placement, ...], attempt: str = "7-0") -> World:
+    return World(run_id="run-1", attempt=attempt, epoch=1, leader=0, secret=_SECRET, placements=placements)
 
 
 PASSWORD = _world(()).password

@@ -1,6 +1,7 @@
 """A small server that speaks vLLM's generate route and answers sums, with faults on demand; real HTTP, no model."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
@@ -24,12 +25,19 @@ Fault = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class PolicyServer:
-    """Answers right in every other sample of a request, or always when greedy, with the weights `version`."""
+    """Answers right in every other sample of a request, or always when greedy, with the weights `version`. What is no
+    sum gets the answer 7.
+
+    Each sampled token has a log-probability of its own, the next multiple of −2⁻¹⁰, and `sampled` counts the tokens
+    that went to a living client. Requests beyond `limit` answered ones wait.
+    """
 
     version: int = 0
     port: int = 0
     requests: int = 0
     in_flight: int = 0
+    sampled: int = 0
+    limit: float = math.inf
     faults: list[Fault] = field(default_factory=list)
     hold: threading.Event = field(default_factory=threading.Event)
 
@@ -44,14 +52,29 @@ class PolicyServer:
         version = self.version
         self.in_flight += 1
         try:
-            while not self.hold.is_set():
+            while (not self.hold.is_set() or self.limit < 1) and not _is_gone(request):
                 await asyncio.sleep(0.005)
         finally:
             self.in_flight -= 1
+        if _is_gone(request):
+            return web.Response()
+        self.limit -= 1
         sampling = asked["sampling_params"]
-        right = str(evaluate(CHAT.decode(asked["token_ids"]).strip("^=")))
+        right = _value(CHAT.decode(asked["token_ids"]).strip("^="))
         said = [right if sampling["temperature"] == 0 or n % 2 else "0" for n in range(sampling["n"])]
-        return web.json_response({"choices": [_choice(n, text, version) for n, text in enumerate(said)]})
+        return web.json_response({"choices": [self._choice(n, text, version) for n, text in enumerate(said)]})
+
+    def _choice(self, index: int, text: str, version: int) -> dict[str, Any]:
+        tokens = CHAT.encode(f"{text}$")
+        first, self.sampled = self.sampled, self.sampled + len(tokens)
+        content = [{"token_id": token, "logprob": -number / 1024} for number, token in enumerate(tokens, first + 1)]
+        return {
+            "index": index,
+            "finish_reason": "stop",
+            "token_ids": tokens,
+            "logprobs": {"content": content},
+            "weight_versions": [{"version": str(version), "start": 0, "end": len(tokens)}],
+        }
 
     def late(self, release: threading.Event) -> Fault:
         """The usual answer, once `release` is set."""
@@ -62,6 +85,18 @@ class PolicyServer:
             return await self.answer(request)
 
         return answer
+
+
+def _value(text: str) -> str:
+    try:
+        return str(evaluate(text))
+    except ValueError:
+        return "7"
+
+
+def _is_gone(request: web.Request) -> bool:
+    """Whether the client has closed the connection."""
+    return request.transport is None or request.transport.is_closing()
 
 
 async def broken(_: web.Request) -> web.StreamResponse:
@@ -79,17 +114,6 @@ async def disconnected(request: web.Request) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
-
-
-def _choice(index: int, text: str, version: int) -> dict[str, Any]:
-    tokens = CHAT.encode(f"{text}$")
-    return {
-        "index": index,
-        "finish_reason": "stop",
-        "token_ids": tokens,
-        "logprobs": {"content": [{"token_id": token, "logprob": -0.25} for token in tokens]},
-        "weight_versions": [{"version": str(version), "start": 0, "end": len(tokens)}],
-    }
 
 
 @contextmanager
