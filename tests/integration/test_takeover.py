@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from pipeline.roles.role_context import Status
+from pipeline.run.metrics_log import read_rows
 from pipeline.run.notices import read_notices
 from pipeline.run.paths import RunPaths
 from pipeline.topology.plan import NodeInfo
@@ -53,6 +54,28 @@ def test_a_spare_node_takes_over_a_killed_node_and_the_run_ends_with_every_step_
     assert {state for name, state in run.history() if name != "inference.1"} <= {"starting", "ready", "stopped"}
     assert run.rows()[-1]["sync/servers"] == 2, "the spare's server has the weights"
     assert_each_step_once(run)
+    run.assert_nothing_left()
+
+
+def test_a_spare_node_takes_over_the_trainer_of_a_killed_node_from_its_newest_checkpoint(launches: Launches) -> None:
+    sft = ("training.steps=0", "training.sft.steps=60", "training.sft.batch=8", "training.checkpoint_every=5")
+    run = launches.submit("sft", *sft, "resources.spare_nodes=1")
+
+    def steps() -> list[int]:
+        return [row["step"] for row in read_rows(run.run.metrics) if (row["kind"], row["job"]) == ("train", "sft")]
+
+    run.wait("a checkpoint", lambda: len(list(run.run.checkpoints.glob("sft-*/*/COMPLETE"))) > 0, WAIT_SECONDS)
+    doomed = [agent_of(run, 0), *processes_of(run, 0)]
+    for process in doomed:
+        process.kill()
+    assert run.end() == 0, run.output()
+    assert len(run.attempts) == 1
+    assert run.history().count(("trainer.0", "ready")) == 2
+    assert steps() == list(range(1, 61))
+    newest = max(run.run.checkpoints.glob("sft-60/*/COMPLETE"))
+    assert newest.parent.name.endswith(".1000"), "the spare's trainer is a later writer"
+    (notice,) = read_notices(run.attempts[-1])
+    assert notice.text == "rank 1 takes over trainer.0 of rank 0, which is lost: killed by SIGKILL"
     run.assert_nothing_left()
 
 
