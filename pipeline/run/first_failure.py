@@ -4,27 +4,95 @@ Owns the document `first_failure.json`: the first failure, its place, and its re
 one line, and always contains the next step. Pure: the agents write it, the launcher and the report show it.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
-_ADVICE: tuple[tuple[str, str], ...] = (
-    (
+
+class Remedy(NamedTuple):
+    """The kind of a failure, a phrase that identifies it, and what to do."""
+
+    kind: str
+    phrase: str
+    advice: str
+
+
+REMEDIES: tuple[Remedy, ...] = (
+    Remedy(
+        "out of memory",
         "for lack of memory",
         "the memory of the node or of the job ran out: ask for more (cluster.memory), or for less (--dry-run shows "
         "what the roles need)",
     ),
-    (
+    Remedy(
+        "out of memory",
         "out of memory",
         "memory ran out: lower training.micro_batch_tokens, inference.kv_cache_bytes or rollout.concurrency",
     ),
-    ("MemoryError", "memory ran out: lower training.micro_batch_tokens or give the role a separate node"),
-    ("No space left on device", "the disk is full: free space, or move the run directory and set output to its place"),
-    ("ModuleNotFoundError", "a package is missing: install the project again in this environment"),
-    ("Address already in use", "a port was taken by a foreign process: submit again"),
-    ("to become ready", "it started too slowly: read its log, or raise cluster.startup_seconds"),
-    ("hung: ", "its log ends with its stacks, where it has any; if it was only slow, raise cluster.heartbeat_seconds"),
-    ("SIGKILL", "it was killed from outside, often by the kernel when memory ran out: see dmesg, then submit again"),
+    Remedy(
+        "out of memory",
+        "MemoryError",
+        "memory ran out: lower training.micro_batch_tokens or give the role a separate node",
+    ),
+    Remedy(
+        "disk full",
+        "No space left on device",
+        "the disk is full: free space, or move the run directory and set output to its place",
+    ),
+    Remedy(
+        "disk full",
+        "Disk quota exceeded",
+        "your quota of the disk is used up: free space, or move the run directory and set output to its place",
+    ),
+    Remedy(
+        "missing package",
+        "ModuleNotFoundError",
+        "a package is missing: install the project again in this environment",
+    ),
+    Remedy(
+        "broken package",
+        "ImportError",
+        "a package does not fit the others, or a library that it needs is missing: install the project again in this "
+        "environment",
+    ),
+    Remedy("port taken", "Address already in use", "a port was taken by a foreign process: submit again"),
+    Remedy("slow start", "to become ready", "it started too slowly: read its log, or raise cluster.startup_seconds"),
+    Remedy(
+        "hang",
+        "hung: ",
+        "its log ends with its stacks, where it has any; if it was only slow, raise cluster.heartbeat_seconds",
+    ),
+    Remedy(
+        "lost node",
+        "no sign of life for",
+        "its node, or the node's disk or network, is gone: the same command resumes the run; exclude the node "
+        "(cluster.exclude) if it happens there again",
+    ),
+    Remedy(
+        "damaged weights",
+        "is not what was saved",
+        "a file of a checkpoint changed after it was written: check the disk; the same command resumes from the newest "
+        "checkpoint that is whole",
+    ),
+    Remedy(
+        "damaged weights",
+        "SafetensorError",
+        "a file of the model is damaged or incomplete: download or copy model.path again",
+    ),
+    Remedy(
+        "GPU error",
+        "CUDA error",
+        "a GPU or its driver failed: look for Xid lines in dmesg, and exclude the node (cluster.exclude) if it happens "
+        "there again",
+    ),
+    Remedy(
+        "killed",
+        "SIGKILL",
+        "it was killed from outside, often by the kernel when memory ran out: see dmesg, then submit again",
+    ),
+    Remedy("timeout", "DeadlineError", "read the log of what it waited for; the same command resumes the run"),
 )
-"""Remedies, by the first phrase that occurs in the cause or in the last log lines."""
+"""Kinds and remedies, by the first phrase that occurs in the cause or in the last log lines."""
 
 
 class FirstFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +132,18 @@ class FirstFailure(msgspec.Struct, frozen=True, kw_only=True):
             story += f" (last line: {last})"
         return " ".join(f"{story}; {self.hint}".split())
 
+    @property
+    def kind(self) -> str:
+        """The kind of the failure, such as `out of memory`; `crash` if no remedy is known for it."""
+        remedy = self._remedy()
+        return remedy.kind if remedy else "crash"
+
     def _advice(self) -> str:
+        remedy = self._remedy()
+        return (
+            remedy.advice if remedy else f"read {self.log or 'the log of its rank'}; the same command resumes the run"
+        )
+
+    def _remedy(self) -> Remedy | None:
         text = "\n".join((self.cause, *self.last_lines))
-        known = next((advice for phrase, advice in _ADVICE if phrase in text), "")
-        return known or f"read {self.log or 'the log of its rank'}; the same command resumes the run"
+        return next((remedy for remedy in REMEDIES if remedy.phrase in text), None)
