@@ -12,8 +12,8 @@ names that its owner's module defines. Pure: creates no directory and reads no f
       submitit/                           submitit's job folder
       rendezvous/<run_id>/<attempt>/      node records, claims and the world of one attempt
       attempts/<attempt>/                 logs/, status/, events/, notices/, down/, alive/, timeline/, adapters/,
-                                          traces/, servers/, dropped/, first_failure.json, outcome.json, committed,
-                                          exhausted of one attempt
+                                          traces/, servers/, dropped/, nodes/, first_failure.json, outcome.json,
+                                          committed, exhausted, postmortem.tar.gz of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       api/                                in a run that serves: address, key, store and weights of its clients
@@ -177,6 +177,19 @@ class AttemptPaths:
         """The metrics of the steps that a restore dropped, which this attempt's trainer made after `restart` restarts
         in place."""
         return self.root / "dropped" / f"{restart}.jsonl"
+
+    def node_report(self, rank: int) -> Path:
+        """The state of a rank's node and roles when the attempt failed, as text (`slurm.agent.node_report`)."""
+        return self.node_reports / f"{rank}.txt"
+
+    @property
+    def node_reports(self) -> Path:
+        return self.root / "nodes"
+
+    @property
+    def postmortem(self) -> Path:
+        """The archive for a bug report, written after the attempt has failed."""
+        return self.root / "postmortem.tar.gz"
 
     @property
     def redis(self) -> Path:

@@ -17,6 +17,7 @@ Imports nothing of a run: no configuration, no roles, no paths of a run director
 | `weights_route` | the request for other weights, and the weights that a request names |
 | `connection_limits`, `limited_site` | limits on unauthenticated connections; the same for an aiohttp site |
 | `heartbeat` | heartbeats of a role's processes |
+| `node_facts`, `redaction` | the state of a node for a post-mortem; removal of secrets from text |
 | `network_interfaces`, `http_errors` | interfaces and addresses; the error text of an HTTP response |
 | `backoff`, `poison_request` | backoff for servers that fail; abandonment of requests that crash servers |
 | `signed_store` | signed values in torch's stores and object collectives |

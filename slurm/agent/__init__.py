@@ -10,6 +10,7 @@
 | `node_takeover` | the replacement of a lost node by a spare one |
 | `fault_injection` | the faults that a user planned, injected once each |
 | `role_failure` | the cause of a role's failure, and its record |
+| `node_report` | the state of a failed attempt's node, for the post-mortem |
 | `role_lifecycle` | the states of a role, and the shutdown order |
 | `node_forks` | the fork server from which a node's roles start |
 | `preflight` | a rank's check of its node |

@@ -39,6 +39,7 @@ from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, NeighborWatch, agent_name, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible
 from slurm.agent.node_forks import node_forks, roles_of
+from slurm.agent.node_report import report_node
 from slurm.agent.node_takeover import WorldFollower, replace_lost_node
 from slurm.agent.preflight import Gpu, NodeRequirements, find_gpus, free_memory, node_id, parts_of_gpus, preflight
 from slurm.agent.role_lifecycle import End
@@ -154,7 +155,7 @@ def _run_attempt(
     follower = WorldFollower(paths, config, environment.rank, FOLLOW_SECONDS, CLOCK) if world.spares else None
     report = partial(_handle_lost_rank, paths, config, agent)
     with NeighborWatch(paths, environment.rank, ranks, seconds, report):
-        end = Supervisor(
+        supervisor = Supervisor(
             contexts,
             agent,
             paths,
@@ -164,7 +165,10 @@ def _run_attempt(
             variables=variables,
             forks=forks,
             follower=follower,
-        ).run()
+        )
+        end = supervisor.run()
+    if end == "failed":
+        report_node(paths, environment.rank, supervisor.last_signs)
     if end == "finished" and follower is not None:
         world = retry_transient("the world", WorldRevisions(paths).newest, FINAL_WRITE_TIMEOUT) or world
     if end == "finished" and environment.rank == world.leader:

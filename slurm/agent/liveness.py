@@ -107,6 +107,11 @@ class StallTimer:
         self._last = self._excused = 0.0
         self._sign: Hashable = None
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the last change of the sign, as of the last look."""
+        return self._seconds
+
     def look(self, sign: Hashable) -> float:
         """Record the current sign. Returns the seconds since its last change."""
         now = self._clock.now()
@@ -221,6 +226,18 @@ class LivenessMonitor:
                 cause = f"hung: its {who} makes no progress{doing} for {works:.0f} s{_state(record.pid)}"
                 stalls.append((False, works, Stall(cause, record.pid)))
         return max(stalls, key=lambda stall: stall[:2])[2] if stalls else None
+
+    def last_signs(self) -> list[str]:
+        """The age of each process's last sign of life, one line each, as of the last `watch`."""
+        if not self._works:
+            return [f"not watched yet; {self.probe.success_count} successful health checks"]
+        if not self._beats:
+            return [f"last answered {self._works[0].seconds:.0f} s ago"]
+        return [
+            f"process {slot} (pid {record.pid}): last tick {runs.seconds:.0f} s ago, last progress {works.seconds:.0f} "
+            f"s ago{f', in {record.doing!r}' if record.doing else ''}"
+            for slot, (record, runs, works) in enumerate(zip(self.board.read(), self._runs, self._works, strict=True))
+        ]
 
     def worker_pids(self) -> list[int]:
         """The processes of the role with a heartbeat."""

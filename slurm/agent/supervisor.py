@@ -108,6 +108,7 @@ class Supervisor:
         self._injector = FaultInjector.of_roles(paths, self._roles, clock)
         self._end: End | None = None
         self._ending_since, self._patient = 0.0, False
+        self.last_signs: dict[str, list[str]] = {}  # by role, when the end was observed
 
     def _make_role(self, context: RoleContext) -> SupervisedRole:
         launch = role_command(context)
@@ -186,6 +187,7 @@ class Supervisor:
         if (self._end, end) != ("preempted", "failed"):  # else the trainer is already saving, and its grace has begun
             self._ending_since = self._clock.now()
         self._end = end
+        self.last_signs = {role.name: role.monitor.last_signs() for role in self._roles}
 
     def _apply_timeouts(self, events: Mapping[EventName, Event]) -> None:
         """Start the grace period when a patient shutdown (no time limit, the launcher waits for the trainer) becomes an

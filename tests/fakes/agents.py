@@ -67,6 +67,9 @@ class Well:
     def worker_pids(self) -> list[int]:
         return []
 
+    def last_signs(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         pass
 

@@ -85,6 +85,15 @@ def test_a_process_that_never_told_anything_hangs_too(watched: Callable[[int], W
     assert "its process 0 has shown no sign of life" in role.pass_time(62, lambda: None)
 
 
+def test_the_last_signs_say_how_old_tick_and_progress_are(watched: Callable[[int], Watched]) -> None:
+    role = watched(1)
+    assert role.vitals.last_signs() == ["not watched yet; 0 successful health checks"]
+    role.beat(0, 300.0, "loading policy")
+    role.pass_time(20, lambda: role.tick(0))
+    (line,) = role.vitals.last_signs()
+    assert line.endswith(": last tick 0 s ago, last progress 20 s ago, in 'loading policy'")
+
+
 def test_work_that_stands_still_hangs_although_its_process_runs(watched: Callable[[int], Watched]) -> None:
     role = watched(1)
     assert "makes no progress for 60 s" in role.pass_time(61, lambda: role.tick(0))
