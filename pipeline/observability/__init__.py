@@ -12,6 +12,8 @@
 | `findings` | tuning hints from the metrics |
 | `sample_gallery` | the best, worst, cut and failed samples of each phase |
 | `svg_drawing`, `number_format` | small charts as SVG; formats of numbers |
+| `postmortem_archive`, `postmortem_command` | the archive of a failed attempt for a bug report; its command |
+| `failure_verdict`, `installed_versions` | the kind of an attempt's end and what to do; versions of the software |
 | `run_status` | the state of a run |
 | `run_history`, `sample_reader` | reading a run directory; reading stored samples |
 | `samples_command` | samples in the terminal |

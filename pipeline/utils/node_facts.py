@@ -90,9 +90,9 @@ def _fact(read: Callable[[], str]) -> str:
 
 
 def _memory() -> str:
-    wanted = ("MemTotal", "MemAvailable", "SwapFree", "Shmem:", "Committed_AS")
+    fields = ("MemTotal", "MemAvailable", "SwapFree", "Shmem:", "Committed_AS")
     lines = Path("/proc/meminfo").read_text().splitlines()
-    return "\n".join(line for line in lines if line.startswith(wanted))
+    return "\n".join(line for line in lines if line.startswith(fields))
 
 
 def _group_memory() -> str:
@@ -100,8 +100,8 @@ def _group_memory() -> str:
     group = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
     folder = Path("/sys/fs/cgroup") / group.removeprefix("0::").lstrip("/")
     names = ("memory.max", "memory.current", "memory.peak", "memory.events")
-    found = [f"{name}: {' '.join((folder / name).read_text().split())}" for name in names if (folder / name).exists()]
-    return "\n".join(found) or "no memory controller"
+    limits = [f"{name}: {' '.join((folder / name).read_text().split())}" for name in names if (folder / name).exists()]
+    return "\n".join(limits) or "no memory controller"
 
 
 def _disk(folder: Path) -> str:

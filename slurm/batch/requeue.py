@@ -19,6 +19,7 @@ from typing import TypeVar
 from pipeline.config.cluster_keys import ClusterConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import CheckpointError, DeadlineError, RollcallError, SchedulerError, one_line
+from pipeline.observability.postmortem_archive import postmortem_of
 from pipeline.observability.run_history import read_history
 from pipeline.run.paths import AttachedPaths, AttemptPaths, RunPaths
 from pipeline.run.run_documents import Outcome
@@ -237,9 +238,19 @@ def main(arguments: Sequence[str]) -> int:
         print(f"rollcall: job {job} ends here without a decision: {error}", flush=True)
         return error.exit_code
     print(f"rollcall: attempt {job}-{restart}: {outcome.decision}: {outcome.reason}", flush=True)
+    if outcome.decision != "finished":
+        _write_postmortem(run, job, restart)
     if outcome.decision in ("finished", "stopped"):
         _report(run)
     return 0 if outcome.decision == "finished" else 1
+
+
+def _write_postmortem(run: RunPaths, job: str, restart: int) -> None:
+    """Write the archive of a failed attempt, after the requeue: the scheduler may end this process meanwhile, and
+    `launchers/postmortem.py` writes it later then."""
+    paths = run.attempt(run_registry.identity(run).run_id, f"{job}-{restart}")
+    if paths.first_failure.exists() and (archive := postmortem_of(paths)) is not None:
+        print(f"rollcall: post-mortem: {archive}", flush=True)
 
 
 def _report(run: RunPaths) -> None:

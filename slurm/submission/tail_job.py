@@ -15,6 +15,7 @@ from textwrap import fill
 from pipeline.checkpoints import log_newest
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import DeadlineError, one_line
+from pipeline.observability.postmortem_archive import postmortem_of
 from pipeline.observability.run_history import RUNS, read_history
 from pipeline.run.completion import is_finished
 from pipeline.run.events import LAUNCHER, Event, Events
@@ -106,9 +107,11 @@ def conclude_run(
         job_state: the scheduler's state of the ended job; empty for a local run.
 
     Returns:
-        The exit code. A failure to write the report does not change it.
+        The exit code. A failure to write the report or the post-mortem does not change it.
     """
     code = _print_end(paths, attempt, interrupted, job_state)
+    if code == 1 and (archive := postmortem_of(attempt)) is not None:
+        print(f"  post-mortem {archive}, for a bug report", file=sys.stderr)
     try:
         from pipeline.observability.findings import findings_of
         from pipeline.observability.report_page import (

@@ -124,7 +124,8 @@ def test_a_python_without_the_project_says_how_to_install_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["cancel.py", "evaluate.py", "report.py", "rollouts.py", "runs.py", "submit.py", "watch.py"]
+    "script",
+    ["cancel.py", "evaluate.py", "postmortem.py", "report.py", "rollouts.py", "runs.py", "submit.py", "watch.py"],
 )
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help_is_no_error(script: str, option: str) -> None:
