@@ -221,7 +221,7 @@ def _settlements(ledger: Path) -> dict[int, Settlement]:
     for line in ledger.read_bytes().splitlines() if ledger.exists() else ():
         try:
             settlement = msgspec.json.decode(line, type=Settlement)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         settlements[settlement.position] = settlement
     return settlements

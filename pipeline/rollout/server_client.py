@@ -295,7 +295,7 @@ class Server(HasBackoff):
 def _parse(answer: bytes, n: int) -> list[_Choice]:
     try:
         choices = _answers.decode(answer).choices
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         raise TransientError("malformed answer") from None
     if len(choices) != n or not all(_is_exact(choice) for choice in choices):
         raise TransientError("malformed answer")

@@ -199,7 +199,7 @@ def series(rows: Iterable[MetricRecord], name: str, job: str = "rl") -> list[tup
 def _decode(line: bytes) -> MetricRecord | None:
     try:
         row = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     is_row = isinstance(row, dict) and {"kind", "job", "step", "time"} <= row.keys() and row["job"] in _JOBS
     return row if is_row else None

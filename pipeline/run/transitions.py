@@ -30,7 +30,7 @@ def read_timeline(timeline: Path) -> list[Transition]:
     for line in timeline.read_bytes().splitlines():
         try:
             transitions.append(msgspec.json.decode(line, type=Transition))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return transitions
 
