@@ -11,6 +11,8 @@ def faults_can_happen(config: RunConfig) -> None:
     targets = {
         "trainer": not config.evaluation.only,
         "checkpoint": own_steps and "://" not in config.training.checkpoints,
+        "disk": own_steps,
+        "filesystem": own_steps,
         "redis": config.has_rollouts and config.streams.backend == "redis",
         "preprocessor": config.has_rollouts,
         "actor": config.has_rollouts or config.evaluation.only,

@@ -21,7 +21,9 @@ from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import RendezvousError, RollcallError
 from pipeline.roles.world_revisions import WorldRevisions
+from pipeline.run.disk_conditions import apply_disk_faults
 from pipeline.run.events import Events
+from pipeline.run.fault_plan import parse_faults
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.topology.plan import Placement, RoleName, World
 from pipeline.utils import logs, remote_debugger, shared_files
@@ -146,7 +148,9 @@ class RoleContext:
         parsed = parser.parse_args(arguments)
         paths = AttemptPaths(parsed.run, parsed.run_id, parsed.attempt)
         world, placement = _world_and_placement(paths, parsed.role, parsed.index)
-        return cls(paths, read_config(RunPaths(parsed.run)), world, placement, parsed.restart)
+        config = read_config(RunPaths(parsed.run))
+        apply_disk_faults(paths, parse_faults(config.faults))
+        return cls(paths, config, world, placement, parsed.restart)
 
 
 def read_config(run: RunPaths) -> RunConfig:

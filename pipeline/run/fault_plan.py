@@ -3,9 +3,11 @@
     faults='[kill:inference[0]@step=7, stop:trainer@save, exit:actor@20s]'
 
     fault   KIND:TARGET@MOMENT
-    KIND    kill (SIGKILL), stop (SIGSTOP), exit (exit code 1), early (exit code 0), torn (a file is cut in half)
+    KIND    kill (SIGKILL), stop (SIGSTOP), exit (exit code 1), early (exit code 0), torn (a file is cut in half),
+            full (writes find no room), slow (each file operation takes longer)
     TARGET  redis, trainer, inference, actor or preprocessor, with an index such as inference[1] (default 0);
-            of torn: checkpoint, the newest complete one
+            of torn: checkpoint, the newest complete one; of full: disk=30s, for 30 seconds, or disk, until the attempt
+            ends; of slow: filesystem=2s, 2 seconds longer
     MOMENT  step=N (step N of RL is logged), 20s (seconds since the attempt's roles were started), start (the target
             starts), sft (a step of SFT is logged), eval (an evaluation is requested), save (a checkpoint is being
             written), update (servers are receiving new weights), end (the last checkpoint is durable). The moments
@@ -24,29 +26,34 @@ from urllib.parse import quote
 
 FAULT = "fault"
 """The state of a role's line in the timeline that records a fault."""
-KINDS = ("kill", "stop", "exit", "early", "torn")
+KINDS = ("kill", "stop", "exit", "early", "torn", "full", "slow")
 ROLES = ("redis", "trainer", "inference", "actor", "preprocessor")
 CHECKPOINT = "checkpoint"
+DISK_TARGETS = ("disk", "filesystem")
+"""The targets of `full` and `slow`: the run directory, for all processes of the attempt that are Python."""
 TARGETS = {
     "kill": ROLES,
     "stop": ROLES,
     "exit": ROLES,
     "early": ROLES,
     "torn": (CHECKPOINT,),
+    "full": ("disk",),
+    "slow": ("filesystem",),
 }
 """The targets of each kind."""
 NUMBERED_MOMENTS = ("sft", "eval", "save", "update")
 """The moments of a step; its number may be left out."""
 GRAMMAR = (
     "KIND:TARGET@MOMENT, such as kill:inference[0]@step=7, stop:trainer@save or exit:actor@20s, with KIND one of "
-    f"{', '.join(KINDS)}, TARGET one of {', '.join(ROLES)} (torn: {CHECKPOINT}), and MOMENT one of step=N, Ns, "
-    f"every=Ns, start, end, {', '.join(NUMBERED_MOMENTS)} (or {NUMBERED_MOMENTS[0]}=N, …)"
+    f"{', '.join(KINDS)}, TARGET one of {', '.join(ROLES)} (torn: {CHECKPOINT}; full: disk or disk=Ns; slow: "
+    f"filesystem=Ns), and MOMENT one of step=N, Ns, every=Ns, start, end, {', '.join(NUMBERED_MOMENTS)} (or "
+    f"{NUMBERED_MOMENTS[0]}=N, …)"
 )
 _MOMENT, _EVERY, _SECONDS, _TARGET = (
     re.compile(rf"(start|end|{'|'.join(NUMBERED_MOMENTS)})|(step|{'|'.join(NUMBERED_MOMENTS)})=(\d+)"),
     re.compile(r"every=([1-9]\d*)s"),
     re.compile(r"(\d+(?:\.\d+)?)s"),
-    re.compile(r"(\w+)(?:\[(\d+)\])?"),
+    re.compile(r"(\w+)(?:\[(\d+)\]|=(\d+(?:\.\d+)?)s)?"),
 )
 
 
@@ -62,6 +69,7 @@ class Fault:
         seconds: since the attempt's roles were started; None with a `moment`.
         period: seconds from one time to the next, of a fault that happens again and again; else None.
         repetition: the number of equal faults before it in the list, or of its times before.
+        amount: seconds of `full` until there is room again, or of `slow` for each operation; None without such.
     """
 
     text: str
@@ -73,6 +81,7 @@ class Fault:
     seconds: float | None = None
     period: float | None = None
     repetition: int = 0
+    amount: float | None = None
 
     @property
     def mark(self) -> str:
@@ -104,7 +113,10 @@ def _parse(text: str, repetition: int) -> Fault:
     target = _TARGET.fullmatch(named)
     if target is None or target[1] not in TARGETS[kind]:
         raise _error(text, named, f"is no target of {kind}, which has {', '.join(TARGETS[kind])}")
-    fault = Fault(text, kind, target[1], int(target[2] or 0), "", repetition=repetition)
+    if (target[3] is not None and target[1] not in DISK_TARGETS) or (kind == "slow" and target[3] is None):
+        raise _error(text, named, "is no target with seconds" if target[3] else "has no seconds")
+    amount = float(target[3]) if target[3] else None
+    fault = Fault(text, kind, target[1], int(target[2] or 0), "", repetition=repetition, amount=amount)
     if seconds := _SECONDS.fullmatch(moment):
         return replace(fault, seconds=float(seconds[1]))
     if every := _EVERY.fullmatch(moment):

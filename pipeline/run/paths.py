@@ -187,6 +187,11 @@ class AttemptPaths:
         return self.root / "nodes"
 
     @property
+    def conditions(self) -> Path:
+        """The injected faults of the disk that have begun in this attempt (`pipeline.run.disk_conditions`)."""
+        return self.root / "conditions"
+
+    @property
     def postmortem(self) -> Path:
         """The archive for a bug report, written after the attempt has failed."""
         return self.root / "postmortem.tar.gz"

@@ -25,7 +25,9 @@ from pipeline.errors import DeadlineError, RendezvousError, RollcallError, one_l
 from pipeline.roles.role_context import RoleContext, read_config
 from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.completion import finish, is_finished
+from pipeline.run.disk_conditions import apply_disk_faults
 from pipeline.run.events import EventPoller, Events, poll_interval
+from pipeline.run.fault_plan import parse_faults
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, RunPaths
@@ -135,6 +137,7 @@ def _run_attempt(
 ) -> End:
     """Rendezvous, then run the roles. `resources` keeps the ports, GPUs and folders that the agent holds for them."""
     config = read_config(run)
+    apply_disk_faults(paths, parse_faults(config.faults))
     if environment.restart > config.cluster.max_restarts:
         limit = f"cluster.max_restarts={config.cluster.max_restarts}"
         raise RollcallError(f"this is restart {environment.restart} of the job and {limit}; raise it and submit again")

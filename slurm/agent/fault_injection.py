@@ -19,8 +19,9 @@ from pathlib import Path
 import psutil
 
 from pipeline.checkpoints import newest_checkpoint, recorded_root
+from pipeline.run.disk_conditions import begin_condition
 from pipeline.run.fault_moments import FaultRecords
-from pipeline.run.fault_plan import CHECKPOINT, Fault, parse_faults
+from pipeline.run.fault_plan import ROLES, Fault, parse_faults
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import Clock, Deadline
@@ -41,7 +42,7 @@ class FaultInjector:
         self._paths, self._records, self._clock, self._began = paths, FaultRecords(paths), clock, clock.now()
         placed = {(role.context.placement.role, role.context.placement.index): role for role in roles}
         owners = [
-            (fault, placed.get(("trainer", 0) if fault.target == CHECKPOINT else (fault.target, fault.index)))  # type: ignore[arg-type]
+            (fault, placed.get((fault.target, fault.index) if fault.target in ROLES else ("trainer", 0)))  # type: ignore[arg-type]
             for fault in faults
         ]
         self._pending = [
@@ -96,6 +97,9 @@ class FaultInjector:
                 _send_to_all(signal.SIGSTOP, role.pid)
             case "torn":
                 tear_newest_checkpoint(RunPaths(self._paths.run))
+                return
+            case "full" | "slow":
+                begin_condition(self._paths, fault)
                 return
             case _:
                 exit_with(role, EXIT_CODES[fault.kind])

@@ -107,8 +107,7 @@ class Supervisor:
         self._oom_watch = OomWatch(clock)
         self._injector = FaultInjector.of_roles(paths, self._roles, clock)
         self._end: End | None = None
-        self._ending_since, self._patient = 0.0, False
-        self.last_signs: dict[str, list[str]] = {}  # by role, when the end was observed
+        self._ending_since, self._patient, self.last_signs = 0.0, False, dict[str, list[str]]()
 
     def _make_role(self, context: RoleContext) -> SupervisedRole:
         launch = role_command(context)

@@ -6,10 +6,11 @@ import pytest
 
 from pipeline.config.cross_checks import check_config
 from pipeline.errors import ConfigError
-from pipeline.run import fault_moments
+from pipeline.run import disk_conditions, fault_moments
 from pipeline.run.fault_moments import FaultMoments, FaultRecords
 from pipeline.run.fault_plan import GRAMMAR, TARGETS, Fault, parse_faults
-from pipeline.run.paths import AttemptPaths
+from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.utils.disk_faults import FileOperation, Rule
 from slurm.submission.compose_config import compose_config
 
 
@@ -40,6 +41,35 @@ def test_a_fault_belongs_to_the_first_of_its_moments_or_to_that_of_its_step(
     assert parse_faults([fault])[0].is_of(moment, number) == belongs
 
 
+def test_a_fault_of_the_disk_has_seconds() -> None:
+    full, slow, ever = parse_faults(["full:disk=30s@save", "slow:filesystem=0.5s@start", "full:disk@step=3"])
+    assert [(fault.target, fault.amount, fault.index) for fault in (full, slow, ever)] == [
+        ("disk", 30.0, 0),
+        ("filesystem", 0.5, 0),
+        ("disk", None, 0),
+    ]
+
+
+def test_a_fault_of_the_disk_begins_in_every_process_once_its_agent_begins_it_and_ends_by_itself(
+    paths: AttemptPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fault,) = parse_faults(["full:disk=30s@save"])
+    rules: list[Rule] = []
+    monkeypatch.setattr(disk_conditions, "inject", rules.append)
+    disk_conditions.apply_disk_faults(paths, [fault, *parse_faults(["kill:redis@5s"])])
+    (rule,) = rules
+    write = FileOperation("open", paths.run / "metrics.jsonl", takes_room=True)
+    rule(write)
+    paths.root.mkdir(parents=True)
+    disk_conditions.begin_condition(paths, fault)
+    with pytest.raises(OSError, match="No space left on device"):
+        rule(write)
+    rule(FileOperation("open", RunPaths(paths.run).faults / "record", takes_room=True))
+    rule(FileOperation("open", paths.run.parent / "elsewhere", takes_room=True))
+    monkeypatch.setattr(disk_conditions.time, "time", lambda: (paths.conditions / fault.mark).stat().st_mtime + 31)
+    rule(write)
+
+
 def test_equal_faults_have_different_records() -> None:
     marks = [fault.mark for fault in parse_faults(["kill:redis@5s", "kill:redis@5s", "kill:redis@6s"])]
     assert len(set(marks)) == 3
@@ -58,6 +88,9 @@ def test_equal_faults_have_different_records() -> None:
         ("kill:actor@noon", "'noon' is no MOMENT"),
         ("kill:actor@every=0s", "'every=0s' is no MOMENT"),
         ("torn:checkpoint@start", "'start' is no moment of a checkpoint"),
+        ("slow:filesystem@5s", "'filesystem' has no seconds"),
+        ("kill:actor=3s@5s", "'actor=3s' is no target with seconds"),
+        ("full:filesystem@5s", "'filesystem' is no target of full, which has disk"),
     ],
 )
 def test_a_wrong_fault_is_refused_with_its_wrong_part_and_the_grammar(fault: str, problem: str) -> None:
@@ -86,7 +119,10 @@ def test_faults_need_no_quotes_on_the_command_line() -> None:
     bare = "kill:inference[0]@step=7,stop:trainer@save"
     for text in (f"faults=[{bare}]", f"faults={bare}", f"+faults=[ {bare} ]"):
         assert compose_config(["experiment=demo", text]).faults == ("kill:inference[0]@step=7", "stop:trainer@save")
-    assert all(compose_config(["experiment=demo", f"faults={kind}:{TARGETS[kind][0]}@9s"]).faults for kind in TARGETS)
+    assert all(
+        compose_config(["experiment=demo", f"faults={kind}:{TARGETS[kind][0]}{'=2s' * (kind == 'slow')}@9s"]).faults
+        for kind in TARGETS
+    )
 
 
 @pytest.fixture
