@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -194,9 +195,11 @@ def _secrets_of(attempt: Attempt) -> Iterator[str]:
         node = shared_files.read_document(record, NodeInfo)
         if node is not None:
             yield node.token
-    for file in run.api.glob("*"):
-        if file.is_file() and file.stat().st_size < TAIL_BYTES:
-            yield from file.read_text(errors="replace").split()
+    # The key of the API's clients, and the gateway's address with the secret that the trainer sends.
+    for file in run.api.glob("*.json"):
+        yield str((shared_files.read_document(file, dict[str, Any]) or {}).get("secret", ""))
+    with suppress(OSError):
+        yield (run.api / "key").read_text().strip()
 
 
 def _logs(attempt: Attempt) -> list[Path]:

@@ -23,6 +23,7 @@ PLANTED = {
     "world": "planted-in-the-world",
     "node": "planted-in-a-node-record",
     "api": "tml-planted-as-a-key-of-the-api",
+    "gateway": "planted-in-the-address-of-the-gateway",
     "config": "planted-in-the-config",
     "log": "planted-in-a-log",
     "url": "planted:in@a-url",
@@ -50,14 +51,21 @@ def failed(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> FakeAttempt:
     attempt.role("actor.0", 1, "ready", f"waits, password={PLANTED['status']}")
     attempt.role("trainer.0", 0, "stopping", f"Authorization: Bearer {PLANTED['timeline']}")
     attempt.train("rl", range(1, 40))
+    gateway = {"url": "http://node1:8000", "secret": PLANTED["gateway"]}
     attempt.paths.logs.mkdir(parents=True)
     lines = [f"line {number}" for number in range(500)]
     lines += [f"OPENAI_API_KEY='{PLANTED['log']}'", f"GET https://{PLANTED['url']}@host/x", f"uses {PLANTED['world']}"]
-    lines += [f"the value {PLANTED['variable']} alone", f"{world.password} {PLANTED['api']}", "x" * 50_000]
+    lines += [
+        f"the value {PLANTED['variable']} alone",
+        f"{world.password} {PLANTED['api']}",
+        f"serves {gateway}",
+        "x" * 50_000,
+    ]
     lines += ["", "Stacks of process 71, whose role hangs:", 'File "a.py", line 1 in wait', f"token={PLANTED['log']}"]
     attempt.paths.log("trainer", 0).write_text("\n".join(lines))
     attempt.paths.log("actor", 0).write_text("actor line\n")
     run.paths.api.mkdir()
+    shared_files.write_document(run.paths.api / "address.json", gateway)
     (run.paths.api / "key").write_text(f"{PLANTED['api']}\n")
     output = run.paths.submitit / "local1" / "77_0_log.out"
     output.parent.mkdir(parents=True)
@@ -95,12 +103,13 @@ def test_the_archive_has_what_a_reader_of_a_bug_report_asks_for(failed: FakeAtte
     assert "  actor.0: 2026-01-01 " in readme
     assert "  agent.1: 2026-01-01 " in readme
     log = files["logs/trainer.0.log"].splitlines()
-    assert (len(log), log[0]) == (200, "line 310")
+    assert (len(log), log[0]) == (200, "line 311")
     assert files["stacks/trainer.0.txt"].startswith("Stacks of process 71, whose role hangs:\n")
     assert "process 0 (pid 71): last tick 1 s ago" in files["nodes/0.txt"]
     assert "MemAvailable" in files["nodes/0.txt"]
     assert '"micro_batch_tokens"' in files["config.json"]
     assert "msgspec==" in files["versions.txt"]
+    assert any("http://node1:8000" in line for line in log)
     assert "agent starts" in files["agents/77_0_log.out"]
     assert len(files["metrics.jsonl"].splitlines()) == 20
     assert "trainer.0 on rank" in files["timeline.txt"]
