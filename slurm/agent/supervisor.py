@@ -185,8 +185,7 @@ class Supervisor:
             return
         if (self._end, end) != ("preempted", "failed"):  # else the trainer is already saving, and its grace has begun
             self._ending_since = self._clock.now()
-        self._end = end
-        self.last_signs = {role.name: role.monitor.last_signs() for role in self._roles}
+        self._end, self.last_signs = end, {role.name: role.monitor.last_signs() for role in self._roles}
 
     def _apply_timeouts(self, events: Mapping[EventName, Event]) -> None:
         """Start the grace period when a patient shutdown (no time limit, the launcher waits for the trainer) becomes an
