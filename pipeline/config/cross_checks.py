@@ -51,7 +51,7 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
     _servers_of_clients_have_models(config)
     if config.has_servers:
         _servers_have_gpus(config)
-    if config.has_rollouts:
+    if config.has_rl:
         check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
     check_config(config, positions)
 
@@ -99,6 +99,8 @@ def check_address(key: str, url: str, hint: str) -> None:
 
 def _a_phase_is_configured(config: RunConfig) -> None:
     training = config.training
+    if config.replay and (not config.has_rl or training.jobs or config.evaluation.only):
+        raise ConfigError("replay", config.replay, "nothing in a run without RL steps", "set training.steps")
     if config.serve.enabled and (training.jobs or config.has_sft):
         key, value = ("training.jobs", training.jobs) if training.jobs else ("training.sft", "set")
         raise ConfigError(key, value, "nothing with serve.enabled: clients choose the training", "leave it out")
@@ -109,9 +111,9 @@ def _a_phase_is_configured(config: RunConfig) -> None:
                 expected = "0 with training.jobs: each job file sets its steps"
                 raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
     elif config.evaluation.only:
-        if config.has_rollouts or config.has_sft or config.serve.enabled:
+        if config.has_rl or config.has_sft or config.serve.enabled:
             raise ConfigError("evaluation.only", True, "a run that does nothing else", "use launchers/evaluate.py")
-    elif not config.has_rollouts and not config.has_sft and not config.serve.enabled:
+    elif not config.has_rl and not config.has_sft and not config.serve.enabled:
         hint = "set it, or training.sft.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more if training.sft.steps is 0 too", hint)
 

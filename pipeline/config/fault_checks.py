@@ -22,7 +22,8 @@ def faults_can_happen(config: RunConfig) -> None:
     for fault in parse_faults(config.faults):
         if not targets[fault.target]:
             raise ConfigError("faults", fault.text, f"a target of this run, which has no {fault.target}", "remove it")
-        if not moments.get(fault.moment, own_steps and config.has_rollouts):
+        has_moment = config.has_rl if fault.moment == "step" else config.has_rollouts
+        if not moments.get(fault.moment, own_steps and has_moment):
             raise ConfigError("faults", fault.text, f"a moment of this run, which has no {fault.moment}", "remove it")
         key, steps = ("training.sft.steps", config.training.sft.steps)
         if fault.moment != "sft":

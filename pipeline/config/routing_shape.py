@@ -60,6 +60,6 @@ def check_routing_replay(config: RunConfig) -> None:
     if config.training.routing_replay == "none":
         return
     if not config.has_rollouts:
-        expected = "none in a run without RL steps, whose rows come from no server"
+        expected = "none in a run without rollouts, whose rows come from no server"
         raise ConfigError(KEY, "rollout", expected, "remove it")
     check_stream_budget(config, shape_of_model(config.model).token_bytes)

@@ -145,6 +145,11 @@ class RunConfig(Section):
         "`scratch`: this submission starts the run over, and moves the run directory's existing files to `aside/` "
         "inside it.",
     )
+    replay: str = Field(
+        "",
+        description="A run, by its directory or by its name below `output`, whose recorded samples the RL steps train "
+        "again, without servers; empty: the run samples its own ([Replay](replay.md#replay)).",
+    )
     cluster: ClusterConfig
     resources: ResourcesConfig = ResourcesConfig()
     model: ModelConfig
@@ -176,17 +181,22 @@ class RunConfig(Section):
         return self.output / self.name
 
     @property
+    def has_rl(self) -> bool:
+        """Whether the run has RL steps. False for a run that serves: its clients choose the training."""
+        return self.training.steps > 0 and not self.serve.enabled
+
+    @property
     def has_rollouts(self) -> bool:
         """Whether the run generates samples for RL, and so has servers, an actor, a preprocessor and streams.
 
-        False for a run that serves: its clients request samples.
+        False for a replay, which trains recorded samples, and for a run that serves: its clients request samples.
         """
-        return self.training.steps > 0 and not self.serve.enabled
+        return self.has_rl and not self.replay
 
     @property
     def last_phase(self) -> Literal["sft", "rl"]:
         """The name of the run's last training job."""
-        return "rl" if self.has_rollouts else "sft"
+        return "rl" if self.has_rl else "sft"
 
     @property
     def has_reference(self) -> bool:

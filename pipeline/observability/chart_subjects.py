@@ -25,7 +25,7 @@ def all_charts(history: History) -> list[Chart]:
     rows, config = history.rows, history.config
     if config and config.evaluation.only:
         return []
-    if config and not config.has_rollouts:
+    if config and not config.has_rl:
         charts = [chart for job, name in _KINDS.items() if _has(rows, job) for chart in _of_trainer(rows, job, name)]
         return charts or [chart("Loss", "The loss of each step.", [], (), "loss", section=NUMBERS)]
     resumes = resume_steps(rows)  # of RL; those of SFT are separate
@@ -43,7 +43,7 @@ def all_charts(history: History) -> list[Chart]:
 def unmeasured(history: History) -> list[str]:
     """Unmeasured metrics of an RL run with the key that enables each: `entropy: training.metrics=with_entropy`."""
     config, rows = history.config, history.rows
-    if config is None or not config.has_rollouts or config.evaluation.only or not _has(rows, "rl"):
+    if config is None or not config.has_rl or config.evaluation.only or not _has(rows, "rl"):
         return []
     keys = {
         "entropy": "entropy: training.metrics=with_entropy",

@@ -63,7 +63,7 @@ def _sentence(words: str) -> str:
 
 
 def _of_rl(config: RunConfig, rows: Sequence[MetricRecord]) -> list[Finding]:
-    if not config.has_rollouts or config.training.jobs:
+    if not config.has_rl or config.training.jobs:
         return []
     steps = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"][SKIPPED_STEPS:]
     if len(steps) < MIN_COUNTED_STEPS:

@@ -80,7 +80,7 @@ def tiles(history: History) -> list[Tile]:
         return [_wall_tile(history), *_set_tiles(config, rows)]
     steps, rewards = series(rows, "reward/mean"), [value for _, value in series(rows, "reward/mean")]
     speeds = _speeds(row for row in rows if row["job"] == "rl")
-    if config and not config.has_rollouts:
+    if config and not config.has_rl:
         return _trainer_tiles(history, config.training)
     total = f" / {config.training.steps}" if config else ""
     limit = f", at most {config.training.max_lag} allowed" if config else ""
@@ -186,6 +186,8 @@ def _what_it_does(config: RunConfig) -> list[str]:
         return ["jobs", config.training.jobs]
     if config.evaluation.only:
         return ["evaluation", config.task.name] if config.evaluation.builtin_set else ["evaluation"]
+    if config.replay:
+        return ["replay", config.replay, config.loss.name]
     if not config.has_rollouts:
         return ["SFT", config.data.path or f"demonstrations of {config.task.name}"]
     return [config.task.name, config.loss.name]

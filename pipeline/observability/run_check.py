@@ -137,7 +137,7 @@ def _metric_problems(rows: list[Line], config: RunConfig, finished: Finished | N
         last = own[-1]["step"]
         if last != finished.steps:
             yield f"the run finished with step {finished.steps}, and the last row of metrics.jsonl has step {last}"
-    if finished is not None and config.has_rollouts and finished.steps != config.training.steps:
+    if finished is not None and config.has_rl and finished.steps != config.training.steps:
         yield f"the run finished with step {finished.steps} of training.steps={config.training.steps}"
 
 

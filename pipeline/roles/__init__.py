@@ -6,7 +6,8 @@
 | `role_context` | the inputs of every role's process at its start |
 | `world_revisions` | the assignment on disk, with its revisions after the losses of nodes |
 | `rank0` | the trainer's rank 0, for every kind of training |
-| `trainer_session`, `rl_services` | rank 0 in a training run; its connections to the other roles |
+| `trainer_session` | rank 0 in a training run |
+| `rl_services`, `replay_services` | its connections to the other roles; to a recorded run instead |
 | `server_membership` | the servers that join and leave a running attempt, for rank 0 |
 | `offline_session`, `tinker_session` | rank 0 in a run that executes job files; in one that serves the API |
 | `evaluator`, `benchmark_command` | the actor's work in a run that only evaluates |

@@ -1,8 +1,9 @@
 """One attempt of the trainer, from its newest checkpoint to `training_finished`.
 
 Owns the wiring of rank 0: the jobs, the rank group, the checkpoints and sinks, and the other roles if the run has
-rollouts (`rl_services`); and the order of the end: last checkpoint, exported model, weight groups closed, device memory
-released, and only then the event. Must not know losses, ranks or how weights travel.
+rollouts (`rl_services`), or in a replay the recorded run (`replay_services`); and the order of the end: last
+checkpoint, exported model, weight groups closed, device memory released, and only then the event. Must not know losses,
+ranks or how weights travel.
 """
 
 import logging
@@ -13,6 +14,7 @@ from functools import partial
 
 from pipeline.errors import StreamError
 from pipeline.roles.rank0 import Rank0
+from pipeline.roles.replay_services import ReplayServices
 from pipeline.roles.rl_services import RlServices
 from pipeline.roles.role_context import PROGRESS, RoleContext
 from pipeline.run.fault_moments import FaultMoments
@@ -48,7 +50,7 @@ class RunSession(Rank0):
         self._commits = RunRecorder(context.paths, context.config, dispatch, self._conversations, context.restart)
         self._moments = FaultMoments(context.paths, parse_faults(self._config.faults), self._attend)
         self._commits.on_save = partial(self._moments.reach, "save")
-        self._peers: RlServices | None = None
+        self._peers: RlServices | ReplayServices | None = None
         self._traces = StepTraces(dispatch, self._config.debug, context.paths.traces)
         self._warm_up = WarmUp(self._config, dispatch, self._pulse, self._warming_up)
 
@@ -82,6 +84,8 @@ class RunSession(Rank0):
                 self._context, self._dispatch, ledger, opened, self._pulse, self._note_evaluation, self._moments
             )
             self._commits.on_durable = partial(self._release_covered, self._peers)
+        elif self._config.replay:
+            self._peers = ReplayServices(self._context, self._dispatch, self._commits.ledger, self._pulse)
 
     def _release_covered(self, peers: RlServices, covered: tuple[str, ...]) -> None:
         """Acknowledge the entries of a durable checkpoint. If the streams are unreachable while the attempt is ending,

@@ -14,7 +14,8 @@
 | `routed_experts` | the experts of each token in a response |
 | `load_balancing_proxy` | one address for all servers, for other programs |
 | `teacher_client` | log-probabilities of sampled tokens from a served teacher model |
-| `sample_store` | samples that are saved for inspection |
+| `sample_store` | samples that are saved for inspection and for replays |
+| `recorded_groups` | the trained groups of a run, read back from its ledger and its stored samples |
 | `time_fractions` | fractions of time |
 
 Promises that no failure of a task or a server ends the actor: the failure becomes a reason in the group.

@@ -200,7 +200,7 @@ def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
     training, cp = config.training, config.training.mesh.cp
     if training.jobs or config.serve.enabled:
         return training.micro_batch_tokens
-    rl = training.prompts_per_step * config.rollout.group_size if config.has_rollouts else 0
+    rl = training.prompts_per_step * config.rollout.group_size if config.has_rl else 0
     rows = math.ceil(max(rl, training.sft.batch if config.has_sft else 0) * cp / ranks)
     return min(training.micro_batch_tokens, math.ceil(rows * config.model.max_length / cp))
 

@@ -57,6 +57,13 @@ class StreamInput(Section):
     kind: Literal["stream"] = "stream"
 
 
+class RecordedInput(Section):
+    """The recorded samples of another run (`replay`); not for jobs from files."""
+
+    kind: Literal["recorded"] = "recorded"
+    run: str
+
+
 class PackedInput(Section):
     """A folder of `pipeline.train.offline.packed_dataset`; the job removes it at its end."""
 
@@ -132,7 +139,7 @@ class RlJob(_Job):
     """Reinforcement learning from groups of samples: minimizes the config's policy loss."""
 
     kind: Literal["rl"] = "rl"
-    inputs: Annotated[StreamInput | PackedInput, Field(discriminator="kind")]
+    inputs: Annotated[StreamInput | RecordedInput | PackedInput, Field(discriminator="kind")]
     schedule: RlSchedule
 
     @property
@@ -154,7 +161,7 @@ class RlJob(_Job):
 
 Job = SftJob | RlJob
 KINDS = ("sft", "rl")
-_TAGS = (*KINDS, "demonstrations", "dataset", "stream", "packed")
+_TAGS = (*KINDS, "demonstrations", "dataset", "stream", "recorded", "packed")
 _PATHS = ("checkpoint", "optimizer_state", "output", "log")
 _adapter: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")])
 
@@ -168,9 +175,10 @@ def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
     jobs: list[Job] = []
     if config.has_sft:
         jobs.append(_sft_phase(config, rows))
-    if config.has_rollouts:
+    if config.has_rl:
         schedule = RlSchedule(steps=config.training.steps, prompts=config.training.prompts_per_step, optim=config.optim)
-        jobs.append(RlJob(inputs=StreamInput(), schedule=schedule))
+        inputs = RecordedInput(run=config.replay) if config.replay else StreamInput()
+        jobs.append(RlJob(inputs=inputs, schedule=schedule))
     paths = {"optimizer_state": config.training.checkpoints or f"../{CHECKPOINTS}", "log": f"../{METRICS}"}
     outputs = [*("" for _ in jobs[1:]), f"../{MODEL}"]
     return tuple(job.model_copy(update={**paths, "output": output}) for job, output in zip(jobs, outputs, strict=True))
@@ -179,7 +187,7 @@ def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
 def _sft_phase(config: RunConfig, rows: int) -> SftJob:
     """The SFT job. Its learning rate is constant before RL, which has the schedule of `optim.*`; alone, SFT has it."""
     start, optim = config.training.sft, config.optim.model_copy(update={"lr": config.training.sft.lr})
-    if config.has_rollouts:
+    if config.has_rl:
         optim = optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
     steps = start.steps or max(1, ceil(rows_to_train(config, rows) / start.batch))
     schedule = SftSchedule(steps=steps, batch=start.batch, optim=optim)
@@ -274,7 +282,7 @@ def check_offline(file: Path, job: Job, config: RunConfig) -> None:
     for name in ("optimizer_state", "output", "log"):
         if not getattr(job, name):
             raise ConfigError(f"{file}: {name}", "", "a path", "a job from a file must have it")
-    if isinstance(job.inputs, StreamInput | DatasetInput):
+    if isinstance(job.inputs, StreamInput | RecordedInput | DatasetInput):
         hint = "pack the rows, or have a run make them: python launchers/submit.py"
         raise ConfigError(f"{file}: inputs.kind", job.inputs.kind, "packed, in a job from a file", hint)
     if isinstance(job, RlJob):

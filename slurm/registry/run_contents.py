@@ -22,6 +22,7 @@ from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import located_model
 from pipeline.config.run_identity import differences, identity_digest
 from pipeline.errors import CheckpointError, ConfigError, RunStateError
+from pipeline.rollout.recorded_groups import replayed_run
 from pipeline.run.completion import is_finished
 from pipeline.run.paths import RunPaths, SweepPaths
 from pipeline.run.run_documents import RunIdentity
@@ -173,6 +174,7 @@ def located_config(config: RunConfig) -> RunConfig:
     jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
     located: dict[str, Any] = {
         "resume": "auto",
+        "replay": config.replay and str(replayed_run(config).root),
         "model": located_model(config.model),
         "data": located_data(config.data),
         "training": config.training.model_copy(update={"jobs": jobs}),

@@ -15,6 +15,7 @@
 | `serve_tinker`, `gateway_supervisor` | runs that serve the Tinker API; the supervisor of the gateway process |
 | `usage_table` | the usage of each name on a serving run |
 | `measure_goodput` | runs under faults, compared with an undisturbed one |
+| `replay_run` | runs that train the recorded samples of another run |
 | `evaluate_model` | runs that evaluate a checkpoint or a model directory |
 | `local_job` | a run's job on this machine |
 | `launcher_signals` | the signals that end a launcher |

@@ -101,6 +101,16 @@ def compose_over(tree: Mapping[str, Any], overrides: Sequence[str], folder: Path
     return {str(key): value for key, value in container.items()}
 
 
+def merge_trees(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """The trees merged key by key; later trees override earlier ones."""
+    merged = dict(base)
+    for other in others:
+        for key, value in other.items():
+            both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+            merged[key] = merge_trees(merged[key], value) if both else value
+    return merged
+
+
 def _merge_group(tree: DictConfig, group: str, file: Path) -> None:
     loaded = OmegaConf.load(file)
     assert isinstance(loaded, DictConfig)

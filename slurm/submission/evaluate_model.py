@@ -32,14 +32,15 @@ from pipeline.utils import atomic_dirs, shared_files, subprocesses, terminal
 from pipeline.utils.waiting import wait_for
 from slurm.scheduler.scheduler_registry import child_environment
 from slurm.submission import submit_run
-from slurm.submission.compose_config import compose_config, compose_over
-from slurm.submission.train_files import next_name
+from slurm.submission.compose_config import compose_config, compose_over, merge_trees
+from slurm.submission.train_files import next_name, sibling_output
 
 EXPORT_SECONDS = 3600.0
 KEYS = ("run", "checkpoint", "model")
 """The launcher's own arguments; all other arguments are keys of the config."""
 EVALUATION_ONLY: Mapping[str, Any] = {
     "evaluation": {"only": True},
+    "replay": "",
     "training": {"steps": 0, "jobs": "", "sft": {"steps": 0, "epochs": 0}, "routing_replay": "none"},
     "data": {"path": "", "eval_path": "", "eval_split": "", "eval_rows": 0},
     "serve": {"enabled": False},
@@ -162,7 +163,7 @@ def _of_directory(model: str, overrides: Sequence[str]) -> RunConfig:
     own = _asks_builtin("model", model, overrides)
     named = f"eval-{_as_name(directory.resolve().name)}"
     base = compose_config([f"name={named}", *overrides]).model_dump(mode="json")
-    begun = _merged(base, own, EVALUATION_ONLY, {"model": {"path": str(directory.resolve()), "init": "pretrained"}})
+    begun = merge_trees(base, own, EVALUATION_ONLY, {"model": {"path": str(directory.resolve()), "init": "pretrained"}})
     return load_config(compose_over(begun, [text for text in overrides if re.match(_LAID_LAST, text)]))
 
 
@@ -185,11 +186,11 @@ def _of_run(run: RunPaths, checkpoint: str, overrides: Sequence[str]) -> tuple[R
     whole = {"path": str(model), "init": "pretrained", "lora": {"adapter": ""}}  # a merged one has its adapter in it
     placed = {"lora": {"adapter": str(model)}} if lora else whole
     step_of = {"evaluation": {"step": step}, "name": f"{run.root.name[:50]}-eval-{chosen}"}
-    own = {} if trained.has_rollouts or trained.evaluation.sets else _asks_builtin("run", run.root.name, overrides)
-    begun = _merged(
-        trained.model_dump(mode="json"), own, {"output": str(_output(run, trained))}, EVALUATION_ONLY, step_of
+    own = {} if trained.has_rl or trained.evaluation.sets else _asks_builtin("run", run.root.name, overrides)
+    begun = merge_trees(
+        trained.model_dump(mode="json"), own, {"output": str(sibling_output(run, trained))}, EVALUATION_ONLY, step_of
     )
-    config = load_config(_merged(compose_over(begun, overrides), {"model": placed}, _fixed(EVALUATION_ONLY)))
+    config = load_config(merge_trees(compose_over(begun, overrides), {"model": placed}, _fixed(EVALUATION_ONLY)))
     missing = model.parent == run.exports and not _is_model(model)
     return config, Export(run, chosen, trained.model) if missing else None
 
@@ -210,7 +211,7 @@ def find_model(run: RunPaths, config: RunConfig, checkpoint: str) -> tuple[str, 
         return checkpoint, finished.steps if finished is not None else config.training.steps, directory
     job, step = _find_commit(run, checkpoint)
     name = checkpoint_name(job, step)
-    return name, 0 if config.has_rollouts and job != "rl" else step, run.exports / name
+    return name, 0 if config.has_rl and job != "rl" else step, run.exports / name
 
 
 def _find_commit(run: RunPaths, checkpoint: str) -> tuple[PhaseName, int]:
@@ -267,21 +268,6 @@ def _as_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:50].lstrip("._-") or "model"
 
 
-def _output(run: RunPaths, config: RunConfig) -> Path:
-    """The parent directory of the evaluated run; in its config's spelling if that is the same directory."""
-    return config.output if config.output.resolve() == run.root.parent else run.root.parent
-
-
 def _fixed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings that no override may change."""
     return {key: value for key, value in tree.items() if key not in _CHANGEABLE}
-
-
-def _merged(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
-    """The trees merged key by key; later trees override earlier ones."""
-    merged = dict(base)
-    for other in others:
-        for key, value in other.items():
-            both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-            merged[key] = _merged(merged[key], value) if both else value
-    return merged

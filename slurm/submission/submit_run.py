@@ -32,6 +32,7 @@ from pipeline.environments.rewards import check_rewards
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.inference.engine_registry import find_engine
 from pipeline.roles.redis import find_server
+from pipeline.rollout.recorded_groups import RecordedRun, replayed_run
 from pipeline.run.paths import RunPaths
 from pipeline.topology.assignment import describe_plan
 from pipeline.topology.gpu_memory import describe_memory, describe_mesh, trainer_ranks
@@ -145,6 +146,8 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
         engine.check_config(config)
     if config.has_rollouts and config.streams.backend == "redis":
         find_server()
+    if config.replay:
+        RecordedRun(replayed_run(config)).check(config)
     run_registry.examine(config)
     # The memory model covers neither the adapters that clients of a serving run create, nor servers without a trainer.
     if config.resources.device == "cuda" and not (config.serve.enabled or config.evaluation.only):
@@ -316,6 +319,8 @@ def _what_it_trains(config: RunConfig) -> str:
     if config.training.jobs:
         return f"the jobs of {config.training.jobs}"
     start = config.training.sft
+    if config.replay:
+        return f"replay of {config.replay}, {config.loss.name}, {config.training.steps} steps"
     if not config.has_rollouts:
         length = f"{start.steps} steps" if start.steps else f"{start.epochs:g} epochs"
         return f"{config.data.path or config.task.name}, SFT alone, {length}"

@@ -48,6 +48,11 @@ def name_of(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:_MAX_NAME] or "jobs"
 
 
+def sibling_output(run: RunPaths, config: RunConfig) -> Path:
+    """The parent directory of an existing run; in its config's spelling if that is the same directory."""
+    return config.output if config.output.resolve() == run.root.parent else run.root.parent
+
+
 def next_name(output: Path, name: str) -> str:
     """The first of `name`, `name-2`, `name-3`, … that no finished run has."""
     names = chain([name], (f"{name}-{number}" for number in count(2)))

@@ -56,6 +56,7 @@ With L = 0 the actor issues the groups of step v + 1 only when the servers are a
 | `rl`, `sft` | the two algorithms of a run |
 | `policy_update` | one RL step on a batch: advantages, mini-batches, optimizer steps |
 | `group_batches` | batches of prepared groups from the stream |
+| `recorded_batches` | the batches of another run, for a replay |
 | `batch_metrics` | metrics of a batch of groups |
 | `step_metrics` | metrics of several optimizer steps as those of one step |
 | `logprob_agreement` | the check that the servers compute with the trainer's weights |

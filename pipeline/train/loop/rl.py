@@ -21,6 +21,7 @@ from pipeline.train.loop.evaluations import Evaluations
 from pipeline.train.loop.group_batches import GroupBatches
 from pipeline.train.loop.logprob_agreement import Agreement
 from pipeline.train.loop.policy_update import PolicyUpdate
+from pipeline.train.loop.recorded_batches import NoServers, RecordedBatches
 from pipeline.train.loop.step_metrics import EqualRewards, NonFiniteGuard
 from pipeline.train.loop.weight_publisher import WeightPublisher
 from pipeline.train.train_jobs import RlJob
@@ -40,9 +41,9 @@ class ReinforcementLearning:
         job: RlJob,
         config: RunConfig,
         dispatch: RankGroup,
-        batches: GroupBatches,
-        publisher: WeightPublisher,
-        evaluations: Evaluations,
+        batches: GroupBatches | RecordedBatches,
+        publisher: WeightPublisher | NoServers,
+        evaluations: Evaluations | NoServers,
         warm_up: WarmUp,
     ) -> None:
         self.job = job
@@ -50,6 +51,7 @@ class ReinforcementLearning:
         self._publisher, self._evaluations, self._warm_up = publisher, evaluations, warm_up
         self._update = PolicyUpdate(dispatch, config)
         self._skips, self._agreement, self._equal = NonFiniteGuard(), Agreement(), EqualRewards(config.loss)
+        self._agreement.known = not config.has_rollouts  # a replay has no servers, and another policy than sampled
 
     def begin(self, step: int) -> None:
         """Send the weights of `step` to the servers, and request an evaluation of them unless one is logged.
