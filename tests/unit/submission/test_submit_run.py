@@ -90,7 +90,7 @@ def test_rl_of_a_family_whose_weights_servers_do_not_reload_is_refused(
     for name in ("tokenizer.json", "model.safetensors"):
         (model / name).touch()
     keys = (f"model.path={model}", "model.init=pretrained")
-    message = answer(capsys, tmp_path / "runs", *keys, "resources.device=cuda")
+    message = answer(capsys, tmp_path / "runs", *keys, "resources=gpus")
     assert (
         "expected another family than gpt_oss, whose experts and sinks are not updated on servers with GPUs" in message
     )
