@@ -94,19 +94,6 @@ def mixture_directory(folder: Path) -> Path:
     return folder
 
 
-def sinks_directory(folder: Path) -> Path:
-    """A model of gpt-oss's kind: experts with biases in all layers, sinks, and windows in every second layer."""
-    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 16}
-    others = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
-    kinds = ["sliding_attention", "full_attention"] * 2
-    file = model_directory(folder, tied=False) / "config.json"
-    (folder / "tokenizer.json").write_text("{}")
-    settings = json.loads(file.read_text()) | sizes | others | {"layer_types": kinds}
-    del settings["rope_parameters"]  # vLLM takes no others than the family's
-    file.write_text(json.dumps(settings))
-    return folder
-
-
 def world_file(folder: Path) -> Path:
     """The world from which servers learn that their password is `SECRET`."""
     path = folder / "world.json"
