@@ -8,6 +8,7 @@ servers different indices. Must not know what an attached job does.
 
 import time
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
@@ -68,11 +69,27 @@ def create_attached(run: RunPaths, number: int, config: RunConfig) -> AttachedPa
     except FileExistsError:
         hint = "run the command again"
         raise RunStateError("run", run.root.name, f"no other command that attaches job {number}", hint) from None
-    shared_files.write_document(job.config, config.model_dump(mode="json"))
+    shared_files.write_document(job.config, _known_keys(config.model_dump(mode="json"), _tree(run)))
     # Not the run's id, by which a scheduler's jobs of the run are found.
     run_id = f"{run_registry.identity(run).run_id}.attached-{number}"
     shared_files.create_document(job.run, RunIdentity(run_id=run_id, created=time.time()))
     return job
+
+
+def _known_keys(tree: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """The tree without keys that the run's config lacks: the run's code may be older than this, and would refuse them.
+
+    The keys of `cluster.sbatch` are the user's and stay.
+    """
+    return {
+        key: _known_keys(value, known[key]) if isinstance(value, dict) and key != "sbatch" and known[key] else value
+        for key, value in tree.items()
+        if key in known
+    }
+
+
+def _tree(run: RunPaths) -> dict[str, Any]:
+    return shared_files.read_document(run.config, dict[str, Any]) or {}
 
 
 def first_index(run: RunPaths, number: int) -> int:

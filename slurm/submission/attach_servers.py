@@ -154,8 +154,7 @@ def running_config(run: RunPaths, connect: Connect) -> RunConfig:
 
 def attached_config(served: RunConfig, number: int, request: Request) -> RunConfig:
     """The config of an attached job: that of the run, with servers only, and with the user's cluster keys."""
-    tree = compose_over(served.model_dump(mode="json"), request.overrides)
-    config = load_config(tree)
+    config = load_config(compose_over(served.model_dump(mode="json"), request.overrides))
     check_queue_keys(config)
     per_node = min(request.servers, _servers_per_node(served))
     nodes = request.nodes or -(-request.servers // per_node)

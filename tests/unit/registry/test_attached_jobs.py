@@ -1,11 +1,13 @@
 """The directories of attached jobs: numbers, identities, indices."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.errors import RunStateError
 from pipeline.run.paths import AttachedPaths, RunPaths
+from pipeline.utils import shared_files
 from slurm.registry import attached_jobs, run_registry
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -27,6 +29,18 @@ def test_jobs_are_numbered_and_their_servers_follow_those_before(run: FakeRun) -
     assert [job.number for job in attached_jobs.attached_jobs(run.paths)] == [1, 2]
     with pytest.raises(RunStateError, match="no other command that attaches job 2"):
         attached_jobs.create_attached(run.paths, 2, config)
+
+
+def test_the_config_has_only_the_keys_that_the_run_s_own_code_knows(run: FakeRun) -> None:
+    older = run.config.model_dump(mode="json")
+    del older["cluster"]["max_jobs"]
+    shared_files.write_document(run.paths.config, older)
+    job = attached_jobs.create_attached(run.paths, 1, make_config(cluster={"scheduler": "slurm", "qos": "low"}))
+    tree = shared_files.read_document(job.config, dict[str, Any])
+    assert tree is not None
+    assert "max_jobs" not in tree["cluster"]
+    assert tree["cluster"]["qos"] == "low"
+    assert tree.keys() == older.keys()
 
 
 def test_a_directory_is_that_of_an_attached_job_only_below_a_run(run: FakeRun, tmp_path: Path) -> None:
