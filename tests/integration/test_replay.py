@@ -59,7 +59,7 @@ def attempt(rank: int, root: Path, tree: Mapping[str, Any], name: str, kill: str
             self._commits.on_durable = lambda covered: self.reach("on_durable", step_of(self._commits._durable))
 
         def save_checkpoint(self, job: Job, done: int, wait: bool) -> None:
-            self._commits.on_save = lambda: self.reach("on_save", done)
+            self._commits.on_save = lambda *_: self.reach("on_save", done)
             super().save_checkpoint(job, done, wait)
 
         def reach(self, moment: str, now: int) -> None:
