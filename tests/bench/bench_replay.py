@@ -107,6 +107,8 @@ def report(ways: dict[str, list[list[dict[str, float]]]]) -> int:
     """Print the means over all steps and seeds; 1 unless replay at least halves the difference."""
     means = {way: mean_of([step for run in runs for step in run]) for way, runs in ways.items()}
     print(markdown(("training.routing_replay", *NAMES), [(way, *values.values()) for way, values in means.items()]))
+    if not all(run for runs in ways.values() for run in runs):
+        return judge("every run takes steps", False)
     ratio = means["rollout"]["mismatch_kl"] / means["none"]["mismatch_kl"]
     print(f"\nmismatch_kl with replay / without: {ratio:.3f}")
     return judge(f"at most {MAX_RATIO} of the difference is left", ratio <= MAX_RATIO)

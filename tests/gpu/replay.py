@@ -25,8 +25,9 @@ from tests.gpu import loop
 from tests.gpu.words import write_model
 from tests.gpu.workload import WORKLOADS
 
-INITIALIZER_RANGE = 0.1
-"""With the 0.02 of most families, random experts hardly change a token's log-probability."""
+INITIALIZER_RANGE = 0.04
+"""With the 0.02 of most families, random experts hardly change a token's log-probability. With 0.1 trainer and server
+differ by more than the check of first weights allows, from rounding alone."""
 MIXTURES = tuple(name for name, shape in WORKLOADS.items() if "num_experts" in shape.model)
 
 
