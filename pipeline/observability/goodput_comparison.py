@@ -14,7 +14,7 @@ import msgspec
 from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError
-from pipeline.run.goodput import CAUSES, Goodput, Outage
+from pipeline.run.lost_seconds import CAUSES, Goodput, Outage
 from pipeline.run.goodput_records import read_goodput
 from pipeline.run.metrics_log import MetricRecord, read_rows
 from pipeline.run.paths import RunPaths
@@ -105,8 +105,8 @@ def _measure(root: Path) -> tuple[RunResult, Goodput]:
     if config is None or measured is None or len(rows) < 2:
         raise ConfigError("run", str(root), "a run with two RL steps or more", "see its logs, or run longer")
     seconds = rows[-1]["time"] - rows[0]["time"]
-    settled = _settlements(run.ledger)
-    trained = Counter(entry.position for entry in settled if entry.outcome == TRAINED)
+    final_entries = _settlements(run.ledger)
+    trained = Counter(entry.position for entry in final_entries if entry.outcome == TRAINED)
     tokens, again = _sampled_tokens(run.rollouts / "train")
     return RunResult(
         run=root.name,
@@ -114,7 +114,7 @@ def _measure(root: Path) -> tuple[RunResult, Goodput]:
         seconds=seconds,
         steps_per_hour=3600 * (len(rows) - 1) / seconds,
         goodput=measured.metrics(),
-        prompts_lost=len(lost_positions({entry.position for entry in settled}, _window(config))),
+        prompts_lost=len(lost_positions({entry.position for entry in final_entries}, _window(config))),
         trained_twice=sum(count - 1 for count in trained.values()),
         tokens_again=again,
         tokens=tokens,

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from pipeline.observability.metric_charts import Chart
 from pipeline.observability.number_format import clock
 from pipeline.observability.svg_drawing import BAD, BUSY, FILL, GOOD, INK, LINE, SERIES, draw, standalone
-from pipeline.run.goodput import CAUSES, Goodput, Outage
+from pipeline.run.lost_seconds import CAUSES, Goodput, Outage
 from pipeline.run.metrics_log import MetricRecord
 
 Rows = Sequence[MetricRecord]

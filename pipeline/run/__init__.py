@@ -12,5 +12,6 @@
 | `first_failure` | the first failure of an attempt |
 | `metrics_log` | where metrics are written |
 | `transitions` | the timeline of roles, by rank |
-| `goodput`, `goodput_records` | the useful part of a run's wall time; the records that it is computed from |
+| `lost_seconds`, `goodput_records` | the useful part of a run's wall time and what took the rest; its records |
+| `notices` | what happened in an attempt and did not end it, for people |
 """

@@ -1,4 +1,4 @@
-"""Reads the records from which `pipeline.run.goodput` computes: timelines, events, node records, and metrics.
+"""Reads the records from which `pipeline.run.lost_seconds` computes: timelines, events, node records, and metrics.
 
 A restore moves the rows of the steps that it drops from `metrics.jsonl` to `attempts/<attempt>/dropped/`, so that every
 step that was ever trained is on record. Missing or damaged files never raise.
@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.run.events import Events
-from pipeline.run.goodput import AttemptTimes, Goodput, StepTime, goodput
+from pipeline.run.lost_seconds import AttemptTimes, Goodput, StepTime, goodput
 from pipeline.run.metrics_log import MetricRecord, read_rows
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import RunIdentity

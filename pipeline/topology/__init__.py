@@ -6,6 +6,6 @@
 | `assignment` | the assignment of bundles to ranks |
 | `takeover` | the assignment of a lost node's roles to a spare node |
 | `gpu_split` | a faster split of GPUs between trainer and servers, from measured idle fractions |
-| `gpu_memory` | the GPU memory that the roles need |
+| `gpu_memory`, `sizes` | the GPU memory that the roles need; the sizes of a model that determine it |
 | `memory_fit` | the refusal of roles that do not fit into a GPU, with a change that makes them fit |
 """

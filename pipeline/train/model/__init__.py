@@ -19,6 +19,7 @@
 | `public_tensors` | what leaves the trainer: whole, or this rank's rows |
 | `hf_export` | exported model directories |
 | `adapter_swap`, `token_queries` | several adapters that take turns on a model; log-probabilities of given tokens |
+| `recomputation` | activations that the backward pass computes again |
 | `model_size`, `tiny_config`, `packing_probe` | a model's size; a tiny copy; the check that packing keeps results |
 | `to_device` | copies from the host to the device |
 """

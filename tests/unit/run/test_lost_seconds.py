@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.run.goodput import CAUSES, AttemptTimes, Goodput, StepTime, goodput
+from pipeline.run.lost_seconds import CAUSES, AttemptTimes, Goodput, StepTime, goodput
 from pipeline.run.transitions import Transition
 
 
