@@ -14,8 +14,8 @@ import msgspec
 from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError
-from pipeline.run.lost_seconds import CAUSES, Goodput, Outage
 from pipeline.run.goodput_records import read_goodput
+from pipeline.run.lost_seconds import CAUSES, Goodput, Outage
 from pipeline.run.metrics_log import MetricRecord, read_rows
 from pipeline.run.paths import RunPaths
 from pipeline.transport.ledger import TRAINED, Settlement

@@ -72,11 +72,11 @@ class RecordedRun:
     def batch(self, step: int) -> list[Group]:
         """The groups of a step's batch, in order; `ConfigError` if samples are missing or not the trained ones."""
         entries = self.entries(step)
-        wanted = {(line.position, line.fingerprint) for line in entries}
-        files = {self._places[sampling] for sampling in wanted if sampling in self._places}
+        samplings = {(line.position, line.fingerprint) for line in entries}
+        files = {self._files[sampling] for sampling in samplings if sampling in self._files}
         groups = dict[Sampling, Group]()
         for file in sorted(files):
-            groups |= {key: group_of_records(records) for key, records in _records_in(file, wanted)}
+            groups |= {key: group_of_records(records) for key, records in _records_in(file, samplings)}
         for line in entries:
             group = groups.get((line.position, line.fingerprint))
             if group is None or group.fingerprint() != line.fingerprint:
@@ -100,17 +100,17 @@ class RecordedRun:
             raise ConfigError("training.steps", config.training.steps, expected, "lower it")
         for step in range(config.training.steps):
             for line in self.entries(step):
-                if (line.position, line.fingerprint) not in self._places:
+                if (line.position, line.fingerprint) not in self._files:
                     raise self._error(step, line.position, "are missing")
 
     @cached_property
-    def _places(self) -> Mapping[Sampling, Path]:
+    def _files(self) -> Mapping[Sampling, Path]:
         """The segment of each stored group. Segments end between two groups."""
-        places = dict[Sampling, Path]()
+        files = dict[Sampling, Path]()
         for file in segments(self.run.rollouts / TRAIN):
             for row in _rows(file, ["position", "fingerprint"]):
-                places[row["position"], row["fingerprint"]] = file
-        return places
+                files[row["position"], row["fingerprint"]] = file
+        return files
 
     def _error(self, step: int, position: int, what: str) -> ConfigError:
         whose = f"those of position {position}, trained in step {step + 1}"
@@ -162,13 +162,13 @@ def _lines_by_step(ledger: Path) -> dict[int, list[Settlement]]:
     return dict(lines)
 
 
-def _records_in(file: Path, wanted: Iterable[Sampling]) -> Iterator[tuple[Sampling, list[dict[str, Any]]]]:
+def _records_in(file: Path, samplings: Iterable[Sampling]) -> Iterator[tuple[Sampling, list[dict[str, Any]]]]:
     """The wanted groups of a segment, each with the records of its samples in order."""
-    positions = [position for position, _ in wanted]
+    positions = [position for position, _ in samplings]
     records = defaultdict[Sampling, list[dict[str, Any]]](list)
     for row in _rows(file, None, filters=[("position", "in", positions)]):
         records[row["position"], row["fingerprint"]].append(row)
-    return ((key, rows) for key, rows in records.items() if key in wanted)
+    return ((key, rows) for key, rows in records.items() if key in samplings)
 
 
 def _rows(file: Path, columns: Sequence[str] | None, **options: Any) -> list[dict[str, Any]]:

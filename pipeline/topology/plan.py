@@ -202,7 +202,7 @@ def make_plan(config: RunConfig) -> Plan:
 
 
 def make_servers_plan(config: RunConfig, first: int = 0) -> Plan:
-    """The plan of a job that consists of the servers of `resources.inference`, the first of which has index `first`."""
+    """The plan of a job that consists of the servers of `resources.inference`; their indices begin at `first`."""
     bundles = [
         NodeBundle(roles=tuple(msgspec.structs.replace(role, index=role.index + first) for role in bundle.roles))
         for bundle in _inference_bundles(config.resources)

@@ -21,13 +21,13 @@ class AttachedLines:
 
     def look(self, attempt: str, now: float) -> tuple[RoleLine, ...]:
         """The servers of an attempt, in the order in which their jobs were attached."""
-        found = [
+        attempts = [
             (job.number, AttemptPaths(job.root, "", folder.name))
             for job in attached_jobs(self._run)
             for folder in sorted(job.attempts.glob(f"{attempt}.*"))
         ]
-        self._readers = {paths: self._readers.get(paths) or AttemptReader(paths) for _, paths in found}
-        return tuple(line for number, paths in found for line in self._lines(number, self._readers[paths], now))
+        self._readers = {paths: self._readers.get(paths) or AttemptReader(paths) for _, paths in attempts}
+        return tuple(line for number, paths in attempts for line in self._lines(number, self._readers[paths], now))
 
     def _lines(self, number: int, reader: AttemptReader, now: float) -> tuple[RoleLine, ...]:
         node = reader.read()

@@ -30,7 +30,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 
 
 def takes_long_rows(query: Tensor, longest: int) -> bool:
-    """Whether a line on this device, whose longest row has so many tokens, goes through `attend_long_rows`."""
+    """Whether a line on this device goes through `attend_long_rows`, by the tokens of its longest row."""
     return longest >= LONG and query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= _HOPPER
 
 

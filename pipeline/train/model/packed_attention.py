@@ -225,7 +225,7 @@ def _attend_lengths(query: Tensor, key: Tensor, value: Tensor, segments: Segment
     kernel_options = KernelOptions(options.scaling, window, others)
     plain = options.sinks is None and options.window is None and segments.line_R is None
     if plain and takes_long_rows(query, own.longest):
-        attended = _attend_long(query, key, value, segments, kernel_options)
+        attended = cast(Tensor, _attend_long(query, key, value, segments, kernel_options))
     else:
         # With fewer queries than keys, the kernel aligns the last query of a row with its last key: suffixes need it.
         rows = KernelRows(own.bounds, whole.bounds, own.longest, whole.longest)
