@@ -46,7 +46,7 @@ _MAX_SOCKET = 107
 _CLOSED = ("enable-protected-configs no", "enable-debug-command no", "enable-module-command no")
 CLIENT_COMMANDS = (
     *("ping", "info", "select", "time", "evalsha", "script|load", "multi", "exec", "get", "set"),
-    *("hget", "hset", "hmget", "hkeys", "hincrby", "xadd", "xdel", "xlen", "xrange", "xread"),
+    *("hget", "hset", "hmget", "hkeys", "hdel", "hincrby", "xadd", "xdel", "xlen", "xrange", "xread"),
 )
 """Commands that `pipeline.transport.redis_streams` and its scripts call; their user may call no others."""
 
