@@ -217,7 +217,7 @@ def routed_array(row: TokenRow, shape: RoutingShape) -> NDArray[Any] | None:
     return ids
 
 
-class Group(Record, frozen=True, kw_only=True, tag="group"):
+class Group(Record, frozen=True, kw_only=True, tag="group", omit_defaults=True):
     """All samples of one prompt.
 
     Attributes:

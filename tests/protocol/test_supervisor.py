@@ -18,6 +18,7 @@ from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import Deadline, wait_for
 from slurm.agent import agent, agent_heartbeat, oom
 from slurm.submission.launcher_signals import describe
+from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
 from tests.protocol.small_roles import BEATS, FOREVER, RANKS, STUBBORN, STUCK, UNTIL_TOLD, Attempt
 
@@ -228,7 +229,7 @@ def test_an_agent_that_shows_no_sign_of_life_fails_the_attempt_and_is_named(
     run = attempt()
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     with agent_heartbeat.NeighborWatch(
-        run.paths, 2, 3, 1.0, partial(agent._record_lost_rank, run.paths)
+        run.paths, 2, 3, 1.0, partial(agent._handle_lost_rank, run.paths, make_config(), "agent.2")
     ):  # rank 0 is silent
         assert run.join() == {"failed"}
     failure = run.first_failure

@@ -36,6 +36,7 @@ SCHEDULER = Owned(
         "slurm/submission/declined_options.py": "the keys cluster.sbatch and cluster.srun_args",
         "pipeline/environments/frozen_code.py": "the package slurm",
         "slurm/registry/code_snapshot.py": "the package slurm",
+        "slurm/registry/attached_jobs.py": "the package slurm",
         "launchers/entry.py": "the package slurm",
     },
 )

@@ -288,7 +288,7 @@ def test_routing_replay_is_for_mixtures_in_runs_that_sample(tmp_path: Path) -> N
     replayed(tmp_path, **MIXTURE)
     with pytest.raises(ConfigError, match="whose config has no mixture of experts"):
         replayed(tmp_path)
-    with pytest.raises(ConfigError, match="none in a run without RL steps"):
+    with pytest.raises(ConfigError, match="none in a run without rollouts"):
         replayed(tmp_path, *SFT, **MIXTURE)
     with pytest.raises(ConfigError, match=r"streams.budget_bytes=262144: .* tokens with 384 bytes of experts each"):
         replayed(tmp_path, "streams.budget_bytes=262144", **MIXTURE)

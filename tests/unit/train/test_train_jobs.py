@@ -85,7 +85,10 @@ def test_a_job_that_is_written_is_read_back_equal(tree: dict[str, Any], tmp_path
         ({"kind": None}, "kind=None: expected one of sft, rl; choose from: rl, sft"),
         ({"version": 2}, "version=2: expected 1, which this code reads; write the file with the version"),
         ({"chekpoint": "a"}, "chekpoint='a': expected a known key; did you mean checkpoint?"),
-        ({"inputs": {"kind": "demonstrations"}}, "inputs.kind='demonstrations': expected one of 'stream', 'packed'"),
+        (
+            {"inputs": {"kind": "demonstrations"}},
+            "inputs.kind='demonstrations': expected one of 'stream', 'recorded', 'packed'",
+        ),
         ({"inputs": {"kind": "packed"}}, "inputs.folder=None: expected a value"),
         ({"inputs": {}}, "inputs={}: expected an object with a kind"),
         ({"schedule": {"steps": 0, "prompts": 1}}, "schedule.steps=0: expected greater than 0"),
