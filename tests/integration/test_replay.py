@@ -41,9 +41,6 @@ def config_of(recorded: FakeRun, **training: int) -> RunConfig:
 def attempt(rank: int, root: Path, tree: Mapping[str, Any], name: str, kill: str) -> None:
     """One attempt of the replay, which kills its rank 0 at the moment that `kill` names; empty: it does not."""
     config = load_config(dict(tree))
-    if rank:  # rank 0 alone creates the attempt
-        run_role_of_rank(config, "", lambda dispatch: None)
-        return
     made = FakeRun(root, config).attempt(name)
     world = made.meet()
     context = RoleContext(made.paths, config, world, world.of_role("trainer")[0])

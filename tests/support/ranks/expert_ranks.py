@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,11 +48,12 @@ def compare(family: str, chosen_from: tuple[int, ...], tokens: tuple[int, ...], 
     sum((loss(output) for output in outputs), start=torch.zeros((), dtype=dtype)).backward()
     hidden, chosen, weights = given[dist.get_rank()]
     own = hidden.detach().requires_grad_(), chosen, weights.detach().requires_grad_()
-    output = experts_forward(mine, *own)
+    load = ExpertLoad(spread)
+    with load.counting(np.ones(len(hidden), np.int64), hidden.device):
+        output = experts_forward(mine, *own)
     loss(output).backward()
     counts = torch.cat([each[1].reshape(-1) for each in given]).bincount(minlength=EXPERTS).double()
     busiest = float(counts.max() / counts.mean()) if counts.sum() else 0.0
-    load = ExpertLoad(spread)
     assert load.collect(measured=True, rate=0) == pytest.approx({"experts/load_max": busiest})
     assert load.collect(measured=True, rate=0) == {}
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
