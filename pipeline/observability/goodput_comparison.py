@@ -59,7 +59,7 @@ class OutageResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Both runs.
+    """A run under faults and the same run without them.
 
     Attributes:
         ratio: useful steps per hour of the disturbed run / of the undisturbed run.

@@ -40,7 +40,7 @@ def replayed_run(config: RunConfig) -> RunPaths:
     for folder in (Path(config.replay), config.output / config.replay):
         if RunPaths(folder).run.exists():
             if folder.resolve() == config.directory.resolve():
-                raise ConfigError("replay", config.replay, "another run", "give the replay a name of its own: name=…")
+                raise ConfigError("replay", config.replay, "another run", "give the replay another name: name=…")
             return RunPaths(folder.resolve())
     raise ConfigError("replay", config.replay, f"a run directory, or a name below {config.output}/", "fix the path")
 

@@ -37,7 +37,7 @@ COLUMNS = {
     "task": "string",
     "position": "int64",  # in the run's order of prompts (the ledger's); in an evaluation the prompt's index
     "prompt": "int64",  # index in the task's dataset
-    "fingerprint": "string",  # of its group's samples, as in the ledger: tells two samplings of a position apart
+    "fingerprint": "string",  # of its group's samples, as in the ledger: distinguishes two samplings of a position
     "sample": "int32",  # index in its group
     "outcome": "string",  # the preprocessor's verdict on its group: train, filtered: …, failed: …
     "failure": "string",  # reason of a failed sample; else null

@@ -12,7 +12,7 @@
             starts), sft (a step of SFT is logged), eval (an evaluation is requested), save (a checkpoint is being
             written), update (servers are receiving new weights), end (the last checkpoint is durable). The moments
             sft, eval, save and update are those of step N with a number, as in save=10, else the first ones.
-            every=60s: again and again, so many seconds after the roles were started and after the time before
+            every=60s: every 60 seconds from the start of the roles on
 
 Each fault without `every` happens once in a run, also over restarts and requeues. Pure; `pipeline.run.fault_moments`
 has the records on disk, and `slurm.agent.fault_injection` injects.

@@ -294,17 +294,23 @@ def _marks_of(attempt: AttemptTimes) -> Iterator[_Mark]:
         yield _Mark(attempt.met, "rendezvous", name)
     for line in attempt.transitions[:1]:
         yield _Mark(line.time, "trainer", name)
-    for line in attempt.transitions:
-        if line.state == FAULT:
-            yield _Mark(line.time, "detection", name, line.role, line.detail)
-        elif line.state == "failed":
-            yield _Mark(line.time, "shutdown", name, line.role, f"{line.role}: {line.detail}")
-        elif _is_trainer(line.role) and line.state == "restarting":
-            yield _Mark(line.time, "requeue", name, line.role, f"{line.role}: {line.detail}")
-        elif _is_trainer(line.role) and line.state == "starting":
-            yield _Mark(line.time, "trainer", name, line.role)
+    yield from filter(None, (_mark_of(line, name) for line in attempt.transitions))
     for time, why in attempt.stops:
         yield _Mark(time, "shutdown", name, what=why)
+
+
+def _mark_of(line: Transition, attempt: str) -> _Mark | None:
+    """The mark of a line of a timeline; None for a line after which the seconds have the same cause."""
+    failure = f"{line.role}: {line.detail}"
+    if line.state == FAULT:
+        return _Mark(line.time, "detection", attempt, line.role, line.detail)
+    if line.state == "failed":
+        return _Mark(line.time, "shutdown", attempt, line.role, failure)
+    if _is_trainer(line.role) and line.state == "restarting":
+        return _Mark(line.time, "requeue", attempt, line.role, failure)
+    if _is_trainer(line.role) and line.state == "starting":
+        return _Mark(line.time, "trainer", attempt, line.role)
+    return None
 
 
 def _ready_times(attempt: AttemptTimes) -> list[float]:

@@ -15,7 +15,7 @@ from pipeline.topology.plan import NodeInfo, NodeLoss, Placement, World
 def take_over(world: World, lost: int, cause: str, *, limit: int) -> World:
     """The next revision of the world, without the rank `lost`; a spare has its roles, if it had some.
 
-    `limit` is the number of nodes that may be replaced in an attempt. `TakeoverError` says why the attempt cannot
+    `limit` is the number of nodes that may be replaced in an attempt. `TakeoverError` reports why the attempt cannot
     continue without the rank.
     """
     moved = world.of_rank(lost)

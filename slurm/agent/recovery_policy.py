@@ -92,7 +92,7 @@ class RestartBudget:
         return kind in rule.restarts and (progressed or rule.retries_start) and self.used < self.limit
 
     def next_pause(self, ready_seconds: float) -> float:
-        """The pause before the restart of a process that was ready for so long (0: it never was)."""
+        """The pause before the restart of a process that was ready for `ready_seconds` (0: it never was)."""
         first, longest = RECOVERY[self.role].pauses
         repeated = self._pause and ready_seconds <= self._pause
         self._pause = min(1.5 * self._pause, longest) if repeated else first

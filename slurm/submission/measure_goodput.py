@@ -110,7 +110,7 @@ def _finish(run: Path, overrides: Sequence[str], disturbance: Disturbance | None
 
 
 class Preemption:
-    """Preempts the job of a run `every` so many seconds, counted from its first RL step and then from the preemption
+    """Preempts the job of a run each `every` seconds, counted from its first RL step and then from the preemption
     before. An attempt that has trained no step when its turn comes is preempted after its first one.
 
     Attributes:

@@ -36,7 +36,7 @@ def run_on_owners(
 ) -> Tensor:
     """[T, E]: the weighted sum over each token's experts, computed by the ranks that have them.
 
-    The layer has so many `experts`. Sums are in float32 at least; a rank's part of a sum travels in the type of
+    `experts` is their number in the layer. Sums are in float32 at least; a rank's part of a sum travels in the type of
     `hidden_TE`.
     """
     ranks, here = group.size(), experts // group.size()
