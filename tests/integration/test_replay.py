@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ def config_of(recorded: FakeRun, **training: int) -> RunConfig:
 def attempt(rank: int, root: Path, tree: Mapping[str, Any], name: str, kill: str) -> None:
     """One attempt of the replay, which kills its rank 0 at the moment that `kill` names; empty: it does not."""
     config = load_config(dict(tree))
+    run_role_of_rank(config, "", partial(lead, root, config, name, kill))
+
+
+def lead(root: Path, config: RunConfig, name: str, kill: str, dispatch: RankGroup) -> None:
+    """Rank 0 of an attempt, which it alone creates."""
     made = FakeRun(root, config).attempt(name)
     world = made.meet()
     context = RoleContext(made.paths, config, world, world.of_role("trainer")[0])
@@ -66,26 +72,23 @@ def attempt(rank: int, root: Path, tree: Mapping[str, Any], name: str, kill: str
             if kill and (moment, now) == (at, int(step)):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def lead(dispatch: RankGroup) -> None:
-        session = Killed(context, dispatch)
-        optim_step, export = dispatch.optim_step, session._commits.export
-        calls = iter(range(10_000))
+    session = Killed(context, dispatch)
+    optim_step, export = dispatch.optim_step, session._commits.export
+    calls = iter(range(10_000))
 
-        def counted(*arguments: Any) -> Any:
-            if next(calls) % 2:  # the second of the two mini-batches: half of the step's update is done
-                session.reach("optim_step", session.started + 1)
-            return optim_step(*arguments)
+    def counted(*arguments: Any) -> Any:
+        if next(calls) % 2:  # the second of the two mini-batches: half of the step's update is done
+            session.reach("optim_step", session.started + 1)
+        return optim_step(*arguments)
 
-        def exported(*arguments: Any) -> None:
-            session.reach("export", STEPS)
-            export(*arguments)
+    def exported(*arguments: Any) -> None:
+        session.reach("export", STEPS)
+        export(*arguments)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "optim_step", counted)
-            patch.setattr(session._commits, "export", exported)
-            session.run()
-
-    run_role_of_rank(config, "", lead)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "optim_step", counted)
+        patch.setattr(session._commits, "export", exported)
+        session.run()
 
 
 def step_of(checkpoint: str) -> int:
