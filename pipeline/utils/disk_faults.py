@@ -3,8 +3,8 @@
 Owns the interception of Python's file operations. Python reports each one to an audit hook (PEP 578) before it makes
 it: `open` of any library, and calls of `os` that create, rename or list. A rule may delay the operation or raise the
 `OSError` of a full disk in its place. So no code that reads or writes files handles injected faults, and no file
-system is touched. Not reached: programs that are not Python (Redis), libraries that open files in C, and writes to files that
-are open already. Without a rule there is no hook.
+system is touched. Not reached: programs that are not Python (Redis), libraries that open files in C, and writes to
+files that are open already. Without a rule there is no hook.
 
     with injected(full_disk(folder)):
         save()                      # OSError: [Errno 28] No space left on device
