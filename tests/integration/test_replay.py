@@ -167,5 +167,7 @@ def test_a_replay_by_two_then_one_then_two_ranks_is_the_same_within_rounding(rec
     for one in (by_two, mixed):
         mine, theirs = weights(one), weights(whole)
         largest = max(float(np.abs(mine[name] - theirs[name]).max()) for name in theirs)
-        print(f"{one.name}: largest difference of a weight {largest:.2g}")
-        assert largest < 1e-5
+        print(f"{one.name}: largest difference of a weight {largest:.2g}, of an update about {config.optim.lr:.2g}")
+        assert (
+            largest < 0.1 * config.optim.lr
+        )  # AdamW normalizes: the rounding of a gradient near 0 can change its update
