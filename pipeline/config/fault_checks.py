@@ -2,7 +2,7 @@
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.run.fault_plan import parse_faults
+from pipeline.run.fault_plan import NAMES, parse_faults
 
 
 def faults_can_happen(config: RunConfig) -> None:
@@ -13,6 +13,8 @@ def faults_can_happen(config: RunConfig) -> None:
         "checkpoint": own_steps and "://" not in config.training.checkpoints,
         "disk": own_steps,
         "filesystem": own_steps,
+        "node": True,
+        "names": True,
         "redis": config.has_rollouts and config.streams.backend == "redis",
         "preprocessor": config.has_rollouts,
         "actor": config.has_rollouts or config.evaluation.only,
@@ -22,6 +24,11 @@ def faults_can_happen(config: RunConfig) -> None:
     for fault in parse_faults(config.faults):
         if not targets[fault.target]:
             raise ConfigError("faults", fault.text, f"a target of this run, which has no {fault.target}", "remove it")
+        if fault.target == NAMES and not config.cluster.on_this_machine:
+            limit = config.cluster.fs_visibility_seconds
+            if (fault.amount or 0.0) > limit:
+                expected = f"at most cluster.fs_visibility_seconds={limit:g}, by which agents wait for late files"
+                raise ConfigError("faults", fault.text, expected, "lower it, or raise the key")
         has_moment = config.has_rl if fault.moment == "step" else config.has_rollouts
         if not moments.get(fault.moment, own_steps and has_moment):
             raise ConfigError("faults", fault.text, f"a moment of this run, which has no {fault.moment}", "remove it")

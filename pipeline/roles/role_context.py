@@ -21,8 +21,8 @@ from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import RendezvousError, RollcallError
 from pipeline.roles.world_revisions import WorldRevisions
-from pipeline.run.disk_conditions import apply_disk_faults
 from pipeline.run.events import Events
+from pipeline.run.fault_conditions import apply_file_faults, lose_connects
 from pipeline.run.fault_plan import parse_faults
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.topology.plan import Placement, RoleName, World
@@ -149,7 +149,9 @@ class RoleContext:
         paths = AttemptPaths(parsed.run, parsed.run_id, parsed.attempt)
         world, placement = _world_and_placement(paths, parsed.role, parsed.index)
         config = read_config(RunPaths(parsed.run))
-        apply_disk_faults(paths, parse_faults(config.faults))
+        faults = parse_faults(config.faults)
+        apply_file_faults(paths, faults, placement.rank)
+        lose_connects(paths, faults, placement.rank, world.rank_of_address)
         return cls(paths, config, world, placement, parsed.restart)
 
 

@@ -8,7 +8,7 @@
 | `events` | the events of an attempt, each published once |
 | `fault_plan`, `fault_moments` | the grammar of injected faults; their records |
 | `joined_servers` | the servers that join a running attempt, and leave it |
-| `disk_conditions` | injected faults of the disk, for all processes of an attempt |
+| `fault_conditions` | injected faults of files and network, for all processes of an attempt |
 | `first_failure` | the first failure of an attempt |
 | `metrics_log` | where metrics are written |
 | `transitions` | the timeline of roles, by rank |

@@ -188,7 +188,7 @@ class AttemptPaths:
 
     @property
     def conditions(self) -> Path:
-        """The injected faults of the disk that have begun in this attempt (`pipeline.run.disk_conditions`)."""
+        """The injected faults of disk and network that have begun in this attempt (`pipeline.run.fault_conditions`)."""
         return self.root / "conditions"
 
     @property

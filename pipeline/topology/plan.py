@@ -15,6 +15,7 @@ import msgspec
 from pipeline.config import RunConfig
 from pipeline.config.cluster_keys import ResourcesConfig
 from pipeline.errors import PlanError
+from pipeline.run.fault_plan import NODE, parse_faults
 
 RoleName = Literal["redis", "trainer", "inference", "actor", "preprocessor"]
 
@@ -130,6 +131,12 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
         """The placements on a rank, in the order of their start."""
         return tuple(p for p in self.placements if p.rank == rank)
 
+    @property
+    def rank_of_address(self) -> dict[str, int]:
+        """The rank of each address at which roles listen, or would on a spare node."""
+        spare = {address: node.rank for node in self.spares for address in node.addresses}
+        return spare | {placement.address: placement.rank for placement in self.placements}
+
 
 class RoleProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Process number `index` of a role before its assignment to a rank, with the ports and GPUs that it needs.
@@ -198,7 +205,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(config: RunConfig) -> Plan:
     """The plan of a config. `PlanError` if its resources are contradictory or insufficient."""
     bundles = _bundles(config)
+    _partitioned_nodes_have_roles(config, len(bundles))
     return Plan(ranks=_ranks(config.resources, bundles), bundles=tuple(bundles))
+
+
+def _partitioned_nodes_have_roles(config: RunConfig, nodes: int) -> None:
+    for fault in parse_faults(config.faults):
+        if fault.target == NODE and fault.index >= nodes:
+            expected = f"one of the {nodes} nodes with roles, node[0] to node[{nodes - 1}]"
+            raise PlanError("faults", fault.text, expected, "lower its index")
 
 
 def make_servers_plan(config: RunConfig, first: int = 0) -> Plan:

@@ -8,7 +8,8 @@ Imports nothing of a run: no configuration, no roles, no paths of a run director
 | `shared_files`, `atomic_dirs`, `append_log` | atomic documents; atomic directories; append-only line files |
 | `shared_dir` | the shared directory of an attempt |
 | `private_files` | directories and files that only their owner may use |
-| `disk_faults` | injected faults of a file system, in the file operations of a process |
+| `disk_faults`, `late_names` | injected faults of a file system, in the file operations of a process; late names |
+| `packet_loss` | loss of packets at the sockets of a process |
 | `fs_retry` | retries while a filesystem fails |
 | `subprocesses`, `exec_shielded` | children that are stopped by their id, held ports; the step from fork to exec |
 | `fork_server`, `forked_process` | programs that are forked from a process with their imports; their requester |

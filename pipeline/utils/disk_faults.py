@@ -24,16 +24,23 @@ from typing import Any
 _READS = frozenset({"os.listdir", "os.scandir"})
 _CREATES = frozenset({"os.mkdir", "os.link", "os.symlink"})
 _CHANGES = frozenset({"os.rename", "os.remove", "os.rmdir", "os.truncate"})
+_OF_TWO_PATHS = frozenset({"os.link", "os.symlink", "os.rename"})
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 @dataclass(frozen=True)
 class FileOperation:
-    """An operation that this process is about to make on a path; `takes_room`: creates or writes a file or folder."""
+    """An operation that this process is about to make on a path.
+
+    Attributes:
+        takes_room: whether it creates or writes a file or folder.
+        other: the file that gets the name `path` as a link, or the new name of `path`; None for other operations.
+    """
 
     name: str
     path: Path
     takes_room: bool
+    other: Path | None = None
 
 
 Rule = Callable[[FileOperation], None]
@@ -106,10 +113,13 @@ def _operation_of(event: str, arguments: tuple[Any, ...]) -> FileOperation | Non
         takes_room = True
     else:
         return None
-    name = arguments[1] if event in ("os.link", "os.symlink") else arguments[0]
+    names = arguments[:2] if event in _OF_TWO_PATHS else arguments[:1]
     try:
-        path = Path(os.fsdecode(name)).absolute()
+        path, *others = (Path(os.fsdecode(name)).absolute() for name in names)
     except TypeError:
         return None
+    if event in ("os.link", "os.symlink"):
+        path, others = others[0], [path]
     # An existing name needs no room: the call itself fails, with another error.
-    return FileOperation(event, path, takes_room and (event == "open" or not os.path.lexists(path)))
+    takes_room = takes_room and (event == "open" or not os.path.lexists(path))
+    return FileOperation(event, path, takes_room, others[0] if others else None)

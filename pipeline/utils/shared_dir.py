@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from pipeline.utils import shared_files
 from pipeline.utils.fs_retry import retry_transient
+from pipeline.utils.late_names import is_visible
 from pipeline.utils.waiting import CLOCK, Clock
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class FileSharedDir:
         # Opening a folder also drops an NFS client's cached absence of its names.
         try:
             with os.scandir(self._root / folder) as entries:
-                return tuple(entry.name for entry in entries)
+                return tuple(entry.name for entry in entries if is_visible(Path(entry.path)))
         except FileNotFoundError:
             return ()
 

@@ -9,6 +9,7 @@
 | `server_losses` | the servers that are not restarted any more, and the end when too few are left |
 | `node_takeover` | the replacement of a lost node by a spare one |
 | `fault_injection` | the faults that a user planned, injected once each |
+| `node_partition` | the connections of a node that an injected partition cuts |
 | `role_failure` | the cause of a role's failure, and its record |
 | `node_report` | the state of a failed attempt's node, for the post-mortem |
 | `role_lifecycle` | the states of a role, and the shutdown order |

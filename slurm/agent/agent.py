@@ -25,8 +25,8 @@ from pipeline.errors import DeadlineError, RendezvousError, RollcallError, one_l
 from pipeline.roles.role_context import RoleContext, read_config
 from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.completion import finish, is_finished
-from pipeline.run.disk_conditions import apply_disk_faults
 from pipeline.run.events import EventPoller, Events, poll_interval
+from pipeline.run.fault_conditions import apply_file_faults
 from pipeline.run.fault_plan import parse_faults
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import read_rows
@@ -41,6 +41,7 @@ from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, NeighborWatch, agent_name, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible
 from slurm.agent.node_forks import node_forks, roles_of
+from slurm.agent.node_partition import NodePartition, processes_of
 from slurm.agent.node_report import report_node
 from slurm.agent.node_takeover import WorldFollower, replace_lost_node
 from slurm.agent.preflight import Gpu, NodeRequirements, find_gpus, free_memory, node_id, parts_of_gpus, preflight
@@ -137,7 +138,8 @@ def _run_attempt(
 ) -> End:
     """Rendezvous, then run the roles. `resources` keeps the ports, GPUs and folders that the agent holds for them."""
     config = read_config(run)
-    apply_disk_faults(paths, parse_faults(config.faults))
+    faults = parse_faults(config.faults)
+    apply_file_faults(paths, faults, environment.rank)
     if environment.restart > config.cluster.max_restarts:
         limit = f"cluster.max_restarts={config.cluster.max_restarts}"
         raise RollcallError(f"this is restart {environment.restart} of the job and {limit}; raise it and submit again")
@@ -169,7 +171,9 @@ def _run_attempt(
             forks=forks,
             follower=follower,
         )
-        end = supervisor.run()
+        addresses = world.rank_of_address
+        with NodePartition(paths, faults, environment.rank, addresses, lambda: processes_of(supervisor.roles)):
+            end = supervisor.run()
     if end == "failed":
         report_node(paths, environment.rank, supervisor.last_signs)
     if end == "finished" and follower is not None:

@@ -276,7 +276,7 @@ class AttachedSupervisor(Supervisor):
     def _may_stop(self, role: SupervisedRole) -> bool:
         """Whether the servers have left: their records are removed, and requests then move away."""
         if self._departure is None:
-            for leaving in self._roles:
+            for leaving in self.roles:
                 self._withdraw(leaving)
             # Nobody sends requests in an attempt that has ended.
             seconds = LEAVE_SECONDS if self._signals.reason else 0.0
@@ -290,7 +290,7 @@ class AttachedSupervisor(Supervisor):
 
     def _renew_records(self) -> None:
         with suppress(OSError):
-            for role in self._roles:
+            for role in self.roles:
                 if role.name in self._recorded and not self._joined.has(role.name):
                     self._joined.write(_record(role))
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 
 from pipeline.checkpoints import newest_checkpoint, recorded_root
-from pipeline.run.disk_conditions import begin_condition
+from pipeline.run.fault_conditions import begin_condition
 from pipeline.run.fault_moments import FaultRecords
-from pipeline.run.fault_plan import ROLES, Fault, parse_faults
+from pipeline.run.fault_plan import NAMES, NODE, ROLES, Fault, parse_faults
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import Clock, Deadline
@@ -40,11 +40,7 @@ class FaultInjector:
         self, paths: AttemptPaths, faults: Sequence[Fault], roles: Sequence[SupervisedRole], clock: Clock
     ) -> None:
         self._paths, self._records, self._clock, self._began = paths, FaultRecords(paths), clock, clock.now()
-        placed = {(role.context.placement.role, role.context.placement.index): role for role in roles}
-        owners = [
-            (fault, placed.get((fault.target, fault.index) if fault.target in ROLES else ("trainer", 0)))  # type: ignore[arg-type]
-            for fault in faults
-        ]
+        owners = [(fault, _owner_of(fault, roles)) for fault in faults]
         self._pending = [
             (fault, role) for fault, role in owners if role and (fault.period or not self._records.has_begun(fault))
         ]
@@ -98,13 +94,24 @@ class FaultInjector:
             case "torn":
                 tear_newest_checkpoint(RunPaths(self._paths.run))
                 return
-            case "full" | "slow":
+            case "full" | "slow" | "partition":
                 begin_condition(self._paths, fault)
                 return
             case _:
                 exit_with(role, EXIT_CODES[fault.kind])
         if role.child is not None:
             self._struck.append(role.child)
+
+
+def _owner_of(fault: Fault, roles: Sequence[SupervisedRole]) -> SupervisedRole | None:
+    """The role, of those of a rank, after whose state the fault is timed; None on other ranks, and for late names."""
+    if fault.target == NODE:
+        return next((role for role in roles if role.context.placement.rank == fault.index), None)
+    if fault.target == NAMES:
+        return None
+    owner = (fault.target, fault.index) if fault.target in ROLES else ("trainer", 0)
+    placements = ((role, role.context.placement) for role in roles)
+    return next((role for role, placement in placements if (placement.role, placement.index) == owner), None)
 
 
 def tear_newest_checkpoint(run: RunPaths) -> Path | None:

@@ -102,10 +102,10 @@ class Supervisor:
         self._marks = ExitMarkers(self._attempt, poll_interval(ranks), clock)
         self._outbox, self._published = DeferredWrites(), list[EventName]()
         self._follower = follower
-        self._roles = [self._make_role(context) for context in contexts]
+        self.roles = [self._make_role(context) for context in contexts]
         self._losses = ServerLosses(contexts, self._marks)
         self._oom_watch = OomWatch(clock)
-        self._injector = FaultInjector.of_roles(paths, self._roles, clock)
+        self._injector = FaultInjector.of_roles(paths, self.roles, clock)
         self._end: End | None = None
         self._ending_since, self._patient, self.last_signs = 0.0, False, dict[str, list[str]]()
 
@@ -119,17 +119,17 @@ class Supervisor:
     def run(self) -> End:
         """Start all roles. Returns how the attempt ended, once every role of this rank is down."""
         try:
-            for role in self._roles:
+            for role in self.roles:
                 self._start(role)
-            while not (self._end and all(role.down for role in self._roles)):
+            while not (self._end and all(role.down for role in self.roles)):
                 self._step()
                 self._clock.sleep(POLL_SECONDS)
             self._poll_events(at_once=True)
             self._flush_events()
         finally:
-            for role in self._roles:
+            for role in self.roles:
                 role.kill(0.0)
-            for role in self._roles:
+            for role in self.roles:
                 role.kill(subprocesses.KILL_SECONDS)
                 role.monitor.close()
         return self._end
@@ -144,7 +144,7 @@ class Supervisor:
             with suppress(OSError):  # a fault waits for a disk that fails for a while
                 for role, fault in self._injector.inject():
                     self._append_to_timeline(role, FAULT, fault.text)
-        for role in self._roles:
+        for role in self.roles:
             if not role.down:
                 self._watch(role)
         if self._end is not None:
@@ -156,17 +156,17 @@ class Supervisor:
         """Adopt a revision of the world: start the roles that this rank takes over, or end those that it has lost."""
         if world.has_lost(follower.rank):
             self._end = "preempted"
-            for role in self._roles:
+            for role in self.roles:
                 role.hand_over()
             return
-        known = {role.name for role in self._roles}
-        self._roles = [role.follow(world) for role in self._roles]
+        known = {role.name for role in self.roles}
+        self.roles = [role.follow(world) for role in self.roles]
         new = [placement for placement in world.of_rank(follower.rank) if placement.name not in known]
         if new and self._end is None:
-            self._roles += [self._make_role(follower.context(world, placement)) for placement in new]
-            self._injector = FaultInjector.of_roles(self._paths, self._roles, self._clock)
-        self._losses.follow([role.context for role in self._roles])
-        for role in self._roles[len(known) :]:
+            self.roles += [self._make_role(follower.context(world, placement)) for placement in new]
+            self._injector = FaultInjector.of_roles(self._paths, self.roles, self._clock)
+        self._losses.follow([role.context for role in self.roles])
+        for role in self.roles[len(known) :]:
             role.context.forget_status()
             self._start(role)
 
@@ -185,7 +185,7 @@ class Supervisor:
             return
         if (self._end, end) != ("preempted", "failed"):  # else the trainer is already saving, and its grace has begun
             self._ending_since = self._clock.now()
-        self._end, self.last_signs = end, {role.name: role.monitor.last_signs() for role in self._roles}
+        self._end, self.last_signs = end, {role.name: role.monitor.last_signs() for role in self.roles}
 
     def _apply_timeouts(self, events: Mapping[EventName, Event]) -> None:
         """Start the grace period when a patient shutdown (no time limit, the launcher waits for the trainer) becomes an
@@ -337,7 +337,7 @@ class Supervisor:
 
     def _stop_next_stage(self) -> None:
         """Request the stop of each role whose predecessors in `SHUTDOWN_ORDER` are down or timed out."""
-        for role in self._roles:
+        for role in self.roles:
             if role.state in ("waiting", "starting", "ready", "restarting") and self._may_stop(role):
                 self._advance(role, "stop_requested")
                 role.deadline = Deadline(f"{role.name} to stop", self._time_to_stop(), self._clock)

@@ -304,7 +304,7 @@ def test_a_role_that_the_kernel_does_not_end_keeps_no_other_alive(
         assert "the kernel keeps it" in next(run.paths.timeline.glob("rank-0.jsonl")).read_text()
     finally:
         monkeypatch.undo()
-        next(role for role in run.supervisors[0]._roles if role.name == "redis.0").kill()
+        next(role for role in run.supervisors[0].roles if role.name == "redis.0").kill()
 
 
 def test_stubborn_roles_are_ended_with_their_groups(attempt: Callable[..., Attempt]) -> None:

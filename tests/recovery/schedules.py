@@ -35,7 +35,9 @@ CONFIG = (
     "rollout.group_size=4",
     "task.options.held_out=8",
 )
-KINDS = ("kill", "stop", "exit", "early", "torn")
+KINDS = ("kill", "stop", "exit", "early", "partition", "late", "torn")
+NODES = 3
+"""Redis, preprocessor and actor; the trainer; a server."""
 SECONDS = 900.0
 """Deadline of one submission; a run that exceeds it hangs."""
 RESULTS = Path("tests/recovery/schedules.jsonl")
@@ -68,12 +70,18 @@ def schedule(seed: int) -> tuple[str, ...]:
         # A run keeps two checkpoints. With both torn there is nothing to resume from, and the run is refused.
         kind = draw.choice(KINDS if not any(fault.startswith("torn") for fault in faults) else KINDS[:-1])
         steps = [f"step={step}" for step in range(1, STEPS + 1)]
+        if kind == "late":
+            faults.append(f"late:names={draw.randint(1, 5)}s")
+            continue
         moments = (
             [*steps[2:], "end"]
             if kind == "torn"
             else ["start", *NUMBERED_MOMENTS, "end", f"{draw.randint(1, 20)}s", *steps]
         )
-        faults.append(f"{kind}:{draw.choice(TARGETS[kind])}@{draw.choice(moments)}")
+        target = draw.choice(TARGETS[kind])
+        if kind == "partition":
+            target += f"[{draw.randrange(NODES)}]={draw.randint(2, 15)}s"
+        faults.append(f"{kind}:{target}@{draw.choice(moments)}")
     return tuple(faults)
 
 

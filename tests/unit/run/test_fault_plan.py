@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config.cross_checks import check_config
 from pipeline.errors import ConfigError
-from pipeline.run import disk_conditions, fault_moments
+from pipeline.run import fault_conditions, fault_moments
 from pipeline.run.fault_moments import FaultMoments, FaultRecords
 from pipeline.run.fault_plan import GRAMMAR, TARGETS, Fault, parse_faults
 from pipeline.run.paths import AttemptPaths, RunPaths
@@ -50,23 +50,38 @@ def test_a_fault_of_the_disk_has_seconds() -> None:
     ]
 
 
+def test_a_partition_names_a_rank_and_late_names_have_no_moment() -> None:
+    cut, ever, late = parse_faults(["partition:node[2]=20s@12s", "partition:node@step=3", "late:names=60s"])
+    assert (cut.target, cut.index, cut.amount, cut.seconds) == ("node", 2, 20.0, 12.0)
+    assert (ever.index, ever.amount, ever.number) == (0, None, 3)
+    assert (late.target, late.amount, late.moment, late.seconds, late.period) == ("names", 60.0, "", None, None)
+    assert not late.is_of("start", None)
+
+
+@pytest.mark.parametrize(
+    ("rank", "other", "lost"), [(0, 1, True), (1, 0, True), (0, 2, False), (1, 1, False), (1, None, False)]
+)
+def test_a_partition_is_crossed_between_its_node_and_every_other(rank: int, other: int | None, lost: bool) -> None:
+    assert fault_conditions.crosses(rank, other, 1) == lost
+
+
 def test_a_fault_of_the_disk_begins_in_every_process_once_its_agent_begins_it_and_ends_by_itself(
     paths: AttemptPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (fault,) = parse_faults(["full:disk=30s@save"])
     rules: list[Rule] = []
-    monkeypatch.setattr(disk_conditions, "inject", rules.append)
-    disk_conditions.apply_disk_faults(paths, [fault, *parse_faults(["kill:redis@5s"])])
+    monkeypatch.setattr(fault_conditions, "inject", rules.append)
+    fault_conditions.apply_file_faults(paths, [fault, *parse_faults(["kill:redis@5s"])], rank=0)
     (rule,) = rules
     write = FileOperation("open", paths.run / "metrics.jsonl", takes_room=True)
     rule(write)
     paths.root.mkdir(parents=True)
-    disk_conditions.begin_condition(paths, fault)
+    fault_conditions.begin_condition(paths, fault)
     with pytest.raises(OSError, match="No space left on device"):
         rule(write)
     rule(FileOperation("open", RunPaths(paths.run).faults / "record", takes_room=True))
     rule(FileOperation("open", paths.run.parent / "elsewhere", takes_room=True))
-    monkeypatch.setattr(disk_conditions.time, "time", lambda: (paths.conditions / fault.mark).stat().st_mtime + 31)
+    monkeypatch.setattr(fault_conditions.time, "time", lambda: (paths.conditions / fault.mark).stat().st_mtime + 31)
     rule(write)
 
 
@@ -91,6 +106,11 @@ def test_equal_faults_have_different_records() -> None:
         ("slow:filesystem@5s", "'filesystem' has no seconds"),
         ("kill:actor=3s@5s", "'actor=3s' is no target with seconds"),
         ("full:filesystem@5s", "'filesystem' is no target of full, which has disk"),
+        ("full:disk[1]@5s", "'disk[1]' is no target with an index"),
+        ("partition:node[1]=20s", "'partition:node[1]=20s' is no KIND:TARGET@MOMENT"),
+        ("partition:trainer@5s", "'trainer' is no target of partition, which has node"),
+        ("late:names", "'names' has no seconds"),
+        ("late:names=5s@start", "'@start' is too much: late lasts as long as the run"),
     ],
 )
 def test_a_wrong_fault_is_refused_with_its_wrong_part_and_the_grammar(fault: str, problem: str) -> None:
@@ -108,6 +128,7 @@ def test_a_wrong_fault_is_refused_with_its_wrong_part_and_the_grammar(fault: str
         ("kill:trainer@sft", "training.sft.steps=0", "a moment of this run, which has no sft"),
         ("kill:trainer@step=9", "training.steps=8", "a step up to training.steps=8"),
         ("kill:trainer@sft=9", "training.sft.steps=8", "a step up to training.sft.steps=8"),
+        ("late:names=91s", "cluster.scheduler=slurm", "at most cluster.fs_visibility_seconds=90, by which agents wait"),
     ],
 )
 def test_a_fault_that_cannot_happen_is_refused(fault: str, override: str, problem: str) -> None:
@@ -119,10 +140,9 @@ def test_faults_need_no_quotes_on_the_command_line() -> None:
     bare = "kill:inference[0]@step=7,stop:trainer@save"
     for text in (f"faults=[{bare}]", f"faults={bare}", f"+faults=[ {bare} ]"):
         assert compose_config(["experiment=demo", text]).faults == ("kill:inference[0]@step=7", "stop:trainer@save")
-    assert all(
-        compose_config(["experiment=demo", f"faults={kind}:{TARGETS[kind][0]}{'=2s' * (kind == 'slow')}@9s"]).faults
-        for kind in TARGETS
-    )
+    ends = {"slow": "=2s@9s", "late": "=2s", "partition": "[1]=2s@9s"}
+    texts = [f"{kind}:{targets[0]}{ends.get(kind, '@9s')}" for kind, targets in TARGETS.items()]
+    assert all(compose_config(["experiment=demo", f"faults={text}"]).faults == (text,) for text in texts)
 
 
 @pytest.fixture

@@ -76,6 +76,13 @@ def test_spares_and_explicit_nodes_add_ranks_without_seats():
     assert plan_of(spare_nodes=1, nodes=6).spare_nodes == 3
 
 
+def test_a_partition_needs_a_node_with_roles():
+    faults = {"faults": ["partition:node[2]=5s@9s"]}
+    assert len(make_plan(make_config(**faults)).bundles) == 3
+    with pytest.raises(PlanError, match=r"one of the 3 nodes with roles, node\[0\] to node\[2\]"):
+        make_plan(make_config(faults=["partition:node[3]=5s@9s"]))
+
+
 def test_too_few_nodes_are_refused_with_what_is_missing():
     with pytest.raises(PlanError) as caught:
         plan_of(nodes=2, spare_nodes=1)
