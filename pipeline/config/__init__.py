@@ -23,6 +23,7 @@
 | `run_identity` | the keys that identify a run |
 | `frozen_config` | the copy in the run directory |
 | `model_directory` | model directories, including built-in ones |
+| `packaged_model` | models whose weights an installed package contains |
 """
 
 from pipeline.config.cluster_keys import ClusterConfig, ResourcesConfig

@@ -1,8 +1,9 @@
 """Model directories, and the facts that their configs contain.
 
-A model path is a directory with a Hugging Face config and tokenizer, a name under `conf/models/`, or the name of a
-model on the Hugging Face Hub that is in the local cache. This module reads no weights, uses no network, and imports
-neither torch nor transformers.
+A model path is a directory with a Hugging Face config and tokenizer, a name under `conf/models/`, the name of a model
+on the Hugging Face Hub that is in the local cache, or an installed package with weights (`package:<module>`, see
+`pipeline.config.packaged_model`). This module reads no weights, uses no network, and imports neither torch nor
+transformers.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import conf
 from pipeline.config import LoraConfig, ModelConfig, closest_match
+from pipeline.config.packaged_model import PREFIX, packaged_directory
 from pipeline.errors import ConfigError
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -159,6 +161,8 @@ def _directory(path: str) -> Path:
     """The directory of a path. For a name on the Hub: the cached main branch, if it was downloaded."""
     if is_built_in(path):
         return BUILT_IN / path
+    if path.startswith(PREFIX):
+        return packaged_directory(path)
     if not Path(path).is_dir() and _HUB_NAME.fullmatch(path):
         from huggingface_hub import try_to_load_from_cache
 

@@ -66,8 +66,9 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str = Field(
-        description="Directory with a Hugging Face config and tokenizer, a name of `conf/models/`, or a name on the "
-        "Hugging Face Hub whose files were downloaded (`hf download NAME`)."
+        description="Directory with a Hugging Face config and tokenizer, a name of `conf/models/`, a name on the "
+        "Hugging Face Hub whose files were downloaded (`hf download NAME`), or `package:MODULE`, an installed Python "
+        "package with weights as a GGUF file, which are converted once into your cache."
     )
     init: Literal["auto", "pretrained", "random"] = Field(
         "auto",

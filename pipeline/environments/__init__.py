@@ -6,9 +6,9 @@
 | `chat_template`, `chat_tokenizer`, `assistant_masks` | text as the model sees it; which tokens are trained |
 | `task_calls`, `task_worker`, `worker_pool` | the processes that make prompts and rewards |
 | `user_imports`, `frozen_code`, `guarded_call`, `sandbox`, `sandbox_jail` | code of the user and of the policy |
-| `rewards`, `reward_functions`, `llm_judge`, `math_verifier`, `zero_reward` | the reward of an answer |
+| `rewards`, `reward_functions`, `llm_judge`, `math_verifier`, `last_number`, `zero_reward` | the reward of an answer |
 | `tool_task`, `tool_call_syntax` | episodes with tools; the syntax in which a policy writes tool calls |
-| `arithmetic`, `countdown`, `dataset_task`, `reasoning_gym_task`, `code_task` | built-in tasks |
+| `arithmetic`, `chain_sum`, `countdown`, `dataset_task`, `reasoning_gym_task`, `code_task` | built-in tasks |
 | `agent_task`, `agent_report` | episodes that an external agent runs, and the reward that it reports |
 | `verifiers/` | environments of the library verifiers |
 | `eval_set_checks` | the tasks of evaluation sets |
@@ -55,6 +55,7 @@ __all__ = [
 BUILT_IN = {
     "agent": "pipeline.environments.agent_task:AgentTask",
     "arithmetic": "pipeline.environments.arithmetic:Arithmetic",
+    "chain_sum": "pipeline.environments.chain_sum:ChainSum",
     "code": "pipeline.environments.code_task:Code",
     "countdown": "pipeline.environments.countdown:Countdown",
     "dataset": "pipeline.environments.dataset_task:Dataset",

@@ -1,10 +1,13 @@
-"""TRL's side of `tests.bench.bench_laptop` and `tests.gpu.peers`, run by a Python that has TRL: imports nothing of the
-project.
+"""TRL's side of `tests.bench.bench_laptop`, `tests.gpu.peers` and `tests.gpu.real`, run by a Python that has TRL:
+imports nothing of the project. What it has done so far is written after each step.
 
 python trl_grpo.py asked.json
 """
 
 import json
+import os
+import runpy
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -19,13 +22,32 @@ from trl_settings import ON_A_CPU, ON_A_GPU
 
 
 class Clock(TrainerCallback):
-    """When each step was done."""
+    """When each step was done, and its reward; ends the training once the mean of some steps reaches a reward."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: dict[str, Any]) -> None:
         self.ends: list[float] = []
+        self._asked = asked
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ends.append(time.monotonic())
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        rewards = rewards_of(state)
+        write(self._asked, self.ends, rewards)
+        last = rewards[-self._asked.get("window", 1) :]
+        if len(rewards) >= self._asked.get("window", 1) and statistics.mean(last) >= self._asked.get("until", 2.0):
+            control.should_training_stop = True
+
+
+def rewards_of(state: Any) -> list[float]:
+    return [row["reward"] for row in state.log_history if "reward" in row]
+
+
+def write(asked: dict[str, Any], ends: list[float], rewards: list[float]) -> None:
+    versions = {"trl": trl.__version__, "transformers": transformers.__version__}
+    beside = Path(f"{asked['out']}.part")
+    beside.write_text(json.dumps({"ends": ends, "rewards": rewards, **versions}))
+    os.replace(beside, asked["out"])
 
 
 def right(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
@@ -40,6 +62,17 @@ def even(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 
 REWARDS = {"right": right, "even": even}
+
+
+def last_number(file: str) -> Any:
+    """1 if the last number is the answer, by the rule in `file`."""
+    is_last_number = runpy.run_path(file)["is_last_number"]
+
+    def scores(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
+        texts = [given[-1]["content"] for given in completions]
+        return [float(is_last_number(text, wanted)) for text, wanted in zip(texts, answer, strict=True)]
+
+    return scores
 
 
 def main(asked: dict[str, Any]) -> None:
@@ -66,22 +99,21 @@ def main(asked: dict[str, Any]) -> None:
         loss_type="bnpo",
         temperature=1.0,
         shuffle_dataset=False,
+        seed=asked.get("seed", 42),
         **settings,
     )
-    clock = Clock()
+    clock = Clock(asked)
+    reward = asked["reward"]
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(asked["model"]),
-        reward_funcs=REWARDS[asked["reward"]],
+        reward_funcs=REWARDS[reward] if reward in REWARDS else last_number(reward),
         args=config,
         train_dataset=Dataset.from_list(asked["rows"]),
         callbacks=[clock],
     )
     trainer.train()
-    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
-    versions = {"trl": trl.__version__, "transformers": transformers.__version__}
-    found = {"ends": clock.ends, "rewards": rewards, **versions}
-    Path(asked["out"]).write_text(json.dumps(found))
+    write(asked, clock.ends, rewards_of(trainer.state))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def samples() -> int:
 
 
 def theirs(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """When each step ended, the rewards and the versions; nothing of these if it did not end well."""
+    """When each step ended, the rewards and the versions, of the steps that were done; nothing before the first."""
     task = Words(WordsOptions(), seed=0)
     prompts = [task.prompt(index) for index in range(given.their_steps * loop.PROMPTS)]
     asked = {

