@@ -101,7 +101,7 @@ class RunSession(Rank0):
         done = position.done
         for job in (position.job, *position.remaining):
             write_job(self._context.run.training_job(job.name), job)
-            machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
+            machine = machine_of(self._config)
             loop = TrainLoop(self, CheckpointCadence.of(self._config), machine, observe=self._trace, start=self._start)
             loop.run(self._algorithm(job), done)
             done, self._start = 0, {}

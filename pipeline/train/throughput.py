@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.config import RunConfig
-from pipeline.train.train_jobs import Job, RlJob
 
 PEAKS: Mapping[str, float] = {
     "B200": 2250e12,
@@ -39,44 +38,37 @@ class DeviceSpeed:
 
     Attributes:
         processes: of the trainer, over all nodes.
-        flops_per_token: floating-point operations that one token of a batch costs, each of its epochs counted.
         peak: FLOP/s of one process's device; 0 if it is not known.
     """
 
     processes: int = 1
-    flops_per_token: float = 0.0
     peak: float = 0.0
 
 
 def rates(metrics: Mapping[str, float], seconds: float, machine: DeviceSpeed) -> dict[str, float]:
-    """The speeds of a whole step, from its `tokens/batch`, `tokens/left_out`, `tokens/shared` and `seconds/data`; see
+    """The speeds of a whole step, from its `tokens/batch`, `tokens/left_out`, `flops` and `seconds/data`; see
     docs/metrics.md.
 
     `mfu` is the model FLOPs utilization (Chowdhery et al. 2022, PaLM): the fraction of the devices' peak FLOP/s that
-    forward and backward passes of the policy use. Recomputed activations, other models and attention between tokens do
-    not count.
+    forward and backward passes of the policy use (`pipeline.train.model.model_flops`). Other models, and forward passes
+    before the update, do not count.
     """
     speeds = {"seconds/step": seconds}
     if "tokens/batch" in metrics:
         trained = metrics["tokens/batch"] - metrics.get("tokens/left_out", 0.0)
         speeds["tokens_per_second"] = trained / seconds
         speeds["tokens_per_second_per_process"] = speeds["tokens_per_second"] / machine.processes
-        if machine.peak:
-            computed = (trained - metrics.get("tokens/shared", 0.0)) / seconds / machine.processes
-            speeds["mfu"] = computed * machine.flops_per_token / machine.peak
+    if machine.peak and "flops" in metrics:
+        speeds["mfu"] = metrics["flops"] / seconds / machine.processes / machine.peak
     if "seconds/data" in metrics:
         speeds["idle/trainer"] = metrics["seconds/data"] / seconds
     return speeds
 
 
-def machine_of(config: RunConfig, job: Job, flops_per_token: int) -> DeviceSpeed:
-    """The trainer's devices, for a policy whose forward and backward pass takes `flops_per_token` operations per token.
-
-    The peak is 0 on a CPU and on a device that is not in `PEAKS`.
-    """
-    epochs = config.training.update_epochs if isinstance(job, RlJob) else 1
+def machine_of(config: RunConfig) -> DeviceSpeed:
+    """The trainer's devices; their peak is 0 on a CPU and on a device that is not in `PEAKS`."""
     trainer = config.resources.trainer
-    return DeviceSpeed(trainer.nodes * trainer.processes, flops_per_token * epochs, _peak(config.resources.device))
+    return DeviceSpeed(trainer.nodes * trainer.processes, _peak(config.resources.device))
 
 
 def _peak(device: str) -> float:

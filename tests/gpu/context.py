@@ -6,10 +6,9 @@ Whole steps (float32 parameters, AdamW) on packed rows of one length, random wei
 are recomputed as `--recompute` says. A way GPUSxCP has so many GPUs, of which so many share a row: by default one row
 on one GPU; a row on each of two GPUs; one row on two GPUs. Each way has processes of its own, one a GPU, so one that
 runs out of memory harms no other and is recorded with its error. `--reshard` gathers each layer's parameters again for
-its backward pass. Tokens/s are of all GPUs, MFU is their mean, memory that of the fullest. MFU counts 6 operations for
-each parameter that a token meets, and in its second figure also attention: 6 · length · heads · head size for each
-token and layer, half of all pairs. `--dry-run` prints what would be timed and the memory that the arithmetic expects.
-`--device cpu --shape tiny` needs no GPU. None begins after `--seconds`.
+its backward pass. Tokens/s are of all GPUs, MFU (docs/metrics.md) is their mean, memory that of the fullest.
+`--dry-run` prints what would be timed and the memory that the arithmetic expects. `--device cpu --shape tiny` needs no
+GPU. None begins after `--seconds`.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from pipeline.train.model.model_size import sizes_of
 from pipeline.train.throughput import PEAKS, peak_flops
 from pipeline.train.worker_spec import ModelSpec
 from tests.fakes.configs import make_config
-from tests.gpu.workload import TIED, WORKLOADS
+from tests.gpu.workload import TIED, WORKLOADS, step_flops
 
 WARM_UP = 2
 WHOLE_VOCABULARY = {"0.6b": {"vocab_size": 151_936}}
@@ -68,12 +67,6 @@ def make_batch(shape: str, length: int, rows: int) -> Batch:
     )
 
 
-def attention_flops(shape: str, length: int) -> float:
-    """Operations of attention for each token of a row, forward and backward."""
-    given = model_of(shape)
-    return 6.0 * length * given["num_attention_heads"] * given["head_dim"] * given["num_hidden_layers"]
-
-
 def time_rank(given: argparse.Namespace) -> None:
     """One rank of a way; rank 0 writes the figures."""
     with joined_world(given.device, Deadlines(300, 600, grace=5)) as site:
@@ -100,7 +93,7 @@ def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]
         reshard=given.reshard,
         cp=given.cp,
     )
-    each = dispatch.init_model("policy", spec).flops_per_token
+    flops = step_flops(dispatch.init_model("policy", spec).flops, batch)
     seconds, loss = [], 0.0
     for _ in range(WARM_UP + given.steps):
         begun = time.perf_counter()
@@ -114,8 +107,7 @@ def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]
     return {
         "step_seconds": median,
         "tokens_per_second": rate,
-        "mfu": rate * each / peak,
-        "mfu_with_attention": rate * (each + attention_flops(given.shape, given.length)) / peak,
+        "mfu": flops / median / peak,
         "peak_gib": max(dispatch.run_on_all_models(peak_gib)),
         "seconds": seconds,
         "loss": loss,
@@ -193,8 +185,8 @@ def name_of(length: int, ranks: int, cp: int) -> str:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """One line for each way."""
-    lines = [f"{'':46s} {'s/step':>8s} {'tokens/s':>9s} {'MFU':>6s} {'+attention':>10s} {'peak GiB':>8s}"]
-    numbers = "{step_seconds:8.3f} {tokens_per_second:9,.0f} {mfu:6.3f} {mfu_with_attention:10.3f} {peak_gib:8.1f}"
+    lines = [f"{'':46s} {'s/step':>8s} {'tokens/s':>9s} {'MFU':>6s} {'peak GiB':>8s}"]
+    numbers = "{step_seconds:8.3f} {tokens_per_second:9,.0f} {mfu:6.3f} {peak_gib:8.1f}"
     for name, each in found.items():
         lines.append(f"{name:46s} {each['error'] if 'error' in each else numbers.format(**each)}")
     return "\n".join(lines)

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m tests.gpu.experts OUT.json --ep 1 2 [--shape 30b-8layers] [--batches 8] [--dry-run]
 
 Random weights in the shape of Qwen3-MoE, 16 packed rows of 1,024 tokens. The plain loops keep bfloat16 parameters and
-have no optimizer; the worker takes whole steps with float32 parameters and AdamW. MFU counts the parameters that a
-token meets, 6 operations each. A way that fails is recorded with its error; none begins after `--seconds`.
+have no optimizer; the worker takes whole steps with float32 parameters and AdamW. MFU is as docs/metrics.md counts it.
+A way that fails is recorded with its error; none begins after `--seconds`.
 
 With `--ep` the worker alone is timed, on all GPUs of torchrun, with the experts of each layer spread over so many of
 them. Each GPU has 16 rows in each of `--batches` micro-batches of a step. Tokens/s are of all GPUs, MFU is their mean,
@@ -44,9 +44,12 @@ from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines, RankState, joined_world
 from pipeline.train.model.experts import EXPERTS
+from pipeline.train.model.model_flops import ModelFlops
 from pipeline.train.model.model_size import sizes_of
+from pipeline.train.model.models import PolicyModel
 from pipeline.train.worker_spec import ModelSpec
 from tests.fakes.configs import make_config
+from tests.gpu.workload import step_flops
 
 PEAK = 989e12
 """Dense bf16 FLOP/s of an H100 or H200, by its data sheet."""
@@ -97,15 +100,6 @@ def config_of(shape: str, dense: bool = False) -> Any:
     return AutoConfig.for_model("qwen3", intermediate_size=wide, **given)
 
 
-def multiplied(network: Any) -> float:
-    """Parameters that a token is multiplied by."""
-    named = {n: p.numel() for n, p in network.named_parameters() if p.ndim > 1 and "embed_tokens" not in n}
-    experts = sum(size for name, size in named.items() if ".experts." in name)
-    settings = network.config
-    share = settings.num_experts_per_tok / settings.num_experts if experts else 1.0
-    return float(sum(named.values()) - experts * (1 - share))
-
-
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **others: Any
 ) -> tuple[Tensor, None]:
@@ -130,8 +124,8 @@ def attend(
 AttentionInterface.register(ATTENTION, attend)
 
 
-def plain_step(way: str, shape: str, device: str) -> tuple[Callable[[], float], float]:
-    """A forward and backward pass of transformers' model, and the parameters that a token meets."""
+def plain_step(way: str, shape: str, device: str) -> tuple[Callable[[], float], ModelFlops]:
+    """A forward and backward pass of transformers' model, and what its operations are."""
     experts, *switches = way.split("+")
     dense, (rows, length) = experts == "dense", ROWS.get(shape, (16, 1024))
     chosen = {} if dense else {"experts_implementation": experts}
@@ -156,12 +150,12 @@ def plain_step(way: str, shape: str, device: str) -> tuple[Callable[[], float], 
         loss.backward()
         return float(loss)
 
-    return step, multiplied(network)
+    return step, PolicyModel(network).flops
 
 
 def time_plain(way: str, shape: str, device: str, steps: int) -> dict[str, Any]:
-    step, met = plain_step(way, shape, device)
-    return figures(step, met, shape, device, steps)
+    step, flops = plain_step(way, shape, device)
+    return figures(step, step_flops(flops, make_batch(shape)), shape, device, steps)
 
 
 def time_worker(way: str, shape: str, device: str, steps: int) -> dict[str, Any]:
@@ -204,8 +198,8 @@ def time_ranks(
         return metrics["loss"]
 
     try:
-        met = multiplied(site.workers["policy"].model.network)
-        found = figures(step, met, shape, site.device, steps, site.ranks, batches)
+        flops = step_flops(dispatch.models["policy"].flops, batch)
+        found = figures(step, flops, shape, site.device, steps, site.ranks, batches)
         found["peak_gib"] = max(dispatch.run_on_all_models(peak_gib))
     finally:
         if not dispatch.broken:
@@ -288,9 +282,9 @@ def make_batch(shape: str, shares: int = 1) -> Batch:
 
 
 def figures(
-    step: Callable[[], float], met: float, shape: str, device: str, steps: int, ranks: int = 1, batches: int = 1
+    step: Callable[[], float], flops: float, shape: str, device: str, steps: int, ranks: int = 1, batches: int = 1
 ) -> dict[str, Any]:
-    """The median of `steps` steps after `WARM_UP` others; peak memory of this rank."""
+    """The median of `steps` steps of `flops` operations after `WARM_UP` others; peak memory of this rank."""
     seconds, loss = [], 0.0
     for _ in range(WARM_UP + steps):
         begun = time.perf_counter()
@@ -299,11 +293,11 @@ def figures(
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     rows, length = ROWS.get(shape, (16, 1024))
-    rate = ranks * batches * rows * length / statistics.median(seconds[WARM_UP:])
+    median = statistics.median(seconds[WARM_UP:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     return {
-        "tokens_per_second": rate,
-        "mfu": 6 * met * rate / PEAK / ranks,
+        "tokens_per_second": ranks * batches * rows * length / median,
+        "mfu": flops / median / PEAK / ranks,
         "peak_gib": peak,
         "seconds": seconds,
         "loss": loss,

@@ -31,7 +31,7 @@ from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines, RankState, joined_world
 from pipeline.train.worker_spec import ModelSpec
 from tests.gpu.plain import plain_step
-from tests.gpu.workload import WORKLOADS, Workload
+from tests.gpu.workload import WORKLOADS, Workload, flops_of, step_flops
 
 LOSS = LossConfig(name="grpo")
 OPTIM = OptimConfig(lr=1e-6)
@@ -160,38 +160,29 @@ def timed(step: Callable[[], float], device: torch.device) -> tuple[float, float
 
 def measure(task: Task, way: Way) -> dict[str, float]:
     """Controller: what one way costs."""
-    flops = flops_per_token(task.load)
     everywhere = RankGroup(task.site, Budget(task.load.budget))
     everywhere.run_on_all_models(reset_memory)
     if way.plain:
         settings = (str(task.model), task.load, way, task.steps)
         of_ranks = everywhere.run_on_all_models(run_plain, *settings)
+        flops = step_flops(flops_of(task.model), task.load.make_batch())
         taken = [(shares[0][0], sum(loss for _, loss in shares)) for shares in zip(*of_ranks, strict=True)]
     else:
         with the_worker(task, way) as (step, dispatch):
             taken = [timed(step, task.device) for _ in range(WARM_UP + task.steps)]
-            flops = dispatch.models["policy"].flops_per_token
+            flops = dispatch.forward_backward("policy", task.load.make_batch(), LOSS)["flops"]
     seconds, losses = zip(*taken, strict=True)
     step_seconds, tokens = statistics.median(seconds[WARM_UP:]), sum(task.load.make_batch().lengths)
-    speed = tokens / step_seconds
     return {
         "step_seconds": step_seconds,
         "first_step_seconds": seconds[0],
-        "tokens_per_second": speed,
-        "mfu": speed * flops / task.site.ranks / PEAK,
-        "flops_per_token": flops,
+        "tokens_per_second": tokens / step_seconds,
+        "mfu": flops / step_seconds / task.site.ranks / PEAK,
+        "flops": flops,
         "peak_bytes": everywhere.run_on_all_models(peak_memory)[0],
         "steps": seconds,
         "losses": losses,
     }
-
-
-def flops_per_token(load: Workload) -> float:
-    """6 for each parameter that is multiplied; attention between tokens left out."""
-    m = load.model
-    heads = m["num_attention_heads"] + m["num_key_value_heads"]
-    layer = m["hidden_size"] * (2 * heads * m["head_dim"] + 3 * m["intermediate_size"])
-    return 6 * (m["num_hidden_layers"] * layer + m["vocab_size"] * m["hidden_size"])
 
 
 def main() -> None:

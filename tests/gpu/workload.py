@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 from transformers import Qwen3Config, Qwen3MoeConfig
 
+from pipeline.config import ModelConfig
 from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.model.model_flops import ModelFlops
+from pipeline.train.model.models import build_on_meta
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,16 @@ class Workload:
                 tokens[: self.prompt] = rows[-1].tokens[: self.prompt]
             rows.append(TrainSequence(tokens, mask, float(draw.normal()), sampler_logprobs))
         return Batch.of(rows)
+
+
+def flops_of(model: Path) -> ModelFlops:
+    """The trainer's own formula for the model of a directory, which needs no weights."""
+    return build_on_meta(ModelConfig(path=str(model), init="random")).flops
+
+
+def step_flops(flops: ModelFlops, batch: Batch) -> float:
+    """Operations of one step on the rows, of which none shares tokens with another."""
+    return flops.of_rows([(length, 0) for length in batch.lengths], batch.counted)
 
 
 TIED = {"tie_word_embeddings": True}

@@ -61,7 +61,8 @@ class ShardedBatch:
         batch: the rows, on the controller.
         shares: row indices of every micro-batch of every share.
         sizes: the data-parallel sizes of the models that can use it.
-        saved_tokens: tokens that need no computation, since rows of a micro-batch share them as a prefix.
+        shared: for each row, the tokens that it shares with another row of its micro-batch as a prefix: they need no
+            computation. Empty if no row shares any.
         number: of its staging; −1: the rows are sent with each operation.
         index: of the batch within its staging.
     """
@@ -69,7 +70,7 @@ class ShardedBatch:
     batch: Batch
     shares: list[Bins]
     sizes: frozenset[int]
-    saved_tokens: int = 0
+    shared: tuple[int, ...] = ()
     number: int = -1
     index: int = 0
 
@@ -80,13 +81,18 @@ class ShardedBatch:
         """Split the rows; `TrainingError` for a row that exceeds the budget."""
         chosen = frozenset(sizes)
         shares = packing.split_rows(batch.lengths, lcm(*chosen), budget, batch.prefix_groups(budget.packing))
-        saved_tokens = sum(
-            group.saved_tokens
-            for share in shares
-            for bins in share
-            for group in batch.take(bins).prefix_groups(budget.packing)
-        )
-        return cls(batch, shares, chosen, saved_tokens, number, index)
+        return cls(batch, shares, chosen, _shared_tokens(batch, shares, budget), number, index)
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens that need no computation, since rows of a micro-batch share them as a prefix."""
+        return sum(self.shared)
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """(length, shared tokens) of each row."""
+        lengths = self.batch.lengths
+        return list(zip(lengths, self.shared or [0] * len(lengths), strict=True))
 
     @property
     def highest(self) -> int:
@@ -132,6 +138,15 @@ class Staged:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+
+def _shared_tokens(batch: Batch, shares: Sequence[Bins], budget: Budget) -> tuple[int, ...]:
+    """`ShardedBatch.shared`, from the prefix groups within each micro-batch."""
+    shared: dict[int, int] = {}
+    for bins in chain.from_iterable(shares):
+        for group in batch.take(bins).prefix_groups(budget.packing):
+            shared.update(zip((bins[row] for row in group.rows), group.shared, strict=True))
+    return tuple(shared.get(row, 0) for row in range(len(batch.rows))) if any(shared.values()) else ()
 
 
 def refuse_foreign_tokens(batch: Batch, vocabulary: int) -> None:

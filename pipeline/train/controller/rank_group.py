@@ -230,7 +230,7 @@ class RankGroup:
         level: MetricsLevel = "basic",
     ) -> dict[str, float]:
         """Add the gradient of `loss_weight` × loss over the whole batch; returns metrics (see
-        `pipeline.algorithms.loss_metrics`).
+        `pipeline.algorithms.loss_metrics`), and the `flops` of the passes.
 
         Gradients accumulate over calls until `optim_step`.
         """
@@ -242,7 +242,8 @@ class RankGroup:
         outcomes = self._control.run(
             "forward_backward", rank_operations.forward_backward, arguments, {name: "forward_backward"}
         )
-        return loss_metrics.means(loss_metrics.combine(self._per_data_rank(name, outcomes)), cut.batch.counted)
+        sums, counted = loss_metrics.combine(self._per_data_rank(name, outcomes)), cut.batch.counted
+        return loss_metrics.means(sums, counted) | {"flops": self._models[name].flops.of_rows(cut.rows, counted)}
 
     def optim_step(self, name: str) -> dict[str, float]:
         """One optimizer step: `grad_norm` before clipping, `lr`, and `skipped` (1 when the gradient was not finite)."""

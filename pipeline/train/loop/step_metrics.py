@@ -80,8 +80,8 @@ class EqualRewards:
 class StepMetrics:
     """Aggregates the metrics of one model's optimizer steps.
 
-    Names in `_max` and `_min` are extremes, `skipped` is a sum, `lr` is the last one. All others are means over the
-    optimizer steps that have them, weighted by counted tokens, except those in `UNREDUCED`. `grad_norm` adds
+    Names in `_max` and `_min` are extremes, `skipped` and `flops` are sums, `lr` is the last one. All others are means
+    over the optimizer steps that have them, weighted by counted tokens, except those in `UNREDUCED`. `grad_norm` adds
     `grad_norm_max`.
     """
 
@@ -105,7 +105,7 @@ def _whole(name: str, seen: Sequence[tuple[float, int]]) -> float:
         return max(values)
     if name.endswith("_min"):
         return min(values)
-    if name == "skipped":
+    if name in ("skipped", "flops"):
         return fsum(values)
     if name == "lr":
         return values[-1]

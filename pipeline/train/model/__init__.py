@@ -20,6 +20,7 @@
 | `hf_export`, `gguf_conversion` | exported model directories; those made of a GGUF file |
 | `adapter_swap`, `token_queries` | several adapters that take turns on a model; log-probabilities of given tokens |
 | `recomputation` | activations that the backward pass computes again |
+| `model_flops`, `attention_shapes` | floating-point operations; kinds, windows and heads of attention layers |
 | `model_size`, `tiny_config`, `packing_probe` | a model's size; a tiny copy; the check that packing keeps results |
 | `to_device` | copies from the host to the device |
 """

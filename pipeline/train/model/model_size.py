@@ -22,6 +22,7 @@ from pipeline.config import ModelConfig
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import ConfigError, one_line
 from pipeline.topology.sizes import Sizes
+from pipeline.train.model import attention_shapes as shapes
 from pipeline.train.model.experts import ADAPTERS, experts_per_token, fused_experts, refuse_unspreadable
 from pipeline.train.model.lm_head import CHUNK
 from pipeline.train.model.recomputation import is_saved
@@ -63,7 +64,7 @@ def _count(network: Any) -> Sizes:
         activations=activations,
         selected=selected,
         **_cache(settings, len(layer_sizes)),
-        kv_heads=_kv_heads(settings),
+        kv_heads=shapes.kv_heads(settings),
         width=head.dtype.itemsize,
     )
 
@@ -167,31 +168,15 @@ class _SelectedOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _cache(settings: Any, layers: int) -> dict[str, int]:
     """`kv`, `kv_window` and `window` of `Sizes`: numbers per token in the KV cache of all layers that have one."""
-    kinds = getattr(settings, "layer_types", None) or [_usual_kind(settings)] * layers
-    window = _window(settings)
-    windowed = sum(kind in _WINDOWS for kind in kinds) if window else 0
-    caching = sum(kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds)
+    kinds, size = shapes.layer_kinds(settings, layers), shapes.window(settings)
+    windowed = sum(kind in shapes.WINDOWED for kind in kinds) if size else 0
+    caching = sum(map(shapes.attends, kinds))
     per_layer = _kv_of_layer(settings)
     return {
         "kv": (caching - windowed) * per_layer,
         "kv_window": windowed * per_layer,
-        "window": window if windowed else 0,
+        "window": size if windowed else 0,
     }
-
-
-_WINDOWS = ("sliding_attention", "chunked_attention")
-
-
-def _usual_kind(settings: Any) -> str:
-    """The kind of all layers, for a config without `layer_types`."""
-    everywhere = getattr(settings, "sliding_window", None) and getattr(settings, "use_sliding_window", True)
-    return "sliding_attention" if everywhere else "full_attention"
-
-
-def _window(settings: Any) -> int:
-    """Tokens in the cache of a layer of `_WINDOWS`; 0 if the config has no window."""
-    names = ("sliding_window", "attention_chunk_size")
-    return next((size for name in names if isinstance(size := getattr(settings, name, None), int)), 0)
 
 
 def _kv_of_layer(settings: Any) -> int:
@@ -199,19 +184,7 @@ def _kv_of_layer(settings: Any) -> int:
     latent = int(getattr(settings, "kv_lora_rank", None) or 0)
     if latent:
         return latent + int(getattr(settings, "qk_rope_head_dim", 0))
-    own = getattr(settings, "attention_head_dim", None) or getattr(settings, "head_dim", None)
-    return 2 * _kv_heads(settings) * int(own or settings.hidden_size // max(1, _heads(settings)))
-
-
-def _kv_heads(settings: Any) -> int:
-    """Number of key and value heads, over which the servers' tensor parallelism shards the cache."""
-    if getattr(settings, "kv_lora_rank", None):
-        return 1
-    return int(getattr(settings, "num_key_value_heads", None) or _heads(settings))
-
-
-def _heads(settings: Any) -> int:
-    return int(getattr(settings, "num_attention_heads", 0) or 0)
+    return 2 * shapes.kv_heads(settings) * shapes.head_dim(settings)
 
 
 @torch.library.custom_op("rollcall::counted_attention", mutates_args=())

@@ -34,6 +34,7 @@ from pipeline.train.model.cpu_offload import Memory, Offloadable, Part, allocate
 from pipeline.train.model.expert_load import ExpertLoad
 from pipeline.train.model.fsdp import shard_model
 from pipeline.train.model.hf_export import refuse_unwritable, write_model
+from pipeline.train.model.model_flops import ModelFlops
 from pipeline.train.model.models import (
     PolicyModel,
     build_on_meta,
@@ -59,12 +60,12 @@ class ModelInfo:
     Attributes:
         parameters: number of parameters, including adapters.
         vocabulary: size of the vocabulary; valid token ids are 0 … vocabulary − 1.
-        flops_per_token: see `DecoderModel.flops_per_token`.
+        flops: operations of a forward and backward pass; see `DecoderModel.flops`.
     """
 
     parameters: int
     vocabulary: int
-    flops_per_token: int
+    flops: ModelFlops
 
 
 class ModelWorker:
@@ -127,7 +128,7 @@ class ModelWorker:
     @property
     def info(self) -> ModelInfo:
         parameters = sum(p.numel() for p in self.model.parameters())
-        return ModelInfo(parameters, self.model.vocabulary, self.model.flops_per_token)
+        return ModelInfo(parameters, self.model.vocabulary, self.model.flops)
 
     def forward(self, micro_batches: Sequence[Batch], how: Packing) -> list[NDArray[np.float32]]:
         """The model's output for each row's counted tokens, 0 elsewhere: float32[T], in the order of the rows.

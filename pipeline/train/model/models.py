@@ -14,7 +14,7 @@ Notation: B lines of T tokens, N tokens to predict, E hidden size.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from pipeline.train.model.checkpoint_layout import CheckpointLayout, Tensors
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.experts import compile_arrived, experts_per_token, use_grouped_experts
 from pipeline.train.model.lm_head import head_logprobs
+from pipeline.train.model.model_flops import ModelFlops, attention_pairs
 from pipeline.train.model.packed_attention import ATTENTION, Segments
 from pipeline.train.model.rope import fix_frequencies
 from pipeline.train.model.routers import use_exact_routers
@@ -61,22 +62,32 @@ class DecoderModel(nn.Module):
         """Number of token ids of the embedding."""
         return int(self.network.config.get_text_config().vocab_size)
 
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """The matrix of the head; perhaps also that of the embedding."""
+        raise NotImplementedError
+
     def multiplied(self) -> list[nn.Parameter]:
-        """The matrices that each token is multiplied by: no embedding, unless it is also the head."""
+        """The matrices of the decoder that each token is multiplied by: no embedding, and no head."""
         looked_up = {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-        return [p for p in self.parameters() if p.ndim > 1 and id(p) not in looked_up]
+        others = looked_up | {id(self.head_weight)}
+        return [p for p in self.decoder.parameters() if p.ndim > 1 and id(p) not in others]
 
     @property
-    def flops_per_token(self) -> int:
-        """Floating-point operations of a forward and backward pass for one token: for each multiplied parameter 2, 2
-        more for the gradient of the input, and 2 more for the parameter's gradient if it is trained (Kaplan et al.
-        2020).
+    def flops(self) -> ModelFlops:
+        """Operations of a forward and backward pass: for each multiplied parameter 2, 2 more for the gradient of the
+        input, and 2 more for the parameter's gradient if it is trained (Kaplan et al. 2020).
 
-        A mixture's experts count by the fraction that a token is routed to. Attention between tokens and operations
-        other than matrix products are omitted.
+        A mixture's experts count by the fraction that a token is routed to. The gradient of the input is counted for
+        all matrices, though the first ones of a frozen model need none.
         """
         active = _active_fractions(self)
-        return round(sum((6 if p.requires_grad else 4) * p.numel() * active.get(id(p), 1.0) for p in self.multiplied()))
+        settings = self.network.config.get_text_config()
+        return ModelFlops(
+            token=sum(_operations(p) * active.get(id(p), 1.0) for p in self.multiplied()),
+            prediction=_operations(self.head_weight),
+            pairs=attention_pairs(settings, len(self.layers)),
+        )
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, before_N: Tensor) -> Tensor:
         """The last hidden state [N, E] at each of `before_N`, indices into the flattened B × T."""
@@ -84,6 +95,10 @@ class DecoderModel(nn.Module):
         # [B, T, E] → [B · T, E] → [N, E]. Indices repeat if rows share tokens; the backward pass of `embedding` sums
         # their gradients in a fixed order, which indexing does not.
         return embedding(before_N, output.last_hidden_state.flatten(0, 1))
+
+
+def _operations(parameter: nn.Parameter) -> int:
+    return (6 if parameter.requires_grad else 4) * parameter.numel()
 
 
 def _active_fractions(model: DecoderModel) -> dict[int, float]:
@@ -107,10 +122,9 @@ class PolicyModel(DecoderModel):
     def decoder(self) -> Any:
         return self.network.get_decoder()
 
-    def multiplied(self) -> list[nn.Parameter]:
-        head = self.network.get_output_embeddings().weight
-        others = [p for p in super().multiplied() if p is not head]
-        return [*others, head]
+    @property
+    def head_weight(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.network.get_output_embeddings().weight)
 
     def forward(
         self,
@@ -143,6 +157,10 @@ class Critic(DecoderModel):
     @property
     def decoder(self) -> Any:
         return self.network
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.head.weight)
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, segments: Segments | None, before_N: Tensor) -> Tensor:
         """Value [N] of a row's tokens up to each of `before_N` (indices into the flattened B × T), by an fp32 head

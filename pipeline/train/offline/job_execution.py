@@ -220,7 +220,7 @@ class JobExecution:
     def _train(self, done: int) -> None:
         """Train the remaining steps. On return the packed files are not mapped any more."""
         job, training = self._job, self._config.training
-        machine = machine_of(self._config, job, self._dispatch.models["policy"].flops_per_token)
+        machine = machine_of(self._config)
         runner = TrainLoop(self, CheckpointCadence.of(self._config), machine)
         patience = self._dispatch.patience.checkpoint
         if not isinstance(job.inputs, PackedInput):

@@ -258,7 +258,7 @@ def only_adapters_are_trained_kept_and_sent(rank: int, path: Path) -> None:
         other.load_state(deepcopy(one.state()))
         assert train(other) == train(one)
         assert one.info.parameters == base.info.parameters + sum(tensor.numel() for tensor in sent.values())
-        assert base.info.flops_per_token < 1.5 * one.info.flops_per_token < 1.5 * base.info.flops_per_token
+        assert base.info.flops.token < 1.5 * one.info.flops.token < 1.5 * base.info.flops.token
 
 
 def copies_of_a_shard_count_once(rank: int, path: Path) -> None:

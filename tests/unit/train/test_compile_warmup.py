@@ -17,6 +17,7 @@ from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp, shapes
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.train.loss_specs import SFT
+from pipeline.train.model.model_flops import ModelFlops
 from pipeline.train.model.model_worker import ModelInfo
 from pipeline.train.service.client_models import ServedModels
 from tests.fakes.configs import make_config
@@ -31,7 +32,7 @@ class Ranks:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.batches: list[Batch] = []
-        self.models = dict.fromkeys(("policy", "reference"), ModelInfo(1, 17, 1))
+        self.models = dict.fromkeys(("policy", "reference"), ModelInfo(1, 17, ModelFlops()))
         self.budget = Budget(BUDGET, shared=False)
 
     def forward_backward(self, name: str, batch: Batch, *_: object, **__: object) -> None:
@@ -45,7 +46,7 @@ class Ranks:
         self.asked.append(f"{function.__name__} {name}")
 
     def init_model(self, name: str, spec: object) -> None:
-        self.models[name] = ModelInfo(1, 17, 1)
+        self.models[name] = ModelInfo(1, 17, ModelFlops())
 
 
 def a_config(mesh: dict[str, int] | None = None, **resources: Any) -> RunConfig:

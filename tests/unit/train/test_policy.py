@@ -113,8 +113,8 @@ def test_an_embedding_is_looked_up_and_a_head_is_multiplied(tmp_path: Path, tied
     layer = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32
     policy = build_one(tmp_path, "qwen3", tie_word_embeddings=tied)
     critic = build_one(tmp_path, "qwen3", "critic", tie_word_embeddings=tied)
-    assert sum(p.numel() for p in policy.multiplied()) == layer + 17 * 16
-    assert sum(p.numel() for p in critic.multiplied()) == layer + 16
+    assert [sum(p.numel() for p in model.multiplied()) for model in (policy, critic)] == [layer, layer]
+    assert (policy.head_weight.numel(), critic.head_weight.numel()) == (17 * 16, 16)
 
 
 def test_a_token_costs_the_experts_that_it_is_sent_to(tmp_path: Path) -> None:
@@ -123,9 +123,8 @@ def test_a_token_costs_the_experts_that_it_is_sent_to(tmp_path: Path) -> None:
     built = models.build_on_meta(ModelConfig(path=str(path), init="random"), "policy")
     attention = 32 * 2 * 16 + 2 * 32 * 16 + 2 * 16 * 32  # two heads of 16, one of keys and one of values
     dense, expert, router = 3 * 32 * 48, 3 * 32 * 24, 32 * 16
-    assert built.flops_per_token == 6 * (2 * attention + dense + 2 * expert + router + 17 * 32)
-    built.requires_grad_(False)
-    assert built.flops_per_token == 4 * (2 * attention + dense + 2 * expert + router + 17 * 32)
+    assert built.flops.token == 6 * (2 * attention + dense + 2 * expert + router)
+    assert built.flops.prediction == 6 * 17 * 32
 
 
 def test_a_critic_with_adapters_is_refused(tmp_path: Path) -> None:
