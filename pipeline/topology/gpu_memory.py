@@ -59,7 +59,7 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
     ranks = ranks or trainer_ranks(config)
     tokens, shards = micro_batch_tokens(config, ranks), dp_shard(config, ranks)
     always = {
-        "parameters and moments": _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, shards),
+        "parameters and moments": _shard(_stored(sizes) + _MOMENTS * sizes.trained, shards),
         "other models": _other_models_bytes(config, sizes, shards),
         "weights for the servers": _staging_bytes(config, sizes, shards) if _publishes(config) else 0,
         "copies in compute type": _gathered_bytes(config, sizes),
@@ -82,7 +82,7 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
 
 def least_trainer_memory(sizes: Sizes, ranks: int) -> int:
     """A lower bound of the bytes of a trained model on each of `ranks` ranks: parameters, moments, gradients."""
-    return _shard(_MASTER * sizes.parameters + (_MOMENTS + _GRADIENT) * sizes.trained, ranks)
+    return _shard(_stored(sizes) + (_MOMENTS + _GRADIENT) * sizes.trained, ranks)
 
 
 def adapter_state_memory(sizes: Sizes, ranks: int) -> int:
@@ -133,8 +133,9 @@ def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
 def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
     """Host memory of the trainer's rank 0, in addition to a few GiB of torch and CUDA."""
     shards = dp_shard(config, trainer_ranks(config))
-    state = _shard(_MASTER * sizes.parameters + _MOMENTS * sizes.trained, shards)
-    moved = state + _other_models_bytes(config, sizes, shards) if config.training.offload_idle_models else 0
+    state = _shard((_MASTER + _MOMENTS) * sizes.trained, shards)
+    policy = _shard(_stored(sizes) + _MOMENTS * sizes.trained, shards)
+    moved = policy + _other_models_bytes(config, sizes, shards) if config.training.offload_idle_models else 0
     published = (
         _PUBLISHED * _shard(_published_bytes(config, sizes), shards)
         if _publishes(config) and config.training.staging_device == "host"
@@ -223,6 +224,11 @@ def bytes_beside_engine(config: RunConfig, sizes: Sizes) -> int:
     return config.resources.inference.servers_per_gpu * (parts["weights that arrive"] + parts["CUDA"])
 
 
+def _stored(sizes: Sizes) -> int:
+    """Bytes of all ranks' parameters: trained ones in float32, frozen ones in compute type."""
+    return _MASTER * sizes.trained + sizes.width * (sizes.parameters - sizes.trained)
+
+
 def _publishes(config: RunConfig) -> bool:
     """Whether weights are staged on GPUs for their transfer to servers."""
     return config.has_rollouts and config.weights_backend == "nccl"
@@ -277,7 +283,7 @@ def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
     """
     if config.training.offload_idle_models:
         return 0
-    reference = _MASTER * sizes.parameters if config.has_reference else 0
+    reference = sizes.weights if config.has_reference else 0
     trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.estimator.has_critic else 0
     return _shard(reference + trained, shards)
 

@@ -22,5 +22,5 @@
 | `recomputation` | activations that the backward pass computes again |
 | `model_flops`, `attention_shapes` | floating-point operations; kinds, windows and heads of attention layers |
 | `model_size`, `tiny_config`, `packing_probe` | a model's size; a tiny copy; the check that packing keeps results |
-| `to_device` | copies from the host to the device |
+| `to_device`, `worker_outputs` | copies from the host to the device, and of results to the host |
 """

@@ -40,7 +40,7 @@ class AdapterMerge:
 
     @torch.no_grad()
     def __call__(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of `tensor` plus the adapter's product; in the type of the base."""
+        """This rank's rows of `tensor` plus the adapter's product: in float32, if a base in 16 bits has one."""
         if id(tensor) in self._linear:
             return _like(tensor, local(tensor) + self._of_linear(self._linear[id(tensor)]))
         if id(tensor) in self._experts:

@@ -33,7 +33,7 @@ class ModelFlops:
     pairs: Mapping[int, float] = field(default_factory=dict)
 
     def of_rows(self, rows: Iterable[tuple[int, int]], predicted: int) -> float:
-        """Operations for rows of (length, tokens shared with another row); the head predicts `predicted` tokens of them.
+        """Operations for rows of (length, tokens shared with another row), and a head that predicts `predicted` tokens.
 
         A shared token is computed once: its row counts only the later tokens, which attend to all of the row.
         """

@@ -41,6 +41,7 @@ from pipeline.train.model.models import (
     compile_layers,
     copy_parameters,
     materialize,
+    store_frozen,
 )
 from pipeline.train.model.optimizer import AdamSettings, Optimizer, OptimizerStep
 from pipeline.train.model.public_tensors import PublicTensors
@@ -48,6 +49,7 @@ from pipeline.train.model.recomputation import recompute_activations
 from pipeline.train.model.router_loss import RouterLoss
 from pipeline.train.model.routing_replay import RoutingReplay
 from pipeline.train.model.weight_loading import WeightLoader
+from pipeline.train.model.worker_outputs import by_row, numbers
 from pipeline.train.total_loss import total, total_value
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils import heartbeat
@@ -73,8 +75,9 @@ class ModelWorker:
 
     Between `forward_backward` calls gradients accumulate; `optim_step` uses and clears them. Parameters are sharded
     whenever no method runs. Parameters without a gradient (with adapters, the whole base) are neither trained nor part
-    of `full_parameters` and `state`. The caller loads an offloaded part before a method that needs it. After an
-    exception in the middle of a pass the model refuses passes, steps and `state`.
+    of `full_parameters` and `state`, and are stored in the compute type; so is a model without an optimizer. The caller
+    loads an offloaded part before a method that needs it. After an exception in the middle of a pass the model refuses
+    passes, steps and `state`.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class ModelWorker:
         self.model = build_on_meta(spec.model, spec.kind)
         if spec.optim is not None and spec.kind == "policy":
             refuse_unwritable(self.model.network, spec.model)
+        store_frozen(self.model, self.compute, trained=spec.optim is not None)
         self._replay = RoutingReplay(self.model.network) if spec.routing_replay else None
         recompute_activations(self.model, spec.activation_checkpointing)
         self.compiled = spec.compile
@@ -135,13 +139,13 @@ class ModelWorker:
 
         Of a policy, their log-probabilities in nats; of a critic, the value of the state before each token.
         """
-        answers = []
+        answers: list[Tensor] = []
         with torch.no_grad(), self.passes():
             for batch in micro_batches:
                 micro = self._collate(batch, how)
                 with self._replaying(micro):
                     answers.append(self._answer(micro, batch.temperature))
-        return [row for batch, answer_N in zip(micro_batches, answers, strict=True) for row in _by_row(batch, answer_N)]
+        return by_row(micro_batches, answers)
 
     def forward_backward(
         self,
@@ -169,7 +173,7 @@ class ModelWorker:
                     self._router_loss.forget()
                 parts.append(sums if level == "none" else sums | measured)
         loads = self._expert_load.collect(measured=level != "none", rate=optimizer.config.router_bias_rate)
-        return loss_metrics.combine(_numbers(sums) for sums in parts) | loads
+        return loss_metrics.combine(numbers(parts)) | loads
 
     def optim_step(self, settings: AdamSettings | None = None) -> OptimizerStep:
         """One step of AdamW with clipping; see `Optimizer.step`."""
@@ -378,22 +382,3 @@ class ModelWorker:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _numbers(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Scalars of the device as floats, in one transfer: each `.item()` would wait for the device."""
-    values = torch.stack([value.double() for value in sums.values()]).tolist()
-    return dict(zip(sums, values, strict=True))
-
-
-def _by_row(batch: Batch, answer_N: Tensor) -> list[NDArray[np.float32]]:
-    """Scatter the answers of N counted tokens, in the order of the batch's rows, to one float32[T] per row."""
-    flat = answer_N.float().cpu().numpy()
-    rows: list[NDArray[np.float32]] = []
-    used = 0
-    for row in batch.rows:
-        whole = np.zeros(len(row), np.float32)
-        whole[np.asarray(row.mask, bool)] = flat[used : used + row.counted]
-        used += row.counted
-        rows.append(whole)
-    return rows

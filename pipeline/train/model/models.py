@@ -200,6 +200,18 @@ def build_on_meta(config: ModelConfig, kind: ModelKind = "policy") -> DecoderMod
     return PolicyModel(network).train()
 
 
+def store_frozen(model: DecoderModel, dtype: torch.dtype, trained: bool) -> None:
+    """Store the parameters of a model on the meta device in `dtype`, the compute type, if they have no gradients; with
+    `trained` false, all of them.
+
+    Passes gather parameters in the compute type anyway, so no result changes. Trained parameters stay in float32, to
+    which an optimizer step adds changes below the precision of 16 bits.
+    """
+    for parameter in model.parameters():
+        if not (trained and parameter.requires_grad):
+            parameter.data = parameter.data.to(dtype)
+
+
 def _freeze_unused(network: Any) -> None:
     """Freeze parameters outside of decoder and head, such as a vision tower: rows are tokens only, so these would get
     no gradients, and need no moments."""

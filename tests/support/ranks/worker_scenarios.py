@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +19,7 @@ from pipeline.config import OptimConfig
 from pipeline.config.training_keys import Recomputation
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.train.loss_specs import SFT, ValueLoss
-from pipeline.train.model import fsdp, models, packed_attention
+from pipeline.train.model import fsdp, model_worker, models, packed_attention
 from pipeline.train.model.model_worker import ModelWorker
 from tests.support.ranks.worker_cases import (
     ENTROPY,
@@ -261,6 +262,32 @@ def only_adapters_are_trained_kept_and_sent(rank: int, path: Path) -> None:
         assert base.info.flops.token < 1.5 * one.info.flops.token < 1.5 * base.info.flops.token
 
 
+def frozen_parameters_in_sixteen_bits_change_no_bit(rank: int, path: Path) -> None:
+    """A base under adapters, and a model without an optimizer, beside the same ones in float32."""
+    with world() as mesh:
+        adapted = spec_of(path, lora=2, dtype="bfloat16")
+        specs = adapted, replace(adapted, optim=None)
+        small = [ModelWorker(spec, mesh) for spec in specs]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(model_worker, "store_frozen", lambda *settings, **others: None)
+            large = [ModelWorker(spec, mesh) for spec in specs]
+        kinds = [{(p.requires_grad, p.dtype) for p in each.model.parameters()} for each in (*small, *large)]
+        trained, frozen = (True, torch.float32), (False, torch.bfloat16)
+        assert kinds[:2] == [{trained, frozen}, {(True, torch.bfloat16), frozen}]
+        assert kinds[2] == kinds[3] == {trained, (False, torch.float32)}
+        assert train(small[0]) == train(large[0])
+        assert_equal(parameters(small[0]), parameters(large[0]))
+        for one, other in zip(small, large, strict=True):
+            for row, expected in zip(*(each.forward(MICRO_BATCHES, True) for each in (one, other)), strict=True):
+                np.testing.assert_array_equal(row, expected)
+        for each in (small, large):
+            each[1].copy_from(each[0])
+        assert_rows(small[1].forward(MICRO_BATCHES, True), large[1].forward(MICRO_BATCHES, True))
+        assert small[1].memory().model < 0.55 * large[1].memory().model
+        small[0].load_state(deepcopy(large[0].state()))
+        assert train(small[0]) == train(large[0])
+
+
 def copies_of_a_shard_count_once(rank: int, path: Path) -> None:
     """Two ranks that hold the same model and get the same rows compute what one rank does."""
     with world(shards=1) as mesh:
@@ -340,5 +367,6 @@ TOGETHER: list[Scenario] = [
     a_critic_copies_the_decoder,
     to_look_at_the_state_before_the_first_step_changes_nothing,
     only_adapters_are_trained_kept_and_sent,
+    frozen_parameters_in_sixteen_bits_change_no_bit,
     a_critic_learns_the_returns,
 ]
