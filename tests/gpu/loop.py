@@ -102,7 +102,7 @@ def asked_for(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def with_efficiency(result: dict[str, Any]) -> dict[str, Any]:
     """A result with what the loop reaches of its slower half, if both were measured."""
-    if "alone" not in result or "samples_per_second" not in result:
+    if not result.get("alone") or "samples_per_second" not in result:
         return result
     lower = min(result["alone"][name] for name in ("generation_samples_per_second", "training_samples_per_second"))
     return result | {"efficiency": result["samples_per_second"] / lower}

@@ -4,15 +4,18 @@
 
 One run without `training.routing_replay` and one with it, as a user starts them (`tests.gpu.loop`): a trainer and a
 vLLM server, both in bfloat16, whose weights change while it samples. All begin with the same random weights, large
-enough that experts matter. `--dry-run` prints the keys of both runs and the bytes of a token's record. `--device cpu
---shape tiny-moe --steps 3 --tokens 16` rehearses it without a GPU. Exits with 1 unless both runs end well and the mean
-`mismatch_kl` with replay is at most half of that without.
+enough that experts matter. `--trainers 2 --tensor 2 'inference.extra_args=[--enable-expert-parallel]'` has experts
+spread over two servers' processes. With `--alone SECONDS` both halves are first measured by themselves. `--dry-run`
+prints the keys of both runs and the bytes of a token's record. `--device cpu --shape tiny-moe --steps 3 --tokens 16`
+rehearses it without a GPU. Exits with 1 unless both runs end well and the mean `mismatch_kl` with replay is at most
+half of that without.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +25,7 @@ from pipeline.config import ModelConfig
 from pipeline.config.routing_shape import shape_of_model
 from tests.bench import bench_replay
 from tests.gpu import loop
+from tests.gpu.ceilings import measure
 from tests.gpu.words import write_model
 from tests.gpu.workload import WORKLOADS
 
@@ -39,13 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lag", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--trainers", type=int, default=1)
+    parser.add_argument("--tensor", type=int, default=1, help="GPUs of the server")
+    parser.add_argument("--alone", dest="ceilings", type=float, default=0.0, help="seconds for each half alone")
     parser.add_argument("--share", action="store_true", help="the server on the trainer's GPU")
     parser.add_argument("--seconds", type=float, default=270, help="for each of the two runs")
     parser.add_argument("--dry-run", action="store_true", help="print both runs, and the bytes of a token's record")
     parser.add_argument("overrides", nargs="*", help="further keys of both runs")
     given = parser.parse_intermixed_args(arguments)
     result: dict[str, Any] = {"command": {name: value for name, value in vars(given).items() if name != "out"}}
-    result |= {"exits": {}, "ways": {}}
+    result |= {"exits": {}, "ways": {}, "rates": {}}
     with tempfile.TemporaryDirectory() as folder:
         shape = WORKLOADS[given.shape]
         for way in bench_replay.WAYS:
@@ -57,8 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 record = shape_of_model(ModelConfig(path=str(root / "model"), init="random"))
                 print(way, *loop.overrides(root, chosen), f"({record.token_bytes} bytes for each token)")
                 continue
+            if chosen.ceilings and "alone" not in result:
+                result["alone"] = measure(loop.halves(chosen), root / "model")
+            began = time.time()
             result["exits"][way] = loop.run(root, chosen, stepped=lambda _: None)["exit"]
-            result["ways"][way] = [bench_replay.steps_of(loop.trained(root))]
+            trained = loop.trained(root)
+            result["ways"][way] = [bench_replay.steps_of(trained)]
+            result["rates"][way] = loop.with_efficiency({"alone": result.get("alone")} | loop.rates(trained, began))
             given.out.write_text(json.dumps(result, indent=1))
     if given.dry_run:
         return 0
@@ -67,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def arguments_of(given: argparse.Namespace, way: str) -> list[str]:
     """The arguments of `tests.gpu.loop` for one run."""
-    names = ("shape", "device", "steps", "lag", "tokens", "seconds")
+    names = ("shape", "device", "steps", "lag", "tokens", "trainers", "tensor", "ceilings", "seconds")
     plain = [word for name in names for word in (f"--{name}", str(getattr(given, name)))]
     overrides = [f"training.routing_replay={way}", "loss.old_logprobs=recompute", *given.overrides]
     return [*plain, *(["--share"] if given.share else []), *overrides]
