@@ -104,7 +104,7 @@ class LogLines:
         return [f"  {notice.by}: {notice.text}" for notice in new]
 
     def _evaluation_lines(self, snapshot: Snapshot, now: float) -> Iterable[str]:
-        """The progress of the first evaluation, for which training waits; later ones run concurrently."""
+        """The progress of the first evaluation until RL has a step; later ones are not shown."""
         evaluation = snapshot.evaluation
         if evaluation is None or not evaluation.first or evaluation == self._evaluated or now < self._next_evaluation:
             return []

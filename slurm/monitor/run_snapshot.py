@@ -68,7 +68,7 @@ class Progress:
 class EvaluationProgress:
     """A running evaluation: its label, and its completed and total prompts.
 
-    `first` is whether RL has not begun; the trainer then waits for the evaluation.
+    `first` is whether RL has no step yet.
     """
 
     what: str

@@ -118,14 +118,14 @@ def read_milestones(run: Path, began: float) -> dict[str, float]:
                 seconds.setdefault(f"{entry['role']} {entry['state']}", entry["time"] - began)
     for log in attempts[0].glob("logs/trainer.0.log"):
         if sent := [line for line in log.read_text().splitlines() if " weights " in line and " send " in line]:
-            seconds["first weights"] = _time_of(sent[0]) - began
+            seconds["first weights"] = time_of_log_line(sent[0]) - began
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["job"] == "rl" and row["time"] >= began]
     for row in rows:
         seconds.setdefault("first step" if row["kind"] == "train" else "evaluation", row["time"] - began)
     return seconds
 
 
-def _time_of(line: str) -> float:
+def time_of_log_line(line: str) -> float:
     """The time of a log line, in UTC, as seconds since the epoch."""
     return time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S")) - time.timezone + float(line[19:23])
 

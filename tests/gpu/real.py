@@ -19,7 +19,6 @@ With `--shape tiny` a model of random weights shows that everything runs.
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -36,6 +35,15 @@ from pipeline.environments import last_number, load_task
 from slurm.submission.compose_config import compose_config
 from tests.bench.tables import markdown
 from tests.gpu import children, loop
+from tests.gpu.cold_starts import (
+    END_SECONDS,
+    command_of,
+    end_at_once,
+    gpu_name,
+    is_empty,
+    seconds_of_first,
+    with_caches,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "bench" / "trl_grpo.py"
@@ -48,15 +56,9 @@ PASSES = 2
 """Of each of TRL's updates: passes of 128 samples."""
 LEARNED = "learned"
 """In the place of an exit code: the run was told to end, because its reward reached `--until`."""
-END_SECONDS = 30.0
-"""For a start that is told to end."""
 LOOK_SECONDS = 0.5
 WEIGHTS = {("ours", "cold"): 5, ("theirs", "cold"): 6, ("ours", "warm"): 4, ("theirs", "warm"): 5}
 """How the time that is left is divided over the starts that are left."""
-CACHES = (
-    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "CUTE_DSL_CACHE_DIR"),
-    *("FLASHINFER_WORKSPACE_BASE", "TORCH_EXTENSIONS_DIR"),
-)
 TINY = (
     *("model=tiny_text", "model.max_length=96", "model.dtype=float32", "resources=three_nodes"),
     *("training.compile=false", "rollout.max_tokens=8", "training.prompts_per_step=4", "model.init=auto"),
@@ -67,8 +69,7 @@ TINY = (
 def main(arguments: Sequence[str] | None = None) -> int:
     given = asked_for(arguments)
     began = time.monotonic()
-    found: dict[str, Any] = {"command": {name: plain(value) for name, value in vars(given).items() if name != "out"}}
-    found |= {"gpu": gpu_name(), "starts": []}
+    found: dict[str, Any] = {"command": command_of(given), "gpu": gpu_name(), "starts": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         caches = (given.caches or folder / "caches").resolve()
@@ -77,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, (side, start) in enumerate(plan):
             here, own = folder / str(number), caches / side
             here.mkdir()
-            seconds = share_of(given.seconds - (time.monotonic() - began), plan[number:])
+            left = given.seconds - (time.monotonic() - began)
+            seconds = seconds_of_first(left, [WEIGHTS[each] for each in plan[number:]])
             found["starts"].append({"side": side, "start": start, "cold": is_empty(own), "deadline": seconds})
             run = run_ours if side == "ours" else run_theirs
             found["starts"][-1] |= summary(side, run(here, own, config, given, seconds), config)
@@ -87,17 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.write_text(json.dumps(found, indent=1))
     print(json.dumps(found["ratios"], indent=1))
     return int(any(not start["ends"] or start["exit"] not in (0, LEARNED) for start in found["starts"]))
-
-
-def share_of(left: float, plan: Sequence[tuple[str, str]]) -> float:
-    """The seconds of the first of these starts, of those that are `left` for all; its end comes on top."""
-    weights = [WEIGHTS[each] for each in plan]
-    return max(left * weights[0] / sum(weights) - END_SECONDS, 10.0)
-
-
-def is_empty(caches: Path) -> bool:
-    """Whether a folder of caches has no file yet, if it exists."""
-    return not any(path.is_file() for path in caches.glob("**/*"))
 
 
 def with_weights(config: RunConfig, folder: Path) -> RunConfig:
@@ -157,6 +148,7 @@ def run_ours(here: Path, caches: Path, config: RunConfig, given: argparse.Namesp
         while code is None and not learned and time.time() - began < seconds:
             code = children.wait(process, LOOK_SECONDS)
             learned = has_learned([row["reward/mean"] for row in trained(metrics)], given.until)
+        end_at_once(process)
     rows = trained(metrics)
     if given.logs:
         given.logs.mkdir(parents=True, exist_ok=True)
@@ -214,11 +206,6 @@ def run_theirs(
         print("\n".join(text.splitlines()[-25:]))
     told: dict[str, Any] = json.loads(said.read_text()) if said.exists() else {"ends": [], "rewards": []}
     return told | {"exit": code, "ends": [end - began for end in told["ends"]]}
-
-
-def with_caches(caches: Path) -> dict[str, str]:
-    """This environment, with all compiled code below a folder."""
-    return dict(os.environ) | {name: str(caches / name.lower()) for name in CACHES} | {"HF_HUB_OFFLINE": "1"}
 
 
 def trained(metrics: Path) -> list[dict[str, Any]]:
@@ -292,20 +279,6 @@ def report(starts: Sequence[dict[str, Any]]) -> str:
         for start in starts
     ]
     return markdown(("seconds from the command", *names, "samples/s", "steps"), rows)
-
-
-def gpu_name() -> str:
-    """The GPU and its driver; empty without any."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.check_output(query, text=True, timeout=60).strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def plain(value: Any) -> Any:
-    """A value of the command line as JSON."""
-    return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pipeline.train.batching.sequences import Batch
 from pipeline.train.controller.batch_staging import ShardedBatch, Staged
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.batch_metrics import batch_metrics, zero_variance
+from pipeline.train.loop.evaluations import Evaluations, schedules_of
 from pipeline.train.loop.group_batches import GroupBatches
 from pipeline.train.loop.logprob_agreement import Agreement
 from pipeline.train.loop.rl import ReinforcementLearning, rows_of
@@ -22,8 +23,9 @@ from pipeline.train.loop.train_loop import CheckpointCadence, TrainLoop
 from pipeline.train.train_jobs import Job, RlJob, jobs_of
 from pipeline.transport.file_streams import FileStreams
 from pipeline.transport.ledger import Ledger
-from pipeline.transport.sample_records import Group, PreparedGroup, Sample
+from pipeline.transport.sample_records import EvalResult, Group, PreparedGroup, Sample
 from pipeline.transport.shared_state import SharedState
+from pipeline.transport.staleness import StalenessGate
 from slurm.submission.compose_config import compose_config
 
 PROMPTS, STEPS = 2, 5
@@ -183,6 +185,94 @@ def test_models_are_warmed_up_while_servers_start() -> None:
     job = cast(RlJob, jobs_of(config)[-1])
     ReinforcementLearning(job, config, dispatch, Mock(), told, Mock(), told).begin(5)
     assert [call[0] for call in told.mock_calls] == ["start", "run", "wait_until_synced"]
+
+
+class BaselineAfter(CountingDispatch):
+    """The baseline's result arrives with optimizer step `arrives`; 0: when somebody waits for it."""
+
+    def __init__(self, streams: FileStreams, arrives: int) -> None:
+        super().__init__()
+        self._streams, self._arrives = streams, arrives
+
+    def optim_step(self, *_: object) -> dict[str, float]:
+        metrics = super().optim_step()
+        if self.steps == self._arrives:
+            self.arrive()
+        return metrics
+
+    def arrive(self) -> None:
+        self._streams.publish("eval_results", evaluated(0))
+
+
+def evaluated(version: int) -> EvalResult:
+    return EvalResult(
+        id=f"a-0:{version}",
+        policy_version=version,
+        accuracy=0.5,
+        prompts=4,
+        version_min=version,
+        version_max=version,
+        seconds=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "steps", "arrives", "every", "published"),
+    [
+        (2, 5, 1, 0, [0, 1, 2, 3, 4, 5]),  # at once
+        (2, 5, 2, 0, [0, 2, 3, 4, 5]),  # during the second step: version 1 is never sent
+        (2, 5, 0, 0, [0, 3, 4, 5]),  # after max_lag + 1 steps the trainer waits
+        (0, 3, 0, 0, [0, 1, 2, 3]),
+        (2, 2, 0, 0, [0, 2]),  # the last version is always sent
+        (2, 4, 0, 1, [0, 1, 2, 3, 4]),  # version 1 must be evaluated too
+    ],
+)
+def test_servers_keep_the_first_weights_until_these_are_evaluated_while_steps_train(
+    tmp_path: Path, max_lag: int, steps: int, arrives: int, every: int, published: list[int]
+) -> None:
+    sizes = [f"training.prompts_per_step={PROMPTS}", f"training.steps={steps}", f"training.eval_every={every}"]
+    config = compose_config(["experiment=demo", f"training.max_lag={max_lag}", *sizes])
+    publisher: Any = Mock(**{"wait_until_synced.return_value": {}, "start.return_value": {}})
+    logged: list[int] = []
+    with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
+        dispatch = BaselineAfter(streams, arrives)
+        streams.publish_many("prepared", [prepared(position) for position in range(PROMPTS * steps)])
+        batches = GroupBatches(streams, SharedState(streams), Ledger(), config, lambda: None, vocabulary=17)
+        trained_at_wait: list[int] = []
+
+        def answer_open_requests() -> None:
+            """The pulse of a wait: only now the actor answers."""
+            trained_at_wait.append(dispatch.steps)
+            dispatch.arrive()
+            for version in range(1, steps + 1):
+                streams.publish("eval_results", evaluated(version))
+
+        evaluations = Evaluations(
+            streams,
+            "a-0",
+            schedules_of(config),
+            (),
+            lambda version, metrics, eval_set: logged.append(version),
+            answer_open_requests,
+        )
+        job = cast(RlJob, jobs_of(config)[-1])
+        algorithm = ReinforcementLearning(
+            job, config, cast(RankGroup, dispatch), batches, publisher, evaluations, Mock()
+        )
+        TrainLoop(Book(dispatch, Ledger()), CheckpointCadence(100)).run(algorithm, 0)
+    assert [call.args[0] for call in publisher.start.mock_calls] == published
+    assert logged[0] == 0
+    assert logged.count(0) == 1
+    if not arrives:
+        assert trained_at_wait[0] == published[1], "steps were trained before anybody waited"
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 4])
+def test_the_gate_admits_the_steps_for_which_servers_keep_the_first_weights(max_lag: int) -> None:
+    gate = StalenessGate(PROMPTS, max_lag)
+    for version in range(max_lag + 2):
+        gate.advance(version, slowest=0)
+        assert (gate.room(0) >= PROMPTS) == (version <= max_lag)
 
 
 def test_the_lengths_of_what_was_sampled_are_measured() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from slurm.submission.compose_config import compose_config
 from tests import gpu
-from tests.gpu import real
+from tests.gpu import cold_starts, real
 
 
 @pytest.mark.parametrize("name", sorted(each.name for each in pkgutil.iter_modules(gpu.__path__)))
@@ -32,7 +32,7 @@ def test_a_start_of_the_real_model_is_measured_from_its_command_and_from_its_fir
 
 
 def test_the_starts_of_a_call_share_its_time_and_leave_room_for_their_ends() -> None:
-    plan, left, spent = [("ours", "cold"), ("theirs", "cold"), ("ours", "warm"), ("theirs", "warm")], 570.0, 0.0
-    for number in range(len(plan)):
-        spent += real.share_of(left - spent, plan[number:]) + real.END_SECONDS
+    weights, left, spent = [5, 6, 4, 5], 570.0, 0.0
+    for number in range(len(weights)):
+        spent += cold_starts.seconds_of_first(left - spent, weights[number:]) + cold_starts.END_SECONDS
     assert spent == pytest.approx(left)

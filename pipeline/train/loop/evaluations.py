@@ -101,6 +101,10 @@ class Evaluations:
         if sets:
             self._on_request(version)
 
+    def is_open(self, version: int) -> bool:
+        """Whether a result for `version` that this attempt requested is missing."""
+        return any(request.policy_version == version for request in self._open.values())
+
     def collect(self, seconds: float = 0.0) -> None:
         """Log the results that have arrived, including those of earlier attempts' requests."""
         for entry in self._reader.read(limit=16, seconds=seconds):

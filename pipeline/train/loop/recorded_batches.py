@@ -74,6 +74,9 @@ class NoServers:
     def due(self, version: int, *, last: bool = False) -> list[str]:
         return []
 
+    def is_open(self, version: int) -> bool:
+        return False
+
     def request(self, version: int, sets: Sequence[str]) -> None:
         """No set is ever due."""
 

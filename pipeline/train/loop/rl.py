@@ -50,13 +50,15 @@ class ReinforcementLearning:
         self._config, self._batches, self._routing = config, batches, routing_shape(config)
         self._publisher, self._evaluations, self._warm_up = publisher, evaluations, warm_up
         self._update = PolicyUpdate(dispatch, config)
+        self._holds_baseline = False
         self._skips, self._agreement, self._equal = NonFiniteGuard(), Agreement(), EqualRewards(config.loss)
         self._agreement.known = not config.has_rollouts  # a replay has no servers, and another policy than sampled
 
     def begin(self, step: int) -> None:
         """Send the weights of `step` to the servers, and request an evaluation of them unless one is logged.
 
-        Only a new job waits for the result, the baseline of RL. The models are warmed up while the servers start.
+        A new job's result is the baseline of RL: the servers keep these weights until it is there, while the first
+        steps train (`_keeps_first_weights`). The models are warmed up while the servers start.
         """
         self._update.begin(self.job.optim, self.job.steps, step)
         # The sender's threads deliver in the background, so compilation here overlaps with the servers' start.
@@ -66,9 +68,9 @@ class ReinforcementLearning:
         self._publisher.wait_until_synced()
         # The first progress on the board opens the actor's staleness gate, so it comes after a server is current.
         self._batches.publish_progress(step)
-        self._evaluations.request(step, self._evaluations.due(step))
-        if step == 0:
-            self._evaluations.wait()
+        due = self._evaluations.due(step)
+        self._evaluations.request(step, due)
+        self._holds_baseline = step == 0 and bool(due)
 
     def step(self, step: int) -> Mapping[str, float]:
         started = time.monotonic()
@@ -103,6 +105,9 @@ class ReinforcementLearning:
         """
         self._skips.check()
         self._batches.publish_progress(done)
+        self._evaluations.collect()
+        if self._keeps_first_weights(done):
+            return {}
         # One version is in flight at a time: the previous one must be on the servers, or they are evicted, before the
         # next is packed. Usually it arrived long ago, during the step.
         metrics = self._publisher.wait_until_synced() | self._publisher.start(done)
@@ -110,7 +115,6 @@ class ReinforcementLearning:
             # The servers must have this version before the actor evaluates it.
             metrics |= self._publisher.wait_until_synced()
             self._evaluations.request(done, due)
-        self._evaluations.collect()
         return metrics
 
     def end(self) -> None:
@@ -119,6 +123,22 @@ class ReinforcementLearning:
         last = self.job.steps
         self._evaluations.request(last, self._evaluations.due(last, last=True))
         self._evaluations.wait()
+
+    def _keeps_first_weights(self, done: int) -> bool:
+        """Whether the servers keep the first weights after step `done`, since their evaluation still runs.
+
+        The samples of version 0 suffice for `max_lag + 1` steps, as the staleness gate counts them. Only then, or where
+        other weights must be evaluated, training waits for the baseline.
+        """
+        if not self._holds_baseline:
+            return False
+        if self._evaluations.is_open(0):
+            is_last, due = done == self.job.steps, self._evaluations.due(done)
+            if done <= self._config.training.max_lag and not (is_last or due):
+                return True
+            self._evaluations.wait()
+        self._holds_baseline = False
+        return False
 
     @property
     def is_checkpointable(self) -> bool:
