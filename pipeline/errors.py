@@ -43,6 +43,21 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
+_OF_CODE_OR_INPUT = (
+    *(AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError, SyntaxError),
+    *(TypeError, ValueError),
+)
+"""Errors that the same code meets again with the same input, unlike those of files, networks and memory."""
+
+
+def would_recur(error: BaseException, *, starting: bool) -> bool:
+    """Whether a restarted process would meet the error again: its class reports so, or it is an error of code or input
+    while the process was `starting`, before samples or batches could be its cause."""
+    if isinstance(error, RollcallError):
+        return error.is_final
+    return starting and isinstance(error, _OF_CODE_OR_INPUT)
+
+
 class RollcallError(Exception):
     """Base of all errors of Rollcall. `exit_code` is what a command ends with when it reaches the top.
 

@@ -27,7 +27,7 @@ from pipeline.errors import ConfigError, StreamError
 from pipeline.roles import SERVICES, RoleCommand
 from pipeline.roles.role_context import RoleContext
 from pipeline.topology.plan import World
-from pipeline.transport.redis_persistence import data_bytes, inherit
+from pipeline.transport.redis_persistence import data_bytes, inherit, mark_served
 from pipeline.transport.redis_repair import make_loadable
 from pipeline.utils import heartbeat, mutual_auth, shared_files
 from pipeline.utils.listeners import listen_on_held, listening_process
@@ -70,10 +70,15 @@ def find_server() -> Path:
 def launch(context: RoleContext) -> RoleCommand:
     """The server's command; ready once it accepts the world's password and has loaded its data."""
     placement, password = context.placement, context.world.password
+
+    def is_ready() -> bool:
+        if not is_answering(placement.address, placement.ports[0], password):
+            return False
+        mark_served(context.paths.redis)
+        return True
+
     argv = (sys.executable, "-P", "-m", "pipeline.roles.redis", *context.arguments())
-    return RoleCommand(
-        argv=argv, ready=lambda: is_answering(placement.address, placement.ports[0], password), stage=SERVICES
-    )
+    return RoleCommand(argv=argv, ready=is_ready, stage=SERVICES)
 
 
 def is_answering(address: str, port: int, password: str) -> bool:

@@ -19,7 +19,7 @@ from pipeline.config import RunConfig
 from pipeline.config.debug_keys import DEBUGGER_SECONDS
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
-from pipeline.errors import RendezvousError, RollcallError
+from pipeline.errors import RendezvousError, would_recur
 from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.events import Events
 from pipeline.run.fault_conditions import apply_file_faults, lose_connects
@@ -78,7 +78,8 @@ class RoleContext:
     def report_failure(self, error: BaseException, text: str) -> None:
         """Report the error that ends the role, as `text`; the numbers of the last report stay."""
         last = self.status()
-        final, numbers = isinstance(error, RollcallError) and error.is_final, last.numbers if last else {}
+        final = would_recur(error, starting=last is None or last.state == "starting")
+        numbers = last.numbers if last else {}
         try:
             self._write(
                 Status(state="failed", pid=os.getpid(), time=time.time(), detail=text, is_final=final, numbers=numbers)

@@ -3,7 +3,8 @@
 Owns the inheritance of Redis's persistence between the attempts of a run. Each attempt has a separate folder, so a
 Redis of an earlier attempt that still runs (on a cut-off node) writes only to a folder that is no longer read. A new
 attempt first copies the newest earlier data. Promises that a copy is complete or discarded; that a Redis that restarts
-within its attempt finds its data unchanged, even if the folder's document is damaged; and that the data of an attempt
+within its attempt finds its data unchanged, even if the folder's document is damaged; that a Redis which was never
+served may start without data; and that the data of an attempt
 is kept until the attempt after its successor has a complete copy.
 
 The newest data has the highest *generation*: a number that an attempt writes into its folder, one above its
@@ -14,6 +15,7 @@ writes; nor are names, because job ids do not grow everywhere. Knows neither the
 import logging
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -24,7 +26,7 @@ from pipeline.utils import shared_files
 SEVERAL_FILES = "appendonlydir"
 ONE_FILE = "appendonly.aof"
 
-_MARK = "generation.json"
+_MARK, _SERVED = "generation.json", "served"
 _TRIES = 5
 
 log = logging.getLogger(__name__)
@@ -40,10 +42,10 @@ class DataGeneration(msgspec.Struct, frozen=True, kw_only=True):
 def inherit(folder: Path) -> DataGeneration:
     """Prepare the `folder` of one attempt for its Redis: with its existing data, else with the newest sibling's data.
 
-    Removes siblings older than the copied one. Raises `StreamError` if the attempt's own data is gone: an empty Redis
-    would take the place of streams that other roles still use.
+    Removes siblings older than the copied one. Raises `StreamError` if the attempt's own data is gone although its
+    Redis was ready: an empty Redis would take the place of streams that other roles still use.
     """
-    if (folder / _MARK).exists():
+    if (folder / _MARK).exists() and (_listing(folder) or (folder / _SERVED).exists()):
         if not _listing(folder):
             raise StreamError(
                 f"the data of this attempt's Redis is gone from {folder}; the next attempt starts without"
@@ -51,10 +53,11 @@ def inherit(folder: Path) -> DataGeneration:
         existing = _generations(folder.parent)[folder.name]
         shared_files.write_document(folder / _MARK, existing)
         return existing
+    own = shared_files.read_document(folder / _MARK, DataGeneration)  # of a process that never was ready
     _empty(folder)  # may hold a copy that was interrupted
     earlier = _generations(folder.parent)
-    origin = max(earlier, key=lambda name: earlier[name].number, default="")
-    number = earlier[origin].number if origin else 0
+    origin = own.origin if own else max(earlier, key=lambda name: earlier[name].number, default="")
+    number = own.number - 1 if own else earlier[origin].number if origin else 0
     if origin:
         _copy(folder.parent / origin, folder)
     # The document comes last: its existence means that the copy is complete.
@@ -64,6 +67,13 @@ def inherit(folder: Path) -> DataGeneration:
         if generation.number < number:
             shutil.rmtree(folder.parent / name, ignore_errors=True)
     return made
+
+
+def mark_served(folder: Path) -> None:
+    """Record that the attempt's Redis has answered, so that other roles may have data in it."""
+    with suppress(OSError):  # a Redis whose disk fails still serves; the next check tries again
+        if not (folder / _SERVED).exists():
+            (folder / _SERVED).touch(mode=0o600)
 
 
 def needs_redis_7(folder: Path) -> bool:

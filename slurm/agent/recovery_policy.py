@@ -1,24 +1,26 @@
 """The consequence of a role's end before the attempt's end: its restart in place, or the end of the attempt.
 
 Owns the table of roles and kinds of end, and the budget of each role. A role is restarted if the table has a restart
-for this kind of end, the budget is not used up, and the process that ended had made progress: it was ready, and if it
-is a trainer it had completed a step. Without progress the same cause would end the next process too. A server is an
-exception, since its cause may be its node's: it may also fail at its start. A server without budget is abandoned, and
-the attempt continues while the others are enough (`ServerQuorum`). Pure: no process, file or clock.
+for this kind of end and the budget is not used up, at its start and later. Two ends suggest that the next process would
+meet the same cause, and are not followed by a restart: that of a trainer that was ready and completed no step, and an
+error that reports itself as final (`Status.is_final`). A role that is not ready in time is started once more, a server
+as often as its budget allows, since its cause may be its node's. A server without budget is abandoned, and the attempt
+continues while the others are enough (`ServerQuorum`). Pure: no process, file or clock.
 
     budget = RestartBudget.from_config("actor", config)
-    if budget.allows("signal", progressed=True):
-        budget.used += 1
+    if budget.allows("signal"):
+        budget.use("signal")
         pause = budget.next_pause(ready_seconds=40.0)
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config import RunConfig
 from pipeline.topology.plan import RoleName
 
-EndKind = Literal["early", "exit", "signal", "hang", "final"]
+EndKind = Literal["early", "exit", "signal", "hang", "late", "final"]
 """How a role ended:
 
 | kind | observation |
@@ -27,9 +29,12 @@ EndKind = Literal["early", "exit", "signal", "hang", "final"]
 | `exit` | another exit code |
 | `signal` | killed by a signal |
 | `hang` | stopped, stuck, or without progress |
-| `final` | after the role's own report of an error that a restart would meet again (`RollcallError.is_final`) |
+| `late` | not ready within `cluster.startup_seconds` |
+| `final` | after the report of an error that would recur (`pipeline.errors.would_recur`), or a refused command line |
 """
-_PASSING: frozenset[EndKind] = frozenset({"early", "exit", "signal", "hang"})
+_PASSING: frozenset[EndKind] = frozenset({"early", "exit", "signal", "hang", "late"})
+_START_PAUSE = 1.0
+"""Least seconds before the restart of a process that never was ready: a port or a disk needs time to become free."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +45,19 @@ class RecoveryRule:
         restarts: the kinds of end after which the role is restarted; the others end the attempt.
         pauses: seconds before the first restart, and before any later one. Each pause is half again as long; after a
             process that was ready for longer than the last pause, the first one comes again.
-        retries_start: whether a process may fail before it is ready, within the budget.
-        completes_steps: whether its progress is a completed step, not only that it was ready.
+        late_starts: the largest number of restarts after an end of the kind `late`.
+        completes_steps: whether a process that was ready must have completed a step to be restarted.
     """
 
     restarts: frozenset[EndKind]
     pauses: tuple[float, float]
-    retries_start: bool = False
+    late_starts: float = 1
     completes_steps: bool = False
 
 
 RECOVERY: dict[RoleName, RecoveryRule] = {
     # The memory of a GPU may become free late, and a node may be slow to read the model or to compile.
-    "inference": RecoveryRule(_PASSING, (1.0, 30.0), retries_start=True),
+    "inference": RecoveryRule(_PASSING, (1.0, 30.0), late_starts=math.inf),
     "actor": RecoveryRule(_PASSING, (1.0, 30.0)),
     "preprocessor": RecoveryRule(_PASSING, (1.0, 30.0)),
     # All other roles wait for Redis, for at most `FS_OUTAGE_TIMEOUT`.
@@ -69,11 +74,13 @@ class RestartBudget:
     Attributes:
         limit: the largest number of restarts.
         used: the number of restarts so far.
+        late_starts: how many of these followed an end of the kind `late`.
     """
 
     role: RoleName
     limit: int
     used: int = 0
+    late_starts: int = 0
     _pause: float = 0.0
 
     @classmethod
@@ -86,16 +93,24 @@ class RestartBudget:
         is_shared = role == "trainer" and (seats > 1 or config.serve.enabled or bool(config.training.jobs))
         return cls(role, 0 if is_shared else getattr(config.recovery, role))
 
-    def allows(self, kind: EndKind, *, progressed: bool) -> bool:
-        """Whether the role is restarted after an end of this kind."""
+    def allows(self, kind: EndKind, *, is_stuck: bool = False) -> bool:
+        """Whether the role is restarted after an end of this kind. `is_stuck`: it was ready, but without progress."""
         rule = RECOVERY[self.role]
-        return kind in rule.restarts and (progressed or rule.retries_start) and self.used < self.limit
+        if is_stuck or (kind == "late" and self.late_starts >= rule.late_starts):
+            return False
+        return kind in rule.restarts and self.used < self.limit
+
+    def use(self, kind: EndKind) -> None:
+        """Count the restart after an end of this kind."""
+        self.used += 1
+        self.late_starts += kind == "late"
 
     def next_pause(self, ready_seconds: float) -> float:
         """The pause before the restart of a process that was ready for `ready_seconds` (0: it never was)."""
         first, longest = RECOVERY[self.role].pauses
+        first = first if ready_seconds else max(first, _START_PAUSE)
         repeated = self._pause and ready_seconds <= self._pause
-        self._pause = min(1.5 * self._pause, longest) if repeated else first
+        self._pause = max(first, min(1.5 * self._pause, longest)) if repeated else first
         return self._pause
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ def kind_of_exit(role: SupervisedRole, code: int) -> EndKind:
     status = role.context.status()
     if status is not None and status.state == "failed" and status.is_final:
         return "final"
-    if role.context.placement.role == "inference" and role.state == "starting" and code == USAGE_ERROR:
+    if role.state == "starting" and code == USAGE_ERROR:
         return "final"
     if code == 0:
         return "early"

@@ -83,7 +83,7 @@ class SupervisedRole:
 
     def may_restart(self, kind: EndKind) -> bool:
         """Whether it is restarted after an end of this kind, before the attempt's end."""
-        return self.budget.allows(kind, progressed=self.state == "ready" and self._has_completed_steps())
+        return self.budget.allows(kind, is_stuck=self.state == "ready" and not self._has_completed_steps())
 
     def _has_completed_steps(self) -> bool:
         """Whether its process has completed a step; True for a role without steps."""

@@ -240,7 +240,7 @@ class Supervisor:
                 self._advance(role, "became_ready")
             case "starting" if role.deadline.passed:
                 late = str(role.deadline.error(role.monitor.probe.last_error))
-                self._failed(role, "startup_timeout", "hang", failure_record(role, late))
+                self._failed(role, "startup_timeout", "late", failure_record(role, late))
             case "starting" if self._end is None and (hang := role.monitor.find_stopped(role.pid)):
                 self._hung(role, hang)
             case "stopping" if role.deadline.passed:
@@ -289,7 +289,7 @@ class Supervisor:
         """
         stuck = role.kill()
         if not stuck and self._end is None and role.may_restart(kind):
-            self._replace(role, failure.cause)
+            self._replace(role, kind, failure.cause)
             return
         abandoned = self._losses.abandon(role.context.placement, failure) if self._end is None else ""
         if abandoned:
@@ -304,8 +304,8 @@ class Supervisor:
         self._write(lambda: self._attempt.create(FIRST_FAILURE, failure))
         self._publish("failed", failure.one_line(), failure.role)
 
-    def _replace(self, role: SupervisedRole, cause: str) -> None:
-        role.budget.used += 1
+    def _replace(self, role: SupervisedRole, kind: EndKind, cause: str) -> None:
+        role.budget.use(kind)
         detail = f"{cause}; {role.budget}"
         print(f"{role.name}: {detail}", flush=True)
         role.remember_workers()

@@ -60,6 +60,26 @@ def test_a_server_that_fails_at_its_start_is_started_again_unless_it_refuses_its
     assert run.first_failure.cause == "exited with code 2"
 
 
+def test_a_role_whose_start_fails_for_a_while_is_started_again_and_one_that_refuses_its_command_line_is_not(
+    attempt: Callable[..., Attempt],
+) -> None:
+    at = "import pathlib, sys, time\nat = pathlib.Path(sys.argv[1]).parent"
+    taken = (
+        f"{at}\nwith (at / 'tries').open('a') as file: file.write('x')\n"
+        f"if len((at / 'tries').read_text()) < 3: sys.exit(1)\n(at / 'go').touch()\n{FOREVER}"
+    )
+    refused = f"{at}\nwhile not (at / 'go').exists(): time.sleep(0.02)\ntime.sleep(1)\nsys.exit(2)"
+    run = attempt(restarts=2, redis=taken, actor=refused)
+    assert run.join() == {"failed"}
+    assert (run.first_failure.role, run.first_failure.cause) == ("actor.0", "exited with code 2")
+    assert run.has_been("actor.0", ["starting", "failed"])
+    states = [state for name, state in run.history() if name == "redis.0"]
+    assert states[:6] == ["starting", "restarting", "starting", "restarting", *UP]
+    assert [line["detail"] for line in run.lines() if line["state"] == "restarting"] == [
+        f"exited with code 1; restarted, {used} of recovery.redis=2" for used in (1, 2)
+    ]
+
+
 def test_a_server_is_started_again_once_nothing_of_its_group_is_left(
     attempt: Callable[..., Attempt], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ INTRODUCTION = (
     "|---|---|",
     "| 4.2 s | the role was [restarted in place](operations.md#restarts-in-place), and no other role was; until"
     " the fault was detected and the new process was ready, 4.2 s passed, without the back-off between them |",
-    "| restarted | the same, but the run ended before the new process was ready |",
+    "| restarted | the same, but the run ended or another fault came before the new process was ready |",
     "| ended 0.2 s | the agent detected the fault after 0.2 s, and the attempt ended with this role as its first"
     " failure; the same command resumed the run |",
     "| finished | the run finished before the fault was detected; the role was killed when it was asked to stop |",
@@ -44,8 +44,8 @@ INTRODUCTION = (
 )
 NOTES = (
     "",
-    "*start*: the role ends while it starts for the first time in an attempt. This ends the attempt, since a new"
-    " process would most likely meet the same cause ([decision 0041](decisions/0041-roles-are-restarted-in-place.md)).",
+    "*start*: the role ends while it starts for the first time in an attempt. It is restarted, unless its error would"
+    " come again ([decision 0041](decisions/0041-roles-are-restarted-in-place.md)).",
     "",
     f"A {TWO_NODES} is not restarted in place, since its agents would have to agree on it: the attempt ends, and the"
     " next one resumes from the newest checkpoint.",

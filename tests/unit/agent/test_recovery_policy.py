@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config.cross_checks import check_config
 from pipeline.config.recovery_keys import RecoveryConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, StreamError, would_recur
 from pipeline.roles.role_context import RoleContext
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import AttemptPaths, down_mark
@@ -36,20 +36,39 @@ def test_a_trainer_of_several_nodes_or_with_its_own_restarts_ends_the_attempt() 
 def test_a_role_is_restarted_as_often_as_its_budget_allows_and_never_after_a_final_error(role: RoleName) -> None:
     budget = RestartBudget.from_config(role, make_config(recovery={role: 2}))
     kinds = get_args(EndKind)
-    assert [kind for kind in kinds if not budget.allows(kind, progressed=True)] == ["final"]
-    budget.used = 1
-    assert budget.allows("signal", progressed=True)
-    budget.used = 2
-    assert not any(budget.allows(kind, progressed=True) for kind in kinds)
+    assert [kind for kind in kinds if not budget.allows(kind)] == ["final"]
+    assert not any(budget.allows(kind, is_stuck=True) for kind in kinds)
+    budget.use("signal")
+    assert budget.allows("signal")
+    budget.use("exit")
+    assert not any(budget.allows(kind) for kind in kinds)
     assert str(budget) == f"restarted, 2 of recovery.{role}=2"
 
 
-@pytest.mark.parametrize(("role", "again"), [("inference", True), ("actor", False), ("redis", False)])
-def test_only_a_server_may_fail_before_it_is_ready(role: RoleName, again: bool) -> None:
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_that_is_not_ready_in_time_is_started_once_more_and_a_server_within_its_budget(role: RoleName) -> None:
     budget = RestartBudget(role, 3)
-    assert [budget.allows(kind, progressed=False) for kind in ("exit", "hang", "final")] == [again, again, False]
-    budget.used = 3
-    assert not budget.allows("exit", progressed=False)
+    for late in range(4):
+        assert budget.allows("late") == (late < (3 if role == "inference" else 1))
+        if budget.allows("late"):
+            budget.use("late")
+    assert budget.allows("exit") == (role != "inference")
+
+
+@pytest.mark.parametrize(
+    ("error", "starting", "later"),
+    [
+        (OSError("a port is taken"), False, False),
+        (RuntimeError("CUDA error: out of memory"), False, False),
+        (StreamError("cannot listen"), False, False),
+        (ConfigError("key", 1, "2"), True, True),
+        (ImportError("no module"), True, False),
+        (KeyError("reward"), True, False),
+        (NotImplementedError("of this model"), True, False),
+    ],
+)
+def test_an_error_of_code_or_input_would_recur_at_the_start(error: Exception, starting: bool, later: bool) -> None:
+    assert (would_recur(error, starting=True), would_recur(error, starting=False)) == (starting, later)
 
 
 @pytest.mark.parametrize(
@@ -113,3 +132,8 @@ def test_pauses_grow_to_their_limit_and_begin_again_after_a_process_that_was_rea
     assert max(budget.next_pause(2.0) for _ in range(20)) == 30.0
     assert budget.next_pause(30.0) == 30.0
     assert budget.next_pause(30.1) == 1.0
+
+
+def test_a_process_that_never_was_ready_is_replaced_after_a_second_at_least() -> None:
+    budget = RestartBudget("redis", 3)
+    assert [budget.next_pause(0.1), budget.next_pause(0.0), budget.next_pause(0.0)] == [0.2, 1.0, 1.5]

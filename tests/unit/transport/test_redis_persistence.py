@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import StreamError
-from pipeline.transport.redis_persistence import ONE_FILE, SEVERAL_FILES, inherit, needs_redis_7
+from pipeline.transport.redis_persistence import ONE_FILE, SEVERAL_FILES, inherit, mark_served, needs_redis_7
 from pipeline.transport.redis_repair import make_loadable
 
 
@@ -38,8 +38,19 @@ def test_an_attempt_that_starts_again_keeps_its_own_data(tmp_path: Path) -> None
     assert (tmp_path / "7-0" / ONE_FILE).read_text() == "mine"
 
 
+def test_an_attempt_whose_redis_never_was_ready_starts_again_from_the_same_data(tmp_path: Path) -> None:
+    inherit(tmp_path / "7-0")
+    assert inherit(tmp_path / "7-0").number == 1
+    (tmp_path / "7-0" / ONE_FILE).write_text("first")
+    made = inherit(tmp_path / "7-1")
+    (tmp_path / "7-1" / ONE_FILE).unlink()
+    assert inherit(tmp_path / "7-1") == made
+    assert (tmp_path / "7-1" / ONE_FILE).read_text() == "first"
+
+
 def test_an_attempt_whose_own_data_is_gone_does_not_start_again_empty(tmp_path: Path) -> None:
     inherit(tmp_path / "7-0")
+    mark_served(tmp_path / "7-0")
     (tmp_path / "7-0" / ONE_FILE).write_text("mine")
     (tmp_path / "7-0" / ONE_FILE).unlink()
     with pytest.raises(StreamError, match=r"the data of this attempt's Redis is gone from .*7-0"):
