@@ -116,8 +116,8 @@ def milestones(run: Path, began: float) -> dict[str, float]:
         return {}
     attempt = paths.attempt("", names[0])
     times: dict[str, float] = {}
-    if attempt.world.exists():
-        times["agents met"] = attempt.world.stat().st_mtime
+    if worlds := [*paths.run.glob(f"rendezvous/*/{names[0]}/world.json")]:
+        times["agents met"] = worlds[0].stat().st_mtime
     ready = {change.role: change.time for change in read_attempt(attempt).transitions if change.state == "ready"}
     times |= {name: ready[role] for role, name in ROLES.items() if role in ready}
     for log in run.glob("attempts/*/logs/trainer.0.log"):

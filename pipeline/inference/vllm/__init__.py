@@ -8,6 +8,7 @@
 | `worker_extension` | methods that the trainer calls in a server's worker processes |
 | `transfer_engine`, `gloo_engine`, `nccl_engine` | an update of the weights inside a server; over TCP; on GPUs |
 | `copy_plan`, `direct_loading` | copies from checkpoint tensors to a model's parameters; what loaders write |
+| `verified_plans` | which of these copies were verified in an earlier start |
 | `adapter_loading`, `base_requests` | LoRA adapters; requests without an adapter next to others, on CPUs |
 | `expert_packing` | experts of a mixture, packed again at each update |
 | `routing_capture` | the experts of each token, from servers on CPUs |

@@ -84,6 +84,12 @@ class CopyPlan:
         with torch.no_grad():
             torch._foreach_copy_(self.targets, self._sources, non_blocking=True)  # the host need not wait
 
+    def fill_constants(self) -> None:
+        """Set what loading sets to a constant, such as padded rows of a vocabulary. No update changes it afterwards."""
+        with torch.no_grad():
+            for target, value in self.fills:
+                target.fill_(value)
+
     def verify_against_reload(self, model: nn.Module, reload: Callable[[NamedTensors], None]) -> str:
         """The difference between the results of this plan and of `reload`; empty if they are equal.
 

@@ -4,9 +4,10 @@ A thread receives this process's shard into a staging buffer, on the GPU or in h
 over nccl or, on a GPU that it shares with a rank of the trainer, out of that rank's memory, on a separate stream. One
 call then enqueues copies from the buffer into the live parameters on the engine's stream, which puts them between two
 steps; nothing is paused and nothing waits for the device. Promises that a step sees all of the old weights or all of
-the new ones, that the copies are proven against vLLM's own reload before the first update, and that where they do not
-fit (quantised weights, say), every update is that reload, within one call. Of an adapter, every process gets all; the
-thread prepares it, and the call has vLLM copy it to its place with the next step. See `transfer_engine`.
+the new ones, that the copies are proven against vLLM's own reload before the first update (`verified_plans` remembers a
+success), and that where they do not fit (quantised weights, say), every update is that reload, within one call. Of an
+adapter, every process gets all; the thread prepares it, and the call has vLLM copy it to its place with the next step.
+See `transfer_engine`.
 """
 
 import logging
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from pipeline.inference.vllm.copy_plan import CopyPlan, NoPlan, staging_buffer
 from pipeline.inference.vllm.transfer_engine import TransferEngine, exit_process_on_failure, reload_model
+from pipeline.inference.vllm.verified_plans import difference_from_reload
 from pipeline.inference.weight_sync.rank_rows import RowSource
 from pipeline.inference.weight_sync.server_shards import Shard
 from pipeline.inference.weight_sync.transfer_route import RowReceiver
@@ -61,7 +63,7 @@ class NcclEngine(TransferEngine[GpuGroup]):
     def _stage(self, layout: WeightLayout, on_host: bool) -> tuple[Shard, Tensor]:
         """Proven copies and a staging buffer for this layout; both are kept as long as the layout is the same.
 
-        A model that is proven holds drawn values afterwards, until the next update.
+        A model may hold drawn values afterwards, until the next update.
         """
         if self._intake is None or self._intake.layout != layout:
             self._intake = self._taken = None
@@ -102,7 +104,7 @@ class NcclEngine(TransferEngine[GpuGroup]):
             copies = CopyPlan.record(self.model.load_weights, layout)
             copies.stage(self.device, on_host)
             with exit_process_on_failure("the copies of the weights could not be proven"):
-                reason = copies.verify_against_reload(self.model, self._reload)
+                reason = difference_from_reload(copies, self.model, self.vllm_config, self._reload)
             if not reason:
                 return StagingBuffer(layout, copies.shard, copies.staging, copies)
             del copies
