@@ -102,7 +102,8 @@ class ClusterConfig(Section):
     compile_cache: str = Field(
         "",
         description="Directory on a file system of all nodes for compiled code (torch, Triton, the inference engine), "
-        "so that a requeue on other nodes compiles nothing again. Empty: a private directory on each node.",
+        "so that a requeue on other nodes compiles nothing again. Empty: `~/.cache`, which the nodes of most clusters "
+        "share; a private directory on each node if other users can write to the home directory.",
     )
     max_jobs: NotNegative = Field(
         0,

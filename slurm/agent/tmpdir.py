@@ -5,9 +5,11 @@ none of them removes all. On shared nodes these accumulate. So each attempt has 
 end.
 
 Caches of compiled code stay, since they shorten the next start. The libraries execute their content, so a cache is used
-only if no other user can write to it. By default torch and CUTLASS use names in /tmp that any user can create first;
-they get a checked directory instead. So do the caches in a home directory that other users can write to. With
-`cluster.compile_cache`, all caches are below that directory, which nodes share.
+only if no other user can write to it. By default torch and CUTLASS use names in /tmp that any user can create first,
+and which no other node has; they get a folder in the home directory instead, where the other caches are, and which the
+nodes of a cluster share. All of these libraries write to caches that several processes use at once. If other users can
+write to the home directory, or nobody can, all caches are in a checked directory in /tmp. With `cluster.compile_cache`,
+all caches are below that directory.
 """
 
 import os
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline.config.packaged_model import cache_folder
 from pipeline.inference.engine_registry import all_engines
 from pipeline.utils.private_files import is_safe, make_private
 
@@ -32,7 +35,7 @@ HOME_CACHES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCH_EXTENSION
 def scratch_folder(environment: Mapping[str, str] = os.environ, shared: str = "") -> Iterator[dict[str, str]]:
     """Environment variables for the roles of a rank; their `TMPDIR` is removed when the block ends.
 
-    `shared` is `cluster.compile_cache`, the directory for the caches of all nodes; empty: they stay on the node.
+    `shared` is `cluster.compile_cache`, the directory for the caches of all nodes; empty: the home directory.
     Variables that the user set keep their values. If the folder's path is too long, the engines' sockets are
     outside of it.
     """
@@ -48,8 +51,11 @@ def scratch_folder(environment: Mapping[str, str] = os.environ, shared: str = ""
 def _caches(outside: Path, folder: Path) -> dict[str, str]:
     """Variables for the caches whose default is writable by other users.
 
-    They are below this user's directory in `outside`, or below the attempt's `folder` if another user has that name.
+    They are below this user's folder in the home directory. Without a safe home they are below this user's directory in
+    `outside`, or below the attempt's `folder` if another user has that name.
     """
+    if (at_home := _home_folder()) is not None:
+        return _below(at_home, TEMPORARY_CACHES)
     directory = outside / f"rollcall-cache-{os.getuid()}"
     if not make_private(directory):
         print(
@@ -57,8 +63,20 @@ def _caches(outside: Path, folder: Path) -> dict[str, str]:
             flush=True,
         )
         directory = folder
-    # An agent loads the engines, which takes a part of a second, only for a home that others can write to.
-    return _below(directory, TEMPORARY_CACHES if is_safe(Path.home()) else _all_caches())
+    # An agent loads the engines, which takes a part of a second, only without a home that can be used.
+    return _below(directory, _all_caches())
+
+
+def _home_folder() -> Path | None:
+    """This user's folder for compiled code in the home directory; None if it cannot be used."""
+    folder = cache_folder() / "compiled"
+    try:
+        if not is_safe(Path.home()):
+            return None
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return folder if make_private(folder) and os.access(folder, os.W_OK) else None
+    except OSError:  # such as a home that does not exist on this node, or is full
+        return None
 
 
 def _shared_caches(site: Path) -> dict[str, str]:

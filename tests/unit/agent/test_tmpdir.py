@@ -16,7 +16,7 @@ def test_the_folder_is_gone_afterwards_with_all_that_is_in_it() -> None:
         folder = Path(variables[FOLDER])
         (folder / "deep").mkdir()
         (folder / "deep" / "file").touch()
-        assert Path(variables[COMPILED]).parent.parent == folder.parent, "the next attempt finds it"
+        assert folder not in Path(variables[COMPILED]).parents, "the next attempt finds it"
     assert not folder.exists()
 
 
@@ -55,9 +55,18 @@ for name in ("torchinductor_root", "torchinductor_" + owner, "rollcall-cache-" +
 """
 
 
+@pytest.fixture
+def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home that other users can write to."""
+    home = tmp_path / "open"
+    home.mkdir()
+    home.chmod(0o1777)
+    monkeypatch.setenv("HOME", str(home))
+
+
 @needs_another_user
 def test_a_cache_that_a_stranger_made_first_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_home: None
 ) -> None:
     with shared_directory() as shared:
         taken = as_stranger(TAKE, shared, os.getuid())
@@ -68,7 +77,38 @@ def test_a_cache_that_a_stranger_made_first_is_not_used(
         assert "compiled code is not kept for the next attempt" in capsys.readouterr().out
 
 
-def test_a_cache_is_kept_where_only_its_owner_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_of_every_job_is_in_the_home_directory_that_nodes_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for number in range(2):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / f"node-{number}"))
+        (tmp_path / f"node-{number}").mkdir()
+        with scratch_folder({}) as variables:
+            compiled = Path(variables[COMPILED])
+            assert home / ".cache" in compiled.parents
+            assert is_private(compiled.parent)
+    (compiled.parent).chmod(0o755)
+    with scratch_folder({}) as variables:
+        assert home not in Path(variables[COMPILED]).parents, "others could have written into the folder"
+
+
+def test_a_home_that_does_not_exist_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "none"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_folder({}) as variables:
+        assert {COMPILED, "VLLM_CACHE_ROOT"} <= variables.keys()
+        assert is_private(Path(variables[COMPILED]).parent)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_cache_is_kept_where_only_its_owner_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_home: None
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     places = set()
     for _ in range(2):
