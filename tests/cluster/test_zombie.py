@@ -40,7 +40,7 @@ def networked(requires_networks: None, tmp_path_factory: pytest.TempPathFactory)
         yield started
 
 
-@pytest.mark.trial  # two minutes each; the suite has the worse case below
+@pytest.mark.trial  # two minutes each
 @pytest.mark.parametrize("role", ["trainer", "redis"])
 def test_a_run_goes_on_elsewhere_when_a_node_is_cut_off_and_the_zombie_ends_by_itself(
     networked: NetworkedCluster, tmp_path: Path, role: RoleName
@@ -61,6 +61,7 @@ def test_a_run_goes_on_elsewhere_when_a_node_is_cut_off_and_the_zombie_ends_by_i
     networked.wait_until_idle()
 
 
+@pytest.mark.trial  # three minutes
 def test_a_trainer_that_hangs_in_a_commit_and_wakes_up_after_it_was_replaced_is_refused(
     networked: NetworkedCluster, tmp_path: Path
 ) -> None:

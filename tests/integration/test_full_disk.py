@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints import newest_checkpoint
+from pipeline.checkpoints import fsspec_storage, newest_checkpoint
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.sharded_state import load_shards
 from pipeline.errors import CheckpointError
@@ -37,7 +37,10 @@ def full_from(folder: str, number: int) -> Iterator[list[str]]:
         yield refused
 
 
-def test_a_disk_that_is_full_from_any_file_on_costs_only_that_checkpoint(disk: str) -> None:
+def test_a_disk_that_is_full_from_any_file_on_costs_only_that_checkpoint(
+    disk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec_storage, "FINAL_WRITE_TIMEOUT", 0.2)  # the disk stays full, however long a save retries
     commit(disk, 25)
     first_refused = []
     for number in range(1, 60):

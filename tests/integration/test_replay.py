@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -131,9 +131,10 @@ def whole(recorded: FakeRun) -> Path:
     return finish(1, recorded.root.with_name("whole"), config_of(recorded))
 
 
-def test_a_replay_that_is_killed_five_times_ends_with_the_same_bits(recorded: FakeRun, whole: Path) -> None:
-    run, config = recorded.root.with_name("killed"), config_of(recorded)
-    for number, kill in enumerate(KILLS):
+@pytest.mark.parametrize("kills", [KILLS[2:3], pytest.param(KILLS, marks=pytest.mark.trial)], ids=len)
+def test_a_replay_that_is_killed_ends_with_the_same_bits(recorded: FakeRun, whole: Path, kills: Sequence[str]) -> None:
+    run, config = recorded.root.with_name(f"killed-{len(kills)}"), config_of(recorded)
+    for number, kill in enumerate(kills):
         killed(1, run, config, f"{number}-0", kill)
     finish(1, run, config)
     assert same(run, whole)

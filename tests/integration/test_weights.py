@@ -170,15 +170,21 @@ def test_the_purity_check_notices_a_request_that_saw_other_weights(servers: list
 
 
 @pytest.mark.parametrize(
-    "settings", [{"pause_mode": "abort"}, {"pause_mode": "wait"}, {"reset_kv_cache_on_update": True}], ids=str
+    "settings",
+    [
+        {"pause_mode": "abort"},
+        pytest.param({"pause_mode": "wait"}, marks=pytest.mark.trial),
+        pytest.param({"reset_kv_cache_on_update": True}, marks=pytest.mark.trial),
+    ],
+    ids=str,
 )
 def test_no_update_loses_a_request_however_it_pauses(servers: list[Served], settings: dict[str, Any]) -> None:
     traffic, models = run_traffic(servers, *two_models(servers[0].model), tokens=64, **settings)
     check_purity(traffic, models, kept=False)
-    if settings.get("update") == "abort":
+    if settings.get("pause_mode") == "abort":
         assert traffic.retries
         assert straddling(traffic), "no aborted sample went on where it stopped"
-    if settings.get("update") == "wait":
+    if settings.get("pause_mode") == "wait":
         assert not straddling(traffic)
 
 
