@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError, TrainingError
@@ -43,7 +44,7 @@ def test_a_missing_checkpoint_or_adapter_fails_and_leaves_nothing_half_done(
 def test_a_job_that_took_no_optimizer_step_leaves_no_model_and_keeps_its_data(
     kind: str, dispatch: RankGroup, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Optimizer, "_global_norm", lambda *_: math.inf)
+    monkeypatch.setattr(Optimizer, "_global_norm", lambda *_: torch.tensor(math.inf, dtype=torch.float64))
     file = write_job(tmp_path, kind)
     for _ in range(2):  # what it committed does not make it done
         with pytest.raises(TrainingError, match="no optimizer step was taken"):

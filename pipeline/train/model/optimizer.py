@@ -71,6 +71,7 @@ class Optimizer:
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
+        # It holds settings and state for checkpoints; `_update` computes its step.
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=config.lr,
@@ -86,10 +87,12 @@ class Optimizer:
             raise TrainingError(f"a learning rate of {lr}; expected a finite number that is not negative")
         self._rate = lr
 
+    @torch.no_grad()
     def step(self, settings: AdamSettings | None = None) -> OptimizerStep:
         """Clip, step and clear the gradients. All ranks take part; `taken` counts steps that changed the parameters.
 
-        `settings` replace the optimizer's and its schedule for this step.
+        `settings` replace the optimizer's and its schedule for this step. The host waits for the device once, for the
+        norm that it returns, after everything has been launched.
         """
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if not gradients:
@@ -103,20 +106,15 @@ class Optimizer:
                 group.update(
                     betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay
                 )
+        # As in `clip_grad_norm_` (Pascanu et al. 2013), with a norm over all ranks. The kernel divides by the scale.
+        scale = ((norm + 1e-6) / clip).clamp(min=1.0).float() if clip else None
         # The norm is the same on all ranks, so all of them skip, or none.
-        finite = math.isfinite(norm)
-        if finite:
-            if clip:
-                # As in `clip_grad_norm_` (Pascanu et al. 2013), with a norm over all ranks. One kernel for all tensors.
-                torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))
-            for group in self.adamw.param_groups:
-                group["lr"] = lr
-            self.adamw.step()
-            self.taken += 1
-        else:
-            self.skipped += 1
+        self._update(lr, scale, skip=(~norm.isfinite()).float())
         self.adamw.zero_grad(set_to_none=True)
-        return OptimizerStep(norm, lr, not finite)
+        measured = norm.item()
+        finite = math.isfinite(measured)
+        self.taken, self.skipped = self.taken + finite, self.skipped + (not finite)
+        return OptimizerStep(measured, lr, not finite)
 
     def moments(self) -> list[Tensor]:
         """Every tensor of the optimizer's state."""
@@ -139,10 +137,43 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
             }
 
-    def _global_norm(self, gradients: list[Tensor]) -> float:
-        """√(Σ over ranks and tensors of ‖gradient‖²), summed in double precision."""
+    def _update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
+        """AdamW on this rank's shards, with gradients divided by `scale`; nothing if `skip` is 1.
+
+        One fused kernel for each group, as in `AdamW(fused=True)`, whose own step on DTensors costs the host several
+        milliseconds: it unwraps each of five lists of tensors.
+        """
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            states = [self.adamw.state[p] for p in parameters]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                [local(p) for p in parameters],
+                [local(p.grad) for p in parameters],
+                [local(state["exp_avg"]) for state in states],
+                [local(state["exp_avg_sq"]) for state in states],
+                [],
+                steps,
+                lr=lr,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=scale,
+                found_inf=skip,
+            )
+            torch._foreach_sub_(steps, [skip] * len(steps))
+
+    def _global_norm(self, gradients: list[Tensor]) -> Tensor:
+        """√(Σ over ranks and tensors of ‖gradient‖²), a scalar on the device, summed in double precision."""
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)  # one kernel launch for all tensors
         squares = torch.stack(norms).square().sum()
         # Each parameter's shards are disjoint, so the squares add up over the ranks of one replica.
         dist.all_reduce(squares, group=self._group)
-        return math.sqrt(squares.item())
+        return squares.sqrt()

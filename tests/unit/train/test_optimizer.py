@@ -1,0 +1,94 @@
+"""The optimizer's step beside torch's AdamW and its clipping."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.config import OptimConfig
+from pipeline.train.model.optimizer import Optimizer
+
+CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, clip_norm=0.5, warmup_steps=2)
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_parameters() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draw).requires_grad_() for shape in ((5, 7), (3,), (0, 4), (16, 16))]
+
+
+def fill_gradients(parameters: list[Tensor], step: int, size: float = 1.0) -> None:
+    draw = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = size * torch.randn(parameter.shape, generator=draw)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_steps_are_those_of_torch_with_and_without_clipping(size: float) -> None:
+    own, others = make_parameters(), make_parameters()
+    optimizer = Optimizer(own, CONFIG, steps=10)
+    matrices, vectors = ([p for p in others if (p.ndim > 1) == wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(CONFIG.beta1, CONFIG.beta2), eps=CONFIG.eps)
+    for step in range(4):
+        fill_gradients(own, step, size)
+        fill_gradients(others, step, size)
+        for group in adamw.param_groups:
+            group["lr"] = CONFIG.lr * min(1.0, (step + 1) / 3)
+        norm = torch.nn.utils.clip_grad_norm_(others, CONFIG.clip_norm)
+        adamw.step()
+        taken = optimizer.step()
+        assert taken.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        assert (taken.grad_norm > CONFIG.clip_norm) == (size == 1.0)
+        for mine, theirs in zip(own, others, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    assert all(p.grad is None for p in own)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    parameters = make_parameters()
+    optimizer = Optimizer(parameters, CONFIG, steps=10)
+    fill_gradients(parameters, 0)
+    optimizer.step()
+    before = [tensor.clone() for tensor in (*parameters, *optimizer.moments())]
+    for wrong in (math.inf, math.nan):
+        fill_gradients(parameters, 1)
+        assert parameters[0].grad is not None
+        parameters[0].grad[0, 0] = wrong
+        assert optimizer.step().skipped
+        assert all(map(torch.equal, before, (*parameters, *optimizer.moments())))
+    assert optimizer.progress() == {"taken": 1, "skipped": 2}
+
+
+class Waits(TorchDispatchMode):
+    """Counts the values that the host reads from the device, and the operations before the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_one_number_after_everything_has_been_launched() -> None:
+    parameters = make_parameters()
+    optimizer = Optimizer(parameters, CONFIG, steps=10)
+    fill_gradients(parameters, 0)
+    with Waits() as waits:
+        optimizer.step()
+    assert waits.calls.count("_local_scalar_dense") == 1
+    assert waits.calls[-1] == "_local_scalar_dense"
+    assert waits.calls.count("_fused_adamw_") == 2, "one for matrices, one for vectors"
