@@ -115,6 +115,12 @@ def _sampler_logprobs(row: TrainSequence) -> np.ndarray:
     return row.sampler_logprobs
 
 
+def forward(module: nn.Module, line: Line) -> Tensor:
+    """The loss of a line."""
+    loss: Tensor = module(line)
+    return loss
+
+
 def plain_step(
     model: Path, micro_batches: Sequence[Batch], budget: int, device: torch.device, ranks: int, compiled: bool
 ) -> Callable[[], float]:
@@ -131,7 +137,7 @@ def plain_step(
         for number, line in enumerate(lines):
             if isinstance(module, DistributedDataParallel):
                 module.require_backward_grad_sync = number == len(lines) - 1
-            loss = module(line)
+            loss = forward(module, line)
             (loss * ranks).backward()
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

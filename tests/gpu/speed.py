@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node N -m tests.gpu.speed OUT.json [--shape 0.6b] [--device cuda] [--steps 6] [--ways …]
 
-Each way stands alone: built, warmed up, timed and removed; what is known is written after each. A way that fails is
-recorded with its error, and the next one begins.
+Rows are ragged (`--small`: 256 short ones, 16k tokens in all), or of one `--length`. With `--profile`, for one process,
+each way is then traced: launches and times by phase (`step_profile`). Each way stands alone: built, warmed up, timed
+and removed; what is known is written after each. A way that fails is recorded with its error, and the next one begins.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines, RankState, joined_world
 from pipeline.train.worker_spec import ModelSpec
 from tests.gpu.plain import plain_step
+from tests.gpu.step_profile import phases, profile_step
 from tests.gpu.workload import WORKLOADS, Workload, flops_of, step_flops
 
 LOSS = LossConfig(name="grpo")
@@ -79,6 +81,7 @@ class Task:
     load: Workload
     device: torch.device
     steps: int
+    profile: bool = False
 
 
 def plain_micro_batches(batch: Batch, load: Workload, rank: int, ranks: int) -> list[Batch]:
@@ -103,12 +106,15 @@ def padded(batch: Batch) -> Batch:
     return replace(batch, rows=rows)
 
 
-def run_plain(site: RankState, model: str, load: Workload, way: Way, steps: int) -> list[tuple[float, float]]:
-    """On every rank: seconds of each step, and this rank's share of its loss."""
+def run_plain(
+    site: RankState, model: str, load: Workload, way: Way, steps: int, profiled: bool = False
+) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+    """On every rank: seconds of each step, and this rank's share of its loss; and the summary of a trace."""
     batch, device = load.make_batch(), torch.device(site.device)
     mine = plain_micro_batches(batch if way.packed else padded(batch), load, site.rank, site.ranks)
     step = plain_step(Path(model), mine, load.budget, device, site.ranks, way.compile)
-    return [timed(step, device) for _ in range(WARM_UP + steps)]
+    taken = [timed(step, device) for _ in range(WARM_UP + steps)]
+    return taken, profile_step(step) if profiled else {}
 
 
 @contextmanager
@@ -158,18 +164,20 @@ def timed(step: Callable[[], float], device: torch.device) -> tuple[float, float
     return time.perf_counter() - begun, loss
 
 
-def measure(task: Task, way: Way) -> dict[str, float]:
+def measure(task: Task, way: Way) -> dict[str, Any]:
     """Controller: what one way costs."""
     everywhere = RankGroup(task.site, Budget(task.load.budget))
     everywhere.run_on_all_models(reset_memory)
     if way.plain:
-        settings = (str(task.model), task.load, way, task.steps)
+        settings = (str(task.model), task.load, way, task.steps, task.profile)
         of_ranks = everywhere.run_on_all_models(run_plain, *settings)
         flops = step_flops(flops_of(task.model), task.load.make_batch())
-        taken = [(shares[0][0], sum(loss for _, loss in shares)) for shares in zip(*of_ranks, strict=True)]
+        steps, summary = zip(*(ran for ran, _ in of_ranks), strict=True), of_ranks[0][1]
+        taken = [(shares[0][0], sum(loss for _, loss in shares)) for shares in steps]
     else:
         with the_worker(task, way) as (step, dispatch):
             taken = [timed(step, task.device) for _ in range(WARM_UP + task.steps)]
+            summary = profile_step(step) if task.profile else {}
             flops = dispatch.forward_backward("policy", task.load.make_batch(), LOSS)["flops"]
     seconds, losses = zip(*taken, strict=True)
     step_seconds, tokens = statistics.median(seconds[WARM_UP:]), sum(task.load.make_batch().lengths)
@@ -182,7 +190,7 @@ def measure(task: Task, way: Way) -> dict[str, float]:
         "peak_bytes": everywhere.run_on_all_models(peak_memory)[0],
         "steps": seconds,
         "losses": losses,
-    }
+    } | ({"profile": summary} if summary else {})
 
 
 def main() -> None:
@@ -196,6 +204,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128, help="rows of a step, where they have one length")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt, where rows have one length")
     parser.add_argument("--group", type=int, default=1, help="samples of a prompt, where rows have one length")
+    parser.add_argument("--small", action="store_true", help="short ragged rows, 16k tokens in all")
+    parser.add_argument("--profile", action="store_true", help="trace each way; of one process")
     given = parser.parse_args()
     with joined_world(given.device, Deadlines(operation=300, control=600, grace=5)) as site:
         if site.rank:
@@ -206,7 +216,11 @@ def main() -> None:
             load.write_model(Path(folder))
             if given.length:
                 load = load.of_length(given.rows, given.length, given.prompt, given.group)
-            lead(Task(site, Path(folder), load, torch.device(given.device), given.steps), given.ways, given.out)
+            elif given.small:
+                load = load.of_small_rows()
+            task = Task(site, Path(folder), load, torch.device(given.device), given.steps, given.profile)
+            with phases() if given.profile else nullcontext():
+                lead(task, given.ways, given.out)
         RankGroup(site, Budget(1)).close()
 
 

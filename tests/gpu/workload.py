@@ -44,6 +44,10 @@ class Workload:
         """The same model with rows of one length."""
         return replace(self, rows=rows, shortest=length, longest=length, prompt=prompt, group=group)
 
+    def of_small_rows(self) -> "Workload":
+        """The same model with 256 ragged rows of 20 to 108 tokens: 16k tokens, one micro-batch."""
+        return replace(self, rows=256, shortest=20, longest=108, prompt=16, group=1)
+
     def make_batch(self) -> Batch:
         """Rows of one reward each, sampled by a policy that is not quite this one."""
         draw = np.random.default_rng(0)
@@ -96,6 +100,15 @@ def _qwen3(vocabulary: int = 151_936, **model: Any) -> Workload:
 
 
 WORKLOADS = {
+    "135m": _qwen3(  # the sizes of SmolLM2-135M
+        49_152,
+        hidden_size=576,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
+    ),
     "0.6b": _qwen3(32_000, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
     "1.7b": _qwen3(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144),
     "4b": _qwen3(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728),
