@@ -35,6 +35,7 @@ OPERATIONAL = (
     "training.compile",
     "training.data_seconds",
     "training.keep_checkpoints",
+    "training.memory",
     "training.mesh.cp",
     "training.mesh.dp_replicate",
     "training.mesh.ep",

@@ -105,6 +105,12 @@ class TrainingConfig(Section):
         "Otherwise every rank holds both whole from the first micro-batch of an operation to its last (ZeRO-2).",
     )
     mesh: MeshConfig = MeshConfig()
+    memory: Literal["explicit", "auto"] = Field(
+        "explicit",
+        description="A trainer that does not fit into resources.gpu_memory is refused (`explicit`), or training's keys "
+        "reshard_after_forward, activation_checkpointing, micro_batch_tokens and staging_device are chosen so that it "
+        "fits (`auto`), except those that are set.",
+    )
     offload_idle_models: bool = Field(
         False,
         description="Keep only the computing model on the device; the others are offloaded to host memory or disk.",

@@ -8,4 +8,5 @@
 | `gpu_split` | a faster split of GPUs between trainer and servers, from measured idle fractions |
 | `gpu_memory`, `sizes` | the GPU memory that the roles need; the sizes of a model that determine it |
 | `memory_fit` | the refusal of roles that do not fit into a GPU, with a change that makes them fit |
+| `memory_choice` | the keys that `training.memory=auto` chooses so that the trainer fits |
 """

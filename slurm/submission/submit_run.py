@@ -36,6 +36,7 @@ from pipeline.rollout.recorded_groups import RecordedRun, replayed_run
 from pipeline.run.paths import RunPaths
 from pipeline.topology.assignment import describe_plan
 from pipeline.topology.gpu_memory import describe_memory, describe_mesh, trainer_ranks
+from pipeline.topology.memory_choice import choose_memory
 from pipeline.topology.memory_fit import check_memory
 from pipeline.topology.plan import Plan, make_plan
 from pipeline.topology.sizes import Sizes
@@ -84,8 +85,11 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         if options.detach and config.cluster.on_this_machine:
             hint = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", hint)
+        config, chosen = fit_memory(config)
         plan = check_submission(config)
         print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
+        for line in chosen:
+            print(f"  {line}", flush=True)
         return 0 if options.dry_run else start_run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -165,6 +169,16 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     return plan
 
 
+def fit_memory(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """The config with the keys that `training.memory=auto` chooses, and a line for each of them."""
+    if config.training.memory != "auto" or config.resources.device != "cuda":
+        return config, ()
+    if not config.resources.gpu_memory:
+        expected = "resources.gpu_memory to choose by"
+        raise ConfigError("training.memory", "auto", expected, "set resources.gpu_memory, such as 80G")
+    return choose_memory(config, _sizes(config.model))
+
+
 @cache
 def _sizes(model: ModelConfig) -> Sizes:
     """The model's parameter counts, computed once for all points of a sweep."""
@@ -231,8 +245,11 @@ def _refuse_serving(config: RunConfig) -> None:
 
 
 def _check_point(config: RunConfig, accepted: list[object]) -> Plan:
-    """Check a point of a sweep as `check_submission` does, and refuse a serving run."""
+    """Check a point of a sweep as `check_submission` does; refuse a serving run, and keys that are chosen."""
     _refuse_serving(config)
+    if config.training.memory == "auto":
+        hint = "set the keys that --dry-run of one point chooses"
+        raise ConfigError("training.memory", "auto", "explicit in a sweep, whose points would differ in speed", hint)
     return check_submission(config, accepted)
 
 
