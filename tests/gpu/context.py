@@ -27,12 +27,13 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from pipeline.config import LossConfig, ModelConfig, OptimConfig
+from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
 from pipeline.topology.gpu_memory import GIB, describe_mesh, trainer_memory
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Deadlines, RankState, joined_world
+from pipeline.train.loss_specs import SFT, LossSpec
 from pipeline.train.model.model_size import sizes_of
 from pipeline.train.throughput import PEAKS, peak_flops
 from pipeline.train.worker_spec import ModelSpec
@@ -73,7 +74,7 @@ def time_rank(given: argparse.Namespace) -> None:
         if site.rank:
             site.serve()
             return
-        dispatch = RankGroup(site, Budget(given.length, shared=False))
+        dispatch = RankGroup(site, Budget(given.length * max(1, given.rows), shared=False))
         try:
             given.out.write_text(json.dumps(time_steps(dispatch, given)))
         finally:
@@ -82,11 +83,17 @@ def time_rank(given: argparse.Namespace) -> None:
 
 def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]:
     """The median of `--steps` steps after `WARM_UP` others."""
-    rows = given.ranks // given.cp
+    rows = given.rows or given.ranks // given.cp
     batch = make_batch(given.shape, given.length, rows)
     spec = ModelSpec(
         kind="policy",
-        model=ModelConfig(path=str(given.model), init="random", dtype="bfloat16", max_length=given.length),
+        model=ModelConfig(
+            path=str(given.model),
+            init="random",
+            dtype="bfloat16",
+            max_length=given.length,
+            lora=LoraConfig(rank=given.lora),
+        ),
         optim=OptimConfig(lr=1e-6),
         activation_checkpointing=given.recompute,
         compile=given.compile,
@@ -94,10 +101,11 @@ def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]
         cp=given.cp,
     )
     flops = step_flops(dispatch.init_model("policy", spec).flops, batch)
+    objective: LossSpec = SFT if given.loss == "sft" else LossConfig(name=given.loss)
     seconds, loss = [], 0.0
     for _ in range(WARM_UP + given.steps):
         begun = time.perf_counter()
-        loss = dispatch.forward_backward("policy", batch, LossConfig(name="reinforce"))["loss"]
+        loss = dispatch.forward_backward("policy", batch, objective)["loss"]
         dispatch.optim_step("policy")
         dispatch.run_on_all_models(synchronize)
         seconds.append(time.perf_counter() - begun)
@@ -129,7 +137,7 @@ def attempt(given: argparse.Namespace, model: Path, length: int, ranks: int, cp:
     out = model / "figures.json"
     out.unlink(missing_ok=True)
     options = {"length": length, "ranks": ranks, "cp": cp, "model": model, "steps": given.steps, "shape": given.shape}
-    options |= {"recompute": given.recompute}
+    options |= {"recompute": given.recompute, "lora": given.lora, "loss": given.loss, "rows": given.rows}
     words = [f"--{name}={value}" for name, value in (options | {"device": given.device}).items()]
     words += [f"--{name}" for name in ("compile", "reshard") if getattr(given, name)]
     command = [sys.executable, "-m", "tests.gpu.context", str(out), *words]
@@ -203,6 +211,9 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=150.0, help="seconds for one way")
     parser.add_argument("--ways", nargs="*", default=WAYS, help="GPUs x how many of them share a row, such as 4x2")
     parser.add_argument("--recompute", default="full", choices=("none", "selective", "full"))
+    parser.add_argument("--loss", default="reinforce", help="sft, or a loss of RL")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0: all weights")
+    parser.add_argument("--rows", type=int, default=0, help="rows of a step; 0: one for each set of GPUs")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--reshard", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="print what would be timed, and its memory")
