@@ -109,7 +109,7 @@ class TrainingConfig(Section):
         "explicit",
         description="A trainer that does not fit into resources.gpu_memory is refused (`explicit`), or training's keys "
         "reshard_after_forward, activation_checkpointing, micro_batch_tokens and staging_device are chosen so that it "
-        "fits (`auto`), except those that are set.",
+        "fits (`auto`), except those that differ from their defaults.",
     )
     offload_idle_models: bool = Field(
         False,

@@ -1,6 +1,6 @@
 """The choice of the keys that make a trainer fit into its GPUs' memory (`training.memory=auto`).
 
-Pure, based on the arithmetic of `gpu_memory`. A key that the user set is never changed.
+Pure, based on the arithmetic of `gpu_memory`. A key that differs from its default is never changed.
 
     config, reasons = choose_memory(config, sizes)      # the config with chosen keys, and a line for each of them
 """
@@ -52,9 +52,10 @@ def choose_memory(config: RunConfig, sizes: Sizes) -> tuple[RunConfig, tuple[str
 
 
 def _candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Changes of keys that the user did not set, the cheapest first: somewhat smaller micro-batches, `_STEPS`, both,
+    """Changes of keys that have their defaults, the cheapest first: somewhat smaller micro-batches, `_STEPS`, both,
     and at last micro-batches of the longest sample."""
-    training, free = config.training, _SAVES.keys() - config.training.model_fields_set
+    training = config.training
+    free = {key for key in _SAVES if getattr(training, key) == type(training).model_fields[key].default}
     tokens, least = training.micro_batch_tokens, -(-config.model.max_length // training.mesh.cp)
     halves = [tokens >> power for power in range(1, 12) if tokens >> power >= least]
     large = [half for half in halves if half >= MIN_TOKENS]

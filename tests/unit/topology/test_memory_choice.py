@@ -67,11 +67,11 @@ def test_a_line_names_the_key_its_value_and_the_gain() -> None:
     assert line.endswith(" of 80.0")
 
 
-def test_a_key_that_is_set_stays() -> None:
-    chosen, _ = choose_memory(plan(1, "48G", activation_checkpointing="none", micro_batch_tokens=16_384), B1)
-    assert (chosen.training.activation_checkpointing, chosen.training.micro_batch_tokens) == ("none", 16_384)
-    everything = {**FULL, "activation_checkpointing": "none", "micro_batch_tokens": 16_384, "staging_device": "gpu"}
-    refused = plan(1, "48G", **everything)
+def test_a_key_that_differs_from_its_default_stays() -> None:
+    chosen, _ = choose_memory(plan(1, "48G", activation_checkpointing="selective", micro_batch_tokens=12_288), B1)
+    assert (chosen.training.activation_checkpointing, chosen.training.micro_batch_tokens) == ("selective", 12_288)
+    everything = {**FULL, "micro_batch_tokens": 12_288, "staging_device": "host"}
+    refused = plan(1, "30G", **everything)
     assert choose_memory(refused, B1) == (refused, ())
     with pytest.raises(ConfigError, match=r"resources\.gpu_memory"):
         check_memory(refused, B1)
