@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.config import RunConfig
+from pipeline.config import ClusterConfig, RunConfig
 from pipeline.errors import ConfigError, RollcallError, SchedulerError
 from pipeline.observability.goodput_comparison import Comparison, compare, rl_rows, tables
 from pipeline.run.goodput_records import read_goodput
@@ -49,13 +49,13 @@ class Disturbance:
     faults: tuple[str, ...]
     every: int
 
-    @property
-    def overrides(self) -> list[str]:
-        """The keys of the disturbed run: the faults of roles, and enough restarts."""
+    def overrides(self, cluster: ClusterConfig) -> list[str]:
+        """The keys of the disturbed run: the faults of roles, and enough restarts of roles and of a queued job."""
         roles = [fault for fault in self.faults if fault != REQUEUE]
         targets = sorted({fault.partition(":")[2].partition("[")[0] for fault in roles} - {"checkpoint"})
         planned = [f"faults=[{','.join(f'{fault}@every={self.every}s' for fault in roles)}]"] if roles else []
-        return [*planned, *(f"recovery.{target}={ALWAYS}" for target in targets), f"cluster.max_restarts={ALWAYS}"]
+        requeues = [] if cluster.on_this_machine else [f"cluster.max_restarts={ALWAYS}"]
+        return [*planned, *(f"recovery.{target}={ALWAYS}" for target in targets), *requeues]
 
     @property
     def requeues(self) -> bool:
@@ -69,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
         config = compose_config(overrides)
         runs = [_named(config, kind) for kind in ("undisturbed", "disturbed")]
         for run, faults in zip(runs, (None, disturbance), strict=True):
-            code = _finish(run, [*overrides, *(faults.overrides if faults else ())], faults, config.training.steps)
+            keys = [*overrides, *(faults.overrides(config.cluster) if faults else ())]
+            code = _finish(run, keys, faults, config.training.steps)
             if code:
                 return code
         result = compare(*runs)

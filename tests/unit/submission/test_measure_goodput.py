@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import ClusterConfig
+from pipeline.config.cross_checks import check_queue_keys
 from pipeline.errors import ConfigError
 from pipeline.run.fault_plan import parse_faults
 from pipeline.run.paths import RunPaths
@@ -16,7 +18,8 @@ def test_faults_get_the_period_as_their_moment_and_enough_restarts() -> None:
         ["experiment=demo", "faults=[kill:inference[1], kill:trainer]", "every=30s"]
     )
     assert overrides == ["experiment=demo"]
-    config = compose_config([*overrides, *disturbance.overrides])
+    config = compose_config([*overrides, *disturbance.overrides(ClusterConfig(scheduler="local"))])
+    check_queue_keys(config)
     assert [(fault.target, fault.index, fault.period) for fault in parse_faults(config.faults)] == [
         ("inference", 1, 30.0),
         ("trainer", 0, 30.0),
@@ -28,7 +31,8 @@ def test_faults_get_the_period_as_their_moment_and_enough_restarts() -> None:
 def test_a_requeue_is_no_fault_of_a_role() -> None:
     disturbance, overrides = read_arguments(["experiment=demo", "faults=requeue"])
     assert (disturbance.requeues, disturbance.every) == (True, 120)
-    assert compose_config([*overrides, *disturbance.overrides]).faults == ()
+    config = compose_config([*overrides, "cluster=slurm", *disturbance.overrides(ClusterConfig(scheduler="slurm"))])
+    assert (config.faults, config.cluster.max_restarts) == ((), 1000)
 
 
 @pytest.mark.parametrize(
