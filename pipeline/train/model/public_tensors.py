@@ -122,22 +122,31 @@ class PublicTensors:
     @cached_property
     def rows(self) -> tuple[Rows, ...]:
         """The rows `first:last` of each public tensor that this rank publishes."""
-        return tuple(rows for group in self._groups() for rows in self._rows_of(group))
+        return tuple(rows for of_group in self._rows_by_group for rows in of_group)
+
+    @cached_property
+    def _rows_by_group(self) -> list[list[Rows]]:
+        """`rows`, by group. Computed once: for a sharded tensor this takes DTensor a part of a millisecond."""
+        return [self._rows_of(group) for group in self._groups()]
 
     @torch.no_grad()
     def fill_rows(self, targets: Sequence[Tensor]) -> None:
         """Fill each target with this rank's rows of its tensor. Collective over the replica."""
-        waiting = iter(targets)
-        for group in self._groups():
-            heartbeat.beat()
-            rows = self._rows_of(group)
+        # The trainer's GPU has no work meanwhile, so the host must not take long: no arithmetic for each tensor, and
+        # one launch for all tensors that are only copied.
+        waiting, copies = iter(targets), _Copies()
+        heartbeat.beat()
+        for group, rows in zip(self._groups(), self._rows_by_group, strict=True):
             own = [next(waiting) for _ in rows]
             if group.renamed:
-                _copy(own[0], self._local(group.single), rows[0])
-            elif group.split is not None:
+                copies.add(own[0], group.single, self._merge(group.single), rows[0])
+                continue
+            heartbeat.beat()
+            if group.split is not None:
                 self._fill_stack(group.single, group.split, own)
             else:
                 self._fill_made(group, own, rows)
+        copies.run()
 
     def _fill_stack(
         self, stack: Tensor, split: Callable[[Tensor], Sequence[Tensor]], targets: Sequence[Tensor]
@@ -234,6 +243,29 @@ class PublicTensors:
         )
 
 
+class _Copies:
+    """Copies of whole shards, run together: on a GPU one launch for each pair of types."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
+
+    def add(self, target: Tensor, parameter: Tensor, merged: Tensor, rows: Rows) -> None:
+        """Copy this rank's rows of `merged`: later if it is the parameter, else now, since it is a tensor of its own
+        whose memory the next one needs."""
+        source = local(merged)
+        if merged is not parameter:
+            _copy(target, source, rows)
+        elif rows[0] < rows[1]:
+            key = (target.dtype, source.dtype, _is_asynchronous(target, source))
+            targets, sources = self._pairs.setdefault(key, ([], []))
+            targets.append(target)
+            sources.append(source)
+
+    def run(self) -> None:
+        for (_, _, asynchronous), (targets, sources) in self._pairs.items():
+            torch._foreach_copy_(targets, sources, non_blocking=asynchronous)
+
+
 def _outline(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
@@ -243,6 +275,11 @@ def _unchanged(tensors: Tensors) -> Tensors:
 
 
 def _copy(target: Tensor, source: Tensor, rows: Rows) -> None:
-    """Copy and convert to the target's type; a copy from a GPU to pinned memory is asynchronous."""
+    """Copy and convert to the target's type."""
     if rows[0] < rows[1]:
-        target.copy_(source, non_blocking=source.is_cuda and (target.is_cuda or target.is_pinned()))
+        target.copy_(source, non_blocking=_is_asynchronous(target, source))
+
+
+def _is_asynchronous(target: Tensor, source: Tensor) -> bool:
+    """Whether the host need not wait for a copy: within a GPU, or from a GPU to pinned memory."""
+    return source.is_cuda and (target.is_cuda or target.is_pinned())

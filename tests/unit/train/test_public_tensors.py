@@ -1,5 +1,6 @@
 """What each rank publishes of a model: all ranks' rows together are what one rank gathers, and no rank holds more."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.inference.weight_sync.rank_rows import RowSource, check_sources
 from pipeline.train.model import fsdp, public_tensors
+from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.model.public_tensors import PublicTensors
 from pipeline.train.worker_spec import ModelSpec
 from tests.fakes.shards import rank_of
 from tests.unit.train.test_weight_loading import EXPERTS, FAMILIES, config_in, family, weights_in
@@ -66,6 +70,38 @@ def assert_together(sources: Sequence[RowSource], rows: Sequence[dict[str, Tenso
 def test_all_ranks_rows_are_each_tensor_once(tmp_path: Path, each: tuple[str, dict[str, Any]], ranks: int) -> None:
     folder = weights_in(tmp_path / "model", each[0], **each[1])
     assert_together(*published(workers(folder, ranks)), whole(folder))
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts copies by the name of their operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if "copy" in func.overloadpacket.__name__:
+            self.copies[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_version_of_plain_tensors_is_one_launch_and_no_arithmetic_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = weights_in(tmp_path / "model", "qwen3")
+    for one in workers(folder, 1):  # its group is there within the loop alone
+        own = RowSource(one.layout, one.public.rows).own
+        monkeypatch.setattr(PublicTensors, "_rows_of", lambda *_: pytest.fail("the rows are known"))
+        for version in range(2):
+            views = [view for _, view in own.views(torch.zeros(own.bytes, dtype=torch.uint8))]
+            with torch.no_grad():
+                for parameter in one.model.parameters():
+                    local(parameter).add_(version)
+            with Launches() as launches:
+                one.public.fill_rows(views)
+            assert launches.copies == {"_foreach_copy_": 1}
+            truth = [tensor for _, tensor in one.full_parameters()]
+            assert all(torch.equal(view, tensor) for view, tensor in zip(views, truth, strict=True)), version
 
 
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
