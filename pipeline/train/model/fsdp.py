@@ -19,6 +19,9 @@ from pipeline.train.model.models import DecoderModel
 
 LAYER_UNIT = 1 << 20
 """Number of parameters from which a layer is a separate unit."""
+WHOLE_UNIT = 1 << 28
+"""Number of parameters up to which a model on one rank is one unit. Its gradients then exist in both types at the end
+of the backward pass, when all activations are freed."""
 
 
 def shard_model(
@@ -31,13 +34,15 @@ def shard_model(
 
     Layers of fewer than `LAYER_UNIT` parameters stay in the root's unit: separate units would save little memory, and
     every collective operation waits for the slowest rank. Without `reshard`, gathered parameters stay unsharded until
-    the worker's method ends.
+    the worker's method ends. A model of at most `WHOLE_UNIT` parameters that one rank then has gathered is one unit,
+    since the host takes longer for the hooks of its layers than the GPU for their products.
 
     With an `expert_mesh` (`efsdp` × `ep`, behind `dp_replicate` if there are replicas), the experts of each layer are
     distributed over `ep`, and each rank's part is a unit that is sharded over `efsdp`. Their gradients are sums over
     all ranks, like the others: contributions of other ranks of `ep` arrive with their tokens.
     """
-    large = [layer for layer in model.layers if sum(p.numel() for p in layer.parameters()) >= LAYER_UNIT]
+    whole = mesh.size() == 1 and not reshard and _parameters(model) <= WHOLE_UNIT
+    large = [] if whole else [layer for layer in model.layers if _parameters(layer) >= LAYER_UNIT]
     experts = [] if expert_mesh is None else spread_experts(model, expert_mesh["ep"])
     for module in (*experts, *large, model):
         # None lets FSDP choose for the root, which it leaves gathered, since the backward pass needs it first.
@@ -50,6 +55,10 @@ def shard_model(
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     _prefetch(large, experts)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _without_ep(mesh: DeviceMesh) -> DeviceMesh:
