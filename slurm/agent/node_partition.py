@@ -82,9 +82,11 @@ class NodePartition:
             self._restore(fault)
 
     def _cut_connections(self, fault: Fault) -> None:
-        connections = {ends: found for found in psutil.net_connections("tcp") if (ends := _ends(found)) is not None}
+        connections = {
+            ends: connection for connection in psutil.net_connections("tcp") if (ends := _ends(connection)) is not None
+        }
         own = self._processes()
-        mine = {ends for ends, found in connections.items() if found.pid in own}
+        mine = {ends for ends, connection in connections.items() if connection.pid in own}
         local = {ends[0] for ends in mine}
         for here, there in mine:
             if there in local or not self._crosses(there[0], fault):
@@ -104,15 +106,15 @@ class NodePartition:
             return fault.index == self._rank and ip_address(address).is_loopback
         return crosses(self._rank, other, fault.index)
 
-    def _hold(self, fault: Fault, ends: Ends, found: Any) -> None:
-        if found.pid is None:
+    def _hold(self, fault: Fault, ends: Ends, connection: Any) -> None:
+        if connection.pid is None:
             return
         try:
-            end = socket_of(found.pid, found.fd)
+            end = socket_of(connection.pid, connection.fd)
             drop_packets(end)
         except OSError as error:
             if error.errno == errno.EPERM:
-                self._explain(found.pid)
+                self._explain(connection.pid)
             return  # else the process or its connection has ended
         self._cut[fault][ends] = end
 
@@ -138,11 +140,11 @@ def processes_of(roles: Sequence[SupervisedRole]) -> set[int]:
     return leaders.union(*(os_processes.descendants(pid) for pid in leaders))
 
 
-def _ends(found: Any) -> Ends | None:
+def _ends(connection: Any) -> Ends | None:
     """Both ends of a connection; None for a socket without a peer. IPv4 addresses in IPv6 sockets are IPv4."""
-    if not found.raddr:
+    if not connection.raddr:
         return None
-    return _plain(found.laddr), _plain(found.raddr)
+    return _plain(connection.laddr), _plain(connection.raddr)
 
 
 def _plain(address: Any) -> Endpoint:

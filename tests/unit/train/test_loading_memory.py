@@ -101,7 +101,7 @@ def test_free_memory_goes_back_to_the_system_after_each_large_tensor(
 
     monkeypatch.setattr(weight_loading, "fill_shard", put)
     monkeypatch.setattr(weight_loading, "give_back_heap", give_back)
-    monkeypatch.setattr(weight_loading, "_LARGE", 4 * SIZE["vocab_size"] * SIZE["hidden_size"])
+    monkeypatch.setattr(weight_loading, "_LARGE", torch.bfloat16.itemsize * SIZE["vocab_size"] * SIZE["hidden_size"])
     ModelWorker(spec_of(folder, "random"), mesh)
     assert len(given_back) >= 2, "for the embedding and the head"
     assert len(given_back) < len(sources), "for none of the norms"
