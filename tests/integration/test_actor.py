@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,22 @@ from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
 from tests.support.processes import runs
 from tests.support.runs.attempts import Attempt, an_attempt
-from tests.support.servers.policy_server import PolicyServer, a_policy_server, broken, disconnected, refused
+from tests.support.servers.policy_server import (
+    PolicyServer,
+    ServerProcess,
+    a_policy_server,
+    broken,
+    disconnected,
+    refused,
+)
 from tests.support.servers.redis_attempts import copy_of, go_back, running_redis
 
 pytestmark = pytest.mark.integration
 
 PROMPTS, SAMPLES, MAX_LAG = 4, 4, 1
 LIMIT = PROMPTS * (MAX_LAG + 1)
+OTHERS = 1 << 16
+"""The number before the first token of a second server."""
 
 
 @dataclass
@@ -94,10 +103,12 @@ def a_trainer(
     run: Path,
     *,
     servers: int = 2,
+    others: Sequence[int] = (),
     task: str = "arithmetic",
     startup_seconds: float = 60,
     **rollout: Any,
 ) -> Trainer:
+    """`others` are the ports of further servers."""
     config = make_config(
         cluster={"scheduler": "local", "startup_seconds": startup_seconds},
         model={"path": "tiny_qwen3", "init": "random", "max_length": 64},
@@ -106,7 +117,8 @@ def a_trainer(
         rollout={"group_size": SAMPLES, "max_tokens": 8, "concurrency": 16, **rollout},
     )
     running = [stack.enter_context(a_policy_server()) for _ in range(servers)]
-    attempt = stack.enter_context(an_attempt(run, config, tuple((ADDRESS, server.port) for server in running)))
+    ports = [*(server.port for server in running), *others]
+    attempt = stack.enter_context(an_attempt(run, config, tuple((ADDRESS, port) for port in ports)))
     return Trainer(attempt, stack.enter_context(attempt.connect()), running)
 
 
@@ -278,6 +290,35 @@ def test_episodes_of_a_lost_actor_continue_in_place_and_in_the_next_attempt(
         for logprob in sample.logprob_array()[sample.sampled_array() > 0]
     }
     assert sampled == set(range(1, server.sampled + 1))
+
+
+def test_episodes_continue_on_another_server_when_theirs_is_killed_in_the_middle(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    """Each token that a server sent is in exactly one sample, also those of the server that was killed."""
+    doomed = ServerProcess(limit=SAMPLES)
+    stack.callback(doomed.kill)
+    task = "tests.support.tasks.dialogue_tasks:Dialogue"
+    trainer = a_trainer(stack, tmp_path, servers=1, task=task, others=[doomed.port])
+    (server,) = trainer.servers
+    server.hold.clear()
+    server.sampled = OTHERS
+    trainer.attempt.start("actor")
+    trainer.board.post_server(f"{ADDRESS}:{doomed.port}", 0)
+    trainer.begin()
+    sampled = doomed.sampled()
+    wait_for("the journal", lambda: recorded_tokens(tmp_path) == sampled, WAIT_SECONDS)
+    doomed.kill()
+    server.hold.set()
+    groups = trainer.take(LIMIT)
+    assert not any(group.failures for group in groups)
+    numbers = [
+        round(-1024 * logprob)
+        for group in groups
+        for sample in group.samples
+        for logprob in sample.logprob_array()[sample.sampled_array() > 0]
+    ]
+    assert sorted(numbers) == [*range(1, sampled + 1), *range(OTHERS + 1, server.sampled + 1)]
 
 
 def next_attempt(stack: ExitStack, trainer: Trainer) -> Trainer:

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
@@ -19,6 +21,8 @@ from tests.fakes.async_server import serving
 from tests.support.runs.attempts import PASSWORD
 
 CHAT = ChatTokenizer(BUILT_IN / "tiny_qwen3")
+
+_PROCESS_SECONDS = 120.0
 
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -134,3 +138,40 @@ def a_policy_server(routes: Mapping[str, Fault] = MappingProxyType({})) -> Itera
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
+
+
+class ServerProcess:
+    """A policy server in a process of its own, to be killed. It answers `limit` requests; later ones wait."""
+
+    def __init__(self, limit: int) -> None:
+        argv = [sys.executable, "-m", "tests.support.servers.policy_server", str(limit), PASSWORD]
+        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+
+    def sampled(self) -> int:
+        """The number of tokens in all its answers; waits for the last one."""
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+async def _serve(limit: int, password: str) -> None:
+    server = PolicyServer(limit=limit)
+    async with serving({ROUTE: server.answer}, password) as port:
+        print(port, flush=True)
+        async with asyncio.timeout(_PROCESS_SECONDS):
+            while server.limit >= 1:
+                await asyncio.sleep(0.01)
+            print(server.sampled, flush=True)
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(int(sys.argv[1]), sys.argv[2]))
