@@ -123,6 +123,8 @@ def test_ranks_of_which_one_reads_a_damaged_shard_go_on_together_from_the_commit
 
 def test_a_run_that_is_resumed_by_more_ranks_takes_the_same_steps_within_rounding(killed: Path, by_four: Path) -> None:
     for mine, truth in zip(steps_in(by_four / "resume"), steps_in(killed / "first"), strict=True):
+        for name in [name for name in truth if name.endswith("flops")]:
+            assert mine.pop(name) >= truth.pop(name)  # more ranks compute the prompt of a group that they share
         assert mine == pytest.approx(truth, rel=CLOSE, abs=CLOSE)
     mine, truth = state_in(by_four / "resume"), state_in(killed / "first")
     for name in worlds.NAMES:

@@ -132,8 +132,9 @@ def parameters(dispatch: RankGroup, name: str) -> Arrays:
     return {each: matrix for fused, array in whole.items() for each, matrix in matrices_of(fused, array, whole)}
 
 
-def set_layer_unit(rank: ModelWorker, parameters: int) -> None:
-    fsdp.LAYER_UNIT = parameters
+def set_units(rank: ModelWorker, layers: bool) -> None:
+    """Make each layer its own unit, on one rank too, or the whole of these small models one."""
+    fsdp.LAYER_UNIT, fsdp.WHOLE_UNIT = (1, 0) if layers else (1 << 20, 1 << 28)
 
 
 def begin(rank: ModelWorker) -> None:
@@ -237,9 +238,9 @@ def init_models(dispatch: RankGroup, path: Path, case: Case) -> None:
         dispatch.init_model(other, spec_of(Case("sft", dtype=case.dtype), path))
     dispatch.init_model(name, spec)
     if case.layers:
-        dispatch.run_on_ranks(name, set_layer_unit, 1)
+        dispatch.run_on_ranks(name, set_units, True)
         dispatch.init_model(name, spec)
-        dispatch.run_on_ranks(name, set_layer_unit, 1 << 20)
+        dispatch.run_on_ranks(name, set_units, False)
 
 
 def compete(dispatch: RankGroup, case: Case, result: Result) -> None:

@@ -78,6 +78,7 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
         ],
         "math": [*RECIPE, *MODEL],
         "sft": [*RECIPE, "optim.schedule", "optim.warmup_steps", "training.sft.epochs"],
+        "smollm2": [*RECIPE, "training.compile"],
         "tinker": [*RECIPE, "serve.enabled"],
     },
 }
