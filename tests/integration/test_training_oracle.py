@@ -72,7 +72,7 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def run_ranks(
-    models: Path, ranks: int, results: Path, choice: str = "some", seconds: float = 240
+    models: Path, ranks: int, results: Path, choice: str = "some", seconds: float = 480
 ) -> dict[object, Result]:
     forked_ranks.run_ranks(ranks, training_ranks.work, models, results, choice, seconds=seconds)
     return training_ranks.read_results(results)

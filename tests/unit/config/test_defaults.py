@@ -155,7 +155,7 @@ def test_an_option_states_no_default_again(group: str, option: str) -> None:
 @pytest.mark.parametrize("experiment", config_groups()["experiment"])
 def test_an_experiment_changes_only_what_it_and_its_groups_own(experiment: str) -> None:
     chosen = {key for keys in OWN_KEYS["loss"].values() for key in keys}
-    for group in ("model", "task"):
+    for group in ("model", "task", "resources"):
         chosen |= {key for keys in OWN_KEYS[group].values() for key in keys}
     assert changed(compose_config([f"experiment={experiment}"])) <= own_keys("experiment", experiment) | chosen
 
