@@ -278,12 +278,13 @@ def _kill_rest(program: int) -> "os.waitid_result":
     assert status is not None
     for _ in range(64):  # an end makes this process the parent of the next generation
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        left = [pid for pid in map(int, children) if pid != program and not _is_zombie(pid)]
+        left = [pid for pid in map(int, children) if pid != program]
         if not left:
             break
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        # Those that have already ended are reaped too: they would be the agent's zombies for the rest of the run.
         for pid in left:
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, pid, os.WEXITED)
@@ -294,16 +295,6 @@ def _reap(*_: object) -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _is_zombie(pid: int) -> bool:
-    """Whether the process only waits to be reaped. One whose first thread has ended before the others still has its
-    memory and its children."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return True
-    return fields[0] == "Z" and int(fields[17]) <= 1
 
 
 def _nest(request: Request, folder: Path) -> Request:

@@ -38,9 +38,9 @@ def exit_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(exec_shielded.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every orphaned descendant, so that `end_descendants` can see it."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def adopt_orphans(adopt: bool = True) -> None:
+    """Become the parent of every orphaned descendant, so that `end_descendants` can see it, or no longer."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def end_descendants() -> list[int]:

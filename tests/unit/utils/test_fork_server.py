@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pipeline.utils import fork_server
+from pipeline.utils import fork_server, subprocesses
 from pipeline.utils.fork_server import Stage
 from pipeline.utils.forked_process import ForkedProcess, ForkRequest, ForkServer
 from pipeline.utils.subprocesses import Child
@@ -153,6 +153,33 @@ def test_what_a_program_leaves_behind_ends_with_it(start: Start) -> None:
     assert end_of(child) == 0
     assert len(descendants(child)) == 2
     assert all(map(gone, descendants(child)))
+
+
+ENDED_ORPHAN = """
+import os
+read, write = os.pipe()
+if not os.fork():
+    if not os.fork():
+        print(os.getpid(), flush=True)
+        os._exit(0)
+    os._exit(0)
+os.wait()
+os.close(write)
+os.read(read, 1)  # until the orphan, the last other holder of the pipe, has ended
+"""
+
+
+def test_an_orphan_that_ended_before_its_program_is_reaped(start: Start, server: ForkServer) -> None:
+    # Whoever adopts the keeper's children, such as an agent, would have a zombie for each.
+    subprocesses.adopt_orphans()
+    try:
+        child = start(ENDED_ORPHAN)
+        assert end_of(child) == 0
+        (orphan,) = descendants(child)
+        wait_for("the keeper's end", lambda: not psutil.pid_exists(child.pid), SECONDS)
+        assert not psutil.pid_exists(orphan)
+    finally:
+        subprocesses.adopt_orphans(False)
 
 
 def test_an_interrupt_reaches_the_program_and_a_kill_its_whole_group(start: Start) -> None:
@@ -299,7 +326,7 @@ def test_a_program_that_nests_starts_programs_below_itself(start: Start, tmp_pat
 def test_a_server_ends_with_its_owner_and_leaves_no_folder() -> None:
     code = """
 import time
-from pipeline.utils import fork_server
+from pipeline.utils import fork_server, subprocesses
 from pipeline.utils.fork_server import Stage
 from pipeline.utils.forked_process import ForkServer
 server = ForkServer.start([Stage("a", []), Stage("b", [])], 1)
