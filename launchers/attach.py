@@ -7,12 +7,14 @@ on one node; `--dry-run` shows the job. `launchers/detach.py` removes them.
 import sys
 from pathlib import Path
 
+MODULE = "slurm.submission.attach_servers"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.submission.attach_servers", usage=__doc__)
+    return run("attach")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ The job saves a checkpoint, shuts down and is not queued again. The command that
 import sys
 from pathlib import Path
 
+MODULE = "slurm.submission.cancel_runs"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.submission.cancel_runs", usage=__doc__)
+    return run("cancel")
 
 
 if __name__ == "__main__":

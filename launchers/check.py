@@ -6,12 +6,14 @@ Reads only the run directory, also of a run in progress. Exit code 1 and one lin
 import sys
 from pathlib import Path
 
+MODULE = "pipeline.observability.check_command"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("pipeline.observability.check_command", usage=__doc__)
+    return run("check")
 
 
 if __name__ == "__main__":

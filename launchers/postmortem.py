@@ -7,12 +7,14 @@ logs, config, versions, and the state of the nodes, without secrets. A failed ru
 import sys
 from pathlib import Path
 
+MODULE = "pipeline.observability.postmortem_command"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("pipeline.observability.postmortem_command", usage=__doc__)
+    return run("postmortem")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ launchers/submit.py.
 import sys
 from pathlib import Path
 
+MODULE = "slurm.submission.replay_run"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.submission.replay_run", usage=__doc__)
+    return run("replay")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 import sys
 from pathlib import Path
 
+MODULE = "pipeline.observability.report_command"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("pipeline.observability.report_command", usage=__doc__)
+    return run("report")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 import sys
 from pathlib import Path
 
+MODULE = "slurm.monitor.runs_table"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.monitor.runs_table", usage=__doc__)
+    return run("runs")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Read the samples of a run: `python launchers/rollouts.py run=<name or directory> [--worst 5] [--tokens] [--json] …`.
+"""Read the samples of a run: `python launchers/samples.py run=<name or directory> [--worst 5] [--tokens] [--json] …`.
 
 `--help` lists the filters; docs/rollouts.md explains the output.
 """
@@ -6,12 +6,15 @@
 import sys
 from pathlib import Path
 
+MODULE = "pipeline.observability.samples_command"
+HAS_OPTIONS = True
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("pipeline.observability.samples_command")
+    return run("samples")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ client's environment variables, `--usage` the usage of each key's name.
 import sys
 from pathlib import Path
 
+MODULE = "slurm.submission.serve_tinker"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.submission.serve_tinker", usage=__doc__)
+    return run("serve")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 import sys
 from pathlib import Path
 
+MODULE = "slurm.submission.submit_run"
+HAS_OPTIONS = True
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.submission.submit_run")
+    return run("submit")
 
 
 if __name__ == "__main__":

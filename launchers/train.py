@@ -7,12 +7,14 @@ describes the format of a job.
 import sys
 from pathlib import Path
 
+MODULE = "slurm.submission.train_files"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.submission.train_files", usage=__doc__)
+    return run("train")
 
 
 if __name__ == "__main__":

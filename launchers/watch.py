@@ -6,12 +6,14 @@ Ctrl-C ends the display and does not affect the runs.
 import sys
 from pathlib import Path
 
+MODULE = "slurm.monitor.live_view"
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("slurm.monitor.live_view", usage=__doc__)
+    return run("watch")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pipeline.config.mesh_checks import (
 )
 from pipeline.errors import ConfigError
 from pipeline.run.run_documents import LOCAL
+from pipeline.utils.user_commands import user_command
 
 _TOKEN_BYTES, _TAUGHT_BYTES = 10, 4
 """Bytes of one token in a group's record: id, mask, log-probability and version; and with a teacher, its
@@ -112,7 +113,9 @@ def _a_phase_is_configured(config: RunConfig) -> None:
                 raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
     elif config.evaluation.only:
         if config.has_rl or config.has_sft or config.serve.enabled:
-            raise ConfigError("evaluation.only", True, "a run that does nothing else", "use launchers/evaluate.py")
+            raise ConfigError(
+                "evaluation.only", True, "a run that does nothing else", f"use {user_command('evaluate')}"
+            )
     elif not config.has_rl and not config.has_sft and not config.serve.enabled:
         hint = "set it, or training.sft.steps for SFT alone"
         raise ConfigError("training.steps", 0, "1 or more if training.sft.steps is 0 too", hint)
@@ -312,7 +315,9 @@ def _samples_fit_micro_batches(config: RunConfig) -> None:
 def _eval_sets_have_servers(config: RunConfig) -> None:
     if config.evaluation.command and not config.evaluation.only:
         expected = "nothing in a run that trains, whose servers accept tokens only"
-        raise ConfigError("evaluation.command", config.evaluation.command[0], expected, "use launchers/evaluate.py")
+        raise ConfigError(
+            "evaluation.command", config.evaluation.command[0], expected, f"use {user_command('evaluate')}"
+        )
     check_sets(config.evaluation, config.model.max_length, config.rollout.max_tokens)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pipeline.observability.run_history import Attempt
 from pipeline.observability.run_status import SILENT_SECONDS
+from pipeline.utils.user_commands import user_command
 
 RESUME = "the same command resumes the run"
 
@@ -41,5 +42,5 @@ def verdict_of(attempt: Attempt, now: float) -> Verdict:
     if "draining" in attempt.events:
         return Verdict("preemption", f"the attempt was asked to end: {attempt.events['draining'].why}; {RESUME}")
     if attempt.alive:
-        return Verdict("running", "the attempt has not ended; python launchers/watch.py shows it")
+        return Verdict("running", f"the attempt has not ended; {user_command('watch')} shows it")
     return Verdict("unknown", "nothing in the run directory explains the end; read the agents' output in agents/")

@@ -29,6 +29,7 @@ from pipeline.run.goodput_records import read_goodput
 from pipeline.run.metrics_log import MetricRecord, series
 from pipeline.tracking.tracker_protocol import upload_commands
 from pipeline.utils import shared_files
+from pipeline.utils.user_commands import user_command
 
 Tile = tuple[str, str]
 
@@ -257,7 +258,7 @@ def _samples(history: History) -> str:
     if not phases:
         return ""
     drawn = "".join(_figure(chart) for chart in charts)
-    more = f"python launchers/rollouts.py run={escape(history.name)} shows all stored samples"
+    more = f"{user_command('samples')} run={escape(history.name)} shows all stored samples"
     return f'<h2>Samples</h2><div class="charts">{drawn}</div><p class="note">{more}</p>{phases}'
 
 

@@ -1,4 +1,4 @@
-"""The command that shows samples in the terminal: `launchers/rollouts.py run=…`.
+"""The command that shows samples in the terminal: `launchers/samples.py run=…`.
 
 A run that does not exist or has no stored samples gives one error line and exit code 2. With `--json`, the output is
 one JSON object per line and nothing else.
@@ -26,15 +26,17 @@ from pipeline.observability.run_history import find_run
 from pipeline.observability.sample_reader import Filter, ReadSample, SampleRow, SampleTable, read_samples
 from pipeline.run.paths import RunPaths
 from pipeline.utils.terminal import console, escape_controls
+from pipeline.utils.user_commands import user_command
 
 SHOWN = 5
 """The default number of samples."""
 COLORS = {"system": "magenta", "user": "cyan", "tool": "yellow", POLICY: "green", "prompt": "cyan"}
-EPILOG = """\
-python launchers/rollouts.py run=demo --worst 3
-python launchers/rollouts.py run=demo --reward :0 --length 200: --tokens
-python launchers/rollouts.py run=demo --failed --json | jq .failure
-A range LOW:HIGH includes both ends; either may be left out."""
+EXAMPLES = (
+    "run=demo --worst 3",
+    "run=demo --reward :0 --length 200: --tokens",
+    "run=demo --failed --json | jq .failure",
+)
+RANGES = "A range LOW:HIGH includes both ends; either may be left out."
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,10 +60,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    command = user_command("samples")
     parser = argparse.ArgumentParser(
-        prog="launchers/rollouts.py",
-        description="Read the samples that a run kept: python launchers/rollouts.py run=<name or directory> …",
-        epilog=EPILOG,
+        prog=command,
+        description=f"Read the samples that a run kept: {command} run=<name or directory> …",
+        epilog="\n".join([*(f"{command} {example}" for example in EXAMPLES), RANGES]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         exit_on_error=False,

@@ -35,6 +35,7 @@ from pipeline.config.value_types import Positive, Section
 from pipeline.errors import ConfigError
 from pipeline.run.paths import CHECKPOINTS, METRICS, MODEL, RunPaths
 from pipeline.utils import shared_files
+from pipeline.utils.user_commands import user_command
 
 JOB_VERSION: Literal[1] = 1
 
@@ -283,7 +284,7 @@ def check_offline(file: Path, job: Job, config: RunConfig) -> None:
         if not getattr(job, name):
             raise ConfigError(f"{file}: {name}", "", "a path", "a job from a file must have it")
     if isinstance(job.inputs, StreamInput | RecordedInput | DatasetInput):
-        hint = "pack the rows, or have a run make them: python launchers/submit.py"
+        hint = f"pack the rows, or have a run make them: {user_command('submit')}"
         raise ConfigError(f"{file}: inputs.kind", job.inputs.kind, "packed, in a job from a file", hint)
     if isinstance(job, RlJob):
         check_mini_batches(config, job.prompts, f"schedule.prompts of {file}")

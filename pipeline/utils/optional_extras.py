@@ -1,13 +1,16 @@
 """The install command of an optional extra, for the hint of an error.
 
-The command names the packages of the extra, as listed in the installed metadata, and never this project: on the public
-package index, its name belongs to another project.
+The command names the packages of the extra, as listed in the installed metadata, and not this project, which is on no
+package index yet.
 """
 
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, requires
 from shlex import quote
+
+DISTRIBUTION = "rollcall-rl"
+"""The project's name among installed packages."""
 
 
 def pip_install(extra: str) -> str:
@@ -16,7 +19,7 @@ def pip_install(extra: str) -> str:
     Raises `KeyError` for an unknown extra.
     """
     try:
-        requirements = requires("rollcall") or []
+        requirements = requires(DISTRIBUTION) or []
     except PackageNotFoundError:  # a checkout that was never installed
         return f"pip install -e '.[{extra}]' in the checkout"
     of_extra = re.compile(rf"""^(?P<package>.*?)\s*;\s*extra\s*==\s*["']{re.escape(extra)}["']$""")

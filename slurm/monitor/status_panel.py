@@ -17,6 +17,7 @@ from rich.text import Text
 from pipeline.observability.number_format import clock, number
 from pipeline.run.events import Event
 from pipeline.run.notices import Notice
+from pipeline.utils.user_commands import user_command
 from slurm.monitor.run_snapshot import EvaluationProgress, JobLine, Progress, RoleLine, Snapshot
 
 MAX_ROLES = 16
@@ -145,14 +146,14 @@ def attempt_text(snapshot: Snapshot) -> str:
 def nothing_runs(snapshot: Snapshot) -> str:
     """Why there are no roles to show."""
     if snapshot.state == "not submitted":
-        return "no job of this run was submitted; the command that made it (launchers/submit.py …) submits it"
+        return f"no job of this run was submitted; the command that made it ({user_command('submit')} …) submits it"
     if snapshot.ended:
         return "the job ended before its roles were started"
     if snapshot.job is None or snapshot.state not in ("queued", "left"):
         return "the ranks are meeting …" if snapshot.attempt else "waiting for the job to start …"
     word = f": {snapshot.job.word}" if snapshot.job.word else ""
     if snapshot.state == "left":
-        return f"job {snapshot.job.id} was ended by the scheduler, or queued again; launchers/runs.py shows which"
+        return f"job {snapshot.job.id} was ended by the scheduler, or queued again; {user_command('runs')} shows which"
     return f"{'queued again' if snapshot.attempt else 'queued'} as job {snapshot.job.id}{word} …"
 
 

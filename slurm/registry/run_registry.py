@@ -22,6 +22,7 @@ from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import RunIdentity, SubmittedJob
 from pipeline.utils import shared_files
 from pipeline.utils.private_files import make_directory
+from pipeline.utils.user_commands import user_command
 from slurm.registry import file_locks
 from slurm.registry.run_contents import freeze_run, located_config, refuse_contents, set_aside
 from slurm.scheduler.scheduler_protocol import PENDING, Connect, JobQueue, QueuedJob, user_name
@@ -241,7 +242,7 @@ def _launcher(lock: Path) -> str:
 def _live(run: RunPaths, config: RunConfig, who: str) -> RunStateError:
     named = config.name if config.output == Path("runs") else run.root
     hint = (
-        f"end it (python launchers/cancel.py run={named}), wait for it, or give this run another name "
+        f"end it ({user_command('cancel')} run={named}), wait for it, or give this run another name "
         f"(name={config.name}-2)"
     )
     return RunStateError("name", config.name, f"a run that is not live ({who})", hint)

@@ -11,12 +11,13 @@ from functools import cache
 from importlib import import_module
 
 from pipeline.errors import ConfigError, RendezvousError
+from pipeline.utils.user_commands import user_command
 from slurm import scheduler
 from slurm.scheduler.rank_environment import Environment, without_variables
 from slurm.scheduler.scheduler_protocol import CALL_SECONDS, BatchScheduler, JobQueue, Scheduler
 
 _FOLDER = scheduler.__name__.replace(".", "/")
-_START_HINT = "start runs with launchers/submit.py"
+_START_HINT = f"start runs with {user_command('submit')}"
 
 
 def scheduler_names() -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from pipeline.run.paths import AttachedPaths, RunPaths
 from pipeline.run.run_documents import LOCAL
 from pipeline.topology.assignment import describe_plan
 from pipeline.topology.plan import Plan, make_servers_plan
+from pipeline.utils.user_commands import user_command
 from pipeline.utils.waiting import CLOCK
 from slurm.agent.attached_agent import AttachedAgent
 from slurm.batch.executors import BatchExecutor, LocalNodesExecutor
@@ -127,8 +128,8 @@ def attach(request: Request, connect: Connect, interrupted: Sequence[object] = (
         submitted.cancel()
         raise
     print(f"submitted job {submitted.job_id}")
-    print(f"  watch       python launchers/watch.py run={run_title(run.root)}")
-    print(f"  detach      python launchers/detach.py run={run_title(run.root)} job={number}", flush=True)
+    print(f"  watch       {user_command('watch')} run={run_title(run.root)}")
+    print(f"  detach      {user_command('detach')} run={run_title(run.root)} job={number}", flush=True)
     return 0
 
 

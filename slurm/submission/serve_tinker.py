@@ -21,6 +21,7 @@ from pipeline.tinker.service_state import MAX_DELIVERIES
 from pipeline.tinker.tinker_wire import protocol
 from pipeline.utils import shared_files, subprocesses
 from pipeline.utils.private_files import make_directory
+from pipeline.utils.user_commands import user_command
 from pipeline.utils.waiting import wait_for
 from slurm.batch.executors import RunJob
 from slurm.registry import run_registry
@@ -158,7 +159,7 @@ def _address(paths: RunPaths) -> Address:
     """The recorded address of a run's gateway; `ConfigError` for a run that never served."""
     address = shared_files.read_document(address_file(paths.api), Address)
     if address is None:
-        raise ConfigError("name", paths.root.name, "a run that serves", "start it: python launchers/serve.py …")
+        raise ConfigError("name", paths.root.name, "a run that serves", f"start it: {user_command('serve')} …")
     return address
 
 

@@ -45,6 +45,7 @@ from pipeline.train.batching.conversation_rows import ansi_highlight, check_data
 from pipeline.train.offline.job_queue import waiting_at
 from pipeline.train.train_jobs import DemonstrationsInput, check_offline, read_job
 from pipeline.utils import terminal
+from pipeline.utils.user_commands import user_command
 from slurm.agent.agent import Agent
 from slurm.batch.executors import BatchExecutor, RunJob
 from slurm.batch.site_checks import check_site, warnings
@@ -119,8 +120,8 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="launchers/submit.py",
-        description="Submit one run: python launchers/submit.py experiment=demo cluster=local key=value …",
+        prog=user_command("submit"),
+        description=f"Submit one run: {user_command('submit')} experiment=demo cluster=local key=value …",
         epilog="Run the same command again to resume an interrupted run. Keys: docs/configuration.md.",
         allow_abbrev=False,
         exit_on_error=False,
@@ -239,8 +240,8 @@ def _refuse_serving(config: RunConfig) -> None:
         raise ConfigError(
             "serve.enabled",
             True,
-            "false: clients need the gateway of launchers/serve.py",
-            "use launchers/serve.py instead",
+            f"false: clients need the gateway of {user_command('serve')}",
+            f"use {user_command('serve')} instead",
         )
 
 

@@ -23,6 +23,7 @@ from pipeline.run.run_documents import LOCAL
 from pipeline.topology.plan import Plan
 from pipeline.utils import shared_files
 from pipeline.utils.terminal import console
+from pipeline.utils.user_commands import user_command
 from slurm.monitor.runs_overview import Overview
 from slurm.monitor.runs_table import follow_table, print_table
 from slurm.registry import run_registry
@@ -192,5 +193,5 @@ def _print_end(prepared: PreparedSweep) -> None:
 
 def _print_commands(prepared: PreparedSweep) -> None:
     name = shlex.quote(run_title(prepared.paths.root))
-    print(f"  table       python launchers/runs.py sweep={name}")
-    print(f"  cancel      python launchers/cancel.py sweep={name}", flush=True)
+    print(f"  table       {user_command('runs')} sweep={name}")
+    print(f"  cancel      {user_command('cancel')} sweep={name}", flush=True)

@@ -24,6 +24,7 @@ from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished, Outcome
 from pipeline.utils import shared_files
 from pipeline.utils.shared_dir import FileSharedDir
+from pipeline.utils.user_commands import user_command
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.batch.attempt_summary import MAX_PAUSE, refresh_listing
 from slurm.batch.executors import RunJob
@@ -43,8 +44,8 @@ def print_job(job: RunJob) -> None:
     name = shlex.quote(run_title(job.run.root))
     print(f"submitted job {job.job_id}")
     print(f"  run         {job.run.root}")
-    print(f"  watch       python launchers/watch.py run={name}")
-    print(f"  cancel      python launchers/cancel.py run={name}", flush=True)
+    print(f"  watch       {user_command('watch')} run={name}")
+    print(f"  cancel      {user_command('cancel')} run={name}", flush=True)
 
 
 def run_title(root: Path) -> str:

@@ -81,13 +81,18 @@ KEY = """    greeting: str = Field("hello", description="The greeting of a new k
     @property
     def masked_finish"""
 COMMAND = """
+'''Greet somebody.'''
+
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from entry import run
+MODULE = "greet_module"
 
-sys.exit(run("greet_module"))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    from entry import run
+
+    sys.exit(run("greet"))
 """
 
 GREET = """

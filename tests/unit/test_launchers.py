@@ -125,7 +125,7 @@ def test_a_python_without_the_project_says_how_to_install_it() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["cancel.py", "evaluate.py", "postmortem.py", "report.py", "rollouts.py", "runs.py", "submit.py", "watch.py"],
+    ["cancel.py", "evaluate.py", "postmortem.py", "report.py", "samples.py", "runs.py", "submit.py", "watch.py"],
 )
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help_is_no_error(script: str, option: str) -> None:
@@ -133,6 +133,44 @@ def test_help_is_no_error(script: str, option: str) -> None:
     assert ended.returncode == 0
     assert f"launchers/{script}" in ended.stdout
     assert ended.stderr == ""
+
+
+def rollcall(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    """The end of the installed command."""
+    code = "import sys; sys.argv[0] = '/usr/bin/rollcall'; from launchers.entry import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    variables = os.environ | {"PYTHONPATH": f"{path}:{ROOT}"}
+    return subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True, timeout=60)
+
+
+def test_every_script_but_the_entry_point_is_a_command_with_a_summary() -> None:
+    scripts = {path.stem for path in (ROOT / "launchers").glob("*.py")} - {"entry", "__init__"}
+    listed = [line.split(maxsplit=1) for line in rollcall().stdout.splitlines() if line.startswith("  ")]
+    assert {name for name, _ in listed} == scripts
+    assert all(summary[0].isupper() for _, summary in listed)
+
+
+def test_the_command_prints_its_own_form_in_usages() -> None:
+    for name in ("watch", "submit"):
+        printed = rollcall(name, "--help").stdout
+        assert f"rollcall {name}" in printed
+        assert "launchers/" not in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("wach", "did you mean rollcall watch?"), ("zzz", "rollcall --help lists the commands")]
+)
+def test_an_unknown_command_is_one_line(name: str, hint: str) -> None:
+    ended = rollcall(name)
+    assert (ended.returncode, ended.stderr) == (2, f"error: {name!r} is no command; {hint}\n")
+
+
+def test_the_command_refuses_other_packages_of_the_same_names(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "__init__.py").write_text("raise SystemExit('imported')")
+    ended = rollcall("runs", path=str(tmp_path))
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: slurm is found in {tmp_path}, which is not this project: run ")
 
 
 def test_ctrl_c_before_the_start_is_no_traceback(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points, version
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.inference.vllm.plugin import register
+from pipeline.utils.user_commands import user_command
 
 _PLUGINS = "vllm.general_plugins"
 
@@ -16,7 +17,7 @@ def check_installed() -> None:
     """`ConfigError` unless vLLM is importable and will load Rollcall's plugin. Imports neither."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "resources.inference", "vllm", "vLLM in this Python", f"{sys.executable} launchers/install.py installs it"
+            "resources.inference", "vllm", "vLLM in this Python", f"{user_command('install')} installs it"
         )
     check_plugin()
 

@@ -10,6 +10,7 @@ from math import fsum
 
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
+from pipeline.utils.user_commands import user_command
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ MAX_EQUAL = 5
 LIKELY_FRACTION = (
     "Likely reasons: the prompts are too hard or too easy for this model; answers are cut off before they are scored "
     "(samples/truncated, rollout.max_tokens); or the reward looks for another form than the model writes. Read some: "
-    "python launchers/rollouts.py"
+    f"{user_command('samples')}"
 )
 MAX_SKIPPED = 5
 """Steps in a row without a finite gradient before the error."""

@@ -33,6 +33,7 @@ from pipeline.run.completion import is_finished
 from pipeline.run.paths import SweepPaths
 from pipeline.topology.plan import Plan
 from pipeline.utils.terminal import console
+from pipeline.utils.user_commands import user_command
 from pipeline.utils.waiting import CLOCK, Clock
 from slurm.registry import sweep_manifest
 from slurm.registry.run_contents import located_config
@@ -246,7 +247,7 @@ def _print_end(sweep: SweepPlan) -> None:
         values = " ".join(f"{value:<10.4g}" for value in numbers[number])
         print(f"  {values}  {recorded.points[number]}{best}")
     name = shlex.quote(run_title(sweep.paths.root))
-    print(f"  table       python launchers/runs.py sweep={name}", flush=True)
+    print(f"  table       {user_command('runs')} sweep={name}", flush=True)
 
 
 def _running_trials(sweep: SweepPlan) -> str:

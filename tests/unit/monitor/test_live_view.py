@@ -147,8 +147,7 @@ def test_a_run_whose_submission_was_refused_is_not_waited_for(
     left.paths.lock.touch()
     assert main([f"run={left.root}"]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "left: not submitted: no job of this run was submitted; "
-        "the command that made it (launchers/submit.py …) submits it"
+        "left: not submitted: no job of this run was submitted; the command that made it (rollcall submit …) submits it"
     ]
 
 

@@ -314,7 +314,7 @@ def test_watching_goes_on_over_requeues_and_ends_with_the_run(run: FakeRun) -> N
         "demo: queued: queued again as job 1 …",
         "demo: attempt 1-1 · restart 1 of 100",
         "demo: stopping",
-        "demo: left: job 1 was ended by the scheduler, or queued again; launchers/runs.py shows which",
+        "demo: left: job 1 was ended by the scheduler, or queued again; rollcall runs shows which",
         "demo: attempt 1-3 · restart 3 of 100",
         "demo: training",
         "demo: finished",

@@ -223,7 +223,7 @@ def submitted(output: Path, scheduler: FakeScheduler, state: str = RUNNING, **fi
 def test_a_run_with_a_live_job_is_refused_with_its_user_id_and_state(state: str, cluster: str, tmp_path: Path) -> None:
     scheduler = FakeScheduler()
     run = submitted(tmp_path, scheduler, state)
-    said = rf"Slurm job 1 of alice is {state}\); end it \(python launchers/cancel.py run={run.root}\).*name=demo-2"
+    said = rf"Slurm job 1 of alice is {state}\); end it \(rollcall cancel run={run.root}\).*name=demo-2"
     with pytest.raises(RunStateError, match=said):
         run_registry.examine(demo(tmp_path, f"cluster={cluster}"), lambda _: scheduler)
     with (

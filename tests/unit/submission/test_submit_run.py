@@ -174,7 +174,7 @@ def test_without_vllm_it_names_the_install_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(monkeypatch, "vllm")
-    assert "launchers/install.py" in answer(capsys, tmp_path)
+    assert "rollcall install" in answer(capsys, tmp_path)
 
 
 def test_the_dry_run_shows_which_role_goes_where_and_starts_nothing(

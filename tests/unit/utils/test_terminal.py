@@ -93,7 +93,7 @@ def run(tmp_path: Path) -> FakeRun:
 
 
 @pytest.mark.parametrize("colours", [{}, {"FORCE_COLOR": "1", "TERM": "xterm"}])
-@pytest.mark.parametrize("launcher", ["watch.py run={}", "runs.py output={0}/..", "rollouts.py run={}"])
+@pytest.mark.parametrize("launcher", ["watch.py run={}", "runs.py output={0}/..", "samples.py run={}"])
 def test_a_failure_commands_no_terminal(launcher: str, colours: dict[str, str], run: FakeRun) -> None:
     script, argument = launcher.format(run.root).split()
     command = [sys.executable, str(ROOT / "launchers" / script), argument]
