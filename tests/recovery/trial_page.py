@@ -24,7 +24,7 @@ INTRODUCTION = (
     "",
     "What becomes of a run when one of its roles is killed, is stopped, or exits. Each cell is one [injected fault]"
     "(operations.md#injected-faults) in a small run without GPUs; a run meets all faults of a role, one after another."
-    " The two cores had other work to do, about ten times as much as they could, so an idle machine is faster."
+    " The two cores had some other work to do; the trials on Slurm ran while they had ten times as much as they could do."
     " `python -m tests.recovery.trials` makes the runs; with `--page docs/recovery.md` it writes this page.",
     "",
     "| cell | meaning |",
@@ -52,9 +52,6 @@ NOTES = (
     "",
     "*SIGSTOP*: a stopped process counts as hung after ten seconds"
     " ([decision 0016](decisions/0016-who-progresses-tells-it.md)), which are part of the seconds here.",
-    "",
-    "*213 ledger lines*: the run had 26 steps, each exactly once, so it trained 208 positions. Its check took lines of"
-    " other outcomes, such as filtered positions, for too many; whether the five lines are such was not recorded.",
     "",
 )
 
