@@ -24,7 +24,7 @@ INTRODUCTION = (
     "",
     "What becomes of a run when one of its roles is killed, is stopped, or exits. Each cell is one [injected fault]"
     "(operations.md#injected-faults) in a small run without GPUs; a run meets all faults of a role, one after another."
-    " The two cores had some other work to do; the trials on Slurm ran while they had ten times as much as they could do."
+    " The two cores had some other work to do; during the trials on Slurm they had ten times as much as they could do."
     " `python -m tests.recovery.trials` makes the runs; with `--page docs/recovery.md` it writes this page.",
     "",
     "| cell | meaning |",
