@@ -13,10 +13,11 @@ from pipeline.config import RunConfig
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.topology.gpu_split import best_split
 from pipeline.train.loop.grace_period import grace_warning
+from pipeline.train.loop.step_metrics import MAX_TRUNCATED
 
 SKIPPED_STEPS, MIN_COUNTED_STEPS = 10, 20
 """First steps that are excluded, and the number of steps after them that a finding of RL requires."""
-CLIPPED, CUT, REFUSED, IDLE, BUSY = 0.05, 0.25, 0.1, 0.25, 0.05
+CLIPPED, REFUSED, IDLE, BUSY = 0.05, 0.1, 0.25, 0.05
 """Minimum fractions for a finding; `BUSY`: the maximum idle fraction of the busy half. As measured, clipping 0.07 of
 the tokens slows learning to less than half, and clipping 0.01 has little effect."""
 MIN_STEPS = 4
@@ -95,12 +96,13 @@ def _equal(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding
 
 
 def _truncated(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
-    cut = _median(steps, "samples/truncated")
-    if cut >= CUT and not config.training.mask_truncated:
+    truncated, masked = _median(steps, "samples/truncated"), config.training.mask_truncated
+    if truncated > MAX_TRUNCATED:
+        effect = "they are sampled, but not trained" if masked else "their rewards are of unfinished answers"
+        mask = "" if masked else ", or leave them out of the loss: training.mask_truncated=true"
         yield Finding(
-            f"{cut:.0%} of the samples are cut off at rollout.max_tokens: their rewards are of unfinished answers.",
-            "Raise rollout.max_tokens and model.max_length, or leave them out of the loss: "
-            "training.mask_truncated=true.",
+            f"{truncated:.0%} of the samples are cut off at rollout.max_tokens: {effect}.",
+            f"Raise rollout.max_tokens and model.max_length{mask}.",
             "docs/algorithms.md#which-samples-count",
         )
 

@@ -22,7 +22,7 @@ from pipeline.train.loop.group_batches import GroupBatches
 from pipeline.train.loop.logprob_agreement import Agreement
 from pipeline.train.loop.policy_update import PolicyUpdate
 from pipeline.train.loop.recorded_batches import NoServers, RecordedBatches
-from pipeline.train.loop.step_metrics import EqualRewards, NonFiniteGuard
+from pipeline.train.loop.step_metrics import EqualRewards, NonFiniteGuard, TruncatedSamples
 from pipeline.train.loop.weight_publisher import WeightPublisher
 from pipeline.train.train_jobs import RlJob
 from pipeline.transport.ledger import TRAINED
@@ -52,6 +52,7 @@ class ReinforcementLearning:
         self._update = PolicyUpdate(dispatch, config)
         self._holds_baseline = False
         self._skips, self._agreement, self._equal = NonFiniteGuard(), Agreement(), EqualRewards(config.loss)
+        self._truncated = TruncatedSamples()
         self._agreement.known = not config.has_rollouts  # a replay has no servers, and another policy than sampled
 
     def begin(self, step: int) -> None:
@@ -84,6 +85,7 @@ class ReinforcementLearning:
         metrics = self._update.run(rows, step)
         batch_statistics = batch_metrics(groups, step, oldest)
         self._agreement.check(metrics | batch_statistics)
+        self._truncated.note(batch_statistics["samples/truncated"])
         if not self._config.teacher.url:  # with a teacher, its KL term trains even if all rewards are equal
             self._equal.note([[sample.reward for sample in prepared.group.samples] for prepared in groups])
         self._batches.trained(step, self._outcome(metrics))

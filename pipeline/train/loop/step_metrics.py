@@ -1,7 +1,7 @@
 """Metrics of a step from those of its optimizer steps, and checks of several steps in a row.
 
-Owns the aggregation, the error for a diverged model, and the warning for equal rewards. The metrics of a single
-optimizer step stay unchanged. Must not know models.
+Owns the aggregation, the error for a diverged model, and the warnings for equal rewards and truncated samples. The
+metrics of a single optimizer step stay unchanged. Must not know models.
 """
 
 import logging
@@ -25,6 +25,10 @@ LIKELY_FRACTION = (
     "(samples/truncated, rollout.max_tokens); or the reward looks for another form than the model writes. Read some: "
     f"{user_command('samples')}"
 )
+MAX_TRUNCATED = 0.05
+"""Largest fraction of truncated samples that is not reported."""
+MAX_TRUNCATED_STEPS = 5
+"""Steps in a row with more truncated samples before the warning; one or two are chance in small batches."""
 MAX_SKIPPED = 5
 """Steps in a row without a finite gradient before the error."""
 
@@ -76,6 +80,29 @@ class EqualRewards:
         self._warned = True
         pattern = f"every reward is {everything.pop():g}" if len(everything) == 1 else "a prompt's samples score alike"
         log.warning("in %d steps in a row, %s: nothing is learned from them. %s", self._row, pattern, LIKELY_FRACTION)
+
+
+class TruncatedSamples:
+    """Warns once when more than `MAX_TRUNCATED` of the samples are truncated in several steps in a row.
+
+    Their rewards are of unfinished answers. A model that thinks needs thousands of tokens, so a small
+    `rollout.max_tokens` teaches it to think less, or with `training.mask_truncated` trains on short answers alone.
+    """
+
+    def __init__(self) -> None:
+        self._row, self._warned = 0, False
+
+    def note(self, fraction: float) -> None:
+        """Count a step, of whose samples this fraction was truncated."""
+        self._row = self._row + 1 if fraction > MAX_TRUNCATED else 0
+        if self._row < MAX_TRUNCATED_STEPS or self._warned:
+            return
+        self._warned = True
+        log.warning(
+            "in %d steps in a row, more than %.0f %% of the samples are truncated (%.0f %% now): raise "
+            "rollout.max_tokens and model.max_length",
+            *(self._row, 100 * MAX_TRUNCATED, 100 * fraction),
+        )
 
 
 class StepMetrics:

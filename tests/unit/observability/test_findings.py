@@ -25,7 +25,7 @@ SYNCHRONOUS = GPUS | {"training": TRAINING | {"max_lag": 0}}
 ONE_GPU = ASYNCHRONOUS | {"resources": {"device": "cuda", "gpus_per_node": 1, "colocate": True}}
 CALM = {
     "skipped": 0.0,
-    "samples/truncated": 0.1,
+    "samples/truncated": 0.05,
     "reward/std": 0.4,
     "clip_fraction": 0.01,
     "groups/stale": 0.0,
@@ -41,7 +41,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
         {"reward/std": 0.0, "reward/mean": 0.0},
         "All samples of a step have one reward, 0",
     ),
-    "cut": (ASYNCHRONOUS, {"samples/truncated": 0.4}, "40% of the samples are cut off"),
+    "cut": (ASYNCHRONOUS, {"samples/truncated": 0.06}, "6% of the samples are cut off"),
+    "cut and masked": (MASKED, {"samples/truncated": 0.4}, "they are sampled, but not trained"),
     "clip": (OVER_SAMPLER, {"clip_fraction": 0.27}, "The clip holds 27% of the tokens"),
     "stale": (ASYNCHRONOUS, {"groups/stale": 1.0}, "For every 100 groups that were trained, 25 were wasted"),
     "synchronous": (SYNCHRONOUS, {"idle/trainer": 0.6}, "as one half always does with max_lag=0"),
@@ -51,7 +52,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
 }
 SILENT: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "nothing stands out": (ASYNCHRONOUS, {}),
-    "cut samples are left out": (MASKED, {"samples/truncated": 0.4}),
     "ratios over the trainer's own policy": (ASYNCHRONOUS, {"clip_fraction": 0.3}),
     "a clip that holds whole samples": (GSPO, {"clip_fraction": 0.3}),
     "halves that share a GPU": (ONE_GPU, {"idle/trainer": 0.6, "idle/actor": 0.5}),

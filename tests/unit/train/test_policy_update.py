@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from pipeline.errors import TrainingError
 from pipeline.train.batching.sequences import TrainSequence
 from pipeline.train.loop.policy_update import in_order_of, split_by_prompt
-from pipeline.train.loop.step_metrics import EqualRewards, NonFiniteGuard, StepMetrics, is_lost
+from pipeline.train.loop.step_metrics import (
+    EqualRewards,
+    NonFiniteGuard,
+    StepMetrics,
+    TruncatedSamples,
+    is_lost,
+)
 from tests.fakes.configs import make_config
 
 prompts_of_rows = st.lists(st.integers(0, 6), min_size=1, max_size=30)
@@ -112,3 +118,16 @@ def test_a_model_is_given_up_after_five_lost_steps_in_a_row() -> None:
     assert skips.note({"skipped": 1.0})
     with pytest.raises(TrainingError, match="not finite in 5 steps in a row"):
         skips.check()
+
+
+@pytest.mark.parametrize(
+    ("fractions", "count"), [([0.06] * 12, 1), ([0.05] * 12, 0), ([0.5] * 4 + [0.0] + [0.5] * 4, 0)]
+)
+def test_truncated_samples_of_several_steps_are_reported_once(
+    caplog: pytest.LogCaptureFixture, fractions: list[float], count: int
+) -> None:
+    truncated = TruncatedSamples()
+    for fraction in fractions:
+        truncated.note(fraction)
+    assert len(caplog.messages) == count
+    assert all("more than 5 % of the samples are truncated (6 % now)" in message for message in caplog.messages)
