@@ -19,7 +19,7 @@ from pipeline.transport.file_streams import FileStreams
 from pipeline.transport.ledger import Ledger
 from pipeline.transport.sample_records import Group, PreparedGroup, Reissue, Sample
 from pipeline.transport.shared_state import SharedState
-from slurm.submission.compose_config import compose_config
+from tests.fakes.composed_config import compose_cached
 
 TOPIC = "prepared"
 VOCABULARY = 17
@@ -33,7 +33,7 @@ def streams(tmp_path: Path) -> Iterator[Streams]:
 
 def config_of(**training: float | str) -> RunConfig:
     overrides = {"prompts_per_step": 2, "max_lag": 1, **training}
-    return compose_config(["experiment=demo", *(f"training.{key}={value}" for key, value in overrides.items())])
+    return compose_cached(["experiment=demo", *(f"training.{key}={value}" for key, value in overrides.items())])
 
 
 def batches_of(

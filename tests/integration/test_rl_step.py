@@ -26,7 +26,7 @@ from pipeline.transport.ledger import Ledger
 from pipeline.transport.sample_records import EvalResult, Group, PreparedGroup, Sample
 from pipeline.transport.shared_state import SharedState
 from pipeline.transport.staleness import StalenessGate
-from slurm.submission.compose_config import compose_config
+from tests.fakes.composed_config import compose_cached
 
 PROMPTS, STEPS = 2, 5
 
@@ -95,7 +95,7 @@ def test_a_commit_after_lost_streams_has_the_number_of_steps_that_model_and_ledg
     tmp_path: Path, lost_after: int
 ) -> None:
     sizes = [f"training.prompts_per_step={PROMPTS}", f"training.steps={STEPS}", "training.eval_every=0"]
-    config = compose_config(["experiment=demo", *sizes])
+    config = compose_cached(["experiment=demo", *sizes])
     dispatch, ledger = CountingDispatch(), Ledger()
     publisher: Any = Mock(**{"wait_until_synced.return_value": {}, "start.return_value": {}})
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
@@ -118,7 +118,7 @@ def test_samples_that_were_cut_off_count_no_token_when_they_are_masked() -> None
 
 def test_a_step_whose_samples_were_all_cut_off_is_over_like_any_other(tmp_path: Path) -> None:
     sizes = [f"training.prompts_per_step={PROMPTS}", "training.steps=2", "training.eval_every=0"]
-    config = compose_config(["experiment=demo", "training.mask_truncated=true", *sizes])
+    config = compose_cached(["experiment=demo", "training.mask_truncated=true", *sizes])
     dispatch, ledger, job = CountingDispatch(), Ledger(), cast(RlJob, jobs_of(config)[-1])
     publisher: Any = Mock(**{"wait_until_synced.return_value": {}, "start.return_value": {}})
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
@@ -135,7 +135,7 @@ def test_a_step_whose_samples_were_all_cut_off_is_over_like_any_other(tmp_path: 
 @pytest.mark.parametrize("mismatch", [0.2, 0.3])
 def test_a_run_whose_servers_do_not_compute_with_the_trainers_weights_ends(tmp_path: Path, mismatch: float) -> None:
     sizes = [f"training.prompts_per_step={PROMPTS}", "training.steps=3", "training.eval_every=0"]
-    config = compose_config(["experiment=demo", "training.metrics=none", *sizes])
+    config = compose_cached(["experiment=demo", "training.metrics=none", *sizes])
     dispatch, ledger, job = CountingDispatch({"mismatch": mismatch}), Ledger(), cast(RlJob, jobs_of(config)[-1])
     publisher: Any = Mock(**{"wait_until_synced.return_value": {}, "start.return_value": {}})
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:
@@ -179,7 +179,7 @@ def prepared(position: int, finish: Literal["stop", "length"] = "stop") -> Prepa
 
 
 def test_models_are_warmed_up_while_servers_start() -> None:
-    config, told = compose_config(["experiment=demo"]), Mock()
+    config, told = compose_cached(["experiment=demo"]), Mock()
     told.wait_until_synced.return_value = {}
     dispatch: Any = CountingDispatch()
     job = cast(RlJob, jobs_of(config)[-1])
@@ -231,7 +231,7 @@ def test_servers_keep_the_first_weights_until_these_are_evaluated_while_steps_tr
     tmp_path: Path, max_lag: int, steps: int, arrives: int, every: int, published: list[int]
 ) -> None:
     sizes = [f"training.prompts_per_step={PROMPTS}", f"training.steps={steps}", f"training.eval_every={every}"]
-    config = compose_config(["experiment=demo", f"training.max_lag={max_lag}", *sizes])
+    config = compose_cached(["experiment=demo", f"training.max_lag={max_lag}", *sizes])
     publisher: Any = Mock(**{"wait_until_synced.return_value": {}, "start.return_value": {}})
     logged: list[int] = []
     with FileStreams(AttemptPaths(tmp_path, "r", "a-0"), 1 << 20) as streams:

@@ -13,12 +13,13 @@ from pipeline.config.routing_shape import check_routing_replay
 from pipeline.errors import ConfigError
 from pipeline.tinker.server_pools import pool_of
 from pipeline.tinker.tinker_records import Pool
-from slurm.submission.compose_config import compose_config, config_groups
+from slurm.submission.compose_config import config_groups
+from tests.fakes.composed_config import compose_cached
 
 
 @pytest.mark.parametrize("loss", config_groups()["loss"])
 def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
-    check_run(compose_config(["experiment=demo", f"loss={loss}"]))
+    check_run(compose_cached(["experiment=demo", f"loss={loss}"]))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
     ],
 )
 def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
-    check_run(compose_config(["experiment=demo", *overrides]))
+    check_run(compose_cached(["experiment=demo", *overrides]))
 
 
 SFT = ("training.steps=0", "training.sft.steps=5")
@@ -57,7 +58,7 @@ TAUGHT = ("teacher.url=http://x/v1", "teacher.model=wise")
     ],
 )
 def test_sft_alone_is_held_to_no_rule_of_what_is_sampled(overrides: list[str]) -> None:
-    check_run(compose_config(["experiment=demo", *SFT, *overrides]))
+    check_run(compose_cached(["experiment=demo", *SFT, *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_sft_alone_is_held_to_no_rule_of_what_is_sampled(overrides: list[str]) -
 )
 def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_run(compose_config(["experiment=demo", *overrides]))
+        check_run(compose_cached(["experiment=demo", *overrides]))
     assert said in str(refused.value)
 
 
@@ -159,7 +160,7 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
 )
 def test_what_cannot_is_refused_with_its_mend(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_config(compose_config(["experiment=demo", *overrides]))
+        check_config(compose_cached(["experiment=demo", *overrides]))
     assert said in str(refused.value)
 
 
@@ -194,7 +195,7 @@ def test_mini_batches_of_a_run_are_of_one_size() -> None:
     with pytest.raises(
         ConfigError, match=r"divisor of training\.prompts_per_step \(32\), since each takes whole prompts"
     ):
-        check_run(compose_config(["experiment=demo", "training.mini_batches=3"]))
+        check_run(compose_cached(["experiment=demo", "training.mini_batches=3"]))
 
 
 ON_GPUS = ("resources.device=cuda", "resources.trainer.gpus=1", "resources.inference.gpus=2")
@@ -204,7 +205,7 @@ ON_GPUS = ("resources.device=cuda", "resources.trainer.gpus=1", "resources.infer
 def test_a_run_with_tensor_parallel_servers_passes_however_its_weights_or_adapters_travel(
     backend: str, rank: int
 ) -> None:
-    check_run(compose_config(["experiment=demo", *ON_GPUS, f"inference.backend={backend}", f"model.lora.rank={rank}"]))
+    check_run(compose_cached(["experiment=demo", *ON_GPUS, f"inference.backend={backend}", f"model.lora.rank={rank}"]))
 
 
 @pytest.mark.parametrize(
@@ -217,17 +218,17 @@ def test_a_run_with_tensor_parallel_servers_passes_however_its_weights_or_adapte
 )
 def test_servers_on_gpus_that_cannot_be_are_refused(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_run(compose_config(["experiment=demo", *ON_GPUS, "inference.backend=nccl", override]))
+        check_run(compose_cached(["experiment=demo", *ON_GPUS, "inference.backend=nccl", override]))
     assert said in str(refused.value)
 
 
 def test_an_adapter_that_is_there_passes(tmp_path: Path) -> None:
-    check_config(compose_config(["experiment=demo", "model.lora.rank=4", f"model.lora.adapter={tmp_path}"]))
+    check_config(compose_cached(["experiment=demo", "model.lora.rank=4", f"model.lora.adapter={tmp_path}"]))
 
 
 @pytest.mark.parametrize("name", ["gsm8k.v2", "-a", "a b"])
 def test_a_set_has_a_name_that_can_be_part_of_a_key(name: str) -> None:
-    tree = compose_config(["experiment=demo"]).model_dump(mode="json")
+    tree = compose_cached(["experiment=demo"]).model_dump(mode="json")
     tree["evaluation"]["sets"] = {name: {"samples": 1}}
     with pytest.raises(
         ConfigError, match=f"^evaluation.sets.{name}='{name}': expected at most 63 letters, digits, `_`, "
@@ -246,7 +247,7 @@ def test_a_set_has_a_name_that_can_be_part_of_a_key(name: str) -> None:
     ],
 )
 def test_prefixes_are_shared_where_that_was_run_unless_one_says(overrides: list[str], shares: bool) -> None:
-    assert compose_config(["experiment=demo", *overrides]).shares_prefixes is shares
+    assert compose_cached(["experiment=demo", *overrides]).shares_prefixes is shares
 
 
 SAMPLING = "serve.sampling=true"
@@ -264,12 +265,12 @@ WHOLE = ("serve.whole_servers=1", "serve.whole_models=true")
 )
 def test_servers_for_clients_need_models_and_one_is_left_for_the_base(overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_run(compose_config(["experiment=tinker", *overrides]))
+        check_run(compose_cached(["experiment=tinker", *overrides]))
 
 
 def test_servers_for_clients_may_be_of_whole_models_and_other_bases() -> None:
     bases = ["serve.bases={org/other: /models/other}", "serve.base_servers=1"]
-    run = compose_config(["experiment=tinker", SAMPLING, *WHOLE, *bases, "resources.inference.servers=3"])
+    run = compose_cached(["experiment=tinker", SAMPLING, *WHOLE, *bases, "resources.inference.servers=3"])
     check_run(run)
     assert [pool_of(run.serve, index) for index in range(4)] == [Pool(whole=True), Pool("org/other"), Pool(), Pool()]
 
@@ -278,7 +279,7 @@ def replayed(folder: Path, *overrides: str, **model: object) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "any", "num_hidden_layers": 48} | model))
     (folder / "tokenizer.json").touch()
     replay = ("training.routing_replay=rollout", f"model.path={folder}", "model.init=random")
-    check_routing_replay(compose_config(["experiment=demo", *replay, *overrides]))
+    check_routing_replay(compose_cached(["experiment=demo", *replay, *overrides]))
 
 
 MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8}
@@ -296,4 +297,4 @@ def test_routing_replay_is_for_mixtures_in_runs_that_sample(tmp_path: Path) -> N
 
 def test_the_auxiliary_loss_of_routers_is_refused_for_clients_models() -> None:
     with pytest.raises(ConfigError, match=r"optim\.router_aux_loss_coef=0\.01: expected 0 with serve\.enabled"):
-        check_run(compose_config(["experiment=tinker", "optim.router_aux_loss_coef=0.01"]))
+        check_run(compose_cached(["experiment=tinker", "optim.router_aux_loss_coef=0.01"]))

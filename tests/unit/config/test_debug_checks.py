@@ -6,7 +6,7 @@ from pipeline.config import debug_checks
 from pipeline.config.cross_checks import check_run
 from pipeline.config.debug_keys import in_window
 from pipeline.errors import ConfigError
-from slurm.submission.compose_config import compose_config
+from tests.fakes.composed_config import compose_cached
 
 SFT = ("training.steps=0", "training.sft.steps=5")
 GPU = ("resources.device=cuda", "resources.trainer.gpus=1", "resources.inference.gpus=1")
@@ -23,7 +23,7 @@ GPU = ("resources.device=cuda", "resources.trainer.gpus=1", "resources.inference
     ],
 )
 def test_what_can_be_traced_or_debugged_passes(overrides: list[str]) -> None:
-    check_run(compose_config(["experiment=demo", *overrides]))
+    check_run(compose_cached(["experiment=demo", *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_can_be_traced_or_debugged_passes(overrides: list[str]) -> None:
 )
 def test_what_cannot_be_traced_or_debugged_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_run(compose_config(["experiment=demo", *overrides]))
+        check_run(compose_cached(["experiment=demo", *overrides]))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_traced_or_debugged_is_refused(overrides: list[str], mess
 )
 def test_a_value_out_of_its_bounds_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        compose_config(["experiment=demo", override])
+        compose_cached(["experiment=demo", override])
     assert message in str(refused.value)
 
 
@@ -73,4 +73,4 @@ def test_a_window_has_its_first_and_its_last_step_and_an_empty_one_has_none() ->
 def test_an_ide_s_debugger_that_is_not_installed_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(debug_checks, "find_spec", {"debugpy": None}.get)
     with pytest.raises(ConfigError, match=r"debugpy is not installed; .* -m pip install 'debugpy>=1.8', or leave"):
-        check_run(compose_config(["experiment=demo", "debug.role=actor", "debug.tool=debugpy"]))
+        check_run(compose_cached(["experiment=demo", "debug.role=actor", "debug.tool=debugpy"]))

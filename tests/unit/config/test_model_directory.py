@@ -19,7 +19,7 @@ from pipeline.config.model_directory import (
 )
 from pipeline.config.routing_shape import RoutingShape, shape_of_model
 from pipeline.errors import ConfigError
-from slurm.submission.compose_config import compose_config
+from tests.fakes.composed_config import compose_cached
 
 LORA = LoraConfig(rank=4)
 
@@ -71,20 +71,20 @@ def test_no_adapter_stays_none() -> None:
 
 def test_a_directory_with_weights_is_pretrained_unless_random_ones_are_asked_for(base: Path) -> None:
     for overrides in (["experiment=sft"], ["experiment=sft", "model=tiny_text"], ["experiment=tinker"]):
-        model = compose_config([*overrides, f"model.path={base}"]).model
+        model = compose_cached([*overrides, f"model.path={base}"]).model
         assert model_directory(model) == base
         assert located_model(model).init == "pretrained"
         assert describe_weights(model) == f"weights: pretrained from {base}"
-    asked = compose_config(["experiment=sft", f"model.path={base}", "model.init=random"]).model
+    asked = compose_cached(["experiment=sft", f"model.path={base}", "model.init=random"]).model
     assert located_model(asked).init == "random"
     assert describe_weights(asked) == f"weights: random ones in the shape of {base}"
 
 
 def test_only_a_built_in_model_is_random_by_itself(base: Path) -> None:
-    assert located_model(compose_config(["experiment=demo"]).model).init == "random"
+    assert located_model(compose_cached(["experiment=demo"]).model).init == "random"
     (base / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"expected \*\.safetensors .* model\.init=random"):
-        model_directory(compose_config(["experiment=sft", f"model.path={base}"]).model)
+        model_directory(compose_cached(["experiment=sft", f"model.path={base}"]).model)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from pipeline.errors import RunStateError
 from pipeline.run.paths import RunPaths
 from pipeline.utils import shared_files
 from slurm.registry import code_snapshot, run_registry
-from slurm.submission.compose_config import compose_config
+from tests.fakes.composed_config import compose_cached
 
 
 def demo(output: Path, *overrides: str) -> RunConfig:
-    return compose_config(["experiment=demo", f"output={output}", *overrides])
+    return compose_cached(["experiment=demo", f"output={output}", *overrides])
 
 
 @pytest.fixture

@@ -20,13 +20,13 @@ from pipeline.run.paths import RunPaths, SweepPaths
 from pipeline.run.run_documents import Finished
 from pipeline.utils import shared_files
 from slurm.registry import run_registry
-from slurm.submission.compose_config import compose_config
+from tests.fakes.composed_config import compose_cached
 
 WAYS_ON = r"; restore it, or start over with resume=scratch, which moves what is there to .*/aside$"
 
 
 def demo(output: Path, *overrides: str) -> RunConfig:
-    return compose_config(["experiment=demo", f"output={output}", *overrides])
+    return compose_cached(["experiment=demo", f"output={output}", *overrides])
 
 
 def begun(output: Path, *overrides: str, attempt: str = "a-0") -> RunPaths:

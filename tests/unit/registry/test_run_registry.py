@@ -16,13 +16,13 @@ from pipeline.run.run_documents import Finished
 from pipeline.utils import shared_files
 from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import ENDED, PENDING, RUNNING, JobQueue, QueuedJob
-from slurm.submission.compose_config import compose_config
+from tests.fakes.composed_config import compose_cached
 from tests.fakes.scheduler import FakeScheduler
 from tests.support.strangers import as_stranger, needs_another_user, shared_directory
 
 
 def demo(output: Path, *overrides: str) -> RunConfig:
-    return compose_config(["experiment=demo", f"output={output}", *overrides])
+    return compose_cached(["experiment=demo", f"output={output}", *overrides])
 
 
 def test_the_first_submission_freezes_config_identity_and_code(tmp_path: Path) -> None:

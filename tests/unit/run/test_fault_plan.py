@@ -11,7 +11,7 @@ from pipeline.run.fault_moments import FaultMoments, FaultRecords
 from pipeline.run.fault_plan import GRAMMAR, TARGETS, Fault, parse_faults
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.utils.disk_faults import FileOperation, Rule
-from slurm.submission.compose_config import compose_config
+from tests.fakes.composed_config import compose_cached
 
 
 def test_a_fault_has_a_kind_a_target_and_a_moment() -> None:
@@ -115,7 +115,7 @@ def test_equal_faults_have_different_records() -> None:
 )
 def test_a_wrong_fault_is_refused_with_its_wrong_part_and_the_grammar(fault: str, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        compose_config(["experiment=demo", f"faults=[kill:redis@5s, {fault}]"])
+        compose_cached(["experiment=demo", f"faults=[kill:redis@5s, {fault}]"])
     assert f"in {fault!r}, {problem}" in str(refused.value)
     assert GRAMMAR in str(refused.value)
 
@@ -133,16 +133,16 @@ def test_a_wrong_fault_is_refused_with_its_wrong_part_and_the_grammar(fault: str
 )
 def test_a_fault_that_cannot_happen_is_refused(fault: str, override: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        check_config(compose_config(["experiment=demo", override, f"faults={fault}"]))
+        check_config(compose_cached(["experiment=demo", override, f"faults={fault}"]))
 
 
 def test_faults_need_no_quotes_on_the_command_line() -> None:
     bare = "kill:inference[0]@step=7,stop:trainer@save"
     for text in (f"faults=[{bare}]", f"faults={bare}", f"+faults=[ {bare} ]"):
-        assert compose_config(["experiment=demo", text]).faults == ("kill:inference[0]@step=7", "stop:trainer@save")
+        assert compose_cached(["experiment=demo", text]).faults == ("kill:inference[0]@step=7", "stop:trainer@save")
     ends = {"slow": "=2s@9s", "late": "=2s", "partition": "[1]=2s@9s"}
     texts = [f"{kind}:{targets[0]}{ends.get(kind, '@9s')}" for kind, targets in TARGETS.items()]
-    assert all(compose_config(["experiment=demo", f"faults={text}"]).faults == (text,) for text in texts)
+    assert all(compose_cached(["experiment=demo", f"faults={text}"]).faults == (text,) for text in texts)
 
 
 @pytest.fixture

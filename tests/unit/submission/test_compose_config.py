@@ -10,6 +10,7 @@ from pipeline.config.run_identity import OPERATIONAL, differences, identity_dige
 from pipeline.errors import ConfigError
 from pipeline.transport.redis_streams import MORE_MEMORY
 from slurm.submission import compose_config
+from tests.fakes.composed_config import compose_cached
 
 
 @pytest.mark.parametrize("experiment", compose_config.config_groups()["experiment"])
@@ -76,6 +77,18 @@ def test_keys_that_no_file_mentions_can_be_set() -> None:
     config = compose_config.compose_config(["experiment=demo", "optim.eps=1e-6", "task.options.digits=1"])
     assert config.optim.eps == 1e-6
     assert config.task.options["digits"] == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["experiment=demo", "loss.kl=0.1", "loss=ppo", "reward.functions=a:f"],
+        ["loss.kl=1e-1", "experiment=tinker", "serve.bases={org/other: /models/other}"],
+        ["experiment=demo", "cluster=slurm", "faults=[kill:inference[0]@step=7]", "+cluster.sbatch.reservation=a"],
+    ],
+)
+def test_the_tests_cached_composition_is_hydras(overrides: list[str]) -> None:
+    assert compose_cached(overrides) == compose_config.compose_config(overrides)
 
 
 def test_every_key_is_documented() -> None:

@@ -29,8 +29,9 @@ from pipeline.train.loop.evaluations import schedules_of
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import wait_for
 from slurm.submission import evaluate_model
-from slurm.submission.compose_config import compose_config, compose_over
+from slurm.submission.compose_config import compose_over
 from slurm.submission.evaluate_model import compose_evaluation, main, table_of
+from tests.fakes.composed_config import compose_cached
 from tests.fakes.inline_calls import InlineCalls
 from tests.fakes.run_directory import FakeRun
 from tests.patience import WAIT_SECONDS
@@ -41,7 +42,7 @@ SETS = ("evaluation.sets.p.samples=4", "evaluation.sets.p.temperature=0.8")
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     """A finished run of SFT and RL with a model, kept as a submission keeps it."""
-    config = compose_config(["experiment=demo", "name=demo", f"output={tmp_path}", *SETS])
+    config = compose_cached(["experiment=demo", "name=demo", f"output={tmp_path}", *SETS])
     made = FakeRun(tmp_path / "demo", config)
     a_model(made.paths.model)
     made.finish(150)
@@ -114,7 +115,7 @@ def test_a_model_of_which_only_sets_are_asked_has_no_held_out_prompts_of_its_own
 
 def test_a_run_of_sft_alone_is_asked_what_is_named(tmp_path: Path) -> None:
     overrides = ["experiment=demo", "name=sft", f"output={tmp_path}", "training.steps=0"]
-    tuned = FakeRun(tmp_path / "sft", compose_config(overrides))
+    tuned = FakeRun(tmp_path / "sft", compose_cached(overrides))
     a_model(tuned.paths.model)
     tuned.finish(400)
     with pytest.raises(ConfigError, match="a task as well"):
@@ -125,7 +126,7 @@ def test_a_run_of_sft_alone_is_asked_what_is_named(tmp_path: Path) -> None:
 def test_settings_of_the_steps_of_a_run_are_not_those_of_its_evaluation(tmp_path: Path) -> None:
     keys = ["training.routing_replay=rollout", "faults=kill:trainer@save", "debug.profile_steps=[2,3]"]
     overrides = ["experiment=demo", "name=mixture", f"output={tmp_path}", *keys]
-    trained = FakeRun(tmp_path / "mixture", compose_config(overrides))
+    trained = FakeRun(tmp_path / "mixture", compose_cached(overrides))
     a_model(trained.paths.model)
     trained.finish(150)
     evaluated = composed([f"run={trained.root}"])
@@ -154,7 +155,7 @@ def test_its_servers_load_the_model_from_disk(run: FakeRun) -> None:
 
 def test_an_adapter_is_served_on_the_base_that_it_was_trained_on(run: FakeRun, tmp_path: Path) -> None:
     base = a_model(tmp_path / "base")
-    config = compose_config(
+    config = compose_cached(
         ["experiment=demo", "name=lora", f"model.path={base}", "model.init=pretrained", "model.lora.rank=4"]
     )
     adapted = FakeRun(tmp_path / "lora", config)
@@ -171,7 +172,7 @@ def test_a_merged_adapter_is_served_as_the_whole_model_that_was_exported(run: Fa
     base, adapter = a_model(tmp_path / "base"), tmp_path / "adapter"
     adapter.mkdir()
     lora = ["model.lora.rank=4", "model.lora.merge=true", f"model.lora.adapter={adapter}"]
-    config = compose_config(["experiment=demo", "name=lora", f"model.path={base}", "model.init=pretrained", *lora])
+    config = compose_cached(["experiment=demo", "name=lora", f"model.path={base}", "model.init=pretrained", *lora])
     merged = FakeRun(tmp_path / "lora", config)
     merged.paths.model.mkdir()
     merged.finish(5)
@@ -266,11 +267,11 @@ def test_a_command_is_refused_in_a_run_that_trains(tmp_path: Path) -> None:
     from pipeline.config.cross_checks import check_run
 
     with pytest.raises(ConfigError, match=r"evaluation\.command='echo': expected nothing in a run that trains"):
-        check_run(compose_config(["experiment=demo", "evaluation.command=[echo]"]))
+        check_run(compose_cached(["experiment=demo", "evaluation.command=[echo]"]))
 
 
 def test_overrides_upon_a_tree_keep_what_they_do_not_name() -> None:
-    tree = compose_config(["experiment=demo", "task.options.held_out=7"]).model_dump(mode="json")
+    tree = compose_cached(["experiment=demo", "task.options.held_out=7"]).model_dump(mode="json")
     laid = compose_over(tree, ["loss=gspo", "optim.lr=0.5", "resources=one_gpu", "task.options.more={a: [1, 'x y']}"])
     assert (laid["loss"]["name"], laid["optim"]["lr"]) == ("gspo", 0.5)
     assert (laid["resources"]["device"], laid["inference"]["gpu_memory"]) == ("cuda", 0.4)

@@ -10,9 +10,9 @@ import pytest
 
 from pipeline.errors import ConfigError
 from slurm.submission import submit_run
-from slurm.submission.compose_config import compose_config
 from slurm.submission.submission_warnings import _tiny_settings, check_agents, warnings_of
 from tests.fakes.chat_models import CHATML, make_chat_model
+from tests.fakes.composed_config import compose_cached
 from tests.fakes.configs import make_config
 from tests.fakes.http_server import HttpServer, Request
 
@@ -87,20 +87,20 @@ def test_a_model_of_the_users_is_not_trained_with_the_tiny_models_length_and_dty
     tmp_path: Path,
 ) -> None:
     asked = ["experiment=sft", "data.path=rows.jsonl", f"model.path={a_model_of_the_users(tmp_path)}"]
-    (said,) = _tiny_settings(compose_config(asked))
+    (said,) = _tiny_settings(compose_cached(asked))
     assert said == (
         "model.max_length=64 and model.dtype=float32 come from the default model=tiny_qwen3, not from "
         f"{tmp_path} (4096 positions and dtype bfloat16): set model.max_length to the longest sample in tokens and "
         "model.dtype=bfloat16"
     )
     for named in (["model.max_length=512"], ["model.dtype=bfloat16"]):
-        assert [*_tiny_settings(compose_config([*asked, *named]))] == []
-    assert [*_tiny_settings(compose_config(["experiment=demo"]))] == []
+        assert [*_tiny_settings(compose_cached([*asked, *named]))] == []
+    assert [*_tiny_settings(compose_cached(["experiment=demo"]))] == []
 
 
 def test_a_length_beyond_the_models_positions_is_refused_at_submission(tmp_path: Path) -> None:
     model = a_model_of_the_users(tmp_path)
-    config = compose_config(["experiment=sft", "data.path=rows.jsonl", f"model.path={model}", "model.max_length=4097"])
+    config = compose_cached(["experiment=sft", "data.path=rows.jsonl", f"model.path={model}", "model.max_length=4097"])
     with pytest.raises(ConfigError, match=r"model.max_length=4097: expected at most 4096, .*set model.max_length=4096"):
         submit_run.check_submission(config)
 
