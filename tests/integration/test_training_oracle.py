@@ -1,7 +1,8 @@
 """The real trainer (FSDP2 over gloo) against a float64 computation that shares no code with it.
 
-Every loss meets one rank and two, packed and padded, cut by rows and by tokens; every switch meets several losses; a
-third of that, and what is replicated, meets four ranks.
+Every loss runs on one rank and on two, every switch with a policy and with a critic or adapters, and what combines
+shards with replicas, shared lines or experts on four ranks. The trial `some` has more of each: every loss packed,
+padded and with shared prefixes, and a third of that on four ranks.
 Tolerances, float32 against float64 (`training_truth.FLOAT32`): log-probabilities, values and losses 1e-5, gradients
 3e-5 of the largest entry of their tensor plus 1e-6 and 3e-5 of their whole length, parameters after three AdamW steps
 5e-6 and 2e-5 of the whole way. The full product of all that, compiled layers, and the matrix of families of mixtures ×
@@ -39,6 +40,7 @@ from tests.support.oracle.ways import (
     context_cases,
     family_cases,
     mixture_cases,
+    suite_cases,
 )
 from tests.support.ranks import forked_ranks, training_ranks
 
@@ -72,7 +74,7 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def run_ranks(
-    models: Path, ranks: int, results: Path, choice: str = "some", seconds: float = 480
+    models: Path, ranks: int, results: Path, choice: str = "suite", seconds: float = 480
 ) -> dict[object, Result]:
     forked_ranks.run_ranks(ranks, training_ranks.work, models, results, choice, seconds=seconds)
     return training_ranks.read_results(results)
@@ -94,7 +96,7 @@ def check(result: Result, models: Path, case: Case, ranks: int) -> None:
             assert (result.seen.get("shared", 0) > 0) == (case.budget.packing == "shared" and case.rows != 1)
 
 
-@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in WORLDS for case in cases(ranks)], ids=str)
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in WORLDS for case in suite_cases(ranks)], ids=str)
 def test_ranks_micro_batches_and_switches_compute_what_the_oracle_does(
     case: Case, ranks: int, models: Path, results: Results
 ) -> None:
@@ -116,7 +118,7 @@ def test_metrics_do_not_depend_on_ranks_micro_batches_or_level(recipe: str, resu
     whole: dict[str, float] = {}
     levels: Counter[str] = Counter()
     for ranks in WORLDS:
-        for case in cases(ranks):
+        for case in suite_cases(ranks):
             if case.recipe == recipe and case.tied:
                 metrics = results(ranks)[case].metrics[0]
                 compared = {name: value for name, value in metrics.items() if not fewer_are_computed(name, case)}
@@ -181,7 +183,13 @@ def test_the_full_product_computes_what_the_oracle_does(ranks: int, models: Path
         check(computed[case], models, case, ranks)
 
 
-TRIALS = {"families": family_cases, "mixtures": mixture_cases, "context": context_cases, "compiled": compiled_cases}
+TRIALS = {
+    "some": cases,
+    "families": family_cases,
+    "mixtures": mixture_cases,
+    "context": context_cases,
+    "compiled": compiled_cases,
+}
 """What a trial of one list of cases is called, and its cases on so many ranks."""
 
 
@@ -190,6 +198,7 @@ TRIALS = {"families": family_cases, "mixtures": mixture_cases, "context": contex
 @pytest.mark.parametrize(
     ("trial", "ranks"),
     [
+        *product(["some"], WORLDS),
         *product(["families"], [*WORLDS, 8]),
         *product(["mixtures"], WORLDS),
         *product(["context"], [2, 4]),

@@ -1,6 +1,6 @@
 """The ways in which the ranks compute the recipes: cases, what came of one, and the mutations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -105,9 +105,28 @@ def cases(ranks: int) -> list[Case]:
     return [*plain, *switched, *_replicated(ranks), *_mixtures(ranks), *_context(ranks)]
 
 
-def _plain(turn: int) -> Iterator[Case]:
+def suite_cases(ranks: int) -> list[Case]:
+    """The cases of the suite, half of the time of `cases`: every recipe on 1 rank and on 2; each switch with a policy
+    on one of them, and with a critic or adapters on the other; every family of mixtures. On 4 ranks: what has shards
+    in addition to replicas, shared lines or experts."""
+    turn = WORLDS.index(ranks)
+    pairs = zip(*[iter(_switched(turn))] * 2, strict=True)
+    switched = [pair[(number + turn) % 2] for number, pair in enumerate(pairs)]
+    if ranks == 1:
+        plain = [*_plain(turn), *_plain(turn, places=(3,))]
+    elif ranks == 2:
+        pairs = zip(*[iter(_plain(turn))] * 2, strict=True)
+        plain = [pair[number % 2] for number, pair in enumerate(pairs)]
+        plain += [Case(recipe, tokens=24) for recipe in [*RECIPES][::3]]
+    else:
+        plain, switched = [*_plain(turn)][::8], switched[::2]
+    few = [*_replicated(ranks, few=True), *_mixtures(ranks, few=True), *_context(ranks, few=True)]
+    return [*dict.fromkeys([*plain, *switched, *few])]
+
+
+def _plain(turn: int, places: Sequence[int] = ()) -> Iterator[Case]:
     for number, recipe in enumerate(RECIPES):
-        for place in ((0,), (2, 5), (1,))[turn]:
+        for place in places or ((0,), (2, 5), (1,))[turn]:
             tokens, rows, packed = BUDGETS[(number + place) % len(BUDGETS)]
             level: MetricsLevel = ("basic", "with_entropy", "none")[(number + place) % 3]
             yield Case(recipe, tokens, rows, packed, number % 3 > 0, staged=place > 2, level=level)
@@ -122,34 +141,38 @@ def _switched(turn: int) -> Iterator[Case]:
             yield Case(recipe, rows=2, packed=packed, tied=tied, **switches)  # type: ignore[arg-type]
 
 
-def _replicated(ranks: int) -> Iterator[Case]:
+def _replicated(ranks: int, *, few: bool = False) -> Iterator[Case]:
     if ranks > 1:
-        for recipe in ("ppo", "value", "lora"):
+        for recipe in (("ppo",) if ranks == 2 else ("value", "lora")) if few else ("ppo", "value", "lora"):
             yield Case(recipe, rows=2, replicas=2, offload=recipe == "ppo")
 
 
-def _mixtures(ranks: int) -> Iterator[Case]:
+def _mixtures(ranks: int, *, few: bool = False) -> Iterator[Case]:
     if ranks == 1:
         yield from (_mixture("grpo", 1), _mixture("gspo", 1, family="glm", rows=None, tokens=24))
         yield from (_mixture("grpo", 1, family="gpt_oss", rows=None, tokens=24, replayed=new) for new in (False, True))
         yield _mixture("ppo", 1, rows=None, tokens=24, aux=AUX)
     if ranks == 2:
-        yield from (_mixture("cispo", 1), _mixture("grpo", 2), _mixture("value", 2, layers=True, reshard=True))
-        yield _mixture("cispo", 2, family="glm", checkpointing="full")
+        yield _mixture("value", 2, layers=True, reshard=True)
         yield _mixture("grpo", 1, family="gpt_oss", cp=2, rows=None, tokens=24)
         yield _mixture("lora", 2, family="gpt_oss", packed=False)
         yield _mixture("cispo", 2, family="deepseek", layers=True, checkpointing="full")
         yield _mixture("gspo", 2, aux=AUX, layers=True, reshard=True, checkpointing="full")
         yield _mixture("grpo", 1, family="glm", aux=AUX, cp=2, rows=None, tokens=24)
-        yield from (_mixture("lora", 2), _mixture("lora", 1, layers=True, checkpointing="selective"))
         yield _mixture("cispo", 2, family="glm", checkpointing="full", replayed=True)
+        yield _mixture("grpo", 2, family="mixtral", layers=True)
+    if ranks == 2 and not few:
+        yield from (_mixture("cispo", 1), _mixture("grpo", 2))
+        yield _mixture("cispo", 2, family="glm", checkpointing="full")
+        yield from (_mixture("lora", 2), _mixture("lora", 1, layers=True, checkpointing="selective"))
         yield _mixture("grpo", 1, cp=2, rows=None, tokens=24, replayed=True)
         yield _mixture("gspo", 2, family="deepseek", packed=False, replayed=True, aux=AUX)
-        yield _mixture("grpo", 2, family="mixtral", layers=True)
     if ranks == 4:
-        yield from (_mixture("sft", 2, checkpointing="full"), _mixture("gspo", 4), _mixture("grpo", 2, replicas=2))
-        yield _mixture("lora", 2, cp=2, replicas=2, aux=AUX)
-        yield from (_mixture("value", 2, cp=2, layers=True), _mixture("cispo", 4, cp=2, checkpointing="full"))
+        yield from (_mixture("grpo", 2, replicas=2), _mixture("lora", 2, cp=2, replicas=2, aux=AUX))
+        yield _mixture("cispo", 4, cp=2, checkpointing="full")
+    if ranks == 4 and not few:
+        yield from (_mixture("sft", 2, checkpointing="full"), _mixture("gspo", 4))
+        yield _mixture("value", 2, cp=2, layers=True)
 
 
 def family_cases(ranks: int) -> list[Case]:
@@ -192,7 +215,7 @@ def mixture_cases(ranks: int) -> list[Case]:
     ]
 
 
-def _context(ranks: int) -> Iterator[Case]:
+def _context(ranks: int, *, few: bool = False) -> Iterator[Case]:
     """Lines that two ranks share: packed, with shared prefixes, with whole rows and parts of rows on a rank; on 4 ranks
     beside shards and replicas."""
     if ranks == 2:
@@ -200,11 +223,13 @@ def _context(ranks: int) -> Iterator[Case]:
         yield Case("gspo", cp=2, shared=False, layers=True, tied=False)
         yield Case("value", 24, cp=2, staged=True, checkpointing="selective")
         yield Case("lora", rows=1, cp=2)
+    if ranks == 2 and not few:
         yield Case("ppo", rows=2, cp=2, offload=True)
     if ranks == 4:
         yield Case("cispo", 24, cp=2, layers=True, reshard=True)
-        yield Case("sft", 24, cp=2, shared=False)
         yield Case("value_free", 24, cp=2, replicas=2)
+    if ranks == 4 and not few:
+        yield Case("sft", 24, cp=2, shared=False)
         yield Case("lora_sft", cp=2, replicas=2, layers=True)
         yield _mixture("grpo", 4, cp=2)
 

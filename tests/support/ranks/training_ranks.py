@@ -57,6 +57,7 @@ from tests.support.oracle.ways import (
     few_compiled_cases,
     mixture_cases,
     mutations,
+    suite_cases,
 )
 
 _STACK = re.compile(r"(.+\.experts)(\.base_layer)?\.(lora_[AB])\.weight")
@@ -286,6 +287,7 @@ def read_results(path: Path) -> dict[object, Result]:
 
 
 CHOICES: dict[str, Callable[[int], list[Case]]] = {
+    "suite": suite_cases,
     "some": cases,
     "all": all_cases,
     "context": context_cases,
@@ -323,7 +325,7 @@ def compute(models: Path, results: Path, choice: str, device: Device, dtype: Dty
         adapters = find_spec("peft") is not None
         every = CHOICES[choice](site.ranks)
         chosen = [replace(case, dtype=dtype) for case in every if adapters or not RECIPES[case.recipe].lora]
-        mutated = mutations(dtype) if choice == "some" and site.ranks == 2 else {}
+        mutated = mutations(dtype) if choice in ("suite", "some") and site.ranks == 2 else {}
         lead(site, models, chosen, mutated, results)
         RankGroup(site, Case("sft").budget).close()
 
