@@ -1,12 +1,13 @@
-"""What a rank holds in memory while its model is loaded, handed to the servers for the first time, and written.
+"""What a rank holds in memory while its model is loaded, exported, saved in a checkpoint, resumed, and published.
 
     python -m tests.bench.bench_loading [--ranks 1 2 4] [--dtype bfloat16] [--experts 32]
 
 Makes a model of some 300 MB in a temporary folder (`--experts`: a mixture of that many experts in each layer), then
 a world of each size. Prints for each phase and rank the most private memory (MiB, `RssAnon`, every 2 ms) beyond what
-the process held after it had a tiny model, and what of it is more than the rank's float32 shards and, of the
-publication, its part of the version that waits for the servers; as a part of the model's bytes in its compute type that
-must not be above 0.3. Exits with 1 if it is.
+the process held after it had a tiny model, and what of it is more than the rank's float32 shards and its copy: of the
+publication, its part of the version that waits for the servers, and of a checkpoint, the shards that are being written
+while training goes on. In addition it is a part of the model's bytes in its compute type, which must not be above 0.3.
+Exits with 1 if it is. Checkpoints are of the model without an optimizer; the first keeps its copies for later ones.
 """
 
 import argparse
@@ -23,11 +24,13 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from pipeline.checkpoints import TrainerState, newest_checkpoint
 from pipeline.config import InferenceConfig, ModelConfig
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.train.batching.packing import Budget
 from pipeline.train.controller.lead_or_serve import run_controller_or_worker
+from pipeline.train.controller.model_saving import await_save, load_models, stage_models, start_save
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import RankState
 from pipeline.train.loop.weight_publisher import WeightPublisher
@@ -38,7 +41,7 @@ from tests.support.models.tiny import tiny_network
 
 MARGIN = 0.3
 MIB = 1 << 20
-COLUMNS = ("ranks", "phase", "rank", "peak", "shards", "waits for servers", "beyond", "part of the model")
+COLUMNS = ("ranks", "phase", "rank", "peak", "shards", "copy", "beyond", "part of the model")
 Row = tuple[str, int, float, float, float, float, float]
 _watch: list["Peak"] = []
 
@@ -131,7 +134,21 @@ def measure(dispatch: RankGroup, model: Path, dtype: str) -> list[Row]:
         with WeightSender([], meeting, InferenceConfig(), 1.0, lambda server, version: None) as sender:
             publisher = WeightPublisher(dispatch, sender, lambda: None)
             phase("first publication", lambda: publisher.start(1), dispatch.layout("policy").bytes)
+    shards = sum(memory["policy"].model for memory in dispatch.memory())
+    with tempfile.TemporaryDirectory() as out:
+        phase("checkpoint", lambda: save(dispatch, out), shards)
+        checkpoint = newest_checkpoint(out)
+        assert checkpoint is not None
+        phase("resume", lambda: load_models(dispatch, checkpoint, ["policy"]), shards)
     return rows
+
+
+def save(dispatch: RankGroup, root: str) -> None:
+    """Write a checkpoint, and wait until it is complete."""
+    parts = stage_models(dispatch, ["policy"])
+    start_save(dispatch, root, "1-0", TrainerState(job="rl", step=1, models=("policy",)), parts, keep=1)
+    await_save(dispatch, "the checkpoint")
+    dispatch.saver.result()
 
 
 def rank_main(model: Path, dtype: str, out: Path) -> None:
