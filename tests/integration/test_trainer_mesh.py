@@ -1,4 +1,9 @@
-"""Meshes of four real ranks: replicas (HSDP), spread experts (EP) and shared lines (CP) train as one sharded model."""
+"""Meshes of four real ranks: replicas (HSDP), spread experts (EP) and shared lines (CP) train as one sharded model.
+
+A trial loads the checkpoint of each mesh of 1, 2, 4 and 8 ranks on each of them:
+
+    python -m pytest -m trial tests/integration/test_trainer_mesh.py
+"""
 
 from pathlib import Path
 
@@ -6,7 +11,7 @@ import pytest
 
 from tests.support.models.tiny import write_tiny
 from tests.support.oracle.cases import write_model, write_models
-from tests.support.ranks import mesh_ranks
+from tests.support.ranks import mesh_pairs, mesh_ranks
 from tests.support.ranks.forked_ranks import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -41,3 +46,19 @@ def test_ranks_that_share_lines_train_as_one_model_and_checkpoints_go_from_mesh_
     model = tmp_path / "model"
     write_model(model, tied=False)
     run_ranks(4, mesh_ranks.work_of_context, model, tmp_path, seconds=240)
+
+
+@pytest.mark.trial
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("mixture", [False, True], ids=["dense", "mixture"])
+def test_the_checkpoint_of_each_mesh_is_loaded_on_each(mixture: bool, tmp_path: Path) -> None:
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    if mixture:
+        write_mixture(model)
+    else:
+        write_model(model, tied=False)
+    saved.mkdir()
+    for saves in (True, False):
+        for ranks in mesh_pairs.WORLDS:
+            run_ranks(ranks, mesh_pairs.work, ranks, model, saved, mixture, saves, seconds=1400)
+    assert len([*saved.iterdir()]) == sum(len(mesh_pairs.meshes(ranks, mixture)) for ranks in mesh_pairs.WORLDS)
