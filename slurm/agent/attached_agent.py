@@ -18,6 +18,7 @@ from typing import Literal
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, RendezvousError, RollcallError
 from pipeline.roles.role_context import RoleContext, read_config
+from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.completion import is_finished
 from pipeline.run.events import Events
 from pipeline.run.joined_servers import JoinedServer, JoinedServers
@@ -49,6 +50,9 @@ RECORD_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _OBSERVED_RANKS = 4
 """Ranks of the run's job whose heartbeats show that the attempt runs. A single one may be lost and replaced."""
+_MISSED_HEARTBEATS = 3
+"""Heartbeats by which an attached agent waits longer for the attempt's agents than these wait for each other, so that a
+spare node can take the place of a lost one meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class AttachedNode:
         own = World(run_id=self._run_id, attempt=name, epoch=0, leader=rank, secret=world.secret, placements=placements)
         retry_transient("the world", lambda: shared_files.write_document(paths.world, own), FINAL_WRITE_TIMEOUT)
         contexts = [RoleContext(paths, self._config, own, placement) for placement in placements]
-        watch, joined = AttemptWatch(self._job, attempt, world, self._config), JoinedServers(attempt)
+        watch, joined = AttemptWatch(self._job, attempt, self._config), JoinedServers(attempt)
         try:
             with HeartbeatFile(paths, rank):
                 end = AttachedSupervisor(
@@ -191,7 +195,7 @@ def _serveable(job: AttachedPaths, ended: str) -> _Served | None:
     attempt = current_attempt(job)
     if attempt is None or attempt.attempt == ended or Events(attempt).read_all():
         return None
-    world = shared_files.read_document(attempt.world, World)
+    world = WorldRevisions(attempt).newest()
     return None if world is None else _Served(attempt, world)
 
 
@@ -205,14 +209,12 @@ def current_attempt(job: AttachedPaths) -> AttemptPaths | None:
 class AttemptWatch:
     """Whether the attempt that is served has ended: by its events, by a later attempt, or by its agents' silence."""
 
-    def __init__(
-        self, job: AttachedPaths, attempt: AttemptPaths, world: World, config: RunConfig, clock: Clock = CLOCK
-    ) -> None:
+    def __init__(self, job: AttachedPaths, attempt: AttemptPaths, config: RunConfig, clock: Clock = CLOCK) -> None:
         seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
         self._job, self._attempt, self._clock = job, attempt, clock
-        self._events = Events(attempt)
-        ranks = sorted({placement.rank for placement in world.placements})[:_OBSERVED_RANKS]
-        self._agents = [NeighborCheck(attempt, rank, seconds, clock) for rank in ranks]
+        self._seconds = seconds + _MISSED_HEARTBEATS * TOUCH_SECONDS
+        self._events, self._worlds = Events(attempt), WorldRevisions(attempt)
+        self._agents: dict[int, NeighborCheck] = {}
         self._looks, self._silence = Deadline("a look", 0.0, clock), Deadline("a look", 0.0, clock)
 
     def end(self) -> str:
@@ -225,13 +227,23 @@ class AttemptWatch:
                 return f"attempt {self._attempt.attempt}: {next(iter(events.values())).why}"
             if self._silence.passed:
                 self._silence = Deadline("a look", TOUCH_SECONDS, self._clock)
-                silences = [agent.look() for agent in self._agents]
-                return self._superseded() or (silences[0] if all(silences) else "")
+                return self._superseded() or self._silent()
         return ""
 
     def _superseded(self) -> str:
         newest = current_attempt(self._job)
         return f"attempt {newest.attempt} follows" if newest and newest.attempt != self._attempt.attempt else ""
+
+    def _silent(self) -> str:
+        """The silence of the first ranks of the newest assignment: a spare node may have taken the place of a rank."""
+        world = self._worlds.newest()
+        ranks = sorted({placement.rank for placement in world.placements})[:_OBSERVED_RANKS] if world else []
+        self._agents = {
+            rank: self._agents.get(rank) or NeighborCheck(self._attempt, rank, self._seconds, self._clock)
+            for rank in ranks
+        }
+        silences = [agent.look() for agent in self._agents.values()]
+        return silences[0] if silences and all(silences) else ""
 
 
 class AttachedSupervisor(Supervisor):
