@@ -68,9 +68,59 @@ def register_defaults() -> None:
 def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
     """The config that `conf/` and the overrides describe; `ConfigError` for the first mistake."""
     prepared = [_prepare(text, folder) for text in overrides]
+    with _composing(overrides):
+        return _load(_compose_tree(prepared, folder))
+
+
+class ConfigComposer:
+    """`compose_config` for many points of a sweep: Hydra composes each choice of config groups only once.
+
+    Hydra applies all choices of groups before all values, so the values can be applied to a composed tree, which takes
+    a seventh of the time. The files of the folder must not change while a composer is used.
+
+        composer = ConfigComposer()
+        configs = [composer.compose(["loss=grpo", f"seed={seed}"]) for seed in range(100)]
+    """
+
+    def __init__(self, folder: Path = CONF) -> None:
+        self._folder = folder
+        self._trees: dict[tuple[str, ...], Any] = {}
+        """Composed trees by choices of groups, with their interpolations unresolved."""
+
+    def compose(self, overrides: Sequence[str]) -> RunConfig:
+        """The config that `compose_config` composes, or its error."""
+        choices = config_groups(self._folder)
+        groups: list[str] = []
+        values: list[Override] = []
+        for text in overrides:
+            prepared = _prepare(text, self._folder)
+            override = _parse(prepared)
+            if override.is_delete() or override.package:
+                return compose_config(overrides, self._folder)
+            if override.key_or_group in choices:
+                groups.append(prepared)
+            else:
+                values.append(override)
+        with _composing(overrides):
+            tree = OmegaConf.create(self._tree(tuple(groups)))
+            for override in values:
+                OmegaConf.update(tree, override.key_or_group, override.value(), force_add=True)
+            return _load(tree)
+
+    def _tree(self, groups: tuple[str, ...]) -> Any:
+        if groups not in self._trees:
+            self._trees[groups] = OmegaConf.to_container(_compose_tree(groups, self._folder), resolve=False)
+        return self._trees[groups]
+
+
+def _compose_tree(prepared: Sequence[str], folder: Path) -> DictConfig:
     register_defaults()
-    with _composing(overrides), initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-        tree = OmegaConf.to_container(compose("config", prepared), resolve=True, throw_on_missing=True)
+    with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+        return compose("config", list(prepared))
+
+
+def _load(composed: DictConfig) -> RunConfig:
+    tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     if not isinstance(tree, dict):
         raise ConfigError("conf/config.yaml", tree, "a mapping")
     config: dict[str, Any] = {str(key): value for key, value in tree.items()}

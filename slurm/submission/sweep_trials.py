@@ -29,7 +29,7 @@ from slurm.registry import sweep_manifest as manifest
 from slurm.registry.run_contents import located_config
 from slurm.registry.sweep_manifest import SweepManifest, Trial
 from slurm.scheduler.scheduler_protocol import Connect
-from slurm.submission.compose_config import Expansion, compose_config
+from slurm.submission.compose_config import ConfigComposer, Expansion
 
 Check = Callable[[RunConfig], Plan]
 """Returns the plan of a config that can be submitted; raises otherwise."""
@@ -76,10 +76,10 @@ class PreparedSweep:
 def prepare_sweep(expansion: Expansion, check: Check, connect: Connect) -> PreparedSweep:
     """Compose and check every point, and compare it with an existing run. An error names the point."""
     quiet = len(expansion.points) < _MANY or not sys.stdout.isatty()
-    configs = []
+    configs, composer = [], ConfigComposer()
     for overrides in track(expansion.points, "composing", console=console(), transient=True, disable=quiet):
         with named_point(overrides):
-            configs.append(compose_config([*expansion.base, *overrides]))
+            configs.append(composer.compose([*expansion.base, *overrides]))
     _refuse_unlike(configs)
     _refuse_equal(expansion.points, configs)
     paths = SweepPaths(directory_of(configs))

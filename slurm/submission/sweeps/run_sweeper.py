@@ -39,6 +39,7 @@ from slurm.registry import sweep_manifest
 from slurm.registry.run_contents import located_config
 from slurm.submission.compose_config import (
     CONF,
+    ConfigComposer,
     axis_ends,
     compose_config,
     prepare_fixed,
@@ -171,10 +172,10 @@ def _tried(settings: SweeperCommand, sweeper: Mapping[str, Any]) -> list[RunConf
     points = [first]
     for axis, values in enumerate(ends):
         points += [[*first[:axis], value, *first[axis + 1 :]] for value in values[1:]]
-    configs = []
+    configs, composer = [], ConfigComposer()
     for point in track(points, "composing", console=console(), transient=True, disable=len(points) < _MANY):
         with named_point(point):
-            configs.append(compose_config([*settings.fixed, *point]))
+            configs.append(composer.compose([*settings.fixed, *point]))
     return configs
 
 

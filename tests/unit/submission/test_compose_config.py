@@ -66,6 +66,9 @@ def test_a_mistake_is_named_with_its_mend(override: str, said: str) -> None:
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+    with pytest.raises(ConfigError) as of_point:
+        compose_cached(["experiment=demo", override])
+    assert str(of_point.value) == str(caught.value)
 
 
 def test_a_run_needs_a_name() -> None:
@@ -85,10 +88,25 @@ def test_keys_that_no_file_mentions_can_be_set() -> None:
         ["experiment=demo", "loss.kl=0.1", "loss=ppo", "reward.functions=a:f"],
         ["loss.kl=1e-1", "experiment=tinker", "serve.bases={org/other: /models/other}"],
         ["experiment=demo", "cluster=slurm", "faults=[kill:inference[0]@step=7]", "+cluster.sbatch.reservation=a"],
+        ["experiment=demo", "optim.lr=1e-3", "optim.lr=1e-2", "optim.eps=${optim.lr}"],
+        ["experiment=demo", "~training.steps"],
     ],
 )
-def test_the_tests_cached_composition_is_hydras(overrides: list[str]) -> None:
+def test_a_composer_of_many_configs_composes_what_hydra_does(overrides: list[str]) -> None:
     assert compose_cached(overrides) == compose_config.compose_config(overrides)
+
+
+def test_a_composer_keeps_no_point_of_another_and_resolves_last(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "name: a\ndefaults: [schema_defaults, _self_]\noptim: {lr: 2, eps: '${optim.lr}'}"
+    )
+    composer = compose_config.ConfigComposer(tmp_path)
+    needed = ["model.path=m", "task.name=t", "loss.name=grpo", "training.steps=1", "training.prompts_per_step=1"]
+    for lr in (0.5, 0.25):
+        overrides = [*needed, "cluster.scheduler=local", f"optim.lr={lr}"]
+        config = composer.compose(overrides)
+        assert (config.optim.lr, config.optim.eps) == (lr, lr)
+        assert config == compose_config.compose_config(overrides, tmp_path)
 
 
 def test_every_key_is_documented() -> None:
