@@ -79,7 +79,9 @@ class LargerPlan(NamedTuple):
 
     def config(self, *overrides: str) -> RunConfig:
         """The run of `experiment=math` with these keys."""
-        return compose_config(["experiment=math", f"model.max_length={LENGTH}", *self.keys.split(), *overrides])
+        return compose_config(
+            ["experiment=math", f"model.max_length={LENGTH}", "rollout.max_tokens=1024", *self.keys.split(), *overrides]
+        )
 
 
 LARGER = (

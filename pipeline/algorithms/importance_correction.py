@@ -5,6 +5,8 @@ the sampler had older weights. With w = exp(old_logprobs − sampler_logprobs) o
 multiplied by a bounded weight without a gradient. KL and entropy terms are not weighted.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,12 +16,17 @@ from pipeline.algorithms.policy_losses import Terms, ratio
 from pipeline.errors import TrainingError
 
 
-def apply_correction(loss_N: Tensor, tokens: LossTokens, *, tis: str, tis_cap: float) -> Terms:
+def apply_correction(
+    loss_N: Tensor, tokens: LossTokens, *, tis: str, tis_cap: float, tis_low: float = 0.0, sequence_mask: float = 0.0
+) -> Terms:
     """The loss of each token times its weight by `tis`: [N], and metrics.
 
     - `none`: 1.
     - `truncate`: min(w, tis_cap), truncated importance sampling (Yao et al. 2025).
-    - `mask`: w, or 0 outside of 1 / tis_cap … tis_cap: masked importance sampling.
+    - `mask`: w, or 0 outside of tis_low … tis_cap: masked importance sampling (IcePop, Ling team 2025).
+
+    With `sequence_mask` above 0 it is 0 too for all tokens of a row whose geometric mean of w is outside of
+    1 / (1 + sequence_mask) … 1 + sequence_mask. Tokens of other rows keep their weight.
 
     Raises `TrainingError` if `tis` is not `none` and the rows have no old log-probabilities.
     """
@@ -32,10 +39,10 @@ def apply_correction(loss_N: Tensor, tokens: LossTokens, *, tis: str, tis_cap: f
     if tis == "none":
         return loss_N, watched
     w_N = ratio(log_w_N)
-    weight_N = w_N.clamp(max=tis_cap) if tis == "truncate" else _masked(w_N, tis_cap)
+    inside_N = (w_N >= tis_low) & (w_N <= tis_cap)
+    weight_N = w_N.clamp(max=tis_cap) if tis == "truncate" else torch.where(inside_N, w_N, 0)
+    if sequence_mask:
+        # [N] → mean of each row → [N]: the log of the geometric mean of the row's ratios
+        trusted_N = tokens.row_mean(log_w_N).abs() <= math.log1p(sequence_mask)
+        weight_N = torch.where(trusted_N, weight_N, 0)
     return loss_N * weight_N, watched | {"tis_weight": weight_N, "tis_fraction": weight_N != w_N}
-
-
-def _masked(w_N: Tensor, tis_cap: float) -> Tensor:
-    inside_N = (w_N >= 1 / tis_cap) & (w_N <= tis_cap)
-    return torch.where(inside_N, w_N, 0)

@@ -27,7 +27,7 @@ def means(sums: Mapping[str, float], counted: int) -> dict[str, float]:
     metrics only:
 
     - `ess` = (Σ r)² / (counted · Σ r²), the effective sample size of the importance ratios as a fraction
-      of the tokens: 0 … 1;
+      of the tokens: 0 … 1; `tis_ess` is the same of the correction's weights;
     - `advantage_std`, `return_std` = √(mean of the squares − square of the mean);
     - `explained_variance` = 1 − Var(return − value) / Var(return): at most 1; omitted when all returns are equal.
     """
@@ -53,9 +53,9 @@ def _variance(averages: Means, name: str) -> float:
     return max(0.0, averages[f"{name}_squared"] - averages[name] ** 2)
 
 
-def _effective_samples(averages: Means) -> float | None:
-    squared = averages["ratio_squared"]
-    return averages["ratio"] ** 2 / squared if squared else None
+def _effective_samples(averages: Means, weight: str) -> float | None:
+    squared = averages[f"{weight}_squared"]
+    return averages[weight] ** 2 / squared if squared else None
 
 
 def _explained_variance(averages: Means) -> float | None:
@@ -64,7 +64,8 @@ def _explained_variance(averages: Means) -> float | None:
 
 
 _DERIVED: dict[str, tuple[str, Callable[[Means], float | None]]] = {
-    "ess": ("ratio_squared", _effective_samples),
+    "ess": ("ratio_squared", lambda averages: _effective_samples(averages, "ratio")),
+    "tis_ess": ("tis_weight_squared", lambda averages: _effective_samples(averages, "tis_weight")),
     "advantage_std": ("advantage_squared", lambda averages: _variance(averages, "advantage") ** 0.5),
     "return_std": ("return_squared", lambda averages: _variance(averages, "return") ** 0.5),
     "explained_variance": ("error_squared", _explained_variance),

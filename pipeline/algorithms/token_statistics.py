@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-SQUARED = ("ratio", "advantage", "return", "error")
+SQUARED = ("ratio", "tis_weight", "advantage", "return", "error")
 MAXIMISED = ("ratio", "log_ratio", "mismatch")
 MINIMISED = ("ratio",)
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from pipeline.algorithms.advantage_estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from pipeline.algorithms.kl_estimators import KL_ESTIMATORS
 from pipeline.algorithms.policy_losses import POLICY_LOSSES
-from pipeline.config.value_types import Fraction, NotNegative, Rate, Section
+from pipeline.config.value_types import Fraction, NotNegative, Section
 
 # A type checker reads no list of a running program; pydantic does, and names all values in its errors.
 if TYPE_CHECKING:
@@ -40,12 +40,18 @@ class LossConfig(Section):
         "optimizer steps.",
     )
     tis: Literal["none", "truncate", "mask"] = Field(
-        "truncate",
+        "mask",
         description="Importance-sampling correction of each token, by the ratio of the recomputed policy to the "
-        "sampling policy. `truncate`: weight by the ratio, at most tis_cap; `mask`: drop tokens outside of 1 "
-        "/ tis_cap … tis_cap; `none`: no correction, as needed with loss.old_logprobs=sampler.",
+        "sampling policy. `mask`: weight by the ratio, and drop tokens outside of tis_low … tis_cap; `truncate`: "
+        "weight by the ratio, at most tis_cap; `none`: no correction, as needed with loss.old_logprobs=sampler.",
     )
-    tis_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Bound of the correction's ratio.")
+    tis_cap: Annotated[float, Field(gt=1)] = Field(2.0, description="Largest ratio of the correction.")
+    tis_low: Annotated[float, Field(ge=0, lt=1)] = Field(0.5, description="Smallest ratio that is not dropped.")
+    sequence_mask: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="Drop samples whose ratio of the recomputed policy to the sampling policy, the geometric mean over "
+        "their tokens, is outside of 1 / (1 + sequence_mask) … 1 + sequence_mask, such as 0.01; 0: drop none.",
+    )
     clip_low: Annotated[float, Field(ge=0, le=1)] = Field(
         0.2, description="The ratio is clipped from below at 1 − clip_low."
     )
@@ -86,7 +92,11 @@ class LossConfig(Section):
 class CriticConfig(Section):
     """The value model, if the advantage estimator has one; it starts as the policy with a new head for one number."""
 
-    lr: Rate = Field(1e-4, description="The critic's learning rate; its optimizer otherwise has the policy's settings.")
+    lr: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0,
+        description="The critic's learning rate; its optimizer otherwise has the policy's settings. 0: 1e-5 for a "
+        "pretrained model, 1e-4 for random weights.",
+    )
     clip: Annotated[float, Field(ge=0)] = Field(
         0.2, description="Largest change of a value in one step before its loss has no gradient; 0: no limit."
     )

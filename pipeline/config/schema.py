@@ -83,7 +83,11 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: Rate = Field(1e-4, description="Peak learning rate.")
+    lr: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0,
+        description="Peak learning rate; 0: 1e-6 for a pretrained model, 1e-5 for its adapters, 1e-4 for random "
+        "weights.",
+    )
     beta1: Decay = Field(0.9, description="AdamW's first decay.")
     beta2: Decay = Field(0.95, description="AdamW's second decay.")
     eps: Rate = Field(1e-8, description="AdamW's epsilon.")
@@ -203,6 +207,14 @@ class RunConfig(Section):
     def has_reference(self) -> bool:
         """Whether RL has a reference model, for the KL divergence without a teacher."""
         return self.loss.kl > 0 and not self.teacher.url
+
+    @property
+    def drops_equal_groups(self) -> bool:
+        """Whether groups whose samples all have the same reward are dropped; `auto` is resolved."""
+        if self.training.zero_variance_groups != "auto":
+            return self.training.zero_variance_groups == "drop"
+        others = self.loss.kl > 0 or self.loss.entropy > 0 or bool(self.teacher.url)
+        return self.loss.estimator.within_group and not others
 
     @property
     def shares_prefixes(self) -> bool:

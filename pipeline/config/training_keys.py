@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.value_types import NotNegative, Positive, Rate, Seconds, Section
+from pipeline.config.value_types import Fraction, NotNegative, Positive, Rate, Seconds, Section
 
 Recomputation = Literal["none", "selective", "full"]
 """Which activations a backward pass recomputes (activation checkpointing)."""
@@ -50,7 +50,7 @@ class TrainingConfig(Section):
     )
     prompts_per_step: Positive = Field(32, description="Groups (prompts) in a batch, which one step trains.")
     max_lag: NotNegative = Field(
-        2, description="Largest number of steps between the sampling weights and the trained weights."
+        4, description="Largest number of steps between the sampling weights and the trained weights."
     )
     stale: Literal["refuse", "mask"] = Field(
         "refuse",
@@ -84,13 +84,29 @@ class TrainingConfig(Section):
         description="Experts of a mixture's tokens in the trainer: those that its routers choose (`none`), or those "
         "that the server chose when it sampled (`rollout`, also called R3).",
     )
-    zero_variance_groups: Literal["keep", "drop"] = Field(
-        "keep", description="Groups whose samples all have the same reward: `keep` or `drop` them."
+    zero_variance_groups: Literal["auto", "keep", "drop"] = Field(
+        "auto",
+        description="Groups whose samples all have the same reward: `keep` them, or `drop` them and sample others in "
+        "their place. `auto`: drop them if they have no gradient, as with a group's baseline without a KL, an entropy "
+        "bonus or a teacher.",
+    )
+    max_dropped_batches: NotNegative = Field(
+        3,
+        description="Largest number of groups with equal rewards that one step drops, in batches of prompts_per_step; "
+        "more of them fill the batch.",
     )
     mask_truncated: bool = Field(
         False,
         description="Exclude the tokens of truncated samples from the loss (DAPO's overlong filtering); their rewards "
         "always count.",
+    )
+    overlong_buffer: Fraction = Field(
+        0.0,
+        description="Soft overlong punishment (DAPO): in this last fraction of rollout.max_tokens a penalty of a "
+        "sample's reward rises from 0 to overlong_penalty. 0: none.",
+    )
+    overlong_penalty: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="The penalty of a sample that was truncated, with overlong_buffer above 0."
     )
     activation_checkpointing: Recomputation = Field(
         "none",

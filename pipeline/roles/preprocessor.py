@@ -25,6 +25,7 @@ from pipeline.roles.sample_quota import sample_store_for
 from pipeline.rollout.sample_store import TRAIN, records_of_group
 from pipeline.rollout.teacher_client import References, Teacher
 from pipeline.rollout.time_fractions import TimeFraction
+from pipeline.rollout.training_rewards import training_rewards
 from pipeline.transport import Entry, Reader, Streams, connect
 from pipeline.transport.sample_records import FILTERED, MALFORMED, Group, PreparedGroup
 from pipeline.utils import heartbeat
@@ -52,7 +53,7 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
 
     `malformed: …` when a sample is invalid: the trainer requests the position again. `failed: …` when fewer than
     `rollout.min_samples` samples succeeded; `filtered: …` when all advantages are zero and
-    `training.zero_variance_groups` is `drop`.
+    such groups are dropped (`training.zero_variance_groups`).
     """
     try:
         for sample in group.samples:
@@ -63,10 +64,9 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
         # Failures are counted by reason, so the detail after the colon is dropped.
         reason = group.failures[0].partition(":")[0] if group.failures else "too few samples"
         return PreparedGroup(group=group, outcome=f"failed: {reason}")
-    rewards = [sample.reward for sample in group.samples]
-    if config.training.zero_variance_groups == "drop" and has_zero_variance(rewards):
+    if config.drops_equal_groups and has_zero_variance([sample.reward for sample in group.samples]):
         return PreparedGroup(group=group, outcome=FILTERED)
-    advantages = sample_advantages(rewards, config.loss.advantage_estimator)
+    advantages = sample_advantages(training_rewards(group.samples, config), config.loss.advantage_estimator)
     return PreparedGroup(group=group, advantages=tuple(advantages))
 
 

@@ -68,7 +68,14 @@ def _reinforced(tokens: LossTokens, config: LossConfig) -> Terms:
     if config.old_logprobs == "recompute" and tokens.old_logprobs_N is None:
         tokens = replace(tokens, old_logprobs_N=tokens.logprobs_N.detach())
     loss_N, watched = _policy_loss(config.name).terms(tokens, config)
-    loss_N, mismatch = apply_correction(loss_N, tokens, tis=config.tis, tis_cap=config.tis_cap)
+    loss_N, mismatch = apply_correction(
+        loss_N,
+        tokens,
+        tis=config.tis,
+        tis_cap=config.tis_cap,
+        tis_low=config.tis_low,
+        sequence_mask=config.sequence_mask,
+    )
     watched |= mismatch | _basics(tokens)
     in_loss = config.kl > 0 and config.kl_in == "loss"
     # With `kl_in="reward"` the advantages already contain the penalty; here the KL is only a metric.

@@ -29,8 +29,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config import OptimConfig, RunConfig, closest_match
+from pipeline.config import ModelConfig, OptimConfig, RunConfig, closest_match
 from pipeline.config.cross_checks import check_address, check_mini_batches
+from pipeline.config.learning_rates import with_learning_rate
 from pipeline.config.value_types import Positive, Section
 from pipeline.errors import ConfigError
 from pipeline.run.paths import CHECKPOINTS, METRICS, MODEL, RunPaths
@@ -177,7 +178,8 @@ def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
     if config.has_sft:
         jobs.append(_sft_phase(config, rows))
     if config.has_rl:
-        schedule = RlSchedule(steps=config.training.steps, prompts=config.training.prompts_per_step, optim=config.optim)
+        optim = with_learning_rate(config.optim, config.model)
+        schedule = RlSchedule(steps=config.training.steps, prompts=config.training.prompts_per_step, optim=optim)
         inputs = RecordedInput(run=config.replay) if config.replay else StreamInput()
         jobs.append(RlJob(inputs=inputs, schedule=schedule))
     paths = {"optimizer_state": config.training.checkpoints or f"../{CHECKPOINTS}", "log": f"../{METRICS}"}
@@ -274,6 +276,12 @@ def _error(path: Path, details: ErrorDetails) -> ConfigError:
 def _keys() -> Iterator[str]:
     for section in (SftJob, RlJob, SftSchedule, RlSchedule, OptimConfig, PackedInput):
         yield from section.model_fields
+
+
+def with_resolved_rate(job: Job, model: ModelConfig) -> Job:
+    """The job with the learning rate that fits the policy `model`, unless its file has one."""
+    optim = with_learning_rate(job.schedule.optim, model)
+    return job.model_copy(update={"schedule": job.schedule.model_copy(update={"optim": optim})})
 
 
 def check_offline(file: Path, job: Job, config: RunConfig) -> None:

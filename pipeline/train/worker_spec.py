@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config import ModelConfig, OptimConfig, RunConfig
+from pipeline.config.learning_rates import critic_learning_rate
 from pipeline.config.training_keys import Recomputation
 
 ModelKind = Literal["policy", "critic"]
@@ -70,5 +71,5 @@ def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, 
         models["reference"] = spec("policy", config.model, None)
     if job == "rl" and loss.estimator.has_critic:
         plain = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 0})})
-        models["critic"] = spec("critic", plain, optim.model_copy(update={"lr": config.critic.lr}))
+        models["critic"] = spec("critic", plain, optim.model_copy(update={"lr": critic_learning_rate(config)}))
     return models

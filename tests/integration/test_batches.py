@@ -17,7 +17,7 @@ from pipeline.train.loop.rl import rows_of
 from pipeline.transport import Streams
 from pipeline.transport.file_streams import FileStreams
 from pipeline.transport.ledger import Ledger
-from pipeline.transport.sample_records import Group, PreparedGroup, Reissue, Sample
+from pipeline.transport.sample_records import FILTERED, Group, PreparedGroup, Reissue, Sample
 from pipeline.transport.shared_state import SharedState
 from tests.fakes.composed_config import compose_cached
 
@@ -331,3 +331,15 @@ def test_the_actor_sees_progress_also_when_nothing_is_trained(streams: Streams) 
     progress = SharedState(streams).progress()
     assert progress is not None
     assert (progress.version, progress.done) == (1, 3)
+
+
+def test_equal_groups_are_replaced_by_others_until_a_step_has_dropped_enough(streams: Streams) -> None:
+    ledger = Ledger()
+    batches = batches_of(streams, ledger, max_dropped_batches=1)
+    outcomes = [FILTERED, FILTERED, FILTERED, "train", FILTERED]
+    for position, outcome in enumerate(outcomes):
+        streams.publish(TOPIC, prepared(position, outcome=outcome))
+    groups = batches.next(0)
+    assert positions(groups) == [2, 3]  # two were dropped, the batch of one step; the third fills it
+    assert [(group.outcome, group.advantages) for group in groups] == [("train", (0.0,))] * 2
+    assert (ledger.is_done(0), ledger.is_done(2), batches.counts[FILTERED]) == (True, False, 2)

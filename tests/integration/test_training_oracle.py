@@ -171,7 +171,7 @@ def bounded(name: str, model: Path) -> Iterator[tuple[NDArray[np.float64], float
             yield np.exp(given - old_logprobs), 1 + objective.clip_high
         if objective.tis != "none":
             yield np.exp(old_logprobs - sampler_logprobs), objective.tis_cap
-            yield np.exp(old_logprobs - sampler_logprobs), 1 / objective.tis_cap
+            yield np.exp(old_logprobs - sampler_logprobs), objective.tis_low
 
 
 @pytest.mark.trial

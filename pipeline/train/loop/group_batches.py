@@ -10,14 +10,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from msgspec import structs
 
 from pipeline.config import RunConfig
 from pipeline.config.routing_shape import routing_shape
 from pipeline.errors import DeadlineError, RecordError, RollcallError, StreamError
 from pipeline.transport import Entry, Streams
 from pipeline.transport.ledger import TRAINED, BatchEntry, Ledger
-from pipeline.transport.sample_records import MALFORMED, PreparedGroup, Reissue
+from pipeline.transport.sample_records import FILTERED, MALFORMED, PreparedGroup, Reissue
 from pipeline.transport.shared_state import SharedState
 from pipeline.transport.staleness import is_refused
 
@@ -148,7 +150,7 @@ class GroupBatches:
             self._discard(entry, "duplicate")
         elif fault := self._fault(prepared):
             self._refuse(entry, fault, version)
-        elif prepared.outcome != "train":
+        elif prepared.outcome != "train" and not self._fills_batch(prepared):
             self._mark_done(position, prepared.outcome, version)
             self._discard(entry, prepared.outcome)
         elif is_refused(version, prepared.group, training.max_lag, training.stale, training.masked_finish):
@@ -159,7 +161,23 @@ class GroupBatches:
             self._overtaken.add(position)
             self._discard(entry, "stale")
         else:
-            self._pending[position] = entry
+            self._pending[position] = replace(entry, record=self._kept(prepared))
+
+    def _fills_batch(self, prepared: PreparedGroup) -> bool:
+        """Whether a group with equal rewards is trained all the same, since this step has dropped enough of them.
+
+        Otherwise a policy that solves all prompts, or none, would sample forever for one batch.
+        """
+        training = self.config.training
+        limit = training.max_dropped_batches * training.prompts_per_step
+        return prepared.outcome == FILTERED and self.counts[FILTERED] >= limit
+
+    @staticmethod
+    def _kept(prepared: PreparedGroup) -> PreparedGroup:
+        """The group as it is trained: one with equal rewards has advantages of 0."""
+        if prepared.outcome == "train":
+            return prepared
+        return structs.replace(prepared, outcome="train", advantages=(0.0,) * len(prepared.group.samples))
 
     def _fault(self, prepared: PreparedGroup) -> str:
         """Why a received group is malformed; empty if it is valid."""

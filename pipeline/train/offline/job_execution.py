@@ -47,7 +47,7 @@ from pipeline.train.offline.offline_algorithms import build_algorithm
 from pipeline.train.offline.packed_dataset import PackedRows, remove_packed
 from pipeline.train.offline.shared_visibility import wait_until_visible
 from pipeline.train.throughput import machine_of
-from pipeline.train.train_jobs import Job, PackedInput, RlJob, check_offline, read_job
+from pipeline.train.train_jobs import Job, PackedInput, RlJob, check_offline, read_job, with_resolved_rate
 from pipeline.train.worker_spec import models_of
 from pipeline.utils import atomic_dirs, heartbeat
 
@@ -112,6 +112,7 @@ def run_job_file(
     job = read_job(file)
     identity = f"{job.digest}-{file.stat().st_mtime_ns}"  # a rewritten file with equal content is a new job
     check_offline(file, job, config)
+    job = with_resolved_rate(job, config.model)
     job_log = JobLog(Path(job.log))
     job_log.clear()
     job_log.write("started", job=str(file), kind=job.kind, steps=job.steps)

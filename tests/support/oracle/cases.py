@@ -142,7 +142,9 @@ RECIPES: dict[str, Recipe] = {
     "gspo": Recipe(_loss("gspo", clip_low=0.1, clip_high=0.2), "sequence"),
     "dr_grpo": Recipe(_loss("dr_grpo", kl=0.1, kl_estimator="k2"), "fixed"),
     "dapo": Recipe(_loss("dapo", clip_high=0.28, tis="truncate", tis_cap=1.3), "token", old_logprobs=True),
-    "cispo": Recipe(_loss("cispo", tis="mask", tis_cap=1.4, entropy=0.1), "token", 0.9, old_logprobs=True),
+    "cispo": Recipe(
+        _loss("cispo", tis="mask", tis_low=0.75, tis_cap=1.4, entropy=0.1), "token", 0.9, old_logprobs=True
+    ),
     "rloo": Recipe(_loss("rloo", ratio_cap=1.5), "sequence", 1.1),
     "reinforce_pp": Recipe(_loss("reinforce_pp", kl=0.3, kl_in="reward", kl_estimator="k1"), "token"),
     "dro": Recipe(_loss("dro", beta=0.2, kl=0.1, kl_estimator="k1"), "prompt", old_logprobs=True),

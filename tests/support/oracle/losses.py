@@ -46,6 +46,8 @@ class Goal:
     max_length: int = 1
     correction: str = "none"
     tis_cap: float = 2.0
+    tis_low: float = 0.5
+    sequence_mask: float = 0.0
     beta: float = 0.05
     value_clip: float = 0.2
     aux: float = 0.0
@@ -58,10 +60,11 @@ def policy_losses(table: Tensor, row: Sequence64, goal: Goal) -> list[Tensor]:
     if goal.name == "sft":
         return [-logprob for logprob in logprobs]
     logs = [logprob - row.old_logprobs[t] for t, logprob in zip(places, logprobs, strict=True)]
+    trusted = is_trusted([row.old_logprobs[t] - row.sampler_logprobs[t] for t in places], goal)
     losses = []
     for place, t in enumerate(places):
         loss = policy_loss(logprobs[place], logs, place, row.advantages[t], row.sampler_logprobs[t], goal)
-        loss = loss * correction(row.old_logprobs[t] - row.sampler_logprobs[t], goal)
+        loss = loss * trusted * correction(row.old_logprobs[t] - row.sampler_logprobs[t], goal)
         if goal.kl:
             loss = loss + goal.kl * divergence(logprobs[place] - row.reference[t], goal.kl_estimator)
         if goal.entropy:
@@ -118,8 +121,16 @@ def correction(difference: float, goal: Goal) -> float:
     if goal.correction == "truncate":
         return min(weight, goal.tis_cap)
     if goal.correction == "mask":
-        return weight if 1 / goal.tis_cap <= weight <= goal.tis_cap else 0.0
+        return weight if goal.tis_low <= weight <= goal.tis_cap else 0.0
     return 1.0
+
+
+def is_trusted(differences: list[float], goal: Goal) -> bool:
+    """Whether a row's geometric mean of old_logprobs / sampler_logprobs is within the sequence's bounds, if any."""
+    if not goal.sequence_mask or goal.correction == "none" or not differences:
+        return True
+    average, most = math.exp(sum(differences) / len(differences)), 1 + goal.sequence_mask
+    return 1 / most <= average <= most
 
 
 def divergence(difference: Tensor, estimator: str) -> Tensor:

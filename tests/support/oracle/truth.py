@@ -139,6 +139,8 @@ def goal_of(recipe: Recipe) -> Goal:
         max_length=MAX_LENGTH,
         correction=objective.tis,
         tis_cap=objective.tis_cap,
+        tis_low=objective.tis_low,
+        sequence_mask=objective.sequence_mask,
         beta=objective.beta,
     )
 

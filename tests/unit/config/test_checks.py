@@ -119,7 +119,7 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
         (["training.stale=mask", "training.max_lag=0"], "training.stale='mask': expected refuse with training.max_lag"),
         (["training.checkpoints=s3:///"], "expected a bucket or a folder after s3://"),
         (["loss=cispo", "loss.tis=truncate"], "set loss.tis=none, or loss.old_logprobs=recompute"),
-        (["loss.old_logprobs=sampler"], "loss.tis='truncate': expected none with loss.old_logprobs=sampler"),
+        (["loss.old_logprobs=sampler"], "loss.tis='mask': expected none with loss.old_logprobs=sampler"),
         (["loss=ppo", "training.zero_variance_groups=drop"], "with equal rewards still have a gradient"),
         (["loss=reinforce_pp", "training.zero_variance_groups=drop"], "with equal rewards still have a gradient"),
         (["model.lora.adapter=somewhere"], "or set model.lora.rank above 0"),

@@ -31,6 +31,7 @@ LAYOUT = (
 RECIPE = (
     *("name", "task.options", "model.max_length", "optim.lr"),
     *("training.steps", "training.prompts_per_step", "training.max_lag"),
+    *("training.zero_variance_groups", "training.mask_truncated"),
     *("training.eval_every", "training.checkpoint_every"),
     *("training.sft.steps", "training.sft.batch", "training.sft.lr"),
     *("rollout.group_size", "rollout.max_tokens", "rollout.concurrency"),
@@ -45,7 +46,7 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
     },
     "loss": {
         "cispo": ["loss.name", "loss.clip_low", "loss.clip_high", "loss.old_logprobs", "loss.tis"],
-        "dapo": ["loss.name", "loss.clip_high"],
+        "dapo": ["loss.name", "loss.clip_high", "training.zero_variance_groups", "training.overlong_buffer"],
         "dr_grpo": ["loss.name", "loss.advantage_estimator", "loss.normalize"],
         "dro": ["loss.name", "loss.advantage_estimator", "loss.old_logprobs", "loss.tis"],
         "grpo": ["loss.name"],
@@ -76,7 +77,6 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
             *(*RECIPE, "loss.advantage_estimator", "loss.kl", "loss.kl_in", "loss.kl_estimator", "loss.gamma"),
             "reward.functions",
         ],
-        "math": [*RECIPE, *MODEL],
         "sft": [*RECIPE, "optim.schedule", "optim.warmup_steps", "training.sft.epochs"],
         "smollm2": [*RECIPE, "training.compile"],
         "tinker": [*RECIPE, "serve.enabled"],

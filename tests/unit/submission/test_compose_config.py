@@ -44,7 +44,7 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ),
         ("rollout=3", "set rollout.group_size, rollout.oversample"),
         ("optim.lr=fast", "optim.lr='fast': expected a valid number"),
-        ("optim.lr=-1", "expected greater than 0"),
+        ("optim.lr=-1", "expected greater than or equal to 0"),
         ("optim.lr=1e-4,1e-5", "expected one value"),
         ("optim.lr", "expected key=value"),
         ("loss.name=grop", "did you mean grpo?"),

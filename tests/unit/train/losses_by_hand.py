@@ -98,7 +98,7 @@ def correction(token: Token, config: LossConfig) -> float:
     if config.tis == "truncate":
         return min(w, config.tis_cap)
     if config.tis == "mask":
-        return w if 1 / config.tis_cap <= w <= config.tis_cap else 0.0
+        return w if config.tis_low <= w <= config.tis_cap else 0.0
     return 1.0
 
 

@@ -41,8 +41,8 @@ def test_a_loss_is_what_its_row_of_the_page_says(name: str) -> None:
         assert getattr(loss, key) == float(value)
     if "clips 0.2" in rest:
         assert (loss.clip_low, loss.clip_high) == (0.2, 0.2)
-    recomputed = "`old_logprobs` recompute, `tis` truncate" in rest
-    assert (loss.old_logprobs, loss.tis) == (("recompute", "truncate") if recomputed else ("sampler", "none"))
+    recomputed = "`old_logprobs` recompute, `tis` mask" in rest
+    assert (loss.old_logprobs, loss.tis) == (("recompute", "mask") if recomputed else ("sampler", "none"))
     assert (loss.kl > 0) == ("`kl` 0.01" in rest)
 
 

@@ -107,6 +107,8 @@ def test_the_mismatch_is_that_of_the_trainer_and_the_sampler_not_of_the_ratio() 
     assert found["mismatch_kl"] == pytest.approx((log_w.exp() - 1 - log_w).mean().item())
     assert found["tis_weight"] == pytest.approx(log_w.exp().clamp(max=1.5).mean().item())
     assert found["tis_fraction"] == pytest.approx((log_w.exp() > 1.5).double().mean().item())
+    factors = log_w.exp().clamp(max=1.5)
+    assert found["tis_ess"] == pytest.approx((factors.sum() ** 2 / (len(factors) * (factors**2).sum())).item())
     assert "mismatch" not in measured(
         [tokens(old_logprobs_N=None)], LossConfig(name="grpo", old_logprobs="sampler", tis="none")
     )

@@ -160,6 +160,16 @@ def test_masked_tokens_keep_their_kl_and_lose_their_policy_term() -> None:
     assert total(t, config.model_copy(update={"kl": 0.1}))[0].item() != 0
 
 
+def test_a_row_far_from_the_sampling_policy_is_dropped_whole() -> None:
+    t = tokens()
+    distances = 0.001 + 0.2 * (t.rows_N == 1)  # the second row's tokens are each a factor of 1.22 off
+    t = replace(t, old_logprobs_N=all_at(-2), sampler_logprobs_N=all_at(-2) - distances)
+    plain, masked = (LossConfig(name="grpo", sequence_mask=bound) for bound in (0.0, 0.01))
+    assert total(t, plain)[1]["tis_fraction"] == 0
+    assert total(t, masked)[1]["tis_fraction"] == (t.rows_N == 1).sum()
+    assert total(t, masked.model_copy(update={"sequence_mask": 0.3}))[0] == total(t, plain)[0]
+
+
 def test_a_correction_without_a_proximal_policy_is_refused() -> None:
     with pytest.raises(TrainingError, match="tis=mask needs old log-probabilities"):
         total(tokens(old_logprobs_N=None), LossConfig(name="grpo", old_logprobs="sampler", tis="mask"))

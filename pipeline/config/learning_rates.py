@@ -1,0 +1,24 @@
+"""Learning rates of runs that set none: `optim.lr` and `critic.lr` of 0.
+
+A pretrained model needs far smaller steps than random weights, and adapters about ten times those of all weights
+(Schulman et al. 2025, "LoRA Without Regret"). docs/algorithms.md has the sources.
+"""
+
+from pipeline.config import ModelConfig, OptimConfig, RunConfig
+from pipeline.config.model_directory import initial_weights
+
+RANDOM, PRETRAINED, ADAPTERS, CRITIC = 1e-4, 1e-6, 1e-5, 1e-5
+"""Peak learning rates of random weights, of all weights of a pretrained model, of its adapters, and of its critic."""
+
+
+def with_learning_rate(optim: OptimConfig, model: ModelConfig) -> OptimConfig:
+    """`optim` with the learning rate that fits the policy `model`, unless it has one."""
+    if optim.lr:
+        return optim
+    random = initial_weights(model) == "random"
+    return optim.model_copy(update={"lr": RANDOM if random else ADAPTERS if model.lora.rank else PRETRAINED})
+
+
+def critic_learning_rate(config: RunConfig) -> float:
+    """`critic.lr`, or the one that fits its first weights, which are the policy's or its base's."""
+    return config.critic.lr or (RANDOM if initial_weights(config.model) == "random" else CRITIC)

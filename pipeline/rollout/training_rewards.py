@@ -1,0 +1,28 @@
+"""The rewards that give advantages: those of the task, less the penalty of samples near their limit."""
+
+from collections.abc import Sequence
+
+from pipeline.algorithms.overlong_penalty import overlong_penalty
+from pipeline.config import RunConfig
+from pipeline.transport.sample_records import Sample
+
+
+def training_rewards(samples: Sequence[Sample], config: RunConfig) -> list[float]:
+    """The reward of each sample, with `training.overlong_buffer` less its penalty.
+
+    An episode of several turns has the limit of one turn for each: only its truncation is punished in full.
+    """
+    training, limit = config.training, config.rollout.max_tokens
+    if not training.overlong_buffer:
+        return [sample.reward for sample in samples]
+    return [
+        sample.reward
+        - training.overlong_penalty
+        * overlong_penalty(
+            sum(sample.sampled) // sample.turns,
+            limit,
+            training.overlong_buffer,
+            truncated=sample.finish == "length",
+        )
+        for sample in samples
+    ]
