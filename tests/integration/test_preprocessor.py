@@ -59,7 +59,7 @@ def test_where_one_group_is_not_enough_the_rewards_travel(advantage: str) -> Non
 
 
 def test_a_group_gets_what_a_teacher_says_of_it_or_fails_with_the_reason() -> None:
-    prepared = prepare_group(a_group(0, 1, 1), a_config())
+    prepared = prepare_group(a_group(0, 1, 1), a_config(zero_variance_groups="keep"))
     said = np.array([0, -1, -2], "<f4").tobytes()
     taught = attach_references(prepared, (said, said))
     assert (taught.outcome, taught.advantages, taught.references) == ("train", (0, 0), (said, said))
@@ -91,8 +91,8 @@ def test_a_group_that_cannot_be_trained_is_passed_on_with_its_reason(group: Grou
 
 def test_samples_that_score_alike_are_kept_or_dropped_as_configured() -> None:
     alike = a_group(0, 1, 1, 1, 1)
-    assert prepare_group(alike, a_config()).advantages == (0, 0, 0, 0)
-    assert prepare_group(alike, a_config(zero_variance_groups="drop")).outcome == "filtered: zero advantage"
+    assert prepare_group(alike, a_config(zero_variance_groups="keep")).advantages == (0, 0, 0, 0)
+    assert prepare_group(alike, a_config()).outcome == "filtered: zero advantage"
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ RECIPES: dict[str, Recipe] = {
     "dr_grpo": Recipe(_loss("dr_grpo", kl=0.1, kl_estimator="k2"), "fixed"),
     "dapo": Recipe(_loss("dapo", clip_high=0.28, tis="truncate", tis_cap=1.3), "token", old_logprobs=True),
     "cispo": Recipe(
-        _loss("cispo", tis="mask", tis_low=0.75, tis_cap=1.4, entropy=0.1), "token", 0.9, old_logprobs=True
+        _loss("cispo", tis="mask", tis_low=1 / 1.4, tis_cap=1.4, entropy=0.1), "token", 0.9, old_logprobs=True
     ),
     "rloo": Recipe(_loss("rloo", ratio_cap=1.5), "sequence", 1.1),
     "reinforce_pp": Recipe(_loss("reinforce_pp", kl=0.3, kl_in="reward", kl_estimator="k1"), "token"),
