@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from pipeline.algorithms.advantage_estimators import has_zero_variance, sample_advantages
+from pipeline.algorithms.advantage_estimators import has_zero_variance
 from pipeline.config import RunConfig
 from pipeline.errors import RecordError, RollcallError
 from pipeline.roles import SERVICES, RoleCommand
@@ -25,7 +25,7 @@ from pipeline.roles.sample_quota import sample_store_for
 from pipeline.rollout.sample_store import TRAIN, records_of_group
 from pipeline.rollout.teacher_client import References, Teacher
 from pipeline.rollout.time_fractions import TimeFraction
-from pipeline.rollout.training_rewards import training_rewards
+from pipeline.rollout.training_rewards import group_advantages
 from pipeline.transport import Entry, Reader, Streams, connect
 from pipeline.transport.sample_records import FILTERED, MALFORMED, Group, PreparedGroup
 from pipeline.utils import heartbeat
@@ -66,8 +66,7 @@ def prepare_group(group: Group, config: RunConfig) -> PreparedGroup:
         return PreparedGroup(group=group, outcome=f"failed: {reason}")
     if config.drops_equal_groups and has_zero_variance([sample.reward for sample in group.samples]):
         return PreparedGroup(group=group, outcome=FILTERED)
-    advantages = sample_advantages(training_rewards(group.samples, config), config.loss.advantage_estimator)
-    return PreparedGroup(group=group, advantages=tuple(advantages))
+    return PreparedGroup(group=group, advantages=group_advantages(group.samples, config))
 
 
 def attach_references(prepared: PreparedGroup, references: References | str) -> PreparedGroup:

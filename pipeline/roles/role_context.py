@@ -26,7 +26,7 @@ from pipeline.run.fault_conditions import apply_file_faults, lose_connects
 from pipeline.run.fault_plan import parse_faults
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.topology.plan import Placement, RoleName, World
-from pipeline.utils import logs, remote_debugger, shared_files
+from pipeline.utils import logs, shared_files
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, FS_OUTAGE_TIMEOUT, retry_transient
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ class RoleContext:
         role, _, index = self.config.debug.role.partition(".")
         if role != self.placement.role or int(index or 0) != process:
             return
+        from pipeline.utils import remote_debugger  # a tenth of the imports of a small role, which needs it rarely
 
         def say(text: str) -> None:
             log.warning("%s", text)

@@ -1,10 +1,16 @@
-"""The rewards that give advantages: those of the task, less the penalty of samples near their limit."""
+"""The advantages of a group's samples, from the task's rewards less the penalty of samples near their limit."""
 
 from collections.abc import Sequence
 
+from pipeline.algorithms.advantage_estimators import sample_advantages
 from pipeline.algorithms.overlong_penalty import overlong_penalty
 from pipeline.config import RunConfig
 from pipeline.transport.sample_records import Sample
+
+
+def group_advantages(samples: Sequence[Sample], config: RunConfig) -> tuple[float, ...]:
+    """The advantage of each sample of a group, by `loss.advantage_estimator`."""
+    return tuple(sample_advantages(training_rewards(samples, config), config.loss.advantage_estimator))
 
 
 def training_rewards(samples: Sequence[Sample], config: RunConfig) -> list[float]:

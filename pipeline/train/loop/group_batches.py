@@ -17,6 +17,7 @@ from msgspec import structs
 from pipeline.config import RunConfig
 from pipeline.config.routing_shape import routing_shape
 from pipeline.errors import DeadlineError, RecordError, RollcallError, StreamError
+from pipeline.rollout.training_rewards import group_advantages
 from pipeline.transport import Entry, Streams
 from pipeline.transport.ledger import TRAINED, BatchEntry, Ledger
 from pipeline.transport.sample_records import FILTERED, MALFORMED, PreparedGroup, Reissue
@@ -172,12 +173,12 @@ class GroupBatches:
         limit = training.max_dropped_batches * training.prompts_per_step
         return prepared.outcome == FILTERED and self.counts[FILTERED] >= limit
 
-    @staticmethod
-    def _kept(prepared: PreparedGroup) -> PreparedGroup:
-        """The group as it is trained: one with equal rewards has advantages of 0."""
+    def _kept(self, prepared: PreparedGroup) -> PreparedGroup:
+        """The group as it is trained, and as a replay trains it."""
         if prepared.outcome == "train":
             return prepared
-        return structs.replace(prepared, outcome="train", advantages=(0.0,) * len(prepared.group.samples))
+        advantages = group_advantages(prepared.group.samples, self.config)
+        return structs.replace(prepared, outcome="train", advantages=advantages)
 
     def _fault(self, prepared: PreparedGroup) -> str:
         """Why a received group is malformed; empty if it is valid."""

@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeline.algorithms.advantage_estimators import sample_advantages
 from pipeline.config import RunConfig
 from pipeline.rollout.recorded_groups import RecordedRun
-from pipeline.rollout.training_rewards import training_rewards
+from pipeline.rollout.training_rewards import group_advantages
 from pipeline.train.loop.group_batches import Pulse
 from pipeline.transport.ledger import TRAINED, BatchEntry, Ledger
 from pipeline.transport.sample_records import Group, PreparedGroup
@@ -56,10 +55,7 @@ class RecordedBatches:
 
     def _prepared(self, group: Group) -> PreparedGroup:
         """The group with its advantages: a function of its rewards, so that a replay may use another estimator."""
-        advantages = sample_advantages(
-            training_rewards(group.samples, self.config), self.config.loss.advantage_estimator
-        )
-        prepared = PreparedGroup(group=group, advantages=tuple(advantages))
+        prepared = PreparedGroup(group=group, advantages=group_advantages(group.samples, self.config))
         prepared.check(self.config.model.max_length, self.vocabulary)
         return prepared
 
