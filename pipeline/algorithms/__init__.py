@@ -4,6 +4,7 @@
 |---|---|
 | `policy_losses` | policy losses, token by token, and their list |
 | `importance_correction` | importance weights of the sampling policy |
+| `overlong_penalty` | the penalty of long answers |
 | `value_losses` | the loss of a critic |
 | `advantage_estimators` | from rewards to advantages, and the list of estimators |
 | `kl_estimators` | estimates of a KL divergence, and their list |

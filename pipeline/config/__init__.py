@@ -5,6 +5,7 @@
 | `schema` | the keys of model, optimizer, streams and tracking, and the whole `RunConfig` |
 | `training_keys` | the keys of training, its mesh and its SFT phase |
 | `loss_keys` | the keys of the loss, its advantages and the critic |
+| `learning_rates` | the learning rates of runs that set none |
 | `validation` | the validation of a tree of values, and its errors |
 | `key_aliases` | suggestions for unknown keys, including the names of TRL and verl |
 | `cluster_keys` | the keys of cluster and resources |

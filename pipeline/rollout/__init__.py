@@ -16,6 +16,7 @@
 | `teacher_client` | log-probabilities of sampled tokens from a served teacher model |
 | `sample_store` | samples that are saved for inspection and for replays |
 | `recorded_groups` | the trained groups of a run, read back from its ledger and its stored samples |
+| `training_rewards` | the advantages of a group's samples |
 | `time_fractions` | fractions of time |
 
 Promises that no failure of a task or a server ends the actor: the failure becomes a reason in the group.

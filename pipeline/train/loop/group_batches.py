@@ -162,7 +162,7 @@ class GroupBatches:
             self._overtaken.add(position)
             self._discard(entry, "stale")
         else:
-            self._pending[position] = replace(entry, record=self._kept(prepared))
+            self._pending[position] = replace(entry, record=self._as_trained(prepared))
 
     def _fills_batch(self, prepared: PreparedGroup) -> bool:
         """Whether a group with equal rewards is trained all the same, since this step has dropped enough of them.
@@ -173,7 +173,7 @@ class GroupBatches:
         limit = training.max_dropped_batches * training.prompts_per_step
         return prepared.outcome == FILTERED and self.counts[FILTERED] >= limit
 
-    def _kept(self, prepared: PreparedGroup) -> PreparedGroup:
+    def _as_trained(self, prepared: PreparedGroup) -> PreparedGroup:
         """The group as it is trained, and as a replay trains it."""
         if prepared.outcome == "train":
             return prepared

@@ -69,7 +69,7 @@ def test_on_a_cluster_all_interfaces_are_bound_and_the_scheduler_s_gpus_are_kept
 
 
 def test_without_a_scheduler_it_says_how_to_start() -> None:
-    with pytest.raises(RendezvousError, match=r"launchers/submit\.py"):
+    with pytest.raises(RendezvousError, match=r"start runs with rollcall submit"):
         detect_environment({})
 
 

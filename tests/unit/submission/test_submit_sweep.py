@@ -60,7 +60,7 @@ def test_every_point_becomes_a_run_below_the_sweep(tmp_path: Path, fake: FakeLau
 def test_one_wrong_point_keeps_all_from_being_submitted(tmp_path: Path, fake: FakeLaunch) -> None:
     with pytest.raises(ConfigError) as caught:
         sweep(command(tmp_path, "loss=grpo,gspo", "optim.lr=1e-4,-1"), fake.launch, detach=True)
-    assert str(caught.value).startswith("point loss=grpo optim.lr=-1: optim.lr=-1: expected greater than 0")
+    assert str(caught.value).startswith("point loss=grpo optim.lr=-1: optim.lr=-1: expected greater than or equal to 0")
     assert fake.submitted == []
     assert list(tmp_path.iterdir()) == []
 

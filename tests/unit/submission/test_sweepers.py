@@ -292,7 +292,10 @@ def test_a_study_keeps_its_direction(cluster: Cluster) -> None:
         ((*OPTUNA[:4], "hydra/sweeper/sampler=grid", AXIS), "plain -m runs every combination"),
         ((*OPTUNA, "hydra.sweeper.trials=3", AXIS), "Could not override 'hydra.sweeper.trials'"),
         ((*OPTUNA, "hydra.sweeper.storage=nosql://x", AXIS), "hydra.sweeper.storage='nosql://x': expected a database"),
-        ((*OPTUNA, "optim.lr=interval(-1,1)"), "point optim.lr=-1.0: optim.lr=-1.0: expected greater than 0"),
+        (
+            (*OPTUNA, "optim.lr=interval(-1,1)"),
+            "point optim.lr=-1.0: optim.lr=-1.0: expected greater than or equal to 0",
+        ),
         ((*OPTUNA, "optim.lrr=interval(1,2)"), "expected a known key; did you mean optim.lr?"),
         ((*OPTUNA, "name=a,b"), "each point of a sweep gets its own directory"),
         ((*OPTUNA, AXIS, "loss=grpo,gpo"), "point optim.lr=1e-05 loss=gpo: loss='gpo': expected one of"),
