@@ -8,13 +8,8 @@ from pathlib import Path
 
 MODULE = "pipeline.observability.check_command"
 
-
-def main() -> int:
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("check")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("check"))

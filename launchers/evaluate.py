@@ -9,13 +9,8 @@ from pathlib import Path
 
 MODULE = "slurm.submission.evaluate_model"
 
-
-def main() -> int:
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("evaluate")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("evaluate"))

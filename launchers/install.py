@@ -147,6 +147,13 @@ def command(arguments: "list[str] | None" = None) -> int:
     parser.add_argument("target", type=Path, nargs="?", default=default, help=f"the virtual environment ({default})")
     parser.add_argument("--dry-run", action="store_true", help="resolve all against the index; install a new pip alone")
     options = parser.parse_args(arguments)
+    if not IS_CHECKOUT and options.target.resolve() != default.resolve():
+        print(
+            f"error: {options.target}: an installed package adds vLLM to its own environment only, {default}; install "
+            "the wheel into the other one, and call its rollcall install",
+            file=sys.stderr,
+        )
+        return 2
     return main(options.target, options.dry_run)
 
 

@@ -9,13 +9,8 @@ from pathlib import Path
 
 MODULE = "pipeline.observability.postmortem_command"
 
-
-def main() -> int:
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("postmortem")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("postmortem"))

@@ -5,13 +5,8 @@ from pathlib import Path
 
 MODULE = "pipeline.observability.report_command"
 
-
-def main() -> int:
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("report")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("report"))

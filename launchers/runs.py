@@ -5,13 +5,8 @@ from pathlib import Path
 
 MODULE = "slurm.monitor.runs_table"
 
-
-def main() -> int:
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("runs")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("runs"))

@@ -6,13 +6,8 @@ from pathlib import Path
 MODULE = "slurm.submission.submit_run"
 HAS_OPTIONS = True
 
-
-def main() -> int:
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("submit")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("submit"))

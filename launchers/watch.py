@@ -8,13 +8,8 @@ from pathlib import Path
 
 MODULE = "slurm.monitor.live_view"
 
-
-def main() -> int:
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
     from entry import run
 
-    return run("watch")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("watch"))

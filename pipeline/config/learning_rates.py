@@ -19,6 +19,14 @@ def with_learning_rate(optim: OptimConfig, model: ModelConfig) -> OptimConfig:
     return optim.model_copy(update={"lr": RANDOM if random else ADAPTERS if model.lora.rank else PRETRAINED})
 
 
+def describe_learning_rate(config: RunConfig) -> str:
+    """The chosen learning rate of RL in words; empty if the run sets one, or has no RL."""
+    if config.optim.lr or not config.has_rl:
+        return ""
+    rate = with_learning_rate(config.optim, config.model).lr
+    return f"learning rate: {rate:g}, the default for these weights (optim.lr sets another)"
+
+
 def critic_learning_rate(config: RunConfig) -> float:
     """`critic.lr`, or the one that fits its first weights, which are the policy's or its base's."""
     return config.critic.lr or (RANDOM if initial_weights(config.model) == "random" else CRITIC)

@@ -112,7 +112,7 @@ def _clipped(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Findi
     if clipped >= CLIPPED and POLICY_LOSSES[config.loss.name].clips_tokens and over_sampler and config.training.max_lag:
         yield Finding(
             f"The clip holds {clipped:.0%} of the tokens: the policy has moved too far from the one that sampled them.",
-            "Set loss.old_logprobs=recompute loss.tis=truncate, or lower optim.lr or training.max_lag.",
+            "Set loss.old_logprobs=recompute loss.tis=mask, or lower optim.lr or training.max_lag.",
             "docs/algorithms.md#lag",
         )
 

@@ -1,6 +1,8 @@
-"""The form in which a hint names a command of this project.
+"""The form in which a hint names a command of this project, by the command line of this process.
 
-user_command("watch")   # "rollcall watch"; in a script of launchers/ "python launchers/watch.py"
+    user_command("watch")   # "python launchers/watch.py" in a process of launchers/; elsewhere "rollcall watch"
+
+Roles have the second form, which an installation has too, whether or not there is a checkout.
 """
 
 import sys

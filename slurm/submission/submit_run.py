@@ -15,6 +15,7 @@ from rich.text import Text
 
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.config.cross_checks import check_parallel, check_run
+from pipeline.config.learning_rates import describe_learning_rate
 from pipeline.config.mesh_checks import check_context_heads, check_context_packing
 from pipeline.config.model_directory import (
     describe_weights,
@@ -314,6 +315,8 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
     for line in describe_plan(plan, without_gpus=services):
         console.print(f"  {line}")
     console.print(f"  {escape(describe_weights(config.model))}", soft_wrap=True)
+    if chosen := describe_learning_rate(config):
+        print(f"  {chosen}", flush=True)
     if whole and trainer_ranks(config) > 1 and not config.evaluation.only:
         print(f"  mesh of the trainer: {describe_mesh(config)}", flush=True)
     for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():

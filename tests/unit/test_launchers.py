@@ -99,6 +99,21 @@ def test_the_installer_takes_what_is_new_or_empty_or_an_environment(makes, tmp_p
     assert install.is_ours_to_fill(tmp_path / "env")
 
 
+def test_an_installed_package_extends_no_other_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # pip would take whatever an index has under the project's name.
+    monkeypatch.syspath_prepend(str(ROOT / "launchers"))
+    import install
+
+    monkeypatch.setattr(install, "IS_CHECKOUT", False)
+    assert install.command([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: {tmp_path}: an installed package adds vLLM to its own environment"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_asking_the_installer_for_help_installs_nothing(tmp_path: Path) -> None:
     ended = start("install.py", "--help", cwd=tmp_path)
     assert ended.returncode == 0

@@ -29,10 +29,11 @@ def check_plugin() -> None:
     import, and fails later for lack of Rollcall's weight-transfer engines.
     """
     entry = f"{register.__module__}:{register.__name__}"
-    installed = [plugin.value for plugin in entry_points(group=_PLUGINS, name="rollcall")]
-    if installed != [entry]:
+    # Several installations may name it, as those of a wheel and a checkout; vLLM calls one of an equal name.
+    installed = {plugin.value for plugin in entry_points(group=_PLUGINS, name="rollcall")}
+    if installed != {entry}:
         hint = f"reinstall: {sys.executable} -m pip install -e ."
-        raise ConfigError(f"entry point rollcall in {_PLUGINS}", ", ".join(installed), entry, hint)
+        raise ConfigError(f"entry point rollcall in {_PLUGINS}", ", ".join(sorted(installed)), entry, hint)
 
 
 def check_returned_experts(config: RunConfig) -> None:

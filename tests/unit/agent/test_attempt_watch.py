@@ -83,8 +83,8 @@ def test_an_attempt_without_heartbeats_has_ended(watched: Watched) -> None:
 
 def test_a_spare_node_that_took_the_place_of_the_only_rank_is_observed_in_its_place(watched: Watched) -> None:
     watched.end_after(20, 0)
-    lateness = watched.run.config.cluster.heartbeat_seconds
-    assert watched.end_after(lateness) == "", "the attempt's own agents find the loss no sooner"
+    until_lost = watched.run.config.cluster.heartbeat_seconds
+    assert watched.end_after(until_lost) == "", "the attempt's own agents find the loss no sooner"
     watched.replace_rank()
     assert watched.end_after(SECONDS, 1) == ""
     assert "no sign of life" in watched.end_after(SECONDS)

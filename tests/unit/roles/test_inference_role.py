@@ -183,7 +183,15 @@ def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.Monke
 STALE = [EntryPoint("rollcall", "pipeline.vllm.plugin:register", "vllm.general_plugins")]
 
 
-@pytest.mark.parametrize("installed", [STALE, []], ids=["stale", "absent"])
+CURRENT = [EntryPoint("rollcall", "pipeline.inference.vllm.plugin:register", "vllm.general_plugins")]
+
+
+def test_two_installations_with_the_code_s_entry_point_are_as_good_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed_release, "entry_points", lambda **_: [*CURRENT, *CURRENT])
+    installed_release.check_plugin()
+
+
+@pytest.mark.parametrize("installed", [STALE, [], [*CURRENT, *STALE]], ids=["stale", "absent", "one of two stale"])
 def test_an_installation_whose_entry_point_is_not_the_codes_is_refused_with_the_command_that_renews_it(
     installed: list[EntryPoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
