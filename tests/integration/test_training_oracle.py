@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config import LossConfig
+from pipeline.train.batching.sequences import TrainSequence
 from pipeline.train.loss_specs import ValueLoss
 from tests.support.oracle.cases import BALANCED, LAYERS, RECIPES, STEPS, make_rows, write_models
 from tests.support.oracle.losses import CLIPPED
@@ -172,6 +173,14 @@ def bounded(name: str, model: Path) -> Iterator[tuple[NDArray[np.float64], float
         if objective.tis != "none":
             yield np.exp(old_logprobs - sampler_logprobs), objective.tis_cap
             yield np.exp(old_logprobs - sampler_logprobs), objective.tis_low
+        if objective.sequence_mask:
+            parts = [each for each in np.split(old_logprobs - sampler_logprobs, ends_of(rows)) if len(each)]
+            yield np.exp(np.abs([each.mean() for each in parts])), 1 + objective.sequence_mask
+
+
+def ends_of(rows: Sequence[TrainSequence]) -> NDArray[np.int64]:
+    """Where each row but the last ends among the counted tokens of all."""
+    return np.cumsum([int(row.mask.sum()) for row in rows])[:-1]
 
 
 @pytest.mark.trial

@@ -141,7 +141,9 @@ RECIPES: dict[str, Recipe] = {
     "grpo": Recipe(_loss("grpo", clip_low=0.2, clip_high=0.3), "token", 0.8),
     "gspo": Recipe(_loss("gspo", clip_low=0.1, clip_high=0.2), "sequence"),
     "dr_grpo": Recipe(_loss("dr_grpo", kl=0.1, kl_estimator="k2"), "fixed"),
-    "dapo": Recipe(_loss("dapo", clip_high=0.28, tis="truncate", tis_cap=1.3), "token", old_logprobs=True),
+    "dapo": Recipe(
+        _loss("dapo", clip_high=0.28, tis="truncate", tis_cap=1.3, sequence_mask=0.25), "token", old_logprobs=True
+    ),
     "cispo": Recipe(
         _loss("cispo", tis="mask", tis_low=1 / 1.4, tis_cap=1.4, entropy=0.1), "token", 0.9, old_logprobs=True
     ),
