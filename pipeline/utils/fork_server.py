@@ -183,8 +183,9 @@ def _import(modules: Sequence[str], variables: Mapping[str, str]) -> None:
 
 def _reason_against_fork() -> str:
     """Why this process must not fork a program; empty if it may."""
-    if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
-        return f"the imported modules have started {threads - 1} threads"
+    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+    if names := sorted((task / "comm").read_text().strip() for task in tasks):
+        return f"the imported modules have started threads: {', '.join(names)}"
     if driver_is_initialized():
         return "the imported modules have initialized CUDA"
     return ""

@@ -82,10 +82,14 @@ class ForkServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+_WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""For numpy and scipy; and for pyarrow, which transformers imports by way of scikit-learn and pandas."""
+
+
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The server's variables. OpenBLAS would start threads when numpy is imported; the actor needs stable hashes."""
+    """The server's variables: no thread may start when modules are imported, and the actor needs stable hashes."""
     inherited = {name: value for name, value in variables.items() if name != VARIABLE}
-    return inherited | {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"}
+    return inherited | _WITHOUT_THREADS | {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"}
 
 
 def _make_folder() -> Path:

@@ -27,6 +27,8 @@ from pipeline.utils import exec_shielded
 from pipeline.utils.forked_process import ForkedProcess, ForkRequest
 from pipeline.utils.waiting import Deadline
 
+log = logging.getLogger(__name__)
+
 PR_SET_CHILD_SUBREAPER = 36
 KILL_SECONDS = 10.0
 """Time for the kernel to end a killed process."""
@@ -170,6 +172,7 @@ class Leader:
         code = process.poll()
         if was_requested and (process.pid or code is not None):
             if process.refusal:
+                log.info("a program starts with exec, not by a fork: %s", process.refusal)
                 self._process, code = self._execute(self._output), None
             os.close(self._output)
         return code
