@@ -4,6 +4,7 @@
 |---|---|
 | `submit_run` | one run: checked, planned, submitted |
 | `compose_config` | overrides to a config; a sweep to its points |
+| `size_cache` | the sizes of models, remembered across commands |
 | `declined_options` | options and keys of Hydra and submitit that have another spelling here |
 | `submission_warnings` | warnings and checks before a start |
 | `tail_job` | a job from its submission to its end |

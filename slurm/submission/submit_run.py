@@ -58,6 +58,7 @@ from slurm.submission.compose_config import compose_config
 from slurm.submission.declined_options import refuse_launcher_key, refuse_option
 from slurm.submission.launcher_signals import recorded_signals
 from slurm.submission.local_job import LocalJob, check_shared_gpus, follow_here, lacking_gpus, refuse_lacking_gpus
+from slurm.submission.size_cache import remembered_sizes
 from slurm.submission.submission_warnings import check_agents, warnings_of
 from slurm.submission.submit_sweep import PointLauncher, sweep
 from slurm.submission.sweeps.hydra_settings import names_hydra
@@ -183,10 +184,14 @@ def fit_memory(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
 
 @cache
 def _sizes(model: ModelConfig) -> Sizes:
-    """The model's parameter counts, computed once for all points of a sweep."""
-    from pipeline.train.model.model_size import sizes_of  # torch and transformers take seconds
+    """The model's sizes, looked up once for all points of a sweep."""
 
-    return sizes_of(model)
+    def count(model: ModelConfig) -> Sizes:
+        from pipeline.train.model.model_size import sizes_of  # torch and transformers take seconds
+
+        return sizes_of(model)
+
+    return remembered_sizes(model, count)
 
 
 @cache

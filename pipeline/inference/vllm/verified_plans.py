@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipeline.errors import one_line
 from pipeline.inference.vllm.copy_plan import CopyPlan, NamedTensors
 from pipeline.utils import shared_files
+from pipeline.utils.source_digest import source_digest
 
 log = logging.getLogger(__name__)
 _CHOICES = re.compile(r"VLLM_.*(USE|MOE|MARLIN|QUANT|FP8|BACKEND|KERNEL)")
@@ -67,7 +68,7 @@ def plan_key(plan: CopyPlan, model: nn.Module, settings: Any, environment: Mappi
         "releases": [_release_of_vllm(), torch.__version__],
         "device": torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type,
         "variables": sorted(item for item in environment.items() if _CHOICES.match(item[0])),
-        "sources": _sources(),
+        "sources": source_digest(_SOURCES),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -109,12 +110,3 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _release_of_vllm() -> str:
     vllm = sys.modules.get("vllm")
     return str(getattr(vllm, "__version__", None)) if vllm else ""
-
-
-def _sources() -> str:
-    """A digest of the code of updates."""
-    root, digest = Path(__file__).parents[3], hashlib.sha256()
-    for folder in _SOURCES:
-        for file in sorted((root / folder).rglob("*.py")):
-            digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.inference.vllm import verified_plans
 from pipeline.inference.vllm.copy_plan import CopyPlan
 from pipeline.inference.vllm.verified_plans import difference_from_reload, is_verified, plan_key, remember
+from pipeline.utils import source_digest
 from tests.unit.inference.test_copy_plan import LAYOUT, Deriving, Fused, loaded, made, recorded, reloading, same, staged
 
 
@@ -65,7 +65,7 @@ def test_another_release_or_another_source_changes_the_key(tmp_path: Path, monke
     source = tmp_path / "pipeline" / "inference" / "vllm" / "copy_plan.py"
     source.parent.mkdir(parents=True)
     source.write_text("one")
-    monkeypatch.setattr(verified_plans, "__file__", str(source.with_name("verified_plans.py")))
+    monkeypatch.setattr(source_digest, "ROOT", tmp_path)
     one = key()
     source.write_text("two")
     assert before != one != key()
