@@ -29,6 +29,7 @@ import importlib
 import json
 import os
 import random
+import re
 import runpy
 import select
 import shutil
@@ -181,10 +182,16 @@ def _import(modules: Sequence[str], variables: Mapping[str, str]) -> None:
     _set_by_imports.update((name, value) for name, value in os.environ.items() if before.get(name) != value)
 
 
+_NVML_THREAD = re.compile(r"cuda[0-9a-f]{6,11}")
+"""The name of the thread that NVML has the driver start, as vLLM calls `nvmlInit` when it is imported. A forked process
+lacks it and misses nothing: it initializes the driver itself. vLLM forks its engine's process in this state too."""
+
+
 def _reason_against_fork() -> str:
     """Why this process must not fork a program; empty if it may."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
-    if names := sorted((task / "comm").read_text().strip() for task in tasks):
+    names = sorted((task / "comm").read_text().strip() for task in tasks)
+    if names := [name for name in names if not _NVML_THREAD.fullmatch(name)]:
         return f"the imported modules have started threads: {', '.join(names)}"
     if driver_is_initialized():
         return "the imported modules have initialized CUDA"
