@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pipeline.roles.rank0 import Rank0
     from pipeline.train.controller.rank_group import RankGroup
 
+BELOW_NORMAL = "1"
+"""The priority of a colocated trainer's kernels where a user runs NVIDIA's Multi-Process Service: a server's many small
+kernels pass the trainer's large ones. The variable has no effect without the service."""
+
 
 def launch(context: RoleContext) -> RoleCommand:
     """One torchrun agent per trainer node; static rendezvous at the first node's held port."""
@@ -33,6 +37,8 @@ def launch(context: RoleContext) -> RoleCommand:
     env = {"OMP_NUM_THREADS": str(resources.threads), "TOKENIZERS_PARALLELISM": "false"}
     if context.placement.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, context.placement.gpus))
+    if context.config.resources.colocate:
+        env["CUDA_MPS_CLIENT_PRIORITY"] = os.environ.get("CUDA_MPS_CLIENT_PRIORITY", BELOW_NORMAL)
     env |= bound_to(context.placement.address)
     return RoleCommand(
         argv=argv,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.observability.run_history import attempt_names, read_attempt
-from pipeline.run.paths import RunPaths
+from pipeline.run.paths import WORLD, RunPaths
 from pipeline.utils.subprocesses import hold_port
 from tests.bench.bench_start import time_of_log_line
 from tests.bench.tables import markdown
@@ -116,7 +116,7 @@ def milestones(run: Path, began: float) -> dict[str, float]:
         return {}
     attempt = paths.attempt("", names[0])
     times: dict[str, float] = {}
-    if worlds := [*paths.run.glob(f"rendezvous/*/{names[0]}/world.json")]:
+    if worlds := [*paths.rendezvous.glob(f"*/{names[0]}/{WORLD}")]:
         times["agents met"] = worlds[0].stat().st_mtime
     ready = {change.role: change.time for change in read_attempt(attempt).transitions if change.state == "ready"}
     times |= {name: ready[role] for role, name in ROLES.items() if role in ready}

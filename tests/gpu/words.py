@@ -9,12 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from pipeline.environments.task_protocol import Prompt, Task, TaskOptions, user_prompt
-from tests.gpu.workload import Workload
+
+if TYPE_CHECKING:
+    from tests.gpu.workload import Workload  # imports torch, which launchers and actors that load the task need not
 
 PAD, END = 0, 2
 WRITE_SECONDS = 300
@@ -52,7 +54,7 @@ class Words(Task):
         return user_prompt(" ".join(f"w{draw.randrange(3, 30_000)}" for _ in range(self.options.prompt)))
 
 
-def write_model(path: Path, workload: Workload, ends: int = 1) -> None:
+def write_model(path: Path, workload: "Workload", ends: int = 1) -> None:
     """A directory with a config, a tokenizer of words and no weights; so many token ids, from `END` on, end a sample.
 
     Random weights draw tokens nearly alike: with a share p of them ending it, a sample has 1/p tokens on average, and
@@ -72,7 +74,7 @@ def write_model(path: Path, workload: Workload, ends: int = 1) -> None:
     GenerationConfig(eos_token_id=[*range(END, END + ends)], pad_token_id=PAD).save_pretrained(path)
 
 
-def write_whole_model(path: Path, workload: Workload, ends: int = 1) -> None:
+def write_whole_model(path: Path, workload: "Workload", ends: int = 1) -> None:
     """`write_model`, and random weights: those who have to begin alike read them, and adapters need a base.
 
     In a process of its own: the GPU is free when this returns.

@@ -27,6 +27,21 @@ def test_gloo_chooses_by_itself_when_no_interface_carries_the_address(tmp_path):
     assert "GLOO_SOCKET_IFNAME" not in launched(tmp_path, "203.0.113.9").env
 
 
+def test_a_colocated_trainer_has_a_lower_priority_than_its_server(tmp_path, monkeypatch):
+    def env(name, colocate):
+        run = FakeRun(tmp_path / name)
+        attempt = run.attempt("12-0")
+        world = attempt.meet()
+        resources = run.config.resources.model_copy(update={"colocate": colocate})
+        config = run.config.model_copy(update={"resources": resources})
+        return trainer.launch(RoleContext(attempt.paths, config, world, world.of_role("trainer")[0])).env
+
+    assert env("a", True)["CUDA_MPS_CLIENT_PRIORITY"] == "1"
+    assert "CUDA_MPS_CLIENT_PRIORITY" not in env("b", False)
+    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "0")
+    assert env("c", True)["CUDA_MPS_CLIENT_PRIORITY"] == "0"
+
+
 def test_every_node_but_the_first_is_told_elsewhere_that_it_is_ready(tmp_path):
     run = FakeRun(tmp_path / "run")
     attempt = run.attempt("12-0")
