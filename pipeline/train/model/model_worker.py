@@ -27,7 +27,7 @@ from pipeline.errors import TrainingError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.train.batching.packing import Packing
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.loss_specs import LossSpec, MetricsLevel, ValueLoss
+from pipeline.train.loss_specs import LossSpec, MetricsLevel, ScoreLoss, ValueLoss
 from pipeline.train.model.collate import MicroBatch, collate
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.cpu_offload import Memory, Offloadable, Part, allocated, empty_cache
@@ -50,7 +50,7 @@ from pipeline.train.model.router_loss import RouterLoss
 from pipeline.train.model.routing_replay import RoutingReplay
 from pipeline.train.model.weight_loading import WeightLoader
 from pipeline.train.model.worker_outputs import by_row, numbers
-from pipeline.train.total_loss import total, total_value
+from pipeline.train.total_loss import total, total_score, total_value
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils import heartbeat
 
@@ -332,6 +332,9 @@ class ModelWorker:
     def _loss(
         self, micro: MicroBatch, temperature: float, objective: LossSpec, level: MetricsLevel
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        if isinstance(objective, ScoreLoss):
+            scores_N = self._values(micro)
+            return total_score(scores_N, micro.weights(scores_N), level)
         if isinstance(objective, ValueLoss):
             return total_value(micro.value_tokens(self._values(micro)), objective, level)
         entropy = objective.entropy > 0 or level == "with_entropy"
@@ -339,7 +342,7 @@ class ModelWorker:
         return total(micro.loss_tokens(logprobs_N, entropy_N), objective, level)
 
     def _refuse_loss(self, objective: LossSpec) -> None:
-        if isinstance(objective, ValueLoss) == isinstance(self.model, PolicyModel):
+        if isinstance(objective, ValueLoss | ScoreLoss) == isinstance(self.model, PolicyModel):
             kind = "policy" if isinstance(self.model, PolicyModel) else "critic"
             raise TrainingError(f"the loss {objective.name!r} is not one of a {kind}")
 
