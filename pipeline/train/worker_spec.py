@@ -11,7 +11,8 @@ from pipeline.config import ModelConfig, OptimConfig, RunConfig
 from pipeline.config.learning_rates import critic_learning_rate
 from pipeline.config.training_keys import Recomputation
 
-ModelKind = Literal["policy", "critic"]
+ModelKind = Literal["policy", "critic", "reward_model"]
+"""A reward model is a critic that is exported."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class ModelSpec:
     """One model of the trainer.
 
     Attributes:
-        kind: what it answers: log-probabilities, or values.
+        kind: what it answers: log-probabilities, or values; a reward model is a critic that is exported.
         model: directory, types, adapters.
         optim: its optimizer; None for a model that is never trained.
         steps: optimizer steps of the job, for the schedule of the learning rate.
@@ -69,7 +70,7 @@ def models_of(config: RunConfig, job: Literal["sft", "preference", "rl"], optim:
     if job == "preference":
         formula = config.preference.formula
         # A reward model has the name of the trained model too, so that checkpoints and exports treat both alike.
-        models = {"policy": spec("critic" if formula.is_reward_model else "policy", config.model, optim)}
+        models = {"policy": spec("reward_model" if formula.is_reward_model else "policy", config.model, optim)}
         return models | ({"reference": spec("policy", config.model, None)} if formula.has_reference else {})
     models = {"policy": spec("policy", config.model, optim)}
     if job == "rl" and config.has_reference:
