@@ -1,9 +1,9 @@
 """Losses of preference pairs with their gradients, and the list of them.
 
-Owns the formulas and `PREFERENCE_LOSSES`. All of them compare two numbers of a pair: the score of its chosen completion
-and that of its rejected one. Each function maps the difference `d` of the scores to the loss of each pair and its
-derivative with respect to `d`, all float64[P]. Its keyword-only parameters are the keys of `preference.*` that it reads.
-An entry also states how a score follows from the outputs of the models. docs/preferences.md has the table.
+Owns the formulas and `PREFERENCE_LOSSES`. All of them compare two numbers of a pair: the score of its chosen
+completion and that of its rejected one. Each function maps the difference `d` of the scores to the loss of each pair
+and its derivative with respect to `d`, all float64[P]. Its keyword-only parameters are the keys of `preference.*` that
+it reads. An entry also states how a score follows from the outputs of the models. docs/preferences.md has the table.
 
 The derivative is explicit, because a loss of pairs is not a sum over tokens: the controller computes it from the
 log-probabilities of whole completions, and the ranks train each completion with its factor. The completions of a pair

@@ -140,9 +140,7 @@ def _preferences_train_alone(config: RunConfig) -> None:
             expected = f"{type(value)()!r} with preference training, which is a run by itself"
             raise ConfigError(key, value, expected, "use two runs: set model.path to the model/ of the first one")
     if preference.steps and preference.epochs:
-        raise ConfigError(
-            "preference.epochs", preference.epochs, f"0 with {preference.steps} steps", "set one of them"
-        )
+        raise ConfigError("preference.epochs", preference.epochs, f"0 with {preference.steps} steps", "set one of them")
     if not config.data.path:
         hint = "set it to a file with the columns prompt, chosen and rejected (docs/preferences.md)"
         raise ConfigError("data.path", "", "a dataset of preference pairs", hint)

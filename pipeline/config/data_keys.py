@@ -39,8 +39,8 @@ class SourceConfig(Section):
 
 
 class DataConfig(SourceConfig):
-    """The conversations of supervised fine-tuning, which trains the task's demonstrations without a path; or the pairs of
-    preference training."""
+    """The conversations of supervised fine-tuning, which trains the task's demonstrations without a path; or the pairs
+    of preference training."""
 
     eval_path: str = Field("", description="Source of the held-out rows; empty: data.path.")
     eval_split: str = Field(

@@ -43,8 +43,7 @@ def _parameters_of(
 ) -> dict[str, KeyReader]:
     """The keys of a section that are parameters of some entries of a registry, not of all; `key` chooses the entry."""
     readers = {
-        name: tuple(choice for choice, entry in registry.items() if name in entry.keys)
-        for name in section.model_fields
+        name: tuple(choice for choice, entry in registry.items() if name in entry.keys) for name in section.model_fields
     }
     prefix = "preference" if section is PreferenceConfig else "loss"
     return {f"{prefix}.{name}": KeyReader(key, by) for name, by in readers.items() if 0 < len(by) < len(registry)}

@@ -1,7 +1,7 @@
 """Loss specifications: the objective of a model, and the level of its metrics.
 
-`LossConfig` specifies the losses of RL; this module adds the supervised loss, the critic's and a reward model's. Cheap to pickle, because
-the controller sends specifications to the ranks. Must not know torch.
+`LossConfig` specifies the losses of RL; this module adds the supervised loss, the critic's and a reward model's. Cheap
+to pickle, because the controller sends specifications to the ranks. Must not know torch.
 """
 
 from dataclasses import dataclass

@@ -138,7 +138,7 @@ class SftJob(_Job):
 
 
 class PreferenceJob(_Job):
-    """Training from preference pairs: minimizes the config's loss of pairs. A step of the schedule has `batch` pairs."""
+    """Training from preference pairs: minimizes the config's loss of pairs. A step has `batch` pairs."""
 
     kind: Literal["preference"] = "preference"
     inputs: DatasetInput = DatasetInput()

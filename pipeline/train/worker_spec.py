@@ -46,7 +46,9 @@ class ModelSpec:
     routing_replay: bool = False
 
 
-def models_of(config: RunConfig, job: Literal["sft", "preference", "rl"], optim: OptimConfig, steps: int) -> dict[str, ModelSpec]:
+def models_of(
+    config: RunConfig, job: Literal["sft", "preference", "rl"], optim: OptimConfig, steps: int
+) -> dict[str, ModelSpec]:
     """The models of a job by name; `policy` comes first. `steps` counts batches, `optim` is the policy's."""
     training, loss = config.training, config.loss
     per_batch = training.update_epochs * training.mini_batches if job == "rl" else 1

@@ -197,6 +197,4 @@ def margin_by_transformers(model: Path, data: Path) -> float:
             return float(classifier(torch.tensor([tokens])).logits.item())
 
     rows = [json.loads(line) for line in data.read_text().splitlines()[-HELD_OUT:]]
-    return float(
-        np.mean([score(row["prompt"], row["chosen"]) - score(row["prompt"], row["rejected"]) for row in rows])
-    )
+    return float(np.mean([score(row["prompt"], row["chosen"]) - score(row["prompt"], row["rejected"]) for row in rows]))

@@ -21,7 +21,7 @@ model that is a copy of the policy. Must not know ranks, checkpoints or files.
     metrics = training.step(step)           # step = done, done + 1, …
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np

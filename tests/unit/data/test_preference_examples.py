@@ -79,7 +79,10 @@ def test_a_row_of_a_reward_model_counts_one_token_after_the_text(tmp_path: Path)
 
 
 def test_a_pair_with_one_long_completion_is_left_out_whole(tmp_path: Path) -> None:
-    good, long = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}, {"prompt": "1", "chosen": "2", "rejected": "3" * 99}
+    good, long = (
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"prompt": "1", "chosen": "2", "rejected": "3" * 99},
+    )
     pairs = PreferencePairs(config(write(tmp_path / "pairs.jsonl", long, good)))
     assert (pairs.size, pairs.rows.counts["longer than model.max_length"]) == (1, 1)
 
