@@ -10,9 +10,12 @@ import msgspec
 from pipeline.errors import CheckpointError
 
 STATE_VERSION = 2
-PhaseName = Literal["sft", "rl", "serve"]
-PHASES: tuple[PhaseName, ...] = ("sft", "rl", "serve")
+PhaseName = Literal["sft", "preference", "rl", "serve"]
+PHASES: tuple[PhaseName, ...] = ("sft", "preference", "rl", "serve")
 """The phases of a run in their order. A run that serves has only one."""
+
+DATASET_PHASES: tuple[PhaseName, ...] = ("sft", "preference")
+"""The phases that train a dataset, whose digest a checkpoint stores."""
 
 
 class OfflineProgress(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@
 | `schema` | the keys of model, optimizer, streams and tracking, and the whole `RunConfig` |
 | `training_keys` | the keys of training, its mesh and its SFT phase |
 | `loss_keys` | the keys of the loss, its advantages and the critic |
+| `preference_keys` | the keys of training from preference pairs |
 | `learning_rates` | the learning rates of runs that set none |
 | `validation` | the validation of a tree of values, and its errors |
 | `key_aliases` | suggestions for unknown keys, including the names of TRL and verl |
@@ -32,6 +33,7 @@ from pipeline.config.data_keys import ColumnsConfig, DataConfig, SourceConfig
 from pipeline.config.evaluation_keys import EvalSetConfig, EvaluationConfig
 from pipeline.config.key_aliases import suggest_key
 from pipeline.config.loss_keys import CriticConfig, LossConfig
+from pipeline.config.preference_keys import PreferenceConfig
 from pipeline.config.rollout_keys import InferenceConfig, RolloutConfig
 from pipeline.config.schema import (
     LoraConfig,
@@ -66,6 +68,7 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "OptimConfig",
+    "PreferenceConfig",
     "ResourcesConfig",
     "RewardConfig",
     "RolloutConfig",

@@ -100,6 +100,9 @@ def check_address(key: str, url: str, hint: str) -> None:
 
 def _a_phase_is_configured(config: RunConfig) -> None:
     training = config.training
+    if config.has_preference:
+        _preferences_train_alone(config)
+        return
     if config.replay and (not config.has_rl or training.jobs or config.evaluation.only):
         raise ConfigError("replay", config.replay, "nothing in a run without RL steps", "set training.steps")
     if config.serve.enabled and (training.jobs or config.has_sft):
@@ -117,8 +120,36 @@ def _a_phase_is_configured(config: RunConfig) -> None:
                 "evaluation.only", True, "a run that does nothing else", f"use {user_command('evaluate')}"
             )
     elif not config.has_rl and not config.has_sft and not config.serve.enabled:
-        hint = "set it, or training.sft.steps for SFT alone"
+        hint = "set it, or training.sft.steps for SFT alone, or preference.epochs"
         raise ConfigError("training.steps", 0, "1 or more if training.sft.steps is 0 too", hint)
+
+
+def _preferences_train_alone(config: RunConfig) -> None:
+    """A run of preference training has pairs, one length, and no other phase."""
+    preference, sft = config.preference, config.training.sft
+    for key, value in {
+        "training.steps": config.training.steps,
+        "training.sft.steps": sft.steps,
+        "training.sft.epochs": sft.epochs,
+        "training.jobs": config.training.jobs,
+        "replay": config.replay,
+        "serve.enabled": config.serve.enabled,
+        "evaluation.only": config.evaluation.only,
+    }.items():
+        if value:
+            expected = f"{type(value)()!r} with preference training, which is a run by itself"
+            raise ConfigError(key, value, expected, "use two runs: set model.path to the model/ of the first one")
+    if preference.steps and preference.epochs:
+        raise ConfigError("preference.epochs", preference.epochs, f"0 with {preference.steps} steps", "set one of them")
+    if not config.data.path:
+        hint = "set it to a file with the columns prompt, chosen and rejected (docs/preferences.md)"
+        raise ConfigError("data.path", "", "a dataset of preference pairs", hint)
+    if config.data.train_on != "all":
+        expected = "all: each completion of a pair is trained whole"
+        raise ConfigError("data.train_on", config.data.train_on, expected, "leave it out")
+    if preference.formula.is_reward_model and config.model.lora.rank:
+        expected = f"0 with preference.loss={preference.loss}: a reward model is trained whole"
+        raise ConfigError("model.lora.rank", config.model.lora.rank, expected, "leave it out")
 
 
 def _servers_of_clients_have_models(config: RunConfig) -> None:
@@ -156,9 +187,9 @@ def _auxiliary_losses_are_the_trainers(config: RunConfig) -> None:
 
 def _data_is_trained(config: RunConfig) -> None:
     data = config.data
-    if data.path and not config.has_sft:
-        hint = "set training.sft.epochs, or for RL task.options.path"
-        raise ConfigError("data.path", data.path, "nothing without supervised fine-tuning", hint)
+    if data.path and not (config.has_sft or config.has_preference):
+        hint = "set training.sft.epochs or preference.epochs, or for RL task.options.path"
+        raise ConfigError("data.path", data.path, "nothing without SFT or preference training", hint)
     for key in ("eval_path", "eval_split", "eval_rows"):
         if getattr(data, key) and not data.path:
             raise ConfigError(f"data.{key}", getattr(data, key), "nothing without data.path", "set that too")

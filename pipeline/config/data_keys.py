@@ -19,6 +19,8 @@ class ColumnsConfig(Section):
     messages: str = Field("messages", description="Column with the whole conversation, a list of messages.")
     prompt: str = Field("prompt", description="Column with the prompt: a text, or a list of messages.")
     completion: str = Field("completion", description="Column with the answer to the prompt: a text, or messages.")
+    chosen: str = Field("chosen", description="Column with the preferred completion: a text, or messages.")
+    rejected: str = Field("rejected", description="Column with the other completion: a text, or messages.")
     tools: str = Field("tools", description="Column with the tools that a conversation may call, as JSON schemas.")
 
 
@@ -37,7 +39,8 @@ class SourceConfig(Section):
 
 
 class DataConfig(SourceConfig):
-    """The conversations of supervised fine-tuning; without a path it trains the task's demonstrations."""
+    """The conversations of supervised fine-tuning, which trains the task's demonstrations without a path; or the pairs
+    of preference training."""
 
     eval_path: str = Field("", description="Source of the held-out rows; empty: data.path.")
     eval_split: str = Field(

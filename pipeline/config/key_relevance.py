@@ -13,7 +13,8 @@ from typing import Any
 
 from pipeline.algorithms.advantage_estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from pipeline.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
-from pipeline.config import LossConfig, RunConfig, known_keys
+from pipeline.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss
+from pipeline.config import LossConfig, PreferenceConfig, RunConfig, known_keys
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,16 @@ class KeyReader:
 
 
 def _parameters_of(
-    registry: Mapping[str, PolicyLoss] | Mapping[str, AdvantageEstimator], key: str
+    registry: Mapping[str, PolicyLoss] | Mapping[str, AdvantageEstimator] | Mapping[str, PreferenceLoss],
+    key: str,
+    section: type[LossConfig] | type[PreferenceConfig] = LossConfig,
 ) -> dict[str, KeyReader]:
-    """The keys of `loss.*` that are parameters of some entries of a registry, not of all; `key` chooses the entry."""
+    """The keys of a section that are parameters of some entries of a registry, not of all; `key` chooses the entry."""
     readers = {
-        name: tuple(choice for choice, entry in registry.items() if name in entry.keys)
-        for name in LossConfig.model_fields
+        name: tuple(choice for choice, entry in registry.items() if name in entry.keys) for name in section.model_fields
     }
-    return {f"loss.{name}": KeyReader(key, by) for name, by in readers.items() if 0 < len(by) < len(registry)}
+    prefix = "preference" if section is PreferenceConfig else "loss"
+    return {f"{prefix}.{name}": KeyReader(key, by) for name, by in readers.items() if 0 < len(by) < len(registry)}
 
 
 _CRITIC = KeyReader(
@@ -54,6 +57,7 @@ _KL, _LORA = KeyReader("loss.kl"), KeyReader("model.lora.rank")
 READ_WITH: Mapping[str, KeyReader] = {
     **_parameters_of(POLICY_LOSSES, "loss.name"),
     **_parameters_of(ADVANTAGE_ESTIMATORS, "loss.advantage_estimator"),
+    **_parameters_of(PREFERENCE_LOSSES, "preference.loss", PreferenceConfig),
     "loss.tis_cap": KeyReader("loss.tis", ("truncate", "mask")),
     "loss.tis_low": KeyReader("loss.tis", ("mask",)),
     "loss.sequence_mask": KeyReader("loss.tis", ("truncate", "mask")),

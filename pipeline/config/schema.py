@@ -21,6 +21,7 @@ from pipeline.config.data_keys import DataConfig
 from pipeline.config.debug_keys import DebugConfig
 from pipeline.config.evaluation_keys import EvaluationConfig
 from pipeline.config.loss_keys import CriticConfig, LossConfig
+from pipeline.config.preference_keys import PreferenceConfig
 from pipeline.config.recovery_keys import RecoveryConfig
 from pipeline.config.rollout_keys import InferenceConfig, RolloutConfig
 from pipeline.config.task_keys import RewardConfig, TaskConfig, TeacherConfig
@@ -166,6 +167,7 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     optim: OptimConfig = OptimConfig()
     training: TrainingConfig = TrainingConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -199,9 +201,14 @@ class RunConfig(Section):
         return self.has_rl and not self.replay
 
     @property
-    def last_phase(self) -> Literal["sft", "rl"]:
+    def last_phase(self) -> Literal["sft", "preference", "rl"]:
         """The name of the run's last training job."""
-        return "rl" if self.has_rl else "sft"
+        return "rl" if self.has_rl else "preference" if self.has_preference else "sft"
+
+    @property
+    def has_preference(self) -> bool:
+        """Whether the run trains from preference pairs."""
+        return self.preference.steps > 0 or self.preference.epochs > 0
 
     @property
     def has_reference(self) -> bool:

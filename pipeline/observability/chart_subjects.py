@@ -16,7 +16,7 @@ from pipeline.run.metrics_log import MetricRecord, series
 LEARNING, OPTIMIZATION, SPEED, SFT = "Learning", "Optimization", "Speed", "SFT"
 NUMBERS = "Numbers"
 """The only section of a run that consists of a trainer."""
-_KINDS = {"sft": "SFT", "rl": "RL"}
+_KINDS = {"sft": "SFT", "preference": "preferences", "rl": "RL"}
 Rows = Sequence[MetricRecord]
 
 
@@ -168,7 +168,8 @@ def _loss_and_gradient(rows: Rows, resumes: Sequence[int], job: str, section: st
     held_out = Curve("held out", series(rows, "eval/loss", job=job), marks=True)
     curves = [smooth_curve("loss", series(rows, "loss", job=job)), held_out]
     sft = "Cross-entropy (nats a token) of the training data."
-    note = sft if job == "sft" else "The policy loss, which does not measure success."
+    notes = {"sft": sft, "preference": "Loss of the pairs (preference.loss)."}
+    note = notes.get(job, "The policy loss, which does not measure success.")
     gradient = [smooth_curve("norm", series(rows, "grad_norm", job=job))]
     clipped = "L2 norm before it is clipped (optim.clip_norm)."
     charts = [chart(f"Loss{of}", note, curves, resumes, "loss", section=section)]

@@ -116,12 +116,13 @@ def _trainer_tiles(history: History, training: TrainingConfig) -> list[Tile]:
     done = str(rows[-1]["step"] if rows else 0)
     if training.jobs:
         return [(done, "steps of all jobs"), _wall_tile(history), _speed_tile(_speeds(rows))]
-    total = training.sft.steps or max((int(steps) for _, steps in series(rows, "steps", job="sft")), default=0)
-    best = min(series(history.rows, "eval/loss", job="sft"), key=lambda point: point[1], default=None)
+    job, name = ("preference", "preferences") if any(row["job"] == "preference" for row in rows) else ("sft", "SFT")
+    total = training.sft.steps or max((int(steps) for _, steps in series(rows, "steps", job=job)), default=0)
+    best = min(series(history.rows, "eval/loss", job=job), key=lambda point: point[1], default=None)
     return [
-        (f"{done} / {total or '?'}", "steps of SFT"),
+        (f"{done} / {total or '?'}", f"steps of {name}"),
         _wall_tile(history),
-        _first_last([value for _, value in series(rows, "loss", job="sft")], "loss, first → last tenth"),
+        _first_last([value for _, value in series(rows, "loss", job=job)], "loss, first → last tenth"),
         *([(number(best[1], ".3f"), f"lowest held-out loss, at step {best[0]}")] if best else []),
         _speed_tile(_speeds(rows)),
     ]
@@ -190,6 +191,8 @@ def _what_it_does(config: RunConfig) -> list[str]:
     if config.replay:
         return ["replay", config.replay, config.loss.name]
     if not config.has_rollouts:
+        if config.has_preference:
+            return ["preferences", config.data.path, config.preference.loss]
         return ["SFT", config.data.path or f"demonstrations of {config.task.name}"]
     return [config.task.name, config.loss.name]
 

@@ -126,7 +126,7 @@ def _metric_problems(rows: list[Line], config: RunConfig, finished: Finished | N
             yield f"metrics.jsonl has {count} rows for {kind} {name or job} step {step}"
     # Job files count the steps of all kinds together, so only the steps of a run's own phases are consecutive.
     own = [row for row in rows if row["kind"] == "train" and "file" not in row]
-    for job in ("sft", "rl"):
+    for job in ("sft", "preference", "rl"):
         steps = [row["step"] for row in own if row["job"] == job]
         lost = sorted(set(range(1, max(steps, default=0) + 1)) - set(steps))
         if lost:

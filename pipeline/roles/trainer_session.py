@@ -23,16 +23,18 @@ from pipeline.run.goodput_records import read_goodput
 from pipeline.run.metrics_log import read_rows, series
 from pipeline.train.batching.conversation_rows import Conversations
 from pipeline.train.batching.demonstrations import TaskDemonstrations
+from pipeline.train.batching.preference_rows import PreferencePairs
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.step_traces import StepTraces
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.eval_loss import EvalLoss
 from pipeline.train.loop.group_batches import Interrupted
+from pipeline.train.loop.preference import EvalPreferences, PreferenceTraining
 from pipeline.train.loop.run_recorder import PhasePosition, RunRecorder
 from pipeline.train.loop.sft import SupervisedFineTuning
 from pipeline.train.loop.train_loop import Algorithm, CheckpointCadence, TrainLoop, takes_precedence
 from pipeline.train.throughput import machine_of
-from pipeline.train.train_jobs import Job, SftJob, write_job
+from pipeline.train.train_jobs import Job, PreferenceJob, SftJob, write_job
 from pipeline.utils import heartbeat
 
 log = logging.getLogger(__name__)
@@ -45,14 +47,19 @@ class RunSession(Rank0):
 
     def __init__(self, context: RoleContext, dispatch: RankGroup) -> None:
         super().__init__(context, dispatch)
-        reads = self._config.has_sft and self._config.data.path
-        self._conversations = Conversations(self._config, self._alive) if reads else None
+        self._conversations = self._dataset()
         self._commits = RunRecorder(context.paths, context.config, dispatch, self._conversations, context.restart)
         self._moments = FaultMoments(context.paths, parse_faults(self._config.faults), self._attend)
         self._commits.on_save = partial(self._moments.reach, "save")
         self._peers: RlServices | ReplayServices | None = None
         self._traces = StepTraces(dispatch, self._config.debug, context.paths.traces)
         self._warm_up = WarmUp(self._config, dispatch, self._pulse, self._warming_up)
+
+    def _dataset(self) -> Conversations | None:
+        if self._config.has_preference:
+            return PreferencePairs(self._config, self._alive)
+        reads = self._config.has_sft and self._config.data.path
+        return Conversations(self._config, self._alive) if reads else None
 
     def run(self) -> None:
         """Run the remaining jobs; returns without `training_finished` when the attempt is ending."""
@@ -113,6 +120,8 @@ class RunSession(Rank0):
     def _algorithm(self, job: Job) -> Algorithm:
         if isinstance(job, SftJob):
             return self._fine_tuning(job)
+        if isinstance(job, PreferenceJob):
+            return self._preference_training(job)
         assert self._peers, "a job of RL belongs to a run with rollouts"
         return self._peers.algorithm(job, self._warm_up)
 
@@ -127,15 +136,23 @@ class RunSession(Rank0):
             demonstrate = TaskDemonstrations(self._config)
         return SupervisedFineTuning(job, self._dispatch, demonstrate, self._pulse, level, warm_up=self._warm_up)
 
-    def _held_out(self, job: SftJob, conversations: Conversations) -> EvalLoss:
+    def _preference_training(self, job: PreferenceJob) -> PreferenceTraining:
+        assert self._conversations, "a job of preferences has a dataset"
+        held_out = self._held_out(job, self._conversations)
+        return PreferenceTraining(
+            job, self._config, self._dispatch, self._conversations, self._pulse, held_out, self._warm_up
+        )
+
+    def _held_out(self, job: SftJob | PreferenceJob, conversations: Conversations) -> EvalLoss:
         training, rows = self._config.training, read_rows(self._context.run.metrics)
-        return EvalLoss(
-            self._dispatch,
-            conversations.held_out,
-            batch=job.batch,
+        make = partial(EvalPreferences, preference=self._config.preference) if job.kind == "preference" else EvalLoss
+        return make(
+            dispatch=self._dispatch,
+            rows=conversations.held_out,
+            batch=job.batch * conversations.rows_per_example,
             every=training.eval_every,
-            measured=dict(series((row for row in rows if row["kind"] == "eval"), "eval/loss", job="sft")),
-            note=lambda step, metrics: self._sinks.log("eval", "sft", step, metrics),
+            measured=dict(series((row for row in rows if row["kind"] == "eval"), "eval/loss", job=job.name)),
+            note=lambda step, metrics: self._sinks.log("eval", job.name, step, metrics),
             keep=partial(self._commits.export, best=True) if training.keep_best else lambda: None,
             pulse=self._pulse,
         )

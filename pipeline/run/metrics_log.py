@@ -33,7 +33,7 @@ from pipeline.utils.append_log import AppendLog, rewrite_lines
 
 Kind = Literal["train", "eval", "goodput"]
 MetricRecord = dict[str, Any]
-_JOBS = ("sft", "rl")
+_JOBS = ("sft", "preference", "rl")
 _log = logging.getLogger(__name__)
 
 

@@ -284,7 +284,7 @@ class RunPaths:
         return self.root / "jobs"
 
     def training_job(self, name: str) -> Path:
-        """The file of one of the trainer's jobs: `sft` or `rl`."""
+        """The file of one of the trainer's jobs: `sft`, `preference` or `rl`."""
         return self.jobs / f"{name}.json"
 
     def job_state(self, digest: str) -> Path:

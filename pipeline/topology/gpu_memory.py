@@ -202,7 +202,9 @@ def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
     if training.jobs or config.serve.enabled:
         return training.micro_batch_tokens
     rl = training.prompts_per_step * config.rollout.group_size if config.has_rl else 0
-    rows = math.ceil(max(rl, training.sft.batch if config.has_sft else 0) * cp / ranks)
+    sft = training.sft.batch if config.has_sft else 0
+    pairs = config.preference.batch if config.has_preference else 0
+    rows = math.ceil(max(rl, sft, 2 * pairs) * cp / ranks)
     return min(training.micro_batch_tokens, math.ceil(rows * config.model.max_length / cp))
 
 
@@ -283,7 +285,8 @@ def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
     """
     if config.training.offload_idle_models:
         return 0
-    reference = sizes.weights if config.has_reference else 0
+    compared = config.has_preference and config.preference.formula.has_reference
+    reference = sizes.weights if config.has_reference or compared else 0
     trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.estimator.has_critic else 0
     return _shard(reference + trained, shards)
 

@@ -66,7 +66,8 @@ class Tracker(ABC):
 
 
 def numbers_of(row: MetricRecord) -> dict[str, float]:
-    """The numbers of a row, with the step. Rows of SFT have names below `sft/`, and the step axis `sft/step`."""
+    """The numbers of a row, with the step. Rows of SFT have names below `sft/`, and the
+    step axis `sft/step`; those of preference training likewise."""
     prefix = "" if row["job"] == "rl" else f"{row['job']}/"
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in _HEAD}
     return {f"{prefix}{name}": value for name, value in numbers.items()} | {f"{prefix}step": row["step"]}

@@ -1,7 +1,7 @@
 """Loss specifications: the objective of a model, and the level of its metrics.
 
-`LossConfig` specifies the losses of RL; this module adds the supervised loss and the critic's. Cheap to pickle, because
-the controller sends specifications to the ranks. Must not know torch.
+`LossConfig` specifies the losses of RL; this module adds the supervised loss, the critic's and a reward model's. Cheap
+to pickle, because the controller sends specifications to the ranks. Must not know torch.
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,15 @@ class ValueLoss:
     name: Final = "value"
 
 
+class ScoreLoss:
+    """The weighted sum of a reward model's scores, without settings. The weights are the derivatives of a loss of
+    pairs."""
+
+    name: Final = "score"
+
+
 PolicyLossSpec = LossConfig | SupervisedLoss
-LossSpec = PolicyLossSpec | ValueLoss
+ValueLossSpec = ValueLoss | ScoreLoss
+LossSpec = PolicyLossSpec | ValueLossSpec
 SFT = SupervisedLoss()
+SCORE = ScoreLoss()

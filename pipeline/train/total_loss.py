@@ -55,6 +55,12 @@ def total_value(
     return loss, statistic_sums(loss, {} if level == "none" else watched)
 
 
+def total_score(scores_N: Tensor, weights_N: Tensor, level: MetricsLevel = "basic") -> tuple[Tensor, dict[str, Tensor]]:
+    """Σ_N weight · score of a reward model on one micro-batch, and sums with the names `total` uses."""
+    loss = (weights_N * scores_N).sum()
+    return loss, statistic_sums(loss, {} if level == "none" else {"value": scores_N})
+
+
 def _supervised(tokens: LossTokens) -> Terms:
     """Cross-entropy −logprob of each token (nats): [N]. Advantages and sampler_logprobs are not read."""
     return -tokens.logprobs_N, {"logprob": tokens.logprobs_N}

@@ -137,6 +137,30 @@ class SftJob(_Job):
         return self.schedule.optim
 
 
+class PreferenceJob(_Job):
+    """Training from preference pairs: minimizes the config's loss of pairs. A step has `batch` pairs."""
+
+    kind: Literal["preference"] = "preference"
+    inputs: DatasetInput = DatasetInput()
+    schedule: SftSchedule
+
+    @property
+    def name(self) -> Literal["preference"]:
+        return self.kind
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.steps
+
+    @property
+    def batch(self) -> int:
+        return self.schedule.batch
+
+    @property
+    def optim(self) -> OptimConfig:
+        return self.schedule.optim
+
+
 class RlJob(_Job):
     """Reinforcement learning from groups of samples: minimizes the config's policy loss."""
 
@@ -161,22 +185,24 @@ class RlJob(_Job):
         return self.schedule.optim
 
 
-Job = SftJob | RlJob
-KINDS = ("sft", "rl")
+Job = SftJob | PreferenceJob | RlJob
+KINDS = ("sft", "preference", "rl")
 _TAGS = (*KINDS, "demonstrations", "dataset", "stream", "recorded", "packed")
 _PATHS = ("checkpoint", "optimizer_state", "output", "log")
 _adapter: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")])
 
 
 def jobs_of(config: RunConfig, rows: int = 0) -> tuple[Job, ...]:
-    """The jobs of a run, in order: SFT if it has steps, then RL if it has steps. The output of the last one is the
-    run's model. Paths are relative to `RunPaths.jobs`.
+    """The jobs of a run, in order: SFT if it has steps, then RL if it has steps; or preference training alone. The
+    output of the last one is the run's model. Paths are relative to `RunPaths.jobs`.
 
-    `rows` is the number of rows of the dataset, for SFT whose length is given in epochs; RL does not need it.
+    `rows` is the number of examples of the dataset, for a job whose length is given in epochs; RL does not need it.
     """
     jobs: list[Job] = []
     if config.has_sft:
         jobs.append(_sft_phase(config, rows))
+    if config.has_preference:
+        jobs.append(_preference_phase(config, rows))
     if config.has_rl:
         optim = with_learning_rate(config.optim, config.model)
         schedule = RlSchedule(steps=config.training.steps, prompts=config.training.prompts_per_step, optim=optim)
@@ -197,16 +223,25 @@ def _sft_phase(config: RunConfig, rows: int) -> SftJob:
     return SftJob(inputs=DatasetInput() if config.data.path else DemonstrationsInput(), schedule=schedule)
 
 
+def _preference_phase(config: RunConfig, pairs: int) -> PreferenceJob:
+    preference = config.preference
+    steps = preference.steps or max(1, ceil(rows_to_train(config, pairs) / preference.batch))
+    optim = config.optim.model_copy(update={"lr": preference.lr})
+    return PreferenceJob(schedule=SftSchedule(steps=steps, batch=preference.batch, optim=optim))
+
+
 def rows_to_train(config: RunConfig, rows: int) -> int:
-    """The number of trained rows: the epochs × the rows of the dataset."""
-    return round(config.training.sft.epochs * rows)
+    """The number of trained examples: the epochs × the examples of the dataset."""
+    return round((config.preference.epochs or config.training.sft.epochs) * rows)
 
 
-def steps_of_sft(run: RunPaths, config: RunConfig) -> int:
-    """Steps of the run's SFT; 0 with epochs until the trainer has counted the rows and written the job."""
-    if not config.training.sft.epochs:
-        return config.training.sft.steps
-    file = run.training_job("sft")
+def steps_without_rl(run: RunPaths, config: RunConfig) -> int:
+    """Steps of the run's SFT or preference training; 0 with epochs until the trainer has counted the rows and written
+    the job."""
+    phase = config.preference if config.has_preference else config.training.sft
+    if not phase.epochs:
+        return phase.steps
+    file = run.training_job("preference" if config.has_preference else "sft")
     return read_job(file).steps if file.exists() else 0
 
 

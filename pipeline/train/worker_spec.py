@@ -1,7 +1,7 @@
 """What a worker is built from.
 
-Owns which models a job has and how each is made: the policy always, a reference model when the loss has a KL term, a
-critic when the advantages need values. Pure; cheap to pickle.
+Owns which models a job has and how each is made: the policy always, or in its place a reward model; a reference model
+when the loss has a KL term or compares with one; a critic when the advantages need values. Pure; cheap to pickle.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from pipeline.config import ModelConfig, OptimConfig, RunConfig
 from pipeline.config.learning_rates import critic_learning_rate
 from pipeline.config.training_keys import Recomputation
 
-ModelKind = Literal["policy", "critic"]
+ModelKind = Literal["policy", "critic", "reward_model"]
+"""A reward model is a critic that is exported."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class ModelSpec:
     """One model of the trainer.
 
     Attributes:
-        kind: what it answers: log-probabilities, or values.
+        kind: what it answers: log-probabilities, or values; a reward model is a critic that is exported.
         model: directory, types, adapters.
         optim: its optimizer; None for a model that is never trained.
         steps: optimizer steps of the job, for the schedule of the learning rate.
@@ -45,7 +46,9 @@ class ModelSpec:
     routing_replay: bool = False
 
 
-def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, steps: int) -> dict[str, ModelSpec]:
+def models_of(
+    config: RunConfig, job: Literal["sft", "preference", "rl"], optim: OptimConfig, steps: int
+) -> dict[str, ModelSpec]:
     """The models of a job by name; `policy` comes first. `steps` counts batches, `optim` is the policy's."""
     training, loss = config.training, config.loss
     per_batch = training.update_epochs * training.mini_batches if job == "rl" else 1
@@ -66,6 +69,11 @@ def models_of(config: RunConfig, job: Literal["sft", "rl"], optim: OptimConfig, 
             routing_replay=kind == "policy" and training.routing_replay == "rollout",
         )
 
+    if job == "preference":
+        formula = config.preference.formula
+        # A reward model has the name of the trained model too, so that checkpoints and exports treat both alike.
+        models = {"policy": spec("reward_model" if formula.is_reward_model else "policy", config.model, optim)}
+        return models | ({"reference": spec("policy", config.model, None)} if formula.has_reference else {})
     models = {"policy": spec("policy", config.model, optim)}
     if job == "rl" and config.has_reference:
         models["reference"] = spec("policy", config.model, None)

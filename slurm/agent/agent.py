@@ -33,7 +33,7 @@ from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished
 from pipeline.topology.plan import NodeInfo, Plan, World, make_plan
-from pipeline.train.train_jobs import steps_of_sft
+from pipeline.train.train_jobs import steps_without_rl
 from pipeline.utils import network_interfaces, subprocesses
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, FS_OUTAGE_TIMEOUT, retry_transient
 from pipeline.utils.shared_dir import FileSharedDir, SharedDir
@@ -364,7 +364,7 @@ def _steps_of(run: RunPaths, config: RunConfig) -> int:
         return max((row["step"] for row in read_rows(run.metrics)), default=0)
     if config.evaluation.only:
         return config.evaluation.step
-    return config.training.steps or steps_of_sft(run, config)
+    return config.training.steps or steps_without_rl(run, config)
 
 
 def note_signals() -> StopRequest:

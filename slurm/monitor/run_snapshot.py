@@ -300,7 +300,7 @@ def _progress(rows: list[MetricRecord], mine: list[MetricRecord], config: RunCon
     steps = 0
     if config:
         counted = int(
-            trained[-1].get("steps") or config.training.sft.steps
+            trained[-1].get("steps") or config.preference.steps or config.training.sft.steps
         )  # the steps of epochs are in the trainer's rows only
         steps = config.training.steps if job == "rl" else counted
     return Progress(job, step, steps, _seconds_left([row for row in mine if row["job"] == job], steps))
@@ -314,6 +314,8 @@ def _progress_of_file(last: MetricRecord, mine: list[MetricRecord]) -> Progress:
 
 
 def _ahead(config: RunConfig) -> Progress:
+    if config.has_preference:
+        return Progress("preference", 0, config.preference.steps, None)
     first = config.training.sft.steps
     return Progress("sft", 0, first, None) if config.has_sft else Progress("rl", 0, config.training.steps, None)
 

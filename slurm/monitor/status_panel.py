@@ -226,11 +226,13 @@ def evaluation_text(evaluation: EvaluationProgress) -> str:
 
 
 def job_text(progress: Progress) -> str:
-    """The label of the training job: SFT or RL, or the name of a job file."""
+    """The label of the training job: SFT, preferences or RL, or the name of a job file."""
     if progress.file:
         return progress.file
     if progress.job == "sft":
         return "SFT"
+    if progress.job == "preference":
+        return "preferences"
     return "training"
 
 

@@ -41,6 +41,7 @@ KEYS = ("run", "checkpoint", "model")
 EVALUATION_ONLY: Mapping[str, Any] = {
     "evaluation": {"only": True},
     "replay": "",
+    "preference": {"steps": 0, "epochs": 0},
     "training": {"steps": 0, "jobs": "", "sft": {"steps": 0, "epochs": 0}, "routing_replay": "none"},
     "data": {"path": "", "eval_path": "", "eval_split": "", "eval_rows": 0},
     "serve": {"enabled": False},

@@ -43,6 +43,7 @@ from pipeline.topology.plan import Plan, make_plan
 from pipeline.topology.sizes import Sizes
 from pipeline.tracking.tracker_protocol import check_trackers
 from pipeline.train.batching.conversation_rows import ansi_highlight, check_data, first_trainable_row
+from pipeline.train.batching.preference_rows import check_pairs
 from pipeline.train.offline.job_queue import waiting_at
 from pipeline.train.train_jobs import DemonstrationsInput, check_offline, read_job
 from pipeline.utils import terminal
@@ -268,6 +269,7 @@ def check_inputs(config: RunConfig) -> None:
         check_task(task, config)
         check_agents(config)
         check_data(config)
+        check_pairs(config)
         if config.has_rollouts:
             check_rewards(config.reward, task, config.task.name)
         if config.evaluation.only and config.evaluation.builtin_set:
@@ -348,7 +350,10 @@ def _what_it_trains(config: RunConfig) -> str:
     if config.replay:
         return f"replay of {config.replay}, {config.loss.name}, {config.training.steps} steps"
     if not config.has_rollouts:
-        length = f"{start.steps} steps" if start.steps else f"{start.epochs:g} epochs"
+        phase = config.preference if config.has_preference else start
+        length = f"{phase.steps} steps" if phase.steps else f"{phase.epochs:g} epochs"
+        if config.has_preference:
+            return f"{config.data.path}, preferences by {config.preference.loss}, {length}"
         return f"{config.data.path or config.task.name}, SFT alone, {length}"
     return f"{config.task.name}, {config.loss.name}, {config.training.steps} steps"
 

@@ -65,7 +65,8 @@ class Tracker(tracker_protocol.Tracker):
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._run.define_metric("sft/*", step_metric="sft/step")
+        for job in ("sft", "preference"):
+            self._run.define_metric(f"{job}/*", step_metric=f"{job}/step")
 
     @property
     def received(self) -> int | None:

@@ -13,11 +13,11 @@ Every attempt reads, renders and tokenizes all rows before its first step, and k
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from pipeline.train.train_jobs import rows_to_train
 from pipeline.transport.ledger import prompt_at
 
 log = logging.getLogger(__name__)
+E = TypeVar("E", bound=Sized)
 CHECKED_ROWS = 1000
 """Rows that a submission validates; the trainer validates the others before the first step."""
 ROWS_PER_BEAT = 100
@@ -99,7 +100,13 @@ class TokenizedDataset:
 
 
 class Conversations:
-    """The rows of a run's dataset: callable (step, count) → rows. The dataset is read at the first use of `rows`."""
+    """The rows of a run's dataset: callable (step, count) → rows. The dataset is read at the first use of `rows`.
+
+    Attributes:
+        rows_per_example: rows that are trained together; a step counts examples.
+    """
+
+    rows_per_example = 1
 
     def __init__(self, config: RunConfig, beat: Callable[[], None] = lambda: None) -> None:
         """`beat` is called every `ROWS_PER_BEAT` rows during the reading, so that a large dataset does not look like a
@@ -110,16 +117,16 @@ class Conversations:
     @cached_property
     def rows(self) -> TokenizedDataset:
         """The training rows; `ConfigError` or `RowError` for a dataset that cannot be trained."""
-        (train, held_out), masker = train_eval_split(self._config.data), build_masker(self._config)
+        masker = build_masker(self._config)
         log.info("reading %s; trained tokens are determined by %s", self._config.data.path, masker.method)
         self._content.add({"template": masker.template})
-        rows = _read(train, masker, self._config, self._content, self._beat)
+        rows, read_held_out = self._read_parts(masker)
         if not len(rows):
             limit = self._config.model.max_length
             raise ConfigError(
                 "data.path", self._config.data.path, f"rows of at most model.max_length={limit} tokens", str(rows)
             )
-        self._held_out = _read(held_out, masker, self._config, self._content, self._beat)
+        self._held_out = read_held_out()
         log.info("training: %s", rows)
         log.info("held out: %s", self._held_out)
         assert rows.first, "there are rows"
@@ -127,6 +134,17 @@ class Conversations:
         if not masker.teaches_end(rows.first):
             log.warning(ENDLESS)
         return rows
+
+    def _read_parts(self, masker: AssistantMasker) -> tuple[TokenizedDataset, Callable[[], TokenizedDataset]]:
+        """The training rows, and a function that reads those of the eval split, after them."""
+        train, held_out = train_eval_split(self._config.data)
+        rows = _read(train, masker, self._config, self._content, self._beat)
+        return rows, lambda: _read(held_out, masker, self._config, self._content, self._beat)
+
+    @property
+    def size(self) -> int:
+        """The number of training examples."""
+        return len(self.rows) // self.rows_per_example
 
     @property
     def held_out(self) -> list[TrainSequence]:
@@ -148,12 +166,13 @@ class Conversations:
             )
 
     def __call__(self, step: int, count: int) -> Sequence[TrainSequence]:
-        """The rows of a step: `count`, or fewer in the last step if the job is limited by epochs."""
-        last = rows_to_train(self._config, len(self.rows)) or (step + 1) * count
-        return [self.rows[self._at(position)] for position in range(step * count, min(last, (step + 1) * count))]
+        """The rows of a step of `count` examples, or fewer in the last step if the job is limited by epochs."""
+        last, width = rows_to_train(self._config, self.size) or (step + 1) * count, self.rows_per_example
+        examples = [self._at(position) for position in range(step * count, min(last, (step + 1) * count))]
+        return [self.rows[example * width + row] for example in examples for row in range(width)]
 
     def _at(self, position: int) -> int:
-        size = len(self.rows)
+        size = self.size
         return prompt_at(position, size, self._config.seed) if self._config.data.shuffle else position % size
 
 
@@ -174,9 +193,13 @@ class DatasetPart:
 
     def too_long(self, index: int, row: MaskedText, config: RunConfig) -> RowError:
         """The error of a row that is longer than `model.max_length`."""
-        hint = "set data.overlong=drop" if config.data.overlong == "refuse" else "raise it"
-        reason = f"{len(row.tokens)} tokens, more than model.max_length={config.model.max_length}; {hint}"
-        return self.examples.wrong(index, reason)
+        return self.examples.wrong(index, too_long(row, config))
+
+
+def too_long(row: MaskedText, config: RunConfig) -> str:
+    """The reason why a row of more than `model.max_length` tokens is left out or refused, with the fix."""
+    hint = "set data.overlong=drop" if config.data.overlong == "refuse" else "raise it"
+    return f"{len(row.tokens)} tokens, more than model.max_length={config.model.max_length}; {hint}"
 
 
 def fits(row: MaskedText, config: RunConfig) -> bool:
@@ -214,25 +237,31 @@ def _read(
 
 
 def train_eval_split(data: DataConfig) -> tuple[DatasetPart, DatasetPart]:
-    """The training part and the eval part of the data.
+    """The training part and the eval part of the conversations; errors as of `split_examples`."""
+    train, held_out = split_examples(data, _open_answered)
+    return DatasetPart(*train), DatasetPart(*held_out)
+
+
+def split_examples(data: DataConfig, open_examples: Callable[[DataConfig], E]) -> tuple[tuple[E, range], ...]:
+    """The training examples and the eval examples: each a dataset that `open_examples` opens, and indices in it.
 
     `ConfigError` if a dataset cannot be read or has no answers, if it has no more rows than the eval part needs, or if
     the two parts overlap.
     """
-    examples = _open_answered(data)
+    examples = open_examples(data)
     if data.eval_split or data.eval_path:
         source = {"path": data.eval_path or data.path, "split": data.eval_split or "train"}
         eval_data = data.model_copy(update=source)
         refuse_overlap(data, eval_data, "data")
-        eval_examples = _open_answered(eval_data)
+        eval_examples = open_examples(eval_data)
         eval_size = min(len(eval_examples), data.eval_rows or len(eval_examples))
-        return DatasetPart(examples, range(len(examples))), DatasetPart(eval_examples, range(eval_size))
+        return (examples, range(len(examples))), (eval_examples, range(eval_size))
     # The eval rows are the last ones, before any shuffle, so that the split does not depend on the seed.
     train_size = len(examples) - data.eval_rows
     if train_size < 1:
         expected = f"less than the {len(examples)} rows of data.path"
         raise ConfigError("data.eval_rows", data.eval_rows, expected, "lower it, or set data.eval_split")
-    return DatasetPart(examples, range(train_size)), DatasetPart(examples, range(train_size, len(examples)))
+    return (examples, range(train_size)), (examples, range(train_size, len(examples)))
 
 
 def check_data(config: RunConfig) -> None:

@@ -53,7 +53,7 @@ With L = 0 the actor issues the groups of step v + 1 only when the servers are a
 | module | owns |
 |---|---|
 | `train_loop` | the loop that RL and SFT share |
-| `rl`, `sft` | the two algorithms of a run |
+| `rl`, `sft`, `preference` | the three algorithms of a run |
 | `policy_update` | one RL step on a batch: advantages, mini-batches, optimizer steps |
 | `group_batches` | batches of prepared groups from the stream |
 | `recorded_batches` | the batches of another run, for a replay |

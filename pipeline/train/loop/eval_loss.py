@@ -8,7 +8,7 @@ its loss is logged, so that a reader of the loss finds the model. Must not know 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -60,24 +60,29 @@ class EvalLoss:
         if not (due and self._rows) or step in self._measured:
             return
         started = time.monotonic()
-        loss, tokens = self._measure()
+        metrics = self._measure()
+        loss = metrics["eval/loss"]
         if step and loss < min(self._measured.values(), default=math.inf):
             self._keep()
             log.info("step %d: the held-out loss, %.4g, is the lowest so far; its model is kept", step, loss)
         self._measured[step] = loss
         seconds = time.monotonic() - started
-        self._note(step, {"eval/loss": loss, "eval/tokens": float(tokens), "eval/seconds": seconds})
+        self._note(step, {**metrics, "eval/seconds": seconds})
 
-    def _measure(self) -> tuple[float, int]:
-        """Mean cross-entropy (nats) over the counted tokens, and their number."""
-        total, counted = 0.0, 0
+    def _batches(self) -> Iterator[Batch]:
+        """The eval rows in order, `batch` at a time; calls the pulse before each."""
         for begin in range(0, len(self._rows), self._batch):
             self._pulse()
-            batch = Batch.of([self._rows[i] for i in range(begin, min(begin + self._batch, len(self._rows)))])
+            yield Batch.of(self._rows[begin : begin + self._batch])
+
+    def _measure(self) -> dict[str, float]:
+        """`eval/loss`, the mean cross-entropy (nats) over the counted tokens, and `eval/tokens`, their number."""
+        total, counted = 0.0, 0
+        for batch in self._batches():
             logprobs_by_row = self._dispatch.forward("policy", batch)  # float32[T] of each row
             total -= sum(
                 float(np.sum(logprobs, where=np.asarray(row.mask, bool), dtype=np.float64))
                 for logprobs, row in zip(logprobs_by_row, batch.rows, strict=True)
             )
             counted += batch.counted
-        return total / counted, counted
+        return {"eval/loss": total / counted, "eval/tokens": float(counted)}

@@ -40,7 +40,7 @@ from pipeline.checkpoints.run_progress import (
     refuse_restart,
     skipped_checkpoints,
 )
-from pipeline.checkpoints.trainer_state import PHASES
+from pipeline.checkpoints.trainer_state import DATASET_PHASES, PHASES
 from pipeline.config import RunConfig
 from pipeline.config.model_directory import describe_weights
 from pipeline.errors import CheckpointError, DamagedCheckpointError, DeadlineError
@@ -105,7 +105,7 @@ class RunRecorder:
         conversations: Conversations | None = None,
         restart: int = 0,
     ) -> None:
-        """`conversations` are the dataset of SFT; None if SFT trains demonstrations, or without SFT. `restart` counts
+        """`conversations` are the dataset of SFT or preference training; None without one. `restart` counts
         the restarts of the trainer in this attempt."""
         self._conversations = conversations
         self._run, self._config, self._dispatch = RunPaths(paths.run), config, dispatch
@@ -167,7 +167,7 @@ class RunRecorder:
         """Load a checkpoint; `DamagedCheckpointError` if its content differs from what was saved."""
         state = checkpoint.state()
         jobs = self._jobs(state.job)
-        if self._conversations and state.job == "sft":
+        if self._conversations and state.job in DATASET_PHASES:
             self._conversations.check(state.data)
         index = next((index for index, job in enumerate(jobs) if job.name == state.job), 0)
         load_models(self._dispatch, checkpoint, self._make_models(jobs[index]))
@@ -177,8 +177,8 @@ class RunRecorder:
         return PhasePosition(jobs[index], state.step, jobs[index + 1 :])
 
     def _jobs(self, newest: str) -> tuple[Job, ...]:
-        """The jobs of the run. The dataset is read only if the checkpoint `newest` is of SFT."""
-        rows = len(self._conversations.rows) if self._conversations and newest == "sft" else 0
+        """The jobs of the run. The dataset is read only if the checkpoint `newest` is of a phase that trains it."""
+        rows = self._conversations.size if self._conversations and newest in DATASET_PHASES else 0
         return jobs_of(self._config, rows)
 
     def _make_models(self, job: Job) -> Iterable[str]:

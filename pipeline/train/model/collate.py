@@ -93,7 +93,7 @@ class MicroBatch:
         numbers = np.repeat(np.arange(len(rows)), self._counts)  # [R] → [N], the row of each counted token
         return LossTokens(
             logprobs_N=logprobs_N,
-            weights_N=self._weights(logprobs_N),
+            weights_N=self.weights(logprobs_N),
             advantages_N=_like(_flat(rows, "advantages"), logprobs_N),
             sampler_logprobs_N=logprobs_N.detach() if sampler_logprobs_N is None else sampler_logprobs_N,
             rows_N=to_device(numbers, logprobs_N.device),
@@ -109,13 +109,14 @@ class MicroBatch:
         old_values_N, returns_N = (self._column(field, values_N) for field in ("values", "returns"))
         if old_values_N is None or returns_N is None:
             raise TrainingError("a critic is trained on rows with values and returns, and these have none")
-        return ValueTokens(values_N, old_values_N, returns_N, self._weights(values_N))
+        return ValueTokens(values_N, old_values_N, returns_N, self.weights(values_N))
 
     @property
     def _counts(self) -> list[int]:
         return [row.counted for row in self.batch.rows]
 
-    def _weights(self, like: Tensor) -> Tensor:
+    def weights(self, like: Tensor) -> Tensor:
+        """The weight of each counted token in the loss, [N], with the type and device of `like`."""
         return _like(np.repeat(np.asarray(self.batch.weights, np.float64), self._counts), like)
 
     def _column(self, field: Column, like: Tensor) -> Tensor | None:

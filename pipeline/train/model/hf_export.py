@@ -10,13 +10,14 @@ import copy
 import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenerationConfig
 
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
@@ -25,6 +26,7 @@ from pipeline.train.model.safetensors_files import Block, TensorFiles, write_ten
 
 _GENERATION = "generation_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_BIAS = "head.bias"
 _OWN_CODE = ("config.json", "adapter_config.json")
 
 
@@ -89,6 +91,45 @@ def refuse_unwritable(network: Any, config: ModelConfig) -> None:
             reason = " ".join(str(error).split())
             expected = "a model whose config and tokenizer can be exported with its trained weights"
             raise ConfigError("model.path", config.path, expected, reason) from error
+
+
+def write_reward_model(
+    path: Path, network: Any, layout: WeightLayout, blocks: Iterable[Block], config: ModelConfig
+) -> None:
+    """Write a decoder with a head for one number as transformers' sequence classifier with one label.
+
+    `blocks` are rows of the tensors of `layout`, with their names in memory. The bias of the head is left out: it is
+    the same for all texts, and the classifier has none.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    _copy_tokenizer(Path(config.path), path)
+    settings = _typed(network.config, config.dtype, _classifier(network.config).__name__)
+    settings.num_labels = 1
+    if settings.pad_token_id is None:  # the classifier looks for the last token that is no padding
+        eos = settings.eos_token_id
+        settings.pad_token_id = eos[0] if isinstance(eos, list) else eos
+    settings.to_json_file(path / "config.json")
+    parameters = (replace(p, name=_score_name(p.name)) for p in layout.parameters if p.name != _BIAS)
+    named = ((_score_name(name), first, rows) for name, first, rows in blocks if name != _BIAS)
+    write_tensors(path, WeightLayout(tuple(parameters)), named)
+
+
+def refuse_unwritable_score(network: Any, config: ModelConfig, converted: bool) -> None:
+    """Raise `ConfigError` if transformers has no sequence classifier for the model, or if the tensors of its files are
+    `converted` in memory."""
+    if converted or _classifier(network.config) is None:
+        expected = "a family with a sequence classifier in transformers and without experts, for a reward model"
+        raise ConfigError("model.path", config.path, expected, "choose another model, such as one of Qwen3 or Llama")
+
+
+def _classifier(config: Any) -> Any:
+    """transformers' class for sequence classification with this config; None without one."""
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+
+
+def _score_name(name: str) -> str:
+    """The name of a critic's tensor in a sequence classifier."""
+    return "score.weight" if name == "head.weight" else f"model.{name}"
 
 
 def _typed(config: Any, dtype: str, architecture: str) -> Any:

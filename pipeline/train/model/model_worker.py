@@ -27,13 +27,18 @@ from pipeline.errors import TrainingError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
 from pipeline.train.batching.packing import Packing
 from pipeline.train.batching.sequences import Batch
-from pipeline.train.loss_specs import LossSpec, MetricsLevel, ValueLoss
+from pipeline.train.loss_specs import LossSpec, MetricsLevel, ScoreLoss, ValueLoss
 from pipeline.train.model.collate import MicroBatch, collate
 from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.cpu_offload import Memory, Offloadable, Part, allocated, empty_cache
 from pipeline.train.model.expert_load import ExpertLoad
 from pipeline.train.model.fsdp import shard_model
-from pipeline.train.model.hf_export import refuse_unwritable, write_model
+from pipeline.train.model.hf_export import (
+    refuse_unwritable,
+    refuse_unwritable_score,
+    write_model,
+    write_reward_model,
+)
 from pipeline.train.model.model_flops import ModelFlops
 from pipeline.train.model.models import (
     PolicyModel,
@@ -50,7 +55,7 @@ from pipeline.train.model.router_loss import RouterLoss
 from pipeline.train.model.routing_replay import RoutingReplay
 from pipeline.train.model.weight_loading import WeightLoader
 from pipeline.train.model.worker_outputs import by_row, numbers
-from pipeline.train.total_loss import total, total_value
+from pipeline.train.total_loss import total, total_score, total_value
 from pipeline.train.worker_spec import ModelSpec
 from pipeline.utils import heartbeat
 
@@ -113,7 +118,9 @@ class ModelWorker:
         shard_model(self.model, mesh, self.compute, spec.reshard, expert_mesh)
         weights = WeightLoader(spec.model)
         materialize(self.model, weights, spec.model, spec.seed, self.device)
-        self._untrained = weights.form.untrained
+        self._untrained, self._kind = weights.form.untrained, spec.kind
+        if spec.kind == "reward_model":
+            refuse_unwritable_score(self.model.network, spec.model, converted=bool(weights.form.converted))
         self._expert_load, self._router_loss = ExpertLoad(self.model), RouterLoss(self.model)
         self.group, self.ranks = mesh.get_group(mesh.ndim - 1), mesh.size()
         self.replica = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
@@ -254,16 +261,20 @@ class ModelWorker:
         """Write a model directory for transformers and vLLM, with the tokenizer of the original model.
 
         A policy with unmerged adapters is written as an adapter directory for peft and vLLM, always in float32, so that
-        a job which starts from it loses no precision. Whole models are written in the compute type.
+        a job which starts from it loses no precision. Whole models are written in the compute type; a reward model as a
+        sequence classifier with one label.
         """
-        if not isinstance(self.model, PolicyModel):
-            raise TrainingError("a critic has no Hugging Face format; only a policy can be saved as one")
+        if self._kind == "critic":
+            raise TrainingError("a critic has no Hugging Face format; a policy or a reward model can be saved as one")
         dtype = torch.float32 if self._config.lora.travels_alone else self.compute
         blocks = self.public.blocks(dtype)
         try:
             if dist.get_rank() == 0:
                 layout, untrained = self.public.layout(dtype), self._untrained
-                write_model(path, self.model.network, layout, blocks, self._config, untrained)
+                if self._kind == "reward_model":
+                    write_reward_model(path, self.model.network, layout, blocks, self._config)
+                else:
+                    write_model(path, self.model.network, layout, blocks, self._config, untrained)
         finally:
             # Each item is a collective operation. The other ranks take all items here, and so does rank 0 after a
             # failed write: else its peers would wait until their timeout.
@@ -332,6 +343,9 @@ class ModelWorker:
     def _loss(
         self, micro: MicroBatch, temperature: float, objective: LossSpec, level: MetricsLevel
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        if isinstance(objective, ScoreLoss):
+            scores_N = self._values(micro)
+            return total_score(scores_N, micro.weights(scores_N), level)
         if isinstance(objective, ValueLoss):
             return total_value(micro.value_tokens(self._values(micro)), objective, level)
         entropy = objective.entropy > 0 or level == "with_entropy"
@@ -339,7 +353,7 @@ class ModelWorker:
         return total(micro.loss_tokens(logprobs_N, entropy_N), objective, level)
 
     def _refuse_loss(self, objective: LossSpec) -> None:
-        if isinstance(objective, ValueLoss) == isinstance(self.model, PolicyModel):
+        if isinstance(objective, ValueLoss | ScoreLoss) == isinstance(self.model, PolicyModel):
             kind = "policy" if isinstance(self.model, PolicyModel) else "critic"
             raise TrainingError(f"the loss {objective.name!r} is not one of a {kind}")
 

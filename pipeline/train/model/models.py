@@ -190,7 +190,7 @@ def build_on_meta(config: ModelConfig, kind: ModelKind = "policy") -> DecoderMod
         refuse_unsupported(network)
         for module in network.modules():
             _without_dropout(module)
-        if kind == "critic":
+        if kind != "policy":
             if config.lora.rank:
                 raise TrainingError("a critic is trained whole: model.lora.rank of its spec must be 0")
             return Critic(network.get_decoder()).train()

@@ -182,7 +182,8 @@ def _tried(settings: SweeperCommand, sweeper: Mapping[str, Any]) -> list[RunConf
 def _refuse_absent_job(objective: SweepMetric, configs: Sequence[RunConfig]) -> None:
     """Raise `ConfigError` if a run does not execute the training job whose metrics have the objective."""
     for config in configs:
-        done = [job for job, does in (("sft", config.has_sft), ("rl", config.has_rl)) if does]
+        phases = (("sft", config.has_sft), ("preference", config.has_preference), ("rl", config.has_rl))
+        done = [job for job, does in phases if does]
         if done and objective.job not in done:  # job files name their own kinds
             expected = f"{done[0]}, the only training job of the run (training.steps={config.training.steps})"
             raise ConfigError("hydra.launcher.job", objective.job, expected, f"set it to {done[0]}")

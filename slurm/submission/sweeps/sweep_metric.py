@@ -15,7 +15,7 @@ from pipeline.errors import SweepError
 from pipeline.run.metrics_log import MetricRecord, read_rows, series
 from pipeline.run.paths import RunPaths
 
-Job = Literal["rl", "sft"]
+Job = Literal["rl", "preference", "sft"]
 _OF_A_ROW = ("kind", "job", "step", "time", "attempt")
 
 

@@ -1,0 +1,117 @@
+"""A dataset's preference pairs as rows, by step.
+
+Owns the rows of a pair: the chosen completion with its prompt, then the rejected one. Promises that a pair is complete:
+if one of its rows is too long or cannot be masked, the pair is left out. Order, digest and split are those of
+`conversation_rows`. Must not know ranks, models or losses.
+
+A reward model scores a whole text. A critic's value is that of the tokens before a counted one, so each row for a
+reward model ends with one more token, its last one again, and only this token counts: its value is that of all tokens
+before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pipeline.config import DataConfig, RunConfig
+from pipeline.data.dataset_digest import DatasetDigest
+from pipeline.data.examples import RowError
+from pipeline.data.preference_examples import PreferenceExamples, PreferencePair
+from pipeline.environments.assistant_masks import AssistantMasker, MaskedText, MaskError
+from pipeline.errors import ConfigError
+from pipeline.train.batching.conversation_rows import (
+    CHECKED_ROWS,
+    ROWS_PER_BEAT,
+    Conversations,
+    TokenizedDataset,
+    build_masker,
+    fits,
+    split_examples,
+    too_long,
+)
+
+
+@dataclass(frozen=True)
+class PairsPart:
+    """Some pairs of a dataset."""
+
+    examples: PreferenceExamples
+    indices: range
+
+    def make(self, index: int, masker: AssistantMasker) -> tuple[PreferencePair, list[MaskedText]]:
+        """The pair at `index` and its two rows; `RowError` if no token of one can be trained."""
+        pair, rows = self.examples[index], []
+        for name, conversation in zip(("chosen", "rejected"), pair.conversations, strict=True):
+            try:
+                rows += masker.rows(conversation)
+            except MaskError as error:
+                raise self.examples.wrong(index, f"{name}: {error}") from None
+        return pair, rows
+
+
+class PreferencePairs(Conversations):
+    """The rows of a run's preference pairs: callable (step, count) → the rows of `count` pairs, each chosen row before
+    its rejected one."""
+
+    rows_per_example = 2
+
+    def _read_parts(self, masker: AssistantMasker) -> tuple[TokenizedDataset, Callable[[], TokenizedDataset]]:
+        train, held_out = pairs_split(self._config.data)
+        rows = _read(train, masker, self._config, self._content, self._beat)
+        return rows, lambda: _read(held_out, masker, self._config, self._content, self._beat)
+
+
+def pairs_split(data: DataConfig) -> tuple[PairsPart, PairsPart]:
+    """The training part and the eval part of the pairs; errors as of `split_examples`."""
+    train, held_out = split_examples(data, PreferenceExamples.open)
+    return PairsPart(*train), PairsPart(*held_out)
+
+
+def check_pairs(config: RunConfig) -> None:
+    """Raise `ConfigError` unless the first pairs of the config's dataset can be trained by the model."""
+    if not config.has_preference:
+        return
+    masker = build_masker(config)
+    for part in pairs_split(config.data):
+        try:
+            rows = _read(replace(part, indices=part.indices[:CHECKED_ROWS]), masker, config)
+        except RowError as error:
+            raise ConfigError("data.path", config.data.path, "pairs that can be trained", str(error)) from None
+        if not len(rows) and rows.first_error:
+            raise ConfigError("data.path", config.data.path, "pairs that can be trained", str(rows.first_error))
+
+
+def _read(
+    part: PairsPart,
+    masker: AssistantMasker,
+    config: RunConfig,
+    content: DatasetDigest | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> TokenizedDataset:
+    """The rows of a part's pairs; `RowError` for the first pair that is refused."""
+    rows = TokenizedDataset()
+    for index in part.indices:
+        if rows.counts["read"] % ROWS_PER_BEAT == 0:
+            beat()
+        rows.counts["read"] += 1
+        try:
+            pair, texts = part.make(index, masker)
+        except RowError as error:
+            rows.leave_out("invalid", config.data.invalid, error)
+            continue
+        if content:
+            content.add({"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected, "tools": pair.tools})
+        if config.preference.formula.is_reward_model:
+            texts = [_scored(text) for text in texts]
+        overlong = next((text for text in texts if not fits(text, config)), None)
+        if overlong:
+            error = part.examples.wrong(index, too_long(overlong, config))
+            rows.leave_out("longer than model.max_length", config.data.overlong, error)
+            continue
+        for text in texts:
+            rows.add(text)
+    return rows
+
+
+def _scored(text: MaskedText) -> MaskedText:
+    """The row for a reward model: one more token, which alone counts."""
+    return replace(text, tokens=(*text.tokens, text.tokens[-1]), mask=(*(0 for _ in text.tokens), 1))
