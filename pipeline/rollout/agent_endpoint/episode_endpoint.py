@@ -8,7 +8,7 @@ and that any failure is an error in the format of the route's protocol. Must not
         …an agent with base_url=endpoint.url and api_key=endpoint.key…
     episode = endpoint.episode()
 
-Routes below `/v1`: `chat/completions`, `completions`, `models` of OpenAI; `messages` and `messages/count_tokens` of
+Routes below `/v1`: `chat/completions`, `completions`, `responses`, `models` of OpenAI; `messages` and `messages/count_tokens` of
 Anthropic, whose clients need the base URL without `/v1`; and `reward`, to which the agent posts the episode's reward
 (`pipeline.environments.agent_report`). Each protocol is a translation: all calls are sampled and recorded by `_answers`.
 """
@@ -24,13 +24,14 @@ from typing import Any, Literal, Protocol, Self
 
 from aiohttp import web
 
+from pipeline.data.chat_messages import Message
 from pipeline.environments import Episode, Turn
 from pipeline.environments.agent_report import AgentReport, parse_report
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.guarded_call import failure_reason
 from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import RolloutError
-from pipeline.rollout.agent_endpoint import anthropic_wire, openai_wire
+from pipeline.rollout.agent_endpoint import anthropic_wire, openai_wire, responses_wire
 from pipeline.rollout.agent_endpoint.agent_call import ChatReply, CheckedRequest, RequestRefused, reply_of, text_before
 from pipeline.rollout.agent_endpoint.conversation_tree import ConversationTree, PrefixMatch
 from pipeline.utils.limited_site import LimitedSite, is_authenticated, limit_connections
@@ -86,6 +87,7 @@ class Endpoint:
         """`max_length`: limit of a row in tokens; `form`: the policy's tool-call syntax; `address`: of this node."""
         self._chat, self._sample, self._max_length, self._form = chat, sample, max_length, form
         self._dialogue, self._report = ConversationTree(chat), AgentReport()
+        self._responses: dict[str, tuple[Message, ...]] = {}
         self._address, self.key = address, secrets.token_urlsafe(16)
 
     @property
@@ -97,6 +99,7 @@ class Endpoint:
         application = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
         application.router.add_post("/v1/chat/completions", self._chat_completion)
         application.router.add_post("/v1/completions", self._completion)
+        application.router.add_post("/v1/responses", self._response)
         application.router.add_post("/v1/messages", self._message)
         application.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         application.router.add_get("/v1/models", self._models)
@@ -156,6 +159,17 @@ class Endpoint:
         if call.stream:
             return await self._streamed(request, openai_wire.completion_events(call, replies, len(match.tokens)), DONE)
         return web.json_response(openai_wire.completion_answer(call, replies, len(match.tokens)))
+
+    async def _response(self, request: web.Request) -> web.StreamResponse:
+        call = responses_wire.read_request(await request.read(), self._responses)
+        match = await self._placed(call)
+        (reply,) = await self._answers(call, match)
+        answer = responses_wire.response_answer(call, reply, len(match.tokens))
+        if call.stored:
+            self._responses[answer["id"]] = (*call.history, reply.reply)
+        if call.stream:
+            return await self._streamed(request, responses_wire.response_events(answer))
+        return web.json_response(answer)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         call = anthropic_wire.read_request(await request.read())

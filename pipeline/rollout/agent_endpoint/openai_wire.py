@@ -11,7 +11,7 @@ text.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
