@@ -8,9 +8,10 @@ and that any failure is an error in the format of the route's protocol. Must not
         …an agent with base_url=endpoint.url and api_key=endpoint.key…
     episode = endpoint.episode()
 
-Routes below `/v1`: `chat/completions`, `completions`, `responses`, `models` of OpenAI; `messages` and `messages/count_tokens` of
-Anthropic, whose clients need the base URL without `/v1`; and `reward`, to which the agent posts the episode's reward
-(`pipeline.environments.agent_report`). Each protocol is a translation: all calls are sampled and recorded by `_answers`.
+Routes below `/v1`: `chat/completions`, `completions`, `responses`, `models` of OpenAI; `messages`,
+`messages/count_tokens` of Anthropic, whose clients need the base URL without `/v1`; and `reward`, to which the agent
+posts the episode's reward (`pipeline.environments.agent_report`). Each protocol is a translation: all calls are sampled
+and recorded by `_answers`.
 """
 
 import asyncio
@@ -72,7 +73,7 @@ class SampledTurn:
 
 
 class Endpoint:
-    """An OpenAI-compatible endpoint, open as a context."""
+    """An endpoint with OpenAI's and Anthropic's protocols, open as a context."""
 
     model = MODEL
 
@@ -209,7 +210,8 @@ class Endpoint:
         room = self._max_length - len(match.tokens)
         if room < 1:
             # Harnesses of Anthropic's API shorten a conversation when they read these first words.
-            why = f"prompt is too long: {len(match.tokens)} tokens leave no room below model.max_length={self._max_length}"
+            limit = f"model.max_length={self._max_length}"
+            why = f"prompt is too long: {len(match.tokens)} tokens leave no room below {limit}"
             raise RequestRefused(why, code="context_length_exceeded")
         turns = await self._sample(match.tokens, call.n, call.max_tokens)
         return [self._noted(call, match, turn) for turn in turns]
