@@ -72,9 +72,15 @@ def command(how: str, notes: Path) -> dict[str, Any]:
     return {"command": [sys.executable, "-m", "tests.support.tasks.agents_at_work", how, str(notes)]}
 
 
-@pytest.mark.parametrize(("how", "reward"), [("scores", 1.0), ("posts", 0.75), ("prints", 0.25), ("asks", 1.0)])
-def test_an_agent_s_calls_are_the_row_and_what_it_tells_is_the_reward(how: str, reward: float, tmp_path: Path) -> None:
-    """The last one tells none: then the task it works on says what its last answer is worth."""
+@pytest.mark.parametrize(
+    ("how", "reward"), [("scores", 1.0), ("posts", 0.75), ("prints", 0.25), ("asks", 1.0), ("messages", 1.0)]
+)
+def test_an_agent_s_calls_are_the_row_and_what_it_tells_is_the_reward(
+    how: str, reward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`asks` tells none: then the task it works on says what its last answer is worth. A token in the environment is
+    not the agent's."""
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "of another account")
     group = group_of(command(how, tmp_path))
     assert group.failures == ()
     assert [sample.reward for sample in group.samples] == [reward] * 2
@@ -83,7 +89,7 @@ def test_an_agent_s_calls_are_the_row_and_what_it_tells_is_the_reward(how: str, 
     assert CHAT.decode(sample.token_array().tolist()).endswith("U:2+2\nA:4")
     assert sample.sampled_array().tolist()[-3:] == [0, 1, 1]
     assert sample.metrics["agent/calls"] == 1
-    assert sample.metrics.get("agent/steps") == (3 if how == "scores" else None)
+    assert sample.metrics.get("agent/steps") == (3 if how in ("scores", "messages") else None)
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,11 @@ def message_events(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "message_start", "message": begun}
     for index, block in enumerate(answer["content"]):
         if block["type"] == "text":
-            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty: dict[str, Any] = {"text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
-            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            empty = {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield {"type": "content_block_start", "index": index, "content_block": block | empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
@@ -132,7 +134,7 @@ def message_events(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _messages(index: int, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The chat messages of one message. Its order is kept: each result of a tool is a message, as is the text between."""
+    """The chat messages of one message. In order: each tool result is a message, as is the text between."""
     role, content, where = message.get("role"), message.get("content"), f"messages.{index}"
     if role not in ("user", "assistant", "system"):
         raise RequestRefused(f"{where}: the role {role!r}; expected user or assistant")
