@@ -1,7 +1,7 @@
 """One call of an agent, in the representation that all protocols share.
 
-Owns what a request is after it is parsed (`CheckedRequest`), what a sampled reply is before it is written (`ChatReply`),
-and the message that a sampled text becomes. Promises that a request that cannot be served is one `RequestRefused`,
+Owns a parsed request (`CheckedRequest`), a sampled reply before it is written (`ChatReply`), and the message that a
+sampled text becomes. Promises that a request that cannot be served is one `RequestRefused`,
 with a status and a one-line reason. Must not know the format of any protocol. Pure.
 
     openai_wire, responses_wire, anthropic_wire:   body → CheckedRequest → … → ChatReply → body or events

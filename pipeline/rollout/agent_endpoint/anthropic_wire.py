@@ -77,7 +77,7 @@ def read_request(body: bytes, *, counts: bool = False) -> CheckedRequest:
     if request.messages and request.messages[-1].get("role") == "assistant":
         raise RequestRefused("messages: the last is the assistant's; the policy cannot continue a given beginning")
     system = [{"role": "system", "content": _text("system", request.system)}] if request.system else []
-    chat = [message for index, given in enumerate(request.messages) for message in _messages(index, given)]
+    chat = [message for index, turn in enumerate(request.messages) for message in _messages(index, turn)]
     messages, tools = read_chat_messages([*system, *chat], [_tool(tool) for tool in request.tools or ()])
     return CheckedRequest(
         model=request.model,

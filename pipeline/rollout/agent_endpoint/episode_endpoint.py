@@ -229,17 +229,17 @@ class Endpoint:
 
     def _until_stop(self, turn: Turn, stops: Sequence[str]) -> tuple[SampledTurn, str, str]:
         """A turn up to the token that completes the first of `stops`, its text before that stop, and the stop."""
-        tokens, finish, text, found = turn.tokens, turn.finish, self._chat.decode(turn.tokens), ""
+        tokens, finish, text, ended_at = turn.tokens, turn.finish, self._chat.decode(turn.tokens), ""
         if any(stop in text for stop in stops):
             counts = range(len(tokens) + 1)
             # Bisect for the smallest number of tokens whose text contains a stop.
             count = bisect_left(counts, True, key=lambda size: _ends_with_stop(self._chat.decode(tokens[:size]), stops))
             tokens, finish = tokens[:count], "stop"
-            text, found = text_before(self._chat.decode(tokens), stops)
+            text, ended_at = text_before(self._chat.decode(tokens), stops)
         logprobs, versions = turn.logprobs[: len(tokens)], turn.versions[: len(tokens)]
         routed = turn.routed_experts[: len(turn.routed_experts) - (len(turn.tokens) - len(tokens))]
         bounds = turn.version_min, turn.version_max
-        return SampledTurn(tokens, logprobs, finish, *bounds, turn.server, versions, routed), text, found
+        return SampledTurn(tokens, logprobs, finish, *bounds, turn.server, versions, routed), text, ended_at
 
     async def _streamed(
         self, request: web.Request, events: Iterable[Mapping[str, Any]], last: bytes = b""

@@ -70,13 +70,13 @@ class ResponsesRequest(CheckedRequest):
         history: the messages without the instructions.
         previous: the id of the response that the call continues; None if it names none.
         stored: whether a later call may continue this one by its id.
-        given: the fields that a response repeats.
+        echo: the fields that a response repeats.
     """
 
     history: tuple[Message, ...]
     previous: str | None
     stored: bool
-    given: Mapping[str, Any]
+    echo: Mapping[str, Any]
 
 
 def read_request(body: bytes, stored: Mapping[str, tuple[Message, ...]]) -> ResponsesRequest:
@@ -109,7 +109,7 @@ def read_request(body: bytes, stored: Mapping[str, tuple[Message, ...]]) -> Resp
         history=history,
         previous=previous,
         stored=request.store is not False,
-        given={
+        echo={
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "tools": request.tools or [],
@@ -137,7 +137,7 @@ def response_answer(request: ResponsesRequest, reply: ChatReply, prompt_tokens: 
         "temperature": None,
         "top_p": None,
         "metadata": {},
-        **request.given,
+        **request.echo,
         "usage": {
             "input_tokens": prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
