@@ -1,19 +1,20 @@
 """Episodes of an external agent: any command, or an HTTP service.
 
-Owns the built-in task `agent`: starting an agent with an OpenAI-compatible endpoint of the policy, and reading the
+Owns the built-in task `agent`: starting an agent with an endpoint of the policy, and reading the
 reward that it reports. Prompts come from another task, `of`, and so does the reward if the agent reports none.
 Promises that only the agent's calls are trained, token by token as they were sampled; that a failure of an agent fails
 one sample, with the reason; and that a command ends with all processes that it started. Must not know how the policy is
 sampled.
 
-A command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and
+A command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, the same for Anthropic's clients (`ANTHROPIC_BASE_URL`,
+`ANTHROPIC_API_KEY`), and
 
     ROLLCALL_PROMPT     a JSON file: the prompt's `messages`, its `columns`, `tools`, and the name of the `model`
     ROLLCALL_REWARD     the file to which it may write the episode's reward, in the syntax of
     `pipeline.environments.agent_report`
 
 `{prompt}` in an argument is replaced with the text of the last message. A service receives the same JSON by POST, with
-`base_url` and `api_key` added, and responds when its episode is over, with the reward or an empty body. Both kinds may
+`base_url`, `anthropic_base_url` and `api_key` added, and responds when its episode is over, with the reward or an empty body. Both kinds may
 instead post the reward to `<base URL>/reward`.
 """
 
@@ -49,6 +50,8 @@ AGENT = "agent"
 TAIL_BYTES = 2000
 """Length of the retained tail of a command's output, in bytes. A failure reason quotes its last line."""
 DRAIN_SECONDS = 1.0
+OTHER_KEYS = ("ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_PROFILE")
+"""Variables of Anthropic's clients that name another key; the agent does not inherit them."""
 NO_REWARD = (
     "the agent reported no reward: write it to the file $ROLLCALL_REWARD, post it to <base URL>/reward, or set of"
 )
@@ -145,9 +148,11 @@ class AgentTask(Task):
             prompt_file, reward_file = Path(folder, "prompt.json"), Path(folder, "reward.json")
             prompt_file.write_text(_request_body(prompt, arguments["model"]))
             environment = {
-                **os.environ,
+                **{name: value for name, value in os.environ.items() if name not in OTHER_KEYS},
                 "OPENAI_BASE_URL": arguments["url"],
                 "OPENAI_API_KEY": arguments["key"],
+                "ANTHROPIC_BASE_URL": anthropic_url(arguments["url"]),
+                "ANTHROPIC_API_KEY": arguments["key"],
                 "ROLLCALL_PROMPT": str(prompt_file),
                 "ROLLCALL_REWARD": str(reward_file),
             }
@@ -166,7 +171,8 @@ class AgentTask(Task):
         return _reported_reward(ran["told"])
 
     async def _ask_service(self, prompt: Prompt, endpoint: AgentEndpoint) -> AgentReport:
-        credentials = {"base_url": endpoint.url, "api_key": endpoint.key}
+        urls = {"base_url": endpoint.url, "anthropic_base_url": anthropic_url(endpoint.url)}
+        credentials = urls | {"api_key": endpoint.key}
         body = json.loads(_request_body(prompt, endpoint.model)) | credentials
         url, limit = self.options.service, aiohttp.ClientTimeout(total=None)  # the episode's own time bounds it
         try:
@@ -177,6 +183,11 @@ class AgentTask(Task):
         if response.status >= 300:
             raise EpisodeError(f"agent failed: {url} answered with status {response.status}: {answer}")
         return _reported_reward(answer)
+
+
+def anthropic_url(url: str) -> str:
+    """The base URL of an endpoint, as Anthropic's clients expect it: they add `/v1` themselves."""
+    return url.removesuffix("/v1")
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:

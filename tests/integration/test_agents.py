@@ -72,9 +72,15 @@ def command(how: str, notes: Path) -> dict[str, Any]:
     return {"command": [sys.executable, "-m", "tests.support.tasks.agents_at_work", how, str(notes)]}
 
 
-@pytest.mark.parametrize(("how", "reward"), [("scores", 1.0), ("posts", 0.75), ("prints", 0.25), ("asks", 1.0)])
-def test_an_agent_s_calls_are_the_row_and_what_it_tells_is_the_reward(how: str, reward: float, tmp_path: Path) -> None:
-    """The last one tells none: then the task it works on says what its last answer is worth."""
+@pytest.mark.parametrize(
+    ("how", "reward"), [("scores", 1.0), ("posts", 0.75), ("prints", 0.25), ("asks", 1.0), ("messages", 1.0)]
+)
+def test_an_agent_s_calls_are_the_row_and_what_it_tells_is_the_reward(
+    how: str, reward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`asks` tells none: then the task it works on says what its last answer is worth. A token in the environment is
+    not the agent's."""
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "of another account")
     group = group_of(command(how, tmp_path))
     assert group.failures == ()
     assert [sample.reward for sample in group.samples] == [reward] * 2
@@ -83,7 +89,7 @@ def test_an_agent_s_calls_are_the_row_and_what_it_tells_is_the_reward(how: str, 
     assert CHAT.decode(sample.token_array().tolist()).endswith("U:2+2\nA:4")
     assert sample.sampled_array().tolist()[-3:] == [0, 1, 1]
     assert sample.metrics["agent/calls"] == 1
-    assert sample.metrics.get("agent/steps") == (3 if how == "scores" else None)
+    assert sample.metrics.get("agent/steps") == (3 if how in ("scores", "messages") else None)
 
 
 @pytest.mark.parametrize(
@@ -147,10 +153,10 @@ def test_the_wait_for_the_servers_and_for_a_worker_is_no_time_of_the_agent_s(tmp
 
 
 @asynccontextmanager
-async def the_service_of_the_page() -> AsyncIterator[str]:
+async def a_service(*program: str) -> AsyncIterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "docs/examples/agent_service.py", str(port)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, *program, str(port)], cwd=ROOT)
     try:
         await asyncio.to_thread(wait_for, "the service", lambda: _listens(port), 60)
         yield f"http://127.0.0.1:{port}"
@@ -164,12 +170,25 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_an_agent_may_be_a_service() -> None:
+def served_group(*program: str) -> Group:
     async def story() -> Group:
-        async with the_service_of_the_page() as url, a_builder(config({"service": url}), Answering()) as builder:
+        async with a_service(*program) as url, a_builder(config({"service": url}), Answering()) as builder:
             return await builder.build(0)
 
-    group = asyncio.run(asyncio.wait_for(story(), 120))
+    return asyncio.run(asyncio.wait_for(story(), 120))
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages", "responses"])
+def test_every_protocol_gives_the_same_sample(protocol: str) -> None:
+    group = served_group("-m", "tests.support.tasks.protocol_agents", protocol)
+    assert [sample.reward for sample in group.samples] == [1.0, 1.0], group.failures
+    sample = group.samples[0]
+    assert CHAT.decode(sample.token_array().tolist()).endswith("U:2+2\nA:4")
+    assert tuple(sample.token_array()[sample.sampled_array() == 1].tolist()) == FOUR
+
+
+def test_an_agent_may_be_a_service() -> None:
+    group = served_group("docs/examples/agent_service.py")
     assert [sample.reward for sample in group.samples] == [1.0, 1.0]
     (reason, _) = group_of({"service": "http://127.0.0.1:9/"}).failures
     assert reason.startswith("agent failed: http://127.0.0.1:9/ cannot be asked: ClientConnectorError")

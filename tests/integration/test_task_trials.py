@@ -68,19 +68,31 @@ SUMS = [
 ]
 
 
-def test_an_agent_learns(tmp_path: Path) -> None:
-    """The service of docs/agents.md, on sums of a teacher who forgets to carry."""
+AGENT = ["-m", "tests.support.tasks.protocol_agents"]
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        ["docs/examples/agent_service.py"],
+        [*AGENT, "messages"],
+        [*AGENT, "responses"],
+    ],
+    ids=["page", "messages", "responses"],
+)
+def test_an_agent_learns(service: Sequence[str], tmp_path: Path) -> None:
+    """The service of docs/agents.md, or one over another protocol, on sums of a teacher who forgets to carry."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    service = subprocess.Popen([sys.executable, "docs/examples/agent_service.py", str(port)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, *service, str(port)], cwd=ROOT)
     try:
         of = "task.options.of={name: arithmetic, options: {last_digit_first: true, demonstration_error_rate: 0.6}}"
         agent = ["task.options.command=[]", f"task.options.service=http://127.0.0.1:{port}", of]
         first, last = learned(tmp_path, "agent", words=[*SUMS, *agent])
         assert last > first + 0.05
     finally:
-        service.terminate()
-        service.wait(60)
+        process.terminate()
+        process.wait(60)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -2,14 +2,16 @@
 
 Owns a port while an episode runs, and its authentication by a key. Promises that a call becomes part of the episode
 when its response is ready, and does not if the client disconnects before; that calls in flight end with the episode;
-and that any failure is an error in OpenAI's format. Must not know what the agent is.
+and that any failure is an error in the format of the route's protocol. Must not know what the agent is.
 
     async with Endpoint(chat, sample, max_length=4096, form="tagged") as endpoint:
         …an agent with base_url=endpoint.url and api_key=endpoint.key…
     episode = endpoint.episode()
 
-Routes below `/v1`: `chat/completions`, `completions`, `models`; and `reward`, to which the agent posts the episode's
-reward (`pipeline.environments.agent_report`).
+Routes below `/v1`: `chat/completions`, `completions`, `responses`, `models` of OpenAI; `messages`,
+`messages/count_tokens` of Anthropic, whose clients need the base URL without `/v1`; and `reward`, to which the agent
+posts the episode's reward (`pipeline.environments.agent_report`). Each protocol is a translation: all calls are sampled
+and recorded by `_answers`.
 """
 
 import asyncio
@@ -23,13 +25,15 @@ from typing import Any, Literal, Protocol, Self
 
 from aiohttp import web
 
+from pipeline.data.chat_messages import Message
 from pipeline.environments import Episode, Turn
 from pipeline.environments.agent_report import AgentReport, parse_report
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.guarded_call import failure_reason
 from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import RolloutError
-from pipeline.rollout.agent_endpoint import openai_wire
+from pipeline.rollout.agent_endpoint import anthropic_wire, openai_wire, responses_wire
+from pipeline.rollout.agent_endpoint.agent_call import ChatReply, CheckedRequest, RequestRefused, reply_of, text_before
 from pipeline.rollout.agent_endpoint.conversation_tree import ConversationTree, PrefixMatch
 from pipeline.utils.limited_site import LimitedSite, is_authenticated, limit_connections
 
@@ -39,6 +43,8 @@ MAX_UNAUTHENTICATED = 32
 """Largest number of connections without a valid key. Hundreds of episodes may each have an endpoint."""
 LONG = 2000
 """Characters of a conversation above which tokenizing takes longer than the hand-over to a thread."""
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream of chat completions or completions."""
 MODEL = "policy"
 """The model's name for clients; any other name works too."""
 
@@ -67,7 +73,7 @@ class SampledTurn:
 
 
 class Endpoint:
-    """An OpenAI-compatible endpoint, open as a context."""
+    """An endpoint with OpenAI's and Anthropic's protocols, open as a context."""
 
     model = MODEL
 
@@ -82,6 +88,7 @@ class Endpoint:
         """`max_length`: limit of a row in tokens; `form`: the policy's tool-call syntax; `address`: of this node."""
         self._chat, self._sample, self._max_length, self._form = chat, sample, max_length, form
         self._dialogue, self._report = ConversationTree(chat), AgentReport()
+        self._responses: dict[str, tuple[Message, ...]] = {}
         self._address, self.key = address, secrets.token_urlsafe(16)
 
     @property
@@ -93,6 +100,9 @@ class Endpoint:
         application = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
         application.router.add_post("/v1/chat/completions", self._chat_completion)
         application.router.add_post("/v1/completions", self._completion)
+        application.router.add_post("/v1/responses", self._response)
+        application.router.add_post("/v1/messages", self._message)
+        application.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         application.router.add_get("/v1/models", self._models)
         application.router.add_post("/v1/reward", self._reward)
         admission = limit_connections(application, "an episode's endpoint", MAX_UNAUTHENTICATED)
@@ -121,22 +131,23 @@ class Endpoint:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Admit callers with the key, and translate errors to responses."""
         try:
-            key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-            if not secrets.compare_digest(key.encode(), self.key.encode()):
-                raise openai_wire.RequestRefused("the key is not this episode's", 401, "invalid_api_key")
+            if not any(secrets.compare_digest(key.encode(), self.key.encode()) for key in _keys(request)):
+                raise RequestRefused("the key is not this episode's", 401, "invalid_api_key")
             is_authenticated(request)
             return await handler(request)
-        except openai_wire.RequestRefused as refused:
-            return web.json_response(refused.body(), status=refused.status)
+        except RequestRefused as refused:
+            return _refusal(request, refused)
         except RolloutError as error:
-            return web.json_response(openai_wire.RequestRefused(str(error)).body(), status=400)
+            return _refusal(request, RequestRefused(str(error)))
+        except web.HTTPClientError as error:
+            return _refusal(request, RequestRefused(f"{request.path}: {error.reason}", error.status, "not_served"))
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
         call = openai_wire.read_chat(await request.read())
         match = await self._placed(call)
         replies = await self._answers(call, match)
         if call.stream:
-            return await self._streamed(request, openai_wire.chat_events(call, replies, len(match.tokens)))
+            return await self._streamed(request, openai_wire.chat_events(call, replies, len(match.tokens)), DONE)
         return web.json_response(openai_wire.chat_answer(call, replies, len(match.tokens)))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
@@ -147,8 +158,32 @@ class Endpoint:
             match = self._dialogue.match_tokens(call.prompt)
         replies = await self._answers(call, match)
         if call.stream:
-            return await self._streamed(request, openai_wire.completion_events(call, replies, len(match.tokens)))
+            return await self._streamed(request, openai_wire.completion_events(call, replies, len(match.tokens)), DONE)
         return web.json_response(openai_wire.completion_answer(call, replies, len(match.tokens)))
+
+    async def _response(self, request: web.Request) -> web.StreamResponse:
+        call = responses_wire.read_request(await request.read(), self._responses)
+        match = await self._placed(call)
+        (reply,) = await self._answers(call, match)
+        answer = responses_wire.response_answer(call, reply, len(match.tokens))
+        if call.stored:
+            self._responses[answer["id"]] = (*call.history, reply.reply)
+        if call.stream:
+            return await self._streamed(request, responses_wire.response_events(answer))
+        return web.json_response(answer)
+
+    async def _message(self, request: web.Request) -> web.StreamResponse:
+        call = anthropic_wire.read_request(await request.read())
+        match = await self._placed(call)
+        (reply,) = await self._answers(call, match)
+        answer = anthropic_wire.message_answer(call, reply, len(match.tokens))
+        if call.stream:
+            return await self._streamed(request, anthropic_wire.message_events(answer))
+        return web.json_response(answer)
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        match = await self._placed(anthropic_wire.read_request(await request.read(), counts=True))
+        return web.json_response({"input_tokens": len(match.tokens)})
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run", "max_model_len": self._max_length}
@@ -157,62 +192,80 @@ class Endpoint:
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         report = parse_report(await request.read())
         if isinstance(report, str):
-            raise openai_wire.RequestRefused(report)
+            raise RequestRefused(report)
         self._report = report
         return web.json_response({})
 
-    async def _placed(self, call: openai_wire.CheckedRequest) -> PrefixMatch:
+    async def _placed(self, call: CheckedRequest) -> PrefixMatch:
         """The position of the call in the tree. A long conversation is tokenized in a thread, off the event loop."""
         try:
             if sum(len(message["content"]) for message in call.messages) < LONG:
                 return self._dialogue.match_prefix(call.messages, call.tools)
             return await asyncio.to_thread(self._dialogue.match_prefix, call.messages, call.tools)
         except Exception as error:  # noqa: BLE001 the template may fail on the agent's messages, which gets the error
-            raise openai_wire.RequestRefused(failure_reason("the messages cannot be rendered:", error)) from None
+            raise RequestRefused(failure_reason("the messages cannot be rendered:", error)) from None
 
-    async def _answers(self, call: openai_wire.CheckedRequest, match: PrefixMatch) -> list[openai_wire.ChatReply]:
+    async def _answers(self, call: CheckedRequest, match: PrefixMatch) -> list[ChatReply]:
         """Sample the replies, and add them to the tree."""
         room = self._max_length - len(match.tokens)
         if room < 1:
-            why = f"{len(match.tokens)} tokens leave no room below model.max_length={self._max_length}"
-            raise openai_wire.RequestRefused(why, code="context_length_exceeded")
+            # Harnesses of Anthropic's API shorten a conversation when they read these first words.
+            limit = f"model.max_length={self._max_length}"
+            why = f"prompt is too long: {len(match.tokens)} tokens leave no room below {limit}"
+            raise RequestRefused(why, code="context_length_exceeded")
         turns = await self._sample(match.tokens, call.n, call.max_tokens)
         return [self._noted(call, match, turn) for turn in turns]
 
-    def _noted(self, call: openai_wire.CheckedRequest, match: PrefixMatch, turn: Turn) -> openai_wire.ChatReply:
-        sampled, text = self._until_stop(turn, call.stop)
+    def _noted(self, call: CheckedRequest, match: PrefixMatch, turn: Turn) -> ChatReply:
+        sampled, text, stop = self._until_stop(turn, call.stop)
         form = self._form if call.parses else None
-        reply = openai_wire.reply_of(text, form, call.tools)
+        reply = reply_of(text, form, call.tools)
         if not sampled.tokens:
-            raise openai_wire.RequestRefused("nothing was sampled", 500, "server_error")
+            raise RequestRefused("nothing was sampled", 500, "server_error")
         self._dialogue.add(match, sampled, text, reply if call.messages else None)
         pieces = [self._chat.piece(token) for token in sampled.tokens] if call.logprobs else []
         finish = "stop" if sampled.finish == "stop" else "length"
-        return openai_wire.ChatReply(text, reply, finish, sampled.tokens, sampled.logprobs, pieces)
+        return ChatReply(text, reply, finish, sampled.tokens, sampled.logprobs, pieces, stop)
 
-    def _until_stop(self, turn: Turn, stops: Sequence[str]) -> tuple[SampledTurn, str]:
-        """A turn up to the token that completes the first of `stops`, and its text before that stop."""
-        tokens, finish, text = turn.tokens, turn.finish, self._chat.decode(turn.tokens)
+    def _until_stop(self, turn: Turn, stops: Sequence[str]) -> tuple[SampledTurn, str, str]:
+        """A turn up to the token that completes the first of `stops`, its text before that stop, and the stop."""
+        tokens, finish, text, ended_at = turn.tokens, turn.finish, self._chat.decode(turn.tokens), ""
         if any(stop in text for stop in stops):
             counts = range(len(tokens) + 1)
             # Bisect for the smallest number of tokens whose text contains a stop.
             count = bisect_left(counts, True, key=lambda size: _ends_with_stop(self._chat.decode(tokens[:size]), stops))
             tokens, finish = tokens[:count], "stop"
-            text = openai_wire.text_before(self._chat.decode(tokens), stops)
+            text, ended_at = text_before(self._chat.decode(tokens), stops)
         logprobs, versions = turn.logprobs[: len(tokens)], turn.versions[: len(tokens)]
         routed = turn.routed_experts[: len(turn.routed_experts) - (len(turn.tokens) - len(tokens))]
         bounds = turn.version_min, turn.version_max
-        return SampledTurn(tokens, logprobs, finish, *bounds, turn.server, versions, routed), text
+        return SampledTurn(tokens, logprobs, finish, *bounds, turn.server, versions, routed), text, ended_at
 
-    async def _streamed(self, request: web.Request, events: Iterable[Mapping[str, Any]]) -> web.StreamResponse:
+    async def _streamed(
+        self, request: web.Request, events: Iterable[Mapping[str, Any]], last: bytes = b""
+    ) -> web.StreamResponse:
+        """Server-sent events, then `last`. An event with a type is named by it, as typed clients read it."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         for event in events:
-            await response.write(f"data: {json.dumps(event)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
+            name = f"event: {event['type']}\n" if "type" in event else ""
+            await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
+        await response.write(last)
         await response.write_eof()
         return response
 
 
 def _ends_with_stop(text: str, stops: Sequence[str]) -> bool:
     return any(stop in text for stop in stops)
+
+
+def _keys(request: web.Request) -> tuple[str, str]:
+    """The keys of a request: as OpenAI's clients send it, and as Anthropic's do."""
+    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+    return bearer, request.headers.get("x-api-key", "").strip()
+
+
+def _refusal(request: web.Request, refused: RequestRefused) -> web.Response:
+    """The error in the format of the route's protocol."""
+    wire = anthropic_wire if request.path.startswith("/v1/messages") else openai_wire
+    return web.json_response(wire.error_body(refused), status=refused.status)

@@ -11,29 +11,22 @@ text.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 
-from pipeline.data.chat_messages import Message, MessageError, read_messages, read_tools
-from pipeline.environments.tool_call_syntax import ToolCallSyntax, parameter_types, parse_calls
+from pipeline.data.chat_messages import Message
+from pipeline.rollout.agent_endpoint.agent_call import (
+    ChatReply,
+    CheckedRequest,
+    RequestRefused,
+    max_tokens_of,
+    read_chat_messages,
+)
 
 MAX_CHOICES = 128
-
-
-class RequestRefused(Exception):
-    """A request that cannot be served, as an OpenAI error: a status, a code and the reason."""
-
-    def __init__(self, why: str, status: int = 400, code: str = "invalid_request") -> None:
-        super().__init__(why)
-        self.why, self.status, self.code = why, status, code
-
-    def body(self) -> dict[str, Any]:
-        """The body of the error response."""
-        return {"error": {"message": self.why, "type": "invalid_request_error", "code": self.code, "param": None}}
 
 
 class _StreamOptions(msgspec.Struct):
@@ -59,52 +52,16 @@ class _RequestBody(msgspec.Struct):
 _request_adapter = msgspec.json.Decoder(_RequestBody)
 
 
-@dataclass(frozen=True)
-class CheckedRequest:
-    """A validated request.
-
-    Attributes:
-        model: the client's name for the model.
-        messages: of a chat; empty for a plain prompt.
-        prompt: a text, or token ids.
-        n: number of replies.
-        max_tokens: limit of each reply in tokens; None: the run's limit.
-        stop: texts at which a reply ends.
-        parses: whether tool calls are parsed from the text.
-    """
-
-    model: str
-    messages: tuple[Message, ...] = ()
-    tools: tuple[Mapping[str, Any], ...] = ()
-    prompt: str | tuple[int, ...] = ""
-    n: int = 1
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-    usage: bool = False
-    logprobs: bool = False
-    parses: bool = True
-
-
-@dataclass(frozen=True)
-class ChatReply:
-    """One reply: its text, the message for the client, and the sampled tokens, each with its text."""
-
-    text: str
-    reply: Message
-    finish: str
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    pieces: Sequence[str]
+def error_body(refused: RequestRefused) -> dict[str, Any]:
+    """The body of an error response."""
+    error = {"message": refused.why, "type": "invalid_request_error", "code": refused.code, "param": None}
+    return {"error": error}
 
 
 def read_chat(body: bytes) -> CheckedRequest:
     """Parse a request for a chat completion."""
     request = _read(body)
-    try:
-        messages, tools = read_messages(request.messages), read_tools(request.tools)
-    except MessageError as error:
-        raise RequestRefused(str(error)) from None
+    messages, tools = read_chat_messages(request.messages, request.tools)
     return _checked(request, messages=messages, tools=tools, parses=bool(tools) and request.tool_choice != "none")
 
 
@@ -123,22 +80,6 @@ def read_completion(body: bytes) -> CheckedRequest:
     return _checked(request, prompt=prompt)
 
 
-def reply_of(text: str, form: ToolCallSyntax | None, tools: Sequence[Mapping[str, Any]]) -> Message:
-    """The text as a message, with tool calls parsed from it; if one call is malformed, all remain text."""
-    calls = list(parse_calls(text, form, parameter_types(tools))) if form else []
-    if not calls or any(call.wrong for call in calls):
-        return {"role": "assistant", "content": text}
-    tool_calls = [
-        {
-            "id": f"call_{uuid4().hex[:24]}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": dict(call.arguments)},
-        }
-        for call in calls
-    ]
-    return {"role": "assistant", "content": text[: calls[0].begin].strip(), "tool_calls": tool_calls}
-
-
 def chat_answer(request: CheckedRequest, replies: Sequence[ChatReply], prompt_tokens: int) -> dict[str, Any]:
     """The body of a chat completion."""
     choices = [
@@ -146,7 +87,7 @@ def chat_answer(request: CheckedRequest, replies: Sequence[ChatReply], prompt_to
             "index": index,
             "message": _message_json(reply.reply),
             "finish_reason": _finish(reply),
-            "logprobs": {"content": _logprobs(reply), "refusal": None} if request.logprobs else None,
+            "logprobs": {"content": logprobs_of(reply), "refusal": None} if request.logprobs else None,
         }
         for index, reply in enumerate(replies)
     ]
@@ -159,7 +100,7 @@ def chat_events(request: CheckedRequest, replies: Sequence[ChatReply], prompt_to
     for index, reply in enumerate(replies):
         sent = _message_json(reply.reply)
         calls = [{"index": number, **call} for number, call in enumerate(sent.get("tool_calls", ()))]
-        logprobs = {"content": _logprobs(reply), "refusal": None} if request.logprobs else None
+        logprobs = {"content": logprobs_of(reply), "refusal": None} if request.logprobs else None
         deltas = [{"role": "assistant", "content": ""}, {"content": sent["content"]}, {"tool_calls": calls}]
         for delta in deltas:
             if any(delta.values()):
@@ -187,11 +128,6 @@ def completion_events(
         yield head | {"choices": [], "usage": _usage(replies, prompt_tokens)}
 
 
-def text_before(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of `stops`."""
-    return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=len(text))]
-
-
 def _read(body: bytes) -> _RequestBody:
     try:
         return _request_adapter.decode(body)
@@ -201,16 +137,13 @@ def _read(body: bytes) -> _RequestBody:
 
 def _checked(request: _RequestBody, **fields: Any) -> CheckedRequest:
     count = request.n or 1
-    limit = request.max_completion_tokens or request.max_tokens
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if not 1 <= count <= MAX_CHOICES:
         raise RequestRefused(f"n={count}: expected 1 to {MAX_CHOICES}")
-    if limit is not None and limit < 1:
-        raise RequestRefused(f"max_tokens={limit}: expected at least 1")
     return CheckedRequest(
-        request.model,
+        model=request.model,
         n=count,
-        max_tokens=limit,
+        max_tokens=max_tokens_of(request.max_completion_tokens or request.max_tokens, "max_tokens"),
         stop=tuple(filter(None, stop)),
         stream=bool(request.stream),
         usage=request.stream_options is not None and request.stream_options.include_usage,
@@ -231,10 +164,11 @@ def _message_json(reply: Message) -> dict[str, Any]:
 
 
 def _finish(reply: ChatReply) -> str:
-    return "tool_calls" if reply.reply.get("tool_calls") else reply.finish
+    return "tool_calls" if reply.calls else reply.finish
 
 
-def _logprobs(reply: ChatReply) -> list[dict[str, Any]]:
+def logprobs_of(reply: ChatReply) -> list[dict[str, Any]]:
+    """The log-probability of each sampled token, with the token's text and id."""
     return [
         {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": [], "token_id": token}
         for piece, logprob, token in zip(reply.pieces, reply.logprobs, reply.tokens, strict=True)

@@ -1,4 +1,4 @@
-"""An agent that does as the prompt says: for tests of what one may do wrong. Standard library alone."""
+"""An agent that does as the prompt says: for tests of what one may do wrong. Mostly the standard library."""
 
 import json
 import os
@@ -25,6 +25,14 @@ def ask(text: str) -> str:
     return post("chat/completions", {"model": "policy", "messages": messages})["choices"][0]["message"]["content"]
 
 
+def ask_with_anthropic_s_client(text: str) -> str:
+    from anthropic import Anthropic  # reads ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY
+
+    with Anthropic() as client:
+        messages: Any = [{"role": "user", "content": text}]
+        return client.messages.create(model="policy", max_tokens=16, messages=messages).content[0].text  # type: ignore
+
+
 def tell(value: Any) -> None:
     Path(os.environ["ROLLCALL_REWARD"]).write_text(json.dumps(value))
 
@@ -33,7 +41,7 @@ def main(how: str, notes: Path) -> None:
     columns = json.loads(Path(os.environ["ROLLCALL_PROMPT"]).read_text())["columns"]
     if how == "silent":
         return
-    said = ask("2+2")
+    said = (ask_with_anthropic_s_client if how == "messages" else ask)("2+2")
     match how:
         case "hangs":
             (notes / str(os.getpid())).touch()
@@ -52,7 +60,7 @@ def main(how: str, notes: Path) -> None:
             tell({"score": 1})
         case "posts":
             post("reward", {"reward": 0.75})
-        case "scores":
+        case "scores" | "messages":
             tell({"reward": float(said == columns["answer"]), "metrics": {"agent/steps": 3}})
 
 
