@@ -63,7 +63,8 @@ class TrackerSink:
         self._name, self._end = name, folder / f"{name}.{paths.attempt}.end"
         arguments = (name, str(paths.run), paths.run_id, str(self._end), mode)
         argv = (sys.executable, "-P", "-m", "pipeline.tracking.tracker_process", *arguments)
-        environment = {**variables, **tracker_class(name).variables(folder, mode)}
+        own = tracker_class(name).variables(folder, mode)
+        environment = {key: value for key, value in {**variables, **own}.items() if own.get(key) != ""}
         self._child = Child(argv, folder / f"{name}.log", environment)
 
     def write(self, row: MetricRecord) -> None:

@@ -42,7 +42,8 @@ class Tracker(ABC):
 
     @staticmethod
     def variables(folder: Path, mode: Mode) -> Mapping[str, str]:
-        """Environment variables for the process, such as those that keep files of the service below `folder`."""
+        """Environment variables for the process, such as those that keep files of the service below `folder`. An empty
+        value removes the variable."""
         return {}
 
     @staticmethod

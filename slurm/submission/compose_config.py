@@ -315,7 +315,7 @@ def _quote_faults(text: str) -> str:
 
 
 def _list_trackers(text: str) -> str:
-    """`tracking=[a,b]` as `tracking.trackers=[a,b]`: of several files of a group, Hydra would use the last one's list."""
+    """`tracking=[a,b]` as `tracking.trackers=[a,b]`: Hydra would use the last file's list alone."""
     key, equals, value = text.partition("=")
     return f"{key}.trackers{equals}{value}" if key == "tracking" and value.startswith("[") else text
 
