@@ -61,6 +61,7 @@ class TrackerSink:
         """Start the process; returns at once."""
         folder, self._seconds, self._has_warned = RunPaths(paths.run).tracking, seconds, False
         self._name, self._end = name, folder / f"{name}.{paths.attempt}.end"
+        self._end.unlink(missing_ok=True)  # of an earlier trainer process of this attempt, which a restart replaced
         arguments = (name, str(paths.run), paths.run_id, str(self._end), mode)
         argv = (sys.executable, "-P", "-m", "pipeline.tracking.tracker_process", *arguments)
         own = tracker_class(name).variables(folder, mode)
