@@ -127,7 +127,7 @@ class TrackingConfig(Section):
     trackers: Texts = Field(
         ("wandb",),
         description="Services that get the metrics, each through a separate process: names of the modules in "
-        "`pipeline/tracking/trackers/`; empty: none.",
+        "`pipeline/tracking/trackers/`, such as `[wandb, tensorboard]`; empty: none.",
     )
     mode: Literal["auto", "online", "offline"] = Field(
         "auto",

@@ -8,6 +8,7 @@
 | `report_page`, `report_style` | the page's layout; its style sheet |
 | `chart_subjects`, `metric_charts` | the choice of charts; the drawing of metrics over steps |
 | `timeline`, `attempts_table` | an attempt's roles over time; the attempts of a run |
+| `run_trace`, `trace_command` | the trace of a run for Perfetto; its command |
 | `goodput_section`, `goodput_comparison` | goodput and outages of a run; a disturbed run compared with another |
 | `findings` | tuning hints from the metrics |
 | `sample_gallery` | the best, worst, cut and failed samples of each phase |

@@ -335,7 +335,7 @@ class RunPaths:
 
     @property
     def tracking(self) -> Path:
-        """wandb's files."""
+        """Files of trackers."""
         return self.root / "tracking"
 
     @property

@@ -8,14 +8,13 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError
 from pipeline.run.metrics_log import MetricRecord, Sink
 from pipeline.run.paths import AttemptPaths, RunPaths
-from pipeline.tracking.tracker_protocol import Mode, Tracker, tracker_class
+from pipeline.tracking.tracker_protocol import Mode, Tracker, is_installed, tracker_class
 from pipeline.utils.subprocesses import Child, describe_exit, tail
 from pipeline.utils.waiting import wait_for
 
@@ -36,7 +35,7 @@ def tracking_sinks(
     for name in config.tracking.trackers:
         kind = tracker_class(name)
         mode = chosen_mode(config.tracking.mode, kind, variables, Path.home())
-        if find_spec(kind.package) is None:
+        if not is_installed(kind.package):
             _log.warning("metrics are not logged to %s: %s is not installed", name, kind.package)
             continue
         try:
@@ -62,9 +61,11 @@ class TrackerSink:
         """Start the process; returns at once."""
         folder, self._seconds, self._has_warned = RunPaths(paths.run).tracking, seconds, False
         self._name, self._end = name, folder / f"{name}.{paths.attempt}.end"
+        self._end.unlink(missing_ok=True)  # of an earlier trainer process of this attempt, which a restart replaced
         arguments = (name, str(paths.run), paths.run_id, str(self._end), mode)
         argv = (sys.executable, "-P", "-m", "pipeline.tracking.tracker_process", *arguments)
-        environment = {**variables, **tracker_class(name).variables(folder, mode)}
+        own = tracker_class(name).variables(folder, mode)
+        environment = {key: value for key, value in {**variables, **own}.items() if own.get(key) != ""}
         self._child = Child(argv, folder / f"{name}.log", environment)
 
     def write(self, row: MetricRecord) -> None:

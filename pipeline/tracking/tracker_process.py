@@ -3,7 +3,8 @@
     python -P -m pipeline.tracking.tracker_process TRACKER RUN_DIRECTORY RUN_ID END_FILE online|offline
 
 Logs every row of `metrics.jsonl` until the end file appears, including rows of a cut-off attempt. Each step is logged
-once, since services cannot roll back. An error is the last line of the output.
+once. A service that cannot delete rows keeps the first numbers of a step that was rolled back. An error is the last
+line of the output.
 """
 
 import sys
@@ -36,7 +37,11 @@ def follow_metrics(metrics: Path, tracker: Tracker, end: Path, logged: Path) -> 
     marks, count = _last_steps(logged, tracker.received)
     while not last:
         last = end.exists()  # before reading: rows that were written before the end file are still logged
-        for row in reader.read():
+        new = reader.read()
+        # All rows are new at the first read, and when a rollback has replaced the file.
+        if new and len(new) == len(reader.rows) and tracker.start_over():
+            marks, count = _last_steps(logged, 0)
+        for row in new:
             kind = "/".join((row["kind"], row["job"], *([row["set"]] if "set" in row else [])))
             if row["step"] > marks.get(kind, -1):
                 marks[kind] = row["step"]

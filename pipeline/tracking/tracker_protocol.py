@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import ClassVar, Literal
@@ -12,6 +13,7 @@ from pipeline.errors import ConfigError
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.run.paths import RunPaths
 from pipeline.tracking import trackers
+from pipeline.utils.optional_extras import pip_install
 
 Mode = Literal["online", "offline"]
 _HEAD = ("kind", "job", "step", "time", "written")
@@ -30,7 +32,8 @@ class Tracker(ABC):
     """
 
     package: ClassVar[str]
-    """The Python package of the service. Without it the run has a warning and no tracker."""
+    """The Python package of the service. Without it a submission is refused; in a trainer whose environment lacks it,
+    the run has a warning and no tracker."""
 
     @staticmethod
     def has_login(variables: Mapping[str, str], home: Path) -> bool:
@@ -39,7 +42,8 @@ class Tracker(ABC):
 
     @staticmethod
     def variables(folder: Path, mode: Mode) -> Mapping[str, str]:
-        """Environment variables for the process, such as those that keep files of the service below `folder`."""
+        """Environment variables for the process, such as those that keep files of the service below `folder`. An empty
+        value removes the variable."""
         return {}
 
     @staticmethod
@@ -55,6 +59,14 @@ class Tracker(ABC):
     def received(self) -> int | None:
         """The number of rows that the service has, of all attempts; None if it does not report it."""
         return None
+
+    def start_over(self) -> bool:
+        """Drop all rows of all attempts; False if the service cannot.
+
+        Called before the first row, and after a rollback has dropped rows of `metrics.jsonl`. After True, all rows of
+        `metrics.jsonl` are logged again.
+        """
+        return False
 
     @abstractmethod
     def log(self, row: MetricRecord, number: int) -> None:
@@ -88,9 +100,20 @@ def tracker_class(name: str) -> type[Tracker]:
 
 
 def check_trackers(config: RunConfig) -> None:
-    """`ConfigError` if the config names a tracker that does not exist."""
+    """`ConfigError` if the config names a tracker that does not exist, or whose package is not installed."""
     for name in config.tracking.trackers:
-        tracker_class(name)
+        kind = tracker_class(name)
+        if not is_installed(kind.package):
+            hint = f"{pip_install(name)} (the extra `{name}`), or tracking=none"
+            raise ConfigError("tracking.trackers", name, f"the installed package {kind.package}", hint)
+
+
+def is_installed(package: str) -> bool:
+    """Whether the package can be imported in this environment."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # an entry of `sys.modules` without a spec
+        return False
 
 
 def upload_commands(paths: RunPaths) -> list[str]:

@@ -265,7 +265,7 @@ def config_groups(folder: Path = CONF) -> dict[str, list[str]]:
 
 def _prepare(text: str, folder: Path) -> str:
     """The override in the spelling that Hydra accepts: a checked group choice, or a value for a known key."""
-    text = _quote_faults(text)
+    text = _list_trackers(_quote_faults(text))
     override = _parse(text)
     if override.is_sweep_override():
         hint = "-m submits one run for each value"
@@ -314,9 +314,15 @@ def _quote_faults(text: str) -> str:
     return f"{key}=[{','.join(repr(fault.strip()) for fault in faults.split(',') if fault.strip())}]"
 
 
+def _list_trackers(text: str) -> str:
+    """`tracking=[a,b]` as `tracking.trackers=[a,b]`: Hydra would use the last file's list alone."""
+    key, equals, value = text.partition("=")
+    return f"{key}.trackers{equals}{value}" if key == "tracking" and value.startswith("[") else text
+
+
 def _parse(text: str) -> Override:
     try:
-        override = OverridesParser.create().parse_override(_quote_faults(text))
+        override = OverridesParser.create().parse_override(_list_trackers(_quote_faults(text)))
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(text, text, "key=value", reason) from None

@@ -64,7 +64,7 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
         "code": ["task.name", "task.seconds"],
         "math": ["task.name", "task.options", "task.seconds", "reward.functions"],
     },
-    "tracking": {"none": ["tracking.trackers"]},
+    "tracking": {"*": ["tracking.trackers"]},
     "training": {
         "large": [
             *("training.reshard_after_forward", "training.activation_checkpointing", "training.compile"),

@@ -1,5 +1,6 @@
 """The list of trackers, the mode of each, and the refusal of an unknown name."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from pipeline.errors import ConfigError
 from pipeline.tracking.metric_sinks import chosen_mode
 from pipeline.tracking.tracker_protocol import Tracker, check_trackers, numbers_of, tracker_class, tracker_names
 from pipeline.tracking.trackers.wandb import Tracker as Wandb
+from slurm.submission.compose_config import compose_config
 from tests.fakes.configs import make_config
 
 
@@ -24,7 +26,7 @@ def test_an_unknown_tracker_is_refused_with_the_nearest_name() -> None:
     check_trackers(make_config(tracking={"trackers": ()}))
     with pytest.raises(ConfigError) as refused:
         check_trackers(make_config(tracking={"trackers": "wandbb"}))
-    expected = "expected names of wandb, or an empty list; did you mean wandb?"
+    expected = f"expected names of {', '.join(tracker_names())}, or an empty list; did you mean wandb?"
     assert str(refused.value) == f"tracking.trackers='wandbb': {expected}"
 
 
@@ -47,3 +49,17 @@ def test_rows_of_sft_have_an_axis_and_names_apart() -> None:
     row = {"kind": "train", "job": "sft", "step": 3, "time": 9.0, "attempt": "12-0", "loss": 0.5, "lr": None}
     assert numbers_of(row) == {"sft/loss": 0.5, "sft/step": 3}
     assert numbers_of(row | {"job": "rl"}) == {"loss": 0.5, "step": 3}
+
+
+def test_a_tracker_without_its_package_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError) as refused:
+        check_trackers(make_config(tracking={"trackers": ["wandb", "tensorboard"]}))
+    assert "expected the installed package tensorboard" in str(refused.value)
+    assert "pip install" in str(refused.value)
+    assert "the extra `tensorboard`" in str(refused.value)
+
+
+def test_several_files_of_the_group_are_one_list() -> None:
+    assert compose_config(["name=a", "tracking=[wandb,tensorboard]"]).tracking.trackers == ("wandb", "tensorboard")
+    assert compose_config(["name=a", "tracking=tensorboard"]).tracking.trackers == ("tensorboard",)

@@ -1,0 +1,12 @@
+"""Write the trace of a run for Perfetto: `python launchers/trace.py run=<name or directory> [trace=OUT.json]`."""
+
+import sys
+from pathlib import Path
+
+MODULE = "pipeline.observability.trace_command"
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
+    from entry import run
+
+    sys.exit(run("trace"))

@@ -1,0 +1,126 @@
+"""The trace of a run: spans in the Chrome trace event format, which Perfetto reads.
+
+Each attempt is a process, and each of its roles a thread with the role's states. Further threads have the trainer's
+steps with their waits, the weight updates, and the evaluations. Faults, failures, events and notices are instants.
+Steps that a restore dropped are included. Everything is computed from the records of the run directory.
+
+Promises that two spans of a thread are disjoint or nested. Times are microseconds since the first record.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pipeline.observability.run_history import Attempt, History
+from pipeline.run.fault_plan import FAULT
+from pipeline.run.metrics_log import MetricRecord, read_rows
+
+TraceEvent = dict[str, Any]
+Span = tuple[float, float, str, dict[str, Any]]
+"""Start and end in seconds since the epoch, the name and the arguments."""
+_ENDED = ("stopped", "failed")
+_PARTS = (("wait for groups", "seconds/data"), ("train", "seconds/train"), ("hand over", "sync/handover_seconds"))
+"""The parts of a step in their order, and the metric of each one's length."""
+
+
+def trace_events(history: History) -> list[TraceEvent]:
+    """All events of the trace; empty for a run without an attempt."""
+    rows = _all_rows(history)
+    begins = [attempt.span[0] for attempt in history.attempts if attempt.span]
+    begins += [row["time"] - (row.get("seconds/step") or 0.0) for row in rows]
+    origin = min(begins, default=0.0)
+    events: list[TraceEvent] = []
+    for number, attempt in enumerate(history.attempts, start=1):
+        own = [row for row in rows if row.get("attempt") == attempt.name]
+        events += _of_attempt(number, attempt, own, origin)
+    return events
+
+
+def _all_rows(history: History) -> list[MetricRecord]:
+    rows = list(history.rows)
+    for attempt in history.attempts:
+        for file in sorted(attempt.paths.dropped(0).parent.glob("*.jsonl")):
+            rows += [row | {"dropped": True} for row in read_rows(file)]
+    return sorted(rows, key=lambda row: float(row["time"]))
+
+
+def _of_attempt(pid: int, attempt: Attempt, rows: list[MetricRecord], origin: float) -> Iterator[TraceEvent]:
+    yield _metadata(pid, 0, "process_name", f"attempt {attempt.name}")
+    tracks: dict[str, list[Span]] = {role: list(_states(attempt, role)) for role in attempt.states}
+    tracks["steps"] = list(_steps(rows))
+    tracks["weight updates"] = _disjoint(_ending(rows, "train", "sync/seconds", "weight update"))
+    tracks["evaluations"] = _disjoint(_ending(rows, "eval", "eval/seconds", "evaluation"))
+    for tid, (name, spans) in enumerate(tracks.items(), start=1):
+        if spans:
+            yield _metadata(pid, tid, "thread_name", name)
+        for begin, end, label, arguments in spans:
+            start = _micros(begin, origin)
+            length = max(0, _micros(end, origin) - start)
+            yield {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": length, "name": label, "args": arguments}
+    yield _metadata(pid, 0, "thread_name", "events")
+    for time, label, detail in _instants(attempt):
+        at = max(0, _micros(time, origin))
+        yield {"ph": "i", "s": "p", "pid": pid, "tid": 0, "ts": at, "name": label, "args": {"detail": detail}}
+
+
+def _states(attempt: Attempt, role: str) -> Iterator[Span]:
+    """The states of a role, each until the next one."""
+    own = [transition for transition in attempt.transitions if transition.role == role and transition.state != FAULT]
+    ends = [transition.time for transition in own[1:]] + [attempt.transitions[-1].time]
+    for transition, end in zip(own, ends, strict=True):
+        if transition.state not in _ENDED:
+            yield transition.time, end, transition.state, {"rank": transition.rank, "detail": transition.detail}
+
+
+def _steps(rows: Iterable[MetricRecord]) -> Iterator[Span]:
+    """The steps and, inside each, its parts. A step begins no earlier than the previous one ended."""
+    last = 0.0
+    for row in rows:
+        if row["kind"] != "train" or row.get("seconds/step") is None:
+            continue
+        begin, end = max(last, row["time"] - row["seconds/step"]), row["time"]
+        dropped = " (dropped)" if row.get("dropped") else ""
+        names = ("loss", "reward/mean", "staleness/max", "tokens_per_second")
+        yield begin, end, f"{row['job']} step {row['step']}{dropped}", {key: row[key] for key in names if key in row}
+        at = begin
+        for label, metric in _PARTS:
+            until = min(end, at + (row.get(metric) or 0.0))
+            if until > at:
+                yield at, until, label, {}
+            at = until
+        last = end
+
+
+def _ending(rows: Iterable[MetricRecord], kind: str, metric: str, label: str) -> Iterator[Span]:
+    """A span for each row of the kind, which ended with it and was as long as the metric."""
+    for row in rows:
+        if row["kind"] == kind and row.get(metric):
+            named = f" {row['set']}" if "set" in row else ""
+            yield row["time"] - row[metric], row["time"], f"{label}{named} {row['step']}", {}
+
+
+def _disjoint(spans: Iterable[Span]) -> list[Span]:
+    """The spans in order, each cut to begin no earlier than the previous one ends."""
+    result: list[Span] = []
+    for begin, end, label, arguments in sorted(spans, key=lambda span: span[1]):
+        result.append((max(begin, result[-1][1]) if result else begin, end, label, arguments))
+    return result
+
+
+def _instants(attempt: Attempt) -> Iterator[tuple[float, str, str]]:
+    for transition in attempt.transitions:
+        if transition.state in (FAULT, "failed"):
+            yield transition.time, f"{transition.state}: {transition.role}", transition.detail
+    for event in attempt.events.values():
+        yield event.time, event.name, event.why
+    for notice in attempt.notices:
+        yield notice.time, f"notice of {notice.by}", notice.text
+    if attempt.outcome:
+        yield attempt.outcome.time, attempt.outcome.decision, attempt.outcome.reason
+
+
+def _micros(time: float, origin: float) -> int:
+    return round((time - origin) * 1e6)
+
+
+def _metadata(pid: int, tid: int, kind: str, name: str) -> TraceEvent:
+    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": kind, "args": {"name": name}}

@@ -1,0 +1,61 @@
+"""The trackers mlflow and trackio with the real libraries and local files: each step once after a kill."""
+
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.run.metrics_log import MetricSinks
+from pipeline.tracking.metric_sinks import TrackerSink, tracking_sinks
+from pipeline.utils.waiting import wait_for
+from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
+
+SECONDS = 90.0
+pytestmark = pytest.mark.integration
+
+
+def of_mlflow(folder: Path) -> list[int]:
+    return query(folder / "mlflow.db", "SELECT step FROM metrics WHERE key = 'loss' ORDER BY step")
+
+
+def of_trackio(folder: Path) -> list[int]:
+    (file,) = folder.glob("trackio/*.db")
+    return query(file, "SELECT step FROM metrics ORDER BY step")
+
+
+def query(file: Path, text: str) -> list[int]:
+    connection = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
+    try:
+        return [step for (step,) in connection.execute(text)]
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(("name", "steps"), [("mlflow", of_mlflow), ("trackio", of_trackio)])
+def test_a_killed_tracker_and_its_successor_give_each_step_once(
+    tmp_path: Path, name: str, steps: Callable[[Path], list[int]]
+) -> None:
+    pytest.importorskip(name)
+    run = FakeRun(tmp_path / "run", make_config(tracking={"trackers": [name], "mode": "offline"}))
+
+    def attempt(attempt_name: str, first: int, last: int) -> tuple[TrackerSink, MetricSinks]:
+        environment = {**os.environ, "TRACKIO_SPACE_ID": "someone/else"}
+        (sink,) = tracking_sinks(run.config, run.attempt(attempt_name).paths, environment, seconds=SECONDS)
+        metrics = MetricSinks(run.paths.metrics, attempt_name, [sink])
+        for step in range(first, last):
+            metrics.log("train", "rl", step, {"loss": 1.0, "reward/mean": 0.5})
+        assert isinstance(sink, TrackerSink)
+        return sink, metrics
+
+    logged = run.paths.tracking / f"{name}.logged.jsonl"
+    sink, killed = attempt("7-0", 1, 200)
+    wait_for("rows", lambda: logged.exists() and len(logged.read_bytes().splitlines()) > 20, SECONDS)
+    psutil.Process(sink._child.pid).kill()
+    killed.close()
+    _, metrics = attempt("7-1", 200, 210)
+    metrics.close()
+    assert steps(run.paths.tracking) == list(range(1, 210)), (run.paths.tracking / f"{name}.log").read_text()
