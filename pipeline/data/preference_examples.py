@@ -101,20 +101,20 @@ class PreferenceExamples:
             raise MessageError(
                 f"{columns.chosen} and {columns.rejected} have two forms; make both a text, or both a list of messages"
             )
-        answers = [
+        one, other = (
             _of_column(name, lambda value=value: read_messages(value, "assistant"))
             for name, value in ((columns.chosen, chosen), (columns.rejected, rejected))
-        ]
-        if answers[0][0]["role"] == answers[1][0]["role"] == "assistant":
+        )
+        if one[0]["role"] == other[0]["role"] == "assistant":
             if prompt is None or prompt == "" or prompt == []:
                 raise MessageError(f"{columns.prompt} is missing, and the completions have no messages before; add it")
-            return PreferencePair(_of_column(columns.prompt, lambda: read_messages(prompt)), *answers, tools)
-        common = _common_messages(*answers)
+            return PreferencePair(_of_column(columns.prompt, lambda: read_messages(prompt)), one, other, tools)
+        common = _common_messages(one, other)
         if not common:
             raise MessageError(
                 f"{columns.chosen} and {columns.rejected} begin with different messages; let both begin with the prompt"
             )
-        return PreferencePair(answers[0][:common], answers[0][common:], answers[1][common:], tools)
+        return PreferencePair(one[:common], one[common:], other[common:], tools)
 
 
 def _of_column(name: str, read: Any) -> Any:

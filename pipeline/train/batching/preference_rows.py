@@ -39,7 +39,8 @@ class PairsPart:
 
     def make(self, index: int, masker: AssistantMasker) -> tuple[PreferencePair, list[MaskedText]]:
         """The pair at `index` and its two rows; `RowError` if no token of one can be trained."""
-        pair, rows = self.examples[index], []
+        pair = self.examples[index]
+        rows: list[MaskedText] = []
         for name, conversation in zip(("chosen", "rejected"), pair.conversations, strict=True):
             try:
                 rows += masker.rows(conversation)
@@ -104,8 +105,8 @@ def _read(
             texts = [_scored(text) for text in texts]
         overlong = next((text for text in texts if not fits(text, config)), None)
         if overlong:
-            error = part.examples.wrong(index, too_long(overlong, config))
-            rows.leave_out("longer than model.max_length", config.data.overlong, error)
+            refused = part.examples.wrong(index, too_long(overlong, config))
+            rows.leave_out("longer than model.max_length", config.data.overlong, refused)
             continue
         for text in texts:
             rows.add(text)

@@ -20,7 +20,7 @@ from pipeline.train.loop.train_loop import Algorithm
 from pipeline.train.loss_specs import MetricsLevel
 from pipeline.train.offline.job_resume import JobState
 from pipeline.train.offline.packed_dataset import PackedRows
-from pipeline.train.train_jobs import Job, RlJob, SftJob
+from pipeline.train.train_jobs import Job, PreferenceJob, RlJob, SftJob
 
 
 def build_algorithm(
@@ -31,6 +31,8 @@ def build_algorithm(
     if isinstance(job, SftJob):
         rows = partial(_cycle_rows, packed) if packed else TaskDemonstrations(config)
         return OfflineFineTuning(job, dispatch, rows, config.training.metrics, state, pulse)
+    if isinstance(job, PreferenceJob):
+        raise TrainingError("preference training needs a run; a job from a file has no pairs")
     if packed is None:
         raise TrainingError("an RL job from a file needs packed rows as inputs")
     return OfflineLearning(job, config, dispatch, state, packed, pulse)
