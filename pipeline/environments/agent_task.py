@@ -14,8 +14,8 @@ A command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, the same for Anthropic's 
     `pipeline.environments.agent_report`
 
 `{prompt}` in an argument is replaced with the text of the last message. A service receives the same JSON by POST, with
-`base_url`, `anthropic_base_url` and `api_key` added, and responds when its episode is over, with the reward or an empty body. Both kinds may
-instead post the reward to `<base URL>/reward`.
+`base_url`, `anthropic_base_url` and `api_key` added, and responds when its episode is over, with the reward or an empty
+body. Both kinds may instead post the reward to `<base URL>/reward`.
 """
 
 import json
