@@ -15,7 +15,7 @@
 | `loss_metrics`, `token_statistics` | from sums to metrics; statistics over tokens as sums |
 
 The keys `loss.name`, `loss.advantage_estimator`, `loss.kl_estimator` and `preference.loss` take their values from the
-lists of functions here, and a key is refused for a loss whose function does not have it as a parameter. So a new loss or estimator is one
-decorated function, and for a loss its file in `conf/loss/` (docs/contributing.md). `pipeline.train.total_loss` adds the
-terms of a loss. Must not know configs, rows, models, ranks or packing.
+lists of functions here, and a key is refused for a loss whose function does not have it as a parameter. So a new loss
+or estimator is one decorated function, and for a loss its file in `conf/loss/` (docs/contributing.md).
+`pipeline.train.total_loss` adds the terms of a loss. Must not know configs, rows, models, ranks or packing.
 """
