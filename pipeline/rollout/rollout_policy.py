@@ -88,14 +88,18 @@ class Sampler:
         records: Sequence[TurnRecord],
         max_tokens: int | None = None,
         known: tuple[bytes, ...] = (),
+        cached_on: str = "",
     ) -> list[Turn]:
         """A turn after `tokens` for each of the `records`, of at most `max_tokens` if that is below the run's limit.
 
-        The first tokens have the `known` routed experts. One request samples all turns without a record.
+        The first tokens have the `known` routed experts, and are in the prefix cache of the server `cached_on`. One
+        request samples all turns without a record.
         """
         new = [record for record in records if record.begun is None]
         requests = [*([new] if new else []), *([record] for record in records if record.begun is not None)]
-        sampled = await asyncio.gather(*(self._generate(tokens, part, max_tokens, known) for part in requests))
+        sampled = await asyncio.gather(
+            *(self._generate(tokens, part, max_tokens, known, cached_on) for part in requests)
+        )
         by_record = dict(zip(chain(*requests), chain(*sampled), strict=True))
         return [by_record[record] for record in records]
 
@@ -105,7 +109,12 @@ class Sampler:
             self._opening.cancel()
 
     async def _generate(
-        self, tokens: Sequence[int], records: Sequence[TurnRecord], max_tokens: int | None, known: tuple[bytes, ...]
+        self,
+        tokens: Sequence[int],
+        records: Sequence[TurnRecord],
+        max_tokens: int | None,
+        known: tuple[bytes, ...],
+        cached_on: str,
     ) -> Sequence[Turn]:
         """The turns of one request; only a single one may have begun."""
         sampling, begun = self.sampling, records[0].begun
@@ -124,6 +133,7 @@ class Sampler:
             top_k=sampling.top_k,
             known=known,
             begun=begun,
+            cached_on=cached_on,
             note=lambda index, piece: records[index].add(piece),
         )
 
@@ -138,6 +148,7 @@ class RolloutPolicy:
         self._record = sampler.records[index]
         self._opened = False
         self._earlier: tuple[tuple[int, ...], tuple[bytes, ...]] = (), ()
+        self._server = ""  # of the last turn: it has the conversation in its prefix cache
         self.prompt = prompt
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
@@ -157,7 +168,7 @@ class RolloutPolicy:
         known = self._known(tokens)
         records = [self._record.turn(tokens, known, max_tokens) for _ in range(n)]
         with self._own_time.pause():
-            turns = await self._sampler.turns(tokens, records, max_tokens, known)
+            turns = await self._sampler.turns(tokens, records, max_tokens, known, self._server)
         self._note(tokens, turns[0])
         return turns
 
@@ -166,6 +177,7 @@ class RolloutPolicy:
         return known_records(tokens, *self._earlier)
 
     def _note(self, tokens: Sequence[int], turn: Turn) -> None:
+        self._server = turn.server
         if turn.routed_experts:
             self._earlier = (*tokens, *turn.tokens), tuple(turn.routed_experts)
 

@@ -1,7 +1,8 @@
 """The client of all inference servers.
 
-Owns the choice of a server for each request, and the handling of failures: the least loaded server first, transient
-failures retried elsewhere with growing pauses, and without limit unless servers crash under the request. Promises that
+Owns the choice of a server for each request, and the handling of failures: the server that has the request's prefix in
+its cache, unless it is overloaded, else the least loaded one; transient failures retried elsewhere with growing pauses,
+and without limit unless servers crash under the request. Promises that
 only servers with recent enough weights get requests, and that cancelling a call ends it at once. Waits without polling
 while there is no such server, for at most `server_seconds`. Must not know tasks, streams or how weights travel.
 
@@ -40,6 +41,11 @@ SHOWN = 8
 """Number of servers that an error names."""
 COMPARED = 32
 """Number of servers whose loads are compared for one request."""
+MAX_IMBALANCE = 1.25
+"""Largest load of a server relative to the mean with which it keeps its episodes. Source: consistent hashing with
+bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016, arXiv 1608.01350), whose 1 + epsilon it is."""
+MIN_OVERLOAD = 8
+"""Samples in progress below which a server is never overloaded: a batch that small decodes as fast as one sample."""
 
 
 class InferenceClient:
@@ -80,7 +86,7 @@ class InferenceClient:
         self._followed: set[str] = set()
         self._eligible: list[Server] | None = []
         self.retries: Counter[str] = Counter()
-        self.requests = self.tokens = 0
+        self.requests = self.tokens = self.returned = self.moved = 0
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
@@ -127,6 +133,7 @@ class InferenceClient:
         top_k: int = 0,
         known: tuple[bytes, ...] = (),
         begun: Completion | None = None,
+        cached_on: str = "",
         note: Callable[[int, Completion], None] = lambda index, piece: None,
     ) -> list[Completion]:
         """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
@@ -134,6 +141,8 @@ class InferenceClient:
         `known` are the routed experts of the first tokens, from earlier responses; servers leave them out.
         With `top_p` or `top_k` the log-probabilities are those of the truncated distribution.
         `begun` is the first part of the only continuation, from an earlier call: only the rest is requested.
+        `cached_on` is the server that has the beginning of `token_ids` in its prefix cache (`Completion.server` of the
+        turn before); "" if none has.
         `note` receives each response as it comes: the index of the continuation, and its next part.
 
         Retries until the request succeeds. Raises `RolloutError` for a request that can never succeed or under which
@@ -144,7 +153,7 @@ class InferenceClient:
         sampling = n, temperature, max_tokens, list(stop_token_ids), top_p, top_k
         request = GenerationRequest(list(token_ids), *sampling, self._routing, known)
         if begun is None:
-            completions, earlier = await self._somewhere(request), 0
+            completions, earlier = await self._somewhere(request, cached_on), 0
             for index, completion in enumerate(completions):
                 note(index, completion)
         else:
@@ -159,15 +168,16 @@ class InferenceClient:
         """Values for the status: counts since the start, and each server's idle fraction since the last call."""
         idle = {f"idle/{endpoint}": 1 - server.busy.pop() for endpoint, server in self._servers.items()}
         retries = {f"retries/{reason}": float(count) for reason, count in self.retries.items()}
-        return {"requests": self.requests, "completion_tokens": self.tokens} | idle | retries
+        counts = {"requests": self.requests, "completion_tokens": self.tokens}
+        return counts | {"requests/returned": self.returned, "requests/moved": self.moved} | idle | retries
 
-    async def _somewhere(self, request: GenerationRequest) -> list[Completion]:
+    async def _somewhere(self, request: GenerationRequest, cached_on: str) -> list[Completion]:
         """The completions from the first server that succeeds; for a long request only the first piece."""
         pauses, crashes, abandoned = _pauses(), 0, self._suspects.abandoned
         piece = min(request.max_tokens, self._piece or request.max_tokens)
         while crashes < MAX_SERVER_CRASHES:
             async with self._suspects.attempt(crashes):
-                server = await self._least_loaded()
+                server = await self._chosen(cached_on, request.n)
                 try:
                     completions = await server.ask(self._http, replace(request, max_tokens=piece), self._seconds)
                 except TransientError as failure:
@@ -196,14 +206,17 @@ class InferenceClient:
                 return replace(part, finish="length")
             tokens = [*request.token_ids, *part.tokens]
             rest = replace(request, token_ids=tokens, n=1, max_tokens=left, known=part.routed_experts)
-            (more,) = await self._somewhere(rest)
+            (more,) = await self._somewhere(rest, part.server)
             note(more)
             part = part.followed_by(more)
         return part
 
-    async def _least_loaded(self) -> Server:
-        """The least loaded of all eligible servers, or of `COMPARED` random ones: with 4,096 servers about as good, and
-        much cheaper."""
+    async def _chosen(self, cached_on: str, samples: int) -> Server:
+        """The server `cached_on` if it is eligible and not overloaded, else the least loaded one.
+
+        Compared are all eligible servers, or `COMPARED` random ones: with 4,096 servers about as good, and much
+        cheaper. Counts in `returned` and `moved` where requests with a cached prefix went.
+        """
         deadline = Deadline("an inference server that may be asked", self._server_seconds)
         while not (eligible := self._current()):
             self._changed.clear()
@@ -212,10 +225,20 @@ class InferenceClient:
                     await self._changed.wait()
             except TimeoutError:
                 raise deadline.error(self._without_weights()) from None
-        among = eligible if len(eligible) <= COMPARED else random.sample(eligible, COMPARED)
-        awake = available(among)
+        awake = available(eligible if len(eligible) <= COMPARED else random.sample(eligible, COMPARED))
+        if cached_on:
+            holder = self._servers.get(cached_on)
+            if holder is not None and self._takes_back(holder, awake, samples):
+                self.returned += 1
+                return holder
+            self.moved += 1
         least = min(server.samples for server in awake)
         return random.choice([server for server in awake if server.samples == least])
+
+    def _takes_back(self, holder: Server, awake: Sequence[Server], samples: int) -> bool:
+        """Whether a server that has a prefix in its cache gets the request: it is current, awake and not overloaded."""
+        is_awake = holder in available([holder, *awake])
+        return holder in self._current() and is_awake and not _is_overloaded(holder, awake, samples)
 
     def _current(self) -> list[Server]:
         """The eligible servers, cached until a version changes."""
@@ -238,6 +261,12 @@ class InferenceClient:
         if lowest < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
             invalid = lowest if lowest < 0 else highest
             raise RolloutError(f"token id {invalid} is outside of the vocabulary of {self._vocabulary} tokens")
+
+
+def _is_overloaded(server: Server, others: Sequence[Server], samples: int) -> bool:
+    """Whether a server with `samples` more would have too many, compared with the mean load of `others`."""
+    mean = (sum(other.samples for other in others) + samples) / len(others)
+    return server.samples + samples > max(MIN_OVERLOAD, MAX_IMBALANCE * mean)
 
 
 def _marked(completion: Completion, piece: int, max_tokens: int) -> Completion:

@@ -110,8 +110,10 @@ async def client_and(*scripts: Script, **settings: Any) -> AsyncIterator[Inferen
         yield client
 
 
-async def ask(client: InferenceClient, n: int = 1, tokens: int = 4) -> list[Completion]:
-    return await client.generate([1, 2, 3], n=n, temperature=0.7, max_tokens=tokens, stop_token_ids=[2])
+async def ask(client: InferenceClient, n: int = 1, tokens: int = 4, cached_on: str = "") -> list[Completion]:
+    return await client.generate(
+        [1, 2, 3], n=n, temperature=0.7, max_tokens=tokens, stop_token_ids=[2], cached_on=cached_on
+    )
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

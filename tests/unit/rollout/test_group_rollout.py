@@ -72,6 +72,18 @@ class Routing(Answering):
         return [Said(FOUR, 5, 6, routed_experts=(*known, *new))] * n
 
 
+class Placing(Answering):
+    """Servers of which each response comes from another; remembers which one a request named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named: list[str] = []
+
+    async def generate(self, token_ids: Sequence[int], *, n: int, cached_on: str, **_: Any) -> list[Said]:
+        self.named.append(cached_on)
+        return [Said(FOUR, 5, 6, server=f"server {len(self.named)}")] * n
+
+
 class Refusing(Answering):
     async def generate(self, token_ids: Sequence[int], **_: Any) -> list[Said]:
         raise RolloutError("400: too long")
@@ -155,6 +167,18 @@ def test_later_turns_are_asked_for_one_by_one() -> None:
     assert [n for _, n, _, _ in servers.asked] == [4, 1, 1, 1, 1]
     assert CHAT.decode(group.samples[0].token_array().tolist()) == "^2+2=4$2+2=4"
     assert group.samples[0].turns == 2
+
+
+def test_a_later_turn_names_the_server_that_has_its_prefix() -> None:
+    async def three_turns(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+        episode = await two_turns(self, prompt, policy)
+        turn = await policy.sample(episode.tokens)
+        return episode.append_turn(turn, policy.decode(turn.tokens))
+
+    servers = Placing()
+    build(a_task(rollout=three_turns), servers, group_size=2)
+    assert servers.named[:3] == ["", "server 1", "server 1"]
+    assert sorted(servers.named[3:]) == ["server 2", "server 3"]
 
 
 def test_a_later_turn_asks_for_the_experts_of_new_tokens_only_and_each_token_keeps_its_first() -> None:
