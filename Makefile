@@ -52,6 +52,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_loading
 	$(BIN)/python -m tests.bench.bench_sft
 	$(BIN)/python -m tests.bench.bench_rewards
+	$(BIN)/python -m tests.bench.bench_sticky_routing
 	$(BIN)/python -m tests.bench.bench_agent_endpoint
 	$(BIN)/python -m tests.bench.bench_actor
 	$(BIN)/python -m tests.bench.bench_tails
