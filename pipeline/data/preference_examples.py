@@ -30,7 +30,7 @@ _FIX = "correct it, or set data.invalid=drop"
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """A prompt with two completions, of which `chosen` is preferred."""
+    """A prompt with two completions; `chosen` is the preferred one."""
 
     prompt: Messages
     chosen: Messages
