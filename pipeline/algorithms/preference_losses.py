@@ -15,22 +15,26 @@ A new loss is a decorated function:
     def hinge(difference_P: Floats, *, beta: float) -> PairTerms:
         return np.maximum(0, 1 - beta * difference_P), np.where(beta * difference_P < 1, -beta, 0.0)
 
-The configuration takes its values from this list. Numpy only; must not know rows, models or ranks.
+The configuration takes its values from this list, and must not load numpy, so functions import it. Must not know rows,
+models or ranks.
 
 Notation: P pairs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from pipeline.algorithms.key_parameters import key_parameters, key_values
 
-Floats: TypeAlias = NDArray[np.float64]
-PairTerms: TypeAlias = tuple[Floats, Floats]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Floats: TypeAlias = "NDArray[np.float64]"
+PairTerms: TypeAlias = "tuple[Floats, Floats]"
 """The loss of each pair, and its derivative with respect to the difference of the scores."""
 F = TypeVar("F", bound=Callable[..., PairTerms])
 
@@ -107,6 +111,8 @@ def bradley_terry(difference_P: Floats, *, margin: float) -> PairTerms:
 
 def _logistic(logit_P: Floats, slope: float, smoothing: float) -> PairTerms:
     """The cross-entropy of σ(logit) with the label 1 − `smoothing`; `slope` is the derivative of the logit."""
+    import numpy as np
+
     # −log σ(x) = log(1 + e^−x); `logaddexp` is finite for every finite x.
     loss_P = (1 - smoothing) * np.logaddexp(0, -logit_P) + smoothing * np.logaddexp(0, logit_P)
     # d/dx = −(1 − ε) · σ(−x) + ε · σ(x) = σ(x) − (1 − ε)
@@ -115,4 +121,6 @@ def _logistic(logit_P: Floats, slope: float, smoothing: float) -> PairTerms:
 
 def _sigmoid(x_P: Floats) -> Floats:
     """1 / (1 + e^−x), without an overflow of e^−x."""
+    import numpy as np
+
     return np.asarray(np.exp(-np.logaddexp(0, -x_P)))

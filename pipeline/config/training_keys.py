@@ -156,7 +156,9 @@ class TrainingConfig(Section):
     )
     async_checkpoints: bool = Field(True, description="Continue training while a checkpoint is written.")
     keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Number of complete checkpoints to keep.")
-    data_seconds: Seconds = Field(600, description="Timeout of the trainer's wait for a batch; then the run fails.")
+    data_seconds: Seconds = Field(
+        600, description="Timeout of the trainer's wait for the next group of a batch; then the run fails."
+    )
     sft: SftPhaseConfig = SftPhaseConfig()
     jobs: str = Field(
         "",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, StreamError
 from pipeline.run.paths import AttemptPaths
+from pipeline.train.loop import group_batches
 from pipeline.train.loop.group_batches import GroupBatches, Interrupted
 from pipeline.train.loop.rl import rows_of
 from pipeline.transport import Streams
@@ -317,6 +319,23 @@ def test_a_batch_that_does_not_come_is_missed_by_its_deadline_with_what_came_ins
     streams.publish_many(TOPIC, [prepared(0), prepared(1, outcome="filtered: zero advantage")])
     with pytest.raises(DeadlineError, match="1 of 2 groups; set aside meanwhile: 1 filtered: zero advantage"):
         batches_of(streams, data_seconds=0.2).next(0)
+
+
+def test_a_batch_whose_groups_come_slowly_is_waited_for(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(group_batches, "time", SimpleNamespace(monotonic=lambda: now))
+    batches = batches_of(streams, prompts_per_step=4, data_seconds=10)
+    read = batches._reader.read
+
+    def one_in_nine_seconds(limit: int, seconds: float) -> list[Any]:
+        nonlocal now
+        streams.publish_many(TOPIC, [prepared(int(now) // 9)])
+        now += 9
+        return list(read(1, seconds))
+
+    batches._reader.read = one_in_nine_seconds  # type: ignore[method-assign]
+    assert positions(batches.next(0)) == [0, 1, 2, 3]
+    assert batches.waited == 36
 
 
 def test_the_actor_sees_progress_also_when_nothing_is_trained(streams: Streams) -> None:

@@ -18,7 +18,7 @@ asked, P = `training.prompts_per_step`, L = `training.max_lag`. A `▷` is a gat
         │   done or in the batch already, filtered, failed ──► dropped, the ledger has the reason
         │   older than L, or malformed (third time: failed) ─► topic `reissue` ──► ISSUE QUEUE
         ▼   otherwise
-      BATCH            ▷ waits for P groups, at most `training.data_seconds`         group_batches
+      BATCH            ▷ waits for P groups, `training.data_seconds` for each       group_batches
         ▼
       UPDATE           mini-batches, optimizer steps; v becomes v + 1                policy_update
         │   the ledger marks the P positions as done, the board shows v + 1: both move the staleness gate of the actor

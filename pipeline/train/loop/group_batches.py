@@ -77,18 +77,24 @@ class GroupBatches:
     def next(self, version: int) -> list[PreparedGroup]:
         """The groups of the next step, in their order of arrival, for weights of `version`.
 
-        Raises errors of `pulse`, and `DeadlineError` if no whole batch arrived within `training.data_seconds`.
+        Raises errors of `pulse`, and `DeadlineError` if no group that can be trained arrived within
+        `training.data_seconds`. A batch of slow episodes may take longer, as long as its groups arrive.
         """
         self.counts.clear()
-        started, size = time.monotonic(), self.config.training.prompts_per_step
+        size = self.config.training.prompts_per_step
+        started = newest = time.monotonic()
         while len(self._pending) < size:
             self.pulse()
+            before = len(self._pending)
             self._receive(size, version)
-            self.waited = time.monotonic() - started
-            if self.waited > self.config.training.data_seconds:
+            now = time.monotonic()
+            self.waited = now - started
+            if len(self._pending) > before:
+                newest = now
+            elif now - newest > self.config.training.data_seconds:
                 discarded = ", ".join(f"{count} {reason}" for reason, count in self.counts.most_common(3)) or "nothing"
                 missing = f"{size - len(self._pending)} of {size} groups; set aside meanwhile: {discarded}"
-                raise DeadlineError("a batch from the preprocessor", self.waited, missing)
+                raise DeadlineError("a batch from the preprocessor", now - newest, missing)
         return [entry.record for entry in self._pending.values()]
 
     def _receive(self, size: int, version: int) -> None:

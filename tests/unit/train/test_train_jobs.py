@@ -81,8 +81,8 @@ def test_a_job_that_is_written_is_read_back_equal(tree: dict[str, Any], tmp_path
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "dpo"}, "kind='dpo': expected one of sft, rl; choose from: rl, sft"),
-        ({"kind": None}, "kind=None: expected one of sft, rl; choose from: rl, sft"),
+        ({"kind": "dpo"}, "kind='dpo': expected one of sft, preference, rl; choose from: preference, rl, sft"),
+        ({"kind": None}, "kind=None: expected one of sft, preference, rl; choose from: preference, rl, sft"),
         ({"version": 2}, "version=2: expected 1, which this code reads; write the file with the version"),
         ({"chekpoint": "a"}, "chekpoint='a': expected a known key; did you mean checkpoint?"),
         (
