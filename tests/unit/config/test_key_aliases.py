@@ -25,7 +25,7 @@ from slurm.submission.compose_config import compose_config, config_groups
         ("algorithm.adv_estimator=grpo", "; here it is loss.advantage_estimator"),
         ("loss_type=grpo", "; here it is loss"),
         ("beta=0.04", "; here it is loss.kl"),
-        ("lr=1e-5", "; did you mean optim.lr, critic.lr or training.sft.lr?"),
+        ("lr=1e-5", "; did you mean optim.lr, critic.lr, preference.lr or training.sft.lr?"),
         ("traning.steps=3", "; did you mean training.steps?"),
         ("rollout.group_sze=3", "; did you mean rollout.group_size?"),
         ("zzz=1", "; see docs/configuration.md for all of them"),
