@@ -122,7 +122,7 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_starts(
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        (RL | {"kind": "dpo"}, "kind='dpo': expected one of sft, rl"),
+        (RL | {"kind": "dpo"}, "kind='dpo': expected one of sft, preference, rl"),
         (SFT | {"output": ""}, "output='': expected a path"),
         (RL | {"inputs": {"kind": "stream"}}, "expected packed, in a job from a file"),
         (RL | {"schedule": {"steps": 1, "prompts": 3}}, "mini_batches=2: expected a divisor of schedule.prompts"),
