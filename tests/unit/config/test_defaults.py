@@ -37,6 +37,8 @@ RECIPE = (
     *("rollout.group_size", "rollout.max_tokens", "rollout.concurrency"),
 )
 """The size of an experiment."""
+PREFERENCES = [*("preference.epochs", "preference.batch", "preference.lr"), *RECIPE, "data.path", "data.eval_rows"]
+"""The size of an experiment with preference pairs, and the pairs."""
 
 OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
     "cluster": {
@@ -77,6 +79,8 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
             *(*RECIPE, "loss.advantage_estimator", "loss.kl", "loss.kl_in", "loss.kl_estimator", "loss.gamma"),
             "reward.functions",
         ],
+        "dpo": PREFERENCES,
+        "reward_model": [*PREFERENCES, "preference.loss"],
         "sft": [*RECIPE, "optim.schedule", "optim.warmup_steps", "training.sft.epochs"],
         "smollm2": [*RECIPE, "training.compile"],
         "tinker": [*RECIPE, "serve.enabled"],
