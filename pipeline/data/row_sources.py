@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import conf
 from pipeline.config.data_keys import SourceConfig
 from pipeline.data.jsonl_index import SUFFIXES, JsonRows, files_of, splits_of
 from pipeline.errors import ConfigError, one_line
@@ -58,7 +59,7 @@ def open_rows(source: SourceConfig, section: str = "data") -> Rows:
     """The rows of a split; `ConfigError` with a key of `section` if they cannot be read."""
     import datasets
 
-    path = Path(source.path)
+    path = _on_disk(source.path)
     datasets.disable_progress_bars()
     try:
         return _open_here(path, source) if path.exists() else _open_hub(source)
@@ -66,6 +67,12 @@ def open_rows(source: SourceConfig, section: str = "data") -> Rows:
         raise ConfigError(f"{section}.{error.key}", error.value, error.expected, error.hint) from None
     except Exception as error:  # noqa: BLE001 the library raises errors of many types: all mean an unreadable source
         raise _error(section, source, error) from None
+
+
+def _on_disk(path: str) -> Path:
+    """The file or folder `path`; one of the project, `conf/data/…`, is found from any working directory."""
+    packaged = Path(conf.__file__).parent.parent / path
+    return packaged if path.startswith("conf/data/") and not Path(path).exists() else Path(path)
 
 
 def _open_here(path: Path, source: SourceConfig) -> Rows:
