@@ -84,12 +84,14 @@ def test_an_agent_learns(service: Sequence[str], tmp_path: Path) -> None:
     """The service of docs/agents.md, or one over another protocol, on sums of a teacher who forgets to carry."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, *service, str(port)], cwd=ROOT)
+    log = tmp_path / "service.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([sys.executable, *service, str(port)], cwd=ROOT, stdout=output, stderr=output)
     try:
         of = "task.options.of={name: arithmetic, options: {last_digit_first: true, demonstration_error_rate: 0.6}}"
         agent = ["task.options.command=[]", f"task.options.service=http://127.0.0.1:{port}", of]
         first, last = learned(tmp_path, "agent", words=[*SUMS, *agent])
-        assert last > first + 0.05
+        assert last > first + 0.05, log.read_text()[-4000:]
     finally:
         process.terminate()
         process.wait(60)

@@ -22,7 +22,7 @@ async def chat(openai: AsyncOpenAI, _: AsyncAnthropic, prompt: Mapping[str, Any]
 
 async def messages(_: AsyncOpenAI, anthropic: AsyncAnthropic, prompt: Mapping[str, Any]) -> str:
     answer = await anthropic.messages.create(model=prompt["model"], messages=prompt["messages"], max_tokens=1024)
-    return answer.content[0].text  # type: ignore[union-attr]
+    return "".join(block.text for block in answer.content if block.type == "text")  # none where it ended at once
 
 
 async def responses(openai: AsyncOpenAI, _: AsyncAnthropic, prompt: Mapping[str, Any]) -> str:
