@@ -15,7 +15,7 @@ A server speaks HTTP, on its placement's address only. Every route except the fi
 | `POST /inference/v1/abort_requests` | `rollout.server_client` | end requests with their partial results |
 | `POST /v1/completions`, `/v1/chat/completions` | `rollout.load_balancing_proxy` | text, for benchmark commands |
 | `POST /init_weight_transfer_engine`, `/collective_rpc` | `inference.weight_sync` | join the trainer's weight group |
-| `POST /start_weight_update`, `/update_weights`, `/finish_weight_update` | `inference.weight_sync` | other weights |
+| `POST /collective_rpc`, `/update_weights`, `/finish_weight_update` | `inference.weight_sync` | other weights |
 | `POST /pause`, `/resume`, `/reset_prefix_cache` | `inference.weight_sync` | hold requests meanwhile |
 | `POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter` | `tinker.server_weights` | clients' adapters |
 | `POST /load_weights` | `tinker.server_weights` | clients' whole models |

@@ -1,7 +1,7 @@
 """A server that takes weights as vLLM with Rollcall's engine does: the same routes, the same group, no model.
 
 with WeightServer("127.0.0.5") as server:
-    with server.held("/update_weights"):        # that route does not answer within this block
+    with server.held("/update_weights"):        # that route, or method, does not answer within this block
         ...
     server.answers["/collective_rpc"] = b"[]"   # what it says instead of the truth
     server.failing.add("/pause")                # answers with status 500
@@ -93,7 +93,8 @@ class WeightServer(HttpServer):
 
     @contextmanager
     def held(self, route: str) -> Iterator[Event]:
-        """Do not answer `route` until the block ends; the value is set when it is asked."""
+        """Do not answer `route`, or this method of `/collective_rpc`, until the block ends; the value is set when it is
+        asked."""
         asked, free = self._gates[route] = Event(), Event()
         try:
             yield asked
@@ -124,20 +125,19 @@ class WeightServer(HttpServer):
     def _answer(self, route: str, body: dict[str, Any]) -> bytes:
         """Do what `route` asks for; the answer's body."""
         self.calls.append(route)
-        if route in self._gates:
-            asked, free = self._gates[route]
+        if gate := self._gates.get(body.get("method", route)):
+            asked, free = gate
             asked.set()
             assert free.wait(20)
         match route:
             case "/init_weight_transfer_engine":
                 self._meet(**body["init_info"])
-            case "/start_weight_update":
-                self._receive()
             case "/update_weights":
                 self._reception.join()
-                assert self.loaded[-1] == body["update_info"]["version"]
+                self.version = body["update_info"]["version"]
+                assert self.loaded[-1] == self.version
             case "/finish_weight_update":
-                self.version = int(body["weight_version"])
+                assert self.version == int(body["weight_version"])
             case "/get_world_size":
                 return self.answers.get(route, json.dumps({"world_size": self._count}).encode())
             case "/collective_rpc":
@@ -145,7 +145,7 @@ class WeightServer(HttpServer):
                 return self.answers.get(route, json.dumps({"results": [[answer]] * self._count}).encode())
         return self.answers.get(route, b"")
 
-    def _asked(self, method: str) -> int | bool | None:
+    def _asked(self, method: str) -> int | bool | str | None:
         """What a process of the server answers; see `pipeline.inference.vllm.worker_extension`."""
         match method:
             case "leave_weights":
@@ -155,6 +155,11 @@ class WeightServer(HttpServer):
                 return left
             case "served_weights":
                 return self.version
+            case "weights_failure":
+                return ""
+            case "begin_update":
+                self._receive()
+                return True
         raise AssertionError(method)
 
     def _meet(

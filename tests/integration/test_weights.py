@@ -60,6 +60,7 @@ from tests.support.servers.vllm import (
 
 pytestmark = pytest.mark.integration
 
+NOT_MET = "the server has not met the trainer: init_weight_transfer_engine comes first"
 STOP_SECONDS = 20
 """More than an agent's 6: these machines are busy, and what counts is that nobody has to be killed."""
 
@@ -263,8 +264,10 @@ def test_both_sides_leave_their_group_at_the_end(servers: list[Served]) -> None:
     with a_sender(servers) as sender:
         publish_to_all(sender, 0, a_model(servers[0].model, 1))
         assert sender.close() == []
-    with ServerAdminClient(servers[0].endpoint, SECRET) as control, pytest.raises(WeightSyncError):
-        control.post("/start_weight_update", Deadline("refusal", 10))
+    with ServerAdminClient(servers[0].endpoint, SECRET) as control:
+        for method, answer in (("begin_update", True), ("weights_failure", NOT_MET)):
+            told = control.post("/collective_rpc", Deadline("an answer", 10), method=method)
+            assert told == {"results": [[answer]]}
 
 
 def test_a_stranger_can_neither_ask_nor_change_a_server(servers: list[Served]) -> None:

@@ -21,11 +21,11 @@ API_PATHS = frozenset(
     {
         *("/inference/v1/generate", "/inference/v1/abort_requests", "/tokenize", "/detokenize"),
         *("/pause", "/resume", "/reset_prefix_cache", "/get_world_size", "/collective_rpc"),
-        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+        *("/init_weight_transfer_engine", "/update_weights", "/finish_weight_update"),
     }
 )
 """The other routes that a run uses. Those of weight sync need vLLM's development mode, which opens many more."""
-RPC, METHODS = "/collective_rpc", frozenset({"served_weights", "leave_weights"})
+RPC, METHODS = "/collective_rpc", frozenset({"served_weights", "weights_failure", "begin_update", "leave_weights"})
 """The permitted methods of `/collective_rpc`, without arguments (`pipeline.inference.vllm.worker_extension`). vLLM
 would call any method of its workers, including one that writes files."""
 _RPC_BYTES = 1 << 12

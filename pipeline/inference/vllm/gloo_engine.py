@@ -1,7 +1,7 @@
 """The `gloo` weight-transfer engine: weights over TCP, on CPUs.
 
-The process of a server receives all weights and reloads the model from them, in a server that is paused; an adapter
-changes between two steps. See `transfer_engine`.
+Each process of a server receives all weights and reloads its part of the model from them, in a server that is paused;
+an adapter changes between two steps. See `transfer_engine`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from pipeline.errors import WeightSyncError
 from pipeline.inference.vllm.transfer_engine import TransferEngine, reload_model
 from pipeline.inference.weight_sync.rank_rows import RowSource
 from pipeline.inference.weight_sync.server_shards import Shard
@@ -23,8 +22,6 @@ class GlooEngine(TransferEngine[TransferGroup]):
     """Receives every parameter, then reloads the model, or installs an adapter, from the staging buffer."""
 
     def _stage(self, layout: WeightLayout, on_host: bool) -> tuple[Shard, Tensor]:
-        if self.parallel_config.world_size > 1 and self._adapter is None:
-            raise WeightSyncError("the gloo backend feeds servers of one process with whole models; use nccl")
         self._layout = layout
         self._staging = torch.empty(layout.bytes, dtype=torch.uint8)
         return Shard.whole(layout), self._staging

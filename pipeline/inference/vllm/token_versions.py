@@ -82,7 +82,9 @@ def _noting(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         results = stock(self, method, timeout, args, kwargs)
         if method == "update_weights":
-            _Engine.weights = int((kwargs or {})["update_info"]["version"])
+            version = int((kwargs or {})["update_info"]["version"])
+            if all(served == [version] for served in stock(self, "served_weights", timeout)):
+                _Engine.weights = version
         return results
 
     return collective_rpc

@@ -4,6 +4,10 @@ Owns the server's side of an update, for all transports: it joins a group with e
 receives in a thread while the engine generates, and changes the model in one call. The model changes to the announced
 version or not at all. No wait is longer than the trainer's deadline. Must not know HTTP, nor the transport of bytes.
 
+No call raises for a failed update: it sets `failure`, which the trainer requests. When a call fails in one process of
+a tensor-parallel server, vLLM does not read the answers of the others (`MultiprocExecutor.collective_rpc`), so each
+later call would return answers of the call before it.
+
     init_transfer_engine   publishes the slices that this process needs, and joins the groups with the trainer's ranks
     start_weight_update    starts to receive; returns at once
     update_weights         waits for all bytes, then changes the model or the adapter
@@ -95,6 +99,7 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     Attributes:
         version: the policy version of the model; None before the first update, after a failed one, and without
             groups.
+        failure: the reason why the trainer was not met, or why the last update failed; empty without a failure.
     """
 
     init_info_cls = EngineInit
@@ -102,6 +107,7 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     supports_draft_weight_update = False
 
     version: int | None = None
+    failure: str = ""
     _groups: Sequence[G] = ()
     _rows: RowReceiver | None = None
     _arriving: "Future[tuple[int, Any]] | None" = None
@@ -133,6 +139,11 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     def init_transfer_engine(self, init_info: EngineInit) -> None:
         """Join the groups with the trainer's ranks. Another call drops the earlier groups first."""
         self.shutdown()
+        self.failure = ""
+        with self._failure_recorded():
+            self._meet(init_info)
+
+    def _meet(self, init_info: EngineInit) -> None:
         self._seconds = init_info.seconds
         deadline = Deadline("the trainer's group", init_info.seconds)
         layout = WeightLayout.parse(init_info.layout)
@@ -153,6 +164,15 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         ]
 
     def start_weight_update(self) -> None:
+        self.failure = ""
+        with self._failure_recorded():
+            self._begin_to_receive()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        with self._failure_recorded():
+            self.receive_weights(self.parse_update_info(update_info))
+
+    def _begin_to_receive(self) -> None:
         if not self._groups or self._rows is None:
             raise WeightSyncError("the server has not met the trainer: init_weight_transfer_engine comes first")
         self._arriving = Future()
@@ -161,20 +181,13 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         arguments = self._groups, self._rows, self._arriving, deadline
         Thread(target=self._receive_and_prepare, args=arguments, name="weights", daemon=True).start()
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
-
     def receive_weights(self, update_info: EngineUpdate) -> None:
         """Wait for the update that `start_weight_update` receives, and install it. On an error the old weights stay."""
         if self._arriving is None:
             raise WeightSyncError("no update was started")
-        try:
-            version, adapter = self._arriving.result(self._seconds + 1)
-            if version != update_info.version:
-                raise WeightSyncError(f"version {update_info.version} was announced, version {version} came")
-        except (WeightSyncError, TimeoutError):
-            self.shutdown()
-            raise
+        version, adapter = self._arriving.result(self._seconds + 1)
+        if version != update_info.version:
+            raise WeightSyncError(f"version {update_info.version} was announced, version {version} came")
         self._arriving = None
         if self._adapter is not None:
             self._adapter.install(adapter)
@@ -203,6 +216,16 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Unsupported. Older releases of vLLM require the method."""
         raise NotImplementedError("the trainer sends by pipeline.inference.weight_sync.weight_sender")
+
+    @contextmanager
+    def _failure_recorded(self) -> Iterator[None]:
+        """Set `failure` from an error in the block, and drop the groups."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - recorded, and requested by the trainer
+            self.failure = self.failure or (str(error) if isinstance(error, WeightSyncError) else one_line(error))
+            log.warning("no weights from the trainer: %s", self.failure)
+            self.shutdown()
 
     def _arrival_device(self) -> torch.device:
         """The device on which bytes arrive."""
@@ -247,13 +270,14 @@ def receive_and_prepare(
     group: PreparedSignal, receive: Callable[[], int], prepare: Callable[[], Any]
 ) -> tuple[int, Any]:
     """Receive and prepare an update, then notify the trainer. Returns both results. `WeightSyncError` on a failure."""
-    version = receive()
+    version, failure = receive(), ""
     try:
         prepared = prepare()
     except Exception as error:
-        raise WeightSyncError(f"what was received cannot be served: {one_line(error)}") from error
+        failure = f"what was received cannot be served: {one_line(error)}"
+        raise WeightSyncError(failure) from error
     finally:
-        group.report_prepared(version)
+        group.report_prepared(version, failure)
     return version, prepared
 
 

@@ -19,10 +19,6 @@ from pipeline.utils.waiting import Deadline
 _MIN_SECONDS = 0.001
 
 
-class ServerRejected(WeightSyncError):
-    """The server answered that it did not do it."""
-
-
 class ServerUnreachable(WeightSyncError):
     """Nobody listens there: the server's process has ended, or is not there yet."""
 
@@ -55,8 +51,8 @@ class ServerAdminClient:
         return self._http.sock is None or bool(select.select([self._http.sock], [], [], 0)[0])
 
     def end(self, deadline: Deadline) -> Any:
-        """The answer to what was begun; `ServerRejected` when the server did not do it, `WeightSyncError` when the
-        answer is lost or no JSON."""
+        """The answer to what was begun; `WeightSyncError` when the server did not do it, or the answer is lost or no
+        JSON."""
         try:
             self._limit(deadline)
             response = self._http.getresponse()
@@ -65,7 +61,7 @@ class ServerAdminClient:
             raise self._lost(error) from error
         if response.status != 200:
             self._http.close()  # vLLM closes its end after an error, sometimes without saying so
-            raise ServerRejected(
+            raise WeightSyncError(
                 f"{self.server}{self._route}: status {response.status}: {error_text(text, response.reason)}"
             )
         try:

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import Store
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, InvalidTransitionError, RollcallError, WeightSyncError
 from pipeline.inference.weight_sync.rank_orders import Order, OrderKind, RankOrders
-from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient, ServerRejected, ServerUnreachable
+from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient, ServerUnreachable
 from pipeline.inference.weight_sync.transfer_route import SendingRank, TransferRoute, process_name
 from pipeline.inference.weight_sync.transports.gloo import connect_store, is_published
 from pipeline.inference.weight_sync.transports.gpu_group import await_event
@@ -61,7 +61,6 @@ TRANSITIONS: dict[tuple[SyncState, SyncEvent], SyncState] = {
 
 PROBE_SECONDS = 2.0
 RESUME_SECONDS = 2.0
-PREPARE_SECONDS = 5.0
 
 
 def next_sync_state(state: SyncState, event: SyncEvent) -> SyncState:
@@ -206,6 +205,7 @@ class ServerSync:
         self._routes = own.meet(store, name, processes, deadline)
         self._gatherer = ShardGatherer(payload.device)
         control.end(deadline)
+        _raise_failure(control, deadline)
         self._orders.await_reports(order, store, deadline)
 
     def _init_info(self, payload: WeightSnapshot, name: str, processes: int) -> dict[str, Any]:
@@ -231,16 +231,12 @@ class ServerSync:
     def _transfer(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
         if self._gatherer is None or self._store is None:
             raise WeightSyncError(f"{self.server}: no group")
-        try:
-            control.post("/start_weight_update", deadline)
-        except ServerRejected:  # an earlier update broke off half way, and vLLM starts none before that one is finished
-            control.post("/finish_weight_update", deadline)
-            control.post("/start_weight_update", deadline)
+        _call_processes(control, "begin_update", deadline)
         if payload.ready is not None:
             await_event(payload.ready, deadline)
         self._send(payload, self._store, self._gatherer, deadline)
-        if payload.adapter:
-            self._await_prepared(payload.version, deadline)
+        for route in self._routes:
+            route.group.await_prepared(payload.version, deadline)
 
     def _send(self, payload: WeightSnapshot, store: Store, gatherer: ShardGatherer, deadline: Deadline) -> None:
         """Send this rank's rows while the other ranks send theirs; reports another rank's failure before its own."""
@@ -253,15 +249,6 @@ class ServerSync:
             self._orders.raise_reported(order, store, deadline)
             raise
         self._orders.await_reports(order, store, deadline)
-
-    def _await_prepared(self, version: int, deadline: Deadline) -> None:
-        """Wait while the server's processes convert the adapter to vLLM's layout, so that its engine need not wait.
-
-        After `PREPARE_SECONDS` the update is requested from a silent process too: its answer has the reason.
-        """
-        patience = Deadline("the adapter", min(deadline.left, PREPARE_SECONDS))
-        for route in self._routes:
-            route.group.await_prepared(version, patience.left)
 
     def _drop(self) -> None:
         """End the groups of this rank and of the other ranks."""
@@ -295,12 +282,13 @@ class ServerSync:
     def _change(self, control: ServerAdminClient, version: int, deadline: Deadline, *, paused: bool) -> None:
         """Make the server load the received version, and verify that each of its processes serves it."""
         control.post("/update_weights", deadline, update_info={"version": version})
+        versions = self._versions_of(control, deadline)
+        if versions != [version] * len(self._routes):
+            _raise_failure(control, deadline)
+            raise WeightSyncError(f"{self.server} serves weights {versions}")
         control.post("/finish_weight_update", deadline, weight_version=str(version))
         if paused:
             control.post("/reset_prefix_cache", deadline)
-        versions = self._versions_of(control, deadline)
-        if versions != [version] * len(self._routes):
-            raise WeightSyncError(f"{self.server} serves weights {versions}")
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -359,7 +347,15 @@ class ServerSync:
 def _await_published(control: ServerAdminClient, name: str, store: Store, deadline: Deadline) -> None:
     wait_for(deadline.awaited, lambda: control.answered or is_published(store, name), deadline.left)
     if not is_published(store, name):
-        control.end(deadline)  # raises with the server's reason
+        control.end(deadline)  # raises if the server rejected the call
+        _raise_failure(control, deadline)
+
+
+def _raise_failure(control: ServerAdminClient, deadline: Deadline) -> None:
+    """`WeightSyncError` with the first reason why a process did not meet this trainer or install an update."""
+    for number, (reason,) in enumerate(_call_processes(control, "weights_failure", deadline)):
+        if reason:
+            raise WeightSyncError(f"{control.server}, process {number}: {reason}")
 
 
 def _processes(control: ServerAdminClient, deadline: Deadline) -> int:

@@ -34,9 +34,8 @@ def main(point: str, server: str, model: str) -> None:
         orders.sources = (source,)
         link = ServerSync(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None, orders)
         link._meet(control, WeightSnapshot(1, source, layout.pack(tensors), {}, torch.device("cpu")), deadline)
-        (route,) = link._routes
-        group = route.group
-        control.post("/start_weight_update", deadline)
+        group = link._routes[0].group  # the other processes of a server get nothing
+        control.post("/collective_rpc", deadline, method="begin_update")
         if point == "sending":
             group.send(1, torch.zeros(layout.bytes // 2, dtype=torch.uint8), deadline)
         else:

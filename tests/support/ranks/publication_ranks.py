@@ -135,7 +135,7 @@ def bring_back(dispatch: RankGroup, model: Path) -> None:
         everywhere(2)
         assert_served(other, parameters(dispatch), 2)
 
-        with other.held("/start_weight_update") as asked:
+        with other.held("begin_update") as asked:
             publisher.start(3)
             assert asked.wait(WAIT_SECONDS)
             wait_for("the other server", lambda: steady.version == 3, WAIT_SECONDS)
@@ -173,7 +173,7 @@ def kill_a_rank(dispatch: RankGroup, model: Path, out: Path) -> None:
             publisher.start(1)
             publisher.wait_until_synced()
             victim = dispatch.run_on_all_models(pid)[1]
-            with server.held("/start_weight_update") as asked:
+            with server.held("begin_update") as asked:
                 publisher.start(2)
                 assert asked.wait(WAIT_SECONDS)
                 os.kill(victim, signal.SIGKILL)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync.transports.gloo import TRAINER, PreparedSignal, TransferGroup, create_store
 from pipeline.utils.subprocesses import hold_port
 from pipeline.utils.waiting import Deadline
@@ -70,5 +71,9 @@ def test_a_trainer_hears_that_a_version_is_prepared_and_waits_no_longer_than_it_
         for member in (server, trainer):
             member._store, member._name = store, "g"
         server.report_prepared(7)
-        assert trainer.await_prepared(7, WAIT_SECONDS)
-        assert not trainer.await_prepared(8, 0.2)
+        trainer.await_prepared(7, Deadline("version 7", WAIT_SECONDS))
+        with pytest.raises(WeightSyncError, match="version 8: a process did not report"):
+            trainer.await_prepared(8, Deadline("version 8", 0.2))
+        server.report_prepared(9, "no such layer")
+        with pytest.raises(WeightSyncError, match="no such layer"):
+            trainer.await_prepared(9, Deadline("version 9", WAIT_SECONDS))

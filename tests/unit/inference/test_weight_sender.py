@@ -226,7 +226,7 @@ def test_the_tensors_may_change_once_a_version_was_started() -> None:
     weight = torch.ones(2)
     with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], 10) as sender:
         bring_all(sender, 1)
-        with server.held("/start_weight_update"):
+        with server.held("begin_update"):
             sender.start(2, [("w", weight)])
             weight.zero_()
         sender.wait_until_synced()

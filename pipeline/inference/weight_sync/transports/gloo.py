@@ -190,32 +190,32 @@ class LeaveSignal:
 
 
 class PreparedSignal:
-    """The signal by which a server reports that it has prepared the received adapter.
+    """The signal by which a server's process reports that it has received and prepared an update.
 
-    The trainer requests the update only after it: the engine would otherwise wait between two steps, without
-    generating.
+    The trainer requests the update only after each process has: none installs a version that another lacks, and the
+    engine does not wait for bytes between two steps.
     """
 
     _store: Store
     _name: str
 
-    def report_prepared(self, version: int) -> None:
-        """Report that preparation ended, also with a failure: the server's answer to the update has the reason.
-
-        `WeightSyncError` when the store is lost.
-        """
+    def report_prepared(self, version: int, failure: str = "") -> None:
+        """Report the end of the preparation, with the reason of a failure; `WeightSyncError` when the store is lost."""
         try:
-            self._store.set(f"{self._name}/prepared/{version}", "yes")
+            self._store.set(f"{self._name}/prepared/{version}", failure)
         except RuntimeError as error:
             raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
 
-    def await_prepared(self, version: int, seconds: float) -> bool:
-        """Wait for the server's report; False after `seconds` without it."""
+    def await_prepared(self, version: int, deadline: Deadline) -> None:
+        """Wait for the report; `WeightSyncError` with the reason of a failure, or at the deadline."""
+        key = f"{self._name}/prepared/{version}"
         try:
-            self._store.wait([f"{self._name}/prepared/{version}"], timedelta(seconds=max(seconds, 0.001)))
-        except (RuntimeError, SignatureError):
-            return False
-        return True
+            self._store.wait([key], timedelta(seconds=max(deadline.left, 0.001)))
+            failure = self._store.get(key).decode()
+        except (RuntimeError, SignatureError) as error:
+            raise WeightSyncError(f"{deadline.awaited}: a process did not report that it has them: {error}") from error
+        if failure:
+            raise WeightSyncError(failure)
 
 
 class TransferGroup(LeaveSignal, PreparedSignal):

@@ -48,7 +48,8 @@ class IpcGroup(GpuGroup):
     def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
         key = self._next()
         try:
-            handle = _export_handle(version, buffer)
+            with torch.cuda.stream(self._stream):  # torch's event is on the current one, with the training's kernels
+                handle = _export_handle(version, buffer)
         except RuntimeError as error:
             raise WeightSyncError(
                 f"this memory cannot be shared between processes ({error}); "
@@ -88,8 +89,8 @@ class IpcGroup(GpuGroup):
     def _copy(self, buffer: Tensor, handle: CudaIpcHandle, deadline: Deadline, after: torch.cuda.Event | None) -> None:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         try:
-            exported = _open_handle(handle, self._device)
             with torch.cuda.stream(self._stream):
+                exported = _open_handle(handle, self._device)
                 if after is not None:
                     self._stream.wait_event(after)
                 buffer.copy_(exported, non_blocking=True)
@@ -118,7 +119,7 @@ def _export_handle(version: int, buffer: Tensor) -> CudaIpcHandle:
 
 
 def _open_handle(handle: CudaIpcHandle, device: torch.device) -> Tensor:
-    """Map the buffer of another process, uint8[length], without a copy."""
+    """Map the buffer of another process, uint8[length], without a copy; the current stream waits for its event."""
     storages: Any = torch.UntypedStorage
     storage = storages._new_shared_cuda(
         device.index if device.index is not None else torch.cuda.current_device(),
