@@ -11,7 +11,8 @@ Promises that both cut them into the same chunks, and that the staging buffer ho
     receiver.receive(groups, …)                                route.send(snapshot, gatherer, deadline)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -41,6 +42,15 @@ def group_name(process: str, source: int) -> str:
     return f"{process}/{source}"
 
 
+@contextmanager
+def _chunk_named(chunk: str) -> Iterator[None]:
+    """Name the chunk in a `WeightSyncError` of the block."""
+    try:
+        yield
+    except WeightSyncError as error:
+        raise WeightSyncError(f"{chunk}: {error}") from error
+
+
 @dataclass(frozen=True, eq=False)
 class TransferRoute:
     """The route from one rank of the trainer to one process of a server.
@@ -55,9 +65,10 @@ class TransferRoute:
 
     def send(self, snapshot: WeightSnapshot, gatherer: ShardGatherer, deadline: Deadline) -> None:
         """Send the rank's rows; returns once the transport has taken all of them."""
-        for chunk in self.parts.chunks(snapshot.at_once and not self.chunked):
-            gathered = gatherer.gather(snapshot, self.parts.shard, chunk, deadline)
-            self.group.send(snapshot.version, gathered, deadline)
+        for number, chunk in enumerate(self.parts.chunks(snapshot.at_once and not self.chunked)):
+            with _chunk_named(f"chunk {number} to the server"):
+                gathered = gatherer.gather(snapshot, self.parts.shard, chunk, deadline)
+                self.group.send(snapshot.version, gathered, deadline)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,13 +152,14 @@ class RowReceiver:
         buffer wait for the event `after`.
         """
         versions = set()
-        for number in self._order:
-            parts = self._parts[number]
-            for chunk in parts.chunks(self._at_once):
-                here = self._target(chunk)
-                versions.add(receive(groups[number], here))
-                if not self._direct:
-                    self._copy_to_staging(parts, chunk, here, deadline, after)
+        for source in self._order:
+            parts = self._parts[source]
+            for number, chunk in enumerate(parts.chunks(self._at_once)):
+                with _chunk_named(f"chunk {number} from rank {source} of the trainer"):
+                    here = self._target(chunk)
+                    versions.add(receive(groups[source], here))
+                    if not self._direct:
+                        self._copy_to_staging(parts, chunk, here, deadline, after)
         if len(versions) != 1:
             raise WeightSyncError(f"received parts of versions {sorted(versions)}")
         return versions.pop()

@@ -2,7 +2,8 @@
 
 Owns the communicator and its handshake. nccl has no deadlines, and a receive that waits on the device for a late sender
 can block all other kernels of that device. So a receive is posted only once the sender has announced in the store that
-it sends now. An operation that exceeds its deadline is aborted. Dropping the group leaves it.
+it sends now. From then on both members are ready, so an operation that takes longer than its bytes explain is stuck,
+and is aborted long before the deadline of the update. Dropping the group leaves it.
 
 Must not know vLLM's engine, HTTP, or the meaning of the tensors.
 """
@@ -19,6 +20,9 @@ from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync.transports.gloo import SERVER, TRAINER
 from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, await_event
 from pipeline.utils.waiting import Deadline
+
+STUCK_SECONDS, SLOWEST_BYTES_PER_SECOND = 10.0, 5e7
+"""An operation that both members have posted may take so long, in addition to its bytes at this rate."""
 
 
 class NcclGroup(GpuGroup):
@@ -103,8 +107,10 @@ class NcclGroup(GpuGroup):
         except RuntimeError as error:
             self.leave()
             raise WeightSyncError(f"{deadline.awaited}: {error}") from error
+        seconds = STUCK_SECONDS + buffer.numel() / SLOWEST_BYTES_PER_SECOND
+        stuck = Deadline(f"{buffer.numel()} bytes over nccl ({deadline.awaited})", min(seconds, deadline.left))
         try:
-            await_event(done, deadline)
+            await_event(done, stuck)
         except WeightSyncError:
             self.leave()
             raise
