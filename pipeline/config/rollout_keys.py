@@ -87,7 +87,9 @@ class InferenceConfig(Section):
         "retry them.",
     )
     reset_kv_cache_on_update: bool = Field(
-        False, description="With `keep`: prefill the requests in flight again with the new weights."
+        False,
+        description="With `keep`: prefill the requests in flight again with the new weights, and the later turns of "
+        "episodes too. Otherwise both use the keys and values that older weights computed.",
     )
     update_seconds: Seconds = Field(60, description="Deadline of one update; a server that misses it is evicted.")
     staging_device: Literal["gpu", "host"] = Field(

@@ -122,6 +122,7 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
             server_seconds=2 * config.cluster.startup_seconds,
             vocabulary=chat.vocabulary,
             routing=routing_shape(config),
+            keeps_prefixes=not config.inference.reset_kv_cache_on_update,
         ) as client,
     ):
         await work_until(

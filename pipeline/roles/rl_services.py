@@ -4,6 +4,7 @@ Owns the wiring of RL: the streams of groups, the board, the servers that receiv
 without RL steps has none of them. Must not know losses, ranks or checkpoints.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -137,10 +138,20 @@ class RlServices:
         self._board.post_ledger(self._ledger.snapshot())
         self._batches.acknowledge(covered)
 
-    def idle_fractions(self) -> dict[str, float]:
-        """Idle fractions (0 … 1) of the servers and the actor during the last second, from the actor's report."""
+    def fractions(self) -> dict[str, float]:
+        """Fractions (0 … 1) from the actor's report: how idle servers and actor were during the last second, and the
+        prompt tokens that were in the servers' prefix caches."""
         status = self._actor.status()
         numbers = status.numbers if status is not None else {}
-        servers = [value for name, value in numbers.items() if name.startswith("idle/")]
-        fractions = {"idle/actor": numbers.get("gate_blocked"), "idle/servers": fmean(servers) if servers else None}
+        fractions = {
+            "idle/actor": numbers.get("gate_blocked"),
+            "idle/servers": _mean_of_servers(numbers, "idle/"),
+            "prefix_cache/hit_rate": _mean_of_servers(numbers, "prefix_cache/"),
+        }
         return {name: value for name, value in fractions.items() if value is not None}
+
+
+def _mean_of_servers(numbers: Mapping[str, float], prefix: str) -> float | None:
+    """The mean over the servers of a number whose name is the prefix and the server; None without one."""
+    values = [value for name, value in numbers.items() if name.startswith(prefix)]
+    return fmean(values) if values else None

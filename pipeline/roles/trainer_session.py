@@ -199,7 +199,7 @@ class RunSession(Rank0):
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """See `train_loop.ProgressRecorder`."""
-        idle = self._peers.idle_fractions() if self._peers else {}
+        idle = self._peers.fractions() if self._peers else {}
         self._sinks.log("train", job.name, step, {**metrics, **idle})
         self._numbers[PROGRESS] = self._numbers.get(PROGRESS, 0.0) + 1
         self._context.report("ready", f"{job.name} step {step} of {job.steps}", **self._numbers)

@@ -89,16 +89,17 @@ class Sampler:
         max_tokens: int | None = None,
         known: tuple[bytes, ...] = (),
         cached_on: str = "",
+        cached_at: int | None = None,
     ) -> list[Turn]:
         """A turn after `tokens` for each of the `records`, of at most `max_tokens` if that is below the run's limit.
 
-        The first tokens have the `known` routed experts, and are in the prefix cache of the server `cached_on`. One
-        request samples all turns without a record.
+        The first tokens have the `known` routed experts, and are in the prefix cache of the server `cached_on`, under
+        the policy version `cached_at`. One request samples all turns without a record.
         """
         new = [record for record in records if record.begun is None]
         requests = [*([new] if new else []), *([record] for record in records if record.begun is not None)]
         sampled = await asyncio.gather(
-            *(self._generate(tokens, part, max_tokens, known, cached_on) for part in requests)
+            *(self._generate(tokens, part, max_tokens, known, cached_on, cached_at) for part in requests)
         )
         by_record = dict(zip(chain(*requests), chain(*sampled), strict=True))
         return [by_record[record] for record in records]
@@ -115,6 +116,7 @@ class Sampler:
         max_tokens: int | None,
         known: tuple[bytes, ...],
         cached_on: str,
+        cached_at: int | None,
     ) -> Sequence[Turn]:
         """The turns of one request; only a single one may have begun."""
         sampling, begun = self.sampling, records[0].begun
@@ -134,6 +136,7 @@ class Sampler:
             known=known,
             begun=begun,
             cached_on=cached_on,
+            cached_at=cached_at,
             note=lambda index, piece: records[index].add(piece),
         )
 
@@ -149,6 +152,7 @@ class RolloutPolicy:
         self._opened = False
         self._earlier: tuple[tuple[int, ...], tuple[bytes, ...]] = (), ()
         self._server = ""  # of the last turn: it has the conversation in its prefix cache
+        self._version: int | None = None  # of the first turn, under which the conversation is cached
         self.prompt = prompt
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
@@ -168,7 +172,7 @@ class RolloutPolicy:
         known = self._known(tokens)
         records = [self._record.turn(tokens, known, max_tokens) for _ in range(n)]
         with self._own_time.pause():
-            turns = await self._sampler.turns(tokens, records, max_tokens, known, self._server)
+            turns = await self._sampler.turns(tokens, records, max_tokens, known, self._server, self._version)
         self._note(tokens, turns[0])
         return turns
 
@@ -178,6 +182,8 @@ class RolloutPolicy:
 
     def _note(self, tokens: Sequence[int], turn: Turn) -> None:
         self._server = turn.server
+        if self._version is None:
+            self._version = turn.version_min
         if turn.routed_experts:
             self._earlier = (*tokens, *turn.tokens), tuple(turn.routed_experts)
 

@@ -128,8 +128,29 @@ class _Choice(msgspec.Struct):
         return self.weight_versions
 
 
+class _PromptTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _PromptTokens | None = None
+
+
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
+    usage: _Usage | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of the prompt; 0 unless the server reports how many of them were in its prefix cache."""
+        return self.usage.prompt_tokens if self.usage and self.usage.prompt_tokens_details else 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """The prompt's tokens that were in the server's prefix cache."""
+        details = self.usage.prompt_tokens_details if self.usage else None
+        return (details.cached_tokens or 0) if details else 0
 
 
 FINAL_ONLY = 2
@@ -157,9 +178,13 @@ class GenerationRequest:
     top_k: int = 0
     routing: RoutingShape | None = None
     known: tuple[bytes, ...] = ()
+    cached_at: int | None = None
+    """The version under which the prefix was cached; None: that of the server at the time of the request."""
 
-    def body(self, salt: str) -> bytes:
-        """The request as JSON. Requests share cached prefixes only under the same `salt`."""
+    def body(self, version: int) -> bytes:
+        """The request as JSON, to a server of this policy version. Requests share cached prefixes only under the same
+        version."""
+        salt = str(version if self.cached_at is None else self.cached_at)
         sampling = {
             "n": self.n,
             "temperature": self.temperature,
@@ -185,12 +210,15 @@ class Server(HasBackoff):
         version: the policy version that it serves; None while it must not get requests.
         fixed: whether its weights are from disk and never change, so that it reports no versions itself.
         samples: number of samples in progress.
+        prompt_tokens, cached_tokens: tokens of all prompts so far, and those of them that were in the prefix cache.
     """
 
     endpoint: str
     version: int | None = None
     fixed: bool = False
     samples: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     busy: TimeFraction = field(default_factory=TimeFraction)
     running: set[asyncio.Task[bytes]] = field(default_factory=set)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -212,13 +240,13 @@ class Server(HasBackoff):
         version = self.version
         if version is None:
             raise TransientError("evicted")
-        # New weights invalidate cached prefixes, so every version has a separate salt.
-        body = request.body(salt=str(version))
         with self._counted(request.n):
             started = asyncio.get_running_loop().time()
-            answer = await self._guarded(self._post(http, body, seconds))
+            answer = _parse(await self._guarded(self._post(http, request.body(version), seconds)), request.n)
             elapsed = asyncio.get_running_loop().time() - started
-        return [self._completion(choice, request, version, elapsed) for choice in _parse(answer, request.n)]
+        self.prompt_tokens += answer.prompt_tokens
+        self.cached_tokens += answer.cached_tokens
+        return [self._completion(choice, request, version, elapsed) for choice in answer.choices]
 
     @contextmanager
     def _counted(self, samples: int) -> Iterator[None]:
@@ -292,14 +320,14 @@ class Server(HasBackoff):
         )
 
 
-def _parse(answer: bytes, n: int) -> list[_Choice]:
+def _parse(response: bytes, n: int) -> _Answer:
     try:
-        choices = _answers.decode(answer).choices
+        answer = _answers.decode(response)
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise TransientError("malformed answer") from None
-    if len(choices) != n or not all(_is_exact(choice) for choice in choices):
+    if len(answer.choices) != n or not all(_is_exact(choice) for choice in answer.choices):
         raise TransientError("malformed answer")
-    return choices
+    return answer
 
 
 def _is_exact(choice: _Choice) -> bool:

@@ -63,6 +63,7 @@ class InferenceClient:
         vocabulary: int | None = None,
         fixed: bool = False,
         routing: RoutingShape | None = None,
+        keeps_prefixes: bool = False,
     ) -> None:
         """No server gets a request before `update` declares it current.
 
@@ -75,13 +76,14 @@ class InferenceClient:
             server_seconds: timeout of the wait for an eligible server.
             fixed: whether the servers load their weights from disk and never change them.
             routing: the shape of the routed experts that every response must have; None: none are requested.
+            keeps_prefixes: whether an episode uses its cached prefixes after an update of the weights too.
             vocabulary: token ids must be below this. vLLM without a tokenizer does not check, and would crash on one
                 above.
         """
         self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
         self._password, self._seconds, self._piece = password, request_seconds, max_tokens_per_request
         self._max_lag, self._server_seconds, self._vocabulary = max_lag, server_seconds, vocabulary
-        self._routing = routing
+        self._routing, self._keeps_prefixes = routing, keeps_prefixes
         self._changed, self._suspects = asyncio.Event(), PoisonRequestGuard()
         self._followed: set[str] = set()
         self._eligible: list[Server] | None = []
@@ -134,6 +136,7 @@ class InferenceClient:
         known: tuple[bytes, ...] = (),
         begun: Completion | None = None,
         cached_on: str = "",
+        cached_at: int | None = None,
         note: Callable[[int, Completion], None] = lambda index, piece: None,
     ) -> list[Completion]:
         """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
@@ -142,7 +145,8 @@ class InferenceClient:
         With `top_p` or `top_k` the log-probabilities are those of the truncated distribution.
         `begun` is the first part of the only continuation, from an earlier call: only the rest is requested.
         `cached_on` is the server that has the beginning of `token_ids` in its prefix cache (`Completion.server` of the
-        turn before); "" if none has.
+        turn before); "" if none has. `cached_at` is the policy version with which the episode began: with
+        `keeps_prefixes` its turns share cached prefixes under it, also after an update.
         `note` receives each response as it comes: the index of the continuation, and its next part.
 
         Retries until the request succeeds. Raises `RolloutError` for a request that can never succeed or under which
@@ -151,7 +155,8 @@ class InferenceClient:
         self._check(token_ids)
         self.requests += 1
         sampling = n, temperature, max_tokens, list(stop_token_ids), top_p, top_k
-        request = GenerationRequest(list(token_ids), *sampling, self._routing, known)
+        cached_at = cached_at if self._keeps_prefixes else None
+        request = GenerationRequest(list(token_ids), *sampling, self._routing, known, cached_at)
         if begun is None:
             completions, earlier = await self._somewhere(request, cached_on), 0
             for index, completion in enumerate(completions):
@@ -165,11 +170,17 @@ class InferenceClient:
         return completions
 
     def numbers(self) -> dict[str, float]:
-        """Values for the status: counts since the start, and each server's idle fraction since the last call."""
+        """Values for the status: counts since the start, each server's idle fraction since the last call, and the
+        fraction of its prompt tokens that were in its prefix cache, where it reports that."""
         idle = {f"idle/{endpoint}": 1 - server.busy.pop() for endpoint, server in self._servers.items()}
+        hits = {
+            f"prefix_cache/{endpoint}": server.cached_tokens / server.prompt_tokens
+            for endpoint, server in self._servers.items()
+            if server.prompt_tokens
+        }
         retries = {f"retries/{reason}": float(count) for reason, count in self.retries.items()}
         counts = {"requests": self.requests, "completion_tokens": self.tokens}
-        return counts | {"requests/returned": self.returned, "requests/moved": self.moved} | idle | retries
+        return counts | {"requests/returned": self.returned, "requests/moved": self.moved} | idle | hits | retries
 
     async def _somewhere(self, request: GenerationRequest, cached_on: str) -> list[Completion]:
         """The completions from the first server that succeeds; for a long request only the first piece."""
@@ -206,6 +217,8 @@ class InferenceClient:
                 return replace(part, finish="length")
             tokens = [*request.token_ids, *part.tokens]
             rest = replace(request, token_ids=tokens, n=1, max_tokens=left, known=part.routed_experts)
+            if self._keeps_prefixes and rest.cached_at is None:
+                rest = replace(rest, cached_at=part.version_min)
             (more,) = await self._somewhere(rest, part.server)
             note(more)
             part = part.followed_by(more)

@@ -67,6 +67,13 @@ def always(*choices: dict[str, Any]) -> Answer:
     return respond
 
 
+def reports(usage: dict[str, Any]) -> Answer:
+    async def respond(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"request_id": "r", "choices": [choice([7])], "usage": usage})
+
+    return respond
+
+
 @dataclass
 class Script:
     """A server that answers by its list, and by the last of it for ever."""
@@ -110,9 +117,17 @@ async def client_and(*scripts: Script, **settings: Any) -> AsyncIterator[Inferen
         yield client
 
 
-async def ask(client: InferenceClient, n: int = 1, tokens: int = 4, cached_on: str = "") -> list[Completion]:
+async def ask(
+    client: InferenceClient, n: int = 1, tokens: int = 4, cached_on: str = "", cached_at: int | None = None
+) -> list[Completion]:
     return await client.generate(
-        [1, 2, 3], n=n, temperature=0.7, max_tokens=tokens, stop_token_ids=[2], cached_on=cached_on
+        [1, 2, 3],
+        n=n,
+        temperature=0.7,
+        max_tokens=tokens,
+        stop_token_ids=[2],
+        cached_on=cached_on,
+        cached_at=cached_at,
     )
 
 

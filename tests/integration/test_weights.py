@@ -138,6 +138,30 @@ def test_requests_in_flight_go_on_through_an_update_and_later_ones_see_only_the_
     assert traffic.retries == 0
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_later_turn_finds_its_prefix_in_the_cache_after_an_update(servers: list[Served], keeps: bool) -> None:
+    server, (before, after) = servers[0], two_models(servers[0].model)
+    prompt = [3 + keeps, *[4, 5, 6, 7, 8] * 40]
+
+    async def turns() -> float:
+        async with client_of([server], keeps_prefixes=keeps) as client:
+            client.update(server.endpoint, 1)
+            await turn(client)
+            await asyncio.to_thread(publish_to_all, sender, 2, after)
+            client.update(server.endpoint, 2)
+            assert f"prefix_cache/{server.endpoint}" in client.numbers()
+            await turn(client)
+            return client.numbers()[f"prefix_cache/{server.endpoint}"]
+
+    async def turn(client: InferenceClient) -> None:
+        sampling = {"n": 1, "temperature": 1.0, "max_tokens": 4, "stop_token_ids": []}
+        await client.generate(prompt, cached_on=server.endpoint, cached_at=1, **sampling)
+
+    with a_sender([server]) as sender:
+        publish_to_all(sender, 1, before)
+        assert (asyncio.run(turns()) > 0.2) is keeps
+
+
 def test_a_release_that_does_not_say_which_weights_sampled_a_token_is_helped_to_say_it(
     servers: list[Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def server_command(config: RunConfig, placement: Placement, clients: ClientModel
         *("--max-num-seqs", str(config.inference.max_sequences), "--seed", str(config.seed + placement.index)),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--disable-uvicorn-access-log", "--no-enable-log-requests", "--shutdown-timeout", "1"),
+        "--enable-prompt-tokens-details",
         *device,
         *config.inference.extra_args,
     )

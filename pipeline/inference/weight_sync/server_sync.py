@@ -273,13 +273,13 @@ class ServerSync:
             with self._timed("pause"):
                 control.post(f"/pause?mode={mode}&clear_cache={str(clear).lower()}", deadline)
         with self._timed("update"):
-            self._change(control, payload.version, deadline, paused=pause)
+            self._change(control, payload.version, deadline, clear=clear)
         if pause:
             with self._timed("resume"):
                 control.post("/resume", deadline)
             self._paused = False
 
-    def _change(self, control: ServerAdminClient, version: int, deadline: Deadline, *, paused: bool) -> None:
+    def _change(self, control: ServerAdminClient, version: int, deadline: Deadline, *, clear: bool) -> None:
         """Make the server load the received version, and verify that each of its processes serves it."""
         control.post("/update_weights", deadline, update_info={"version": version})
         versions = self._versions_of(control, deadline)
@@ -287,7 +287,7 @@ class ServerSync:
             _raise_failure(control, deadline)
             raise WeightSyncError(f"{self.server} serves weights {versions}")
         control.post("/finish_weight_update", deadline, weight_version=str(version))
-        if paused:
+        if clear:
             control.post("/reset_prefix_cache", deadline)
 
     @contextmanager

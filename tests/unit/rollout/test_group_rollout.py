@@ -73,14 +73,18 @@ class Routing(Answering):
 
 
 class Placing(Answering):
-    """Servers of which each response comes from another; remembers which one a request named."""
+    """Servers of which each response comes from another; remembers which one a request named, and which version."""
 
     def __init__(self) -> None:
         super().__init__()
         self.named: list[str] = []
+        self.versions: list[int | None] = []
 
-    async def generate(self, token_ids: Sequence[int], *, n: int, cached_on: str, **_: Any) -> list[Said]:
+    async def generate(
+        self, token_ids: Sequence[int], *, n: int, cached_on: str, cached_at: int | None, **_: Any
+    ) -> list[Said]:
         self.named.append(cached_on)
+        self.versions.append(cached_at)
         return [Said(FOUR, 5, 6, server=f"server {len(self.named)}")] * n
 
 
@@ -179,6 +183,7 @@ def test_a_later_turn_names_the_server_that_has_its_prefix() -> None:
     build(a_task(rollout=three_turns), servers, group_size=2)
     assert servers.named[:3] == ["", "server 1", "server 1"]
     assert sorted(servers.named[3:]) == ["server 2", "server 3"]
+    assert servers.versions == [None, 5, 5, 5, 5]  # of the first turn
 
 
 def test_a_later_turn_asks_for_the_experts_of_new_tokens_only_and_each_token_keeps_its_first() -> None:

@@ -2,12 +2,24 @@
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from pipeline.rollout.server_pool import MIN_OVERLOAD, InferenceClient
 from pipeline.utils import backoff
-from tests.fakes.scripted_server import Script, ask, client_and, never_answers, run, with_status, works
+from tests.fakes.scripted_server import (
+    Script,
+    always,
+    ask,
+    choice,
+    client_and,
+    never_answers,
+    reports,
+    run,
+    with_status,
+    works,
+)
 
 
 async def started(client: InferenceClient, script: Script, samples: int) -> asyncio.Task[object]:
@@ -126,3 +138,38 @@ def test_the_pieces_of_a_long_sample_stay_on_its_server() -> None:
     scripts = [Script([works]), Script([works])]
     servers = Counter(run(story(*scripts)))
     assert {script.endpoint: len(script.bodies) for script in scripts} == {name: 8 * n for name, n in servers.items()}
+
+
+@pytest.mark.parametrize(("keeps", "salts"), [(True, ["5", "5", "6"]), (False, ["5", "6", "6"])])
+def test_turns_share_cached_prefixes_under_the_version_of_the_first_one_if_updates_keep_them(
+    keeps: bool, salts: list[str]
+) -> None:
+    async def story(script: Script) -> None:
+        async with client_and(script, keeps_prefixes=keeps) as client:
+            await ask(client)
+            client.update(script.endpoint, 6)
+            await ask(client, cached_on=script.endpoint, cached_at=5)
+            await ask(client)
+
+    script = Script([works, always(choice([7], version="6"))])
+    run(story(script))
+    assert [body["cache_salt"] for body in script.bodies] == salts
+
+
+def test_the_hit_rate_of_a_server_is_that_of_the_prompt_tokens_it_reports() -> None:
+    def usage(cached: int | None) -> dict[str, Any]:
+        return {"prompt_tokens": 3, "prompt_tokens_details": None if cached is None else {"cached_tokens": cached}}
+
+    async def story(*scripts: Script) -> list[dict[str, float]]:
+        found = []
+        for script in scripts:
+            async with client_and(script) as client:
+                await ask(client)
+                await ask(client)
+                numbers = client.numbers()
+                found.append({name: value for name, value in numbers.items() if name.startswith("prefix_cache/")})
+        return found
+
+    reporting = Script([reports(usage(0)), reports(usage(2))])
+    silent = Script([reports(usage(None)), always(choice([7]))])
+    assert run(story(reporting, silent)) == [{f"prefix_cache/{reporting.endpoint}": 2 / 6}, {}]
