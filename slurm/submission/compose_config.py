@@ -82,7 +82,7 @@ class ConfigComposer:
 
     Hydra applies all choices of groups before all values, so the values can be applied to a composed tree, which takes
     a seventh of the time. The files of the folder must not change while a composer is used. All composers of a process
-    share the trees of `conf/`: a sweeper prepares its trials one by one, each with a composer of its own.
+    share the trees of `conf/`: a sweeper prepares its trials one by one, each with a new composer.
 
         composer = ConfigComposer()
         configs = [composer.compose(["loss=grpo", f"seed={seed}"]) for seed in range(100)]
