@@ -22,7 +22,6 @@ from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import located_model
 from pipeline.config.run_identity import differences, identity_digest
 from pipeline.errors import CheckpointError, ConfigError, RunStateError
-from pipeline.rollout.recorded_groups import replayed_run
 from pipeline.run.completion import is_finished
 from pipeline.run.paths import RunPaths, SweepPaths
 from pipeline.run.run_documents import RunIdentity
@@ -174,7 +173,7 @@ def located_config(config: RunConfig) -> RunConfig:
     jobs = config.training.jobs and str(Path(config.training.jobs).resolve())
     located: dict[str, Any] = {
         "resume": "auto",
-        "replay": config.replay and str(replayed_run(config).root),
+        "replay": config.replay and _located_replay(config),
         "model": located_model(config.model),
         "data": located_data(config.data),
         "training": config.training.model_copy(update={"jobs": jobs}),
@@ -188,6 +187,13 @@ def located_config(config: RunConfig) -> RunConfig:
     }
     located["evaluation"] = config.evaluation.model_copy(update={"sets": {**sets, **with_tasks}})
     return config.model_copy(update=located)
+
+
+def _located_replay(config: RunConfig) -> str:
+    """The directory of the run that `replay` names."""
+    from pipeline.rollout.recorded_groups import replayed_run  # its numpy would cost each agent a fifth of its imports
+
+    return str(replayed_run(config).root)
 
 
 def _located_task(task: TaskConfig) -> TaskConfig:

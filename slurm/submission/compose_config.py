@@ -72,11 +72,17 @@ def compose_config(overrides: Sequence[str], folder: Path = CONF) -> RunConfig:
         return _load(_compose_tree(prepared, folder))
 
 
+_Trees = dict[tuple[str, ...], Any]
+"""Composed trees by choices of groups, with their interpolations unresolved."""
+_CONF_TREES: _Trees = {}
+
+
 class ConfigComposer:
     """`compose_config` for many points of a sweep: Hydra composes each choice of config groups only once.
 
     Hydra applies all choices of groups before all values, so the values can be applied to a composed tree, which takes
-    a seventh of the time. The files of the folder must not change while a composer is used.
+    a seventh of the time. The files of the folder must not change while a composer is used. All composers of a process
+    share the trees of `conf/`: a sweeper prepares its trials one by one, each with a new composer.
 
         composer = ConfigComposer()
         configs = [composer.compose(["loss=grpo", f"seed={seed}"]) for seed in range(100)]
@@ -84,8 +90,7 @@ class ConfigComposer:
 
     def __init__(self, folder: Path = CONF) -> None:
         self._folder = folder
-        self._trees: dict[tuple[str, ...], Any] = {}
-        """Composed trees by choices of groups, with their interpolations unresolved."""
+        self._trees: _Trees = _CONF_TREES if folder == CONF else {}
 
     def compose(self, overrides: Sequence[str]) -> RunConfig:
         """The config that `compose_config` composes, or its error."""

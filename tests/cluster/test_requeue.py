@@ -123,6 +123,7 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> It
         "loop": start(cluster, root, "loop", "commit", "fail", max_failures=2),
         "budget": start(cluster, root, "budget", "wait", max_restarts=1),
         "limit": start(cluster, root, "limit", "wait", "finish", time="1", notice_seconds=20),  # told after 10 to 40 s
+        "late": start(cluster, root, "late", "wait", "finish", time="1"),
     }
     for name in ("notice", "storm", "requeue", "stubborn", "cancel", "budget"):
         found[name].wait_for_ranks()
@@ -231,8 +232,8 @@ def test_a_signal_that_comes_before_an_agent_can_hear_it_is_heard(
 
 
 @pytest.mark.slow
-def test_a_job_that_ran_into_its_time_limit_is_requeued(cluster: SlurmCluster, tmp_path: Path) -> None:
-    life = start(cluster, tmp_path, "late", "wait", "finish", time="1")
+def test_a_job_that_ran_into_its_time_limit_is_requeued(lives: dict[str, Life]) -> None:
+    life = lives["late"]
     assert life.end("COMPLETED", 240)["Restarts"] == "1"
     assert life.decisions == ["requeued", "finished"]
     assert "SIGTERM" in life.outcome(0).reason

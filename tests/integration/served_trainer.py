@@ -23,7 +23,7 @@ def main(config_text: str, root: str, attempt: str, *servers: str) -> None:
     torch.set_num_threads(1)
     config = RunConfig.model_validate_json(config_text)
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
 
     def lead(dispatch: RankGroup) -> None:
         def pulse() -> None:

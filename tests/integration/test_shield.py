@@ -245,17 +245,10 @@ def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
         wait_until_gone(processes)
 
 
-def test_torchrun_ends_soon_when_one_of_its_ranks_is_lost_but_not_in_a_storm(tmp_path: Path) -> None:
-    with started(TORCHRUN, tmp_path / "log") as child:
-        wait_for_text(tmp_path / "log", idle_ranks.READY, child)
-        storm(child.pid, FINAL_REPORT_SECONDS + 1)
-        processes = family(child.pid)
-        max(processes, key=lambda process: process.pid).kill()
-        wait_for("torchrun to end", lambda: child.poll() is not None, STOP_SECONDS)
-        wait_until_gone(processes)
-
-
-def test_a_rank_that_is_stopped_while_it_waits_for_an_order_is_found_and_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_is_found_and_named_and_torchrun_ends_when_one_is_lost_but_not_in_a_storm(
+    tmp_path: Path,
+) -> None:
+    """Two tests that share the CPU time of one more torchrun, which the second ends."""
     monitor = LivenessMonitor("trainer.0", RoleCommand(TORCHRUN, lambda: True, 2), seconds=3.0)
     with closing(monitor), started(TORCHRUN, tmp_path / "log", monitor.board.environment) as child:
         wait_for_text(tmp_path / "log", idle_ranks.READY, child)
@@ -269,6 +262,13 @@ def test_a_rank_that_is_stopped_while_it_waits_for_an_order_is_found_and_named(t
         stacks = monitor.stacks(child.pid)
         assert "in lead" in stacks[monitor.board.read()[0].pid]
         assert "in serve" in stacks[rank.pid]
+        os.kill(rank.pid, signal.SIGCONT)
+
+        storm(child.pid, FINAL_REPORT_SECONDS + 1)
+        processes = family(child.pid)
+        max(processes, key=lambda process: process.pid).kill()
+        wait_for("torchrun to end", lambda: child.poll() is not None, STOP_SECONDS)
+        wait_until_gone(processes)
 
 
 def test_training_goes_on_when_the_storm_ends_wandb(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

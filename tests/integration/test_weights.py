@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,9 +20,10 @@ from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
 from pipeline.roles.inference import is_healthy
 from pipeline.rollout.server_client import Completion, _Choice
 from pipeline.rollout.server_pool import InferenceClient
-from pipeline.utils.subprocesses import tail
+from pipeline.utils.subprocesses import Child, tail
 from pipeline.utils.waiting import Deadline, wait_for
 from tests.patience import WAIT_SECONDS
+from tests.support import forks
 from tests.support.processes import runs
 from tests.support.ranks import forked_ranks, publication_ranks
 from tests.support.servers.answers import answers_of, status_of, versions_told
@@ -60,6 +60,7 @@ from tests.support.servers.vllm import (
 
 pytestmark = pytest.mark.integration
 
+ROOT = Path(__file__).parents[2]
 NOT_MET = "the server has not met the trainer: init_weight_transfer_engine comes first"
 STOP_SECONDS = 20
 """More than an agent's 6: these machines are busy, and what counts is that nobody has to be killed."""
@@ -239,15 +240,18 @@ def test_a_server_that_hangs_is_evicted_and_brought_up_to_date_before_it_serves(
 
 @pytest.mark.parametrize("point", ["sending", "paused"])
 def test_a_trainer_killed_in_the_middle_of_an_update_leaves_a_server_that_the_next_one_can_use(
-    servers: list[Served], point: str
+    servers: list[Served], tmp_path: Path, point: str
 ) -> None:
     server = servers[0]
     before, after = (a_model(server.model, seed) for seed in (5, 6))
     with a_sender([server]) as sender:
         publish_to_all(sender, 0, before)
     command = [sys.executable, "-m", "tests.support.ranks.half_trainer", point, server.endpoint, str(server.model)]
-    killed = subprocess.run(command, timeout=120, check=False, cwd=Path(__file__).parents[2])
-    assert killed.returncode == -signal.SIGKILL
+    killed = Child(command, tmp_path / "log", os.environ | {"PYTHONPATH": str(ROOT)}, forks.request())
+    try:
+        wait_for("the trainer to be killed", lambda: killed.poll() is not None, WAIT_SECONDS)
+    finally:
+        assert killed.kill() == -signal.SIGKILL, "\n".join(tail(killed.log))
     address, _, port = server.endpoint.rpartition(":")
     assert is_healthy(address, int(port), SECRET)
     if point == "sending":

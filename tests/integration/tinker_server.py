@@ -17,10 +17,14 @@ from pipeline.config import RunConfig
 from pipeline.tinker.gateway_settings import Address, settings_of
 from pipeline.train.service.random_base import write_base
 from pipeline.utils import shared_files
+from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
+from tests.support import forks
 from tests.support.models.jobs import config_of
 from tests.support.servers.vllm import SECRET, TINY, Served, starting_of
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -32,7 +36,7 @@ class TinkerServer:
     ranks: int = 1
     servers: Sequence[str] = ()
     gateway: "subprocess.Popen[bytes] | None" = None
-    trainers: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+    trainers: list[Child] = field(default_factory=list)
     attempts: int = 0
 
     @property
@@ -79,32 +83,24 @@ class TinkerServer:
         for rank in range(self.ranks):
             place: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            env = os.environ | {name: str(value) for name, value in place.items()}
-            with (self.root / f"trainer.{rank}.log").open("ab") as log:
-                self.trainers.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+            env = os.environ | {name: str(value) for name, value in place.items()} | {"PYTHONPATH": str(ROOT)}
+            self.trainers.append(Child(command, self.root / f"trainer.{rank}.log", env, forks.request()))
+        run = "the trainer to run"
+        wait_for(run, lambda: all(each.poll() is not None or each.pid for each in self.trainers), WAIT_SECONDS)
 
     def kill_trainer(self) -> None:
-        self._end(self.trainers, "kill")
-        self.trainers = []
-
-    def end_trainer(self) -> None:
-        """As a preemption does, with the time for a last commit."""
-        self._end(self.trainers, "terminate")
+        for trainer in self.trainers:
+            trainer.kill()
         self.trainers = []
 
     def kill_gateway(self) -> None:
         if self.gateway is not None:
-            self._end([self.gateway], "kill")
+            self.gateway.kill()
+            self.gateway.wait(WAIT_SECONDS)
 
     def stop(self) -> None:
         self.kill_trainer()
         self.kill_gateway()
-
-    def _end(self, running: "Sequence[subprocess.Popen[bytes]]", how: str) -> None:
-        for each in running:
-            getattr(each, how)()
-        for each in running:
-            each.wait(WAIT_SECONDS)
 
 
 @contextmanager

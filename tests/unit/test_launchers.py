@@ -32,6 +32,14 @@ def test_launchers_start_without_the_libraries_of_roles_and_reports() -> None:
     assert ended.stdout == "set()\n", ended.stderr
 
 
+def test_an_agent_starts_without_the_libraries_of_roles_and_reports() -> None:
+    """Its memory counts on every node, and its imports delay every start."""
+    libraries = "{'torch', 'vllm', 'transformers', 'wandb', 'redis', 'aiohttp', 'numpy', 'hydra', 'pyarrow'}"
+    code = f"import sys, slurm.agent.agent, slurm.batch.local_controller; print({libraries} & {{*sys.modules}})"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "set()\n", ended.stderr
+
+
 def test_the_installer_deletes_nothing(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("the only copy")
     for target in (".", str(tmp_path), "thesis.txt"):

@@ -1,18 +1,24 @@
 """Greedy continuations by vLLM itself, without a server.
 
-    python -m tests.support.servers.offline_vllm <model> <prompts> [<most tokens of a sequence>]
+    python -m tests.support.servers.offline_vllm <model> <answers> <prompts> [<most tokens of a sequence>]
 
-The prompts are a JSON list of lists of token ids; prints the JSON list of (token ids, their log-probabilities).
+The prompts are a JSON list of lists of token ids. The file `answers` gets the JSON list of (token ids, their
+log-probabilities).
 """
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from pipeline.utils.subprocesses import Child, tail
+from pipeline.utils.waiting import wait_for
+from tests.support import forks
+
+ROOT = Path(__file__).parents[3]
 MOST = 24
+SECONDS = 600
 
 
 def greedily(model: Path, prompts: list[list[int]], longest: int = 64) -> list[tuple[list[int], list[float]]]:
@@ -24,15 +30,20 @@ def greedily(model: Path, prompts: list[list[int]], longest: int = 64) -> list[t
 
     place = Placement(role="inference", index=0, rank=0, address="127.0.0.1", ports=(0,))
     secrets = model.parent / "world.json"
-    environment = dict(os.environ) | server_environment(tiny_config(model), place, secrets)
-    command = [sys.executable, "-m", __name__, str(model), json.dumps(prompts), str(longest)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    answers: list[tuple[list[int], list[float]]] = json.loads(done.stdout.splitlines()[-1])
-    return answers
+    environment = dict(os.environ) | server_environment(tiny_config(model), place, secrets) | {"PYTHONPATH": str(ROOT)}
+    answers, log = model.parent / "answers.json", model.parent / "offline.log"
+    command = [sys.executable, "-m", __name__, str(model), str(answers), json.dumps(prompts), str(longest)]
+    child = Child(command, log, environment, forks.request())
+    try:
+        wait_for("vLLM's answers", lambda: child.poll() is not None, SECONDS)
+    finally:
+        code = child.kill()
+    assert code == 0, "\n".join(tail(log))
+    found: list[tuple[list[int], list[float]]] = json.loads(answers.read_text())
+    return found
 
 
-def main(model: str, prompts: str, longest: str = "64") -> None:
+def main(model: str, file: str, prompts: str, longest: str = "64") -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -51,7 +62,7 @@ def main(model: str, prompts: str, longest: str = "64") -> None:
     tokens = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
     answers = [answer.outputs[0] for answer in llm.generate(tokens, greedy, use_tqdm=False)]
     found = [(list(answer.token_ids), [each[token].logprob for token, each in pairs(answer)]) for answer in answers]
-    print(json.dumps(found))
+    Path(file).write_text(json.dumps(found))
 
 
 def pairs(answer: Any) -> Any:

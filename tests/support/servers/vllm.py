@@ -128,7 +128,7 @@ def starting_of(
         environment |= adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
         environment |= variables
         log = model.parent / f"{model.name}-{place.ports[0]}.log"
-        forked = forks.request() if not variables else None  # they may be for the interpreter, or for an import
+        forked = forks.request() if "PYTHONPATH" not in variables else None  # which only an interpreter's start reads
         child = subprocesses.Child(inference.server_command(config, place), log, environment, forked)
 
         def ready() -> Served:
