@@ -94,7 +94,7 @@ class Events:
 class EventPoller:
     """Polls for events that end the attempt, on behalf of one process.
 
-    It reads the disk only when its schedule says so, however often it is called, and tolerates a failing disk. After
+    It reads the disk only when its schedule is due, however often it is called, and tolerates a failing disk. After
     `FS_OUTAGE_TIMEOUT` of failures it reports `draining` itself: while the models are still in memory, the trainer then
     saves a checkpoint to its store, and the next attempt runs on another node or at another time.
     """

@@ -10,6 +10,7 @@ by which one process reads documents of one kind. Must not know the documents, n
 | the same | an agent without a link; the trainer's rank 0 | `MAX_POLLS_PER_SECOND`, up to 1,000 ranks |
 | its heartbeat file | every agent | `MAX_TOUCHES_PER_SECOND`, up to 4,000 ranks |
 | a neighbor's heartbeat file | an agent that the neighbor does not answer | the same |
+| all exit markers | an agent of a failed attempt that waits for the others | `MAX_LISTINGS_PER_SECOND` |
 """
 
 from pipeline.utils.waiting import CLOCK, Clock
@@ -18,6 +19,7 @@ MAX_POLLS_PER_SECOND = 500
 """Limit for all ranks together, on one file server, while nothing happens."""
 MAX_LINKED_POLLS_PER_SECOND = 100
 MAX_TOUCHES_PER_SECOND = 200
+MAX_LISTINGS_PER_SECOND = 200
 TOUCH_SECONDS = 5.0
 """Seconds between two touches of a heartbeat file in a run of up to 1,000 ranks."""
 ROOT_SECONDS = 0.1
@@ -25,6 +27,7 @@ ROOT_SECONDS = 0.1
 _MIN_PAUSE, _MAX_PAUSE = 0.1, 2.0
 _MIN_LINKED_PAUSE, _MAX_LINKED_PAUSE = 5.0, 60.0
 _MAX_TOUCH_PAUSE = 20.0
+_MIN_LISTING_PAUSE = 0.2
 
 
 def poll_interval(ranks: int) -> float:
@@ -43,6 +46,11 @@ def touch_interval(ranks: int) -> float:
     """Seconds between two touches of an agent's heartbeat file; few enough for every reader of its age
     (`pipeline.observability.run_status.SILENT_SECONDS`)."""
     return min(max(TOUCH_SECONDS, ranks / MAX_TOUCHES_PER_SECOND), _MAX_TOUCH_PAUSE)
+
+
+def listing_interval(ranks: int) -> float:
+    """Seconds between two listings of a folder that has a name for each rank."""
+    return max(_MIN_LISTING_PAUSE, ranks / MAX_LISTINGS_PER_SECOND)
 
 
 class ReadSchedule:
@@ -66,7 +74,7 @@ class ReadSchedule:
         self._last = self._clock.now()
 
     def finish(self, count: int) -> None:
-        """Note that the read has succeeded, and found so many documents."""
+        """Note that the read has succeeded, and found `count` documents."""
 
     def _interval(self) -> float:
         return self._seconds

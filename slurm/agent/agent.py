@@ -225,7 +225,7 @@ def _wait_for_other_agents(run: RunPaths, attempt: SharedDir, ranks: int, clock:
     try:
         cluster = read_config(run).cluster
         seconds = max_shutdown_seconds(cluster) + 2 * cluster.lateness + _SLACK_SECONDS
-        others = OtherAgents(attempt, ranks)
+        others = OtherAgents(attempt, ranks, clock)
         pause = max(LEAVE_PAUSE, poll_interval(ranks))
         wait_for("the other agents to leave", others.have_exited, seconds, longest_pause=pause, clock=clock)
     except RollcallError:

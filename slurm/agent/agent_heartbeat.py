@@ -11,10 +11,12 @@ agent. A stopped agent (SIGSTOP) does not exit, so each agent monitors the next 
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from random import Random
 from types import TracebackType
 
-from pipeline.run.paths import DOWN, AttemptPaths, down_mark
-from pipeline.run.poll_rates import TOUCH_SECONDS, touch_interval
+from pipeline.run.paths import ALL_EXITED, DOWN, AttemptPaths, down_mark
+from pipeline.run.poll_rates import TOUCH_SECONDS, listing_interval, touch_interval
 from pipeline.topology.plan import Placement
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 from pipeline.utils.shared_dir import SharedDir
@@ -212,24 +214,31 @@ class ExitMarkers:
 class OtherAgents:
     """The agents of an attempt that have not exited, as one agent observes them that waits for the last one.
 
-    While a rank's marker is missing, only that marker is asked for: listing thousands of markers from thousands of
-    agents would be quadratic.
+    Listing thousands of markers by thousands of agents would be quadratic. So each agent lists them rarely, at another
+    time than the others, and the first that finds all of them creates one file, for which the others look.
     """
 
-    def __init__(self, attempt: SharedDir, ranks: int) -> None:
-        self._attempt, self._ranks = attempt, ranks
-        self._awaited: int | None = None
+    def __init__(self, attempt: SharedDir, ranks: int, clock: Clock = CLOCK) -> None:
+        self._attempt, self._ranks, self._clock = attempt, ranks, clock
+        self._pause = listing_interval(ranks)
+        self._due = clock.now() + Random().uniform(0.0, self._pause)
 
     def have_exited(self) -> bool:
-        """Whether the markers of all agents are visible; False while the disk fails."""
-        try:
-            if self._awaited is not None and not self._attempt.has(down_mark(agent_name(self._awaited))):
-                return False
-            missing = unexited_ranks(self._attempt, self._ranks)
-        except OSError:
+        """Whether the markers of all agents are visible to an agent; False while the disk fails."""
+        with suppress(OSError):
+            if self._attempt.has(ALL_EXITED):
+                return True
+            if self._clock.now() >= self._due:
+                self._due = self._clock.now() + self._pause
+                return self._list()
+        return False
+
+    def _list(self) -> bool:
+        if unexited_ranks(self._attempt, self._ranks):
             return False
-        self._awaited = missing[len(missing) // 2] if missing else None
-        return not missing
+        with suppress(OSError):  # the others then list the markers themselves
+            self._attempt.create(ALL_EXITED, True)
+        return True
 
 
 def _markers(placement: Placement) -> tuple[str, str]:

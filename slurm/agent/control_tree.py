@@ -1,6 +1,6 @@
 """The tree of a run's agents, in which hints of new files travel from the lowest rank to all.
 
-Owns which agent follows which, and what an agent knows of changes in the attempt's directories. A hint is the number of
+Owns which agent follows which, and an agent's record of changes in the attempt's directories. A hint is the number of
 documents that exist: events, and revisions of the world. An agent that has read fewer reads the directory; the files
 alone decide what happened. Promises that a lost link, an agent that stopped reading, or a wrong number can only change
 when the directory is read. Must not know sockets (`control_link`).
@@ -64,7 +64,7 @@ def ancestors(rank: int) -> tuple[int, ...]:
 
 
 class ChangeBoard:
-    """What one agent knows of changes: what it has read, and what its ancestor reports. Used by several threads."""
+    """One agent's record of changes: those that it has read, and those that its ancestor reports. Thread-safe."""
 
     def __init__(self, rank: int, ranks: int, clock: Clock = CLOCK) -> None:
         self.rank, self.ranks = rank, ranks
@@ -85,7 +85,7 @@ class ChangeBoard:
         return self._read.join(self._reported)
 
     def note_read(self, kind: ChangeKind, count: int) -> None:
-        """Record a successful read of this agent, which found so many documents."""
+        """Record a successful read of this agent, which found `count` documents."""
         with self._changed:
             counts = ChangeCounts(events=count) if kind == "events" else ChangeCounts(revisions=count)
             self._read, self._read_at = self._read.join(counts), self._clock.now()

@@ -66,7 +66,7 @@ class WorldFollower:
     """The revisions of the world, as one agent observes them."""
 
     def __init__(self, paths: AttemptPaths, config: RunConfig, rank: int, schedule: ReadSchedule) -> None:
-        """`schedule` says when the directory is listed."""
+        """`schedule` determines when the directory is listed."""
         self._revisions, self._schedule = WorldRevisions(paths), schedule
         self._paths, self._config, self.rank = paths, config, rank
         self._revision = 0

@@ -208,7 +208,7 @@ class Simulation:
             for rank in [rank for rank, at in due.items() if at <= self.clock.now()]:
                 if rank not in waits:
                     mark_down(attempt, rank, self.clock)
-                    waits[rank] = OtherAgents(attempt, self.ranks)
+                    waits[rank] = OtherAgents(attempt, self.ranks, self.clock)
                 due[rank] = self.clock.now() + next(pauses[rank])
                 if waits[rank].have_exited():
                     last = self.clock.now() - began

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.run.paths import AttemptPaths
+from pipeline.run.poll_rates import MAX_LISTINGS_PER_SECOND, listing_interval
 from pipeline.topology.plan import Placement
 from pipeline.utils.shared_dir import FileSharedDir
 from slurm.agent.agent_heartbeat import (
@@ -100,22 +101,31 @@ def test_an_agent_is_fresh_only_while_it_reaches_the_shared_file_system(paths: A
     assert heartbeat.is_fresh()
 
 
-def test_the_wait_for_the_last_agent_lists_the_markers_only_when_the_awaited_one_has_come(disk: Disk) -> None:
-    others, view = OtherAgents(View(disk, 0), RANKS), View(disk, 1)
-    assert not others.have_exited()
-    lists = disk.operations["list"]
-    for _ in range(10):
+def test_an_agent_that_waits_for_the_last_one_lists_the_markers_rarely(disk: Disk, clock: FakeClock) -> None:
+    ranks = 10 * MAX_LISTINGS_PER_SECOND
+    others = OtherAgents(View(disk, 0), ranks, clock)
+    for _ in range(100):
         assert not others.have_exited()
-    assert disk.operations["list"] == lists
+        clock.sleep(1.0)
+    assert disk.operations["list"] <= 2 * (100 / listing_interval(ranks) + 1), "the folder above is listed too"
+
+
+def test_what_one_agent_finds_in_the_markers_the_others_learn_without_a_listing(disk: Disk, clock: FakeClock) -> None:
+    view, waiting = View(disk, 1), [OtherAgents(View(disk, rank), RANKS, clock) for rank in range(RANKS)]
     for rank in range(RANKS):
-        assert not others.have_exited()
+        clock.sleep(1.0)
+        assert not any(others.have_exited() for others in waiting)
         mark_down(view, rank)
-    assert others.have_exited()
+    clock.sleep(1.0)
+    assert waiting[0].have_exited()
+    lists = disk.operations["list"]
+    assert all(others.have_exited() for others in waiting)
+    assert disk.operations["list"] == lists
 
 
 def test_a_failing_disk_is_no_reason_to_leave_before_the_others(clock: FakeClock) -> None:
     disk = Disk(clock, Faults(outages={0: (10.0, 20.0)}))
-    others = OtherAgents(View(disk, 0), 1)
+    others = OtherAgents(View(disk, 0), 1, clock)
     mark_down(View(disk, 1), 0)
     clock.time = 15.0
     assert not others.have_exited()

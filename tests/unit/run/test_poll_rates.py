@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.observability.run_status import SILENT_SECONDS
 from pipeline.run import poll_rates
-from pipeline.run.poll_rates import ReadSchedule, linked_poll_interval, poll_interval, touch_interval
+from pipeline.run.poll_rates import ReadSchedule, linked_poll_interval, listing_interval, poll_interval, touch_interval
 from tests.fakes.clock import FakeClock
 
 SIZES = (1, 16, 256, 1024, 4096, 16384)
@@ -16,6 +16,7 @@ SIZES = (1, 16, 256, 1024, 4096, 16384)
         (poll_interval, poll_rates.MAX_POLLS_PER_SECOND, 999),
         (lambda ranks: linked_poll_interval(ranks) / 2, poll_rates.MAX_LINKED_POLLS_PER_SECOND, 3000),
         (touch_interval, poll_rates.MAX_TOUCHES_PER_SECOND, 4000),
+        (listing_interval, poll_rates.MAX_LISTINGS_PER_SECOND, 10_000),
     ],
 )
 def test_the_rate_of_all_ranks_together_is_bounded_up_to_thousands(interval, limit, ranks):
