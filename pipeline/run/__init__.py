@@ -6,6 +6,7 @@
 | `run_documents` | the run's identity, its submitted job, its end |
 | `completion` | whether the run is finished |
 | `events` | the events of an attempt, each published once |
+| `poll_rates` | how often processes access the shared file system, by the number of ranks |
 | `fault_plan`, `fault_moments` | the grammar of injected faults; their records |
 | `joined_servers` | the servers that join a running attempt, and leave it |
 | `fault_conditions` | injected faults of files and network, for all processes of an attempt |

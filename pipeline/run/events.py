@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from pipeline.run.paths import EVENTS, AttemptPaths
+from pipeline.run.poll_rates import ReadSchedule
 from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT
 from pipeline.utils.shared_dir import FileSharedDir, SharedDir
 from pipeline.utils.waiting import CLOCK, Clock
@@ -21,10 +22,6 @@ from pipeline.utils.waiting import CLOCK, Clock
 EventName = Literal["training_finished", "draining", "failed"]
 LAUNCHER = "launcher"
 """The publisher of an event that the launcher of a local run publishes."""
-
-MAX_POLLS_PER_SECOND = 500
-"""Limit for all ranks together, on one file server, while nothing happens."""
-_MIN_PAUSE, _MAX_PAUSE = 0.1, 2.0
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,15 +94,16 @@ class Events:
 class EventPoller:
     """Polls for events that end the attempt, on behalf of one process.
 
-    It reads the disk at most once per `poll_interval`, however often it is called, and tolerates a failing disk. After
+    It reads the disk only when its schedule is due, however often it is called, and tolerates a failing disk. After
     `FS_OUTAGE_TIMEOUT` of failures it reports `draining` itself: while the models are still in memory, the trainer then
     saves a checkpoint to its store, and the next attempt runs on another node or at another time.
     """
 
-    def __init__(self, events: Events, ranks: int, clock: Clock = CLOCK) -> None:
-        self._events, self._pause, self._clock = events, poll_interval(ranks), clock
+    def __init__(self, events: Events, ranks: int, clock: Clock = CLOCK, schedule: ReadSchedule | None = None) -> None:
+        """`schedule` is that of an attempt with `ranks` ranks by default."""
+        self._events, self._schedule, self._clock = events, schedule or ReadSchedule(ranks, clock), clock
         self._events_read: Mapping[EventName, Event] = {}
-        self._due = self._answered = clock.now()
+        self._answered = clock.now()
         self._outage: Event | None = None
 
     @property
@@ -115,15 +113,15 @@ class EventPoller:
 
     def poll(self, at_once: bool = False) -> Mapping[EventName, Event]:
         """The events as of the last read, in order of publication; `at_once` reads now."""
-        now = self._clock.now()
-        if at_once or now >= self._due:
-            self._due = now + self._pause
+        if at_once or self._schedule.is_due():
+            self._schedule.begin()
             self._read()
         return self._events_read
 
     def _read(self) -> None:
         try:
             self._events_read, self._answered = self._events.read_all(), self._clock.now()
+            self._schedule.finish(len(self._events_read))
         except OSError as error:
             silent = self._clock.now() - self._answered
             if silent >= FS_OUTAGE_TIMEOUT and "draining" not in self._events_read:
@@ -132,12 +130,6 @@ class EventPoller:
         # A reported outage stays even if the disk recovers, since the trainer may already be ending.
         if self._outage:
             self._events_read = {"draining": self._outage, **self._events_read}
-
-
-def poll_interval(ranks: int) -> float:
-    """Seconds between two reads of a process in an attempt with `ranks` ranks: of each agent, and of the trainer's rank
-    0. The total rate of all processes stays below `MAX_POLLS_PER_SECOND` where the maximum pause allows."""
-    return min(max(_MIN_PAUSE, (ranks + 1) / MAX_POLLS_PER_SECOND), _MAX_PAUSE)
 
 
 def _by_name(slots: Mapping[int, Event]) -> dict[EventName, Event]:

@@ -13,7 +13,7 @@ names that its owner's module defines. Pure: creates no directory and reads no f
       rendezvous/<run_id>/<attempt>/      node records, claims and the world of one attempt
       attempts/<attempt>/                 logs/, status/, events/, notices/, down/, alive/, timeline/, adapters/,
                                           traces/, servers/, dropped/, nodes/, first_failure.json, outcome.json,
-                                          committed, exhausted, postmortem.tar.gz of one attempt
+                                          committed, exhausted, all_exited, postmortem.tar.gz of one attempt
       redis/<attempt>/                    Redis's persistence of one attempt
       streams/                            topics as files, when they are not in Redis
       api/                                in a run that serves: address, key, store and weights of its clients
@@ -48,7 +48,7 @@ CONFIG, WORLD = "config.json", "world.json"
 RENDEZVOUS = "rendezvous"
 ATTACHED = "attached"
 EVENTS, DOWN, FIRST_FAILURE = "events", "down", "first_failure.json"
-COMMITTED, EXHAUSTED = "committed", "exhausted"
+COMMITTED, EXHAUSTED, ALL_EXITED = "committed", "exhausted", "all_exited"
 """Names below an attempt's directory, for code that accesses it as a `pipeline.utils.shared_dir.SharedDir`."""
 
 

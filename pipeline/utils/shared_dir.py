@@ -37,6 +37,10 @@ class SharedDir(Protocol):
         """Names in a folder, in any order; empty if there is no folder (yet)."""
         ...
 
+    def has(self, name: str) -> bool:
+        """Whether `names` of its folder would have this name, at the cost of one name."""
+        ...
+
 
 class FileSharedDir:
     """A `SharedDir` on a shared filesystem. Transient errors of the disk are retried for `patience` seconds."""
@@ -55,6 +59,18 @@ class FileSharedDir:
 
     def names(self, folder: str = "") -> tuple[str, ...]:
         return self._retry(folder, lambda: self._list(folder))
+
+    def has(self, name: str) -> bool:
+        return self._retry(name, lambda: self._contains(self._root / name))
+
+    def _contains(self, path: Path) -> bool:
+        try:
+            # As a listing does: opening the folder drops an NFS client's cached absence of its names.
+            os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+            os.stat(path)
+        except FileNotFoundError:
+            return False
+        return is_visible(path)
 
     def _list(self, folder: str) -> tuple[str, ...]:
         # Opening a folder also drops an NFS client's cached absence of its names.

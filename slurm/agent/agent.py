@@ -25,12 +25,13 @@ from pipeline.errors import DeadlineError, RendezvousError, RollcallError, one_l
 from pipeline.roles.role_context import RoleContext, read_config
 from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.completion import finish, is_finished
-from pipeline.run.events import EventPoller, Events, poll_interval
+from pipeline.run.events import EventPoller, Events
 from pipeline.run.fault_conditions import apply_file_faults
 from pipeline.run.fault_plan import parse_faults
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, RunPaths
+from pipeline.run.poll_rates import poll_interval, touch_interval
 from pipeline.run.run_documents import Finished
 from pipeline.topology.plan import NodeInfo, Plan, World, make_plan
 from pipeline.train.train_jobs import steps_without_rl
@@ -38,7 +39,8 @@ from pipeline.utils import network_interfaces, subprocesses
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, FS_OUTAGE_TIMEOUT, retry_transient
 from pipeline.utils.shared_dir import FileSharedDir, SharedDir
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
-from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, NeighborWatch, agent_name, mark_down, unexited_ranks
+from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, NeighborWatch, OtherAgents, agent_name, mark_down
+from slurm.agent.control_link import ControlLinks
 from slurm.agent.gpu_locks import Claimant, claim_visible
 from slurm.agent.node_forks import node_forks, roles_of
 from slurm.agent.node_partition import NodePartition, processes_of
@@ -61,6 +63,8 @@ OWNERSHIP_SECONDS = 180.0
 """Seconds until its job must be on record as the run's: the launcher may record it late."""
 FOLLOW_SECONDS = 1.0
 """Pause between two listings for a revision of the world, in a run with spare nodes."""
+LEAVE_PAUSE = 0.5
+"""Longest pause between two looks for the exit markers of other agents, where more ranks need none that is longer."""
 _SLACK_SECONDS = 5.0
 
 
@@ -91,21 +95,24 @@ def run_agent(run: RunPaths, environment: Environment, notice: StopRequest) -> E
         return "finished"
     _require_ownership(run, environment, notice)
     paths = run.attempt(run_registry.identity(run).run_id, environment.attempt)
-    with HeartbeatFile(paths, environment.rank):
+    with HeartbeatFile(paths, environment.rank, touch_interval(environment.ranks)) as heartbeat:
         try:
-            return _attempt(run, paths, environment, notice)
+            links = ControlLinks(paths, environment.rank, environment.ranks, heartbeat.is_fresh)
+            return _attempt(run, paths, environment, notice, links)
         except Exception:
             _wait_for_other_agents(run, FileSharedDir(paths.root), environment.ranks)
             raise
 
 
-def _attempt(run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest) -> End:
+def _attempt(
+    run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest, links: ControlLinks
+) -> End:
     with ExitStack() as resources:  # held until no descendant that may use them runs
         try:
             make_folders(paths)
-            end = _run_attempt(run, paths, environment, notice, resources)
+            end = _run_attempt(run, paths, environment, notice, resources, links)
         except Exception as error:
-            _record_failure(paths, environment.rank, error)
+            _log_failure(paths, environment.rank, one_line(error))
             raise
         finally:
             subprocesses.end_descendants()
@@ -134,7 +141,12 @@ def first_failure_text(paths: AttemptPaths) -> str:
 
 
 def _run_attempt(
-    run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest, resources: ExitStack
+    run: RunPaths,
+    paths: AttemptPaths,
+    environment: Environment,
+    notice: StopRequest,
+    resources: ExitStack,
+    links: ControlLinks,
 ) -> End:
     """Rendezvous, then run the roles. `resources` keeps the ports, GPUs and folders that the agent holds for them."""
     config = read_config(run)
@@ -146,7 +158,7 @@ def _run_attempt(
     roles = roles_of(make_plan(config), [environment.rank])
     forks = resources.enter_context(node_forks(config, roles))
     try:
-        world = _meet(paths, config, environment, notice, resources)
+        world = _meet(paths, config, environment, notice, resources, links)
     except StoppedBeforeWorld as reason:
         events = Events(paths, FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT))
         if events.get("failed"):
@@ -157,9 +169,10 @@ def _run_attempt(
     agent, ranks = agent_name(environment.rank), environment.ranks
     variables = resources.enter_context(scratch_folder(shared=config.cluster.compile_cache))
     seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
-    follower = WorldFollower(paths, config, environment.rank, FOLLOW_SECONDS, CLOCK) if world.spares else None
+    revisions = links.schedule("revisions", FOLLOW_SECONDS)
+    follower = WorldFollower(paths, config, environment.rank, revisions) if world.spares else None
     report = partial(_handle_lost_rank, paths, config, agent)
-    with NeighborWatch(paths, environment.rank, ranks, seconds, report):
+    with links, NeighborWatch(paths, environment.rank, ranks, seconds, report, links.is_alive):
         supervisor = Supervisor(
             contexts,
             agent,
@@ -170,6 +183,7 @@ def _run_attempt(
             variables=variables,
             forks=forks,
             follower=follower,
+            schedule=links.schedule("events"),
         )
         addresses = world.rank_of_address
         with NodePartition(paths, faults, environment.rank, addresses, lambda: processes_of(supervisor.roles)):
@@ -211,22 +225,23 @@ def _wait_for_other_agents(run: RunPaths, attempt: SharedDir, ranks: int, clock:
     try:
         cluster = read_config(run).cluster
         seconds = max_shutdown_seconds(cluster) + 2 * cluster.lateness + _SLACK_SECONDS
-        wait_for("the other agents to leave", lambda: _have_exited(attempt, ranks), seconds, clock=clock)
+        others = OtherAgents(attempt, ranks, clock)
+        pause = max(LEAVE_PAUSE, poll_interval(ranks))
+        wait_for("the other agents to leave", others.have_exited, seconds, longest_pause=pause, clock=clock)
     except RollcallError:
         return  # the failure is reported even if agents are missing
 
 
-def _have_exited(attempt: SharedDir, ranks: int) -> bool:
-    try:
-        return not unexited_ranks(attempt, ranks)
-    except OSError:
-        return False
-
-
 def _meet(
-    paths: AttemptPaths, config: RunConfig, environment: Environment, notice: StopRequest, resources: ExitStack
+    paths: AttemptPaths,
+    config: RunConfig,
+    environment: Environment,
+    notice: StopRequest,
+    resources: ExitStack,
+    links: ControlLinks,
 ) -> World:
-    """Publish this rank's node record and wait for the assignment. `resources` keeps its ports and GPUs."""
+    """Publish this rank's node record and wait for the assignment. `resources` keeps its ports, its GPUs, and the probe
+    server, through which `links` answers other agents."""
     plan, interface = make_plan(config), environment.interface
     if environment.ranks != plan.ranks:
         raise RendezvousError(f"the job has {environment.ranks} ranks and the plan {plan.ranks}; submit the run again")
@@ -235,31 +250,33 @@ def _meet(
     addresses, token = environment.addresses_on(config.cluster.network), secrets.token_hex(16)
     if len(addresses) == 1:
         interface = addresses[0]
-    with ProbeServer(paths.run_id, environment.attempt, environment.rank, interface, token) as beacon:
-        node_info = NodeInfo(
-            rank=environment.rank,
-            attempt=environment.attempt,
-            hostname=socket.gethostname(),
-            pid=os.getpid(),
-            boot=node_id(),
-            addresses=addresses,
-            probe_port=beacon.port,
-            ports=tuple(holder.getsockname()[1] for holder in holders),
-            gpus=tuple(gpu.index for gpu in gpus),
-            memory=free_memory(),
-            problems=(*unfit, *_off_network(addresses, config.cluster.network)),
-            token=token,
-            process_began=psutil.Process().create_time(),
-            published=time.time(),
-        )
-        return rendezvous(
-            FileSharedDir(paths.rendezvous, FINAL_WRITE_TIMEOUT),
-            plan,
-            node_info,
-            run_id=paths.run_id,
-            seconds=config.cluster.rendezvous_seconds,
-            clock=StoppableClock(paths, notice, plan.ranks),
-        )
+    beacon = resources.enter_context(
+        ProbeServer(paths.run_id, environment.attempt, environment.rank, interface, token, links.answer)
+    )
+    node_info = NodeInfo(
+        rank=environment.rank,
+        attempt=environment.attempt,
+        hostname=socket.gethostname(),
+        pid=os.getpid(),
+        boot=node_id(),
+        addresses=addresses,
+        probe_port=beacon.port,
+        ports=tuple(holder.getsockname()[1] for holder in holders),
+        gpus=tuple(gpu.index for gpu in gpus),
+        memory=free_memory(),
+        problems=(*unfit, *_off_network(addresses, config.cluster.network)),
+        token=token,
+        process_began=psutil.Process().create_time(),
+        published=time.time(),
+    )
+    return rendezvous(
+        FileSharedDir(paths.rendezvous, FINAL_WRITE_TIMEOUT),
+        plan,
+        node_info,
+        run_id=paths.run_id,
+        seconds=config.cluster.rendezvous_seconds,
+        clock=StoppableClock(paths, notice, plan.ranks),
+    )
 
 
 def find_node(
@@ -302,11 +319,6 @@ class StoppableClock(Clock):
             raise StoppedBeforeWorld(f"{ending.name} by {ending.by}" if ending else self._notice.reason)
 
 
-def _record_failure(paths: AttemptPaths, rank: int, error: Exception) -> None:
-    """Record this rank's failure as the attempt's, unless another one was recorded first."""
-    _log_failure(paths, rank, one_line(error))
-
-
 def _handle_lost_rank(paths: AttemptPaths, config: RunConfig, by: str, rank: int, cause: str) -> bool:
     """Replace a lost rank by a spare one, and return True; else record it as the attempt's failure, unless the attempt
     is ending anyway."""
@@ -322,6 +334,7 @@ def _handle_lost_rank(paths: AttemptPaths, config: RunConfig, by: str, rank: int
 
 
 def _log_failure(paths: AttemptPaths, rank: int, cause: str) -> None:
+    """Record this rank's failure as the attempt's, unless another one was recorded first."""
     failure = FirstFailure(role=agent_name(rank), rank=rank, cause=cause, time=time.time(), log="", exit_code=None)
     attempt = FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)
     try:
@@ -347,7 +360,7 @@ def _finish(
     markers = ExitMarkers(attempt or FileSharedDir(paths.root), pause, clock)
     wait_for(
         "every role to be down",
-        lambda: all(markers.is_down(placement) for placement in world.placements),
+        lambda: markers.are_down(world.placements),
         max_shutdown_seconds(config.cluster) + 2 * config.cluster.lateness,
         missing=lambda: ", ".join(other.name for other in world.placements if not markers.is_down(other)),
         pause=pause,

@@ -4,29 +4,35 @@ Owns `attempts/<attempt>/alive/<rank>`, which the agent touches every few second
 `down/`, which has a marker for each role that is down and `agent.<rank>` for each agent that has exited. Promises that
 a temporary failure of the file system ends neither the agent nor the touches, and that one listing of the folder serves
 all waits for markers. A rank without an agent and without its marker is lost: a signal or its node's crash ended the
-agent. A stopped agent (SIGSTOP) does not exit, so each agent monitors the heartbeat of the next rank (`NeighborWatch`).
+agent. A stopped agent (SIGSTOP) does not exit, so each agent monitors the next rank (`NeighborWatch`): by its answers
+(`control_link`), and by the heartbeat file while it does not answer.
 """
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from random import Random
 from types import TracebackType
 
-from pipeline.run.paths import DOWN, AttemptPaths, down_mark
+from pipeline.run.paths import ALL_EXITED, DOWN, AttemptPaths, down_mark
+from pipeline.run.poll_rates import TOUCH_SECONDS, listing_interval, touch_interval
 from pipeline.topology.plan import Placement
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 from pipeline.utils.shared_dir import SharedDir
 from pipeline.utils.waiting import CLOCK, Clock
 from slurm.agent.liveness import StallTimer
 
-TOUCH_SECONDS = 5.0
+FRESH_TOUCHES = 3
+"""Touches that may fail before an agent does not count as alive for those that ask it."""
 
 
 class HeartbeatFile:
-    """Touches the heartbeat file of a rank while the block runs."""
+    """Touches the heartbeat file of a rank every `seconds` while the block runs."""
 
-    def __init__(self, paths: AttemptPaths, rank: int, seconds: float = TOUCH_SECONDS) -> None:
-        self._file, self._seconds = paths.sign_of_life(rank), seconds
+    def __init__(self, paths: AttemptPaths, rank: int, seconds: float = TOUCH_SECONDS, clock: Clock = CLOCK) -> None:
+        self._file, self._seconds, self._clock = paths.sign_of_life(rank), seconds, clock
+        self._touched = float("-inf")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name="alive", daemon=True)
 
@@ -38,18 +44,30 @@ class HeartbeatFile:
         self._over.set()
         self._thread.join(timeout=1.0)  # a touch may hang on a dead file system
 
+    def is_fresh(self) -> bool:
+        """Whether the file was touched lately: the agent runs, and reaches the shared file system."""
+        return self._clock.now() - self._touched < FRESH_TOUCHES * self._seconds
+
+    def touch(self) -> None:
+        """Touch the file now. If the disk fails, the neighbor observes a late heartbeat."""
+        try:
+            self._touch()
+        except OSError:
+            return
+        self._touched = self._clock.now()
+
     def _live(self) -> None:
         while True:
-            self._touch()
+            self.touch()
             if self._over.wait(self._seconds):
                 return
 
     def _touch(self) -> None:
         try:
+            self._file.touch()
+        except FileNotFoundError:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.touch()
-        except OSError:
-            return  # the neighbor then observes a late heartbeat
 
 
 class NeighborWatch:
@@ -60,12 +78,20 @@ class NeighborWatch:
     """
 
     def __init__(
-        self, paths: AttemptPaths, rank: int, ranks: int, seconds: float, report: Callable[[int, str], bool]
+        self,
+        paths: AttemptPaths,
+        rank: int,
+        ranks: int,
+        seconds: float,
+        report: Callable[[int, str], bool],
+        answers: Callable[[int], bool] = lambda rank: False,
     ) -> None:
         """`report` is called with the rank and the cause when its heartbeat has not changed for `seconds`. It returns
-        whether the attempt continues without that rank; then its next rank is monitored."""
+        whether the attempt continues without that rank; then its next rank is monitored. `answers` as in
+        `NeighborCheck`."""
         self._paths, self._rank, self._ranks, self._seconds = paths, rank, ranks, seconds
-        self.neighbor = NeighborCheck(paths, (rank + 1) % ranks, seconds)
+        self._answers = answers
+        self.neighbor = self._check((rank + 1) % ranks)
         self._report, self._over = report, threading.Event()
         self._thread = threading.Thread(target=self._watch, name="neighbor", daemon=True) if ranks > 1 else None
 
@@ -85,27 +111,53 @@ class NeighborWatch:
                 following = (self.neighbor.rank + 1) % self._ranks
                 if not self._report(self.neighbor.rank, lost) or following == self._rank:
                     return
-                self.neighbor = NeighborCheck(self._paths, following, self._seconds)
+                self.neighbor = self._check(following)
+
+    def _check(self, rank: int) -> "NeighborCheck":
+        between = touch_interval(self._ranks)
+        return NeighborCheck(self._paths, rank, self._seconds, answers=self._answers, read_seconds=between)
 
 
 class NeighborCheck:
-    """The heartbeat of one rank, observed by another rank."""
+    """The heartbeat of one rank, observed by another rank: its agent's answers, and its file when there is none.
 
-    def __init__(self, paths: AttemptPaths, rank: int, seconds: float, clock: Clock = CLOCK) -> None:
+    A network that fails makes no rank lost, since the file is read then.
+    """
+
+    def __init__(
+        self,
+        paths: AttemptPaths,
+        rank: int,
+        seconds: float,
+        clock: Clock = CLOCK,
+        *,
+        answers: Callable[[int], bool] = lambda rank: False,
+        read_seconds: float = 0.0,
+    ) -> None:
+        """`answers` asks the agent of a rank whether it runs; without an answer the file is read, at most every
+        `read_seconds`."""
         self.rank = rank
         self._file, self._seconds = paths.sign_of_life(rank), seconds
         self._silence = StallTimer(clock, 2 * TOUCH_SECONDS)
+        self._answers, self._answered = answers, 0
+        self._read_seconds, self._clock, self._read_at = read_seconds, clock, float("-inf")
+        self._sign = 0
 
     def look(self) -> str:
-        """Why the rank counts as lost; empty while its heartbeat changes, and if the disk fails on this rank."""
-        try:
-            with self._file.open("rb") as file:  # opening makes an NFS client fetch the time from its server
-                sign = os.fstat(file.fileno()).st_mtime_ns
-        except FileNotFoundError:
-            sign = 0
-        except OSError:
-            return ""
-        silent = self._silence.look(sign)
+        """Why the rank counts as lost; empty while its heartbeat changes, and if the disk fails on this rank. Call it
+        about every `TOUCH_SECONDS`."""
+        if self._answers(self.rank):
+            self._answered += 1
+        elif self._clock.now() - self._read_at >= self._read_seconds:
+            try:
+                with self._file.open("rb") as file:  # opening makes an NFS client fetch the time from its server
+                    self._sign = os.fstat(file.fileno()).st_mtime_ns
+            except FileNotFoundError:
+                self._sign = 0
+            except OSError:
+                return ""
+            self._read_at = self._clock.now()
+        silent = self._silence.look((self._answered, self._sign))
         cause = f"no sign of life for {silent:.0f} s: its agent is stopped (SIGSTOP), or its node or its disk is away"
         return cause if silent > self._seconds else ""
 
@@ -121,17 +173,77 @@ class ExitMarkers:
 
     def is_down(self, placement: Placement) -> bool:
         """Whether a role is down, or its agent has exited, which implies the same. False while the disk fails."""
-        self._look()
-        return not self._names.isdisjoint((placement.name, agent_name(placement.rank)))
+        if self._is_due():
+            self._list()
+        return self._has_marker(placement)
 
-    def _look(self) -> None:
+    def are_down(self, placements: Sequence[Placement]) -> bool:
+        """Whether all of these roles are down, as `is_down`.
+
+        While one is not, this asks for its marker only: in a large run the folder has thousands of names, and every
+        agent waits for some of them.
+        """
+        missing = next((placement for placement in placements if not self._has_marker(placement)), None)
+        if missing is None or not self._is_due() or not self._appeared(missing):
+            return missing is None
+        self._list()
+        return all(map(self._has_marker, placements))
+
+    def _has_marker(self, placement: Placement) -> bool:
+        return not self._names.isdisjoint(_markers(placement))
+
+    def _is_due(self) -> bool:
         if self._clock.now() < self._due:
-            return
+            return False
         self._due = self._clock.now() + self._pause
+        return True
+
+    def _appeared(self, placement: Placement) -> bool:
+        try:
+            return any(self._attempt.has(down_mark(name)) for name in _markers(placement))
+        except OSError:
+            return False  # a late marker only delays the shutdown
+
+    def _list(self) -> None:
         try:
             self._names = frozenset(self._attempt.names(DOWN))
         except OSError:
-            return  # a late marker only delays the shutdown
+            return  # as above
+
+
+class OtherAgents:
+    """The agents of an attempt that have not exited, as one agent observes them that waits for the last one.
+
+    Listing thousands of markers by thousands of agents would be quadratic. So each agent lists them rarely, at another
+    time than the others, and the first that finds all of them creates one file, for which the others look.
+    """
+
+    def __init__(self, attempt: SharedDir, ranks: int, clock: Clock = CLOCK) -> None:
+        self._attempt, self._ranks, self._clock = attempt, ranks, clock
+        self._pause = listing_interval(ranks)
+        self._due = clock.now() + Random().uniform(0.0, self._pause)
+
+    def have_exited(self) -> bool:
+        """Whether the markers of all agents are visible to an agent; False while the disk fails."""
+        with suppress(OSError):
+            if self._attempt.has(ALL_EXITED):
+                return True
+            if self._clock.now() >= self._due:
+                self._due = self._clock.now() + self._pause
+                return self._list()
+        return False
+
+    def _list(self) -> bool:
+        if unexited_ranks(self._attempt, self._ranks):
+            return False
+        with suppress(OSError):  # the others then list the markers themselves
+            self._attempt.create(ALL_EXITED, True)
+        return True
+
+
+def _markers(placement: Placement) -> tuple[str, str]:
+    """The markers that say that a role is down: its own, and that of its agent."""
+    return placement.name, agent_name(placement.rank)
 
 
 def agent_name(rank: int) -> str:
@@ -152,5 +264,5 @@ def mark_down(attempt: SharedDir, rank: int, clock: Clock = CLOCK) -> None:
 def unexited_ranks(attempt: SharedDir, ranks: int) -> tuple[int, ...]:
     """The ranks below `ranks` without an exit marker, in order. They include the ranks of running agents."""
     attempt.names()  # this machine may have cached the absence of the markers' folder
-    marks = attempt.names(DOWN)
+    marks = frozenset(attempt.names(DOWN))
     return tuple(rank for rank in range(ranks) if agent_name(rank) not in marks)

@@ -23,6 +23,7 @@ from pipeline.run.completion import is_finished
 from pipeline.run.events import Events
 from pipeline.run.joined_servers import JoinedServer, JoinedServers
 from pipeline.run.paths import AttachedPaths, AttemptPaths
+from pipeline.run.poll_rates import TOUCH_SECONDS, touch_interval
 from pipeline.topology.assignment import bundle_placements
 from pipeline.topology.plan import NodeInfo, Placement, World, make_servers_plan
 from pipeline.utils import shared_files, subprocesses
@@ -32,7 +33,7 @@ from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.waiting import CLOCK, Clock, Deadline, wait_for
 from slurm.agent import role_lifecycle
 from slurm.agent.agent import find_node, first_failure_text, make_folders, note_signals
-from slurm.agent.agent_heartbeat import TOUCH_SECONDS, HeartbeatFile, NeighborCheck, agent_name, mark_down
+from slurm.agent.agent_heartbeat import HeartbeatFile, NeighborCheck, agent_name, mark_down
 from slurm.agent.node_forks import node_forks
 from slurm.agent.role_process import SupervisedRole
 from slurm.agent.supervisor import StopRequest, Supervisor
@@ -212,7 +213,7 @@ class AttemptWatch:
     def __init__(self, job: AttachedPaths, attempt: AttemptPaths, config: RunConfig, clock: Clock = CLOCK) -> None:
         seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
         self._job, self._attempt, self._clock = job, attempt, clock
-        self._seconds = seconds + _MISSED_HEARTBEATS * TOUCH_SECONDS
+        self._seconds = seconds
         self._events, self._worlds = Events(attempt), WorldRevisions(attempt)
         self._agents: dict[int, NeighborCheck] = {}
         self._looks, self._silence = Deadline("a look", 0.0, clock), Deadline("a look", 0.0, clock)
@@ -237,10 +238,11 @@ class AttemptWatch:
     def _silent(self) -> str:
         """The silence of the first ranks of the newest assignment: a spare node may have taken the place of a rank."""
         world = self._worlds.newest()
-        ranks = sorted({placement.rank for placement in world.placements})[:_OBSERVED_RANKS] if world else []
+        ranks = sorted({placement.rank for placement in world.placements}) if world else []
+        seconds = self._seconds + _MISSED_HEARTBEATS * touch_interval(1 + max(ranks, default=0))
         self._agents = {
-            rank: self._agents.get(rank) or NeighborCheck(self._attempt, rank, self._seconds, self._clock)
-            for rank in ranks
+            rank: self._agents.get(rank) or NeighborCheck(self._attempt, rank, seconds, self._clock)
+            for rank in ranks[:_OBSERVED_RANKS]
         }
         silences = [agent.look() for agent in self._agents.values()]
         return silences[0] if silences and all(silences) else ""

@@ -20,11 +20,11 @@ from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.events import Events
 from pipeline.run.notices import publish_notice
 from pipeline.run.paths import AttemptPaths
+from pipeline.run.poll_rates import ReadSchedule
 from pipeline.topology.plan import Placement, World
 from pipeline.topology.takeover import take_over
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT
 from pipeline.utils.shared_dir import FileSharedDir
-from pipeline.utils.waiting import Clock, Deadline
 from slurm.agent.agent_heartbeat import mark_down
 
 RESTARTS_PER_LOSS = 1000
@@ -63,20 +63,22 @@ def describe_loss(world: World) -> str:
 
 
 class WorldFollower:
-    """The revisions of the world, as one agent observes them at most every `pause` seconds."""
+    """The revisions of the world, as one agent observes them."""
 
-    def __init__(self, paths: AttemptPaths, config: RunConfig, rank: int, pause: float, clock: Clock) -> None:
-        self._revisions, self._clock = WorldRevisions(paths), clock
-        self._paths, self._config, self.rank, self._pause = paths, config, rank, pause
-        self._due, self._revision = Deadline("a look", 0.0, clock), 0
+    def __init__(self, paths: AttemptPaths, config: RunConfig, rank: int, schedule: ReadSchedule) -> None:
+        """`schedule` determines when the directory is listed."""
+        self._revisions, self._schedule = WorldRevisions(paths), schedule
+        self._paths, self._config, self.rank = paths, config, rank
+        self._revision = 0
 
     def poll(self) -> World | None:
         """A new revision; None while there is none, or the disk fails."""
-        if not self._due.passed:
+        if not self._schedule.is_due():
             return None
-        self._due = Deadline("a look", self._pause, self._clock)
+        self._schedule.begin()
         with suppress(OSError):
             world = self._revisions.newest()
+            self._schedule.finish(world.revision if world is not None else 0)
             if world is not None and world.revision > self._revision:
                 self._revision = world.revision
                 return world

@@ -26,11 +26,12 @@ from pipeline.config.cluster_keys import ClusterConfig
 from pipeline.errors import DeadlineError
 from pipeline.roles import RoleCommand
 from pipeline.roles.role_context import RoleContext
-from pipeline.run.events import Event, EventName, EventPoller, Events, poll_interval
+from pipeline.run.events import Event, EventName, EventPoller, Events
 from pipeline.run.fault_plan import FAULT
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.notices import publish_notice
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, down_mark
+from pipeline.run.poll_rates import ReadSchedule, poll_interval
 from pipeline.topology.plan import World
 from pipeline.utils import heartbeat, shared_files, subprocesses
 from pipeline.utils.forked_process import ForkRequest
@@ -86,22 +87,22 @@ class Supervisor:
         variables: Mapping[str, str] | None = None,
         forks: str = "",
         follower: WorldFollower | None = None,
+        schedule: ReadSchedule | None = None,
     ) -> None:
         """`contexts` are this rank's roles in the order of their start; `name` is the agent's name in events.
 
-        `ranks` agents poll the shared disk, which sets the poll interval; `attempt` is the directory at `paths.root`;
-        `variables` are environment variables for every role; `forks` is the address of the node's fork server, if any;
-        `follower` observes replaced nodes, if there are spare ones.
+        `ranks` agents poll the shared disk, which sets the poll interval; `schedule` is that of an agent with links
+        (`slurm.agent.control_link`); `attempt` is the directory at `paths.root`; `variables` are environment variables
+        for every role; `forks` is the address of the node's fork server, if any; `follower` observes replaced nodes.
         """
         self._forks, self._variables = forks, dict(variables or {})
         self._name, self._paths, self._cluster = name, paths, cluster
         self._notice, self._clock = notice, clock
         self._attempt = attempt or FileSharedDir(paths.root)
         self._events = Events(paths, self._attempt)
-        self._poller = EventPoller(self._events, ranks, clock)
+        self._poller = EventPoller(self._events, ranks, clock, schedule)
         self._marks = ExitMarkers(self._attempt, poll_interval(ranks), clock)
-        self._outbox, self._published = DeferredWrites(), list[EventName]()
-        self._follower = follower
+        self._outbox, self._published, self._follower = DeferredWrites(), list[EventName](), follower
         self.roles = [self._make_role(context) for context in contexts]
         self._losses = ServerLosses(contexts, self._marks)
         self._oom_watch = OomWatch(clock)
@@ -352,8 +353,8 @@ class Supervisor:
             # A ready trainer saves and exits by itself. The first rank knows that it is ready before the others do.
             first = role.context.world.of_role("trainer")[0]
             return role.state == "starting" and (placement == first or self._marks.is_down(first))
-        before = role_lifecycle.must_wait_for(placement, role.context.world, failed=self._end == "failed")
-        return all(self._marks.is_down(other) for other in before)
+        failed = self._end == "failed"
+        return self._marks.are_down(role_lifecycle.must_wait_for(placement, role.context.world, failed=failed))
 
     def _shutdown_seconds(self) -> float:
         return self._clock.now() - self._ending_since

@@ -45,6 +45,11 @@ def publish_node_info(directory: SharedDir, node_info: NodeInfo) -> bool:
     )
 
 
+def read_node_info(directory: SharedDir, rank: int) -> NodeInfo | None:
+    """The node record of a rank; None if there is none (yet)."""
+    return directory.read(_name(rank), NodeInfo)
+
+
 def missing_ranks(directory: SharedDir, ranks: int) -> str:
     """The ranks without a node record, such as `ranks 3, 5-7`; empty if there are none."""
     present = set(_listed(directory))
@@ -100,7 +105,7 @@ class Membership:
 
     def _read(self, rank: int) -> NodeInfo | None:
         """The node record of a rank; None unless it is of that rank and this attempt."""
-        node_info = self._directory.read(_name(rank), NodeInfo)
+        node_info = read_node_info(self._directory, rank)
         if node_info and (node_info.rank, node_info.attempt) != (rank, self._attempt):
             self._problems[rank] = f"its node record is of rank {node_info.rank} of attempt {node_info.attempt}"
             return None

@@ -1,21 +1,24 @@
-"""The proof that an address reaches a rank.
+"""The proof that an address reaches a rank, and the questions of other agents to it.
 
 Owns the connect-back: every agent has a probe server that answers requests authenticated with its node record's token,
 and the leader connects to each record's addresses until its rank answers. A probe server also connects to another one
 for the leader, since an address at which a node reaches itself proves nothing: docker0 has the same address on every
-node. Promises that a port that another process took meanwhile does not count as ours; that only processes with access
-to the run directory can make a probe server connect; and that any number of unauthenticated connections costs at most
-`CALLERS` threads and locks out no peer. Must not know roles.
+node. After the rendezvous, agents ask the same server questions (`PeerConnection`), whose content it does not know: it
+has a function for the answers. Promises that a port that another process took meanwhile does not count as ours; that
+only processes with access to the run directory get an answer, or can make a probe server connect; that an answer is of
+the asked rank and to this very question; and that any number of unauthenticated connections costs at most `CALLERS`
+threads and locks out no peer. Must not know roles.
 
     leader ──request──► rank 3                          is rank 3 at this address?
     leader ──request (relay)──► rank 3 ──request──► leader   can rank 3 reach the leader at this address?
+    rank 50 ──question──► rank 3 ──answer──► rank 50 ──question──► …         a connection with many questions
 """
 
 import hmac
 import secrets
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +35,12 @@ CALLERS = 64
 BACKLOG = 1024
 """The listen backlog for bursts of connections; beyond it, the kernel retries only after a second."""
 ANSWER_SECONDS = 1.0
+NEXT_QUESTION_SECONDS = 10.0
+"""Seconds until the next question, after which the server closes a connection."""
 MAX_LINE = 4096
+
+Responder = Callable[[str], str | None]
+"""Returns the answer to a question in one line, within seconds; None closes the connection without an answer."""
 
 
 class Forwarded(msgspec.Struct, frozen=True):
@@ -44,22 +52,31 @@ class Forwarded(msgspec.Struct, frozen=True):
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
-    """A request for the answer to a nonce, or for the answer of another probe server."""
+    """A request for the answer to a nonce or to a question, or for the answer of another probe server."""
 
     nonce: str
     relay: Forwarded | None = None
+    question: str = ""
 
 
 class ProbeServer:
     """Answers probe requests to this rank until it is closed; usable as a context manager.
 
     `token` is a secret that only the rank's node record contains; `address` is the interface to listen on, by default
-    all; the system chooses `port`.
+    all; the system chooses `port`; `responder` answers questions, and is called in many threads.
     """
 
-    def __init__(self, run_id: str, attempt: str, rank: int, address: str = "", token: str = "") -> None:
+    def __init__(
+        self,
+        run_id: str,
+        attempt: str,
+        rank: int,
+        address: str = "",
+        token: str = "",
+        responder: Responder = lambda question: None,
+    ) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._key = _key(run_id, attempt, rank, token)
+        self._key, self._responder = _key(run_id, attempt, rank, token), responder
         self._callers = _Callers()
         self._socket = socket.create_server((address, 0), family=family, backlog=BACKLOG)
         self.port: int = self._socket.getsockname()[1]
@@ -67,11 +84,12 @@ class ProbeServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering and free the port."""
+        """Stop answering, close all connections and free the port."""
         # On Linux this wakes the thread that is blocked in accept().
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
+        self._callers.close_all()
 
     def __enter__(self) -> "ProbeServer":
         return self
@@ -97,16 +115,23 @@ class ProbeServer:
         with caller:
             try:
                 caller.settimeout(ANSWER_SECONDS)
-                request = _opened(self._key, _line(caller))
-                if request is not None:
+                while (request := _opened(self._key, _line(caller))) is not None:
                     self._callers.authenticate(caller)
-                    caller.sendall(self._reply(request))
+                    if (reply := self._reply(request)) is None:
+                        return
+                    caller.sendall(reply)
+                    if not request.question:
+                        return
+                    caller.settimeout(NEXT_QUESTION_SECONDS)
             except OSError:
                 return  # the caller retries, or tries another address
             finally:
                 self._callers.leave(caller)
 
-    def _reply(self, request: ProbeRequest) -> bytes:
+    def _reply(self, request: ProbeRequest) -> bytes | None:
+        if request.question:
+            answer = self._responder(request.question)
+            return None if answer is None else _answer_of(self._key, request.nonce, answer)
         if request.relay is None:
             return _answer_of(self._key, request.nonce)
         relay = request.relay
@@ -138,7 +163,7 @@ class _Callers:
     def authenticate(self, caller: socket.socket) -> None:
         """Protect a connection with an authenticated request from being closed."""
         with self._changed:
-            self._silent.pop(caller)
+            self._silent.pop(caller, None)
             self._authenticated.add(caller)
 
     def leave(self, caller: socket.socket) -> None:
@@ -148,8 +173,51 @@ class _Callers:
             self._authenticated.discard(caller)
             self._changed.notify()
 
+    def close_all(self) -> None:
+        """End all connections, so that their peers notice at once."""
+        with self._changed:
+            for caller in (*self._silent, *self._authenticated):
+                with suppress(OSError):  # already closed
+                    caller.shutdown(socket.SHUT_RDWR)
+
     def _full(self) -> bool:
         return len(self._silent) + len(self._authenticated) >= CALLERS
+
+
+class PeerConnection:
+    """Questions to the probe server of one rank, over one connection; usable as a context manager.
+
+    with PeerConnection(run_id, node_info, seconds=1.0) as peer:
+        answer = peer.ask("…", seconds=5.0)
+    """
+
+    def __init__(self, run_id: str, node_info: NodeInfo, seconds: float = ANSWER_SECONDS) -> None:
+        """Connect to the first address of the record within `seconds`; `OSError` if it does not accept."""
+        self._key = _key(run_id, node_info.attempt, node_info.rank, node_info.token)
+        self._socket = socket.create_connection((node_info.addresses[0], node_info.probe_port), timeout=seconds)
+
+    def ask(self, question: str, seconds: float) -> str:
+        """The answer within `seconds`; `OSError` if the rank gives none, or another process answers."""
+        nonce = secrets.token_hex(8)
+        self._socket.settimeout(seconds)
+        self._socket.sendall(_sealed(self._key, ProbeRequest(nonce, question=question)))
+        line = _line(self._socket)
+        _, _, answer = line.rstrip(b"\n").partition(b" ")
+        if not hmac.compare_digest(line, _answer_of(self._key, nonce, answer.decode(errors="replace"))):
+            raise ConnectionError("no answer of the rank")
+        return answer.decode()
+
+    def close(self) -> None:
+        """End the connection; a thread that waits in `ask` gets an `OSError`."""
+        with suppress(OSError):  # already closed
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def __enter__(self) -> "PeerConnection":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
 
 def find_addresses(
@@ -243,8 +311,10 @@ def _opened(key: bytes, line: bytes) -> ProbeRequest | None:
     return msgspec.json.decode(body, type=ProbeRequest)
 
 
-def _answer_of(key: bytes, nonce: str) -> bytes:
-    return _tag(key, b"answer " + nonce.encode()) + b"\n"
+def _answer_of(key: bytes, nonce: str, answer: str = "") -> bytes:
+    """The line that answers a nonce; the tag covers the answer to a question too."""
+    body = f" {answer}" if answer else ""
+    return _tag(key, f"answer {nonce}{body}".encode()) + f"{body}\n".encode()
 
 
 def _tag(key: bytes, message: bytes) -> bytes:

@@ -120,6 +120,10 @@ class View:
         files = self._disk.folders[folder].items()
         return tuple(name for name, found in files if any(self._sees(version, prefix + name) for version in found))
 
+    def has(self, name: str) -> bool:
+        self._operate("look")
+        return any(self._sees(version, name) for version in self._disk.versions(name))
+
     def _operate(self, kind: str) -> None:
         if self.operations == self._death:
             raise Crashed

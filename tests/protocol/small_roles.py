@@ -15,10 +15,10 @@ from pipeline.roles.role_context import RoleContext
 from pipeline.run.events import Events
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import WORLD, AttemptPaths
+from pipeline.run.poll_rates import ReadSchedule
 from pipeline.topology.plan import NodeInfo, Placement, RoleName, World
 from pipeline.utils import shared_files
 from pipeline.utils.shared_dir import FileSharedDir
-from pipeline.utils.waiting import CLOCK
 from slurm.agent.node_takeover import WorldFollower
 from slurm.agent.role_lifecycle import End
 from slurm.agent.supervisor import StopRequest, Supervisor
@@ -117,7 +117,7 @@ class Attempt:
         FileSharedDir(self.paths.rendezvous).create(WORLD, world)
         for rank in sorted({*RANKS.values(), *(node.rank for node in spares)}):
             contexts = [RoleContext(self.paths, config, world, place) for place in world.of_rank(rank)]
-            follower = WorldFollower(self.paths, config, rank, 0.05, CLOCK) if spares else None
+            follower = WorldFollower(self.paths, config, rank, ReadSchedule(1)) if spares else None
             self.notices[rank] = StopRequest()
             self.supervisors[rank] = Supervisor(
                 contexts, f"agent.{rank}", self.paths, self.cluster, self.notices[rank], follower=follower

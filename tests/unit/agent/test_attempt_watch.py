@@ -9,10 +9,10 @@ import pytest
 from pipeline.roles.world_revisions import WorldRevisions
 from pipeline.run.events import Events
 from pipeline.run.paths import AttachedPaths, AttemptPaths
+from pipeline.run.poll_rates import TOUCH_SECONDS
 from pipeline.topology.plan import NodeInfo, NodeLoss, Placement, World
 from pipeline.utils import shared_files
 from pipeline.utils.shared_dir import FileSharedDir
-from slurm.agent.agent_heartbeat import TOUCH_SECONDS
 from slurm.agent.attached_agent import AttemptWatch
 from tests.fakes.clock import FakeClock
 from tests.fakes.run_directory import FakeRun

@@ -1,0 +1,185 @@
+"""The links of one agent in the tree of agents: its questions to an ancestor, and its answers to others.
+
+Owns the two questions that agents ask each other through `slurm.rendezvous.probe_server`, and the thread that follows
+an ancestor. Promises that every question has a deadline, that a link which misses it is closed and another ancestor
+asked, and that no answer makes an agent do more than read a file, or read one later. Must not know what is read.
+
+    links = ControlLinks(paths, rank, ranks, heartbeat.is_fresh)
+    with ProbeServer(…, responder=links.answer):
+        …                                         # rendezvous
+        with links:                               # follows an ancestor
+            schedule = links.schedule("events")   # when to read the events
+            links.is_alive(rank)                  # whether the agent of another rank answers now
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+import msgspec
+
+from pipeline.run.paths import AttemptPaths
+from pipeline.topology.plan import NodeInfo
+from pipeline.utils.shared_dir import FileSharedDir, SharedDir
+from slurm.agent.control_tree import ChangeBoard, ChangeCounts, ChangeKind, LinkedSchedule, ancestors
+from slurm.rendezvous.membership import read_node_info
+from slurm.rendezvous.probe_server import ANSWER_SECONDS, CALLERS, PeerConnection, find_addresses
+
+HOLD_SECONDS = 5.0
+"""Seconds for which an answer is held while nothing changes."""
+LATE_SECONDS = 5.0
+"""Seconds by which an answer may come later before the link counts as lost."""
+RETRY_SECONDS = 5.0
+"""Pause of an agent to which no ancestor answers."""
+MAX_FOLLOWERS = CALLERS // 2
+"""Most followers of one agent; the other connections of its probe server are for questions that end at once."""
+
+ALIVE = "alive"
+
+
+class LinkQuestion(msgspec.Struct, frozen=True):
+    """A follower's question: are there more documents than it has `seen`? None: does the agent run?"""
+
+    seen: ChangeCounts | None = None
+
+
+class LinkResponder:
+    """The answers of one agent to others."""
+
+    def __init__(self, board: ChangeBoard, is_fresh: Callable[[], bool]) -> None:
+        """`is_fresh` is whether this agent has touched its heartbeat file lately: an agent whose disk is away must not
+        count as alive, since its roles cannot go on."""
+        self._board, self._is_fresh = board, is_fresh
+        self._followers = threading.BoundedSemaphore(MAX_FOLLOWERS)
+
+    def answer(self, question: str) -> str | None:
+        """The answer to a question, after at most `HOLD_SECONDS`; None if this agent cannot vouch for it."""
+        try:
+            seen = msgspec.json.decode(question, type=LinkQuestion).seen
+        except msgspec.DecodeError:
+            return None
+        if seen is None:
+            return ALIVE if self._is_fresh() else None
+        if not self._followers.acquire(blocking=False):
+            return None  # the follower asks another ancestor
+        try:
+            counts = self._board.wait_for_more(seen, HOLD_SECONDS)
+        finally:
+            self._followers.release()
+        return None if counts is None else msgspec.json.encode(counts).decode()
+
+
+class PeerRecords:
+    """The node records of the ranks that this agent asks, with the addresses at which they answer; each read once."""
+
+    def __init__(self, directory: SharedDir, run_id: str, attempt: str) -> None:
+        """`directory` is that of the rendezvous."""
+        self._directory, self._run_id, self._attempt = directory, run_id, attempt
+        self._records: dict[int, NodeInfo] = {}
+
+    def connect(self, rank: int) -> PeerConnection:
+        """A connection to a rank's agent; `OSError` if it has no record, or does not answer."""
+        if rank not in self._records:
+            self._records[rank] = self._find(rank)
+        return PeerConnection(self._run_id, self._records[rank])
+
+    def _find(self, rank: int) -> NodeInfo:
+        node_info = read_node_info(self._directory, rank)
+        if node_info is None or node_info.attempt != self._attempt:
+            raise ConnectionError(f"rank {rank} has no node record")
+        # An address of the record may be that of another node, as those of bridges to containers are.
+        address = find_addresses(self._run_id, [node_info]).get(rank)
+        if address is None:
+            raise ConnectionError(f"rank {rank} does not answer")
+        return msgspec.structs.replace(node_info, addresses=(address,))
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether a rank's agent answers within `ANSWER_SECONDS` that it runs and reaches the shared file system."""
+        with suppress(OSError), self.connect(rank) as peer:
+            return peer.ask(_encode(None), ANSWER_SECONDS) == ALIVE
+        return False
+
+
+class AncestorLink:
+    """Follows the nearest ancestor that answers, in a thread while the block runs.
+
+    Attributes:
+        ancestor: the rank that it follows; None while none answers.
+    """
+
+    def __init__(self, board: ChangeBoard, records: PeerRecords, retry_seconds: float = RETRY_SECONDS) -> None:
+        self._board, self._records, self._retry_seconds = board, records, retry_seconds
+        self._over = threading.Event()
+        self._peer: PeerConnection | None = None
+        self.ancestor: int | None = None
+        self._thread = threading.Thread(target=self._run, name="ancestor", daemon=True)
+
+    def __enter__(self) -> "AncestorLink":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._over.set()
+        if peer := self._peer:
+            peer.close()
+        self._thread.join(timeout=1.0)  # a read of a record may hang on a dead file system
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            for rank in ancestors(self._board.rank):
+                with suppress(OSError, msgspec.DecodeError):
+                    self._follow(rank)
+                self.ancestor = None
+                self._board.note_link_lost()
+                if self._over.is_set():
+                    return
+            if self._over.wait(self._retry_seconds):
+                return
+
+    def _follow(self, rank: int) -> None:
+        """Ask one ancestor again and again; raises `OSError` when the link is lost."""
+        with self._records.connect(rank) as self._peer:
+            # The first answer is not held: it shows that the ancestor gives hints, and how many documents there are.
+            seen: ChangeCounts = ChangeCounts(events=-1, revisions=-1)
+            while not self._over.is_set():
+                answer = self._peer.ask(_encode(seen), HOLD_SECONDS + LATE_SECONDS)
+                self._board.note_report(msgspec.json.decode(answer, type=ChangeCounts))
+                self.ancestor = rank
+                seen = self._board.known
+
+
+class ControlLinks:
+    """All links of one agent: follows an ancestor while the block runs, and answers others whenever they ask."""
+
+    def __init__(self, paths: AttemptPaths, rank: int, ranks: int, is_fresh: Callable[[], bool]) -> None:
+        """`is_fresh` as in `LinkResponder`."""
+        self.board = ChangeBoard(rank, ranks)
+        self._peers = PeerRecords(FileSharedDir(paths.rendezvous), paths.run_id, paths.attempt)
+        self._responder, self._link = LinkResponder(self.board, is_fresh), AncestorLink(self.board, self._peers)
+
+    @property
+    def ancestor(self) -> int | None:
+        """The rank that this agent follows; None while none answers."""
+        return self._link.ancestor
+
+    def answer(self, question: str) -> str | None:
+        return self._responder.answer(question)
+
+    def is_alive(self, rank: int) -> bool:
+        return self._peers.is_alive(rank)
+
+    def schedule(self, kind: ChangeKind, min_seconds: float = 0.0) -> LinkedSchedule:
+        """The reads of documents of one kind."""
+        return LinkedSchedule(self.board, kind, min_seconds=min_seconds)
+
+    def __enter__(self) -> "ControlLinks":
+        self._link.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._link.__exit__(kind, error, at)
+
+
+def _encode(seen: ChangeCounts | None) -> str:
+    return msgspec.json.encode(LinkQuestion(seen)).decode()
