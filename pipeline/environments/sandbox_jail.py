@@ -3,9 +3,9 @@
 Owns the view of the machine that such code has. Its root has the system's programs and libraries, the Python
 installation and a few devices, and no other file or Unix socket of the machine. All of it is read-only except one
 filesystem of bounded size in memory, which is its working directory, /tmp and /dev/shm; /proc shows only its own
-processes; and it lacks the privileges to undo any of this. Promises to raise if any step fails. A script that uses only the standard library, run as
-`sandbox_jail.py FOLDER BYTES PROCESSES CODE` by `pipeline.environments.sandbox`. The files in FOLDER are copied to the
-working directory of CODE.
+processes; and it lacks the privileges to undo any of this. Promises to raise if any step fails. A script that uses only
+the standard library, run as `sandbox_jail.py FOLDER BYTES PROCESSES CODE` by `pipeline.environments.sandbox`. The files
+in FOLDER are copied to the working directory of CODE.
 """
 
 import ctypes
@@ -35,9 +35,8 @@ _MIN_PID_MAX = 301
 _SHARED = ("/dev/shm", "/var/tmp")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store", "/gnu/store")
 _DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
-_ETC = tuple(
-    f"/etc/{name}" for name in ("alternatives", "group", "ld.so.cache", "localtime", "mime.types", "nsswitch.conf", "passwd")
-)
+_ETC_NAMES = ("alternatives", "group", "ld.so.cache", "localtime", "mime.types", "nsswitch.conf", "passwd")
+_ETC = tuple(f"/etc/{name}" for name in _ETC_NAMES)
 _OWN_PROCESS_COUNT, _OWN_PID_MAX = (5, 14), (6, 14)
 """Kernel versions since which RLIMIT_NPROC counts per user namespace, and pid_max belongs to a PID namespace. Earlier
 kernels apply both to the whole machine."""
@@ -97,41 +96,40 @@ def _build_root(root: str, workdir: str) -> None:
     """Mount the root of the code at `root`: what the code may see, and empty directories to mount on."""
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     for directory in (workdir, "/proc", *_SHARED):
-        os.makedirs(root + directory, exist_ok=True)
-    shown: list[str] = []
-    for path in (*_SYSTEM, *_ETC, *_DEVICES, *_python_paths()):
-        if os.path.exists(path) and not any(Path(path).is_relative_to(outer) for outer in shown):
-            _show(path, root + path)
+        Path(root + directory).mkdir(parents=True, exist_ok=True)
+    shown: list[Path] = []
+    for path in map(Path, (*_SYSTEM, *_ETC, *_DEVICES, *_python_paths())):
+        if path.exists() and not any(path.is_relative_to(outer) for outer in shown):
+            _show(path, Path(f"{root}{path}"))
             shown.append(path)
     _mount_processes(f"{root}/proc")
 
 
 def _python_paths() -> Iterator[str]:
     """The directories and files of this Python: its installation, its virtual environment, and each link to it."""
-    for prefix in {sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.base_prefix)} - {"/"}:
-        yield prefix
-    program = sys.executable
+    yield from {sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.base_prefix)} - {"/"}
+    program = Path(sys.executable)
     while True:
-        environment = os.path.dirname(os.path.dirname(program))
+        environment = program.parent.parent
         # A link such as ~/bin/python must not show the whole home directory.
-        yield environment if os.path.exists(f"{environment}/pyvenv.cfg") else program
-        if not os.path.islink(program):
+        yield str(environment if (environment / "pyvenv.cfg").exists() else program)
+        if not program.is_symlink():
             return
-        program = os.path.normpath(os.path.join(os.path.dirname(program), os.readlink(program)))
+        program = Path(os.path.normpath(program.parent / program.readlink()))
 
 
-def _show(path: str, target: str) -> None:
+def _show(path: Path, target: Path) -> None:
     """Show `path` of the machine at `target`; a link of the top level, as /bin often is, stays a link."""
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    if os.path.islink(path) and path in _SYSTEM:
-        os.symlink(os.readlink(path), target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink() and str(path) in _SYSTEM:
+        target.symlink_to(path.readlink())
         return
-    if os.path.isdir(path):
-        os.makedirs(target, exist_ok=True)
+    if path.is_dir():
+        target.mkdir(exist_ok=True)
     else:
-        Path(target).touch()
+        target.touch()
     # Recursive: an unprivileged process may not uncover what another mount covers.
-    _mount(path, target, "", _MS_BIND | _MS_REC)
+    _mount(str(path), str(target), "", _MS_BIND | _MS_REC)
 
 
 def _enter_root(root: str) -> None:
