@@ -5,8 +5,9 @@ other processes, and no files except in the process's own memory (`sandbox_jail`
 (`unshare`). All processes that the code started end with it, also those in other sessions. If the kernel gives no such
 namespaces, code is refused unless `task.sandbox=none` permits it.
 
-Promises a result in every case, as text that describes the end. The sandbox prevents accidents, not attacks: the code
-can read all files that the worker's user can read, and memory is limited per process.
+Promises a result in every case, as text that describes the end. The code sees the system's programs and libraries and
+the Python installation, and no other file of the machine. Memory is limited per process, and all system calls that need
+no privileges are permitted.
 """
 
 import os
@@ -23,6 +24,8 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
+
+import psutil
 
 from pipeline.environments import sandbox_jail
 from pipeline.errors import ConfigError
@@ -148,8 +151,13 @@ def _bound(seconds: float, memory_bytes: int) -> None:
 
 
 def _kill_process(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process and its session. Processes that left the session are descendants of the worker, which kills
-    them."""
+    """Kill the process, its children and its session. The child of `unshare` is process 1 of the namespace, and all
+    others end with it. It is killed by its id, because code can leave the session and clear the signal that
+    `--kill-child` requests. Without namespaces, processes that left the session end with the worker."""
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children():
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,21 +1,24 @@
 """The set-up of a sandboxed process before it becomes the policy's code, in namespaces that `unshare` created.
 
-Owns the view of the machine that such code has. Every filesystem is read-only except one of bounded size in memory,
-which is its working directory, /tmp and /dev/shm; /proc shows only its own processes; and it lacks the privileges to
-undo any of this. Promises to raise if any step fails. A script that uses only the standard library, run as
-`sandbox_jail.py FOLDER BYTES PROCESSES CODE` by `pipeline.environments.sandbox`. The files in FOLDER are copied to the
-working directory of CODE.
+Owns the view of the machine that such code has. Its root has the system's programs and libraries, the Python
+installation and a few devices, and no other file or Unix socket of the machine. All of it is read-only except one
+filesystem of bounded size in memory, which is its working directory, /tmp and /dev/shm; /proc shows only its own
+processes; and it lacks the privileges to undo any of this. Promises to raise if any step fails. A script that uses only
+the standard library, run as `sandbox_jail.py FOLDER BYTES PROCESSES CODE` by `pipeline.environments.sandbox`. The files
+in FOLDER are copied to the working directory of CODE.
 """
 
 import ctypes
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
+_MS_REC, _MNT_DETACH = 16384, 2
 _LOCKED_FLAGS = {
     "nosuid": _MS_NOSUID,
     "nodev": _MS_NODEV,
@@ -30,6 +33,10 @@ _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
 _MIN_PID_MAX = 301
 """The smallest value that the kernel accepts."""
 _SHARED = ("/dev/shm", "/var/tmp")
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store", "/gnu/store")
+_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
+_ETC_NAMES = ("alternatives", "group", "ld.so.cache", "localtime", "mime.types", "nsswitch.conf", "passwd")
+_ETC = tuple(f"/etc/{name}" for name in _ETC_NAMES)
 _OWN_PROCESS_COUNT, _OWN_PID_MAX = (5, 14), (6, 14)
 """Kernel versions since which RLIMIT_NPROC counts per user namespace, and pid_max belongs to a PID namespace. Earlier
 kernels apply both to the whole machine."""
@@ -46,14 +53,15 @@ def main(folder: str, disk_bytes: int, processes: int, code: str) -> None:
     if _kernel() >= _OWN_PID_MAX:
         with suppress(OSError):
             Path("/proc/sys/kernel/pid_max").write_text(str(max(processes, _MIN_PID_MAX)))
-    make_read_only()
     workdir = _working_directory(folder)
+    _build_root(folder, workdir)
+    make_read_only()  # before the old root goes, whose /proc names the mounts
+    _enter_root(folder)
     _mount(
         "tmpfs", workdir, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk_bytes},nr_inodes={disk_bytes >> 12},mode=700"
     )
-    for shared in filter(os.path.isdir, _SHARED):
+    for shared in _SHARED:
         _mount(workdir, shared, "", _MS_BIND)
-    _hide_processes()
     for name, content in files.items():
         Path(workdir, name).write_bytes(content)
     os.chdir(workdir)
@@ -84,13 +92,62 @@ def _working_directory(folder: str) -> str:
     return folder if any(Path(prefix).is_relative_to("/tmp") for prefix in prefixes) else "/tmp"
 
 
-def _hide_processes() -> None:
+def _build_root(root: str, workdir: str) -> None:
+    """Mount the root of the code at `root`: what the code may see, and empty directories to mount on."""
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    for directory in (workdir, "/proc", *_SHARED):
+        Path(root + directory).mkdir(parents=True, exist_ok=True)
+    shown: list[Path] = []
+    for path in map(Path, (*_SYSTEM, *_ETC, *_DEVICES, *_python_paths())):
+        if path.exists() and not any(path.is_relative_to(outer) for outer in shown):
+            _show(path, Path(f"{root}{path}"))
+            shown.append(path)
+    _mount_processes(f"{root}/proc")
+
+
+def _python_paths() -> Iterator[str]:
+    """The directories and files of this Python: its installation, its virtual environment, and each link to it."""
+    yield from {sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.base_prefix)} - {"/"}
+    program = Path(sys.executable)
+    while True:
+        environment = program.parent.parent
+        # A link such as ~/bin/python must not show the whole home directory.
+        yield str(environment if (environment / "pyvenv.cfg").exists() else program)
+        if not program.is_symlink():
+            return
+        program = Path(os.path.normpath(program.parent / program.readlink()))
+
+
+def _show(path: Path, target: Path) -> None:
+    """Show `path` of the machine at `target`; a link of the top level, as /bin often is, stays a link."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink() and str(path) in _SYSTEM:
+        target.symlink_to(path.readlink())
+        return
+    if path.is_dir():
+        target.mkdir(exist_ok=True)
+    else:
+        target.touch()
+    # Recursive: an unprivileged process may not uncover what another mount covers.
+    _mount(str(path), str(target), "", _MS_BIND | _MS_REC)
+
+
+def _enter_root(root: str) -> None:
+    """Make `root` the root of this mount namespace and detach the old one, as pivot_root(2) describes."""
+    os.chdir(root)
+    if _LIBC.pivot_root(b".", b".") or _LIBC.umount2(b".", _MNT_DETACH):
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot change the root: {os.strerror(number)}", root)
+    os.chdir("/")
+
+
+def _mount_processes(target: str) -> None:
     """Mount a /proc of this PID namespace; an empty one where the kernel permits none, as in many containers."""
     flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     try:
-        _mount("proc", "/proc", "proc", flags)
+        _mount("proc", target, "proc", flags)
     except PermissionError:
-        _mount("tmpfs", "/proc", "tmpfs", flags, "size=4096")
+        _mount("tmpfs", target, "tmpfs", flags, "size=4096")
 
 
 def _drop_privileges() -> None:
