@@ -25,8 +25,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-import psutil
-
 from pipeline.environments import sandbox_jail
 from pipeline.errors import ConfigError
 
@@ -136,7 +134,9 @@ def run_python(
 
 
 def _bound(seconds: float, memory_bytes: int) -> None:
-    """Runs in the child before the code. The CPU limit is later than the timeout, whose message is more specific."""
+    """Runs in the child before the code, and has it end with this worker, also if that is killed. The CPU limit is
+    later than the timeout, whose message is more specific."""
+    sandbox_jail.end_with_parent()
     cpu = int(seconds) + 2
     for what, limit in (
         (resource.RLIMIT_CPU, cpu),
@@ -151,19 +151,15 @@ def _bound(seconds: float, memory_bytes: int) -> None:
 
 
 def _kill_process(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process, its children and its session. The child of `unshare` is process 1 of the namespace, and all
-    others end with it. It is killed by its id, because code can leave the session and clear the signal that
-    `--kill-child` requests. Without namespaces, processes that left the session end with the worker."""
-    with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children():
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+    """Kill the process and its session. Without namespaces, processes that left the session end with the worker."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _exit_text(code: int) -> str:
+    if _chosen == "namespaces" and code - sandbox_jail.SIGNALED in signal.valid_signals():
+        code = sandbox_jail.SIGNALED - code
     if code == 0:
         return ""
     return f"error: killed by {signal.Signals(-code).name}" if code < 0 else f"error: exited with code {code}"

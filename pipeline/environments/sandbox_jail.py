@@ -3,18 +3,21 @@
 Owns the view of the machine that such code has. Its root has the system's programs and libraries, the Python
 installation and a few devices, and no other file or Unix socket of the machine. All of it is read-only except one
 filesystem of bounded size in memory, which is its working directory, /tmp and /dev/shm; /proc shows only its own
-processes; and it lacks the privileges to undo any of this. Promises to raise if any step fails. A script that uses only
-the standard library, run as `sandbox_jail.py FOLDER BYTES PROCESSES CODE` by `pipeline.environments.sandbox`. The files
-in FOLDER are copied to the working directory of CODE.
+processes; and it lacks the privileges to undo any of this. Promises to raise if any step fails. Process 1 of the
+namespace is not the code but its guard, so all processes end with `unshare`, whatever the code does. A script that uses
+only the standard library, run as `sandbox_jail.py FOLDER BYTES PROCESSES CODE` by `pipeline.environments.sandbox`. The
+files in FOLDER are copied to the working directory of CODE.
 """
 
 import ctypes
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
@@ -29,7 +32,9 @@ _LOCKED_FLAGS = {
 }
 """Options that a remount must preserve: an unprivileged process may not clear them."""
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
-_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+SIGNALED = 128
+"""A code that a signal ended makes the guard exit with this and the signal's number: process 1 cannot signal itself."""
 _MIN_PID_MAX = 301
 """The smallest value that the kernel accepts."""
 _SHARED = ("/dev/shm", "/var/tmp")
@@ -43,7 +48,7 @@ kernels apply both to the whole machine."""
 
 
 def main(folder: str, disk_bytes: int, processes: int, code: str) -> None:
-    """Isolate this process, then become `code`."""
+    """Isolate this process, then run `code` in a child."""
     if os.getpid() != 1:
         raise RuntimeError("the jail must be the first process of a PID namespace")
     files = {entry.name: Path(entry).read_bytes() for entry in os.scandir(folder)}
@@ -68,8 +73,28 @@ def main(folder: str, disk_bytes: int, processes: int, code: str) -> None:
     if _kernel() >= _OWN_PROCESS_COUNT:
         resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
     _drop_privileges()
+    if child := os.fork():
+        _guard(child)
     environment = {**os.environ, "HOME": workdir, "TMPDIR": workdir}
     os.execve(sys.executable, [sys.executable, "-I", "-c", code], environment)
+
+
+def _guard(code: int) -> NoReturn:
+    """Exit as the process `code` does; all others then end too. `unshare --kill-child` has this process killed with it,
+    and no process of the namespace can stop, kill or trace it."""
+    if _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot prevent tracing")
+    while True:
+        ended, status = os.wait()
+        if ended == code:
+            result = os.waitstatus_to_exitcode(status)
+            os._exit(result if result >= 0 else SIGNALED - result)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends."""
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot request a signal at the parent's end")
 
 
 def make_read_only(at_once: bool = True) -> None:
@@ -106,7 +131,12 @@ def _build_root(root: str, workdir: str) -> None:
 
 
 def _python_paths() -> Iterator[str]:
-    """The directories and files of this Python: its installation, its virtual environment, and each link to it."""
+    """The directories and files of this Python: its installation, its virtual environment, each link to it, and the
+    directories of the libraries that it has loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        library = line.partition("/")[2]
+        if ".so" in library:
+            yield str(Path(f"/{library}").parent)
     yield from {sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.base_prefix)} - {"/"}
     program = Path(sys.executable)
     while True:

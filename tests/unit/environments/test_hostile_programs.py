@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -97,9 +99,23 @@ def test_no_hostile_program_gets_out_and_nothing_of_them_is_left(host: dict[str,
         assert not _escaped(result, host), name
         assert result.failed == "error: exited with code 1", (name, result)
     assert _run(PTRACE, host).output == "-1\n"
+    assert _run(PTRACE, host | {"pid": 1}).output == "-1\n", "the guard"
     for program in ENDS.values():
         _run(program, host, seconds=1)
     _assert_nothing_is_left(host, mounts)
+
+
+@needs_namespaces
+def test_programs_end_with_a_worker_that_is_killed(host: dict[str, object]) -> None:
+    """Also one that left its session and cleared the signal of its parent's end."""
+    code = f"{ENDS['outlive the parent']}\n# {host['mark']}"
+    worker = f"from pipeline.environments import sandbox; sandbox.run_python({code!r}, 600, {MEMORY_BYTES})"
+    with subprocess.Popen([sys.executable, "-c", worker]) as process:
+        try:
+            wait_for("the program", lambda: len(_left(host)) >= 3, WAIT_SECONDS)  # the worker, the guard, the code
+        finally:
+            process.kill()
+    wait_for("all processes of the program to be gone", lambda: not _left(host), WAIT_SECONDS)
 
 
 def test_without_a_sandbox_the_same_programs_get_out(host: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
