@@ -38,6 +38,11 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature of training rollouts.")
     max_tokens: Positive = Field(32, description="Largest number of tokens sampled in one turn.")
     concurrency: Positive = Field(64, description="Groups in flight over all servers.")
+    adaptive_concurrency: bool = Field(
+        False,
+        description="Let the groups in flight follow the load of the servers' KV caches; rollout.concurrency is then "
+        "their largest number (docs/agents.md#groups-in-flight).",
+    )
     request_seconds: Seconds = Field(
         120, description="Timeout of a request on one server; then another server continues it from its sampled tokens."
     )

@@ -45,6 +45,7 @@ OPERATIONAL = (
     "training.reshard_after_forward",
     "training.share_prefixes",
     "rollout.concurrency",
+    "rollout.adaptive_concurrency",
     "rollout.episode_seconds",
     "rollout.journal_bytes",
     "rollout.max_consecutive_failures",

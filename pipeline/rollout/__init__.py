@@ -3,6 +3,7 @@
 | module | owns |
 |---|---|
 | `issue_loop` | an endless loop that issues groups, bounded by servers and trainer |
+| `concurrency_control`, `cache_load` | how many groups are in flight; the load of the servers' KV caches |
 | `issue_queue` | the order in which positions are issued |
 | `group_rollout` | all rollouts of a position's prompt, as one group |
 | `sample_rollout`, `rollout_policy` | one rollout; the policy that its task samples from |

@@ -1,10 +1,10 @@
 """The loop that issues groups without end, as fast as the servers and the trainer allow.
 
 Owns when positions are issued, and the publishing of their groups. Promises that positions are issued in order, under
-the staleness gate, at most `rollout.concurrency` at a time; that a full topic delays only groups; and that no position
-is lost: a position is issued again if it was in flight when an actor crashed, was refused by the trainer, or was lost
-with the last writes of a streams' backend; and that the recorded episodes of a position that was in flight continue.
-Never decides that training is over. Must not know tasks or the meaning of tokens.
+the staleness gate, at most `rollout.concurrency` at a time, or fewer if the servers are overloaded; that a full topic
+delays only groups; and that no position is lost: a position is issued again if it was in flight when an actor crashed,
+was refused by the trainer, or was lost with the last writes of a streams' backend; and that the recorded episodes of a
+position that was in flight continue. Never decides that training is over. Must not know tasks or the meaning of tokens.
 
 Only servers that the trainer declared current receive requests: the board lists them.
 """
@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pipeline.config import RunConfig
+from pipeline.rollout.concurrency_control import ConcurrencyController, ServerLoad, Slots
 from pipeline.rollout.group_rollout import GroupBuilder
 from pipeline.rollout.issue_queue import IssueQueue
 from pipeline.rollout.server_pool import InferenceClient
@@ -29,6 +30,9 @@ from pipeline.utils.waiting import Deadline
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.03
+ADAPT_SECONDS = 5.0
+START_GROUPS = 8
+"""Groups in flight at first, if their number follows the servers' load."""
 READ_SECONDS = 60.0
 READ_LIMIT = 256
 
@@ -70,7 +74,8 @@ class IssueLoop:
         self._gate = StalenessGate(config.training.prompts_per_step, config.training.max_lag)
         self._max_lag = config.training.max_lag
         self._patience = 2 * config.cluster.startup_seconds
-        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._slots = Slots(config.rollout.concurrency)
+        self._adapts = config.rollout.adaptive_concurrency
         self._changed = asyncio.Condition()
         self._progress = TrainerProgress(version=0, done=0)
         self._refusals: dict[int, list[str]] = {}
@@ -90,6 +95,8 @@ class IssueLoop:
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._watch())
             self._tasks.create_task(self._take_back())
+            if self._adapts:
+                self._tasks.create_task(self._adapt())
             self._tasks.create_task(self._issue_all())
 
     def numbers(self) -> dict[str, float]:
@@ -104,6 +111,7 @@ class IssueLoop:
             "reused_tokens": counts.reused,
             "resampled_tokens": counts.resampled,
             "in_flight": counts.in_flight,
+            "concurrency": self._slots.limit,
             "failed_samples": failures.total(),
             "version": self._progress.version,
             "slowest_server": -1 if gate.slowest is None else gate.slowest,
@@ -155,6 +163,15 @@ class IssueLoop:
             self._progress = progress
             self._gate.advance(progress.version, slowest)
             self._changed.notify_all()
+
+    async def _adapt(self) -> None:
+        """Let the number of slots follow the servers' load."""
+        controller = ConcurrencyController(self._slots.limit, START_GROUPS)
+        while True:
+            self._slots.set_limit(controller.limit)
+            await asyncio.sleep(ADAPT_SECONDS)
+            load = await self._client.load()
+            controller.update(ServerLoad(self.counts.in_flight, load.hit_rate, load.kv_usage, load.preemptions))
 
     async def _issue_all(self) -> None:
         while True:

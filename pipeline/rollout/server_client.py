@@ -180,6 +180,8 @@ class GenerationRequest:
     known: tuple[bytes, ...] = ()
     cached_at: int | None = None
     """The version under which the prefix was cached; None: that of the server at the time of the request."""
+    continues: bool = False
+    """Whether a server computed the prefix for an earlier turn or piece."""
 
     def body(self, version: int) -> bytes:
         """The request as JSON, to a server of this policy version. Requests share cached prefixes only under the same
@@ -202,6 +204,25 @@ class GenerationRequest:
         return _bodies.encode(body)
 
 
+@dataclass
+class PromptTokens:
+    """Counts of prompts: responses, tokens, and those of the tokens that were in the server's prefix cache."""
+
+    responses: int = 0
+    tokens: int = 0
+    cached: int = 0
+
+    def add(self, answer: _Answer) -> None:
+        if answer.prompt_tokens:
+            self.responses += 1
+            self.tokens += answer.prompt_tokens
+            self.cached += answer.cached_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached / self.tokens if self.tokens else 0.0
+
+
 @dataclass(eq=False)
 class Server(HasBackoff):
     """The state of one server.
@@ -210,15 +231,16 @@ class Server(HasBackoff):
         version: the policy version that it serves; None while it must not get requests.
         fixed: whether its weights are from disk and never change, so that it reports no versions itself.
         samples: number of samples in progress.
-        prompt_tokens, cached_tokens: tokens of all prompts so far, and those of them that were in the prefix cache.
+        prompts: the tokens of all prompts so far, and those of them that were in the prefix cache.
+        continued: the same of requests that continue an episode or a sample.
     """
 
     endpoint: str
     version: int | None = None
     fixed: bool = False
     samples: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    prompts: PromptTokens = field(default_factory=PromptTokens)
+    continued: PromptTokens = field(default_factory=PromptTokens)
     busy: TimeFraction = field(default_factory=TimeFraction)
     running: set[asyncio.Task[bytes]] = field(default_factory=set)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -244,8 +266,9 @@ class Server(HasBackoff):
             started = asyncio.get_running_loop().time()
             answer = _parse(await self._guarded(self._post(http, request.body(version), seconds)), request.n)
             elapsed = asyncio.get_running_loop().time() - started
-        self.prompt_tokens += answer.prompt_tokens
-        self.cached_tokens += answer.cached_tokens
+        self.prompts.add(answer)
+        if request.continues:
+            self.continued.add(answer)
         return [self._completion(choice, request, version, elapsed) for choice in answer.choices]
 
     @contextmanager

@@ -30,6 +30,7 @@ import aiohttp
 
 from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RolloutError
+from pipeline.rollout.cache_load import CacheLoad, CacheWatch
 from pipeline.rollout.server_client import Completion, GenerationRequest, Server, TransientError
 from pipeline.utils.authenticated_connector import AuthenticatedConnector
 from pipeline.utils.backoff import available, pause_after
@@ -85,6 +86,7 @@ class InferenceClient:
         self._max_lag, self._server_seconds, self._vocabulary = max_lag, server_seconds, vocabulary
         self._routing, self._keeps_prefixes = routing, keeps_prefixes
         self._changed, self._suspects = asyncio.Event(), PoisonRequestGuard()
+        self._cache_watch = CacheWatch()
         self._followed: set[str] = set()
         self._eligible: list[Server] | None = []
         self.retries: Counter[str] = Counter()
@@ -174,13 +176,18 @@ class InferenceClient:
         fraction of its prompt tokens that were in its prefix cache, where it reports that."""
         idle = {f"idle/{endpoint}": 1 - server.busy.pop() for endpoint, server in self._servers.items()}
         hits = {
-            f"prefix_cache/{endpoint}": server.cached_tokens / server.prompt_tokens
+            f"prefix_cache/{endpoint}": server.prompts.hit_rate
             for endpoint, server in self._servers.items()
-            if server.prompt_tokens
+            if server.prompts.tokens
         }
         retries = {f"retries/{reason}": float(count) for reason, count in self.retries.items()}
         counts = {"requests": self.requests, "completion_tokens": self.tokens}
         return counts | {"requests/returned": self.returned, "requests/moved": self.moved} | idle | hits | retries
+
+    async def load(self) -> CacheLoad:
+        """The load of the servers' KV caches since the last call; a server that does not answer counts for nothing."""
+        servers = [server for server in self._servers.values() if server.version is not None]
+        return await self._cache_watch.load(self._http, servers)
 
     async def _somewhere(self, request: GenerationRequest, cached_on: str) -> list[Completion]:
         """The completions from the first server that succeeds; for a long request only the first piece."""
@@ -190,7 +197,8 @@ class InferenceClient:
             async with self._suspects.attempt(crashes):
                 server = await self._chosen(cached_on, request.n)
                 try:
-                    completions = await server.ask(self._http, replace(request, max_tokens=piece), self._seconds)
+                    part = replace(request, max_tokens=piece, continues=bool(cached_on))
+                    completions = await server.ask(self._http, part, self._seconds)
                 except TransientError as failure:
                     self.retries[failure.reason] += 1
                     server.backoff.record_failure()

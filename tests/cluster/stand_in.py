@@ -28,6 +28,7 @@ from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished
 from pipeline.utils import shared_files
 from slurm.agent import agent
+from slurm.agent.control_link import ControlLinks
 from slurm.agent.role_lifecycle import End
 from slurm.agent.supervisor import StopRequest
 from slurm.scheduler.rank_environment import Environment
@@ -57,7 +58,12 @@ def word_of(run: RunPaths, restart: int) -> str:
 
 
 def take_part(
-    run: RunPaths, paths: AttemptPaths, environment: Environment, notice: StopRequest, _held: ExitStack
+    run: RunPaths,
+    paths: AttemptPaths,
+    environment: Environment,
+    notice: StopRequest,
+    _held: ExitStack,
+    _links: ControlLinks,
 ) -> End:
     word = word_of(run, environment.restart)
     paths.timeline.mkdir(parents=True, exist_ok=True)

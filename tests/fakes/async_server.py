@@ -15,13 +15,13 @@ ADDRESS = "127.0.0.1"
 async def serving(
     routes: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]], password: str = PASSWORD
 ) -> AsyncIterator[int]:
-    """Who POSTs to one of `routes` gets its answer, and who looks whether it lives hears so, until the block ends; the
+    """Who asks one of `routes` gets its answer, and who looks whether it lives hears so, until the block ends; the
     value is the port."""
     application = web.Application()
     application.router.add_get("/health", _lives)
     application.router.add_get(ROUTE, proving(password))
     for route, answer in routes.items():
-        application.router.add_post(route, answer)
+        application.router.add_route("*", route, answer)
     runner = web.AppRunner(application, shutdown_timeout=0.01)
     await runner.setup()
     try:

@@ -1,0 +1,56 @@
+"""The load of the servers' caches, as servers report it and responses show it."""
+
+import pytest
+from aiohttp import web
+
+from pipeline.rollout.cache_load import MIN_RESPONSES, CacheLoad, values
+from tests.fakes.async_server import ADDRESS, serving
+from tests.fakes.scripted_server import Script, ask, client_and, reports, run
+
+METRICS = """# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="policy"} 0.5
+vllm:num_preemptions_total{engine="0",model_name="policy"} %s
+vllm:num_preemptions_created{engine="0",model_name="policy"} 1.7e9
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("vllm:kv_cache_usage_perc", [0.25, 0.5]),
+        ("vllm:num_preemptions_total", [3.0]),
+        ("vllm:num_preemptions", []),
+        ("vllm:none", []),
+    ],
+)
+def test_a_metric_has_a_value_for_each_set_of_labels(name: str, found: list[float]) -> None:
+    assert values(METRICS % 3, name) == found
+
+
+def test_a_load_is_that_of_the_period_since_the_last_one() -> None:
+    usage = {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 8}}
+    script, total = Script([reports(usage)]), [2.0]
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text=METRICS % total[0])
+
+    async def story() -> list[CacheLoad]:
+        async with serving({"/metrics": metrics}) as port, client_and(script) as client:
+            client.update(f"{ADDRESS}:{port}", 5)
+            loads = [await client.load()]
+            total[0] += 4
+            for _ in range(MIN_RESPONSES - 1):
+                await ask(client, cached_on=script.endpoint)
+            loads.append(await client.load())
+            await ask(client, cached_on=script.endpoint)
+            loads += [await client.load(), await client.load()]
+            return loads
+
+    assert run(story()) == [
+        CacheLoad(None, 0.5, 0),
+        CacheLoad(None, 0.5, 4),
+        CacheLoad(0.8, 0.5, 0),
+        CacheLoad(None, 0.5, 0),
+    ]
