@@ -24,7 +24,8 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import WeightSyncError
-from pipeline.inference.weight_sync.server_shards import Chunk, Shard, Slice, whole_slice
+from pipeline.inference.weight_sync.byte_runs import merged_runs, span_of, window_span
+from pipeline.inference.weight_sync.server_shards import Chunk, Copies, Shard, Slice, whole_slice
 from pipeline.inference.weight_sync.transports.gloo import Parameter, WeightLayout
 
 Rows = tuple[int, int]
@@ -122,6 +123,18 @@ class RowParts:
     def chunks(self, at_once: bool = False) -> Iterator[Chunk]:
         """The rank's part in the pieces in which it travels (`Shard.chunks`)."""
         return (chunk for chunk in self.shard.chunks(at_once) if at_once or chunk.start < chunk.end)
+
+    def scattering(self, chunk: Chunk, staging: WeightLayout) -> Copies:
+        """The copies from a chunk into the staging buffer, of this layout."""
+        contiguous, strided = [], []
+        for at, target in self.targets_of(chunk):
+            span = span_of(staging, target)
+            if span is None:
+                strided.append((at, target))
+            else:
+                source = window_span(self.shard.staged, chunk.start + at, span.size)
+                contiguous.append((source._replace(start=at), span))
+        return Copies(merged_runs(contiguous), tuple(strided))
 
     def targets_of(self, chunk: Chunk) -> Iterator[tuple[int, Slice]]:
         """For each slice of a chunk, its first byte in the chunk and its destination in the staging buffer."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pipeline.errors import WeightSyncError
+from pipeline.inference.weight_sync.byte_runs import ByteRun, merged_runs, span_of, window_span
 from pipeline.inference.weight_sync.transports.gloo import Parameter, WeightLayout
 from pipeline.topology.gpu_memory import WEIGHT_CHUNK
 
@@ -48,6 +49,16 @@ class Slice(NamedTuple):
         reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return reach + 1 if self.elements else 0
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the view's elements follow each other in the tensor's memory, in their order."""
+        reach = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size > 1 and stride != reach:
+                return False
+            reach *= size
+        return True
+
     def of(self, tensor: Tensor) -> Tensor:
         """This view of a contiguous tensor."""
         return tensor.as_strided(self.shape, self.strides, int(tensor.storage_offset()) + self.offset)
@@ -68,6 +79,14 @@ class Chunk(NamedTuple):
     start: int
     end: int
     slices: tuple[tuple[int, Slice], ...]
+
+
+class Copies(NamedTuple):
+    """How the slices of a chunk are copied: `runs` of contiguous bytes, and `strided` slices, each with its first byte
+    in the chunk. Bytes of a run on the chunk's side count from its start."""
+
+    runs: tuple[ByteRun, ...]
+    strided: tuple[tuple[int, Slice], ...]
 
 
 @dataclass(frozen=True)
@@ -135,8 +154,35 @@ class Shard:
         `at_once`, and whole: in one."""
         if at_once and self.is_whole:
             starts = zip(self.staged.offsets, self.slices, strict=False)
-            yield Chunk(0, self.staged.bytes, tuple(starts))
-            return
+            return iter([Chunk(0, self.staged.bytes, tuple(starts))])
+        return iter(self._pieces)
+
+    def gathering(self, chunk: Chunk) -> Copies:
+        """The copies from a buffer of the layout into a chunk."""
+        place = chunk.start, chunk.end
+        if place not in self._gathered:
+            self._gathered[place] = self._gathering(chunk)
+        return self._gathered[place]
+
+    @cached_property
+    def _gathered(self) -> dict[tuple[int, int], Copies]:
+        return {}
+
+    def _gathering(self, chunk: Chunk) -> Copies:
+        contiguous, strided = [], []
+        for at, slice_ in chunk.slices:
+            if (source := span_of(self.layout, slice_)) is None:
+                strided.append((at - chunk.start, slice_))
+            elif source.size:
+                target = window_span(self.staged, at, source.size)
+                contiguous.append((source, target._replace(start=at - chunk.start)))
+        return Copies(merged_runs(contiguous), tuple(strided))
+
+    @cached_property
+    def _pieces(self) -> tuple[Chunk, ...]:
+        return tuple(self._cut())
+
+    def _cut(self) -> Iterator[Chunk]:
         held: list[tuple[int, Slice]] = []
         span = 0
         for at, part in self._parts():

@@ -134,8 +134,10 @@ class RowReceiver:
         # One rank with all rows sends the staging buffer's own bytes. A part of the rows is strided there, so it is
         # received into a bucket of the size of the largest chunk and copied from it, as is all that a host stages.
         self._direct = not on_host and len(sources) == 1 and sources[0].rows is None
-        chunks = [] if self._direct else [chunk for parts in self._parts for chunk in parts.chunks()]
-        size = max((chunk.end - chunk.start + ALIGNMENT for chunk in chunks), default=0)
+        received = () if self._direct else self._parts
+        chunks = [(parts, chunk) for parts in received for chunk in parts.chunks(self._at_once)]
+        self._copies = {(parts, chunk.start): parts.scattering(chunk, shard.staged) for parts, chunk in chunks}
+        size = max((chunk.end - chunk.start + ALIGNMENT for _, chunk in chunks), default=0)
         self._bucket = torch.empty(size, dtype=torch.uint8, device=device)
         self._stream = SideStream(device)
 
@@ -174,8 +176,12 @@ class RowReceiver:
         self, parts: RowParts, chunk: Chunk, here: Tensor, deadline: Deadline, after: torch.cuda.Event | None
     ) -> None:
         """Copy a received chunk from the bucket to its destinations in the staging buffer."""
+        copies = self._copies[parts, chunk.start]
         with self._stream.begin(after):
-            for at, target in parts.targets_of(chunk):
+            for run in copies.runs:
+                source = here[run.source : run.source + run.size]
+                self._buffer[run.target : run.target + run.size].copy_(source, non_blocking=True)
+            for at, target in copies.strided:
                 there = target.of(self._shard.staged.view(target.tensor, self._buffer))
                 there.copy_(here[at : at + there.nbytes].view(there.dtype).view(there.shape), non_blocking=True)
         self._stream.wait(deadline)  # the bucket receives the next chunk now

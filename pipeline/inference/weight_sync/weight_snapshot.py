@@ -154,9 +154,13 @@ class ShardGatherer:
         size = chunk.end - chunk.start
         with self._stream.begin():
             self._chunk = _fits(self._chunk, lead + size)
-            for at, slice_ in chunk.slices:
+            copies = shard.gathering(chunk)
+            for run in copies.runs:
+                source = snapshot.buffer[run.source : run.source + run.size]
+                self._chunk[lead + run.target : lead + run.target + run.size].copy_(source, non_blocking=True)
+            for at, slice_ in copies.strided:
                 tensor = snapshot.source.own.view(slice_.tensor, snapshot.buffer)
-                begin = lead + at - chunk.start
+                begin = lead + at
                 target = self._chunk[begin : begin + slice_.elements * shard.width(slice_)].view(tensor.dtype)
                 target.view(slice_.shape).copy_(
                     slice_.of(tensor) if snapshot.on_device else self._brought(slice_, tensor)
