@@ -18,7 +18,7 @@ METRICS = "/metrics"
 READ_SECONDS = 5.0
 MIN_RESPONSES = 16
 """Responses to continued requests from which their hit rate means something."""
-_USAGE, _PREEMPTIONS = "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total"
+_USAGE, _PREEMPTIONS = "kv_cache_usage_perc", "num_preemptions_total"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,10 @@ class CacheWatch:
 
 
 def values(text: str, name: str) -> list[float]:
-    """The values of a metric in Prometheus's text format, one for each set of labels."""
-    return [float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)", text, re.MULTILINE)]
+    """The values of a metric in Prometheus's text format, one for each set of labels; the server's program may have put
+    its own name before it."""
+    pattern = rf"^(?:\w+:)?{re.escape(name)}(?:\{{.*\}})? (\S+)"
+    return [float(value) for value in re.findall(pattern, text, re.MULTILINE)]
 
 
 async def _metrics(http: aiohttp.ClientSession, endpoint: str) -> str | None:

@@ -19,10 +19,10 @@ vllm:num_preemptions_created{engine="0",model_name="policy"} 1.7e9
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("vllm:kv_cache_usage_perc", [0.25, 0.5]),
-        ("vllm:num_preemptions_total", [3.0]),
-        ("vllm:num_preemptions", []),
-        ("vllm:none", []),
+        ("kv_cache_usage_perc", [0.25, 0.5]),
+        ("num_preemptions_total", [3.0]),
+        ("num_preemptions", []),
+        ("none", []),
     ],
 )
 def test_a_metric_has_a_value_for_each_set_of_labels(name: str, found: list[float]) -> None:
