@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -24,7 +25,8 @@ STEPS = 40
 def test_a_run_begins_without_a_late_server_and_then_uses_it(launches: Launches) -> None:
     run = launches.submit("r", "resources.inference.nodes=3", "inference.min_servers=2", f"training.steps={STEPS}")
     run.wait_for_state("inference.2", "starting")
-    late = processes_of(run, rank_of(run, "inference.2"))
+    run.wait("the server's process", lambda: bool(server_processes(run, "inference.2")), WAIT_SECONDS)
+    late = server_processes(run, "inference.2")
     for process in late:
         process.send_signal(signal.SIGSTOP)
     run.wait_for_step(2)
@@ -36,7 +38,7 @@ def test_a_run_begins_without_a_late_server_and_then_uses_it(launches: Launches)
     run.wait_for_state("inference.2", "ready")
     run.wait("requests to the late server", lambda: is_busy(run, "inference.2"), WAIT_SECONDS)
     assert run.end() == 0, run.output()
-    assert max(row["sync/servers"] for row in run.rows()) == 3
+    assert max(row.get("sync/servers", 0) for row in run.rows()) == 3  # a step before the first update has no number
     assert_each_step_once(run)
 
 
@@ -101,6 +103,20 @@ def agent_of(run: Launched, rank: int) -> psutil.Process:
 def processes_of(run: Launched, rank: int) -> list[psutil.Process]:
     """All processes below an agent."""
     return agent_of(run, rank).children(recursive=True)
+
+
+def server_processes(run: Launched, name: str) -> list[psutil.Process]:
+    """The processes of a server: those that have its address and port in their command lines. A fork server may be
+    their parent."""
+    place = next(place for place in run._world()["placements"] if f"{place['role']}.{place['index']}" == name)
+    parts = place["address"], str(place["ports"][0])
+
+    def is_of_server(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return all(part in " ".join(process.cmdline()) for part in parts)
+        return False
+
+    return [process for process in run.processes() if is_of_server(process)]
 
 
 def is_busy(run: Launched, name: str) -> bool:
