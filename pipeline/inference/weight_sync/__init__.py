@@ -9,5 +9,6 @@
 | `rank_rows`, `server_shards` | the rows that each rank sends; what a server's process needs, in chunks |
 | `transfer_route` | the exchange of one rank and one process of a server |
 | `rank_orders` | what rank 0 has the trainer's other ranks do |
+| `byte_runs` | copies of slices between two buffers, merged |
 | `transports/` | gloo, nccl and ipc |
 """

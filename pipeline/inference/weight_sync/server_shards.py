@@ -159,10 +159,10 @@ class Shard:
 
     def gathering(self, chunk: Chunk) -> Copies:
         """The copies from a buffer of the layout into a chunk."""
-        place = chunk.start, chunk.end
-        if place not in self._gathered:
-            self._gathered[place] = self._gathering(chunk)
-        return self._gathered[place]
+        span = chunk.start, chunk.end
+        if span not in self._gathered:
+            self._gathered[span] = self._gathering(chunk)
+        return self._gathered[span]
 
     @cached_property
     def _gathered(self) -> dict[tuple[int, int], Copies]:
