@@ -22,7 +22,7 @@ from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, await_
 from pipeline.utils.waiting import Deadline
 
 STUCK_SECONDS, SLOWEST_BYTES_PER_SECOND = 10.0, 5e7
-"""An operation that both members have posted may take so long, in addition to its bytes at this rate."""
+"""The limit of an operation that both members have posted: these seconds, and its bytes at this rate."""
 
 
 class NcclGroup(GpuGroup):
