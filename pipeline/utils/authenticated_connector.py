@@ -36,7 +36,10 @@ class AuthenticatedConnector(aiohttp.TCPConnector):
     async def _prove(self, handler: Any) -> None:
         """Request and verify the proof, then return the connection to aiohttp's response handler."""
         transport, nonce = handler.transport, new_nonce()
-        host, port = transport.get_extra_info("peername")[:2]
+        address = transport.get_extra_info("peername") if transport is not None else None
+        if address is None:
+            raise ConnectionResetError(errno.ECONNRESET, "the server closed the connection at once")
+        host, port = address[:2]
         reader = asyncio.StreamReader(limit=MAX_ANSWER)
         transport.set_protocol(asyncio.StreamReaderProtocol(reader))
         transport.write(f"GET {ROUTE}?nonce={nonce.hex()} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -159,3 +160,23 @@ def test_a_request_ends_when_it_is_cancelled_at_whatever_moment() -> None:
             assert turns > 5
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("is_lost", [True, False], ids=["without a transport", "without an address"])
+def test_a_connection_that_is_lost_at_once_is_one_that_failed(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a server is killed between its accept and the request for a proof."""
+
+    class Unconnected(asyncio.Transport):
+        def get_extra_info(self, name: str, default: object = None) -> object:
+            return None
+
+    async def connect(self: aiohttp.TCPConnector, *arguments: object) -> SimpleNamespace:
+        return SimpleNamespace(transport=None if is_lost else Unconnected(), close=lambda: None)
+
+    async def story() -> None:
+        async with aiohttp.ClientSession(connector=AuthenticatedConnector(lambda: PASSWORD)) as http:
+            await post(http, 1, "x")
+
+    monkeypatch.setattr(aiohttp.TCPConnector, "_create_connection", connect)
+    with pytest.raises(aiohttp.ClientConnectorError, match="closed the connection at once"):
+        asyncio.run(story())
