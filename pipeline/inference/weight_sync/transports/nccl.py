@@ -2,8 +2,9 @@
 
 Owns the communicator and its handshake. nccl has no deadlines, and a receive that waits on the device for a late sender
 can block all other kernels of that device. So a receive is posted only once the sender has announced in the store that
-it sends now. From then on both members are ready, so an operation that takes longer than its bytes explain is stuck,
-and is aborted long before the deadline of the update. Dropping the group leaves it.
+it sends now. Then both members are ready, so a receive that takes longer than its bytes explain is stuck, and is
+aborted long before the deadline of the update. A send may have to wait until then: the receiver may still receive from
+another rank. Dropping the group leaves it.
 
 Must not know vLLM's engine, HTTP, or the meaning of the tensors.
 """
@@ -22,7 +23,7 @@ from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, await_
 from pipeline.utils.waiting import Deadline
 
 STUCK_SECONDS, SLOWEST_BYTES_PER_SECOND = 10.0, 5e7
-"""The limit of an operation that both members have posted: these seconds, and its bytes at this rate."""
+"""The limit of a receive, which both members have posted: these seconds, and its bytes at this rate."""
 
 
 class NcclGroup(GpuGroup):
@@ -49,7 +50,9 @@ class NcclGroup(GpuGroup):
         version = self._receive(self._key(), int, deadline)
         if after is not None:
             self._stream.wait_event(after)
-        self._exchange(self._library.ncclRecv, buffer, TRAINER, deadline)
+        seconds = STUCK_SECONDS + buffer.numel() / SLOWEST_BYTES_PER_SECOND
+        stuck = Deadline(f"{buffer.numel()} bytes over nccl ({deadline.awaited})", min(seconds, deadline.left))
+        self._exchange(self._library.ncclRecv, buffer, TRAINER, stuck)
         return version
 
     def leave(self) -> None:
@@ -107,10 +110,8 @@ class NcclGroup(GpuGroup):
         except RuntimeError as error:
             self.leave()
             raise WeightSyncError(f"{deadline.awaited}: {error}") from error
-        seconds = STUCK_SECONDS + buffer.numel() / SLOWEST_BYTES_PER_SECOND
-        stuck = Deadline(f"{buffer.numel()} bytes over nccl ({deadline.awaited})", min(seconds, deadline.left))
         try:
-            await_event(done, stuck)
+            await_event(done, deadline)
         except WeightSyncError:
             self.leave()
             raise
