@@ -38,6 +38,11 @@ def one_line(error: BaseException) -> str:
     return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} …"
 
 
+def reason_of(error: BaseException) -> str:
+    """The text of one of our errors, which says everything; of any other, `one_line`."""
+    return str(error) if isinstance(error, RollcallError) else one_line(error)
+
+
 def first_line(error: BaseException) -> str:
     """`ErrorName: what it says first`, of an error that may carry the traceback of another rank."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from pipeline.errors import reason_of
 from pipeline.inference.vllm.copy_plan import CopyPlan, NoPlan, staging_buffer
 from pipeline.inference.vllm.transfer_engine import TransferEngine, exit_process_on_failure, reload_model
 from pipeline.inference.vllm.verified_plans import difference_from_reload
@@ -76,7 +77,12 @@ class NcclEngine(TransferEngine[GpuGroup]):
     def _receive(self, groups: Sequence[GpuGroup], rows: RowReceiver, deadline: Deadline) -> int:
         torch.cuda.set_device(self.device)
         after = self._taken
-        return rows.receive(groups, lambda group, buffer: group.receive(buffer, deadline, after), deadline, after)
+        try:
+            return rows.receive(groups, lambda group, buffer: group.receive(buffer, deadline, after), deadline, after)
+        except Exception as error:
+            for group in groups:  # also ranks whose turn had not come
+                group.refuse(reason_of(error))
+            raise
 
     def _arrived(self) -> Iterable[tuple[str, Tensor]]:
         """An adapter's bytes go to the host, where vLLM keeps adapters."""

@@ -34,7 +34,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from pipeline.errors import WeightSyncError, one_line
+from pipeline.errors import WeightSyncError, one_line, reason_of
 from pipeline.inference.vllm.adapter_loading import AdapterSlot
 from pipeline.inference.vllm.direct_loading import DirectTensors
 from pipeline.inference.vllm.expert_packing import pack_experts_at_updates
@@ -223,7 +223,7 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         try:
             yield
         except Exception as error:  # noqa: BLE001 - recorded, and requested by the trainer
-            self.failure = self.failure or (str(error) if isinstance(error, WeightSyncError) else one_line(error))
+            self.failure = self.failure or reason_of(error)
             log.warning("no weights from the trainer: %s", self.failure)
             self.shutdown()
 
@@ -251,7 +251,7 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         try:
             arriving.set_result(receive_and_prepare(groups[0], receive, self._prepare))
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: `receive_weights` raises it
-            reason = str(error) if isinstance(error, WeightSyncError) else one_line(error)
+            reason = reason_of(error)
             log.warning("the weights did not arrive: %s", reason)
             arriving.set_exception(WeightSyncError(reason))  # a new one: no traceback refers to the groups
             self._drop(groups)

@@ -27,7 +27,7 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import Store
 
-from pipeline.errors import SignatureError, WeightSyncError, one_line
+from pipeline.errors import SignatureError, WeightSyncError, reason_of
 from pipeline.inference.weight_sync.rank_rows import RowSource
 from pipeline.inference.weight_sync.transfer_route import SendingRank, TransferRoute
 from pipeline.inference.weight_sync.transports.gpu_group import await_event
@@ -189,7 +189,7 @@ class _ServerFeeder:
             if order.kind == "meet":
                 self._routes = self._rank.meet(store, order.group, order.processes, deadline)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: rank 0 gets the reason
-            return str(error) if isinstance(error, WeightSyncError) else one_line(error)
+            return reason_of(error)
         return ""
 
     def _send(self, version: int, deadline: Deadline) -> None:

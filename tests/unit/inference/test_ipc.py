@@ -118,7 +118,7 @@ def test_a_copy_that_does_not_end_is_given_up_and_the_sender_told_why(
         trainer._store.wait(["g/0"], timedelta(seconds=WAIT_SECONDS))
         with pytest.raises(WeightSyncError, match="weights"):
             server.receive(buffer(), soon(0.1))
-        with pytest.raises(WeightSyncError, match=r"could not take them: .*weights"):
+        with pytest.raises(WeightSyncError, match=r"receives no more: .*weights"):
             sending.result(WAIT_SECONDS)
     with pytest.raises(WeightSyncError, match="was left"):
         server.receive(buffer(), soon())
@@ -136,7 +136,7 @@ def test_memory_that_cannot_be_mapped_is_told_to_the_sender_at_once(
         sending = pool.submit(trainer.send, 7, buffer(), Deadline("the server's word", WAIT_SECONDS))
         with pytest.raises(WeightSyncError, match="invalid resource handle"):
             server.receive(buffer(), soon())
-        with pytest.raises(WeightSyncError, match=r"could not take them: .*invalid resource handle"):
+        with pytest.raises(WeightSyncError, match=r"receives no more: .*invalid resource handle"):
             sending.result(WAIT_SECONDS)
     with pytest.raises(WeightSyncError, match="was left"):
         trainer.send(8, buffer(), soon())

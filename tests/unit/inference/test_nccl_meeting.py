@@ -1,6 +1,7 @@
 """How two members of an nccl group meet and talk in the store, without nccl."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from types import ModuleType
@@ -34,6 +35,10 @@ class Library:
 
     def ncclCommInitRank(self, count: int, unique: object, rank: int) -> str:
         return f"communicator of {rank}"
+
+    def ncclSend(self) -> None: ...
+
+    def ncclRecv(self) -> None: ...
 
     def ncclCommAbort(self, comm: str) -> None:
         self.aborted.append(comm)
@@ -79,6 +84,69 @@ def test_a_version_that_a_stranger_told_ends_the_reception() -> None:
     a_store(inner, "theirs").set("g/0", "7")
     with pytest.raises(WeightSyncError, match="carries no signature"):
         group.receive(torch.empty(1, dtype=torch.uint8), Deadline("weights", 5))
+
+
+class Device:
+    """The operations of both members on the device, in order; each ends at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.posted: list[str] = []
+        monkeypatch.setattr(NcclGroup, "_exchange", self.exchange)
+
+    def exchange(self, begin: Any, buffer: torch.Tensor, peer: int, deadline: Deadline) -> None:
+        self.posted.append(begin.__name__)
+
+
+@pytest.fixture
+def members() -> tuple[NcclGroup, NcclGroup]:
+    inner = HashStore()
+    trainer = meet(a_store(inner), TRAINER)
+    return trainer, meet(a_store(inner), SERVER)
+
+
+def weights() -> torch.Tensor:
+    return torch.empty(1, dtype=torch.uint8)
+
+
+def test_a_send_is_posted_only_once_its_receiver_is_ready(
+    members: tuple[NcclGroup, NcclGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (trainer, server), device = members, Device(monkeypatch)
+    with pytest.raises(WeightSyncError, match="weights"):
+        trainer.send(7, weights(), Deadline("weights", 0.05))
+    assert not device.posted
+    with ThreadPoolExecutor(1) as pool:
+        for version in (7, 8, 9):
+            sending = pool.submit(trainer.send, version, weights(), Deadline("weights", 5))
+            assert server.receive(weights(), Deadline("weights", 5)) == version
+            sending.result(5)
+    assert device.posted == ["ncclSend", "ncclRecv"] * 3
+
+
+def test_a_transfer_leaves_the_keys_of_one_buffer(
+    members: tuple[NcclGroup, NcclGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (trainer, server), _ = members, Device(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        for version in range(5):
+            sending = pool.submit(trainer.send, version, weights(), Deadline("weights", 5))
+            server.receive(weights(), Deadline("weights", 5))
+            sending.result(5)
+    assert trainer._store.num_keys() == len(("g/id", "g/4", "g/4/answer"))
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_server_that_receives_no_more_ends_the_send_with_its_reason(
+    members: tuple[NcclGroup, NcclGroup], is_waiting: bool
+) -> None:
+    trainer, server = members
+    if is_waiting:
+        with pytest.raises(WeightSyncError):
+            server.receive(weights(), Deadline("weights", 0.05))
+    else:
+        server.refuse("rank 1 is gone")
+    with pytest.raises(WeightSyncError, match="receives no more: " + ("weights" if is_waiting else "rank 1 is gone")):
+        trainer.send(7, weights(), Deadline("the server", 5))
 
 
 def test_a_member_that_never_comes_is_given_up_at_the_deadline() -> None:

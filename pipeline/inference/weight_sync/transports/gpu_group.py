@@ -7,8 +7,8 @@ vLLM's engine, HTTP, the meaning of the tensors, or which transport a group uses
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from pipeline.errors import SignatureError, WeightSyncError
+from pipeline.errors import SignatureError, WeightSyncError, reason_of
 from pipeline.inference.weight_sync.server_shards import Slice
 from pipeline.inference.weight_sync.transports.gloo import LeaveSignal, PreparedSignal
 from pipeline.utils.waiting import Deadline
@@ -54,7 +54,8 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True):
 class GpuGroup(LeaveSignal, PreparedSignal, ABC):
     """A group of two members. Any error leaves it unusable: drop it and meet again under another name.
 
-    For each buffer the sender sets a key in the store once the bytes are ready; only then does the receiver begin.
+    For each buffer the sender sets a key in the store once the bytes are ready, and the receiver sets an answer: empty,
+    or the reason why it receives no more. Which of the two comes first is the transport's.
     """
 
     def __init__(self, store: Store, name: str, device: torch.device) -> None:
@@ -74,9 +75,42 @@ class GpuGroup(LeaveSignal, PreparedSignal, ABC):
     def leave(self) -> None:
         """End the group, also with an operation in flight."""
 
+    def refuse(self, reason: str) -> None:
+        """Answer the sender of the next buffer with the reason why this member receives no more.
+
+        Called in the thread that receives: a wait of another thread would block the store's connection.
+        """
+        with suppress(WeightSyncError):  # without a store the sender knows already
+            self._publish(f"{self._key()}/answer", reason)
+
+    @contextmanager
+    def _refusal_on_failure(self) -> Iterator[None]:
+        """Leave the group and answer the sender on any error in the block."""
+        try:
+            yield
+        except Exception as error:
+            self.leave()
+            self.refuse(reason_of(error))
+            raise
+
     def _key(self) -> str:
         """The store's key for the next buffer."""
         return f"{self._name}/{self._buffers}"
+
+    def _await_answer(self, deadline: Deadline) -> None:
+        """Wait for the receiver's answer for the next buffer; `WeightSyncError` with the reason of a refusal."""
+        if refusal := self._receive(f"{self._key()}/answer", bytes.decode, deadline):
+            self.leave()
+            raise WeightSyncError(f"the server's process receives no more: {refusal}")
+
+    def _forget(self, buffer: int) -> None:
+        """Delete the keys of a buffer, which both members have read."""
+        key = f"{self._name}/{buffer}"
+        try:
+            self._store.delete_key(key)
+            self._store.delete_key(f"{key}/answer")
+        except RuntimeError as error:
+            raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
 
     def _publish(self, key: str, value: str) -> None:
         try:

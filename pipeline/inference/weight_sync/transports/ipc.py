@@ -6,14 +6,13 @@ signed store. The trainer holds its buffer until the server reports that it has 
 Must not know vLLM's engine, HTTP, or the meaning of the tensors.
 """
 
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from pipeline.errors import WeightSyncError, one_line
+from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, await_event
 from pipeline.utils.waiting import Deadline
 
@@ -56,24 +55,21 @@ class IpcGroup(GpuGroup):
                 "PYTORCH_CUDA_ALLOC_CONF must not ask for expandable_segments"
             ) from error
         self._publish(key, msgspec.json.encode(handle).decode())
-        refusal = self._receive(f"{key}/taken", bytes.decode, deadline)
-        # Torch holds shared memory until it has seen that the other process released it.
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        if refusal:
-            self.leave()
-            raise WeightSyncError(f"the other process could not take them: {refusal}")
+        try:
+            self._await_answer(deadline)
+        finally:
+            # Torch holds shared memory until it has seen that the other process released it.
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        self._forget(self._buffers)
+        self._buffers += 1
 
     def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
         key = self._next()
-        try:
+        with self._refusal_on_failure():
             handle = self._receive(key, lambda data: msgspec.json.decode(data, type=CudaIpcHandle), deadline)
             self._copy(buffer, handle, deadline, after)
-        except Exception as error:
-            self.leave()
-            with suppress(WeightSyncError):  # the first error is the one to report
-                self._publish(f"{key}/taken", one_line(error))
-            raise
-        self._publish(f"{key}/taken", "")
+        self._publish(f"{key}/answer", "")
+        self._buffers += 1
         return handle.version
 
     def leave(self) -> None:
@@ -82,9 +78,7 @@ class IpcGroup(GpuGroup):
     def _next(self) -> str:
         if self._left:
             raise WeightSyncError(f"group {self._name} was left")
-        key = self._key()
-        self._buffers += 1
-        return key
+        return self._key()
 
     def _copy(self, buffer: Tensor, handle: CudaIpcHandle, deadline: Deadline, after: torch.cuda.Event | None) -> None:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,10 +1,14 @@
 """The transport between GPUs: one buffer over an nccl communicator of two members.
 
-Owns the communicator and its handshake. nccl has no deadlines, and a receive that waits on the device for a late sender
-can block all other kernels of that device. So a receive is posted only once the sender has announced in the store that
-it sends now. Then both members are ready, so a receive that takes longer than its bytes explain is stuck, and is
-aborted long before the deadline of the update. A send may have to wait until then: the receiver may still receive from
-another rank. Dropping the group leaves it.
+Owns the communicator and its handshake. nccl has no deadlines, and an operation that waits on the device for the other
+member can block all other kernels of that device. So the members meet in the store before each buffer:
+
+    receiver   answers that it will receive this buffer from this sender
+    sender     posts the send, after the answer, and announces it
+    receiver   posts the receive, after the announcement
+
+Then both are ready, so an operation that takes longer than its bytes explain is stuck, and is aborted long before the
+deadline of the update. Dropping the group leaves it.
 
 Must not know vLLM's engine, HTTP, or the meaning of the tensors.
 """
@@ -23,7 +27,7 @@ from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, await_
 from pipeline.utils.waiting import Deadline
 
 STUCK_SECONDS, SLOWEST_BYTES_PER_SECOND = 10.0, 5e7
-"""The limit of a receive, which both members have posted: these seconds, and its bytes at this rate."""
+"""The limit of an operation that both members have posted: these seconds, and its bytes at this rate."""
 
 
 class NcclGroup(GpuGroup):
@@ -43,16 +47,19 @@ class NcclGroup(GpuGroup):
     _library: Any
 
     def send(self, version: int, buffer: Tensor, deadline: Deadline) -> None:
+        self._await_answer(deadline)
+        if self._buffers:
+            self._forget(self._buffers - 1)
         self._publish(self._key(), str(version))
         self._exchange(self._library.ncclSend, buffer, SERVER, deadline)
 
     def receive(self, buffer: Tensor, deadline: Deadline, after: torch.cuda.Event | None = None) -> int:
-        version = self._receive(self._key(), int, deadline)
-        if after is not None:
-            self._stream.wait_event(after)
-        seconds = STUCK_SECONDS + buffer.numel() / SLOWEST_BYTES_PER_SECOND
-        stuck = Deadline(f"{buffer.numel()} bytes over nccl ({deadline.awaited})", min(seconds, deadline.left))
-        self._exchange(self._library.ncclRecv, buffer, TRAINER, stuck)
+        self._publish(f"{self._key()}/answer", "")
+        with self._refusal_on_failure():
+            version = self._receive(self._key(), int, deadline)
+            if after is not None:
+                self._stream.wait_event(after)
+            self._exchange(self._library.ncclRecv, buffer, TRAINER, deadline)
         return version
 
     def leave(self) -> None:
@@ -98,6 +105,8 @@ class NcclGroup(GpuGroup):
 
         if self._comm is None:
             raise WeightSyncError(f"group {self._name} was left")
+        seconds = STUCK_SECONDS + buffer.numel() / SLOWEST_BYTES_PER_SECOND
+        stuck = Deadline(f"{buffer.numel()} bytes over nccl ({deadline.awaited})", min(seconds, deadline.left))
         buffer.record_stream(self._stream)  # torch must not reuse the memory before this stream is done with it
         self._buffers += 1
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -109,9 +118,9 @@ class NcclGroup(GpuGroup):
                 done.record(self._stream)
         except RuntimeError as error:
             self.leave()
-            raise WeightSyncError(f"{deadline.awaited}: {error}") from error
+            raise WeightSyncError(f"{stuck.awaited}: {error}") from error
         try:
-            await_event(done, deadline)
+            await_event(done, stuck)
         except WeightSyncError:
             self.leave()
             raise
