@@ -67,11 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if chosen.ceilings and "alone" not in result:
                 result["alone"] = measure(loop.halves(chosen), root / "model")
             began = time.time()
-            result["exits"][way] = loop.run(root, chosen, stepped=lambda _: None)["exit"]
-            trained = loop.trained(root)
-            result["ways"][way] = [bench_replay.steps_of(trained)]
-            result["rates"][way] = loop.with_efficiency({"alone": result.get("alone")} | loop.rates(trained, began))
-            given.out.write_text(json.dumps(result, indent=1))
+
+            def note(ran: dict[str, Any], way: str = way, root: Path = root, began: float = began) -> None:
+                """Write the result's file, as far as this run has come: whatever ends it, its steps are kept."""
+                trained = loop.trained(root)
+                result["exits"][way] = ran["exit"]
+                result["ways"][way] = [bench_replay.steps_of(trained)]
+                result["rates"][way] = loop.with_efficiency({"alone": result.get("alone")} | loop.rates(trained, began))
+                given.out.write_text(json.dumps(result, indent=1))
+
+            note(loop.run(root, chosen, stepped=note))
     if given.dry_run:
         return 0
     return bench_replay.report(result["ways"]) or int(any(result["exits"].values()))
