@@ -26,7 +26,7 @@ from pipeline.roles.event_loop import REPORT_SECONDS, beat, open_in_thread, work
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.sample_quota import sample_store_for
 from pipeline.rollout.episode_journal import EpisodeJournal
-from pipeline.rollout.eval_rollouts import Evaluation
+from pipeline.rollout.eval_rollouts import Evaluation, accuracy_text
 from pipeline.rollout.group_rollout import GroupBuilder
 from pipeline.rollout.issue_loop import IssueLoop
 from pipeline.rollout.sample_store import EVAL, SampleStore
@@ -89,7 +89,7 @@ class Actor:
                     continue
                 result = await self._evaluation.run(entry.record)
                 named = f" on {result.set}" if result.set else ""
-                log.info("held-out accuracy of weights %d%s: %.3f", result.policy_version, named, result.accuracy)
+                log.info("held-out accuracy of weights %d%s: %s", result.policy_version, named, accuracy_text(result))
                 await self._streams.publish("eval_results", result, acknowledging=(requests, [entry.id]))
 
     async def _report(self) -> None:

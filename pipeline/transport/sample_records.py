@@ -340,19 +340,20 @@ class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     """The result of one `EvalRequest`.
 
     Attributes:
-        accuracy: mean over the prompts of the mean reward of their samples.
-        error: standard error of that mean over the prompts.
-        prompts, samples: the number of prompts, and of samples per prompt.
-        failed: number of failed samples, each counted as reward 0; `timed_out` of them missed the deadline.
+        accuracy: mean over the prompts of the mean reward of their samples, without the failed ones; None if all or
+            more than `evaluation.max_failed_fraction` of the samples failed.
+        error: standard error of that mean over the prompts; None with fewer than two prompts that have a sample.
+        prompts, samples: the number of prompts, and of samples per prompt, including failed ones.
+        failed: number of failed samples, which do not count above; `timed_out` of them missed the deadline.
         version_min, version_max: oldest and newest policy version that sampled; −1 without any sample.
         seconds: duration.
-        pass_at: pass@k by k.
-        metrics: means over the successful samples.
+        pass_at: pass@k by k, over the prompts with at least k successful samples; a k without such a prompt is missing.
+        metrics: means over the successful samples; empty without an accuracy.
     """
 
     id: str
     policy_version: int
-    accuracy: float
+    accuracy: float | None
     prompts: int
     version_min: int
     version_max: int
@@ -362,7 +363,7 @@ class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     set: str = ""
     samples: int = 1
     timed_out: int = 0
-    error: float = 0.0
+    error: float | None = None
     pass_at: dict[int, float] = {}
 
 

@@ -144,10 +144,12 @@ class Evaluations:
 
 
 def metrics_of(result: EvalResult) -> dict[str, float]:
-    """An evaluation as metrics; names of a set contain its name, such as `eval/<set>/accuracy`."""
-    metrics = {
-        "eval/accuracy": result.accuracy,
-        "eval/stderr": result.error,
+    """An evaluation as metrics; names of a set contain its name, such as `eval/<set>/accuracy`.
+
+    `accuracy` and `stderr` are missing where the result has none.
+    """
+    measured = {"eval/accuracy": result.accuracy, "eval/stderr": result.error}
+    metrics = {name: value for name, value in measured.items() if value is not None} | {
         "eval/prompts": float(result.prompts),
         "eval/failed": float(result.failed),
         "eval/version_min": float(result.version_min),
