@@ -17,7 +17,6 @@ from pathlib import Path
 from pipeline.config.routing_shape import routing_shape
 from pipeline.environments import Task, load_task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
-from pipeline.environments.task_calls import TaskCalls
 from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import RollcallError, one_line
@@ -32,7 +31,7 @@ from pipeline.rollout.issue_loop import IssueLoop
 from pipeline.rollout.sample_store import EVAL, SampleStore
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport import AsyncStreams, connect
-from pipeline.transport.sample_records import EvalRequest
+from pipeline.transport.sample_records import TASK_CALLS, EvalRequest
 from pipeline.transport.shared_state import SharedState
 from pipeline.utils import heartbeat
 
@@ -55,7 +54,7 @@ class Actor:
         self,
         context: RoleContext,
         task: Task,
-        calls: TaskCalls,
+        calls: WorkerPool,
         chat: ChatTokenizer,
         streams: AsyncStreams,
         board: SharedState,
@@ -65,7 +64,7 @@ class Actor:
     ) -> None:
         config = context.config
         builder = GroupBuilder(task, calls, chat, client, config, journal)
-        self._context, self._streams, self._client = context, streams, client
+        self._context, self._streams, self._client, self._calls = context, streams, client, calls
         self._generation = IssueLoop(streams, board, builder, client, config)
         self._evaluation = Evaluation(task, calls, chat, client, config, store.add)
 
@@ -95,6 +94,7 @@ class Actor:
     async def _report(self) -> None:
         while True:
             numbers = self._generation.numbers() | self._client.numbers() | self._evaluation.numbers()
+            numbers[TASK_CALLS] = self._calls.finished_calls
             await asyncio.to_thread(self._context.report, "ready", self._evaluation.detail, **numbers)
             await asyncio.sleep(REPORT_SECONDS)
 

@@ -326,6 +326,9 @@ class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
 
 EVALUATED, ASKED = "evaluation/done", "evaluation/prompts"
 """Names under which an actor reports a running evaluation: the number of prompts done, and of all prompts."""
+SAMPLED_TOKENS, TASK_CALLS = "completion_tokens", "task_calls"
+"""Names under which an actor reports totals since its start: tokens sampled, also in turns that have not ended, and
+finished calls of the task (prompts, tools and rewards). They grow while its episodes advance."""
 
 
 class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
