@@ -31,7 +31,7 @@ from pipeline.rollout.rollout_policy import Sampling
 from pipeline.rollout.sample_rollout import Rollout, completion_of, roll_out, to_sample
 from pipeline.rollout.sample_store import SampleRecord, records_of_evaluation
 from pipeline.rollout.server_pool import InferenceClient
-from pipeline.transport.sample_records import ASKED, EVALUATED, EvalRequest, EvalResult, Sample, mean_metrics
+from pipeline.transport.sample_records import ASKED, EVALUATED, EvalPart, EvalRequest, EvalResult, Sample, mean_metrics
 
 log = logging.getLogger(__name__)
 
@@ -111,18 +111,19 @@ class Evaluation:
             outcomes = await self._outcomes(chosen)
         finally:
             self._under_way = ""
-        self._keep(records_of_evaluation(outcomes, chosen.task.name, request.set or BUILTIN_SET))
+        labels = [prompt.task for prompt in chosen.prompts] if chosen.task.parts else []
+        self._keep(records_of_evaluation(outcomes, chosen.task.name, request.set or BUILTIN_SET, labels))
         flat = [outcome for samples_of_prompt in outcomes for outcome in samples_of_prompt]
         samples = [outcome for outcome in flat if isinstance(outcome, Sample)]
         reasons = [outcome for outcome in flat if isinstance(outcome, str)]
         rewards = self._counted_rewards(request, outcomes, reasons)
-        means = [fmean(of_prompt) for of_prompt in rewards]
+        accuracy, error = _mean_and_error(rewards)
         return EvalResult(
             id=request.id,
             policy_version=request.policy_version,
             set=request.set,
-            accuracy=fmean(means) if means else None,
-            error=stdev(means) / sqrt(len(means)) if len(means) > 1 else None,
+            accuracy=accuracy,
+            error=error,
             prompts=len(outcomes),
             samples=chosen.samples,
             version_min=min((sample.version_min for sample in samples), default=-1),
@@ -131,8 +132,17 @@ class Evaluation:
             failed=len(reasons),
             timed_out=reasons.count(TIMED_OUT),
             pass_at=_pass_at(chosen.pass_at, rewards, chosen.correct),
-            metrics=mean_metrics(samples) if means else {},
+            metrics=mean_metrics(samples) if rewards else {},
+            parts={label: self._part(outcomes, labels, label) for label in sorted(set(labels))},
         )
+
+    def _part(self, outcomes: Sequence[Sequence[Outcome]], labels: Sequence[str], label: str) -> EvalPart:
+        """The result of the prompts of one task of a mix, by the same rules as the whole."""
+        own = [of_prompt for of_prompt, other in zip(outcomes, labels, strict=True) if other == label]
+        failed = sum(isinstance(one, str) for of_prompt in own for one in of_prompt)
+        too_many = failed > self._max_failed * sum(map(len, own))
+        accuracy, error = _mean_and_error([] if too_many else _rewards_of(own))
+        return EvalPart(accuracy=accuracy, error=error, prompts=len(own), failed=failed)
 
     def _counted_rewards(
         self, request: EvalRequest, outcomes: Sequence[Sequence[Outcome]], reasons: Sequence[str]
@@ -151,8 +161,7 @@ class Evaluation:
             return []
         if reasons:
             log.warning("evaluation %s: %d of %d samples failed; the first: %s; they do not count", *summary)
-        rewards = [[one.reward for one in of_prompt if isinstance(one, Sample)] for of_prompt in outcomes]
-        return [of_prompt for of_prompt in rewards if of_prompt]
+        return _rewards_of(outcomes)
 
     async def _outcomes(self, chosen: EvalSet) -> list[list[Outcome]]:
         """The outcomes of each prompt by the deadline."""
@@ -249,6 +258,18 @@ async def _pool(setup: Setup, startup_seconds: float) -> AsyncIterator[TaskCalls
 def _scored(rollout: Rollout, score: Score | str) -> Outcome:
     assert rollout.episode is not None
     return score if isinstance(score, str) else to_sample(rollout.episode, score, rollout.seconds)
+
+
+def _rewards_of(outcomes: Sequence[Sequence[Outcome]]) -> list[list[float]]:
+    """The rewards of the samples of each prompt that has any."""
+    rewards = [[one.reward for one in of_prompt if isinstance(one, Sample)] for of_prompt in outcomes]
+    return [of_prompt for of_prompt in rewards if of_prompt]
+
+
+def _mean_and_error(rewards: Sequence[Sequence[float]]) -> tuple[float | None, float | None]:
+    """The mean over the prompts of their mean rewards, and its standard error; None where there are too few."""
+    means = [fmean(of_prompt) for of_prompt in rewards]
+    return fmean(means) if means else None, stdev(means) / sqrt(len(means)) if len(means) > 1 else None
 
 
 def _pass_at(ks: Sequence[int], rewards: Sequence[Sequence[float]], correct: float) -> dict[int, float]:

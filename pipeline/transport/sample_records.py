@@ -223,6 +223,7 @@ class Group(Record, frozen=True, kw_only=True, tag="group", omit_defaults=True):
     Attributes:
         position: index in the run's issue order, 0, 1, 2, …; `epoch * len(task) + k`. The ledger's key.
         prompt: index in the task's dataset.
+        task: the label of its task, if that is one of a mix.
         samples: the successful samples.
         failures: the reason of each failed sample.
         abandoned: run time in seconds of each sample that was cancelled because the group had enough without it.
@@ -232,6 +233,7 @@ class Group(Record, frozen=True, kw_only=True, tag="group", omit_defaults=True):
 
     position: Index
     prompt: Index
+    task: str = ""
     samples: tuple[Sample, ...] = ()
     failures: tuple[str, ...] = ()
     abandoned: tuple[float, ...] = ()
@@ -339,6 +341,15 @@ class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
     set: str = ""
 
 
+class EvalPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an evaluation that belongs to one task of a mix; attributes as in `EvalResult`."""
+
+    accuracy: float | None
+    error: float | None
+    prompts: int
+    failed: int
+
+
 class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     """The result of one `EvalRequest`.
 
@@ -352,6 +363,7 @@ class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
         seconds: duration.
         pass_at: pass@k by k, over the prompts with at least k successful samples; a k without such a prompt is missing.
         metrics: means over the successful samples; empty without an accuracy.
+        parts: the results of the tasks of a mix by their labels; empty for another task.
     """
 
     id: str
@@ -368,6 +380,7 @@ class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     timed_out: int = 0
     error: float | None = None
     pass_at: dict[int, float] = {}
+    parts: dict[str, EvalPart] = {}
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:

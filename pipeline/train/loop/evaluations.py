@@ -160,7 +160,8 @@ class Evaluations:
 def metrics_of(result: EvalResult) -> dict[str, float]:
     """An evaluation as metrics; names of a set contain its name, such as `eval/<set>/accuracy`.
 
-    `accuracy` and `stderr` are missing where the result has none.
+    `accuracy` and `stderr` are missing where the result has none. Those of a task of a mix have its label after the
+    set: `eval/<label>/accuracy`, `eval/<set>/<label>/accuracy`.
     """
     measured = {"eval/accuracy": result.accuracy, "eval/stderr": result.error}
     metrics = {name: value for name, value in measured.items() if value is not None} | {
@@ -174,5 +175,8 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
         metrics |= {"eval/samples": float(result.samples), "eval/timed_out": float(result.timed_out)}
     metrics |= {f"eval/pass@{k}": share for k, share in result.pass_at.items()}
     metrics |= {f"eval/{name}": value for name, value in result.metrics.items()}
+    for label, part in result.parts.items():
+        own = {"accuracy": part.accuracy, "stderr": part.error, "prompts": part.prompts, "failed": part.failed}
+        metrics |= {f"eval/{label}/{name}": float(value) for name, value in own.items() if value is not None}
     prefix = f"eval/{result.set}/" if result.set else "eval/"
     return {f"{prefix}{name.removeprefix('eval/')}": value for name, value in metrics.items()}

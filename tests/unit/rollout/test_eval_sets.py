@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from pipeline.config import RunConfig
 from pipeline.environments import Task
 from pipeline.environments.eval_set_checks import check_eval_tasks
+from pipeline.environments.task_protocol import TaskPart
 from pipeline.errors import ConfigError
 from pipeline.rollout.eval_rollouts import TIMED_OUT, Evaluation
 from pipeline.train.loop.evaluations import metrics_of
@@ -139,6 +142,42 @@ def test_a_prompt_without_a_sample_is_left_out_and_pass_at_k_needs_k_samples() -
     )
     # 2+2 keeps three wrong samples of four, 2+3 none.
     assert (result.failed, result.accuracy, result.error, result.pass_at) == (5, 0.0, None, {3: 0.0})
+
+
+class TwoSums(Sums):
+    """A mix of 2+2 and 2+3, whose judge is down for 2+3 if `down`."""
+
+    def __init__(self, down: bool = False) -> None:
+        super().__init__(None, 0)
+        self.down = down
+
+    @property
+    def parts(self) -> tuple[TaskPart, ...]:
+        return (TaskPart("four", 1, 4), TaskPart("five", 1, 4))
+
+    def held_out(self) -> list[Any]:
+        return [replace(one, task="four" if one.answer == "4" else "five") for one in super().held_out()]
+
+    def reward(self, prompt: Any, text: str) -> float:
+        if self.down and prompt.task == "five":
+            raise ConnectionError("the judge is down")
+        return super().reward(prompt, text)
+
+
+def test_each_task_of_a_mix_has_its_own_result_in_the_evaluation() -> None:
+    result = evaluate(Scripted(FOUR), TwoSums())
+    numbers = metrics_of(result)
+    assert numbers["eval/hard/accuracy"] == 0.5
+    assert (numbers["eval/hard/four/accuracy"], numbers["eval/hard/five/accuracy"]) == (1, 0)
+    assert (numbers["eval/hard/four/prompts"], numbers["eval/hard/four/failed"]) == (1, 0)
+    own = replace_struct(result, set="")
+    assert metrics_of(own)["eval/four/accuracy"] == 1
+
+
+def test_a_judge_of_one_task_that_is_down_leaves_the_results_of_the_others() -> None:
+    result = evaluate(Scripted(FOUR), TwoSums(down=True))
+    assert (result.accuracy, result.parts["four"].accuracy, result.parts["five"].accuracy) == (None, 1, None)
+    assert (result.parts["five"].failed, result.parts["four"].failed) == (1, 0)
 
 
 def test_the_largest_fraction_of_failed_samples_is_a_key() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config import RunConfig
-from pipeline.environments import Episode, Policy, Prompt, Task, user_prompt
+from pipeline.config import RunConfig, TaskConfig
+from pipeline.environments import Episode, Policy, Prompt, Task, load_task, user_prompt
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.errors import RolloutError, TaskError
 from pipeline.rollout.eval_rollouts import Evaluation
@@ -366,6 +366,19 @@ def test_the_order_of_prompts_is_the_ledgers() -> None:
     from pipeline.transport.ledger import prompt_at
 
     assert build(a_task()).prompt == prompt_at(3, 8, seed=0)
+
+
+def test_a_group_of_a_mix_has_the_label_of_its_task_also_when_its_prompt_fails() -> None:
+    sums = {"name": "arithmetic", "options": {"held_out": 4, "size": 10}}
+    mix = load_task(TaskConfig(name="mix", tasks=(sums, {**sums, "label": "others"})), 0)
+    builder = a_builder(mix, Answering())
+    groups = [asyncio.run(builder.build(position)) for position in range(4)]
+    assert sorted(group.task for group in groups) == ["arithmetic", "arithmetic", "others", "others"]
+    assert all(10 * (group.task == "others") <= group.prompt < 10 + 10 * (group.task == "others") for group in groups)
+    mix._tasks["arithmetic"] = mix._tasks["others"] = a_task(prompt=raising)  # type: ignore[attr-defined]
+    failed = [asyncio.run(builder.build(position)) for position in range(2)]
+    assert sorted(group.task for group in failed) == ["arithmetic", "others"]
+    assert all("prompt raised ValueError" in group.failures[0] for group in failed)
 
 
 def evaluate(task: Task, servers: Answering) -> Any:
