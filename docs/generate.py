@@ -51,7 +51,8 @@ def reference() -> str:
         module, _, attribute = path.partition(":")
         options: type[BaseModel] = getattr(import_module(module), attribute).Options
         named = [(f"task.options.{option}", field) for option, field in options.model_fields.items()]
-        lines += ["", f"## Options of the task `{name}`", "", *_table(named)]
+        if named:
+            lines += ["", f"## Options of the task `{name}`", "", *_table(named)]
     return "\n".join(lines) + "\n"
 
 

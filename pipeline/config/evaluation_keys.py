@@ -44,7 +44,9 @@ class EvalSetConfig(Section):
         None,
         description="Steps between evaluations; 0: only at the first and the last step; empty: training.eval_every.",
     )
-    seconds: Seconds = Field(1800, description="Deadline of one evaluation; unfinished prompts count as failed.")
+    seconds: Seconds = Field(
+        1800, description="Deadline of one evaluation; samples of unfinished prompts are failed ones."
+    )
 
 
 class EvaluationConfig(Section):
@@ -53,6 +55,11 @@ class EvaluationConfig(Section):
     builtin_set: bool = Field(True, description="Evaluate the run's built-in held-out prompts in addition to the sets.")
     only: bool = Field(
         False, description="Train nothing and only evaluate the model; `launchers/evaluate.py` starts such a run."
+    )
+    max_failed_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.25,
+        description="Failed samples do not count in an accuracy; with a larger fraction of them an evaluation has no "
+        "accuracy, and its log an error.",
     )
     step: NotNegative = Field(0, description="Evaluation-only runs: the training step of the model.")
     command: tuple[str, ...] = Field(

@@ -3,18 +3,51 @@
 An evaluation set has `task` and `reward` too. Each task validates its options itself.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from pipeline.config.value_types import NotNegative, Numbers, Positive, Seconds, Section, Texts
+from pipeline.config.value_types import LABEL_PATTERN, NotNegative, Numbers, Positive, Seconds, Section, Texts
+
+MIX = "mix"
+"""The name of the task that consists of others."""
+
+
+class MixedTaskConfig(Section):
+    """A task of a mix. `<name>` is its number in the list, counted from 0."""
+
+    name: str = Field(description="A built-in task, or `package.module:Class` of a custom one.")
+    weight: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Its share of the prompts, relative to the other weights."
+    )
+    label: Annotated[str, Field(pattern=LABEL_PATTERN)] = Field(
+        "", description="Its name in metrics; empty: the name of the task. Two tasks of one name need it."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the task, which validates them.")
+
+    @property
+    def title(self) -> str:
+        """The label, or without one the name of the task or its class."""
+        return self.label or self.name.rpartition(":")[2]
+
+
+def _by_name(value: object) -> object:
+    """A task that is given by its name alone."""
+    return {"name": value} if isinstance(value, str) else value
 
 
 class TaskConfig(Section):
     """The task."""
 
-    name: str = Field(description="A built-in task, or `package.module:Class` of a custom one.")
+    name: str = Field(
+        description="A built-in task, or `package.module:Class` of a custom one; `mix`: those of `task.tasks`."
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task, which validates them.")
+    tasks: tuple[Annotated[MixedTaskConfig, BeforeValidator(_by_name)], ...] = Field(
+        (),
+        description="With `name=mix`: the tasks of the mix, such as `[{name: arithmetic, weight: 2}, {name: countdown, "
+        "label: easy, options: {numbers: 3}}]`. A name alone is a task without options.",
+    )
     processes: Positive = Field(
         8,
         description="Largest number of the actor's worker processes for prompts and rewards; they start when calls "
@@ -32,6 +65,14 @@ class TaskConfig(Section):
         "processes and writable files; refused if the kernel does not allow namespaces. `none`: as an ordinary "
         "process of yours, with limits only on time, memory and output.",
     )
+
+    def alone(self) -> "tuple[TaskConfig, ...]":
+        """The config of each task of a mix, with the limits of the mix; of another task its own."""
+        if self.name != MIX:
+            return (self,)
+        return tuple(
+            self.model_copy(update={"name": entry.name, "options": entry.options, "tasks": ()}) for entry in self.tasks
+        )
 
 
 class RewardConfig(Section):

@@ -157,7 +157,9 @@ class TrainingConfig(Section):
     async_checkpoints: bool = Field(True, description="Continue training while a checkpoint is written.")
     keep_checkpoints: Annotated[int, Field(ge=2)] = Field(2, description="Number of complete checkpoints to keep.")
     data_seconds: Seconds = Field(
-        600, description="Timeout of the trainer's wait for the next group of a batch; then the run fails."
+        600,
+        description="Longest time without progress while the trainer waits for a batch: no group arrives, and no "
+        "episode samples a token or ends a call of its task. Then the run fails. Slow episodes that advance never do.",
     )
     sft: SftPhaseConfig = SftPhaseConfig()
     jobs: str = Field(

@@ -6,7 +6,7 @@
 import difflib
 from collections.abc import Collection
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -33,7 +33,8 @@ NAMED = "<name>"
 def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
     """Every dotted key of the config with its field, in the order of definition.
 
-    Below a mapping of sections by name, `NAMED` stands for each name: `evaluation.sets.<name>.samples`.
+    Below a mapping of sections by name, `NAMED` stands for each name: `evaluation.sets.<name>.samples`. Below a list of
+    sections it stands for each number: `task.tasks.<name>.weight`.
     """
     keys: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
@@ -47,9 +48,11 @@ def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[s
 
 
 def named_section(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a mapping has under each of its names; None for every other field."""
-    inner = get_args(field.annotation) if get_origin(field.annotation) is dict else ()
-    return next((kind for kind in inner[1:] if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    """The section that a mapping has under each of its names, or a list under each number; None for other fields."""
+    origin, inner = get_origin(field.annotation), get_args(field.annotation)
+    values = {dict: inner[1:], tuple: inner[:1]}.get(origin, ()) if isinstance(origin, type) else ()
+    kinds = (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in values)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def is_list(field: FieldInfo | None) -> bool:

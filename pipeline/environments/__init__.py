@@ -11,6 +11,7 @@
 | `arithmetic`, `chain_sum`, `countdown`, `dataset_task`, `reasoning_gym_task`, `code_task` | built-in tasks |
 | `agent_task`, `agent_report` | episodes that an external agent runs, and the reward that it reports |
 | `verifiers/` | environments of the library verifiers |
+| `mix_task` | several tasks in one run, with weights |
 | `eval_set_checks` | the tasks of evaluation sets |
 
 `load_task` makes a task from its name in the config. Promises a `ConfigError` that names the key for a wrong name, a
@@ -20,8 +21,10 @@ wrong option, and a task that fails while it is loaded. Loading a task imports n
 from pydantic import ValidationError
 
 from pipeline.config import RunConfig, TaskConfig, closest_match
+from pipeline.config.task_keys import MIX
 from pipeline.data.chat_messages import Message
 from pipeline.environments.episode import Episode, Turn
+from pipeline.environments.mix_task import load_mix
 from pipeline.environments.sandbox import require_namespaces
 from pipeline.environments.task_protocol import (
     Completion,
@@ -30,6 +33,7 @@ from pipeline.environments.task_protocol import (
     Prompt,
     Task,
     TaskOptions,
+    first_prompts,
     user_prompt,
 )
 from pipeline.environments.user_imports import import_object, user_import_errors
@@ -48,6 +52,7 @@ __all__ = [
     "check_demonstrations",
     "check_sandbox",
     "check_task",
+    "first_prompts",
     "load_task",
     "user_prompt",
 ]
@@ -59,6 +64,7 @@ BUILT_IN = {
     "code": "pipeline.environments.code_task:Code",
     "countdown": "pipeline.environments.countdown:Countdown",
     "dataset": "pipeline.environments.dataset_task:Dataset",
+    "mix": "pipeline.environments.mix_task:Mix",
     "reasoning_gym": "pipeline.environments.reasoning_gym_task:ReasoningGym",
     "tools": "pipeline.environments.tool_task:Tools",
     "verifiers": "pipeline.environments.verifiers.verifiers_task:Verifiers",
@@ -67,6 +73,11 @@ BUILT_IN = {
 
 def load_task(config: TaskConfig, seed: int) -> Task:
     """Make the task that the config names, with validated options. Any failure is a `ConfigError`."""
+    if config.name == MIX:
+        return load_mix(config, seed, load_task)
+    if config.tasks:
+        names = [entry.title for entry in config.tasks]
+        raise ConfigError("task.tasks", names, "nothing unless task.name=mix", "set task.name=mix, or leave it out")
     kind = _task_class(config.name)
     with user_import_errors("task.name", config.name, "a task that can be made"):
         try:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from pipeline.config import RewardConfig, RunConfig, TaskConfig
 from pipeline.config.evaluation_keys import SETS
+from pipeline.config.task_keys import MIX
 from pipeline.environments import load_task
 from pipeline.environments.rewards import check_rewards
 from pipeline.environments.user_imports import user_import_errors
@@ -16,7 +17,15 @@ from pipeline.errors import ConfigError
 
 
 def check_eval_tasks(config: RunConfig) -> None:
-    """`ConfigError` unless each evaluation set with a separate task can be evaluated."""
+    """`ConfigError` unless each evaluation set with a separate task can be evaluated.
+
+    A set must not have the label of a task of the run's mix, whose results are named `eval/<label>/accuracy` too.
+    """
+    for number, entry in enumerate(config.task.tasks):
+        if config.task.name == MIX and entry.title in config.evaluation.sets:
+            expected = "another label: an evaluation set has this name"
+            hint = f"rename evaluation.sets.{entry.title}, or set another label"
+            raise ConfigError(f"task.tasks.{number}.label", entry.title, expected, hint)
     for name, eval_set in config.evaluation.sets.items():
         if eval_set.task is not None:
             with _keys_below(f"{SETS}{name}."):

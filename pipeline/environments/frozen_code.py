@@ -43,7 +43,8 @@ class _FrozenFile(msgspec.Struct):
 def modules_named_in(config: RunConfig) -> list[str]:
     """The modules that a config names: of tasks, of the tasks below agents, and of reward functions."""
     sets = config.evaluation.sets.values()
-    tasks = [config.task, *(eval_set.task for eval_set in sets if eval_set.task)]
+    configured = [config.task, *(eval_set.task for eval_set in sets if eval_set.task)]
+    tasks = [task for one in configured for task in one.alone()]
     rewards = [config.reward, *(eval_set.reward for eval_set in sets)]
     below = [of.get("name") for task in tasks if isinstance(of := task.options.get("of"), Mapping)]
     named = [*(task.name for task in tasks), *below, *(name for reward in rewards for name in reward.functions)]

@@ -45,7 +45,7 @@ class RewardFunction:
         style: the signature.
         takes: names of the arguments to pass; None: all.
         options: keyword arguments from `reward.options`.
-        source: the task's name, for prompts without a column `data_source`.
+        source: the task's name, for prompts without a column `data_source`; prompts of a mix have a label instead.
     """
 
     name: str
@@ -90,7 +90,7 @@ class RewardFunction:
     def _calls(self, prompt: Prompt, answers: Sequence[Completion]) -> Iterator[Callable[[], Any]]:
         """The calls to make: one for all answers in TRL's style, one per answer in verl's style."""
         if self.style == "verl":
-            argument_sets = [verl_arguments(prompt, answer, self.source) for answer in answers]
+            argument_sets = [verl_arguments(prompt, answer, prompt.task or self.source) for answer in answers]
         else:
             argument_sets = [trl_arguments(prompt, answers)]
         for arguments in argument_sets:

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -45,6 +46,7 @@ class Prompt:
         columns: further columns of the prompt's row, for reward functions.
         tools: JSON schemas of the tools that the policy may call, for the chat template.
         as_text: whether functions in TRL's style receive texts (the last message, the answers) instead of messages.
+        task: the label of the task that made the prompt, if that task is one of a mix.
     """
 
     messages: tuple[Message, ...]
@@ -52,6 +54,16 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
     as_text: bool = False
+    task: str = ""
+
+
+@dataclass(frozen=True)
+class TaskPart:
+    """A task of a mix: its label, its share (positions in each round of the mix), and its number of prompts."""
+
+    label: str
+    share: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -159,6 +171,11 @@ class Task(ABC):
         self.options, self.seed = options, seed
 
     @property
+    def parts(self) -> tuple[TaskPart, ...]:
+        """The tasks of a mix, whose prompts are numbered one task after the other; empty for another task."""
+        return ()
+
+    @property
     def runs_code(self) -> bool:
         """Whether `reward` or `use` runs code written by the policy in `pipeline.environments.sandbox`."""
         return False
@@ -221,3 +238,9 @@ class Task(ABC):
 def user_prompt(question: str, answer: Any = None) -> Prompt:
     """A prompt of one user message."""
     return Prompt(({"role": "user", "content": question},), answer)
+
+
+def first_prompts(task: Task) -> list[Prompt]:
+    """The first prompt of the task, or of each task of a mix."""
+    starts = accumulate((part.size for part in task.parts[:-1]), initial=0)
+    return [task.prompt(start) for start in starts]

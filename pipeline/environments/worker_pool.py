@@ -149,13 +149,15 @@ class WorkerPool:
     """The workers of one task, as `pipeline.environments.task_calls.TaskCalls`; used by one event loop."""
 
     def __init__(self, setup: Setup, startup_seconds: float) -> None:
-        """`startup_seconds`: the timeout of a worker that loads the task."""
+        """`startup_seconds`: the timeout of a worker that loads the task. `finished_calls` counts the items of calls
+        that have a reply, also one that says why they failed."""
         self._setup, self._startup = setup, startup_seconds
         self._mixture = Mixture(setup.reward)
         self._free: asyncio.LifoQueue[Worker | TaskError] = asyncio.LifoQueue()
         self._workers: set[Worker] = set()
         self._starting = False
         self._background: set[asyncio.Task[None]] = set()
+        self.finished_calls = 0
 
     async def __aenter__(self) -> Self:
         try:
@@ -203,6 +205,7 @@ class WorkerPool:
         async with self._borrowed() as worker:
             with working:
                 (result,) = await worker.answer(f"tool {name}", call, 1, math.inf)
+        self.finished_calls += 1
         return cast(ToolResult | str, result)
 
     async def _parts(self, which: int, prompt: Prompt, answers: tuple[Completion, ...]) -> list[PartialScore | str]:
@@ -221,7 +224,9 @@ class WorkerPool:
             if isinstance(call, str):
                 return [call] * len(items)
             async with self._borrowed() as worker:
-                replies += await worker.answer(what, call, len(left), self._setup.task.seconds)
+                answered = await worker.answer(what, call, len(left), self._setup.task.seconds)
+            replies += answered
+            self.finished_calls += len(answered)
         return replies
 
     @asynccontextmanager

@@ -84,6 +84,7 @@ def _learning(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> l
     note = "Reward of the samples that each step trained."
     return [
         chart("Reward", note, curves, resumes, "reward/mean", section=LEARNING),
+        *_by_task(rows, resumes, config),
         *_functions(rows, resumes, config),
         *_eval_charts(rows, resumes, config),
         *_optional(
@@ -101,6 +102,14 @@ def _learning(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> l
             percent=True,
         ),
     ]
+
+
+def _by_task(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> list[Chart]:
+    """A curve per task of a mix; none without a mix."""
+    labels = [entry.title for entry in config.task.tasks] if config else []
+    curves = [smooth_curve(label, series(rows, f"reward/{label}")) for label in labels[: len(SERIES)]]
+    note = "Mean reward of the samples of each task that each step trained."
+    return [chart("Reward by task", note, curves, resumes, "reward/", section=LEARNING)] if curves else []
 
 
 def _functions(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> list[Chart]:
@@ -128,7 +137,9 @@ def _weights(config: RunConfig | None) -> str:
 
 def _eval_charts(rows: Rows, resumes: Sequence[int], config: RunConfig | None) -> list[Chart]:
     """The charts of held-out accuracies in percent, and of held-out rewards that are not accuracies."""
-    names = ["", *sorted({row["set"] for row in rows if row.get("set")})]
+    # The results of the tasks of a mix have names such as those of sets: `eval/<label>/accuracy`.
+    labels = [entry.title for entry in config.task.tasks] if config else []
+    names = ["", *labels, *sorted({row["set"] for row in rows if row.get("set")})]
     accuracies = [name for name in names if measures_accuracy(config, rows, name)]
     others = [name for name in names if name not in accuracies]
     note = "Mean reward on prompts that are never trained: greedy, or with the sampling parameters of the set."

@@ -104,9 +104,10 @@ def _set_tiles(config: RunConfig, rows: Sequence[MetricRecord]) -> list[Tile]:
     tiles = []
     for name, row in results:
         prefix = f"eval/{name}/" if name else "eval/"
-        value, error = row.get(f"{prefix}accuracy"), row.get(f"{prefix}error") or 0.0
+        value, error = row.get(f"{prefix}accuracy"), row.get(f"{prefix}stderr")
         what, form = ("accuracy", ".1%") if measures_accuracy(config, rows, name) else ("reward", ".3g")
-        tiles.append((f"{number(value, form)} ± {error:{form}}", f"{what} on {name or 'the held-out prompts'}"))
+        bounds = "" if error is None else f" ± {error:{form}}"
+        tiles.append((f"{number(value, form)}{bounds}", f"{what} on {name or 'the held-out prompts'}"))
     return tiles
 
 

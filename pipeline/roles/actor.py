@@ -17,7 +17,6 @@ from pathlib import Path
 from pipeline.config.routing_shape import routing_shape
 from pipeline.environments import Task, load_task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
-from pipeline.environments.task_calls import TaskCalls
 from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import RollcallError, one_line
@@ -26,13 +25,13 @@ from pipeline.roles.event_loop import REPORT_SECONDS, beat, open_in_thread, work
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.sample_quota import sample_store_for
 from pipeline.rollout.episode_journal import EpisodeJournal
-from pipeline.rollout.eval_rollouts import Evaluation
+from pipeline.rollout.eval_rollouts import Evaluation, accuracy_text
 from pipeline.rollout.group_rollout import GroupBuilder
 from pipeline.rollout.issue_loop import IssueLoop
 from pipeline.rollout.sample_store import EVAL, SampleStore
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport import AsyncStreams, connect
-from pipeline.transport.sample_records import EvalRequest
+from pipeline.transport.sample_records import TASK_CALLS, EvalRequest
 from pipeline.transport.shared_state import SharedState
 from pipeline.utils import heartbeat
 
@@ -55,7 +54,7 @@ class Actor:
         self,
         context: RoleContext,
         task: Task,
-        calls: TaskCalls,
+        calls: WorkerPool,
         chat: ChatTokenizer,
         streams: AsyncStreams,
         board: SharedState,
@@ -65,7 +64,7 @@ class Actor:
     ) -> None:
         config = context.config
         builder = GroupBuilder(task, calls, chat, client, config, journal)
-        self._context, self._streams, self._client = context, streams, client
+        self._context, self._streams, self._client, self._calls = context, streams, client, calls
         self._generation = IssueLoop(streams, board, builder, client, config)
         self._evaluation = Evaluation(task, calls, chat, client, config, store.add)
 
@@ -89,12 +88,13 @@ class Actor:
                     continue
                 result = await self._evaluation.run(entry.record)
                 named = f" on {result.set}" if result.set else ""
-                log.info("held-out accuracy of weights %d%s: %.3f", result.policy_version, named, result.accuracy)
+                log.info("held-out accuracy of weights %d%s: %s", result.policy_version, named, accuracy_text(result))
                 await self._streams.publish("eval_results", result, acknowledging=(requests, [entry.id]))
 
     async def _report(self) -> None:
         while True:
             numbers = self._generation.numbers() | self._client.numbers() | self._evaluation.numbers()
+            numbers[TASK_CALLS] = self._calls.finished_calls
             await asyncio.to_thread(self._context.report, "ready", self._evaluation.detail, **numbers)
             await asyncio.sleep(REPORT_SECONDS)
 

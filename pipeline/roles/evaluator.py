@@ -26,7 +26,7 @@ from pipeline.roles.event_loop import REPORT_SECONDS, beat, open_in_thread
 from pipeline.roles.inference import is_healthy
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.sample_quota import sample_store_for
-from pipeline.rollout.eval_rollouts import Evaluation
+from pipeline.rollout.eval_rollouts import Evaluation, accuracy_text
 from pipeline.rollout.sample_store import EVAL
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.run.metrics_log import Console, MetricRecord, MetricSinks, read_rows
@@ -119,7 +119,7 @@ class Evaluator:
                     continue
                 request = EvalRequest(id=f"{self._context.paths.attempt}:{name}", policy_version=step, set=name)
                 result = await evaluation.run(request)
-                log.info("accuracy on %s: %.3f", name or BUILTIN_SET, result.accuracy)
+                log.info("accuracy on %s: %s", name or BUILTIN_SET, accuracy_text(result))
                 sinks.log("eval", JOB, step, metrics_of(result), eval_set=name)
                 sinks.flush()
                 self._context.paths.checkpointed.touch()

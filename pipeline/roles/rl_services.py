@@ -21,6 +21,7 @@ from pipeline.run.joined_servers import JoinedServers
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.notices import publish_notice
 from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loop.actor_watch import ActorReport, ActorWatch
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.evaluations import Evaluations, Note, results_in, schedules_of
 from pipeline.train.loop.group_batches import GroupBatches, Pulse
@@ -64,7 +65,9 @@ class RlServices:
             partial(moments.reach, "update"),
             self._report_quorum,
         )
-        self._batches = GroupBatches(streams, self._board, ledger, config, pulse, dispatch.models["policy"].vocabulary)
+        vocabulary = dispatch.models["policy"].vocabulary
+        watch = ActorWatch(self._read_actor)
+        self._batches = GroupBatches(streams, self._board, ledger, config, pulse, vocabulary, actor=watch)
         self._evaluations = Evaluations(
             streams,
             context.paths.attempt,
@@ -73,6 +76,8 @@ class RlServices:
             note,
             pulse,
             partial(moments.reach, "eval"),
+            watch,
+            config.training.data_seconds,
         )
 
     def _membership(self, sender: WeightSender) -> ServerMembership:
@@ -137,6 +142,11 @@ class RlServices:
         """Acknowledge the entries of a durable checkpoint, after posting the ledger, which the board needs first."""
         self._board.post_ledger(self._ledger.snapshot())
         self._batches.acknowledge(covered)
+
+    def _read_actor(self) -> ActorReport | None:
+        """The actor's last report; None without one, and while the disk fails."""
+        status = self._actor.status()
+        return None if status is None else ActorReport(status.time, status.state, status.numbers)
 
     def fractions(self) -> dict[str, float]:
         """Fractions (0 … 1) from the actor's report: how idle servers and actor were during the last second, and the

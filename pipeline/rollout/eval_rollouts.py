@@ -1,9 +1,10 @@
 """Evaluations: held-out prompts, sampled and scored.
 
 Owns evaluations of the run's held-out prompts, with greedy sampling, and of each set of `evaluation.sets` with its own
-settings. Promises that a sample which fails, or is not done by the set's deadline, counts as reward 0 and is reported,
-so that an accuracy covers all prompts; that no failure of a set's task ends the caller; and that the policy versions
-that sampled are reported.
+settings. Promises that a sample which fails, or is not done by the set's deadline, is counted and reported, and left
+out of every mean, since its failure is no answer of the policy; that an evaluation with more failures than
+`evaluation.max_failed_fraction` has no accuracy and is an error in the log; that no failure of a set's task ends the
+caller; and that the policy versions that sampled are reported.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from pipeline.rollout.rollout_policy import Sampling
 from pipeline.rollout.sample_rollout import Rollout, completion_of, roll_out, to_sample
 from pipeline.rollout.sample_store import SampleRecord, records_of_evaluation
 from pipeline.rollout.server_pool import InferenceClient
-from pipeline.transport.sample_records import ASKED, EVALUATED, EvalRequest, EvalResult, Sample, mean_metrics
+from pipeline.transport.sample_records import ASKED, EVALUATED, EvalPart, EvalRequest, EvalResult, Sample, mean_metrics
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Evaluation:
         self._chat, self._servers, self._keep = chat, servers, keep
         self._sets = eval_sets(task, calls, config)
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._max_failed = config.evaluation.max_failed_fraction
         self._under_way, self._done, self._prompts = "", 0, 0
 
     @property
@@ -109,20 +111,19 @@ class Evaluation:
             outcomes = await self._outcomes(chosen)
         finally:
             self._under_way = ""
-        self._keep(records_of_evaluation(outcomes, chosen.task.name, request.set or BUILTIN_SET))
+        labels = [prompt.task for prompt in chosen.prompts] if chosen.task.parts else []
+        self._keep(records_of_evaluation(outcomes, chosen.task.name, request.set or BUILTIN_SET, labels))
         flat = [outcome for samples_of_prompt in outcomes for outcome in samples_of_prompt]
         samples = [outcome for outcome in flat if isinstance(outcome, Sample)]
         reasons = [outcome for outcome in flat if isinstance(outcome, str)]
-        if reasons:
-            summary = (request.id, len(reasons), len(flat), reasons[0])
-            log.warning("evaluation %s: %d of %d samples failed; the first: %s", *summary)
-        means = [fmean(map(_reward, of_prompt)) for of_prompt in outcomes]
+        rewards = self._counted_rewards(request, outcomes, reasons)
+        accuracy, error = _mean_and_error(rewards)
         return EvalResult(
             id=request.id,
             policy_version=request.policy_version,
             set=request.set,
-            accuracy=fmean(means) if means else 0.0,
-            error=stdev(means) / sqrt(len(means)) if len(means) > 1 else 0.0,
+            accuracy=accuracy,
+            error=error,
             prompts=len(outcomes),
             samples=chosen.samples,
             version_min=min((sample.version_min for sample in samples), default=-1),
@@ -130,9 +131,37 @@ class Evaluation:
             seconds=time.monotonic() - started,
             failed=len(reasons),
             timed_out=reasons.count(TIMED_OUT),
-            pass_at={k: _pass_at(k, outcomes, chosen.correct) for k in chosen.pass_at},
-            metrics=mean_metrics(samples),
+            pass_at=_pass_at(chosen.pass_at, rewards, chosen.correct),
+            metrics=mean_metrics(samples) if rewards else {},
+            parts={label: self._part(outcomes, labels, label) for label in sorted(set(labels))},
         )
+
+    def _part(self, outcomes: Sequence[Sequence[Outcome]], labels: Sequence[str], label: str) -> EvalPart:
+        """The result of the prompts of one task of a mix, by the same rules as the whole."""
+        own = [of_prompt for of_prompt, other in zip(outcomes, labels, strict=True) if other == label]
+        failed = sum(isinstance(one, str) for of_prompt in own for one in of_prompt)
+        too_many = failed > self._max_failed * sum(map(len, own))
+        accuracy, error = _mean_and_error([] if too_many else _rewards_of(own))
+        return EvalPart(accuracy=accuracy, error=error, prompts=len(own), failed=failed)
+
+    def _counted_rewards(
+        self, request: EvalRequest, outcomes: Sequence[Sequence[Outcome]], reasons: Sequence[str]
+    ) -> list[list[float]]:
+        """The rewards of each prompt that has a sample. None at all, and an error in the log, if too many failed."""
+        total = sum(map(len, outcomes))
+        summary = (request.id, len(reasons), total, reasons[0] if reasons else "")
+        # Samples often fail because they are long, so a mean over a small rest would be of the easy prompts.
+        if reasons and len(reasons) > self._max_failed * total:
+            log.error(
+                "evaluation %s: %d of %d samples failed; the first: %s; it has no accuracy, since more than "
+                "evaluation.max_failed_fraction=%g of its samples failed",
+                *summary,
+                self._max_failed,
+            )
+            return []
+        if reasons:
+            log.warning("evaluation %s: %d of %d samples failed; the first: %s; they do not count", *summary)
+        return _rewards_of(outcomes)
 
     async def _outcomes(self, chosen: EvalSet) -> list[list[Outcome]]:
         """The outcomes of each prompt by the deadline."""
@@ -214,6 +243,11 @@ def _of_config(builtin: EvalSet, keys: EvalSetConfig, config: RunConfig) -> Eval
     )
 
 
+def accuracy_text(result: EvalResult) -> str:
+    """The accuracy with three decimals for a log, or the number of failures where there is no accuracy."""
+    return f"{result.accuracy:.3f}" if result.accuracy is not None else f"none, {result.failed} samples failed"
+
+
 @asynccontextmanager
 async def _pool(setup: Setup, startup_seconds: float) -> AsyncIterator[TaskCalls]:
     """The worker processes of a set's task."""
@@ -226,22 +260,34 @@ def _scored(rollout: Rollout, score: Score | str) -> Outcome:
     return score if isinstance(score, str) else to_sample(rollout.episode, score, rollout.seconds)
 
 
-def _reward(outcome: Outcome) -> float:
-    return outcome.reward if isinstance(outcome, Sample) else 0.0
+def _rewards_of(outcomes: Sequence[Sequence[Outcome]]) -> list[list[float]]:
+    """The rewards of the samples of each prompt that has any."""
+    rewards = [[one.reward for one in of_prompt if isinstance(one, Sample)] for of_prompt in outcomes]
+    return [of_prompt for of_prompt in rewards if of_prompt]
 
 
-def _pass_at(k: int, outcomes: Sequence[Sequence[Outcome]], correct: float) -> float:
-    """pass@k over the prompts, without bias (Chen et al. 2021, equation 1): the probability that at least one of k
-    samples, drawn without replacement from the prompt's samples, is correct."""
-    return fmean(
-        _pass_of(k, len(of_prompt), sum(_is_correct(outcome, correct) for outcome in of_prompt))
-        for of_prompt in outcomes
-    )
+def _mean_and_error(rewards: Sequence[Sequence[float]]) -> tuple[float | None, float | None]:
+    """The mean over the prompts of their mean rewards, and its standard error; None where there are too few."""
+    means = [fmean(of_prompt) for of_prompt in rewards]
+    return fmean(means) if means else None, stdev(means) / sqrt(len(means)) if len(means) > 1 else None
+
+
+def _pass_at(ks: Sequence[int], rewards: Sequence[Sequence[float]], correct: float) -> dict[int, float]:
+    """pass@k of each k over the prompts, without bias (Chen et al. 2021, equation 1): the probability that at least one
+    of k samples, drawn without replacement from the prompt's samples, is correct.
+
+    `rewards` are those of each prompt's samples. The estimate needs k samples of a prompt, so a prompt with fewer does
+    not count for that k. Without any such prompt the k is missing.
+    """
+    by_k = {k: [of_prompt for of_prompt in rewards if len(of_prompt) >= k] for k in ks}
+    return {
+        k: fmean(
+            _pass_of(k, len(of_prompt), sum(reward >= correct for reward in of_prompt)) for of_prompt in of_prompts
+        )
+        for k, of_prompts in by_k.items()
+        if of_prompts
+    }
 
 
 def _pass_of(k: int, samples: int, correct: int) -> float:
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
-
-
-def _is_correct(outcome: Outcome, correct: float) -> bool:
-    return isinstance(outcome, Sample) and outcome.reward >= correct

@@ -20,10 +20,10 @@ from pipeline.environments.task_calls import RenderedPrompt, TaskCalls
 from pipeline.errors import TaskError
 from pipeline.rollout.episode_journal import EpisodeJournal
 from pipeline.rollout.episode_record import GroupRecord
+from pipeline.rollout.prompt_order import PromptOrder
 from pipeline.rollout.rollout_policy import Sampling
 from pipeline.rollout.sample_rollout import Rollout, completion_of, failure_kind, roll_out, to_sample
 from pipeline.rollout.server_pool import InferenceClient
-from pipeline.transport.ledger import prompt_at
 from pipeline.transport.sample_records import Group, Sample
 
 
@@ -62,7 +62,8 @@ class GroupBuilder:
         flight; by default nothing is recorded."""
         rollout = config.rollout
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
-        self._seed, self._size, self._extra = config.seed, rollout.group_size, rollout.oversample
+        self._order = PromptOrder(task, config.seed)
+        self._size, self._extra = rollout.group_size, rollout.oversample
         self._whole_answers = bool(config.reward.functions)
         length, seconds = config.model.max_length, rollout.episode_seconds
         self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
@@ -73,10 +74,11 @@ class GroupBuilder:
     async def build(self, position: int, oldest: int = 0) -> Group:
         """The group of a position; `TaskError` when the task keeps failing. Recorded tokens of policy versions before
         `oldest` are too old (`pipeline.transport.staleness.is_usable`)."""
-        index = prompt_at(position, len(self._task), self._seed)
+        index = self._order.at(position)
         rendered = await self._calls.prompt(index)
         if isinstance(rendered, str):
-            group = Group(position=position, prompt=index, failures=(rendered,) * self._size)
+            label = self._order.label(index)
+            group = Group(position=position, prompt=index, failures=(rendered,) * self._size, task=label)
         else:
             record = GroupRecord(position, self.journal, self._size + self._extra, oldest, self._stale)
             group = await self._sampled(position, index, rendered, record)
@@ -93,6 +95,7 @@ class GroupBuilder:
         return Group(
             position=position,
             prompt=index,
+            task=self._order.label(index),
             samples=tuple(samples),
             failures=tuple(failures),
             abandoned=abandoned,

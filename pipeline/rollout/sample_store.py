@@ -249,7 +249,7 @@ def records_of_group(prepared: PreparedGroup, task: str, estimator: str) -> list
     trained: list[float | None] = [*prepared.advantages] if ADVANTAGE_ESTIMATORS[estimator].within_group else []
     advantages = trained or [None] * len(group.samples)
     head = {
-        "task": task,
+        "task": group.task or task,
         "position": group.position,
         "prompt": group.prompt,
         "fingerprint": group.fingerprint(),
@@ -260,11 +260,21 @@ def records_of_group(prepared: PreparedGroup, task: str, estimator: str) -> list
     return [{**head, "sample": index, **row} for index, row in enumerate(rows)]
 
 
-def records_of_evaluation(outcomes: Sequence[Sequence[Sample | str]], task: str, eval_set: str) -> list[SampleRecord]:
-    """The rows of an evaluation: for each prompt its samples, or the reasons of the failed ones."""
-    head = {"task": task, "eval_set": eval_set}
+def records_of_evaluation(
+    outcomes: Sequence[Sequence[Sample | str]], task: str, eval_set: str, labels: Sequence[str] = ()
+) -> list[SampleRecord]:
+    """The rows of an evaluation: for each prompt its samples, or the reasons of the failed ones. `labels` are the tasks
+    of the prompts of a mix, in order."""
+    tasks = labels or [task] * len(outcomes)
     return [
-        {**head, "position": prompt, "prompt": prompt, "sample": index, **record_of(outcome)}
+        {
+            "task": tasks[prompt],
+            "eval_set": eval_set,
+            "position": prompt,
+            "prompt": prompt,
+            "sample": index,
+            **record_of(outcome),
+        }
         for prompt, of_prompt in enumerate(outcomes)
         for index, outcome in enumerate(of_prompt)
     ]

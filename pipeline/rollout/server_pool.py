@@ -32,6 +32,7 @@ from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RolloutError
 from pipeline.rollout.cache_load import CacheLoad, CacheWatch
 from pipeline.rollout.server_client import Completion, GenerationRequest, Server, TransientError
+from pipeline.transport.sample_records import SAMPLED_TOKENS
 from pipeline.utils.authenticated_connector import AuthenticatedConnector
 from pipeline.utils.backoff import available, pause_after
 from pipeline.utils.network_interfaces import KEEPALIVE_SECONDS
@@ -160,15 +161,14 @@ class InferenceClient:
         cached_at = cached_at if self._keeps_prefixes else None
         request = GenerationRequest(list(token_ids), *sampling, self._routing, known, cached_at)
         if begun is None:
-            completions, earlier = await self._somewhere(request, cached_on), 0
+            completions = await self._somewhere(request, cached_on)
             for index, completion in enumerate(completions):
                 note(index, completion)
         else:
-            completions, earlier = [begun], len(begun.tokens)
+            completions = [begun]
         if not all(completion.complete for completion in completions):
             parts = [self._finished(part, request, partial(note, index)) for index, part in enumerate(completions)]
             completions = list(await asyncio.gather(*parts))
-        self.tokens += sum(len(completion.tokens) for completion in completions) - earlier
         return completions
 
     def numbers(self) -> dict[str, float]:
@@ -181,7 +181,7 @@ class InferenceClient:
             if server.prompts.tokens
         }
         retries = {f"retries/{reason}": float(count) for reason, count in self.retries.items()}
-        counts = {"requests": self.requests, "completion_tokens": self.tokens}
+        counts = {"requests": self.requests, SAMPLED_TOKENS: self.tokens}
         return counts | {"requests/returned": self.returned, "requests/moved": self.moved} | idle | hits | retries
 
     async def load(self) -> CacheLoad:
@@ -208,6 +208,8 @@ class InferenceClient:
                 else:
                     server.backoff.record_success()
                     self.retries.update("aborted" for completion in completions if not completion.complete)
+                    # Counted by response, so that the number grows during a long turn: it is a sign of progress.
+                    self.tokens += sum(len(completion.tokens) for completion in completions)
                     return [_marked(completion, piece, request.max_tokens) for completion in completions]
             if abandoned != self._suspects.abandoned:  # another request was to blame for the crashes
                 crashes, abandoned = 0, self._suspects.abandoned

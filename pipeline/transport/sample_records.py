@@ -223,6 +223,7 @@ class Group(Record, frozen=True, kw_only=True, tag="group", omit_defaults=True):
     Attributes:
         position: index in the run's issue order, 0, 1, 2, …; `epoch * len(task) + k`. The ledger's key.
         prompt: index in the task's dataset.
+        task: the label of its task, if that is one of a mix.
         samples: the successful samples.
         failures: the reason of each failed sample.
         abandoned: run time in seconds of each sample that was cancelled because the group had enough without it.
@@ -232,6 +233,7 @@ class Group(Record, frozen=True, kw_only=True, tag="group", omit_defaults=True):
 
     position: Index
     prompt: Index
+    task: str = ""
     samples: tuple[Sample, ...] = ()
     failures: tuple[str, ...] = ()
     abandoned: tuple[float, ...] = ()
@@ -326,6 +328,9 @@ class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
 
 EVALUATED, ASKED = "evaluation/done", "evaluation/prompts"
 """Names under which an actor reports a running evaluation: the number of prompts done, and of all prompts."""
+SAMPLED_TOKENS, TASK_CALLS = "completion_tokens", "task_calls"
+"""Names under which an actor reports totals since its start: tokens sampled, also in turns that have not ended, and
+finished calls of the task (prompts, tools and rewards). They grow while its episodes advance."""
 
 
 class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
@@ -336,23 +341,34 @@ class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
     set: str = ""
 
 
+class EvalPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an evaluation that belongs to one task of a mix; attributes as in `EvalResult`."""
+
+    accuracy: float | None
+    error: float | None
+    prompts: int
+    failed: int
+
+
 class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     """The result of one `EvalRequest`.
 
     Attributes:
-        accuracy: mean over the prompts of the mean reward of their samples.
-        error: standard error of that mean over the prompts.
-        prompts, samples: the number of prompts, and of samples per prompt.
-        failed: number of failed samples, each counted as reward 0; `timed_out` of them missed the deadline.
+        accuracy: mean over the prompts of the mean reward of their samples, without the failed ones; None if all or
+            more than `evaluation.max_failed_fraction` of the samples failed.
+        error: standard error of that mean over the prompts; None with fewer than two prompts that have a sample.
+        prompts, samples: the number of prompts, and of samples per prompt, including failed ones.
+        failed: number of failed samples, which do not count above; `timed_out` of them missed the deadline.
         version_min, version_max: oldest and newest policy version that sampled; −1 without any sample.
         seconds: duration.
-        pass_at: pass@k by k.
-        metrics: means over the successful samples.
+        pass_at: pass@k by k, over the prompts with at least k successful samples; a k without such a prompt is missing.
+        metrics: means over the successful samples; empty without an accuracy.
+        parts: the results of the tasks of a mix by their labels; empty for another task.
     """
 
     id: str
     policy_version: int
-    accuracy: float
+    accuracy: float | None
     prompts: int
     version_min: int
     version_max: int
@@ -362,8 +378,9 @@ class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
     set: str = ""
     samples: int = 1
     timed_out: int = 0
-    error: float = 0.0
+    error: float | None = None
     pass_at: dict[int, float] = {}
+    parts: dict[str, EvalPart] = {}
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:

@@ -197,9 +197,12 @@ def _located_replay(config: RunConfig) -> str:
 
 
 def _located_task(task: TaskConfig) -> TaskConfig:
-    if task.name != "dataset":
-        return task
-    return task.model_copy(update={"options": located_options(task.options)})
+    tasks = tuple(
+        entry.model_copy(update={"options": located_options(entry.options)}) if entry.name == "dataset" else entry
+        for entry in task.tasks
+    )
+    options = located_options(task.options) if task.name == "dataset" else task.options
+    return task.model_copy(update={"options": options, "tasks": tasks})
 
 
 def git_revision() -> str:

@@ -36,7 +36,10 @@ from pipeline.config import (
 from pipeline.errors import ConfigError
 
 CONF = Path(conf.__file__).parent
-OPEN = ("task.options.", "reward.options.", "cluster.sbatch.", f"evaluation.sets.{NAMED}.task.")
+OPEN = (
+    *("task.options.", f"task.tasks.{NAMED}.options.", "reward.options.", "cluster.sbatch."),
+    f"evaluation.sets.{NAMED}.task.",
+)
 """Prefixes below which any key is accepted here: options of tasks, rewards and sbatch, which are checked later."""
 MAX_POINTS = 1000
 DEFAULTS = "schema_defaults"

@@ -245,18 +245,25 @@ def show(evaluation: Path) -> None:
 
 def table_of(sets: Mapping[str, Mapping[str, float | None]]) -> Table:
     """A table with one line for each set, and a column for each k of pass@k and each metric of the tasks."""
-    shown = ("accuracy", "error", "prompts", "samples", "failed", "late", "seconds", "version_min", "version_max")
+    shown = ("accuracy", "stderr", "prompts", "samples", "failed", "timed_out", "seconds", "version_min", "version_max")
     more = sorted({name for numbers in sets.values() for name in numbers if name not in shown}, key=_natural)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     for column in ("set", "prompts", "samples", "accuracy", *more, "failed", "seconds"):
         table.add_column(column, justify="left" if column == "set" else "right")
     for name, numbers in sets.items():
-        accuracy = f"{numbers.get('accuracy') or 0.0:.4f} ± {numbers.get('error') or 0.0:.4f}"
         counts = [f"{numbers.get(key) or default:.0f}" for key, default in (("prompts", 0), ("samples", 1))]
         others = [f"{value:.4f}" if (value := numbers.get(key)) is not None else "—" for key in more]
         ends = [f"{numbers.get('failed') or 0:.0f}", f"{numbers.get('seconds') or 0:.1f}"]
-        table.add_row(name, *counts, accuracy, *others, *ends)
+        table.add_row(name, *counts, _accuracy(numbers), *others, *ends)
     return table
+
+
+def _accuracy(numbers: Mapping[str, float | None]) -> str:
+    """The accuracy with its standard error; a dash where an evaluation has none."""
+    accuracy, error = numbers.get("accuracy"), numbers.get("stderr")
+    if accuracy is None:
+        return "—"
+    return f"{accuracy:.4f}" if error is None else f"{accuracy:.4f} ± {error:.4f}"
 
 
 def _natural(name: str) -> tuple[str, int]:

@@ -27,7 +27,7 @@ from pipeline.config.model_directory import (
 )
 from pipeline.data.chat_messages import Message
 from pipeline.data.examples import RowError
-from pipeline.environments import load_task
+from pipeline.environments import first_prompts, load_task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.frozen_code import changed_modules
 from pipeline.errors import ConfigError
@@ -117,9 +117,9 @@ def _with_tools(config: RunConfig) -> Iterator[tuple[str, Sequence[Message], Seq
             if conversation.tools:
                 yield f"row {index} of data.path", conversation.messages, conversation.tools
     if config.has_rollouts:
-        prompt = load_task(config.task, config.seed).prompt(0)
-        if prompt.tools:
-            yield f"task.name={config.task.name}", prompt.messages, prompt.tools
+        for prompt in first_prompts(load_task(config.task, config.seed)):
+            if prompt.tools:
+                yield f"task.name={prompt.task or config.task.name}", prompt.messages, prompt.tools
 
 
 def _absent_commands(config: RunConfig) -> Iterator[str]:
@@ -205,12 +205,18 @@ def _no_answer(url: str, error: Exception) -> str:
 
 
 def _tasks(config: RunConfig) -> Iterator[tuple[str, TaskConfig]]:
+    """The tasks of a run by their keys, and those of a mix each."""
     if config.has_rollouts or (config.evaluation.only and config.evaluation.builtin_set):
-        yield "task", config.task
+        yield from _alone("task", config.task)
     if config.has_rollouts or config.evaluation.only:
         for name, eval_set in config.evaluation.sets.items():
             if eval_set.task:
-                yield f"evaluation.sets.{name}.task", eval_set.task
+                yield from _alone(f"evaluation.sets.{name}.task", eval_set.task)
+
+
+def _alone(key: str, task: TaskConfig) -> Iterator[tuple[str, TaskConfig]]:
+    keys = [f"{key}.tasks.{number}" for number in range(len(task.tasks))] or [key]
+    yield from zip(keys, task.alone(), strict=True)
 
 
 def _rewards(config: RunConfig) -> Iterator[tuple[str, RewardConfig]]:

@@ -15,7 +15,15 @@ import pytest
 
 from pipeline.transport import Streams
 from pipeline.transport.ledger import Ledger
-from pipeline.transport.sample_records import EvalRequest, EvalResult, Group, PreparedGroup, Reissue
+from pipeline.transport.sample_records import (
+    SAMPLED_TOKENS,
+    TASK_CALLS,
+    EvalRequest,
+    EvalResult,
+    Group,
+    PreparedGroup,
+    Reissue,
+)
 from pipeline.transport.shared_state import SharedState
 from pipeline.transport.topic_segments import SegmentPosition, walk
 from pipeline.utils.subprocesses import Child, tail
@@ -150,6 +158,10 @@ def test_groups_come_in_order_and_stop_at_the_staleness_limit(trainer: Trainer) 
     assert positions(first) == list(range(LIMIT))
     assert all(len(group.samples) == SAMPLES and not group.failures for group in first)
     assert {sample.reward for sample in first[0].samples} == {0.0, 1.0}
+    # What the trainer reads as progress: a prompt and a reward of each sample, and every token.
+    assert trainer.numbers()[TASK_CALLS] == LIMIT * (1 + SAMPLES)
+    sampled = [sample.sampled_array().sum() for group in first for sample in group.samples]
+    assert trainer.numbers()[SAMPLED_TOKENS] == sum(sampled)
     trainer.update(1)
     second = trainer.take(LIMIT)
     assert positions(second) == list(range(LIMIT, 2 * LIMIT))

@@ -1,10 +1,12 @@
 """How the trainer cuts batches: once each, none too old, nothing given up before its commit."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -12,15 +14,18 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, StreamError
+from pipeline.roles.role_context import Status
 from pipeline.run.paths import AttemptPaths
-from pipeline.train.loop import group_batches
+from pipeline.train.loop.actor_watch import ActorReport, ActorWatch
 from pipeline.train.loop.group_batches import GroupBatches, Interrupted
 from pipeline.train.loop.rl import rows_of
 from pipeline.transport import Streams
 from pipeline.transport.file_streams import FileStreams
 from pipeline.transport.ledger import Ledger
-from pipeline.transport.sample_records import FILTERED, Group, PreparedGroup, Reissue, Sample
+from pipeline.transport.sample_records import FILTERED, SAMPLED_TOKENS, Group, PreparedGroup, Reissue, Sample
 from pipeline.transport.shared_state import SharedState
+from pipeline.utils import shared_files
+from tests.fakes.clock import FakeClock
 from tests.fakes.composed_config import compose_cached
 
 TOPIC = "prepared"
@@ -39,9 +44,14 @@ def config_of(**training: float | str) -> RunConfig:
 
 
 def batches_of(
-    streams: Streams, ledger: Ledger | None = None, pulse: Callable[[], None] = lambda: None, **training: float | str
+    streams: Streams,
+    ledger: Ledger | None = None,
+    pulse: Callable[[], None] = lambda: None,
+    actor: ActorWatch | None = None,
+    **training: float | str,
 ) -> GroupBatches:
-    return GroupBatches(streams, SharedState(streams), ledger or Ledger(), config_of(**training), pulse, VOCABULARY)
+    board, watch = SharedState(streams), actor or ActorWatch()
+    return GroupBatches(streams, board, ledger or Ledger(), config_of(**training), pulse, VOCABULARY, actor=watch)
 
 
 def prepared(position: int, version: int = 0, outcome: str = "train", token: int = 2) -> PreparedGroup:
@@ -321,21 +331,96 @@ def test_a_batch_that_does_not_come_is_missed_by_its_deadline_with_what_came_ins
         batches_of(streams, data_seconds=0.2).next(0)
 
 
-def test_a_batch_whose_groups_come_slowly_is_waited_for(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(group_batches, "time", SimpleNamespace(monotonic=lambda: now))
-    batches = batches_of(streams, prompts_per_step=4, data_seconds=10)
+def test_a_batch_whose_groups_come_slowly_is_waited_for(streams: Streams) -> None:
+    clock = FakeClock()
+    batches = batches_of(streams, actor=ActorWatch(clock=clock), prompts_per_step=4, data_seconds=10)
     read = batches._reader.read
 
     def one_in_nine_seconds(limit: int, seconds: float) -> list[Any]:
-        nonlocal now
-        streams.publish_many(TOPIC, [prepared(int(now) // 9)])
-        now += 9
+        streams.publish_many(TOPIC, [prepared(int(clock.time) // 9)])
+        clock.time += 9
         return list(read(1, seconds))
 
     batches._reader.read = one_in_nine_seconds  # type: ignore[method-assign]
     assert positions(batches.next(0)) == [0, 1, 2, 3]
-    assert batches.waited == 36
+    assert clock.time == 36
+
+
+class WritesReports:
+    """An actor in a thread, which reports as the real one does: to the status file of its role."""
+
+    def __init__(self, folder: Path, advances: bool) -> None:
+        self.advances, self.path = advances, folder / "actor.json"
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._report)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def _report(self) -> None:
+        for turn in count():
+            numbers = {SAMPLED_TOKENS: float(turn if self.advances else 1), "in_flight": 2.0}
+            shared_files.write_document(self.path, Status(state="ready", pid=1, time=time.time(), numbers=numbers))
+            if self.ended.wait(0.1):
+                return
+
+    def read(self) -> ActorReport | None:
+        status = shared_files.read_document(self.path, Status)
+        return None if status is None else ActorReport(status.time, status.state, status.numbers)
+
+
+def test_a_batch_of_slow_episodes_is_waited_for_beyond_the_deadline_while_they_advance(
+    streams: Streams, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    with WritesReports(tmp_path, advances=True) as actor:
+        batches = batches_of(streams, actor=ActorWatch(actor.read), prompts_per_step=1, data_seconds=1.5)
+
+        def arrive_late() -> None:
+            if time.monotonic() - began > 4:
+                streams.publish_many(TOPIC, [prepared(0)])
+
+        batches.pulse = arrive_late
+        assert positions(batches.next(0)) == [0]
+    assert time.monotonic() - began > 4
+
+
+def test_an_actor_that_runs_but_stands_still_ends_the_wait_with_what_it_does(streams: Streams, tmp_path: Path) -> None:
+    with WritesReports(tmp_path, advances=False) as actor:
+        batches = batches_of(streams, actor=ActorWatch(actor.read), data_seconds=1.5)
+        with pytest.raises(DeadlineError, match="its episodes do not advance: 2 groups are in flight, after 1 sampled"):
+            batches.next(0)
+
+
+def test_an_actor_that_died_ends_the_wait_within_its_deadline(streams: Streams, tmp_path: Path) -> None:
+    with WritesReports(tmp_path, advances=True) as actor:
+        batches = batches_of(streams, actor=ActorWatch(actor.read), data_seconds=1.5)
+        threading.Timer(0.5, actor.ended.set).start()
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match="2 of 2 groups"):
+            batches.next(0)
+    assert 1.5 < time.monotonic() - began < 6
+
+
+def test_an_actor_whose_groups_are_all_malformed_ends_the_wait_although_it_advances(streams: Streams) -> None:
+    clock, reports = FakeClock(), count(1)
+    watch = ActorWatch(lambda: ActorReport(turn := float(next(reports)), "ready", {SAMPLED_TOKENS: turn}), clock)
+    batches = batches_of(streams, actor=watch, prompts_per_step=2, data_seconds=10)
+    read = batches._reader.read
+
+    def another(limit: int, seconds: float) -> list[Any]:
+        clock.time += 2
+        streams.publish_many(TOPIC, [prepared(int(clock.time), token=VOCABULARY)])
+        return list(read(1, seconds))
+
+    batches._reader.read = another  # type: ignore[method-assign]
+    with pytest.raises(DeadlineError, match="set aside meanwhile: 6 malformed"):
+        batches.next(0)
 
 
 def test_the_actor_sees_progress_also_when_nothing_is_trained(streams: Streams) -> None:

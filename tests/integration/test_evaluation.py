@@ -1,6 +1,7 @@
 """What the trainer asks the actor to measure, and what it makes of the answers."""
 
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 from pipeline.errors import DeadlineError
 from pipeline.run.metrics_log import MetricSinks, read_rows
 from pipeline.run.paths import AttemptPaths
+from pipeline.train.loop.actor_watch import ActorReport, ActorWatch
 from pipeline.train.loop.evaluations import Evaluations, Schedule, results_in
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.transport import Streams
 from pipeline.transport.file_streams import FileStreams
-from pipeline.transport.sample_records import EvalRequest, EvalResult
+from pipeline.transport.sample_records import EVALUATED, EvalRequest, EvalResult
+from tests.fakes.clock import FakeClock
 
 
 @pytest.fixture
@@ -113,6 +116,39 @@ def test_an_answer_that_does_not_come_is_missed_by_name(streams: Streams) -> Non
     asked.request(50, [OWN])
     with pytest.raises(DeadlineError, match="a-0:50"):
         asked.wait()
+
+
+def test_a_slow_evaluation_is_waited_for_beyond_its_deadline_while_it_advances(streams: Streams) -> None:
+    clock, reports, notes = FakeClock(), count(1), Notes()
+    actor = ActorWatch(lambda: ActorReport(turn := float(next(reports)), "ready", {EVALUATED: turn}), clock)
+    waits = 0
+
+    def pulse() -> None:
+        nonlocal waits
+        waits += 1
+        clock.time += 3600
+        if waits == 3:
+            answer(streams, "a-0:50", 50)
+
+    asked = Evaluations(streams, "a-0", {OWN: Schedule(25, 0.1)}, (), notes, pulse, actor=actor, stall_seconds=600)
+    asked.request(50, [OWN])
+    asked.wait()
+    assert list(notes) == [(OWN, 50)]
+    assert clock.time > 2 * 3600
+
+
+def test_an_evaluation_that_stands_still_is_missed_with_what_the_actor_does(streams: Streams) -> None:
+    clock = FakeClock()
+
+    def pulse() -> None:
+        clock.time += 400
+
+    actor = ActorWatch(lambda: ActorReport(clock.time, "ready", {EVALUATED: 5.0}), clock)
+    asked = Evaluations(streams, "a-0", {OWN: Schedule(25, 0.1)}, (), Notes(), pulse, actor=actor, stall_seconds=600)
+    asked.request(50, [OWN])
+    with pytest.raises(DeadlineError, match="a-0:50; the actor runs, but its episodes do not advance"):
+        asked.wait()
+    assert clock.time <= 4 * 400
 
 
 def test_an_ending_attempt_waits_for_no_answer(streams: Streams) -> None:

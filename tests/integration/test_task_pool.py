@@ -70,6 +70,7 @@ def test_each_bad_reward_fails_its_own_sample_with_its_reason_and_the_others_are
         texts = [text for bad in REASONS for text in ("ok", bad, "ok")]
         expected = [value for bad in REASONS for value in (1.0, REASONS[bad], 1.0)]
         assert await rewards(pool, PROMPT, texts) == expected
+        assert pool.finished_calls == len(texts)
 
     in_pool(tmp_path, story)
 

@@ -18,7 +18,7 @@ asked, P = `training.prompts_per_step`, L = `training.max_lag`. A `▷` is a gat
         │   done or in the batch already, filtered, failed ──► dropped, the ledger has the reason
         │   older than L, or malformed (third time: failed) ─► topic `reissue` ──► ISSUE QUEUE
         ▼   otherwise
-      BATCH            ▷ waits for P groups, `training.data_seconds` for each       group_batches
+      BATCH            ▷ waits for P groups while episodes advance (actor_watch)     group_batches
         ▼
       UPDATE           mini-batches, optimizer steps; v becomes v + 1                policy_update
         │   the ledger marks the P positions as done, the board shows v + 1: both move the staleness gate of the actor
@@ -56,6 +56,7 @@ With L = 0 the actor issues the groups of step v + 1 only when the servers are a
 | `rl`, `sft`, `preference` | the three algorithms of a run |
 | `policy_update` | one RL step on a batch: advantages, mini-batches, optimizer steps |
 | `group_batches` | batches of prepared groups from the stream |
+| `actor_watch` | whether the actor's episodes advance while the trainer waits for them |
 | `recorded_batches` | the batches of another run, for a replay |
 | `batch_metrics` | metrics of a batch of groups |
 | `step_metrics` | metrics of several optimizer steps as those of one step |

@@ -42,7 +42,17 @@ def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0
         "oversample/canceled_samples": float(len(abandoned)),
         "oversample/wasted_fraction": wasted / (used + wasted) if wasted else 0.0,
     }
-    return metrics | _lag_metrics(samples, version, oldest) | mean_metrics(samples)
+    return metrics | _task_metrics(groups) | _lag_metrics(samples, version, oldest) | mean_metrics(samples)
+
+
+def _task_metrics(groups: Sequence[PreparedGroup]) -> dict[str, float]:
+    """The mean reward and the number of samples of each task of a mix that the batch has."""
+    rewards: dict[str, list[float]] = {}
+    for prepared in groups:
+        if prepared.group.task:
+            rewards.setdefault(prepared.group.task, []).extend(one.reward for one in prepared.group.samples)
+    means = {f"reward/{label}": float(np.mean(values)) for label, values in rewards.items() if values}
+    return means | {f"samples/{label}": float(len(values)) for label, values in rewards.items()}
 
 
 def zero_variance(groups: Sequence[PreparedGroup], dropped: int) -> float:

@@ -12,6 +12,7 @@ from typing import Protocol
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError
 from pipeline.run.metrics_log import MetricRecord
+from pipeline.train.loop.actor_watch import ActorWatch
 from pipeline.train.loop.group_batches import Pulse
 from pipeline.transport import Streams
 from pipeline.transport.sample_records import EvalRequest, EvalResult
@@ -28,7 +29,7 @@ class Schedule:
 
     Attributes:
         every: interval in steps; the first and last version are always evaluated (0: only these).
-        seconds: time limit of one evaluation.
+        seconds: time limit of one evaluation; of the default set, the time without progress that ends it.
     """
 
     every: int
@@ -72,10 +73,14 @@ class Evaluations:
         note: Note,
         pulse: Pulse,
         on_request: Callable[[int], None] = lambda version: None,
+        actor: ActorWatch | None = None,
+        stall_seconds: float = 0.0,
     ) -> None:
         """`measured` are the evaluations that are already logged; `note` logs a new one. `on_request` is called with
-        the version of sets that were requested."""
+        the version of sets that were requested. `wait` lasts beyond the deadlines of the sets while the `actor` has
+        stood still for less than `stall_seconds`."""
         self._on_request = on_request
+        self._actor, self._stall_seconds = actor or ActorWatch(), stall_seconds
         self._streams, self._attempt, self._schedules = streams, attempt, schedules
         self._note, self._pulse = note, pulse
         self._reader = streams.reader("eval_results", EvalResult, "trainer")
@@ -129,25 +134,37 @@ class Evaluations:
             self._streams.publish("eval_requests", self._open[name])
 
     def wait(self) -> None:
-        """Collect until no request is open; `Interrupted` if the attempt is ending meanwhile."""
+        """Collect until no request is open; `Interrupted` if the attempt is ending meanwhile.
+
+        `DeadlineError` if results are missing after the deadlines of their sets, and the actor stands still.
+        """
         # The actor evaluates one set after the other, so the deadline is the sum of theirs.
         seconds = sum(self._schedules[request.set].seconds for request in self._open.values())
         deadline = Deadline("the held-out evaluation", seconds)
+        self._actor.begin()
         while self._open:
+            missing = len(self._open)
             self.collect(READ_SECONDS)
             self._pulse()
-            if deadline.passed:
-                raise DeadlineError("the held-out evaluation", seconds, ", ".join(sorted(self._open)))
+            if len(self._open) < missing:
+                self._actor.arrived()
+            stalled = self._actor.stalled_seconds()
+            if deadline.passed and stalled > self._stall_seconds:
+                names = ", ".join(sorted(self._open))
+                raise DeadlineError("the held-out evaluation", seconds, f"{names}; {self._actor.describe()}")
 
     def _id(self, name: str, version: int) -> str:
         return f"{self._attempt}:{name}:{version}" if name else f"{self._attempt}:{version}"
 
 
 def metrics_of(result: EvalResult) -> dict[str, float]:
-    """An evaluation as metrics; names of a set contain its name, such as `eval/<set>/accuracy`."""
-    metrics = {
-        "eval/accuracy": result.accuracy,
-        "eval/stderr": result.error,
+    """An evaluation as metrics; names of a set contain its name, such as `eval/<set>/accuracy`.
+
+    `accuracy` and `stderr` are missing where the result has none. Those of a task of a mix have its label after the
+    set: `eval/<label>/accuracy`, `eval/<set>/<label>/accuracy`.
+    """
+    measured = {"eval/accuracy": result.accuracy, "eval/stderr": result.error}
+    metrics = {name: value for name, value in measured.items() if value is not None} | {
         "eval/prompts": float(result.prompts),
         "eval/failed": float(result.failed),
         "eval/version_min": float(result.version_min),
@@ -158,5 +175,8 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
         metrics |= {"eval/samples": float(result.samples), "eval/timed_out": float(result.timed_out)}
     metrics |= {f"eval/pass@{k}": share for k, share in result.pass_at.items()}
     metrics |= {f"eval/{name}": value for name, value in result.metrics.items()}
+    for label, part in result.parts.items():
+        own = {"accuracy": part.accuracy, "stderr": part.error, "prompts": part.prompts, "failed": part.failed}
+        metrics |= {f"eval/{label}/{name}": float(value) for name, value in own.items() if value is not None}
     prefix = f"eval/{result.set}/" if result.set else "eval/"
     return {f"{prefix}{name.removeprefix('eval/')}": value for name, value in metrics.items()}

@@ -7,7 +7,6 @@ Must not know models or ranks.
 """
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from pipeline.config import RunConfig
 from pipeline.config.routing_shape import routing_shape
 from pipeline.errors import DeadlineError, RecordError, RollcallError, StreamError
 from pipeline.rollout.training_rewards import group_advantages
+from pipeline.train.loop.actor_watch import ActorWatch
 from pipeline.transport import Entry, Streams
 from pipeline.transport.ledger import TRAINED, BatchEntry, Ledger
 from pipeline.transport.sample_records import FILTERED, MALFORMED, PreparedGroup, Reissue
@@ -53,7 +53,8 @@ class GroupBatches:
         batches.acknowledge(covered)        # once that checkpoint is durable, with its entries
 
     Token ids must be below `vocabulary`. `counts` are the groups discarded since the last `next`, by reason:
-    `duplicate`, `stale`, `malformed`, and the outcomes of groups that the preprocessor filtered or failed.
+    `duplicate`, `stale`, `malformed`, and the outcomes of groups that the preprocessor filtered or failed. `actor`
+    observes whether the episodes of missing groups advance.
     """
 
     streams: Streams
@@ -63,7 +64,7 @@ class GroupBatches:
     pulse: Pulse
     vocabulary: int
     counts: Counter[str] = field(default_factory=Counter)
-    waited: float = 0.0
+    actor: ActorWatch = field(default_factory=ActorWatch)
 
     def __post_init__(self) -> None:
         self._reader = self.streams.reader("prepared", PreparedGroup, "trainer")
@@ -77,25 +78,29 @@ class GroupBatches:
     def next(self, version: int) -> list[PreparedGroup]:
         """The groups of the next step, in their order of arrival, for weights of `version`.
 
-        Raises errors of `pulse`, and `DeadlineError` if no group that can be trained arrived within
-        `training.data_seconds`. A batch of slow episodes may take longer, as long as its groups arrive.
+        Raises errors of `pulse`, and `DeadlineError` if for `training.data_seconds` no group that can be trained
+        arrived, and no episode of the actor advanced. Slow episodes may take longer (`actor_watch`).
         """
         self.counts.clear()
         size = self.config.training.prompts_per_step
-        started = newest = time.monotonic()
+        self.actor.begin()
         while len(self._pending) < size:
             self.pulse()
             before = len(self._pending)
             self._receive(size, version)
-            now = time.monotonic()
-            self.waited = now - started
             if len(self._pending) > before:
-                newest = now
-            elif now - newest > self.config.training.data_seconds:
+                self.actor.arrived()
+            elif (stalled := self._stalled_seconds(size)) > self.config.training.data_seconds:
                 discarded = ", ".join(f"{count} {reason}" for reason, count in self.counts.most_common(3)) or "nothing"
                 missing = f"{size - len(self._pending)} of {size} groups; set aside meanwhile: {discarded}"
-                raise DeadlineError("a batch from the preprocessor", now - newest, missing)
+                raise DeadlineError("a batch from the preprocessor", stalled, f"{missing}; {self.actor.describe()}")
         return [entry.record for entry in self._pending.values()]
+
+    def _stalled_seconds(self, size: int) -> float:
+        """Seconds without progress. Progress of an actor whose groups are malformed leads to no batch, so after so many
+        that all positions of a batch could be marked as failed, only groups count."""
+        stalled = self.actor.stalled_seconds()
+        return self.actor.seconds_without_arrival() if self.counts[MALFORMED] >= MAX_MALFORMED * size else stalled
 
     def _receive(self, size: int, version: int) -> None:
         try:

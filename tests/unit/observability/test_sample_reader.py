@@ -311,7 +311,7 @@ def test_the_page_of_a_run_that_only_evaluates_has_its_sets_and_no_training(tmp_
     assert state(read_history(made.root)) == "starting"
     attempt.all_roles("ready")
     with MetricSinks(made.paths.metrics, "a-0") as sinks:
-        sinks.log("eval", "rl", 5, {"eval/hard/accuracy": 0.5, "eval/hard/error": 0.1}, eval_set="hard")
+        sinks.log("eval", "rl", 5, {"eval/hard/accuracy": 0.5, "eval/hard/stderr": 0.1}, eval_set="hard")
     history = read_history(made.root)
     assert state(history) == "evaluating"
     assert ("50.0% ± 10.0%", "accuracy on hard") in tiles(history)

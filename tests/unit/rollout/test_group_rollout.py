@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config import RunConfig
-from pipeline.environments import Episode, Policy, Prompt, Task, user_prompt
+from pipeline.config import RunConfig, TaskConfig
+from pipeline.environments import Episode, Policy, Prompt, Task, load_task, user_prompt
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.errors import RolloutError, TaskError
 from pipeline.rollout.eval_rollouts import Evaluation
@@ -368,6 +368,19 @@ def test_the_order_of_prompts_is_the_ledgers() -> None:
     assert build(a_task()).prompt == prompt_at(3, 8, seed=0)
 
 
+def test_a_group_of_a_mix_has_the_label_of_its_task_also_when_its_prompt_fails() -> None:
+    sums = {"name": "arithmetic", "options": {"held_out": 4, "size": 10}}
+    mix = load_task(TaskConfig(name="mix", tasks=(sums, {**sums, "label": "others"})), 0)
+    builder = a_builder(mix, Answering())
+    groups = [asyncio.run(builder.build(position)) for position in range(4)]
+    assert sorted(group.task for group in groups) == ["arithmetic", "arithmetic", "others", "others"]
+    assert all(10 * (group.task == "others") <= group.prompt < 10 + 10 * (group.task == "others") for group in groups)
+    mix._tasks["arithmetic"] = mix._tasks["others"] = a_task(prompt=raising)  # type: ignore[attr-defined]
+    failed = [asyncio.run(builder.build(position)) for position in range(2)]
+    assert sorted(group.task for group in failed) == ["arithmetic", "others"]
+    assert all("prompt raised ValueError" in group.failures[0] for group in failed)
+
+
 def evaluate(task: Task, servers: Answering) -> Any:
     evaluation = Evaluation(task, InlineCalls(task), CHAT, servers, config())
     return asyncio.run(evaluation.run(EvalRequest(id="e", policy_version=5)))
@@ -381,10 +394,10 @@ def test_an_evaluation_is_greedy_and_over_all_held_out_prompts() -> None:
     assert (result.version_min, result.version_max) == (5, 6)
 
 
-def test_a_held_out_prompt_that_fails_counts_as_wrong_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_half_of_the_held_out_prompts_failing_is_no_accuracy_but_an_error(caplog: pytest.LogCaptureFixture) -> None:
     calls = iter(range(2))
     result = evaluate(a_task(reward=lambda *_: raising() if next(calls) else 1.0), Answering())
-    assert (result.prompts, result.accuracy, result.failed) == (2, 0.5, 1)
+    assert (result.prompts, result.accuracy, result.failed) == (2, None, 1)
     assert "1 of 2 samples failed; the first: reward raised ValueError" in caplog.text
 
 

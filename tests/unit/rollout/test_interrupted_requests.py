@@ -9,8 +9,20 @@ from aiohttp import web
 from pipeline.rollout import server_pool
 from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
+from pipeline.transport.sample_records import SAMPLED_TOKENS
 from pipeline.utils.poison_request import MAX_SERVER_CRASHES
-from tests.fakes.scripted_server import Script, always, answer, ask, choice, client_and, hangs_up, run, works
+from tests.fakes.scripted_server import (
+    Script,
+    always,
+    answer,
+    ask,
+    choice,
+    client_and,
+    hangs_up,
+    never_answers,
+    run,
+    works,
+)
 
 
 def test_a_sample_that_outlasts_the_time_limit_of_a_request_goes_on_with_the_tokens_it_has() -> None:
@@ -55,6 +67,21 @@ def test_a_lost_server_costs_a_long_sample_no_more_than_a_short_one() -> None:
 
     lost = {tokens: run(story(tokens)) for tokens in (2, 4)}
     assert lost[4] / 4 == lost[2] / 2
+
+
+def test_the_tokens_of_a_turn_are_counted_before_it_ends() -> None:
+    """The trainer waits for a slow turn as long as this number grows."""
+
+    async def story(script: Script) -> list[float]:
+        async with client_and(script, max_tokens_per_request=2) as client:
+            turn = asyncio.create_task(ask(client, tokens=6))
+            while len(script.bodies) < 3:
+                await asyncio.sleep(0.01)
+            counted = [client.numbers()[SAMPLED_TOKENS]]
+            turn.cancel()
+            return counted
+
+    assert run(story(Script([works, works, never_answers]))) == [4]
 
 
 def test_a_turn_that_ends_before_its_piece_does_is_asked_for_once() -> None:

@@ -280,15 +280,17 @@ def test_overrides_upon_a_tree_keep_what_they_do_not_name() -> None:
 
 def test_the_table_has_a_line_for_each_set_and_a_column_for_each_k() -> None:
     numbers: dict[str, dict[str, Any]] = {
-        "held_out": {"accuracy": 0.5, "error": 0.1, "prompts": 32.0, "failed": 0.0, "seconds": 1.25},
+        "held_out": {"accuracy": 0.5, "stderr": 0.1, "prompts": 32.0, "failed": 0.0, "seconds": 1.25},
         "hard": {"accuracy": 0.25, "prompts": 8.0, "samples": 16.0, "pass@16": 0.75, "pass@8": None, "failed": 3.0},
+        "down": {"prompts": 8.0, "samples": 1.0, "failed": 8.0, "timed_out": 8.0},
     }
     console = Console(width=120, record=True, file=StringIO())
     console.print(table_of(numbers))
     head, *lines = (line.split() for line in console.export_text().splitlines())
     assert head == ["set", "prompts", "samples", "accuracy", "pass@8", "pass@16", "failed", "seconds"]
     assert lines[0] == ["held_out", "32", "1", "0.5000", "±", "0.1000", "—", "—", "0", "1.2"]
-    assert lines[1][:3] + lines[1][6:8] == ["hard", "8", "16", "—", "0.7500"]
+    assert lines[1] == ["hard", "8", "16", "0.2500", "—", "0.7500", "3", "0.0"]
+    assert lines[2] == ["down", "8", "1", "—", "—", "—", "8", "0.0"]
 
 
 def test_what_was_found_is_printed_from_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,18 @@ def test_baselines_and_means_count_an_episode_once() -> None:
     assert (metrics["reward/mean"], metrics["samples"]) == (0.5, 2.0)
 
 
+def test_the_tasks_of_a_mix_have_their_own_rewards_and_numbers_of_samples() -> None:
+    (prepared,) = groups()
+    labeled = [
+        msgspec.structs.replace(prepared, group=msgspec.structs.replace(prepared.group, task=label, samples=samples))
+        for label, samples in (("sums", (a_sample(), ALONE)), ("words", (ALONE,)), ("sums", (ALONE,)))
+    ]
+    metrics = batch_metrics(labeled, 2)
+    assert (metrics["reward/sums"], metrics["samples/sums"]) == (pytest.approx(1 / 3), 3)
+    assert (metrics["reward/words"], metrics["samples/words"], metrics["samples"]) == (0, 1, 4)
+    assert not {"reward/", "samples/"} & batch_metrics([prepared], 2).keys()
+
+
 def test_each_row_has_what_a_teacher_says_of_it() -> None:
     (group,) = groups()
     lengths = [len(row.tokens) for sample in group.group.samples for row in sample.rows()]
