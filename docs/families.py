@@ -57,6 +57,27 @@ TAIL = """\
 Checkpoints with a vision tower (Gemma 3 4B and 12B, Gemma 4, Qwen3.5) need torchvision in vLLM. An installation \
 without it, such as the one for CPUs, cannot serve them: submission warns of it, and the server fails as it starts. \
 Text-only checkpoints, such as `gemma3_text` (Gemma 3 1B), do not need it.
+
+Logits that a family scales or caps are computed by its rule ([source](../pipeline/train/model/logit_rule.py)): Gemma 4 \
+caps them at 30, Cohere and Granite scale them. Attention scores with a cap (Gemma 2) are refused.
+
+## Presets
+
+`model=NAME` has the name of a model on the hub, bfloat16 and a length of 4,096 tokens. What was tested for each:
+
+| `model=` | rows | trained, exported and loaded by transformers | served by vLLM after that | with its real weights |
+|---|---|---|---|---|
+| `smollm2_135m` | packed | yes | yes | [yes](performance.md#a-real-model) |
+| `qwen3_…`, `llama3_…`, `mistral_7b`, `phi4`, `phi4_mini`, `gemma3_1b`, `smollm3_3b`, `olmo3_…`, `glm4.5_air` \
+| packed | small copy | small copy | no |
+| `qwen3_30b_a3b`, `qwen3_235b_a22b` | packed | small copy | small copy | no |
+| `gpt_oss_20b` | packed | small copy | small copy | no; [limits](larger-models.md#expert-parallelism) |
+| `gemma3_4b`, `gemma3_12b`, `gemma4_…` | packed | small copy | not tested: needs torchvision | no |
+| `qwen3.5_…` | padded | small copy | not tested: needs torchvision | no |
+
+A *small copy* has the keys of the hub's `config.json`, few and narrow layers, and random weights: \
+`pytest tests/integration/test_presets.py`, and with `-m trial` those with vLLM. Shapes of 0.6B to 30B with random \
+weights ran on GPUs ([performance](performance.md)).
 """
 
 

@@ -3,7 +3,7 @@
 | module | owns |
 |---|---|
 | `model_worker` | a sharded model with its optimizer, and the loop over micro-batches |
-| `models`, `lm_head` | policy and critic; log-probabilities |
+| `models`, `lm_head`, `logit_rule` | policy and critic; log-probabilities; how a family scales and caps logits |
 | `packed_attention`, `long_rows`, `attention_sinks` | attention inside each row, by cuDNN in long ones; sinks |
 | `experts`, `expert_dispatch` | the experts of a mixture, by grouped products; tokens that travel to them |
 | `routers`, `router_loss` | the choice of experts in float32; the auxiliary loss that balances them |

@@ -1,11 +1,12 @@
 """The LM head: log-probabilities and entropies from hidden states, in chunks.
 
 Owns the largest product of a model, hidden · weightᵀ: [N, E] · [E, V]. Promises logits in fp32 for every compute type;
-processed log-probabilities (temperature first, then log-softmax) as the servers report them; that at most `CHUNK`
+processed log-probabilities (the family's rule first, then the temperature, then log-softmax) as the servers report
+them; that at most `CHUNK`
 logits exist at a time; and that gradients are summed over chunks in fp32 and rounded once. No function waits for the
 device. Must not know models or losses.
 
-Notation: N tokens to predict, E hidden size, V vocabulary; Z = logits / temperature, p = softmax(Z). With several
+Notation: N tokens to predict, E hidden size, V vocabulary; Z = rule(logits) / temperature, p = softmax(Z). With several
 chunks the forward pass keeps log Σ exp Z of each token, [N], and the backward pass recomputes Z, as flash attention
 does for scores (Dao et al. 2022): memory is O(CHUNK), not O(N · V).
 """
@@ -17,17 +18,24 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.train.model.logit_rule import PLAIN, LogitRule
+
 CHUNK = 1 << 26
 """Logits of a chunk: 256 MiB in fp32."""
 
 
 def head_logprobs(
-    hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float, with_entropy: bool = False
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    with_entropy: bool = False,
+    rule: LogitRule = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability [N] of each target and, with `with_entropy`, the entropy [N]; nats, in fp32 (fp64 for fp64
     input)."""
     logprobs_N, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden_NE, weight_VE, targets_N, temperature, with_entropy
+        hidden_NE, weight_VE, targets_N, temperature, with_entropy, rule
     )
     return logprobs_N, entropy_N
 
@@ -37,9 +45,15 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float, with_entropy: bool
+        ctx: Any,
+        hidden_NE: Tensor,
+        weight_VE: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        rule: LogitRule,
     ) -> tuple[Tensor, Tensor | None]:
-        product = _ChunkedProduct(hidden_NE, weight_VE)
+        product = _ChunkedProduct(hidden_NE, weight_VE, rule)
         outputs: tuple[list[Tensor], ...] = [], [], []
         for chunk in product.chunks():
             Z_NV = product.logits(chunk, temperature)
@@ -55,7 +69,7 @@ class _Head(torch.autograd.Function):
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, logsums_N1, entropy_N)
         # A single chunk is within the bound anyway, so it is kept and not recomputed.
         ctx.logp_NV = logp_NV if len(outputs[0]) == 1 and any(ctx.needs_input_grad) else None
-        ctx.temperature = temperature
+        ctx.temperature, ctx.rule = temperature, rule
         ctx.set_materialize_grads(False)
         assert logprobs_N is not None
         return logprobs_N, entropy_N
@@ -69,10 +83,10 @@ class _Head(torch.autograd.Function):
 
             ∂loss/∂Z = a · (onehot − p) − b · p · (log p + entropy)
 
-        and ∂Z/∂logits = 1 / temperature, which a and b already contain below.
+        and ∂Z/∂rule(logits) = 1 / temperature, which a and b already contain below.
         """
         hidden_NE, weight_VE, targets_N, logsums_N1, entropy_N = ctx.saved_tensors
-        product = _ChunkedProduct(hidden_NE, weight_VE)
+        product, rule = _ChunkedProduct(hidden_NE, weight_VE, ctx.rule), ctx.rule
         a_N1 = torch.zeros_like(logsums_N1) if of_logprob_N is None else of_logprob_N[:, None] / ctx.temperature
         b_N1 = None if of_entropy_N is None else of_entropy_N[:, None] / ctx.temperature
         gradients = _Gradients(product, *ctx.needs_input_grad[:2])
@@ -86,8 +100,12 @@ class _Head(torch.autograd.Function):
             else:
                 slope_NV.mul_((logp_NV + entropy_N[chunk, None]).mul_(-b_N1[chunk]).sub_(a_N1[chunk]))
             slope_NV.scatter_add_(1, targets_N[chunk, None], a_N1[chunk])
+            if rule.cap:
+                slope_NV.mul_(rule.slope((logp_NV + logsums_N1[chunk]).mul_(ctx.temperature)))
+            elif rule.scale != 1:
+                slope_NV.mul_(rule.scale)
             gradients.add(chunk, slope_NV)
-        return *gradients.of_inputs(), None, None, None
+        return *gradients.of_inputs(), None, None, None, None
 
 
 class _ChunkedProduct:
@@ -97,7 +115,8 @@ class _ChunkedProduct:
     units would (a "wide" product); other factors are converted to fp32 first.
     """
 
-    def __init__(self, hidden_NE: Tensor, weight_VE: Tensor) -> None:
+    def __init__(self, hidden_NE: Tensor, weight_VE: Tensor, rule: LogitRule) -> None:
+        self.rule = rule
         self.exact = torch.promote_types(hidden_NE.dtype, torch.float32)
         self.wide = _has_wide_product(hidden_NE)
         self.factor = hidden_NE.dtype if self.wide else self.exact
@@ -113,7 +132,8 @@ class _ChunkedProduct:
         return self.hidden_NE[chunk].to(self.factor)
 
     def logits(self, chunk: slice, temperature: float) -> Tensor:
-        logits_NV = self.multiply(self.hidden(chunk), self.weight_VE.T)  # [n, E] · [E, V] → [n, V]
+        product_NV = self.multiply(self.hidden(chunk), self.weight_VE.T)  # [n, E] · [E, V] → [n, V]
+        logits_NV = self.rule.apply(product_NV)
         return logits_NV if temperature == 1 else logits_NV.div_(temperature)
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:

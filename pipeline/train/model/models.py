@@ -13,6 +13,7 @@ Notation: B lines of T tokens, N tokens to predict, E hidden size.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from pipeline.train.model.checkpoint_layout import CheckpointLayout, Tensors
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.experts import compile_arrived, experts_per_token, use_grouped_experts
 from pipeline.train.model.lm_head import head_logprobs
+from pipeline.train.model.logit_rule import LogitRule, logit_rule
 from pipeline.train.model.model_flops import ModelFlops, attention_pairs
 from pipeline.train.model.packed_attention import ATTENTION, Segments
 from pipeline.train.model.rope import fix_frequencies
@@ -126,6 +128,11 @@ class PolicyModel(DecoderModel):
     def head_weight(self) -> nn.Parameter:
         return cast(nn.Parameter, self.network.get_output_embeddings().weight)
 
+    @cached_property
+    def logit_rule(self) -> LogitRule:
+        """How the family scales and caps its logits."""
+        return logit_rule(self.network.config.get_text_config())
+
     def forward(
         self,
         tokens_BT: Tensor,
@@ -141,7 +148,7 @@ class PolicyModel(DecoderModel):
         """
         hidden_NE = self.hidden(tokens_BT, positions_BT, segments, before_N)
         head = self.network.get_output_embeddings()
-        return head_logprobs(hidden_NE, head.weight, targets_N, temperature, with_entropy)
+        return head_logprobs(hidden_NE, head.weight, targets_N, temperature, with_entropy, self.logit_rule)
 
 
 class Critic(DecoderModel):

@@ -1,4 +1,4 @@
-"""The architectures that the trainer supports: those whose logits are hidden states times a head.
+"""The architectures that the trainer supports: those whose logits are hidden states times a head, scaled or capped.
 
 Owns the refusal of all others, by known keys of a config, and by a comparison of the model's own logits for a few
 tokens. Needs no weights: constants replace them.
@@ -12,15 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pipeline.errors import ConfigError
 from pipeline.train.model.checkpoint_layout import Tensors
-
-_NEUTRAL: dict[str, tuple[float | None, ...]] = {
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-    "output_logit_soft_cap": (None,),
-    "logits_scaling": (None, 1),
-    "logit_scale": (None, 1),
-    "lm_head_multiplier": (None, 1),
-}
+from pipeline.train.model.logit_rule import logit_rule
 
 _WORDS = 8
 
@@ -44,16 +36,15 @@ def refuse_unloadable(config: Any) -> None:
 
 
 def refuse_unsupported(network: Any) -> None:
-    """Raise `ConfigError` unless the model's logits are its last hidden states times its head, with plain attention.
+    """Raise `ConfigError` unless the model's logits follow its `LogitRule`, with plain attention.
 
-    Known config keys are reported by name. To detect unknown ones, the model also computes the logits of a few tokens
+    To detect other heads, the model computes the logits of a few tokens
     by its own code. Weights are not needed: a constant replaces each tensor, random hidden states replace the decoder's
     output, and a head of `_WORDS` random rows replaces its head.
     """
     config = network.config.get_text_config()
-    for key, neutral in _NEUTRAL.items():
-        if getattr(config, key, None) not in neutral:
-            raise _unsupported(f"{key}={getattr(config, key)}")
+    if (cap := getattr(config, "attn_logit_softcapping", None)) is not None:
+        raise _unsupported(f"attn_logit_softcapping={cap}")
     head = network.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise _unsupported("a head with a bias (lm_head.bias)")
@@ -63,7 +54,7 @@ def refuse_unsupported(network: Any) -> None:
     hidden_BTE = torch.randn(*tokens_BT.shape, head.weight.shape[1], generator=draw)
     words_VE = torch.randn(_WORDS, head.weight.shape[1], generator=draw)
     own = _logits(network, tokens_BT, hidden_BTE, words_VE)
-    expected = hidden_BTE @ words_VE.T  # [B, T, E] · [E, V] → [B, T, V]
+    expected = logit_rule(config).apply(hidden_BTE @ words_VE.T)  # [B, T, E] · [E, V] → [B, T, V]
     if own.shape != expected.shape or not torch.allclose(own, expected, rtol=1e-3, atol=1e-4):
         raise _unsupported(f"a custom head ({type(network).__name__})")
 

@@ -234,15 +234,20 @@ def gemma3() -> dict[str, Any]:
     }
 
 
-def qwen3_5() -> dict[str, Any]:
+def qwen3_5(tied: bool, mixture: bool = False) -> dict[str, Any]:
+    kind = "qwen3_5_moe" if mixture else "qwen3_5"
     text = {**SMALL, **HEADS, "head_dim": 32, **LINEAR, "layer_types": ["linear_attention", "full_attention"]}
+    if mixture:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        text |= {"shared_expert_intermediate_size": 32, "router_aux_loss_coef": 0.001, "output_router_logits": False}
+        del text["intermediate_size"]
     vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
     return {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration" if mixture else "Qwen3_5ForConditionalGeneration"],
+        "model_type": kind,
         "image_token_id": 63,
-        "text_config": {"model_type": "qwen3_5_text", **text, **ENDS},
-        "tie_word_embeddings": False,
+        "text_config": {"model_type": f"{kind}_text", **text, **ENDS, "tie_word_embeddings": tied},
+        "tie_word_embeddings": tied,
         "video_token_id": 62,
         "vision_config": vision | {"num_position_embeddings": 16},
         "vision_start_token_id": 61,
@@ -250,8 +255,7 @@ def qwen3_5() -> dict[str, Any]:
     }
 
 
-def gemma4() -> dict[str, Any]:
-    """Without the cap of logits that released ones have, and that is refused."""
+def gemma4(**keys: Any) -> dict[str, Any]:
     text = {
         **SMALL,
         **HEADS,
@@ -259,21 +263,137 @@ def gemma4() -> dict[str, Any]:
         "head_dim": 32,
         "global_head_dim": 64,
         "model_type": "gemma4_text",
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 8,
+        "final_logit_softcapping": 30.0,
+        **keys,
     }
-    text |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0}
     vision = {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16}
     return {
         "architectures": ["Gemma4ForConditionalGeneration"],
         "model_type": "gemma4",
         "audio_config": None,
-        "text_config": text | {"sliding_window": 8, "final_logit_softcapping": None},
+        "text_config": text,
         "vision_config": vision,
         "boi_token_id": 60,
         "eoi_token_id": 61,
         "image_token_id": 62,
         "video_token_id": 63,
         "eos_token_id": [1],
+    }
+
+
+def gemma4_small() -> dict[str, Any]:
+    """With embeddings for each layer, and layers that share the keys and values of others."""
+    return gemma4(
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=64,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    )
+
+
+def gemma4_moe() -> dict[str, Any]:
+    return gemma4(
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    )
+
+
+def smollm3() -> dict[str, Any]:
+    return {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        **SMALL,
+        **HEADS,
+        **ENDS,
+        "num_hidden_layers": 4,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "layer_types": ["full_attention"] * 4,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 4,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0],
+        "pad_token_id": 0,
+        "pretraining_tp": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "use_sliding_window": False,
+    }
+
+
+def olmo3() -> dict[str, Any]:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        **SMALL,
+        **HEADS,
+        "num_hidden_layers": 4,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "max_position_embeddings": 65536,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": yarn | {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0},
+        "rope_theta": 500000,
+        "sliding_window": 8,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    }
+
+
+def gpt_oss() -> dict[str, Any]:
+    """With weights in bfloat16; those that OpenAI published are quantized, which is refused."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        **SMALL,
+        **HEADS,
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 2,
+        "experts_per_token": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "initial_context_length": 4096,
+        "initializer_range": 0.02,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "output_router_logits": False,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": yarn | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 8,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
     }
 
 
@@ -297,9 +417,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "google/gemma-3-1b-it": gemma3_text(),
     "google/gemma-3-4b-it": gemma3(),
     "google/gemma-3-12b-it": gemma3(),
+    "google/gemma-4-E2B-it": gemma4_small(),
+    "google/gemma-4-E4B-it": gemma4_small(),
+    "google/gemma-4-26B-A4B-it": gemma4_moe(),
+    "google/gemma-4-31B-it": gemma4(attention_k_eq_v=True, num_global_key_value_heads=1),
+    "Qwen/Qwen3.5-0.8B": qwen3_5(tied=True),
+    "Qwen/Qwen3.5-2B": qwen3_5(tied=True),
+    "Qwen/Qwen3.5-4B": qwen3_5(tied=True),
+    "Qwen/Qwen3.5-9B": qwen3_5(tied=False),
+    "Qwen/Qwen3.5-27B": qwen3_5(tied=False),
+    "Qwen/Qwen3.5-35B-A3B": qwen3_5(tied=False, mixture=True),
+    "Qwen/Qwen3.5-122B-A10B": qwen3_5(tied=False, mixture=True),
+    "HuggingFaceTB/SmolLM3-3B": smollm3(),
+    "allenai/Olmo-3-7B-Instruct": olmo3(),
+    "allenai/Olmo-3-32B-Think": olmo3(),
+    "unsloth/gpt-oss-20b-BF16": gpt_oss(),
     "long rows of Phi-4-mini": phi4_mini(original=16, positions=64),
-    "Gemma 4": gemma4(),
-    "Qwen3.5": qwen3_5(),
 }
 """By the name on the hub; the rest are architectures without a preset."""
 

@@ -13,6 +13,7 @@ from pipeline.config import LoraConfig, ModelConfig, OptimConfig
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.train.model import lm_head, models, supported_architectures
 from pipeline.train.model.lm_head import head_logprobs
+from pipeline.train.model.logit_rule import LogitRule
 from pipeline.train.model.optimizer import learning_rate
 from pipeline.train.model.recomputation import recompute_activations
 from pipeline.train.worker_spec import ModelKind
@@ -57,10 +58,7 @@ def build_one(folder: Path, model_type: str, kind: ModelKind = "policy", **keys:
 @pytest.mark.parametrize(
     ("model_type", "keys", "named"),
     [
-        ("gemma2", {}, "final_logit_softcapping=30"),
-        ("gemma2", {"final_logit_softcapping": None}, "attn_logit_softcapping=50"),
-        ("granite", {"logits_scaling": 8.0}, "logits_scaling=8"),
-        ("cohere", {}, "logit_scale=0.0625"),
+        ("gemma2", {}, "attn_logit_softcapping=50"),
         ("phi", {}, "lm_head.bias"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"not quantized \(mxfp4\)"),
     ],
@@ -90,6 +88,46 @@ def test_a_head_that_no_key_tells_of_is_noticed_by_its_logits(tmp_path: Path) ->
     network.lm_head.register_forward_hook(lambda module, given, logits: 2 * logits)
     with pytest.raises(ConfigError, match="a custom head"):
         supported_architectures.refuse_unsupported(network)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": 3.0}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}),
+    ],
+)
+def test_scaled_and_capped_logits_are_those_of_transformers(
+    tmp_path: Path, model_type: str, keys: dict[str, Any]
+) -> None:
+    policy = build_one(tmp_path, model_type, **keys).double().eval()
+    with torch.no_grad():
+        policy.head_weight.mul_(20)
+        tokens = torch.arange(2, 9)[None]
+        positions = torch.arange(7)[None]
+        logits = policy.network(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
+        logprobs, _ = policy(tokens, positions, None, torch.arange(6), tokens[0, 1:], 0.7, False)
+    expected = (logits / 0.7).log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("entries", [1 << 26, 90])
+@pytest.mark.parametrize("rule", [LogitRule(cap=2.0), LogitRule(scale=0.3), LogitRule(scale=0.3, cap=2.0)])
+def test_the_slopes_of_scaled_and_capped_logits_are_those_of_their_formula(
+    rule: LogitRule, entries: int, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm_head, "CHUNK", entries)
+    targets = torch.tensor([0, 3, 2, 2, 1, 4, 0])
+
+    def answer(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = head_logprobs(hidden, weight, targets, 0.7, with_entropy, rule)
+        return tuple(each for each in outputs if each is not None)
+
+    inputs = draw(7, 6).requires_grad_(), draw(50, 6, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(answer, inputs)
 
 
 @pytest.mark.parametrize(
