@@ -101,6 +101,9 @@ class Curriculum:
     def _window_of(self, number: int) -> ChosenWindow:
         """A window: as it is recorded, or chosen and recorded now, after the windows before it."""
         if number not in self._chosen:
+            # Before another window comes into memory: the requested one must stay.
+            while len(self._chosen) >= MAX_KEPT:
+                del self._chosen[min(self._chosen)]
             first = number
             while first and self._recorded(first) is None:
                 first -= 1
@@ -109,8 +112,6 @@ class Curriculum:
                 if len(window.prompts) != self._window:
                     raise self._damaged(missing)
                 self._chosen[missing] = window
-            while len(self._chosen) > MAX_KEPT:
-                del self._chosen[min(self._chosen)]
         return self._chosen[number]
 
     def _record(self, number: int) -> ChosenWindow:

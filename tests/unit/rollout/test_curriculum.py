@@ -9,7 +9,7 @@ import pytest
 from pipeline.config.rollout_keys import CurriculumConfig
 from pipeline.environments.task_protocol import TaskPart
 from pipeline.errors import RecordError
-from pipeline.rollout.curriculum import MAX_SKIPPED, Curriculum, SolveStreaks
+from pipeline.rollout.curriculum import MAX_KEPT, MAX_SKIPPED, Curriculum, SolveStreaks
 from pipeline.rollout.prompt_order import PromptOrder
 from pipeline.transport.ledger import Ledger, Settlement
 from tests.unit.rollout.test_prompt_order import Parted
@@ -136,6 +136,15 @@ def test_windows_before_the_one_that_is_needed_are_chosen_too(tmp_path: Path) ->
     assert len(list((tmp_path / "curriculum").iterdir())) == 2001
     order = PromptOrder(ALONE, 7)
     assert a_curriculum(tmp_path).at(700 * WINDOW + 5) == order.at(700 * WINDOW + 5)
+
+
+def test_a_position_that_is_issued_again_long_after_it_was_chosen_has_its_prompt(tmp_path: Path) -> None:
+    curriculum, order = a_curriculum(tmp_path), PromptOrder(ALONE, 7)
+    for number in range(MAX_KEPT + 10):
+        curriculum.at(number * WINDOW)
+    for position in (3, WINDOW + 3, (MAX_KEPT + 9) * WINDOW, 5):
+        assert curriculum.at(position) == order.at(position)
+    assert len(curriculum._chosen) <= MAX_KEPT
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"length": 2, "crc32": "00000000", "body": {}}\n'])
