@@ -26,6 +26,20 @@ else:
     EngineName = Literal[engine_names()]
 
 
+class CurriculumConfig(Section):
+    """A curriculum: prompts whose groups were all solved, or never, are sampled less (docs/tasks.md)."""
+
+    weight: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0,
+        description="How often a prompt that is too easy or too hard is taken when its turn comes; 1: always, so that "
+        "there is no curriculum.",
+    )
+    tries: Positive = Field(
+        2, description="Groups in a row that must be solved wholly, or not at all, before a prompt is too easy or hard."
+    )
+    correct: float = Field(1.0, description="Smallest reward of a solved sample.")
+
+
 class RolloutConfig(Section):
     """Sampling by the actor."""
 
@@ -66,6 +80,7 @@ class RolloutConfig(Section):
         "of the actor and a requeue, without sampling recorded text again (docs/rollouts.md); 0: none.",
     )
     min_samples: Positive = Field(2, description="A group with fewer successful samples is recorded as failed.")
+    curriculum: CurriculumConfig = CurriculumConfig()
     max_consecutive_failures: Positive = Field(
         256, description="The run stops when this many samples in a row have failed because of the task."
     )

@@ -50,7 +50,7 @@ def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[s
 def named_section(field: FieldInfo) -> type[BaseModel] | None:
     """The section that a mapping has under each of its names, or a list under each number; None for other fields."""
     origin, inner = get_origin(field.annotation), get_args(field.annotation)
-    values = {dict: inner[1:], tuple: inner[:1]}.get(origin, ()) if isinstance(origin, type) else ()
+    values = inner[1:] if origin is dict else inner[:1] if origin is tuple else ()
     kinds = (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in values)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 

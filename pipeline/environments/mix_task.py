@@ -98,11 +98,11 @@ class Mix(Task):
         if index == 0:  # so that a task without demonstrations is found before training begins
             for task in self._tasks.values():
                 task.demonstration(0)
-        turn, place = divmod(index, sum(part.share for part in self._parts))
+        turn, slot = divmod(index, sum(part.share for part in self._parts))
         ends = list(accumulate(part.share for part in self._parts))
-        number = bisect_right(ends, place)
+        number = bisect_right(ends, slot)
         part = self._parts[number]
-        shown = self._tasks[part.label].demonstration(turn * part.share + place - (ends[number] - part.share))
+        shown = self._tasks[part.label].demonstration(turn * part.share + slot - (ends[number] - part.share))
         return replace(shown, prompt=replace(shown.prompt, task=part.label))
 
 

@@ -150,7 +150,7 @@ class WorkerPool:
 
     def __init__(self, setup: Setup, startup_seconds: float) -> None:
         """`startup_seconds`: the timeout of a worker that loads the task. `finished_calls` counts the items of calls
-        that have a reply, also one that says why they failed."""
+        that have a reply, also the reason of a failure."""
         self._setup, self._startup = setup, startup_seconds
         self._mixture = Mixture(setup.reward)
         self._free: asyncio.LifoQueue[Worker | TaskError] = asyncio.LifoQueue()

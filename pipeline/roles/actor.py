@@ -63,7 +63,7 @@ class Actor:
         journal: EpisodeJournal,
     ) -> None:
         config = context.config
-        builder = GroupBuilder(task, calls, chat, client, config, journal)
+        builder = GroupBuilder(task, calls, chat, client, config, journal, context.run)
         self._context, self._streams, self._client, self._calls = context, streams, client, calls
         self._generation = IssueLoop(streams, board, builder, client, config)
         self._evaluation = Evaluation(task, calls, chat, client, config, store.add)

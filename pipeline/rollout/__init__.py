@@ -6,6 +6,7 @@
 | `concurrency_control`, `cache_load` | how many groups are in flight; the load of the servers' KV caches |
 | `issue_queue` | the order in which positions are issued |
 | `prompt_order` | the prompt of each position, for a task and for a mix of tasks |
+| `curriculum` | the choice of prompts by what their earlier groups solved |
 | `group_rollout` | all rollouts of a position's prompt, as one group |
 | `sample_rollout`, `rollout_policy` | one rollout; the policy that its task samples from |
 | `pausable_timeout` | the timeout of a rollout's task, paused while the policy samples |

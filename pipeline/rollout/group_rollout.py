@@ -7,6 +7,7 @@ that many samples, the first to end, and all failure reasons until then. Raises 
 `rollout.max_consecutive_failures` consecutive samples failed.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,15 @@ from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.guarded_call import call_guarded
 from pipeline.environments.task_calls import RenderedPrompt, TaskCalls
 from pipeline.errors import TaskError
+from pipeline.rollout.curriculum import MIN_WINDOW, Curriculum
 from pipeline.rollout.episode_journal import EpisodeJournal
 from pipeline.rollout.episode_record import GroupRecord
 from pipeline.rollout.prompt_order import PromptOrder
 from pipeline.rollout.rollout_policy import Sampling
 from pipeline.rollout.sample_rollout import Rollout, completion_of, failure_kind, roll_out, to_sample
 from pipeline.rollout.server_pool import InferenceClient
-from pipeline.transport.sample_records import Group, Sample
+from pipeline.run.paths import RunPaths
+from pipeline.transport.sample_records import Group, Sample, solved_fraction
 
 
 @dataclass
@@ -57,12 +60,18 @@ class GroupBuilder:
         servers: InferenceClient,
         config: RunConfig,
         journal: EpisodeJournal | None = None,
+        run: RunPaths | None = None,
     ) -> None:
         """Episodes of `task` run in this process; `calls` makes its prompts and rewards. `journal` records episodes in
-        flight; by default nothing is recorded."""
+        flight; by default nothing is recorded. A curriculum needs the files of the `run`."""
         rollout = config.rollout
         self._task, self._calls, self._chat, self._servers = task, calls, chat, servers
-        self._order = PromptOrder(task, config.seed)
+        self._order, keys = PromptOrder(task, config.seed), rollout.curriculum
+        self.curriculum: Curriculum | None = None
+        if run is not None and keys.weight < 1:
+            window = max(MIN_WINDOW, config.training.prompts_per_step)
+            self.curriculum = Curriculum(self._order, keys, config.seed, window, run.curriculum, run.ledger)
+        self._choosing, self._correct = asyncio.Lock(), keys.correct
         self._size, self._extra = rollout.group_size, rollout.oversample
         self._whole_answers = bool(config.reward.functions)
         length, seconds = config.model.max_length, rollout.episode_seconds
@@ -74,7 +83,7 @@ class GroupBuilder:
     async def build(self, position: int, oldest: int = 0) -> Group:
         """The group of a position; `TaskError` when the task keeps failing. Recorded tokens of policy versions before
         `oldest` are too old (`pipeline.transport.staleness.is_usable`)."""
-        index = self._order.at(position)
+        index = await self._prompt_of(position)
         rendered = await self._calls.prompt(index)
         if isinstance(rendered, str):
             label = self._order.label(index)
@@ -83,7 +92,19 @@ class GroupBuilder:
             record = GroupRecord(position, self.journal, self._size + self._extra, oldest, self._stale)
             group = await self._sampled(position, index, rendered, record)
         self.patience.note(len(group.samples), group.failures)
+        solved = solved_fraction(group, self._correct)
+        if self.curriculum is not None and solved is not None:
+            self.curriculum.note(index, solved)
         return group
+
+    async def _prompt_of(self, position: int) -> int:
+        """The prompt of a position. A curriculum reads or writes a file for it once in a while, in a thread."""
+        if self.curriculum is None:
+            return self._order.at(position)
+        async with self._choosing:
+            if self.curriculum.is_known(position):
+                return self.curriculum.at(position)
+            return await asyncio.to_thread(self.curriculum.at, position)
 
     async def _sampled(self, position: int, index: int, rendered: RenderedPrompt, record: GroupRecord) -> Group:
         environment = self._task, self._calls, self._chat, self._servers

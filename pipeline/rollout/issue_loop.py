@@ -103,6 +103,7 @@ class IssueLoop:
         """Values for the status: counts since the start, and fractions of the time since the last call."""
         counts, gate = self.counts, self._gate
         failures: Counter[str] = self._builder.patience.counts
+        curriculum = self._builder.curriculum.numbers() if self._builder.curriculum else {}
         return {
             "groups": counts.groups,
             "samples": counts.samples,
@@ -117,7 +118,7 @@ class IssueLoop:
             "slowest_server": -1 if gate.slowest is None else gate.slowest,
             "gate_blocked": self._blocked.pop(),
             "backpressure": self._full.pop(),
-        } | {f"failed/{kind}": count for kind, count in failures.items()}
+        } | {**curriculum, **{f"failed/{kind}": count for kind, count in failures.items()}}
 
     async def _unissued(self) -> tuple[list[int], int]:
         """The positions to issue (see `Ledger.unissued`), once the trainer has posted its ledger.

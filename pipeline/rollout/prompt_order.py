@@ -31,22 +31,29 @@ class PromptOrder:
         # Two tasks of one size would otherwise be visited in the same order.
         self._seeds = [_seed_of(f"{seed} {part.label}") for part in self.parts]
 
+    @property
+    def tasks(self) -> int:
+        """The number of tasks: 1 without a mix."""
+        return len(self.parts) or 1
+
     def at(self, position: int) -> int:
         """The prompt at a position."""
-        if not self.parts:
-            return prompt_at(position, self._size, self._seed)
         return self.nth(*self.turn(position))
 
     def turn(self, position: int) -> tuple[int, int]:
-        """The number of the task at a position of a mix, and which of the task's turns it is, counted from 0."""
+        """The number of the task at a position, and which of the task's turns it is, counted from 0."""
+        if not self.parts:
+            return 0, position
         length = self._ends[-1]
-        place = prompt_at(position, length, self._seed)
-        number = bisect_right(self._ends, place)
+        slot = prompt_at(position, length, self._seed)
+        number = bisect_right(self._ends, slot)
         share = self.parts[number].share
-        return number, position // length * share + place - (self._ends[number] - share)
+        return number, position // length * share + slot - (self._ends[number] - share)
 
     def nth(self, number: int, turn: int) -> int:
-        """The prompt of a turn of task `number` of a mix."""
+        """The prompt of a turn of task `number`."""
+        if not self.parts:
+            return prompt_at(turn, self._size, self._seed)
         return self._starts[number] + prompt_at(turn, self.parts[number].size, self._seeds[number])
 
     def label(self, index: int) -> str:

@@ -31,6 +31,7 @@ names that its owner's module defines. Pure: creates no directory and reads no f
                                           job.json, job.lock, submitit/, rendezvous/ and attempts/ as those of a run
       rollouts/train/  rollouts/eval/     samples that are saved for inspection
       episodes/                           the journal of episodes in flight
+      curriculum/                         the prompts that a curriculum chose for each window of positions
       metrics.jsonl  ledger.jsonl  report.html  finished.json
       evaluation.json  benchmark/         in a run that only evaluates: its results, and the files of its command
 
@@ -319,6 +320,11 @@ class RunPaths:
     def rollouts(self) -> Path:
         """The folder of samples that are saved for inspection (`pipeline.rollout.sample_store`)."""
         return self.root / "rollouts"
+
+    @property
+    def curriculum(self) -> Path:
+        """The prompts that a curriculum chose (`pipeline.rollout.curriculum`)."""
+        return self.root / "curriculum"
 
     @property
     def episodes(self) -> Path:

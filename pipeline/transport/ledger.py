@@ -18,7 +18,7 @@ since then are issued and done again: once for the model that exists.
 `ledger.jsonl` has one line per position: when it was issued (the position), which weights sampled it (`versions`), and
 when it was trained (`step` and `order`). The lines of one step with an `order` are its batch, in the order of training:
 
-    {"position":17,"outcome":"trained","step":4,"order":1,"versions":[3,4],"fingerprint":"5b0e…"}
+    {"position":17,"outcome":"trained","step":4,"order":1,"versions":[3,4],"fingerprint":"5b0e…","prompt":3,"solved":0.5}
 """
 
 import hashlib
@@ -55,6 +55,9 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         step: the step that had the position in its batch, or that was next when the position was set aside. It is the
             policy version before the step: the row of `metrics.jsonl` has `step + 1`.
         order, versions, fingerprint: as in `BatchEntry`; None and empty for a position that no batch had.
+        prompt: index of the prompt in the task's dataset.
+        solved: fraction of the group's samples with a reward of at least `rollout.curriculum.correct`; None without
+            samples.
     """
 
     position: int
@@ -63,6 +66,8 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     order: int | None = None
     versions: tuple[int, int] | None = None
     fingerprint: str = ""
+    prompt: int | None = None
+    solved: float | None = None
 
 
 class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,9 +106,17 @@ class Ledger:
         """Whether a position is done."""
         return position < self._watermark or position in self._above
 
-    def mark_done(self, position: int, outcome: str, step: int, entry: BatchEntry | None = None) -> bool:
-        """Mark a position (not negative) as done, with its `entry` if a batch had it; False, without a change, if it
-        was done before."""
+    def mark_done(
+        self,
+        position: int,
+        outcome: str,
+        step: int,
+        entry: BatchEntry | None = None,
+        prompt: int | None = None,
+        solved: float | None = None,
+    ) -> bool:
+        """Mark a position (not negative) as done, with its `entry` if a batch had it, its `prompt` and the fraction of
+        its samples that were `solved`; False, without a change, if it was done before."""
         if self.is_done(position):
             return False
         self._above.add(position)
@@ -113,7 +126,8 @@ class Ledger:
             self._watermark += 1
         self._outcomes[outcome] += 1
         batch = msgspec.structs.asdict(entry) if entry else {}
-        self._changes.append(Settlement(position=position, outcome=outcome, step=step, **batch))
+        line = Settlement(position=position, outcome=outcome, step=step, prompt=prompt, solved=solved, **batch)
+        self._changes.append(line)
         return True
 
     def unissued(self, known: Iterable[int]) -> tuple[list[int], int]:

@@ -258,6 +258,12 @@ class Group(Record, frozen=True, kw_only=True, tag="group", omit_defaults=True):
         return digest.hexdigest()
 
 
+def solved_fraction(group: Group, correct: float) -> float | None:
+    """The fraction of a group's samples with a reward of at least `correct`; None without samples."""
+    samples = group.samples
+    return sum(sample.reward >= correct for sample in samples) / len(samples) if samples else None
+
+
 class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
     """A group ready to train, or one that will not be trained, with the reason.
 

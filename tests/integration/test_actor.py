@@ -112,7 +112,7 @@ def a_trainer(
     *,
     servers: int = 2,
     others: Sequence[int] = (),
-    task: str = "arithmetic",
+    task: str | dict[str, Any] = "arithmetic",
     startup_seconds: float = 60,
     **rollout: Any,
 ) -> Trainer:
@@ -120,7 +120,7 @@ def a_trainer(
     config = make_config(
         cluster={"scheduler": "local", "startup_seconds": startup_seconds},
         model={"path": "tiny_qwen3", "init": "random", "max_length": 64},
-        task={"name": task},
+        task=task if isinstance(task, dict) else {"name": task},
         training={"steps": 100, "prompts_per_step": PROMPTS, "max_lag": MAX_LAG},
         rollout={"group_size": SAMPLES, "max_tokens": 8, "concurrency": 16, **rollout},
     )
@@ -269,6 +269,35 @@ def test_what_was_in_flight_when_an_actor_died_is_issued_again(trainer: Trainer)
         server.hold.set()
     trainer.attempt.start("actor")
     assert positions(trainer.take(LIMIT)) == list(range(LIMIT))
+
+
+def test_a_new_actor_gives_each_position_of_a_mix_the_prompt_that_was_chosen_before(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    """A curriculum over two tasks: the record of the first actor's choice counts for what the second one samples."""
+    sums = {"name": "arithmetic", "options": {"size": 5, "held_out": 4}}
+    task = {"name": "mix", "tasks": [sums, {**sums, "label": "others", "weight": 3}]}
+    trainer = a_trainer(stack, tmp_path, servers=1, task=task, curriculum={"weight": 0.25, "tries": 1})
+    child = trainer.attempt.start("actor")
+    trainer.begin()
+    groups = trainer.take(LIMIT)
+    trainer.servers[0].hold.clear()
+    trainer.update(1)
+    wait_for("requests in flight", lambda: trainer.servers[0].in_flight > 0, WAIT_SECONDS)
+    child.kill()
+    trainer.servers[0].hold.set()
+    # The record as it was: what the second actor learns from other samples changes nothing.
+    record = {file.name: file.read_bytes() for file in (tmp_path / "curriculum").iterdir()}
+    trainer.board.post_ledger(trainer.ledger.snapshot())
+    trainer.attempt.start("actor")
+    groups += trainer.take(LIMIT)
+    assert positions(groups) == list(range(2 * LIMIT)), "each position of the ledger once"
+    (chosen,) = (msgspec.json.decode(data)["body"]["prompts"] for data in record.values())
+    assert [group.prompt for group in sorted(groups, key=lambda group: group.position)] == chosen[: 2 * LIMIT]
+    assert all(group.task == ("arithmetic" if group.prompt < 5 else "others") for group in groups)
+    labels = Counter(group.task for group in groups)
+    assert labels == {"arithmetic": LIMIT / 2, "others": 3 * LIMIT / 2}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "curriculum").iterdir()} == record
 
 
 @pytest.mark.parametrize("requeued", [False, True])

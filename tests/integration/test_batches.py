@@ -11,6 +11,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError, StreamError
@@ -83,8 +84,24 @@ def test_a_batch_has_exactly_its_groups_in_the_order_they_came(streams: Streams)
     assert positions(batches.next(version=0)) == [4, 0]
     batches.trained(0)
     assert not batches.ledger.is_done(7)
-    lines = [(line.position, line.step, line.order, line.versions) for line in batches.ledger.drain_changes()]
-    assert lines == [(4, 0, 0, (0, 0)), (0, 0, 1, (0, 0))]
+    lines = batches.ledger.drain_changes()
+    found = [(line.position, line.step, line.order, line.versions, line.prompt, line.solved) for line in lines]
+    assert found == [(4, 0, 0, (0, 0), 4, 1.0), (0, 0, 1, (0, 0), 0, 1.0)]
+
+
+def test_the_ledger_has_what_was_solved_also_of_groups_that_are_dropped_for_equal_rewards(streams: Streams) -> None:
+    unsolved = structs.replace(prepared(1).group.samples[0], reward=0.5)
+    half = structs.replace(prepared(1).group, samples=(unsolved, *prepared(1).group.samples))
+    equal, empty = prepared(2, outcome=FILTERED), prepared(3, outcome="failed: x")
+    empty = structs.replace(empty, group=structs.replace(empty.group, samples=(), failures=("x",)))
+    streams.publish_many(
+        TOPIC, [structs.replace(prepared(1), group=half, advantages=(0.0, 0.0)), equal, empty, prepared(4)]
+    )
+    batches = batches_of(streams)
+    batches.next(version=0)
+    batches.trained(0)
+    solved = {line.position: line.solved for line in batches.ledger.drain_changes()}
+    assert solved == {1: 0.5, 2: 1.0, 3: None, 4: 1.0}
 
 
 def test_a_position_is_trained_once_however_often_it_comes(streams: Streams) -> None:

@@ -39,7 +39,7 @@ def learned(
     return values[0], values[-1]
 
 
-@pytest.mark.parametrize("experiment", ["countdown", "reasoning_gym"])
+@pytest.mark.parametrize("experiment", ["countdown", "mix", "reasoning_gym"])
 def test_held_out_accuracy_rises(experiment: str, tmp_path: Path) -> None:
     first, last = learned(tmp_path, experiment)
     assert last > first + 0.05

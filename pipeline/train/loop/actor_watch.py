@@ -12,7 +12,7 @@ that the actor wrote another report, and the age of a report is measured by the 
     watch.begin()                        # a wait begins
     …
     watch.arrived()                      # a group came
-    if watch.stalled_seconds() > limit:  # neither a group nor progress for so long
+    if watch.stalled_seconds() > limit:  # neither a group nor progress since then
         raise DeadlineError("a batch", limit, watch.describe())
 """
 
@@ -27,7 +27,7 @@ ADVANCES = (SAMPLED_TOKENS, TASK_CALLS, EVALUATED)
 LOOK_SECONDS = 1.0
 """Shortest interval between two reads of the report, which is a file on the shared disk."""
 SILENT_SECONDS = 30.0
-"""Age of the last report above which an error says that the actor is gone; an actor writes one every second."""
+"""Age of the last report above which an error reports that the actor is gone; an actor writes one every second."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pipeline.rollout.training_rewards import group_advantages
 from pipeline.train.loop.actor_watch import ActorWatch
 from pipeline.transport import Entry, Streams
 from pipeline.transport.ledger import TRAINED, BatchEntry, Ledger
-from pipeline.transport.sample_records import FILTERED, MALFORMED, PreparedGroup, Reissue
+from pipeline.transport.sample_records import FILTERED, MALFORMED, Group, PreparedGroup, Reissue, solved_fraction
 from pipeline.transport.shared_state import SharedState
 from pipeline.transport.staleness import is_refused
 
@@ -118,10 +118,10 @@ class GroupBatches:
 
         Pure memory, no I/O: a step and its ledger entries happen together or not at all.
         """
-        for order, (position, entry) in enumerate(self._pending.items()):
+        for order, entry in enumerate(self._pending.values()):
             group = entry.record.group
             batch_entry = BatchEntry(order=order, versions=group.versions, fingerprint=group.fingerprint())
-            self._mark_done(position, outcome, step, batch_entry)
+            self._mark_done(group, outcome, step, batch_entry)
             self._note_consumed(entry)
         self._pending.clear()
 
@@ -163,7 +163,7 @@ class GroupBatches:
         elif fault := self._fault(prepared):
             self._refuse(entry, fault, version)
         elif prepared.outcome != "train" and not self._fills_batch(prepared):
-            self._mark_done(position, prepared.outcome, version)
+            self._mark_done(prepared.group, prepared.outcome, version)
             self._discard(entry, prepared.outcome)
         elif is_refused(version, prepared.group, training.max_lag, training.stale, training.masked_finish):
             # Refused for the second time: `awaited` makes the actor's gate hold later groups back until this one
@@ -207,12 +207,14 @@ class GroupBatches:
         if times < MAX_MALFORMED:
             self.streams.publish("reissue", Reissue(position=position, reason=fault))
         else:
-            self._mark_done(position, f"failed: {MALFORMED}", version)
+            # Its rewards cannot be trusted: it has no samples in the ledger.
+            self._mark_done(structs.replace(entry.record.group, samples=()), f"failed: {MALFORMED}", version)
         self._discard(entry, MALFORMED)
 
-    def _mark_done(self, position: int, outcome: str, step: int, entry: BatchEntry | None = None) -> None:
-        self.ledger.mark_done(position, outcome, step, entry)
-        self._overtaken.discard(position)
+    def _mark_done(self, group: Group, outcome: str, step: int, entry: BatchEntry | None = None) -> None:
+        solved = solved_fraction(group, self.config.rollout.curriculum.correct)
+        self.ledger.mark_done(group.position, outcome, step, entry, group.prompt, solved)
+        self._overtaken.discard(group.position)
 
     def _discard(self, entry: Entry[PreparedGroup], reason: str) -> None:
         self.counts[reason] += 1

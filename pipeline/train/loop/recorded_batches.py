@@ -36,7 +36,7 @@ class RecordedBatches:
         started = time.monotonic()
         self.counts.clear()
         for line in self.recorded.set_aside(version):
-            self.ledger.mark_done(line.position, line.outcome, version)
+            self.ledger.mark_done(line.position, line.outcome, version, None, line.prompt, line.solved)
             self.counts[line.outcome] += 1
         groups = [self._prepared(group) for group in self.recorded.batch(version)]
         self.waited = time.monotonic() - started
@@ -48,7 +48,7 @@ class RecordedBatches:
             assert line.order is not None
             assert line.versions is not None
             entry = BatchEntry(order=line.order, versions=line.versions, fingerprint=line.fingerprint)
-            self.ledger.mark_done(line.position, outcome, step, entry)
+            self.ledger.mark_done(line.position, outcome, step, entry, line.prompt, line.solved)
 
     def publish_progress(self, version: int) -> None:
         """Nobody waits for a replay's progress."""

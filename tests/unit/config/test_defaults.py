@@ -80,6 +80,7 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
             "reward.functions",
         ],
         "dpo": PREFERENCES,
+        "mix": [*RECIPE, "task.tasks"],
         "reward_model": [*PREFERENCES, "preference.loss"],
         "sft": [*RECIPE, "optim.schedule", "optim.warmup_steps", "training.sft.epochs"],
         "smollm2": [*RECIPE, "training.compile"],
