@@ -17,9 +17,10 @@
 | `failure_verdict`, `installed_versions` | the kind of an attempt's end and what to do; versions of the software |
 | `run_status` | the state of a run |
 | `run_history`, `sample_reader` | reading a run directory; reading stored samples |
-| `samples_command` | samples in the terminal |
+| `samples_command`, `sample_panel` | samples in the terminal; one sample there |
 | `run_check`, `check_command` | proof that a run trained each position once, in order and in time; its command |
 | `conversation_view` | tokens as the turns of a conversation |
+| `episode_view` | the turns of an episode with tool calls, results, servers and times |
 
 The report names missing or damaged files, and no such file stops it. Training needs nothing of this package.
 """

@@ -93,7 +93,7 @@ def add_times_to_responses(serving: Any) -> None:
 
 
 async def _noting(results: AsyncIterator[Any], last: list[Any]) -> AsyncIterator[Any]:
-    """The results, the last of which is noted."""
+    """The results; the last one is noted."""
     async for result in results:
         last[0] = result
         yield result
