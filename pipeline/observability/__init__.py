@@ -11,6 +11,7 @@
 | `run_trace`, `trace_command` | the trace of a run for Perfetto; its command |
 | `goodput_section`, `goodput_comparison` | goodput and outages of a run; a disturbed run compared with another |
 | `findings` | tuning hints from the metrics |
+| `episode_section`, `episode_script` | the list of episodes with search and filters; its script |
 | `sample_gallery` | the best, worst, cut and failed samples of each phase |
 | `svg_drawing`, `number_format` | small charts as SVG; formats of numbers |
 | `postmortem_archive`, `postmortem_command` | the archive of a failed attempt for a bug report; its command |

@@ -186,6 +186,22 @@ class SampleTable:
         order = "ascending" if ascending else "descending"
         return self._with(valued.sort_by([(column, order), ("time", "descending")]))
 
+    def within(self, parts: "Sequence[SampleTable]") -> "SampleTable":
+        """The samples that are in one of these `parts` of this table, each once, in the order of this table."""
+        names = {name for part in parts for name in part.names()}
+        return self._with(self.table.filter([name in names for name in self.names()])) if len(self) else self
+
+    def names(self) -> list[tuple[int, int]]:
+        """The number of each sample's file, and its row in this file."""
+        return list(zip(self.column(_SEGMENT), self.column(_ROW), strict=True))
+
+    def spread(self, count: int, files: int) -> "SampleTable":
+        """At most `count` samples, from at most this number of `files`, both evenly over this table."""
+        present = list(dict.fromkeys(self.column(_SEGMENT)))
+        read = {present[index] for index in _evenly(len(present), files)}
+        rows = [row for row, segment in enumerate(self.column(_SEGMENT)) if segment in read]
+        return self._with(self.table.take([rows[index] for index in _evenly(len(rows), count)]))
+
     def slice(self, start: int, count: int) -> "SampleTable":
         """The `count` samples from `start` on, in this order."""
         return self._with(self.table.slice(start, count))
@@ -221,6 +237,12 @@ class SampleTable:
 
     def _with(self, table: Any) -> "SampleTable":
         return SampleTable(table, self._files, self._settlements)
+
+
+def _evenly(total: int, count: int) -> list[int]:
+    """At most `count` indices below `total`, at equal distances, the last one included."""
+    count = max(0, min(total, count))
+    return [(index + 1) * total // count - 1 for index in range(count)]
 
 
 def read_samples(run: RunPaths) -> SampleTable:
