@@ -99,7 +99,7 @@ SCRIPT = """
 
   function duration(seconds) {
     if (seconds >= 1) return seconds.toFixed(seconds < 60 ? 2 : 0) + " s";
-    return (seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0) + " ms";
+    return (seconds * 1000).toFixed(seconds < 0.00995 ? 1 : 0) + " ms";
   }
 
   function facts(pairs) {

@@ -18,8 +18,8 @@ from pipeline.observability.conversation_view import INPUT, POLICY, Passage, Sam
 from pipeline.observability.sample_reader import ReadSample
 from pipeline.utils.terminal import escape_controls
 
-TOOL = "tool"
-"""The role of a tool's result."""
+TOOL, USER = "tool", "user"
+"""The role of a tool's result, and that under which some templates write it."""
 MAX_TEXT = 4000
 """Number of characters of a turn that the page shows, and the terminal without `--full`."""
 SYNTAX_OPTION = "tool_call_syntax"
@@ -34,7 +34,8 @@ class ShownTurn:
     """A turn, or a part of one.
 
     Attributes:
-        role, text, sampled: as in `Passage`. The role of a tool's result is `tool`, also where the template hides it.
+        role, text, sampled: as in `Passage`. What follows a turn that called tools has the role `tool`, also where the
+            template has none, or writes results as a user's message.
         row: the row of the episode.
         number: the number of the policy's turn in its row, from 1; None for other roles.
         calls: the tool calls in the text, each as the tool's name and its arguments.
@@ -107,7 +108,7 @@ def _turns_of_row(
 
 
 def _input(passage: Passage, row: int, *, is_result: bool) -> ShownTurn:
-    role = TOOL if is_result and passage.role == INPUT else passage.role
+    role = TOOL if is_result and passage.role in (INPUT, USER) else passage.role
     return ShownTurn(role, passage.text, False, row)
 
 
@@ -157,7 +158,7 @@ def turn_facts(turn: ShownTurn) -> list[tuple[str, str]]:
 def duration(seconds: float) -> str:
     """Seconds as a person reads them: `0.4 ms`, `153 ms`, `2.31 s`, `75 s`."""
     if seconds < 1:
-        value = seconds / _MILLISECOND
+        value = round(seconds / _MILLISECOND, 1)  # stored as float32, in which 0.01 is 0.0099999998
         return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
     return f"{seconds:.2f} s" if seconds < _MINUTE else f"{seconds:.0f} s"
 

@@ -142,6 +142,7 @@ def _body(sample: ReadSample, reader: SampleReader | None) -> str:
         f"<pre>{escape(visible(part.text))}</pre></div>"
         for row in sample.rows()
         for part in reader.parts(row.tokens, row.mask)
+        if part.sampled or part.text.strip()
     )
     return f'{turns}<p class="note">{escape(_facts(sample))}</p>'
 

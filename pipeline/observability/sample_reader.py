@@ -200,7 +200,8 @@ class SampleTable:
         present = list(dict.fromkeys(self.column(_SEGMENT)))
         read = {present[index] for index in _evenly(len(present), files)}
         rows = [row for row, segment in enumerate(self.column(_SEGMENT)) if segment in read]
-        return self._with(self.table.take([rows[index] for index in _evenly(len(rows), count)]))
+        chosen = {rows[index] for index in _evenly(len(rows), count)}
+        return self._with(self.table.filter([row in chosen for row in range(len(self))])) if len(self) else self
 
     def slice(self, start: int, count: int) -> "SampleTable":
         """The `count` samples from `start` on, in this order."""
