@@ -94,8 +94,8 @@ input[type=number] { width: 74px; } input[type=search] { width: 250px; }
 .track { overflow: hidden; } .bar { position: absolute; top: 0; height: 100%; background: var(--line); }
 .bar.queue { background: var(--series-5); } .bar.prefill { background: var(--series-4); }
 .bar.decode { background: var(--series-1); } .bar.tools { background: var(--series-2); }
-.turn pre { unicode-bidi: isolate; }
-@media print { .filters, .pager { display: none; } }
+.turn pre { unicode-bidi: isolate; max-height: 360px; overflow-y: auto; }
+@media print { .filters, .pager { display: none; } .turn pre { max-height: none; } }
 footer { margin-top: 56px; font-size: 13px; color: var(--quiet); }
 @media (max-width: 560px) { .charts { grid-template-columns: 1fr; } main { padding: 28px 16px; } }
 """
