@@ -173,9 +173,8 @@ def _filter(options: argparse.Namespace) -> Filter:
 
 def _page(matches: SampleTable, options: argparse.Namespace) -> tuple[SampleTable, int]:
     """The samples of the page that the options name, and the number of pages; `ConfigError` beyond the last one."""
-    if options.all:
-        return matches, 1
     orders = [
+        (len(matches) if options.all else None, "", False),
         (options.best, "reward", False),
         (options.worst, "reward", True),
         (options.longest, "length", False),

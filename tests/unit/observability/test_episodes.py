@@ -255,6 +255,8 @@ def test_a_page_says_which_it_is_and_one_behind_the_last_is_an_error(
     error = shown(many, capsys, "--last", "3", "--page", "4", code=2)
     assert "expected at most 3, the pages of 3 matching samples" in error
     assert error.count("\n") == 1
+    assert "expected at most 1, the pages of" in shown(many, capsys, "--all", "--page", "2", code=2)
+    assert len(positions(shown(many, capsys, "--all", "--json"))) == 7
 
 
 def test_hostile_texts_reach_the_terminal_as_text(
