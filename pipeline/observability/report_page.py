@@ -15,6 +15,7 @@ from pipeline.config.run_identity import flatten
 from pipeline.errors import one_line
 from pipeline.observability.attempts_table import attempt_table
 from pipeline.observability.chart_subjects import all_charts, measures_accuracy, unmeasured
+from pipeline.observability.episode_section import CONTENT_POLICY, episodes_section
 from pipeline.observability.findings import findings_of
 from pipeline.observability.goodput_section import goodput_table, outages_chart, summary
 from pipeline.observability.metric_charts import Chart
@@ -29,7 +30,6 @@ from pipeline.run.goodput_records import read_goodput
 from pipeline.run.metrics_log import MetricRecord, series
 from pipeline.tracking.tracker_protocol import upload_commands
 from pipeline.utils import shared_files
-from pipeline.utils.user_commands import user_command
 
 Tile = tuple[str, str]
 
@@ -59,6 +59,7 @@ def page(history: History) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title} · Rollcall</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
+        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
         f"<style>{STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
     )
 
@@ -257,13 +258,13 @@ def _samples(history: History) -> str:
     """The samples; empty for a run without stored samples."""
     try:
         charts, phases = gallery(history)
+        episodes = episodes_section(history)
     except Exception as error:  # noqa: BLE001 - the rest of the page does not need it
         return f'<h2>Samples</h2><div class="missing">they cannot be read: {escape(one_line(error))}</div>'
     if not phases:
         return ""
     drawn = "".join(_figure(chart) for chart in charts)
-    more = f"{user_command('samples')} run={escape(history.name)} shows all stored samples"
-    return f'<h2>Samples</h2><div class="charts">{drawn}</div><p class="note">{more}</p>{phases}'
+    return f'<h2>Samples</h2><div class="charts">{drawn}</div>{phases}{episodes}'
 
 
 def _timelines(history: History) -> str:

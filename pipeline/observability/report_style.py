@@ -72,6 +72,30 @@ summary { cursor: pointer; } .turn { display: grid; grid-template-columns: 76px 
 .turn span { color: var(--quiet); } .turn pre, .reason { margin: 0; overflow-wrap: anywhere; }
 .turn.sampled pre { color: var(--series-3); font-weight: 600; } .reason { color: var(--bad); margin-top: 8px; }
 details .note { margin-top: 8px; }
+.filters { display: flex; flex-wrap: wrap; gap: 10px 14px; align-items: end; margin: 14px 0; }
+.filters label { display: grid; gap: 3px; font-size: 12px; color: var(--quiet); }
+.filters span { display: flex; gap: 4px; }
+input, select, button { font: 13px/1.4 var(--font); color: var(--ink); background: var(--page); padding: 5px 8px; }
+input, select, button { border: 1px solid var(--line); border-radius: 6px; } button { cursor: pointer; }
+button:disabled { opacity: 0.4; cursor: default; }
+input[type=number] { width: 74px; } input[type=search] { width: 250px; }
+.pager { display: flex; gap: 10px; align-items: center; margin: 10px 0; font-size: 13px; }
+.legend { font-size: 12px; color: var(--quiet); } .legend b { font-weight: 600; color: var(--ink); }
+.legend span { margin-right: 12px; } .legend .bar { position: static; margin-right: 5px; }
+.legend .bar { display: inline-block; width: 10px; height: 10px; border-radius: 2px; }
+.episode { margin-bottom: 6px; } .episode summary span { color: var(--quiet); margin-left: 14px; }
+.episode summary b { display: inline-block; min-width: 96px; font-variant-numeric: tabular-nums; }
+.bad { color: var(--bad); } .episode .turn { grid-template-columns: 92px minmax(0, 1fr); }
+.facts { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 12px; font-variant-numeric: tabular-nums; }
+.facts span { color: var(--ink); } .facts i { font-style: normal; color: var(--quiet); }
+.episode > .facts { margin-top: 12px; padding-top: 8px; border-top: 1px solid var(--line); }
+.turn.tool pre, .turn pre.call { color: var(--series-2); } .turn.sampled pre.call { font-weight: 400; }
+.track { position: relative; height: 12px; margin-top: 10px; background: var(--faint); border-radius: 3px; }
+.track { overflow: hidden; } .bar { position: absolute; top: 0; height: 100%; background: var(--line); }
+.bar.queue { background: var(--series-5); } .bar.prefill { background: var(--series-4); }
+.bar.decode { background: var(--series-1); } .bar.tools { background: var(--series-2); }
+.turn pre { unicode-bidi: isolate; max-height: 360px; overflow-y: auto; }
+@media print { .filters, .pager { display: none; } .turn pre { max-height: none; } }
 footer { margin-top: 56px; font-size: 13px; color: var(--quiet); }
 @media (max-width: 560px) { .charts { grid-template-columns: 1fr; } main { padding: 28px 16px; } }
 """

@@ -14,6 +14,7 @@ from matplotlib.patches import Rectangle
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import ConfigError
 from pipeline.observability.conversation_view import SampleReader
+from pipeline.observability.episode_view import visible
 from pipeline.observability.metric_charts import Chart
 from pipeline.observability.number_format import number, plural
 from pipeline.observability.run_history import History
@@ -23,8 +24,6 @@ from pipeline.observability.svg_drawing import SERIES, draw
 PHASES = ("Begin", "Middle", "End")
 SAMPLES_PER_PHASE = 2
 """Number of samples of each kind in each phase."""
-MAX_TEXT = 4000
-"""Maximum number of characters of a turn on the page; the terminal shows all."""
 _COLUMNS, _CELLS = 40, 16
 _WIDTH, _HEIGHT = 5.2, 2.3
 Samples = dict[str, list[ReadSample]]
@@ -135,14 +134,15 @@ def _card(kind: str, sample: ReadSample, reader: SampleReader | None, *, opened:
 
 def _body(sample: ReadSample, reader: SampleReader | None) -> str:
     if sample["failure"] is not None:
-        return f'<pre class="reason">{escape(sample["failure"][:MAX_TEXT])}</pre>'
+        return f'<pre class="reason">{escape(visible(sample["failure"]))}</pre>'
     if reader is None:
         return '<p class="note">the model directory is not here, so its tokens have no text</p>'
     turns = "".join(
         f'<div class="turn{" sampled" if part.sampled else ""}"><span>{escape(part.role)}</span>'
-        f"<pre>{escape(_shortened(part.text))}</pre></div>"
+        f"<pre>{escape(visible(part.text))}</pre></div>"
         for row in sample.rows()
         for part in reader.parts(row.tokens, row.mask)
+        if part.sampled or part.text.strip()
     )
     return f'{turns}<p class="note">{escape(_facts(sample))}</p>'
 
@@ -154,14 +154,7 @@ def _facts(sample: ReadSample) -> str:
         f"{sample['length']} tokens, {sample['sampled']} sampled",
         *(f"{name} {value:g}" for name, value in sorted(sample["metrics"].items())),
     ]
-    return " · ".join(lines)
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= MAX_TEXT:
-        return text
-    half = MAX_TEXT // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
+    return visible(" · ".join(lines))
 
 
 def _spread(title: str, note: str, steps: np.ndarray, values: np.ndarray) -> Chart:

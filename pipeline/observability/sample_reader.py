@@ -7,7 +7,7 @@ Segments that are deleted meanwhile or damaged are skipped. Tokens are read only
     for sample in samples.where(Filter(most_reward=0.0)).worst(5).load(): …
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
@@ -34,6 +34,7 @@ class Filter:
         kind: `train`, `eval`, or empty for both.
         eval_set, task: names of an evaluation set and of a task.
         least_reward, most_reward, least_length, most_length: bounds; a finite bound excludes failed samples.
+        least_turns, most_turns, least_seconds, most_seconds: bounds too.
         first_version, last_version: bounds of a sample's oldest policy version.
         failed, cut: only failed samples; only truncated samples.
         failure: a text within the reason of a failure.
@@ -47,6 +48,10 @@ class Filter:
     most_reward: float = inf
     least_length: float = -inf
     most_length: float = inf
+    least_turns: float = -inf
+    most_turns: float = inf
+    least_seconds: float = -inf
+    most_seconds: float = inf
     first_version: float = -inf
     last_version: float = inf
     failed: bool = False
@@ -125,6 +130,8 @@ class SampleTable:
         bounds = {
             "reward": (criteria.least_reward, criteria.most_reward),
             "length": (criteria.least_length, criteria.most_length),
+            "turns": (criteria.least_turns, criteria.most_turns),
+            "seconds": (criteria.least_seconds, criteria.most_seconds),
             "version_min": (criteria.first_version, criteria.last_version),
         }
         for name, (least, most) in bounds.items():
@@ -148,35 +155,78 @@ class SampleTable:
         times = self.table["time"]
         return self._with(self.table.filter(pc.and_(pc.greater_equal(times, begin), pc.less(times, end))))
 
+    def containing(self, text: str, decode: Callable[[list[int]], str]) -> "SampleTable":
+        """The samples whose tokens or failure contain `text`, in any case. `decode` makes a text of tokens.
+
+        All tokens of this table are read, so filter by columns first.
+        """
+        needle, chosen = text.casefold(), list[bool]()
+        for light, heavy in self._read(["tokens"]):
+            decoded = decode(heavy["tokens"]) if heavy and heavy["tokens"] else ""
+            chosen.append(needle in f"{decoded}\n{light['failure'] or ''}".casefold())
+        return self._with(self.table.filter(chosen) if chosen else self.table)
+
     def best(self, count: int) -> "SampleTable":
         """The `count` samples with the highest rewards; of equal rewards, the newest."""
-        return self._ranked(count, "descending")
+        return self.ranked("reward").slice(0, count)
 
     def worst(self, count: int) -> "SampleTable":
         """The `count` samples with the lowest rewards; of equal rewards, the newest. Failed samples have none."""
-        return self._ranked(count, "ascending")
+        return self.ranked("reward", ascending=True).slice(0, count)
 
     def newest(self, count: int) -> "SampleTable":
         """The last `count` samples, the oldest first."""
-        return self._with(self.table.slice(max(0, len(self) - count)))
+        return self.slice(max(0, len(self) - count), count)
+
+    def ranked(self, column: str, *, ascending: bool = False) -> "SampleTable":
+        """The samples with a value in this column, the largest first; of equal values, the newest."""
+        import pyarrow.compute as pc
+
+        valued = self.table.filter(pc.is_valid(self.table[column]))
+        order = "ascending" if ascending else "descending"
+        return self._with(valued.sort_by([(column, order), ("time", "descending")]))
+
+    def within(self, parts: "Sequence[SampleTable]") -> "SampleTable":
+        """The samples that are in one of these `parts` of this table, each once, in the order of this table."""
+        names = {name for part in parts for name in part.names()}
+        return self._with(self.table.filter([name in names for name in self.names()])) if len(self) else self
+
+    def names(self) -> list[tuple[int, int]]:
+        """The number of each sample's file, and its row in this file."""
+        return list(zip(self.column(_SEGMENT), self.column(_ROW), strict=True))
+
+    def spread(self, count: int, files: int) -> "SampleTable":
+        """At most `count` samples, from at most this number of `files`, both evenly over this table."""
+        present = list(dict.fromkeys(self.column(_SEGMENT)))
+        read = {present[index] for index in _evenly(len(present), files)}
+        rows = [row for row, segment in enumerate(self.column(_SEGMENT)) if segment in read]
+        chosen = {rows[index] for index in _evenly(len(rows), count)}
+        return self._with(self.table.filter([row in chosen for row in range(len(self))])) if len(self) else self
+
+    def slice(self, start: int, count: int) -> "SampleTable":
+        """The `count` samples from `start` on, in this order."""
+        return self._with(self.table.slice(start, count))
 
     def load(self) -> Iterator[ReadSample]:
         """Every sample with all its columns, except samples whose segment is deleted."""
+        for light, heavy in self._read(list(UNLOADED_COLUMNS)):
+            if heavy is not None:
+                yield self._joined({**light, **heavy, "metrics": dict(light["metrics"] or ())})
+
+    def _read(self, columns: list[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+        """The loaded columns of each sample, and these further ones; None if its segment is deleted."""
         from pyarrow import parquet
 
-        opened: tuple[int, Any] = (-1, None)
+        number, opened = -1, None
         for light in self.table.to_pylist():
             segment, row = light.pop(_SEGMENT), light.pop(_ROW)
-            if opened[0] != segment:
+            if number != segment:
                 try:
-                    opened = (
-                        segment,
-                        parquet.read_table(self._files[segment], columns=list(UNLOADED_COLUMNS), schema=schema()),
-                    )
+                    opened = parquet.read_table(self._files[segment], columns=columns, schema=schema())
                 except (OSError, ValueError):
-                    continue
-            heavy = opened[1].slice(row, 1).to_pylist()[0]
-            yield self._joined({**light, **heavy, "metrics": dict(light["metrics"] or ())})
+                    opened = None
+                number = segment
+            yield light, None if opened is None else opened.slice(row, 1).to_pylist()[0]
 
     def _joined(self, values: dict[str, Any]) -> ReadSample:
         settlement = self._settlements.get(values["position"]) if values["eval_set"] is None else None
@@ -186,14 +236,14 @@ class SampleTable:
             return ReadSample(values, outcome=settlement.outcome)
         return ReadSample(values, settlement.step, settlement.step - values["version_min"], settlement.outcome)
 
-    def _ranked(self, count: int, order: str) -> "SampleTable":
-        import pyarrow.compute as pc
-
-        scored = self.table.filter(pc.is_valid(self.table["reward"]))
-        return self._with(scored.sort_by([("reward", order), ("time", "descending")]).slice(0, count))
-
     def _with(self, table: Any) -> "SampleTable":
         return SampleTable(table, self._files, self._settlements)
+
+
+def _evenly(total: int, count: int) -> list[int]:
+    """At most `count` indices below `total`, at equal distances, the last one included."""
+    count = max(0, min(total, count))
+    return [(index + 1) * total // count - 1 for index in range(count)]
 
 
 def read_samples(run: RunPaths) -> SampleTable:

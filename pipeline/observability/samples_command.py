@@ -6,33 +6,34 @@ one JSON object per line and nothing else.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.columns import Columns
-from rich.console import Group, RenderableType
-from rich.panel import Panel
 from rich.text import Text
 
+from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
+from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import ConfigError, RollcallError
-from pipeline.observability.conversation_view import POLICY, Passage, SampleReader
-from pipeline.observability.number_format import number
+from pipeline.observability.conversation_view import SampleReader
+from pipeline.observability.episode_view import syntax_of, turns_of
 from pipeline.observability.run_history import find_run
-from pipeline.observability.sample_reader import Filter, ReadSample, SampleRow, SampleTable, read_samples
+from pipeline.observability.sample_panel import rendered
+from pipeline.observability.sample_reader import Filter, ReadSample, SampleTable, read_samples
 from pipeline.run.paths import RunPaths
-from pipeline.utils.terminal import console, escape_controls
+from pipeline.utils.terminal import console
 from pipeline.utils.user_commands import user_command
 
 SHOWN = 5
-"""The default number of samples."""
-COLORS = {"system": "magenta", "user": "cyan", "tool": "yellow", POLICY: "green", "prompt": "cyan"}
+"""The default number of samples, which is a page."""
 EXAMPLES = (
     "run=demo --worst 3",
+    "run=demo --worst 3 --page 2",
+    "run=demo --text calculator --turns 2: --slowest 5",
     "run=demo --reward :0 --length 200: --tokens",
     "run=demo --failed --json | jq .failure",
 )
@@ -72,12 +73,18 @@ def _parser() -> argparse.ArgumentParser:
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", type=_count, metavar="N", help="the N of the highest reward")
     order.add_argument("--worst", type=_count, metavar="N", help="the N of the lowest reward")
+    order.add_argument("--longest", type=_count, metavar="N", help="the N with the most tokens")
+    order.add_argument("--slowest", type=_count, metavar="N", help="the N that took the most seconds")
     order.add_argument("--last", type=_count, metavar="N", help=f"the N newest (default: {SHOWN})")
     order.add_argument("--all", action="store_true", help="all, the oldest first")
+    parser.add_argument("--page", type=_count, default=1, metavar="P", help="the Pth N of that order (default: 1)")
+    parser.add_argument("--text", default="", metavar="TEXT", help="samples whose turns or failure contain this text")
     parser.add_argument("--reward", type=_range, default=(-inf, inf), metavar="LOW:HIGH", help="reward")
     parser.add_argument(
         "--length", type=_range, default=(-inf, inf), metavar="LOW:HIGH", help="tokens, prompt included"
     )
+    parser.add_argument("--turns", type=_range, default=(-inf, inf), metavar="LOW:HIGH", help="turns of the policy")
+    parser.add_argument("--seconds", type=_range, default=(-inf, inf), metavar="LOW:HIGH", help="wall time")
     parser.add_argument("--versions", type=_range, default=(-inf, inf), metavar="LOW:HIGH", help="oldest weights")
     parser.add_argument("--failed", action="store_true", help="samples that failed")
     parser.add_argument("--failure", default="", metavar="TEXT", help="samples whose reason has this text")
@@ -88,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", default="", metavar="NAME", help="of this evaluation set (held_out: the run's own)")
     parser.add_argument("--position", type=int, metavar="P", help="of this place in the run's order of prompts")
     parser.add_argument("--tokens", action="store_true", help="each token with its log-probability and mask")
+    parser.add_argument("--full", action="store_true", help="long turns whole, not only their begin and end")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
 
@@ -114,18 +122,31 @@ def _show(run: RunPaths, options: argparse.Namespace) -> None:
     if not len(stored):
         hint = "a run stores them as it goes, unless rollout.sample_store_bytes=0"
         raise ConfigError("run", run.root.name, f"a run that kept samples, and {run.rollouts} has none", hint)
+    config = read_frozen_config(run)
+    reader = _reader(config)
     matches = stored.where(_filter(options))
-    chosen = _ordered(matches, options)
-    reader = _reader(run)
+    if options.text:
+        matches = matches.containing(options.text, reader.text)
+    chosen, pages = _page(matches, options)
+    syntaxes = {name: syntax_of(config, name) for name in set(chosen.column("eval_set"))}
     if options.json:
         for sample in chosen.load():
-            print(msgspec.json.encode(as_json(sample, reader)).decode())
+            print(msgspec.json.encode(as_json(sample, reader, syntaxes[sample["eval_set"]])).decode())
         return
     screen, shown = console(highlight=False), 0
     for sample in chosen.load():
-        screen.print(rendered(sample, reader, tokens=options.tokens))
+        syntax = syntaxes[sample["eval_set"]]
+        screen.print(rendered(sample, reader, syntax, tokens=options.tokens, full=options.full))
         shown += 1
-    screen.print(Text(f"{shown} of {len(matches)} matching samples, of {len(stored)} stored", "bright_black"))
+    screen.print(Text(_footer(shown, len(matches), len(stored), options.page, pages), "bright_black"))
+
+
+def _footer(shown: int, matches: int, stored: int, page: int, pages: int) -> str:
+    counts = f"{shown} of {matches} matching samples, of {stored} stored"
+    if pages < 2:
+        return counts
+    following = f"; --page {page + 1} shows the next" if page < pages else ""
+    return f"{counts}; page {page} of {pages}{following}"
 
 
 def _filter(options: argparse.Namespace) -> Filter:
@@ -137,6 +158,10 @@ def _filter(options: argparse.Namespace) -> Filter:
         most_reward=options.reward[1],
         least_length=options.length[0],
         most_length=options.length[1],
+        least_turns=options.turns[0],
+        most_turns=options.turns[1],
+        least_seconds=options.seconds[0],
+        most_seconds=options.seconds[1],
         first_version=options.versions[0],
         last_version=options.versions[1],
         failed=options.failed,
@@ -146,91 +171,42 @@ def _filter(options: argparse.Namespace) -> Filter:
     )
 
 
-def _ordered(matches: SampleTable, options: argparse.Namespace) -> SampleTable:
-    orders: list[tuple[int | None, Callable[[int], SampleTable]]] = [
-        (options.best, matches.best),
-        (options.worst, matches.worst),
-        (options.last, matches.newest),
+def _page(matches: SampleTable, options: argparse.Namespace) -> tuple[SampleTable, int]:
+    """The samples of the page that the options name, and the number of pages; `ConfigError` beyond the last one."""
+    orders = [
+        (len(matches) if options.all else None, "", False),
+        (options.best, "reward", False),
+        (options.worst, "reward", True),
+        (options.longest, "length", False),
+        (options.slowest, "seconds", False),
     ]
-    for count, order in orders:
-        if count:
-            return order(count)
-    return matches if options.all else matches.newest(SHOWN)
+    size, column, ascending = next((order for order in orders if order[0]), (options.last or SHOWN, "", False))
+    ranked = matches.ranked(column, ascending=ascending) if column else matches
+    pages = max(1, -(-len(ranked) // size))
+    if options.page > pages:
+        raise ConfigError("--page", options.page, f"at most {pages}, the pages of {size} matching samples", "lower it")
+    if column:
+        return ranked.slice((options.page - 1) * size, size), pages
+    end = len(ranked) - (options.page - 1) * size  # the newest page has the newest samples, the oldest of them first
+    return ranked.slice(max(0, end - size), min(size, end)), pages
 
 
-def _reader(run: RunPaths) -> SampleReader:
+def _reader(config: RunConfig | None) -> SampleReader:
     """The reader for the run's model. If its directory is missing on this machine, tokens are shown as ids."""
-    config = read_frozen_config(run)
     try:
         return SampleReader(model_directory(config.model) if config else Path())
     except ConfigError:
         return SampleReader(Path())
 
 
-def as_json(sample: ReadSample, reader: SampleReader) -> dict[str, Any]:
-    """A sample as plain values: its columns, the ledger's record of its position, and its conversation."""
-    values = dict(sample.values)
-    rows = [reader.parts(row.tokens, row.mask) for row in sample.rows()]
+def as_json(sample: ReadSample, reader: SampleReader, syntax: ToolCallSyntax = "tagged") -> dict[str, Any]:
+    """A sample as plain values: its columns, the ledger's record of its position, and its conversation.
+
+    A turn with tool calls has `calls`. A turn whose times were recorded has `times`.
+    """
     ledger = {"step": sample.step, "lag": sample.lag, "settled": sample.outcome or None}
-    turns = [{"row": index, "role": part.role, "text": part.text} for index, row in enumerate(rows) for part in row]
-    return values | ledger | {"conversation": turns}
-
-
-def rendered(sample: ReadSample, reader: SampleReader, *, tokens: bool = False) -> RenderableType:
-    """One sample as a panel: a title line, its conversation, and its named numbers."""
-    body: list[RenderableType] = []
-    if sample["failure"] is not None:
-        body.append(Text(escape_controls(sample["failure"]), "red"))
-    rows = sample.rows()
-    for number_of_row, row in enumerate(rows, 1):
-        body += [Text(f"row {number_of_row} of {len(rows)}", "bright_black")] if len(rows) > 1 else []
-        body += [token_lines(row, reader)] if tokens else conversation(reader.parts(row.tokens, row.mask))
-    body += [Text(), facts(sample)]
-    return Panel(Group(*body), title=_title(sample), title_align="left", border_style="bright_black")
-
-
-def _title(sample: ReadSample) -> Text:
-    label = f"{sample['eval_set']}, prompt" if sample["eval_set"] else "position"
-    head = f" {sample['task']} · {label} {sample['position']} · sample {sample['sample']} "
-    reward = "failed" if sample["reward"] is None else f"reward {sample['reward']:g}"
-    color = "red" if sample["reward"] is None else "bold"
-    return Text.assemble((head, "bright_black"), (f"{reward} ", color))
-
-
-def conversation(parts: Iterable[Passage]) -> list[RenderableType]:
-    """The turns, each below its role. Sampled text is bold."""
-    lines: list[RenderableType] = []
-    for part in parts:
-        color = COLORS.get(part.role, "")
-        lines.append(Text(part.role, f"{color} dim"))
-        lines.append(Text(escape_controls(part.text), f"{color} bold" if part.sampled else color))
-    return lines
-
-
-def token_lines(row: SampleRow, reader: SampleReader) -> Text:
-    """One token per line: index, id, mask, log-probability and text. Sampled tokens are green."""
-    text = Text()
-    for index, (token, sampled, logprob) in enumerate(zip(*row, strict=True)):
-        shown = f"{logprob:9.4f}" if sampled else " " * 9
-        text.append(f"{index:6} {token:7} {sampled} {shown}  {reader.text([token])!r}\n", "green" if sampled else "")
-    return text
-
-
-def facts(sample: ReadSample) -> RenderableType:
-    """The numbers of a sample: advantage, step, lag, policy versions, lengths, times and metrics."""
-    versions = f"{sample['version_min']}–{sample['version_max']}" if sample["version_min"] is not None else "—"
-    pairs = [
-        ("advantage", number(sample["advantage"], "+.3f")),
-        ("trained at step", "—" if sample.step is None else str(sample.step)),
-        ("lag", "—" if sample.lag is None else str(sample.lag)),
-        ("weights", versions),
-        ("tokens", f"{sample['length'] or 0} ({sample['sampled'] or 0} sampled)"),
-        ("turns", number(sample["turns"], "d")),
-        ("finish", sample["finish"] or "—"),
-        ("seconds", number(sample["seconds"], ".2f")),
-        ("server", sample["server"] or "—"),
-        *((name, f"{value:g}") for name, value in sorted((sample["metrics"] or {}).items())),
-    ]
-    if sample["outcome"] not in (None, "train"):
-        pairs.append(("group", sample["outcome"]))
-    return Columns([Text.assemble((f"{name} ", "bright_black"), value) for name, value in pairs], padding=(0, 3))
+    turns = []
+    for turn in turns_of(sample, reader, syntax):
+        more = ({"calls": turn.calls} if turn.calls else {}) | ({"times": turn.times} if turn.times else {})
+        turns.append({"row": turn.row, "role": turn.role, "text": turn.text, **more})
+    return dict(sample.values) | ledger | {"conversation": turns}

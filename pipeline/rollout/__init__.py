@@ -10,6 +10,7 @@
 | `group_rollout` | all rollouts of a position's prompt, as one group |
 | `sample_rollout`, `rollout_policy` | one rollout; the policy that its task samples from |
 | `pausable_timeout` | the timeout of a rollout's task, paused while the policy samples |
+| `turn_timer` | the times of an episode's turns and tools |
 | `episode_record`, `episode_journal` | what is recorded of episodes in flight, and its replay; the files with it |
 | `agent_endpoint/` | the endpoint that an external agent calls |
 | `eval_rollouts` | evaluations of the held-out prompts and of further sets |

@@ -32,6 +32,7 @@ from pipeline.environments import Episode
 from pipeline.environments.task_calls import ToolResult
 from pipeline.rollout.server_client import Completion
 from pipeline.transport.staleness import Stale, is_usable
+from pipeline.transport.turn_times import TurnTimes
 
 DIGEST_BYTES = 16
 
@@ -62,10 +63,11 @@ class ToolCalled(msgspec.Struct, frozen=True, tag="tool"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """An episode that has ended, and the seconds that it took."""
+    """An episode that has ended, the seconds that it took, and the times of its turns."""
 
     episode: Episode
     seconds: float
+    turn_times: tuple[TurnTimes, ...] = ()
 
 
 class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
@@ -160,10 +162,10 @@ class EpisodeRecord:
             self._write(called)
         return called
 
-    def end(self, episode: Episode, seconds: float) -> None:
+    def end(self, episode: Episode, seconds: float, turn_times: tuple[TurnTimes, ...] = ()) -> None:
         """Record an episode that has ended; of a task that can replay, its turns are recorded already."""
         if not self._replays:
-            self._write(Ended(episode, seconds))
+            self._write(Ended(episode, seconds, turn_times))
 
 
 class GroupRecord:

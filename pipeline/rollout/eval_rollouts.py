@@ -257,7 +257,9 @@ async def _pool(setup: Setup, startup_seconds: float) -> AsyncIterator[TaskCalls
 
 def _scored(rollout: Rollout, score: Score | str) -> Outcome:
     assert rollout.episode is not None
-    return score if isinstance(score, str) else to_sample(rollout.episode, score, rollout.seconds)
+    if isinstance(score, str):
+        return score
+    return to_sample(rollout.episode, score, rollout.seconds, rollout.turn_times)
 
 
 def _rewards_of(outcomes: Sequence[Sequence[Outcome]]) -> list[list[float]]:

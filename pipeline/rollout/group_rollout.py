@@ -127,13 +127,13 @@ class GroupBuilder:
     async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[list[Sample], list[str]]:
         """The samples of a prompt's rollouts, and the reasons of failed rollouts."""
         failures = [rollout.reason for rollout in rollouts if rollout.episode is None and not rollout.abandoned]
-        ended = [(rollout.episode, rollout.seconds) for rollout in rollouts if rollout.episode is not None]
+        ended = [(rollout.episode, rollout) for rollout in rollouts if rollout.episode is not None]
         answers = [completion_of(episode, self._whole_answers) for episode, _ in ended]
         scores = await self._calls.rewards(prompt, answers) if ended else []
         samples = []
-        for (episode, seconds), score in zip(ended, scores, strict=True):
+        for (episode, rollout), score in zip(ended, scores, strict=True):
             if isinstance(score, str):
                 failures.append(score)
             else:
-                samples.append(to_sample(episode, score, seconds))
+                samples.append(to_sample(episode, score, rollout.seconds, rollout.turn_times))
         return samples, failures

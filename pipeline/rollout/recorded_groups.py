@@ -120,7 +120,7 @@ class RecordedRun:
 
 
 def group_of_records(records: Sequence[Mapping[str, Any]]) -> Group:
-    """The group of stored samples: the inverse of `sample_store.records_of_group`, except for routed experts."""
+    """The group of stored samples: the inverse of `sample_store.records_of_group`, without routed experts and times."""
     samples = tuple(_sample_of(record) for record in records if record["failure"] is None)
     failures = tuple(record["failure"] for record in records if record["failure"] is not None)
     return Group(position=records[0]["position"], prompt=records[0]["prompt"], samples=samples, failures=failures)

@@ -20,7 +20,9 @@ from pipeline.rollout.agent_endpoint.episode_endpoint import LOOPBACK, Endpoint
 from pipeline.rollout.episode_record import EpisodeRecord, TurnRecord
 from pipeline.rollout.pausable_timeout import PausableTimeout
 from pipeline.rollout.routed_experts import known_records
+from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
+from pipeline.rollout.turn_timer import TurnTimer
 
 MAX_IDS = 1 << 31
 """Upper bound of token ids in a record, used when a model's config does not name the vocabulary size."""
@@ -153,34 +155,39 @@ class RolloutPolicy:
         self._earlier: tuple[tuple[int, ...], tuple[bytes, ...]] = (), ()
         self._server = ""  # of the last turn: it has the conversation in its prefix cache
         self._version: int | None = None  # of the first turn, under which the conversation is cached
+        self.timer = TurnTimer()
         self.prompt = prompt
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
         """The next turn after `tokens`."""
         if self._opened or list(tokens) != list(self.prompt):
             return (await self._sample_turns(tokens, 1, None))[0]
-        self._opened = True
+        self._opened, began = True, self.timer.now
         with self._own_time.pause():
             turn = await self._sampler.opening(self._index)
-        self._note(tokens, turn)
+        self._note(tokens, [turn], began)
         return turn
 
     def endpoint(self, form: ToolCallSyntax = "tagged", address: str = LOOPBACK) -> Endpoint:
         return Endpoint(self._chat, self._sample_turns, self._sampler.sampling.max_length, form, address)
 
     async def _sample_turns(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
-        known = self._known(tokens)
+        known, began = self._known(tokens), self.timer.now
         records = [self._record.turn(tokens, known, max_tokens) for _ in range(n)]
         with self._own_time.pause():
             turns = await self._sampler.turns(tokens, records, max_tokens, known, self._server, self._version)
-        self._note(tokens, turns[0])
+        self._note(tokens, turns, began)
         return turns
 
     def _known(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
         """The routed experts of the first tokens, if they are those of the previous turn and its input."""
         return known_records(tokens, *self._earlier)
 
-    def _note(self, tokens: Sequence[int], turn: Turn) -> None:
+    def _note(self, tokens: Sequence[int], turns: Sequence[Turn], began: float) -> None:
+        for turn in turns:
+            engine = turn.engine_seconds if isinstance(turn, Completion) else None
+            self.timer.add(len(tokens), turn.tokens, turn.server, began, engine)
+        turn = turns[0]
         self._server = turn.server
         if self._version is None:
             self._version = turn.version_min
@@ -201,7 +208,8 @@ class RolloutPolicy:
     async def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
         recorded = self._record.result(name, arguments)
         if recorded is None:
-            with self._own_time.pause():  # the pool has a separate deadline, and its queue is not the task's time
+            # The pool has a separate deadline, and its queue is not the task's time.
+            with self._own_time.pause(), self.timer.tool():
                 # The shield lets the call of an abandoned sample end by itself: cancelling it would kill the worker.
                 result = await asyncio.shield(self._sampler.calls.use(prompt, name, arguments))
             recorded = self._record.add_result(name, arguments, result)

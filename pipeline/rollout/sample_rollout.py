@@ -27,6 +27,7 @@ from pipeline.rollout.pausable_timeout import PausableTimeout
 from pipeline.rollout.rollout_policy import Sampler, Sampling
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.sample_records import MAX_VERSION_OFFSET, Branch, Sample
+from pipeline.transport.turn_times import TurnTimes
 
 LONG_PROMPT = 2000
 """Characters of a prompt above which tokenizing takes longer than the hand-over to a thread."""
@@ -36,13 +37,14 @@ CLEAN_UP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Rollout:
-    """The result of a rollout: its `episode`, or the failure `reason`, or that it was `abandoned`; and the `seconds`
-    that it ran."""
+    """The result of a rollout: its `episode`, or the failure `reason`, or that it was `abandoned`; the `seconds` that
+    it ran; and the times of the episode's turns."""
 
     episode: Episode | None = None
     reason: str = ""
     seconds: float = 0.0
     abandoned: bool = False
+    turn_times: tuple[TurnTimes, ...] = ()
 
 
 async def roll_out(
@@ -107,10 +109,11 @@ async def _tokens(chat: ChatTokenizer, text: str) -> list[int]:
 async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> Rollout:
     started, record = time.monotonic(), sampler.records[index]
     if record.ended is not None:
-        return Rollout(record.ended.episode, seconds=record.ended.seconds)
+        return Rollout(record.ended.episode, seconds=record.ended.seconds, turn_times=record.ended.turn_times)
     own_time = PausableTimeout(sampler.sampling.seconds)
+    policy = sampler.policy(index, own_time)
     try:
-        episode = await own_time.limit(task.rollout(prompt, sampler.policy(index, own_time)))
+        episode = await own_time.limit(task.rollout(prompt, policy))
     except DeadlineError as error:
         return Rollout(reason=failure_reason("rollout took too long", error))
     except EpisodeError as error:
@@ -122,9 +125,9 @@ async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> 
     wrong = _unusable(episode, sampler.sampling.max_length, sampler.vocabulary)
     if wrong:
         return Rollout(reason=wrong)
-    seconds = time.monotonic() - started
-    record.end(episode, seconds)
-    return Rollout(episode, seconds=seconds)
+    seconds, turn_times = time.monotonic() - started, policy.timer.turns_of(episode)
+    record.end(episode, seconds, turn_times)
+    return Rollout(episode, seconds=seconds, turn_times=turn_times)
 
 
 def _unusable(episode: Any, max_length: int, vocabulary: int) -> str:
@@ -159,7 +162,7 @@ def completion_of(episode: Episode, whole: bool = True) -> Completion:
     return Completion(episode.text, conversation, tuple(tokens), episode.reward)
 
 
-def to_sample(episode: Episode, score: Score, seconds: float) -> Sample:
+def to_sample(episode: Episode, score: Score, seconds: float, turn_times: tuple[TurnTimes, ...] = ()) -> Sample:
     """The wire record of an episode."""
     tokens, sampled, logprobs = _bytes(episode)
     return Sample(
@@ -177,6 +180,7 @@ def to_sample(episode: Episode, score: Score, seconds: float) -> Sample:
         branches=tuple(_branch(branch, episode.version_min) for branch in episode.branches),
         version_offsets=_version_offsets(episode, episode.version_min),
         routed_experts=b"".join(episode.routed_experts),
+        turn_times=turn_times,
     )
 
 

@@ -23,10 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 
 from pipeline.algorithms.advantage_estimators import ADVANTAGE_ESTIMATORS
 from pipeline.transport.sample_records import PreparedGroup, Sample
+from pipeline.transport.turn_times import TurnTimes
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +59,9 @@ COLUMNS = {
     "mask": "list<uint8>",  # 1 where the policy sampled the token; a shared prefix counts in the first of its rows
     "logprobs": "list<float32>",  # of the sampled tokens, 0 elsewhere
     "versions": "list<int32>",  # the policy version that sampled each token, 0 where mask is 0
+    "turn_times": "list<turn>",  # server and seconds of each turn, see `pipeline.transport.turn_times.TurnTimes`
 }
-UNLOADED_COLUMNS = ("row_lengths", "tokens", "mask", "logprobs", "versions")
+UNLOADED_COLUMNS = ("row_lengths", "tokens", "mask", "logprobs", "versions", "turn_times")
 """Columns that readers load for a few samples only."""
 TRAIN, EVAL = "train", "eval"
 """Folders of training samples and of evaluation samples."""
@@ -196,8 +199,17 @@ def schema() -> Any:
         "list<int32>": pa.list_(pa.int32()),
         "list<uint8>": pa.list_(pa.uint8()),
         "list<float32>": pa.list_(pa.float32()),
+        "list<turn>": pa.list_(pa.struct(_turn_fields())),
     }
     return pa.schema([(name, kinds.get(kind) or getattr(pa, kind)()) for name, kind in COLUMNS.items()])
+
+
+def _turn_fields() -> list[Any]:
+    """The fields of `TurnTimes` with Arrow's types."""
+    import pyarrow as pa
+
+    kinds = {int: pa.int32(), str: pa.string()}
+    return [(field.name, kinds.get(field.type, pa.float32())) for field in msgspec.structs.fields(TurnTimes)]
 
 
 def segments(folder: Path) -> list[Path]:
@@ -301,9 +313,10 @@ def record_of(outcome: Sample | str) -> SampleRecord:
         "mask": sampled,
         "logprobs": logprobs,
         "versions": versions,
+        "turn_times": [msgspec.structs.asdict(turn) for turn in outcome.turn_times],
     }
 
 
 def record_bytes(row: SampleRecord) -> int:
     """The approximate size of a row before compression, in bytes."""
-    return 200 + 9 * int(row.get("length") or 0)
+    return 200 + 9 * int(row.get("length") or 0) + 40 * len(row.get("turn_times") or ())

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Literal
 from uuid import uuid4
@@ -22,6 +23,7 @@ from pipeline.errors import RolloutError
 from pipeline.inference.engine_protocol import POLICY
 from pipeline.rollout.routed_experts import parse_routed_experts
 from pipeline.rollout.time_fractions import TimeFraction
+from pipeline.transport.turn_times import EngineSeconds, sum_of
 from pipeline.utils.backoff import HasBackoff
 from pipeline.utils.http_errors import error_text
 
@@ -56,6 +58,7 @@ class Completion:
         versions: the policy version that sampled each token; where unknown, the oldest possible one.
         routed_experts: the experts that the server chose for each token that it read: the prompt, and the sampled
             tokens but the last; empty without routing replay.
+        engine_seconds: the engine's times; None if the server reports none.
     """
 
     tokens: tuple[int, ...]
@@ -67,6 +70,7 @@ class Completion:
     seconds: float
     versions: tuple[int, ...]
     routed_experts: tuple[bytes, ...] = ()
+    engine_seconds: EngineSeconds | None = None
 
     @property
     def complete(self) -> bool:
@@ -85,6 +89,7 @@ class Completion:
             version_max=max(self.version_max, then.version_max),
             seconds=self.seconds + then.seconds,
             versions=self.versions + then.versions,
+            engine_seconds=sum_of(self.engine_seconds, then.engine_seconds),
         )
 
 
@@ -135,6 +140,8 @@ class _PromptTokens(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     prompt_tokens_details: _PromptTokens | None = None
+    choice_seconds: list[EngineSeconds | None] = []
+    """Written by `pipeline.inference.vllm.request_times`."""
 
 
 class _Answer(msgspec.Struct):
@@ -151,6 +158,11 @@ class _Answer(msgspec.Struct):
         """The prompt's tokens that were in the server's prefix cache."""
         details = self.usage.prompt_tokens_details if self.usage else None
         return (details.cached_tokens or 0) if details else 0
+
+    def timed_choices(self) -> list[tuple[_Choice, EngineSeconds | None]]:
+        """Each choice with the engine's times of it."""
+        seconds = self.usage.choice_seconds if self.usage else []
+        return list(zip(self.choices, seconds if len(seconds) == len(self.choices) else repeat(None), strict=False))
 
 
 FINAL_ONLY = 2
@@ -269,7 +281,10 @@ class Server(HasBackoff):
         self.prompts.add(answer)
         if request.continues:
             self.continued.add(answer)
-        return [self._completion(choice, request, version, elapsed) for choice in answer.choices]
+        return [
+            replace(self._completion(choice, request, version, elapsed), engine_seconds=seconds)
+            for choice, seconds in answer.timed_choices()
+        ]
 
     @contextmanager
     def _counted(self, samples: int) -> Iterator[None]:

@@ -9,7 +9,7 @@
 | `async_streams` | the streams inside an event loop |
 | `ending_patience` | the timeout for a backend while the attempt is ending |
 | `shared_state` | the few values that the trainer posts and the actor watches |
-| `sample_records` | records between roles: samples, groups, evaluations |
+| `sample_records`, `turn_times` | records between roles: samples, groups, evaluations; the times of turns |
 | `ledger`, `staleness` | the order and the outcomes of positions; the bound on generation ahead of training |
 
 Owns the streams between the roles. One interface (`streams.Streams`), two backends: Redis Streams (`redis`, the

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RecordError
+from pipeline.transport.turn_times import TurnTimes
 from pipeline.utils.value_bounds import MAX_REWARD
 
 WIRE_VERSION = 2
@@ -78,7 +79,7 @@ class Branch(Record, frozen=True, kw_only=True, tag="branch"):
     routed_experts: bytes = msgspec.field(default=b"", name="routed")
 
 
-class Sample(Record, frozen=True, kw_only=True, tag="sample"):
+class Sample(Record, frozen=True, kw_only=True, tag="sample", omit_defaults=True):
     """One episode of the policy on one prompt.
 
     Attributes:
@@ -98,6 +99,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         routed_experts: the experts that the servers chose for each of the first tokens, in records of
             `pipeline.config.routing_shape.RoutingShape`; empty without routing replay. The last token has none, since
             no server read it.
+        turn_times: the times of its turns; empty if the actor did not measure them.
     """
 
     tokens: bytes
@@ -114,6 +116,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     branches: tuple[Branch, ...] = ()
     version_offsets: bytes = b""
     routed_experts: bytes = msgspec.field(default=b"", name="routed")
+    turn_times: tuple[TurnTimes, ...] = ()
 
     def rows(self, routed_bytes: int = 0) -> list[TokenRow]:
         """Every row of the episode, the first row first. Each sampled token is marked in exactly one row.

@@ -7,5 +7,6 @@
 | `attached_lines` | the servers of attached jobs, as lines of a snapshot |
 | `status_panel`, `log_lines` | a snapshot as a panel; a snapshot as log lines |
 | `live_view`, `refresh_loop` | a run's live display; its loop |
+| `web_dashboard` | Trackio's dashboard of a run or of all runs, in a browser |
 | `runs_overview`, `runs_table` | all runs, with a line each; the table of these lines |
 """

@@ -23,7 +23,7 @@ from pipeline.observability.run_history import find_run
 from pipeline.utils import terminal
 from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT, is_transient, retry_transient
 from pipeline.utils.waiting import CLOCK, Clock
-from slurm.monitor import runs_table
+from slurm.monitor import runs_table, web_dashboard
 from slurm.monitor.log_lines import LogLines
 from slurm.monitor.refresh_loop import show_until_last
 from slurm.monitor.run_snapshot import Snapshot
@@ -86,11 +86,14 @@ def watch_run(
 def main(arguments: Sequence[str]) -> int:
     """Watch the run of `run=<name or directory>`. Returns the exit code for its end, as the launcher does.
 
-    For `sweep=<name or directory>`, see `slurm.monitor.runs_table.watch_sweep`.
+    For `sweep=<name or directory>`, see `slurm.monitor.runs_table.watch_sweep`; for `web`, see
+    `slurm.monitor.web_dashboard.show_dashboard`.
     """
     if any(argument.startswith("sweep=") for argument in arguments):
         return runs_table.watch_sweep(arguments)
     try:
+        if arguments and arguments[0] == web_dashboard.COMMAND:
+            return web_dashboard.show_dashboard(arguments[1:])
         snapshot = watch_run(find_run(arguments), connect=lambda name: connect_scheduler(name, ANSWER_SECONDS))
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -417,6 +417,42 @@ def test_servers_that_differ_in_their_way_for_log_probabilities_answer_alike(ser
     assert found == wanted
 
 
+def test_a_request_has_the_times_that_the_metrics_of_its_server_have(servers: list[Served]) -> None:
+    """Each sample's own, also where samples share a request. Both servers: their way for log-probabilities differs."""
+    names = ("queue", "prefill", "decode")
+
+    def totals(endpoint: str) -> list[float]:
+        """The sums of all requests so far, and their number."""
+        with urlopen(f"http://{endpoint}/metrics") as answer:
+            lines = [line for line in answer.read().decode().splitlines() if line.startswith("vllm:request_")]
+        wanted = [*(f"{name}_time_seconds_sum" for name in names), "decode_time_seconds_count"]
+        return [sum(float(line.split()[-1]) for line in lines if f"request_{name}" in line) for name in wanted]
+
+    async def ask(server: Served) -> list[Completion]:
+        async with client_of([server]) as client:
+            client.update(server.endpoint, 0)
+            sampling = {"temperature": 1.0, "stop_token_ids": []}
+            alone = await client.generate(PROBE, n=1, max_tokens=1, **sampling)
+            return [*alone, *await client.generate(PROBE, n=3, max_tokens=40, **sampling)]
+
+    def check(server: Served) -> None:
+        before = totals(server.endpoint)
+        completions = asyncio.run(asyncio.wait_for(ask(server), WAIT_SECONDS))
+        # The server counts a request a moment after its response.
+        wait_for("the server's metrics", lambda: totals(server.endpoint)[-1] >= before[-1] + 4, WAIT_SECONDS)
+        *sums, count = (now - then for now, then in zip(totals(server.endpoint), before, strict=True))
+        times = [completion.engine_seconds for completion in completions if completion.engine_seconds]
+        assert count == len(times) == 4
+        assert [sum(getattr(one, name) for one in times) for name in names] == pytest.approx(sums, abs=1e-6)
+        assert times[0].decode == 0.0, "its first token is its last"
+        assert all(sum(one) <= completion.seconds for one, completion in zip(times, completions, strict=True))
+
+    with a_sender(servers) as sender:
+        publish_to_all(sender, 0, a_model(servers[0].model, 1))
+        for server in servers:
+            check(server)
+
+
 def test_servers_end_well_when_asked(servers: list[Served]) -> None:
     """The last test, since they serve all others."""
     for server in servers:

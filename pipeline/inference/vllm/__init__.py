@@ -14,6 +14,7 @@
 | `routing_capture` | the experts of each token, from servers on CPUs |
 | `kv_cache_size` | the size of the KV cache on a shared GPU |
 | `compact_logprobs`, `token_versions` | cheaper log-probabilities; the policy version that sampled each token |
+| `request_times` | the times of each request in the queue, in prefill and in decode |
 | `auth_middleware`, `server_password` | authentication of requests |
 | `server_arguments` | validation of `inference.extra_args` by vLLM's own parser |
 """

@@ -44,6 +44,7 @@ def register() -> None:
     from pipeline.inference.vllm.base_requests import skip_tokens_without_adapter
     from pipeline.inference.vllm.compact_logprobs import add_compact_logprobs
     from pipeline.inference.vllm.kv_cache_size import limit_to_share
+    from pipeline.inference.vllm.request_times import add_request_times
     from pipeline.inference.vllm.routing_capture import return_routed_experts
     from pipeline.inference.vllm.token_versions import note_versions
     from pipeline.inference.vllm.vllm_compat import add_float32_head
@@ -52,6 +53,7 @@ def register() -> None:
         exit_with_parent()
     else:
         heartbeat.obey_exits()
+        add_request_times()  # its API processes are forked, and have it too
     heartbeat.show_stacks()
     start_resource_tracker()
     for name, (module, engine) in _ENGINE_CLASSES.items():

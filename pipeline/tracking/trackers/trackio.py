@@ -8,7 +8,10 @@ Online, the Space of `TRACKIO_SPACE_ID` or the server of `TRACKIO_SERVER_URL`; o
 No other module imports trackio.
 """
 
+import signal
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +59,16 @@ class Tracker(tracker_protocol.Tracker):
 
     def finish(self) -> None:
         self._run.finish()
+
+
+def show(host: str, port: int) -> None:
+    """Serve Trackio's dashboard of the files in `TRACKIO_DIR`, until an interrupt."""
+    import trackio
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    with suppress(KeyboardInterrupt):
+        trackio.show(host=host, server_port=port, open_browser=False, block_thread=True)
+
+
+if __name__ == "__main__":
+    show(sys.argv[1], int(sys.argv[2]))
