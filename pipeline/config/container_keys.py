@@ -38,7 +38,8 @@ class ContainerConfig(Section):
     python: str = Field("python3", description="Python of the image, with Rollcall's packages: a name or a path.")
     args: Texts = Field(
         (),
-        description="Additional options of `apptainer exec` or `enroot start`, such as `[--rocm]`; with pyxis, those of its plugin.",
+        description="Additional options of `apptainer exec` or `enroot start`, such as `[--rocm]`; with pyxis, those "
+        "of its plugin.",
     )
 
     @property

@@ -19,7 +19,10 @@ from slurm.batch.attempt_summary import AttemptSummary
 
 MAX_LOGS = 256
 """Most logs that are read: with one bad image, the logs of all ranks have the same reason."""
-_REASONS = tuple(map(re.compile, (r"^rollcall: container: ", r"^FATAL:", r"\[(ERROR|FATAL)\]", r"error: pyxis: ")))
+_REASONS = tuple(
+    re.compile(pattern)
+    for pattern in (r"^rollcall: container: ", r"^FATAL:", r"\[(ERROR|FATAL)\]", r"error: pyxis: (?!child|print)")
+)
 """Lines of `slurm.scheduler`, apptainer, enroot and pyxis that name the reason, the most precise first."""
 _END_OF_ATTEMPT = "rollcall: attempt "
 """The begin of the last line of an attempt in the log of rank 0, to which the next attempt appends."""

@@ -142,7 +142,7 @@ def _create_root(name: str, image: str, folder: Path) -> None:
         _enroot("import", "--output", str(file), image)
     _enroot("create", "--force", "--name", name, str(file))
     if "://" in image:
-        file.unlink()
+        file.unlink(missing_ok=True)
 
 
 def _remove_root(name: str) -> None:
