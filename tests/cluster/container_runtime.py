@@ -2,14 +2,16 @@
 
 Owns the part of both command lines that Rollcall writes. A container sees the files of its image, /proc, /sys, /dev and
 the mounts of its command line, and nothing else of the host; with enroot it has only the variables of its command line.
-The command replaces every process of the stand-in, as with the real ones. An image is a folder for apptainer and a tar
-file for enroot. Each call is recorded, with one word a line, in `calls/` beside the programs.
+Signals come as with the real ones: the command replaces the process of enroot; apptainer stays as its parent, forwards
+signals, and clears the mask that it inherits. An image is a folder for apptainer and a tar file for enroot. Each call
+is recorded, with one word a line, in `calls/` beside the programs.
 
     install(folder)        # <folder>/apptainer and <folder>/enroot
 """
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -60,7 +62,17 @@ def apptainer(folder: Path, words: Sequence[str]) -> None:
     image = Path(rest.pop(0))
     if not image.is_dir():
         sys.exit(f"FATAL:   could not open image {image}")
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGCHLD})
+    if child := os.fork():
+        sys.exit(os.waitstatus_to_exitcode(forward(child)))
     become(folder, image, mounts, rest, dict(os.environ))
+
+
+def forward(child: int) -> int:
+    """The status of the child at its end; it gets every signal that this process gets."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _frame: os.kill(child, number))
+    return os.waitpid(child, 0)[1]
 
 
 def enroot(folder: Path, words: list[str]) -> None:

@@ -64,8 +64,8 @@ def agent_environment(variables: dict[str, str], code: str) -> dict[str, str]:
 
 def main(arguments: list[str]) -> int:
     """Become the agent, in the working `directory`. Returns 2, after one line, if this Python cannot run it."""
-    # Blocked until `note_signals` handles them: a runtime may have changed the mask that the host's process set.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    # Blocked until `note_signals` handles them. apptainer replaces the mask of the host's process by SIGCHLD alone.
+    signal.pthread_sigmask(signal.SIG_SETMASK, SIGNALS)
     code, directory, *words = arguments
     environment = agent_environment(dict(os.environ), code)
     problem = problem_of(code, [*environment["PYTHONPATH"].split(os.pathsep), *sys.path])

@@ -9,9 +9,9 @@ and that the root file system is removed when the agent has ended.
     container_start.py --image=/images/rollcall.sqsh -- enroot start --mount /runs/demo:/runs/demo:none:rbind \
         /images/rollcall.sqsh python3 -I container_entry.py …
 
-apptainer replaces this process. With enroot this process waits for the agent and then removes the container. Slurm
-signals every process of a step, and so the agent. Imports the standard library only, since it runs without
-site-packages.
+apptainer replaces this process, and forwards signals to its container. With enroot this process waits for the agent and
+then removes the container. Slurm signals every process of a step, and so the agent. Imports the standard library only,
+since it runs without site-packages.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class NodeError(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the container's command. Returns its exit code with enroot, `MISSING` if the node lacks a part of it."""
-    # Blocked until the agent handles them: all descendants inherit the mask.
+    # Blocked until the agent handles them: the processes of a runtime that keeps the mask inherit it.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     options, command = _read(arguments)
     try:
