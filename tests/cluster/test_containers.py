@@ -1,7 +1,6 @@
 """Jobs of a real Slurm whose agents run in containers: mounts, signals, requeue, and what is said where one is missing.
 
-The runtimes are stand-ins with real mount namespaces (`container_runtime`). Where enroot and pyxis are installed, the
-last tests run those.
+The runtimes are stand-ins with real mount namespaces (`container_runtime`). The trial is a whole run with all roles.
 """
 
 import json
@@ -17,7 +16,7 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.utils import shared_files
 from tests.cluster import container_runtime
 from tests.cluster.slurm_cluster import SlurmCluster
-from tests.cluster.slurm_run import SlurmRun
+from tests.cluster.slurm_run import SlurmRun, launch
 from tests.cluster.test_requeue import Life, start
 from tests.support.runs.launched import STEPS, TWO_RANKS
 
@@ -155,7 +154,20 @@ def test_a_container_that_does_not_start_ends_the_job_with_the_reason(
 OVERRIDES = (f"cluster.container.python={sys.executable}", f"cluster.container.mounts=[{','.join(HOST)}]")
 
 
-@pytest.mark.slow
+def test_a_dry_run_shows_the_command_and_a_lost_image_queues_nothing(
+    cluster: SlurmCluster, images: dict[str, Path], tmp_path: Path
+) -> None:
+    kind = ("cluster.container.kind=apptainer", *OVERRIDES)
+    shown = launch(cluster, tmp_path, "r", "--dry-run", *kind, f"cluster.container.image={images['apptainer']}")
+    assert f"\n  {images['apptainer']}\n  {sys.executable} -I {tmp_path}/r/code/slurm/" in shown.stdout, shown.stderr
+    assert f"\n  --bind {tmp_path}/r:{tmp_path}/r\n" in shown.stdout
+    lost = launch(cluster, tmp_path, "r", "--detach", *kind, "cluster.container.image=/no/such.sif")
+    assert (lost.returncode, lost.stderr.count("\n")) == (2, 1), lost.stderr
+    assert "cluster.container.image='/no/such.sif': expected an image that exists on this host" in lost.stderr
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.trial
 def test_a_whole_heterogeneous_run_in_containers_that_is_requeued_goes_on_to_its_end(
     cluster: SlurmCluster,
     runtimes: Path,
