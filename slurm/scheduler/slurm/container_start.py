@@ -9,9 +9,8 @@ and that the root file system is removed when the agent has ended.
     container_start.py --image=/images/rollcall.sqsh -- enroot start --mount /runs/demo:/runs/demo:none:rbind \
         /images/rollcall.sqsh python3 -I container_entry.py …
 
-apptainer replaces this process, and forwards signals to its container. With enroot this process waits for the agent and
-then removes the container. Slurm signals every process of a step, and so the agent. Imports the standard library only,
-since it runs without site-packages.
+apptainer replaces this process, and forwards signals to its container. With enroot this process forwards them, waits
+for the agent and then removes the container. Imports the standard library only, since it runs without site-packages.
 """
 
 import argparse
@@ -34,6 +33,8 @@ MISSING = 127
 """Exit code for a node that lacks a part of the container, as a shell's for an unknown command."""
 SIGNALED = 128
 """Exit code of a command that a signal ended, less the signal's number, as a shell's."""
+POLL_SECONDS = 1.0
+"""Longest delay of the end of a child that ended before its signal was awaited."""
 ENROOT_SECONDS = 3600.0
 """Deadline of the download or the extraction of an image."""
 MOUNT_OPTIONS = ("--bind", "--mount")
@@ -112,10 +113,26 @@ def run_enroot(command: Sequence[str], image: str) -> int:
         try:
             script = Path(folder) / "rc"
             script.write_text('exec "$@"\n')  # in place of the image's entry point, which need not become the command
-            code = subprocess.run(enroot_command(command, image, name, script, os.environ), check=False).returncode
+            code = run_forwarding(enroot_command(command, image, name, script, os.environ))
             return code if code >= 0 else SIGNALED - code
         finally:
             _remove_root(name)
+
+
+def run_forwarding(command: Sequence[str]) -> int:
+    """Run a command to its end, and send it the signals of this process. Returns its exit code, negative for a signal.
+
+    Slurm signals every process of a step, or with `proctrack/cgroup` only the task, which is this process. The command
+    inherits the mask, so that a signal which comes before the agent handles it stays pending.
+    """
+    with subprocess.Popen(command) as child:
+        # Blocked for this process alone, so that the end of the child ends the wait below.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        while child.poll() is None:
+            received = signal.sigtimedwait({*SIGNALS, signal.SIGCHLD}, POLL_SECONDS)
+            if received is not None and received.si_signo in SIGNALS:
+                child.send_signal(received.si_signo)
+    return child.returncode
 
 
 def enroot_command(

@@ -156,6 +156,29 @@ def test_the_exit_code_is_the_agents_also_after_a_signal(tmp_path: Path) -> None
         assert start(["enroot", "start", "/usr", "python3"], "--image=/usr", path=path).returncode == code
 
 
+RECEIVE = """
+import signal, time
+number = signal.sigwait({signal.SIGUSR2, signal.SIGTERM})
+print("received", number.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_the_agent_in_enroot_gets_a_signal_that_only_the_task_of_slurm_gets(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "receive.py").write_text(RECEIVE)
+    text = f'case "$1" in start) echo begun; exec {sys.executable} -I -S {tmp_path}/receive.py;; esac'
+    path = program(tmp_path / "bin", "enroot", text)
+    command = [sys.executable, "-I", "-S", container_start.__file__, "--image=/usr", "--", "enroot", "start", "/usr"]
+    with subprocess.Popen(command, env={"PATH": path}, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+    assert (said, process.returncode) == (f"received {number.name}\n", 0)
+
+
 def enter(code: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-I", container_entry.__file__, str(code), str(code.parent), *words]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
