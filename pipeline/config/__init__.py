@@ -10,6 +10,7 @@
 | `validation` | the validation of a tree of values, and its errors |
 | `key_aliases` | suggestions for unknown keys, including the names of TRL and verl |
 | `cluster_keys` | the keys of cluster and resources |
+| `container_keys` | the keys of a job's containers |
 | `data_keys` | the keys of datasets |
 | `task_keys` | the keys of tasks, rewards and a teacher |
 | `rollout_keys` | the keys of rollouts and servers |

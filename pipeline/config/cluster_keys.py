@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field
 
+from pipeline.config.container_keys import ContainerConfig
 from pipeline.config.value_types import Memory, Network, NotNegative, Positive, Seconds, Section, SlurmTime
 from pipeline.run.run_documents import LOCAL
 
@@ -91,6 +92,7 @@ class ClusterConfig(Section):
     )
     srun_args: tuple[str, ...] = Field((), description="Additional arguments of the srun that starts the agents.")
     services: ServicesComponent = ServicesComponent()
+    container: ContainerConfig = ContainerConfig()
     notice_seconds: NotNegative = Field(
         120, description="Time before the time limit at which the scheduler signals the agents (USR2); 0: never."
     )

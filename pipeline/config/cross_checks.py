@@ -10,6 +10,7 @@ import fsspec
 
 from pipeline.config import RunConfig
 from pipeline.config.cluster_keys import ClusterConfig
+from pipeline.config.container_keys import check_container
 from pipeline.config.debug_checks import debug_is_possible
 from pipeline.config.evaluation_keys import check_sets
 from pipeline.config.fault_checks import faults_can_happen
@@ -238,12 +239,18 @@ def _trainer_processes_have_one_gpu(config: RunConfig) -> None:
 
 
 def check_queue_keys(config: RunConfig) -> None:
-    """Raise `ConfigError` for a key of the queue in a job without one."""
+    """Raise `ConfigError` for a key of the queue in a job without one, and for keys of a container that contradict."""
+    container = config.cluster.container
+    check_container(container)
     if not config.cluster.on_this_machine:
         if config.cluster.max_jobs and (dependency := config.cluster.sbatch.get("dependency")):
             expected = "no other dependency with cluster.max_jobs, which makes each job wait for an earlier one"
             raise ConfigError("cluster.sbatch.dependency", dependency, expected, "set one of the two")
         return
+    if container.is_used:
+        expected = "none on one machine, where the agents run in the launcher's environment"
+        hint = "set cluster=slurm, or start the launcher itself in the container"
+        raise ConfigError("cluster.container.kind", container.kind, expected, hint)
     plain = ClusterConfig(scheduler=LOCAL)
     for key in QUEUE_KEYS:
         value = getattr(config.cluster, key)

@@ -27,6 +27,7 @@ from pipeline.topology.plan import make_plan
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.batch.attempt_summary import AttemptSummary, summarize_attempt
+from slurm.batch.container_failure import with_container_failure
 from slurm.registry import attached_jobs, run_registry
 from slurm.scheduler.scheduler_protocol import CALL_SECONDS, OUT_OF_TIME, OWNED, JobQueue, QueuedJob
 from slurm.scheduler.scheduler_registry import batch_attempt
@@ -163,8 +164,9 @@ def _look(
     if config is None:
         raise RollcallError(f"{run.config} cannot be read")
     paths = run.attempt(run_registry.identity(run).run_id, f"{job}-{restart}")
-    facts = summarize_attempt(run, paths, restart, make_plan(config).ranks, code, config.cluster.lateness, clock)
-    return config.cluster, paths, facts
+    ranks = make_plan(config).ranks
+    facts = summarize_attempt(run, paths, restart, ranks, code, config.cluster.lateness, clock)
+    return config.cluster, paths, with_container_failure(facts, run, paths, config, ranks)
 
 
 def _write_outcome(paths: AttemptPaths, outcome: Outcome, clock: Clock) -> None:

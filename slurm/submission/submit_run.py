@@ -143,6 +143,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     """
     check_run(config, longest_sequence(config.model))
     plan = make_plan(config)
+    in_container = config.cluster.container.is_used  # the image has the packages, which this host may lack
     check_inputs(config)
     _check_architecture(config)
     if config.has_servers:
@@ -150,9 +151,10 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
         engine = find_engine(config.inference.engine)
         engine.check_model(config, model_family(config.model), expert_count(config.model))
         _check_served_adapters(config.model)
-        engine.check_installed()
-        engine.check_config(config)
-    if config.has_rollouts and config.streams.backend == "redis":
+        if not in_container:
+            engine.check_installed()
+            engine.check_config(config)
+    if config.has_rollouts and config.streams.backend == "redis" and not in_container:
         find_server()
     if config.replay:
         RecordedRun(replayed_run(config)).check(config)

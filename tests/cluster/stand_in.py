@@ -3,6 +3,7 @@
 One word an attempt, the last for all after it:
 
     late        the same as `wait`, but its agent begins seconds after submitit has installed its own signal handlers
+    look        the same as `wait`, and it writes what it sees of its machine to `seen.<rank>`
     wait        until it is told to end; then it drains, and comes down in order
     stubborn    never, whatever it is told
     fail        rank 1 fails, and the others come down
@@ -37,6 +38,8 @@ from slurm.scheduler.scheduler_registry import batch_attempt
 SCRIPT = "script.json"
 LONGEST = 240.0
 LATE_SECONDS = 3.0
+HIDDEN = ("/boot", "/opt", "/srv", "/var/lib", "/sbin")
+"""Folders of a host that no run needs."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ def take_part(
     word = word_of(run, environment.restart)
     paths.timeline.mkdir(parents=True, exist_ok=True)
     (paths.timeline / f"{environment.rank}.{word}").touch()
+    if word == "look":
+        look(run, environment)
     if word == "finish":
         if environment.rank == 0:
             shared_files.create_document(run.finished, Finished(time=time.time(), steps=1, attempt=paths.attempt))
@@ -81,6 +86,18 @@ def take_part(
             complete_checkpoint(Storage(str(run.checkpoints)), step, paths.attempt, {}, 1)
         raise RollcallError("it was told to fail")
     return wait(paths, environment, notice, stubborn=word == "stubborn")
+
+
+def look(run: RunPaths, environment: Environment) -> None:
+    """Write what a container shows of itself and of its host."""
+    image, names = Path("/of_the_image"), ("WANDB_API_KEY", "PYTHONPATH", "PYTHONNOUSERSITE")
+    seen = {name: os.environ.get(name, "") for name in names} | {
+        "image": image.read_text() if image.exists() else "no",
+        "hidden": [str(path) for path in map(Path, HIDDEN) if path.exists()],
+        "cwd": str(Path.cwd()),
+        "blocked": [number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+    }
+    (run.root / f"seen.{environment.rank}").write_text(json.dumps(seen))
 
 
 def wait(paths: AttemptPaths, environment: Environment, notice: StopRequest, *, stubborn: bool) -> End:

@@ -69,7 +69,7 @@ class Life:
         return self.slurm.wait_for_state(self.job, state, seconds)
 
     def log(self) -> str:
-        return "\n".join(file.read_text() for file in sorted(self.run.paths.submitit.glob("*.out")))
+        return "\n".join(file.read_text() for file in sorted(self.run.paths.submitit.rglob("*.out")))
 
 
 def start(slurm: SlurmCluster, root: Path, name: str, *script: str, **cluster: Any) -> Life:
@@ -85,8 +85,9 @@ def start(slurm: SlurmCluster, root: Path, name: str, *script: str, **cluster: A
     run = FakeRun(root / name, config)
     (run.root / stand_in.SCRIPT).write_text(json.dumps(script))
     run.paths.code.symlink_to(ROOT)
-    run.paths.submitit.mkdir()
-    command = shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(run.paths.submitit)])
+    folder = run.paths.submitit / "slurm"
+    folder.mkdir(parents=True)
+    command = shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(folder)])
     plan = make_plan(config)
     assert plan.ranks == RANKS
     text = batch_file(
@@ -94,14 +95,14 @@ def start(slurm: SlurmCluster, root: Path, name: str, *script: str, **cluster: A
         plan,
         run.paths,
         run_id=run.identity.run_id,
-        folder=run.paths.submitit,
+        folder=folder,
         python=sys.executable,
         command=command,
     )
     file = run.root / "batch.sh"
     file.write_text(text)
     job = slurm.run("sbatch", "--parsable", str(file))
-    DelayedSubmission(stand_in.StandIn(run.root)).dump(run.paths.submitit / f"{job}_submitted.pkl")
+    DelayedSubmission(stand_in.StandIn(run.root)).dump(folder / f"{job}_submitted.pkl")
     shared_files.write_document(
         run.paths.job, SubmittedJob(kind="slurm", job=job, user="u", host="h", time=time.time())
     )
@@ -218,7 +219,7 @@ def test_a_signal_that_comes_before_an_agent_can_hear_it_is_heard(
 ) -> None:
     life = start(cluster, tmp_path, f"early-{signal}", "late", "finish")
     life.end("RUNNING")
-    wait_for("the last rank's process", (life.run.paths.submitit / f"{life.job}_1_log.out").exists, MANY)
+    wait_for("the last rank's process", (life.run.paths.submitit / "slurm" / f"{life.job}_1_log.out").exists, MANY)
     time.sleep(0.3)
     assert not life.paths(0).root.exists()  # no agent is up
     cluster.run("scancel", f"--signal={signal}", life.job)

@@ -7,7 +7,8 @@ their command unchanged, whatever characters they contain. Pure.
     text = batch_file(config, plan, run, run_id="demo-1f3a", folder=folder, python=sys.executable, command=command)
 
 The script survives the signals that its agents get, since its last line, `slurm.batch.requeue`, owns the requeue. A
-heterogeneous job has one step over both components, and so one rank space that begins with the services.
+heterogeneous job has one step over both components, and so one rank space that begins with the services. With
+`cluster.container` the step starts each agent in a container; the script itself runs on the host.
 """
 
 import shlex
@@ -19,6 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.run.paths import RunPaths
 from pipeline.topology.plan import Plan
 from slurm.scheduler.allocation import Component, components
+from slurm.scheduler.slurm.container_command import agent_words, gpu_exports, srun_options
 
 Value = str | int | bool
 
@@ -81,6 +83,13 @@ _BLOCK = (
 )
 """Blocks signals while an agent's Python starts and imports, until `note_signals` handles them, so that they neither
 kill the agent nor reach submitit. (`env --block-signal` does the same, but is too new for many clusters.)"""
+_PLUGIN = """\
+if ! srun --help 2>/dev/null | grep -q -e --container-image; then
+  echo "rollcall: container: node $(hostname): srun has no --container-image, so Slurm has no pyxis here; \
+set cluster.container.kind=enroot or apptainer, or ask the administrators for pyxis"
+  code=127
+fi"""
+"""Reports a site without pyxis, whose srun would only print an unknown option."""
 
 
 def batch_file(
@@ -89,7 +98,8 @@ def batch_file(
     """The text of the batch file.
 
     `folder` is submitit's job folder, `python` the interpreter, `command` the quoted words of an agent. `ConfigError`
-    for an option in `cluster.sbatch` that is one of ours, and for a value that a batch file cannot contain.
+    for an option in `cluster.sbatch` that is one of ours, for a value that a batch file cannot contain, and for a
+    container's image or mount that does not exist.
     """
     _check_path(folder)
     parts = components(config, plan)
@@ -100,8 +110,8 @@ def batch_file(
         ["#!/bin/bash"],
         "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in directives).split("\n"),
         config.cluster.setup,
-        _exports(run),
-        _start(config, parts, folder, python, command),
+        [*_exports(run), *gpu_exports(config)],
+        _start(config, run, parts, folder, python, command),
         _epilogue(run, python),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
@@ -197,23 +207,35 @@ def _exports(run: RunPaths) -> list[str]:
     ]
 
 
-def _start(config: RunConfig, parts: Sequence[Component], folder: Path, python: str, command: str) -> list[str]:
+def _start(
+    config: RunConfig, run: RunPaths, parts: Sequence[Component], folder: Path, python: str, command: str
+) -> list[str]:
     """The trap, and one step over all components. Its environment is the script's, for any `--export` of the user."""
     het = len(parts) > 1
+    container = srun_options(config, run)
     steps = []
     for index, part in enumerate(parts):
         group = [f"--het-group={index}"] if het else []
         # With spare nodes the agents decide whether the job continues without a node.
         losses = ["--kill-on-bad-exit=0", "--no-kill"] if _outlives_nodes(config) else ["--kill-on-bad-exit=1"]
-        srun = [*losses, "--export=ALL", f"--cpus-per-task={part.cpus}", *config.cluster.srun_args]
+        srun = [*losses, "--export=ALL", f"--cpus-per-task={part.cpus}", *config.cluster.srun_args, *container]
         steps.append(f'{_quoted([*group, *srun])} "${{agent[@]}}"')
-    blocking = f"{shlex.quote(python)} -I -S -c {shlex.quote(_BLOCK)}"
+    step = f"srun {' : '.join(steps)} || code=$?"
     return [
-        f"agent=(bash -c {shlex.quote(_APPEND)} {shlex.quote(str(folder))} {blocking} {command})",
+        f"agent=({_agent(config, run, folder, python, command)})",
         "trap : TERM USR1 USR2",
         "code=0",
-        f"srun {' : '.join(steps)} || code=$?",
+        *([_PLUGIN, f"[ $code != 0 ] || {step}"] if container else [step]),
     ]
+
+
+def _agent(config: RunConfig, run: RunPaths, folder: Path, python: str, command: str) -> str:
+    """The quoted words of a rank's task. Its log is opened on the host, or with pyxis in the container."""
+    log = f"-c {shlex.quote(_APPEND)} {shlex.quote(str(folder))}"
+    if not config.cluster.container.is_used:
+        return f"bash {log} {shlex.quote(python)} -I -S -c {shlex.quote(_BLOCK)} {command}"
+    lines = agent_words(config, run, python, shlex.split(command)[1:])
+    return "\n  ".join([f"sh {log}", *map(_quoted, lines)])
 
 
 def _epilogue(run: RunPaths, python: str) -> list[str]:

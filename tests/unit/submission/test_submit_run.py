@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import ConfigError
+from pipeline.inference.vllm import vllm_engine
 from slurm.agent.gpu_locks import Claimant, claim_visible
 from slurm.submission import submission_warnings, submit_run
+from slurm.submission.compose_config import compose_config
 from tests.fakes.gpus import give_gpus
 
 
@@ -47,6 +50,8 @@ def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) ->
         ("resources.device=cuda", "resources.inference.gpus=0: expected 1 or more with resources.device=cuda"),
         ("cluster.partition=gpu", "cluster.partition='gpu': expected nothing, on one machine; set cluster=slurm"),
         ("resources.hetjob=true", "resources.hetjob=True: expected false, on one machine"),
+        ("cluster.container.kind=enrot", "cluster.container.kind='enrot': expected 'none', 'apptainer', 'enroot' or"),
+        ("cluster.container.kind=enroot cluster.container.image=a", "expected none on one machine"),
         (
             "resources=gpus_4 resources.inference.servers=1 resources.inference.gpus=3",
             "resources.inference.gpus=3: expected a divisor of 4, the model's num_attention_heads",
@@ -289,3 +294,20 @@ def test_a_gpu_that_is_to_be_shared_on_this_machine_is_measured(
         )
         == 0
     )
+
+
+def test_a_host_needs_neither_engine_nor_redis_for_a_job_in_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lack() -> None:
+        raise ConfigError("host", "", "an engine and a Redis")
+
+    monkeypatch.setattr(vllm_engine, "check_installed", lack)
+    monkeypatch.setattr(submit_run, "find_server", lack)
+    monkeypatch.setattr(submit_run, "connect_scheduler", lambda _name: None)
+    monkeypatch.setattr(submit_run, "check_site", lambda *_: None)
+    plain = ["experiment=demo", "cluster=slurm", f"output={tmp_path}"]
+    with pytest.raises(ConfigError, match="an engine and a Redis"):
+        submit_run.check_submission(compose_config(plain))
+    inside = ["cluster.container.kind=pyxis", "cluster.container.image=image"]
+    assert submit_run.check_submission(compose_config([*plain, *inside])).ranks > 1
