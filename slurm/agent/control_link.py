@@ -94,11 +94,11 @@ class PeerRecords:
         """Whether any of these ranks gets the proof of a rank's agent, within a few seconds."""
         records = list[NodeInfo]()
         with suppress(OSError):
-            asked = self._record(rank)
+            suspect = self._record(rank)
             for witness in witnesses:
                 with suppress(OSError):
                     records.append(self._record(witness))
-            return bool(records) and bool(find_addresses(self._run_id, [asked], records))
+            return bool(records) and bool(find_addresses(self._run_id, [suspect], records))
         return False
 
     def _record(self, rank: int) -> NodeInfo:

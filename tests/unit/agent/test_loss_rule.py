@@ -1,4 +1,4 @@
-"""The rule by which a rank is lost within seconds: what suggests a loss, what confirms it, and what ends a suspicion."""
+"""The rule by which a rank is lost within seconds: what suggests a loss, what confirms it, and what excuses it."""
 
 import pytest
 from hypothesis import given
