@@ -82,9 +82,9 @@ def relayed(network: Network, servers: int, fanout: int, *, whole: bool = False)
 
 def depth_of(servers: int, fanout: int) -> int:
     """The number of levels of the tree."""
-    depth, place = 1, servers - 1
-    while place > 0:
-        place, depth = (place - 1) // fanout, depth + 1
+    depth, index = 1, servers - 1
+    while index > 0:
+        index, depth = (index - 1) // fanout, depth + 1
     return depth
 
 

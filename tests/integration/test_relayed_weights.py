@@ -38,7 +38,7 @@ def test_three_servers_have_the_trainers_weights_after_one_send_and_lose_no_upda
         servers = {server.endpoint: server for server in (ready() for ready in starts)}
 
         def send(group: TransferGroup, version: int, buffer: Tensor, deadline: Deadline) -> None:
-            if doomed:  # it and its children have begun to receive
+            if doomed:  # it has begun to receive
                 servers[doomed.pop()].child.kill()
             stock(group, version, buffer, deadline)
             sent.append(len(buffer))

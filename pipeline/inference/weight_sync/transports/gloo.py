@@ -226,8 +226,8 @@ class PreparedSignal:
 
     def _find(self, key: str) -> str | None:
         try:
-            found = self._store.check([f"{self._name}/{key}"])
-            return self._store.get(f"{self._name}/{key}").decode() if found else None
+            is_set = self._store.check([f"{self._name}/{key}"])
+            return self._store.get(f"{self._name}/{key}").decode() if is_set else None
         except (RuntimeError, SignatureError) as error:
             raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
 
