@@ -112,6 +112,11 @@ class InferenceConfig(Section):
         "episodes too. Otherwise both use the keys and values that older weights computed.",
     )
     update_seconds: Seconds = Field(60, description="Deadline of one update; a server that misses it is evicted.")
+    relay_fanout: NotNegative = Field(
+        0,
+        description="Servers to which each server forwards the weights over gloo, so that the trainer sends them once "
+        "for all servers. 0: the trainer sends them to every server.",
+    )
     staging_device: Literal["gpu", "host"] = Field(
         "gpu",
         description="Memory for weights that arrive at a server on GPUs: the `gpu`, which then holds weights twice, "

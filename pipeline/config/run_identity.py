@@ -53,6 +53,7 @@ OPERATIONAL = (
     "rollout.request_seconds",
     "rollout.max_tokens_per_request",
     "inference.api_server_count",
+    "inference.relay_fanout",
     "inference.extra_args",
     "inference.gpu_memory",
     "inference.kv_cache_bytes",

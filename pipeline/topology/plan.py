@@ -137,6 +137,12 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
         spare = {address: node.rank for node in self.spares for address in node.addresses}
         return spare | {placement.address: placement.rank for placement in self.placements}
 
+    @property
+    def address_of_rank(self) -> dict[int, str]:
+        """The address of each rank with roles and of each spare one, which the leader has verified."""
+        spare = {node.rank: node.addresses[0] for node in self.spares}
+        return spare | {placement.rank: placement.address for placement in self.placements}
+
 
 class RoleProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Process number `index` of a role before its assignment to a rank, with the ports and GPUs that it needs.

@@ -18,6 +18,7 @@
 | `gpu_locks` | locks on the GPUs of a machine without a scheduler |
 | `tmpdir` | directories for temporary files and caches of roles |
 | `agent_heartbeat` | an agent's heartbeat file and the exit markers on disk |
+| `neighbor_watch`, `loss_rule` | each agent monitors the next rank; when it is lost within seconds |
 | `control_tree`, `control_link` | hints of new files, from agent to agent over TCP: who follows whom; the links |
 | `oom` | detection of out-of-memory kills |
 | `liveness` | health checks and the watchdog of a role |

@@ -39,9 +39,10 @@ from pipeline.utils import network_interfaces, subprocesses
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, FS_OUTAGE_TIMEOUT, retry_transient
 from pipeline.utils.shared_dir import FileSharedDir, SharedDir
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
-from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, NeighborWatch, OtherAgents, agent_name, mark_down
+from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, OtherAgents, agent_name, mark_down
 from slurm.agent.control_link import ControlLinks
 from slurm.agent.gpu_locks import Claimant, claim_visible
+from slurm.agent.neighbor_watch import NeighborWatch
 from slurm.agent.node_forks import node_forks, roles_of
 from slurm.agent.node_partition import NodePartition, processes_of
 from slurm.agent.node_report import report_node
@@ -97,7 +98,7 @@ def run_agent(run: RunPaths, environment: Environment, notice: StopRequest) -> E
     paths = run.attempt(run_registry.identity(run).run_id, environment.attempt)
     with HeartbeatFile(paths, environment.rank, touch_interval(environment.ranks)) as heartbeat:
         try:
-            links = ControlLinks(paths, environment.rank, environment.ranks, heartbeat.is_fresh)
+            links = ControlLinks(paths, environment.rank, environment.ranks, heartbeat.vouch)
             return _attempt(run, paths, environment, notice, links)
         except Exception:
             _wait_for_other_agents(run, FileSharedDir(paths.root), environment.ranks)
@@ -172,7 +173,8 @@ def _run_attempt(
     revisions = links.schedule("revisions", FOLLOW_SECONDS)
     follower = WorldFollower(paths, config, environment.rank, revisions) if world.spares else None
     report = partial(_handle_lost_rank, paths, config, agent)
-    with links, NeighborWatch(paths, environment.rank, ranks, seconds, report, links.is_alive):
+    links.use_addresses(world.address_of_rank)
+    with links, NeighborWatch(paths, environment.rank, ranks, seconds, report, links):
         supervisor = Supervisor(
             contexts,
             agent,

@@ -4,35 +4,36 @@ Owns `attempts/<attempt>/alive/<rank>`, which the agent touches every few second
 `down/`, which has a marker for each role that is down and `agent.<rank>` for each agent that has exited. Promises that
 a temporary failure of the file system ends neither the agent nor the touches, and that one listing of the folder serves
 all waits for markers. A rank without an agent and without its marker is lost: a signal or its node's crash ended the
-agent. A stopped agent (SIGSTOP) does not exit, so each agent monitors the next rank (`NeighborWatch`): by its answers
-(`control_link`), and by the heartbeat file while it does not answer.
+agent. The agent of the rank before observes it (`neighbor_watch`).
 """
 
-import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from random import Random
 from types import TracebackType
 
 from pipeline.run.paths import ALL_EXITED, DOWN, AttemptPaths, down_mark
-from pipeline.run.poll_rates import TOUCH_SECONDS, listing_interval, touch_interval
+from pipeline.run.poll_rates import TOUCH_SECONDS, listing_interval
 from pipeline.topology.plan import Placement
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 from pipeline.utils.shared_dir import SharedDir
 from pipeline.utils.waiting import CLOCK, Clock
-from slurm.agent.liveness import StallTimer
+from slurm.agent.loss_rule import LATE_SECONDS, LATE_TOUCHES
 
 FRESH_TOUCHES = 3
 """Touches that may fail before an agent does not count as alive for those that ask it."""
+_WAKE_SECONDS = 0.5
 
 
 class HeartbeatFile:
-    """Touches the heartbeat file of a rank every `seconds` while the block runs."""
+    """Touches the heartbeat file of a rank every `seconds` while the block runs, and when questions of its monitor stay
+    away: its link may be lost, and then the file alone shows that this agent runs."""
 
     def __init__(self, paths: AttemptPaths, rank: int, seconds: float = TOUCH_SECONDS, clock: Clock = CLOCK) -> None:
         self._file, self._seconds, self._clock = paths.sign_of_life(rank), seconds, clock
-        self._touched = float("-inf")
+        self._touched = self._tried = self._asked = float("-inf")
+        self._late_touches = LATE_TOUCHES
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name="alive", daemon=True)
 
@@ -48,18 +49,32 @@ class HeartbeatFile:
         """Whether the file was touched lately: the agent runs, and reaches the shared file system."""
         return self._clock.now() - self._touched < FRESH_TOUCHES * self._seconds
 
+    def vouch(self) -> bool:
+        """Answer a question of this rank's monitor: `is_fresh`. Its next question is expected within `LATE_SECONDS`."""
+        self._asked, self._late_touches = self._clock.now(), 0
+        return self.is_fresh()
+
     def touch(self) -> None:
         """Touch the file now. If the disk fails, the neighbor observes a late heartbeat."""
+        self._tried = self._clock.now()
         try:
             self._touch()
         except OSError:
             return
         self._touched = self._clock.now()
 
+    def touch_if_due(self) -> None:
+        """Touch the file if `seconds` have passed, or if a question is late."""
+        now = self._clock.now()
+        late = self._late_touches < LATE_TOUCHES and now - self._asked >= LATE_SECONDS * (1 + self._late_touches)
+        self._late_touches += late
+        if late or now - self._tried >= self._seconds:
+            self.touch()
+
     def _live(self) -> None:
         while True:
-            self.touch()
-            if self._over.wait(self._seconds):
+            self.touch_if_due()
+            if self._over.wait(min(self._seconds, _WAKE_SECONDS)):
                 return
 
     def _touch(self) -> None:
@@ -68,98 +83,6 @@ class HeartbeatFile:
         except FileNotFoundError:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.touch()
-
-
-class NeighborWatch:
-    """Monitors the agent of the next rank while the block runs; the last rank monitors the first.
-
-    In this ring each agent has one monitor, for any number of ranks. If several agents are stopped, at least one of
-    them has a monitor that runs. `seconds` must include the visibility delay of NFS.
-    """
-
-    def __init__(
-        self,
-        paths: AttemptPaths,
-        rank: int,
-        ranks: int,
-        seconds: float,
-        report: Callable[[int, str], bool],
-        answers: Callable[[int], bool] = lambda rank: False,
-    ) -> None:
-        """`report` is called with the rank and the cause when its heartbeat has not changed for `seconds`. It returns
-        whether the attempt continues without that rank; then its next rank is monitored. `answers` as in
-        `NeighborCheck`."""
-        self._paths, self._rank, self._ranks, self._seconds = paths, rank, ranks, seconds
-        self._answers = answers
-        self.neighbor = self._check((rank + 1) % ranks)
-        self._report, self._over = report, threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="neighbor", daemon=True) if ranks > 1 else None
-
-    def __enter__(self) -> "NeighborWatch":
-        if self._thread:
-            self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._over.set()
-        if self._thread:
-            self._thread.join(timeout=1.0)  # a poll may hang on a dead file system
-
-    def _watch(self) -> None:
-        while not self._over.wait(TOUCH_SECONDS):
-            if lost := self.neighbor.look():
-                following = (self.neighbor.rank + 1) % self._ranks
-                if not self._report(self.neighbor.rank, lost) or following == self._rank:
-                    return
-                self.neighbor = self._check(following)
-
-    def _check(self, rank: int) -> "NeighborCheck":
-        between = touch_interval(self._ranks)
-        return NeighborCheck(self._paths, rank, self._seconds, answers=self._answers, read_seconds=between)
-
-
-class NeighborCheck:
-    """The heartbeat of one rank, observed by another rank: its agent's answers, and its file when there is none.
-
-    A network that fails makes no rank lost, since the file is read then.
-    """
-
-    def __init__(
-        self,
-        paths: AttemptPaths,
-        rank: int,
-        seconds: float,
-        clock: Clock = CLOCK,
-        *,
-        answers: Callable[[int], bool] = lambda rank: False,
-        read_seconds: float = 0.0,
-    ) -> None:
-        """`answers` asks the agent of a rank whether it runs; without an answer the file is read, at most every
-        `read_seconds`."""
-        self.rank = rank
-        self._file, self._seconds = paths.sign_of_life(rank), seconds
-        self._silence = StallTimer(clock, 2 * TOUCH_SECONDS)
-        self._answers, self._answered = answers, 0
-        self._read_seconds, self._clock, self._read_at = read_seconds, clock, float("-inf")
-        self._sign = 0
-
-    def look(self) -> str:
-        """Why the rank counts as lost; empty while its heartbeat changes, and if the disk fails on this rank. Call it
-        about every `TOUCH_SECONDS`."""
-        if self._answers(self.rank):
-            self._answered += 1
-        elif self._clock.now() - self._read_at >= self._read_seconds:
-            try:
-                with self._file.open("rb") as file:  # opening makes an NFS client fetch the time from its server
-                    self._sign = os.fstat(file.fileno()).st_mtime_ns
-            except FileNotFoundError:
-                self._sign = 0
-            except OSError:
-                return ""
-            self._read_at = self._clock.now()
-        silent = self._silence.look((self._answered, self._sign))
-        cause = f"no sign of life for {silent:.0f} s: its agent is stopped (SIGSTOP), or its node or its disk is away"
-        return cause if silent > self._seconds else ""
 
 
 class ExitMarkers:

@@ -1,19 +1,21 @@
-"""The links of one agent in the tree of agents: its questions to an ancestor, and its answers to others.
+"""The links of one agent: its questions to an ancestor and to the rank that it monitors, and its answers to others.
 
-Owns the two questions that agents ask each other through `slurm.rendezvous.probe_server`, and the thread that follows
-an ancestor. Promises that every question has a deadline, that a link which misses it is closed and another ancestor
-asked, and that no answer makes an agent do more than read a file, or read one later. Must not know what is read.
+Owns the two questions that agents ask each other through `slurm.rendezvous.probe_server`, the thread that follows an
+ancestor, and the connection to the monitored rank. Promises that every question has a deadline, that a link which
+misses it is closed and another ancestor asked, and that no answer makes an agent do more than read a file, or read one
+later. Must not know what is read, nor what a link's sign means (`loss_rule`).
 
-    links = ControlLinks(paths, rank, ranks, heartbeat.is_fresh)
+    links = ControlLinks(paths, rank, ranks, heartbeat.vouch)
     with ProbeServer(…, responder=links.answer):
         …                                         # rendezvous
         with links:                               # follows an ancestor
             schedule = links.schedule("events")   # when to read the events
-            links.is_alive(rank)                  # whether the agent of another rank answers now
+            links.look(rank)                      # what the link to the agent of another rank shows now
 """
 
+import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 
@@ -23,6 +25,7 @@ from pipeline.run.paths import AttemptPaths
 from pipeline.topology.plan import NodeInfo
 from pipeline.utils.shared_dir import FileSharedDir, SharedDir
 from slurm.agent.control_tree import ChangeBoard, ChangeCounts, ChangeKind, LinkedSchedule, ancestors
+from slurm.agent.loss_rule import LinkSign
 from slurm.rendezvous.membership import read_node_info
 from slurm.rendezvous.probe_server import ANSWER_SECONDS, CALLERS, PeerConnection, find_addresses
 
@@ -35,7 +38,11 @@ RETRY_SECONDS = 5.0
 MAX_FOLLOWERS = CALLERS // 2
 """Most followers of one agent; the other connections of its probe server are for questions that end at once."""
 
+MAX_WITNESSES = 3
+"""Most other ranks that are asked whether they reach a rank."""
+
 ALIVE = "alive"
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.EHOSTDOWN)
 
 
 class LinkQuestion(msgspec.Struct, frozen=True):
@@ -47,10 +54,10 @@ class LinkQuestion(msgspec.Struct, frozen=True):
 class LinkResponder:
     """The answers of one agent to others."""
 
-    def __init__(self, board: ChangeBoard, is_fresh: Callable[[], bool]) -> None:
-        """`is_fresh` is whether this agent has touched its heartbeat file lately: an agent whose disk is away must not
-        count as alive, since its roles cannot go on."""
-        self._board, self._is_fresh = board, is_fresh
+    def __init__(self, board: ChangeBoard, vouch: Callable[[], bool]) -> None:
+        """`vouch` is whether this agent has touched its heartbeat file lately: an agent whose disk is away must not
+        count as alive, since its roles cannot go on. It is called for each question of the agent's monitor."""
+        self._board, self._vouch = board, vouch
         self._followers = threading.BoundedSemaphore(MAX_FOLLOWERS)
 
     def answer(self, question: str) -> str | None:
@@ -60,7 +67,7 @@ class LinkResponder:
         except msgspec.DecodeError:
             return None
         if seen is None:
-            return ALIVE if self._is_fresh() else None
+            return ALIVE if self._vouch() else None
         if not self._followers.acquire(blocking=False):
             return None  # the follower asks another ancestor
         try:
@@ -77,26 +84,76 @@ class PeerRecords:
         """`directory` is that of the rendezvous."""
         self._directory, self._run_id, self._attempt = directory, run_id, attempt
         self._records: dict[int, NodeInfo] = {}
+        self.addresses: Mapping[int, str] = {}
 
     def connect(self, rank: int) -> PeerConnection:
         """A connection to a rank's agent; `OSError` if it has no record, or does not answer."""
+        return PeerConnection(self._run_id, self._record(rank))
+
+    def is_reached(self, rank: int, witnesses: list[int]) -> bool:
+        """Whether any of these ranks gets the proof of a rank's agent, within a few seconds."""
+        records = list[NodeInfo]()
+        with suppress(OSError):
+            suspect = self._record(rank)
+            for witness in witnesses:
+                with suppress(OSError):
+                    records.append(self._record(witness))
+            return bool(records) and bool(find_addresses(self._run_id, [suspect], records))
+        return False
+
+    def _record(self, rank: int) -> NodeInfo:
+        """The record of a rank, with the address at which it answers; `OSError` without one."""
         if rank not in self._records:
             self._records[rank] = self._find(rank)
-        return PeerConnection(self._run_id, self._records[rank])
+        return self._records[rank]
 
     def _find(self, rank: int) -> NodeInfo:
         node_info = read_node_info(self._directory, rank)
         if node_info is None or node_info.attempt != self._attempt:
             raise ConnectionError(f"rank {rank} has no node record")
         # An address of the record may be that of another node, as those of bridges to containers are.
-        address = find_addresses(self._run_id, [node_info]).get(rank)
+        address = self.addresses.get(rank) or find_addresses(self._run_id, [node_info]).get(rank)
         if address is None:
             raise ConnectionError(f"rank {rank} does not answer")
         return msgspec.structs.replace(node_info, addresses=(address,))
 
-    def is_alive(self, rank: int) -> bool:
-        """Whether a rank's agent answers within `ANSWER_SECONDS` that it runs and reaches the shared file system."""
-        with suppress(OSError), self.connect(rank) as peer:
+
+class PeerLink:
+    """The connection to the agent of one rank, by which another agent monitors it."""
+
+    def __init__(self, records: PeerRecords, rank: int) -> None:
+        self.rank, self._records = rank, records
+        self._peer: PeerConnection | None = None
+
+    def look(self) -> LinkSign:
+        """Ask the agent whether it runs, over the connection of the last answer; without one, or without an answer, a
+        new connection shows why. Takes at most about three `ANSWER_SECONDS`."""
+        if self._peer is not None and self._answers(self._peer):
+            return "answers"
+        self.close()
+        try:
+            peer = self._records.connect(self.rank)
+        except ConnectionRefusedError:
+            return "refuses"
+        except TimeoutError:
+            return "unreachable"
+        except OSError as error:
+            return "unreachable" if error.errno in _UNREACHABLE else "unknown"
+        if self._answers(peer):
+            self._peer = peer
+            return "answers"
+        peer.close()
+        return "accepts"
+
+    def close(self) -> None:
+        """End the connection."""
+        peer, self._peer = self._peer, None
+        if peer is not None:
+            peer.close()
+
+    @staticmethod
+    def _answers(peer: PeerConnection) -> bool:
+        with suppress(OSError):
             return peer.ask(_encode(None), ANSWER_SECONDS) == ALIVE
         return False
 
@@ -152,22 +209,36 @@ class AncestorLink:
 class ControlLinks:
     """All links of one agent: follows an ancestor while the block runs, and answers others whenever they ask."""
 
-    def __init__(self, paths: AttemptPaths, rank: int, ranks: int, is_fresh: Callable[[], bool]) -> None:
-        """`is_fresh` as in `LinkResponder`."""
+    def __init__(self, paths: AttemptPaths, rank: int, ranks: int, vouch: Callable[[], bool]) -> None:
+        """`vouch` as in `LinkResponder`."""
         self.board = ChangeBoard(rank, ranks)
         self._peers = PeerRecords(FileSharedDir(paths.rendezvous), paths.run_id, paths.attempt)
-        self._responder, self._link = LinkResponder(self.board, is_fresh), AncestorLink(self.board, self._peers)
+        self._responder, self._link = LinkResponder(self.board, vouch), AncestorLink(self.board, self._peers)
+        self._monitored: PeerLink | None = None
 
     @property
     def ancestor(self) -> int | None:
         """The rank that this agent follows; None while none answers."""
         return self._link.ancestor
 
+    def use_addresses(self, addresses: Mapping[int, str]) -> None:
+        """Connect to these ranks at these addresses, which the leader has verified; a rank that does not answer at the
+        first look can then count as lost too."""
+        self._peers.addresses = addresses
+
     def answer(self, question: str) -> str | None:
         return self._responder.answer(question)
 
-    def is_alive(self, rank: int) -> bool:
-        return self._peers.is_alive(rank)
+    def look(self, rank: int) -> LinkSign:
+        """What the link to a rank shows now. One rank at a time is monitored, in one thread."""
+        if self._monitored is None or self._monitored.rank != rank:
+            self._end_monitoring()
+            self._monitored = PeerLink(self._peers, rank)
+        return self._monitored.look()
+
+    def is_reached(self, rank: int) -> bool:
+        """Whether one of `MAX_WITNESSES` other ranks reaches a rank."""
+        return self._peers.is_reached(rank, witnesses(rank, self.board.rank, self.board.ranks))
 
     def schedule(self, kind: ChangeKind, min_seconds: float = 0.0) -> LinkedSchedule:
         """The reads of documents of one kind."""
@@ -178,7 +249,26 @@ class ControlLinks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end_monitoring()
         self._link.__exit__(kind, error, at)
+
+    def _end_monitoring(self) -> None:
+        if self._monitored is not None:
+            self._monitored.close()
+
+
+def witnesses(rank: int, observer: int, ranks: int) -> list[int]:
+    """The ranks that the observer of a rank asks whether they reach it: those that it follows in the tree, which are
+    spread over the run, and those after it.
+
+    >>> witnesses(300, observer=299, ranks=4096)
+    [18, 1, 0]
+    >>> witnesses(1, observer=0, ranks=4)
+    [2, 3]
+    """
+    near = ((rank + distance) % ranks for distance in range(1, min(ranks, 2 * MAX_WITNESSES)))
+    others = dict.fromkeys(other for other in (*ancestors(rank), *near) if other not in (rank, observer))
+    return list(others)[:MAX_WITNESSES]
 
 
 def _encode(seen: ChangeCounts | None) -> str:

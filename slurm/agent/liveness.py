@@ -11,7 +11,7 @@ parent on its node can report. T is `cluster.heartbeat_seconds`, V `cluster.fs_v
 | a role of another project | its `ready` succeeds (`HealthProbe`): its agent | T | ends |
 | a stopped role | the kernel's state (`StoppedProcesses`): its agent | 10 s or T / 2 | ends |
 | a stopped agent of a local job | the same: `slurm.batch.local_controller` | 10 s | the attempt fails |
-| an agent on another node | answers, else its file (`agent_heartbeat`): the rank before | below | replaced, or fails |
+| an agent on another node | link, else its file (`neighbor_watch`): the rank before | below | replaced, or fails |
 | an agent without an exit marker | `slurm.batch.attempt_summary`, after all agents | V | the attempt failed |
 | a leader before the assignment | its lease (`slurm.rendezvous.election`): all ranks | the lease | next epoch |
 | a server, for its clients | its answers (`pipeline.rollout.server_pool`) | that of a request | another server |
@@ -20,7 +20,8 @@ parent on its node can report. T is `cluster.heartbeat_seconds`, V `cluster.fs_v
 | the gateway | its answers (`slurm.submission.gateway_supervisor`) | 60 s | restarted |
 | a client of the gateway | its requests (`pipeline.tinker.heartbeats`) | `serve.silent_seconds` | its requests wait |
 
-An agent on another node is lost after 120 s, or T if that is longer, plus V.
+An agent on another node is lost a few seconds after its process ended or its node vanished (`loss_rule`). One that is
+stopped, or whose disk is away, is lost after 120 s, or T if that is longer, plus V.
 
 A lost agent's roles are taken over by a spare node where there is one (`node_takeover`); else the attempt fails. A
 role that "ends" is killed with its stacks in its log; `slurm.agent.recovery_policy` decides whether it restarts or

@@ -1,6 +1,6 @@
 """What the agents of a run ask of the shared file system, and when the last agent knows of a failure or of the end.
 
-    python -m tests.bench.bench_control_plane [RANKS ...] [--links [RANKS ...]]
+    python -m tests.bench.bench_control_plane [RANKS ...] [--links [RANKS ...]] [--losses [RANKS ...]]
 
 Exits with 1 unless the largest run makes with links at most a tenth of the file operations that it makes without, and
 its last agent knows of both events within `MAX_SECONDS`.
@@ -19,6 +19,18 @@ Python makes below the run directory; `KiB/s` are the bytes of files that are re
 
 `--links` starts the links themselves instead: agents with real sockets in this process, and the seconds until a hint
 has reached the last of them.
+
+`--losses` simulates the loss of one agent instead: the seconds until it is recorded, and until the last agent has read
+that. Exits with 1 unless an ended process and a vanished node are recorded within `MAX_LOSS_SECONDS`, and neither a cut
+link nor a node that only lost its network is recorded at all.
+
+| fault | its link | its file |
+|---|---|---|
+| `killed` | refuses | stays |
+| `vanished` | unreachable, also for others | stays |
+| `stopped` | accepts | stays |
+| `link cut` | unreachable for its monitor alone | touched |
+| `network cut` | unreachable, also for others | touched |
 """
 
 import argparse
@@ -41,9 +53,11 @@ from pipeline.topology.plan import NodeInfo, World
 from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.waiting import exponential_pauses, wait_for
 from slurm.agent.agent import FOLLOW_SECONDS, LEAVE_PAUSE
-from slurm.agent.agent_heartbeat import HeartbeatFile, NeighborCheck, OtherAgents, mark_down
+from slurm.agent.agent_heartbeat import HeartbeatFile, OtherAgents, mark_down
 from slurm.agent.control_link import ControlLinks
 from slurm.agent.control_tree import ChangeBoard, LinkedSchedule, ancestors
+from slurm.agent.loss_rule import LOOK_SECONDS, LinkSign
+from slurm.agent.neighbor_watch import NO_PEERS, NeighborCheck
 from slurm.agent.node_takeover import WorldFollower
 from slurm.rendezvous.membership import publish_node_info
 from slurm.rendezvous.probe_server import ProbeServer
@@ -58,8 +72,18 @@ TICK, WARM_UP, STEADY, EXIT_SECONDS = 0.1, 30.0, 60.0, 5.0
 ENTRY_BYTES = 24
 NEVER_LOST = 1e9
 MAX_FRACTION, MAX_SECONDS = 0.1, 2.0
+HEARTBEAT_SECONDS, MAX_LOSS_SECONDS = 180.0, 30.0
+SIGNS: dict[str, LinkSign] = {
+    "killed": "refuses",
+    "vanished": "unreachable",
+    "stopped": "accepts",
+    "link cut": "unreachable",
+    "network cut": "unreachable",
+}
+SURVIVED = ("link cut", "network cut")
 RUN, ATTEMPT, CONFIG = "run-1", "7-0", make_config()
 OPERATIONS = frozenset({"open", "os.scandir", "os.mkdir", "os.utime", "os.link", "os.rename", "os.remove"})
+LOSS_COLUMNS = ("ranks", "fault", "s to the record", "s to the last agent", "operations/s meanwhile")
 COLUMNS = ("ranks", "way", "operations/s", "KiB/s", "s to the failure", "s to the end", "exit: operations", "MiB", "s")
 
 
@@ -107,25 +131,47 @@ class SimulatedAgent:
     neighbor: NeighborCheck
     touched: float
     watched: float
+    look_seconds: float
+    lost: str = ""
     knows: dict[EventName, float] = field(default_factory=dict)
 
-    def act(self, now: float, touch_seconds: float) -> None:
+    def act(self, now: float) -> None:
         for event in self.poller.poll():
             self.knows.setdefault(event, now)
         self.follower.poll()
         if now >= self.touched:
-            self.touched += touch_seconds
-            self.heartbeat.touch()
-        if now >= self.watched:
-            self.watched += TOUCH_SECONDS
-            self.neighbor.look()
+            self.heartbeat.touch_if_due()
+        if now >= self.watched and not self.lost:
+            self.watched += self.look_seconds
+            self.lost = self.neighbor.look()
+
+
+class SimulatedPeers:
+    """The links of all agents."""
+
+    def __init__(self, agents: Sequence[SimulatedAgent], way: str) -> None:
+        self.agents, self.way = agents, way
+        self.fault, self.faulty = "", -1
+
+    def look(self, rank: int) -> LinkSign:
+        if rank == self.faulty:
+            return SIGNS[self.fault]
+        if self.way == "tree, cut":
+            return "unreachable"
+        self.agents[rank].heartbeat.vouch()
+        return "answers"
+
+    def is_reached(self, rank: int) -> bool:
+        return self.fault == "link cut"
 
 
 class Simulation:
     """The agents of one attempt with `ranks` ranks."""
 
-    def __init__(self, root: Path, ranks: int, way: str, counter: FileCounter) -> None:
-        self.ranks, self.way, self.counter = ranks, way, counter
+    def __init__(
+        self, root: Path, ranks: int, way: str, counter: FileCounter, heartbeat_seconds: float = NEVER_LOST
+    ) -> None:
+        self.ranks, self.way, self.counter, self._heartbeat_seconds = ranks, way, counter, heartbeat_seconds
         self.clock, self._random = FakeClock(), Random(ranks)
         self.paths = AttemptPaths(root, RUN, ATTEMPT)
         for folder in self.paths.shared:
@@ -135,7 +181,9 @@ class Simulation:
         )
         FileSharedDir(self.paths.rendezvous).create(WORLD, world)
         self.touch_seconds = TOUCH_SECONDS if way == "files" else touch_interval(ranks)
-        self.agents = [self._agent(rank) for rank in range(ranks)]
+        self.agents = list[SimulatedAgent]()
+        self.peers = SimulatedPeers(self.agents, way)
+        self.agents.extend(self._agent(rank) for rank in range(ranks))
 
     def _agent(self, rank: int) -> SimulatedAgent:
         board, paths = ChangeBoard(rank, self.ranks, self.clock), self.paths
@@ -147,10 +195,10 @@ class Simulation:
         neighbor = NeighborCheck(
             paths,
             (rank + 1) % self.ranks,
-            NEVER_LOST,
+            self._heartbeat_seconds,
             self.clock,
-            answers=lambda _: self.way == "tree",
-            read_seconds=0.0 if self.way == "files" else self.touch_seconds,
+            peers=NO_PEERS if self.way == "files" else self.peers,
+            touch_seconds=0.0 if self.way == "files" else self.touch_seconds,
         )
         return SimulatedAgent(
             board,
@@ -160,6 +208,7 @@ class Simulation:
             neighbor,
             touched=self._random.uniform(0, self.touch_seconds),
             watched=self._random.uniform(0, TOUCH_SECONDS),
+            look_seconds=TOUCH_SECONDS if self.way == "files" else LOOK_SECONDS,
         )
 
     def advance(self, until: Callable[[], bool], begin: Callable[[int], bool] = lambda rank: True) -> None:
@@ -168,7 +217,7 @@ class Simulation:
                 self._send_hints()
             for rank, agent in enumerate(self.agents):
                 if begin(rank):
-                    agent.act(self.clock.now(), self.touch_seconds)
+                    agent.act(self.clock.now())
             self.clock.time += TICK
 
     def _send_hints(self) -> None:
@@ -190,12 +239,31 @@ class Simulation:
         # The wait for exit markers has nothing to do with links.
         return rate, read, failure, end, *(self._exit() if self.way == "tree" else ())
 
-    def _seconds_to_know(self, event: EventName) -> float:
+    def lose(self, fault: str) -> tuple[float | str, ...]:
+        """The figures of `LOSS_COLUMNS` after the fault."""
+        faulty, runs = self.ranks // 2, fault in SURVIVED
+        monitor = self.agents[faulty - 1]
+
+        def begin(rank: int) -> bool:
+            return runs or rank != faulty or not self.peers.fault
+
+        self.advance(lambda: self.clock.now() >= WARM_UP)
+        self.peers.fault, self.peers.faulty, began = fault, faulty, self.clock.now()
+        self.counter.reset()
+        self.advance(lambda: bool(monitor.lost) or self.clock.now() >= began + 1.5 * HEARTBEAT_SECONDS, begin)
+        seconds = self.clock.now() - began
+        rate = self.counter.operations / seconds
+        if not monitor.lost:
+            return "never", "", rate
+        return seconds, seconds + self._seconds_to_know("failed", begin), rate
+
+    def _seconds_to_know(self, event: EventName, begin: Callable[[int], bool] = lambda rank: True) -> float:
         """Seconds from the publication of an event, by a process that is no agent, until the last agent has read it."""
         Events(self.paths).publish(event, "trainer.0")
         began = self.clock.now()
-        self.advance(lambda: all(event in agent.knows for agent in self.agents))
-        return max(agent.knows[event] for agent in self.agents) - began
+        readers = [agent for rank, agent in enumerate(self.agents) if begin(rank)]
+        self.advance(lambda: all(event in agent.knows for agent in readers), begin)
+        return max(agent.knows[event] for agent in readers) - began
 
     def _exit(self) -> tuple[float, ...]:
         """All agents exit within `EXIT_SECONDS`, and each waits for the last marker: operations, MiB and seconds."""
@@ -226,11 +294,37 @@ class _FixedSchedule(ReadSchedule):
 
 
 def simulate(ranks: int, way: str, counter: FileCounter) -> tuple[float, ...]:
+    with simulation_of(ranks, way, counter) as simulation:
+        return simulation.run()
+
+
+def simulate_loss(ranks: int, fault: str, counter: FileCounter) -> tuple[float | str, ...]:
+    with simulation_of(ranks, "tree", counter, HEARTBEAT_SECONDS) as simulation:
+        return simulation.lose(fault)
+
+
+@contextmanager
+def simulation_of(
+    ranks: int, way: str, counter: FileCounter, heartbeat_seconds: float = NEVER_LOST
+) -> Iterator[Simulation]:
     with tempfile.TemporaryDirectory() as folder:
         counter.root = ""  # the preparation does not count
-        simulation = Simulation(Path(folder), ranks, way, counter)
+        simulation = Simulation(Path(folder), ranks, way, counter, heartbeat_seconds)
         counter.root = folder
-        return simulation.run()
+        yield simulation
+
+
+def measure_losses(sizes: Sequence[int], counter: FileCounter) -> int:
+    """Print the table of losses; returns the exit code."""
+    figures = dict[tuple[int, str], tuple[float | str, ...]]()
+    for case in product(sizes, SIGNS):
+        figures[case] = simulate_loss(*case, counter)
+        print(*case, *figures[case], file=sys.stderr, flush=True)
+    print(markdown(LOSS_COLUMNS, [(*case, *row) for case, row in figures.items()]))
+    survived = all(row[0] == "never" for (_, fault), row in figures.items() if fault in SURVIVED)
+    known = [row[1] for (_, fault), row in figures.items() if fault in ("killed", "vanished")]
+    found = all(isinstance(seconds, float) and seconds <= MAX_LOSS_SECONDS for seconds in known)
+    return judge(f"losses known within {MAX_LOSS_SECONDS:g} s, and no cut network is a loss", found and survived)
 
 
 def measure_links(ranks: int) -> float:
@@ -278,12 +372,15 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("ranks", type=int, nargs="*", default=SIZES)
     parser.add_argument("--links", type=int, nargs="*")
+    parser.add_argument("--losses", type=int, nargs="*")
     given = parser.parse_args(words)
     if given.links is not None:
         rows = [(ranks, measure_links(ranks)) for ranks in given.links or (16, 256)]
         print(markdown(("ranks", "s to the last agent"), rows))
         return 0
     counter = FileCounter()
+    if given.losses is not None:
+        return measure_losses(given.losses or SIZES, counter)
     figures = {}
     for case in product(sorted(given.ranks), WAYS):
         figures[case] = simulate(*case, counter)

@@ -10,7 +10,8 @@ with WeightServer("127.0.0.5") as server:
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Event, Thread
 from typing import Any
 
@@ -29,6 +30,7 @@ from pipeline.inference.weight_sync.transports.gloo import (
     publish_key,
 )
 from pipeline.inference.weight_sync.transports.gpu_group import Receiver
+from pipeline.inference.weight_sync.weight_relay import WeightRelay
 from pipeline.utils.waiting import Deadline
 from tests.fakes.http_server import HttpServer, Request
 
@@ -50,11 +52,19 @@ def tensor_slices(layout: WeightLayout, process: int, processes: int) -> list[Sl
 class _Process:
     """One process of a server: its buffer, and its groups with the trainer's ranks."""
 
-    def __init__(self, store: Store, name: str, address: str, shard: Shard, receiver: RowReceiver) -> None:
-        self.shard, self._receiver = shard, receiver
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        address: str,
+        shard: Shard,
+        receiver: RowReceiver,
+        relay: WeightRelay | None = None,
+    ) -> None:
+        self.shard, self._receiver, self.relay = shard, receiver, relay
         self._store, self._name, self._address = store, name, address
         self.groups: list[TransferGroup] = []
-        publish_key(store, name, Receiver(gpu="", slices=shard.plain()).text())
+        publish_key(store, name, Receiver(gpu="", slices=shard.plain(), relays=relay is not None).text())
 
     def meet(self, ranks: int, seconds: float) -> None:
         for number in range(ranks):
@@ -66,6 +76,17 @@ class _Process:
         version = self._receiver.receive(self.groups, lambda group, part: group.receive(part, deadline), deadline)
         self.groups[0].report_prepared(version)
         return version
+
+    def lose(self, reason: str) -> None:
+        """Give up a version, so that every rank and every child notices."""
+        with suppress(WeightSyncError):
+            self.groups[0].report_lost(reason)
+        self.groups.clear()
+        self.end()
+
+    def end(self) -> None:
+        if self.relay is not None:
+            self.relay.close()
 
 
 class WeightServer(HttpServer):
@@ -115,6 +136,8 @@ class WeightServer(HttpServer):
 
     def restart(self) -> None:
         """Be as one that was just started: without weights, in no group."""
+        for process in self._processes:
+            process.end()
         self.version, self._processes = None, []
 
     def respond(self, request: Request) -> tuple[int, bytes]:
@@ -141,11 +164,11 @@ class WeightServer(HttpServer):
             case "/get_world_size":
                 return self.answers.get(route, json.dumps({"world_size": self._count}).encode())
             case "/collective_rpc":
-                answer = self._asked(body["method"])
+                answer = self._asked(body["method"], **body.get("kwargs", {}))
                 return self.answers.get(route, json.dumps({"results": [[answer]] * self._count}).encode())
         return self.answers.get(route, b"")
 
-    def _asked(self, method: str) -> int | bool | str | None:
+    def _asked(self, method: str, group: str = "", version: str = "", seconds: str = "") -> int | bool | str | None:
         """What a process of the server answers; see `pipeline.inference.vllm.worker_extension`."""
         match method:
             case "leave_weights":
@@ -160,6 +183,17 @@ class WeightServer(HttpServer):
             case "begin_update":
                 self._receive()
                 return True
+            case "adopt_server":
+                relays = [process.relay for process in self._processes if process.relay is not None]
+                for number, relay in enumerate(relays):
+                    relay.adopt(process_name(group, number))
+                return len(relays) == self._count
+            case "feed_server":
+                return len(self._processes) == self._count and all(
+                    process.relay.feed(process_name(group, number), int(version), float(seconds))
+                    for number, process in enumerate(self._processes)
+                    if process.relay is not None
+                )
         raise AssertionError(method)
 
     def _meet(
@@ -175,8 +209,12 @@ class WeightServer(HttpServer):
         adapter: dict[str, Any],
         at_once: bool,
         on_host: bool,
+        relays: bool = False,
+        relayed: bool = False,
     ) -> None:
         assert processes == self._count
+        for process in self._processes:
+            process.end()
         self._layout, self.adapter = WeightLayout.parse(layout), adapter
         ranks = [RowSource.parse(self._layout, plain) for plain in sources]
         shards = [self.shard_of(number) for number in range(self._count)]
@@ -184,9 +222,11 @@ class WeightServer(HttpServer):
         self._processes = []
         for number, (shard, buffer) in enumerate(zip(shards, self._buffers, strict=True)):
             order = receiving_order(group, number, len(ranks), processes)
-            receiver = RowReceiver(shard, ranks, buffer, at_once, order, buffer.device)
-            store = connect_store(host, port, self._password, seconds)  # one that waits serves nobody else
-            self._processes.append(_Process(store, process_name(group, number), address, shard, receiver))
+            connect = partial(connect_store, host, port, self._password, seconds)  # one that waits serves nobody else
+            relay = WeightRelay(self._layout, buffer, address, connect, seconds) if relays else None
+            at_once, arrived = at_once and not relays, relay.note if relay else lambda version, end: None
+            receiver = RowReceiver(shard, ranks, buffer, at_once, order, buffer.device, arrived=arrived, sealed=relayed)
+            self._processes.append(_Process(connect(), process_name(group, number), address, shard, receiver, relay))
         self._in_each(lambda process: process.meet(len(ranks), seconds))
 
     def shard_of(self, number: int) -> Shard:
@@ -199,9 +239,12 @@ class WeightServer(HttpServer):
         def fill(process: _Process) -> None:
             try:
                 self.loaded.append(process.receive())
-            except WeightSyncError:
-                process.groups.clear()  # so that every rank notices
+            except WeightSyncError as error:
+                process.lose(str(error))
 
+        for process in self._processes:
+            if process.relay is not None:
+                process.relay.begin()
         self._reception = Thread(target=self._in_each, args=(fill,))
         self._reception.start()
 

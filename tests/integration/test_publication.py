@@ -38,6 +38,10 @@ def test_servers_get_adapters_merged_into_the_weights(tmp_path: Path) -> None:
     forked_ranks.run_ranks(2, publication_ranks.publish_on_meshes, model, [{}, {"ep": 2}], True, 2)
 
 
+def test_servers_get_the_rows_of_two_ranks_from_the_server_that_has_them(dense: Path) -> None:
+    forked_ranks.run_ranks(2, publication_ranks.publish_by_relays, dense)
+
+
 def test_servers_that_were_lost_get_every_ranks_rows_again(dense: Path) -> None:
     forked_ranks.run_ranks(2, publication_ranks.lose_and_find_servers, dense)
 

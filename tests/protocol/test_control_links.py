@@ -23,7 +23,7 @@ from pipeline.run.poll_rates import linked_poll_interval, poll_interval
 from pipeline.topology.plan import NodeInfo
 from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.waiting import wait_for
-from slurm.agent.control_link import ALIVE, MAX_FOLLOWERS, LinkQuestion, LinkResponder, PeerRecords
+from slurm.agent.control_link import ALIVE, MAX_FOLLOWERS, LinkQuestion, LinkResponder, PeerLink, PeerRecords
 from slurm.agent.control_tree import ChangeBoard, ChangeCounts
 from slurm.rendezvous.membership import read_node_info
 from slurm.rendezvous.probe_server import PeerConnection, ProbeServer
@@ -130,15 +130,29 @@ def test_without_an_ancestor_that_answers_the_files_are_read_and_hints_go_to_tho
     assert leaf.prints("failed", HINT_SECONDS)
 
 
-def test_an_agent_that_is_stopped_does_not_answer_and_one_that_runs_does(paths, start):
+def test_a_link_shows_whether_an_agent_answers_is_stopped_or_has_ended(paths, start):
     other = start(3)
-    peers = PeerRecords(FileSharedDir(paths.rendezvous), RUN, ATTEMPT)
-    wait_for("an answer", lambda: peers.is_alive(3), WAIT_SECONDS)
+    records = PeerRecords(FileSharedDir(paths.rendezvous), RUN, ATTEMPT)
+    link = PeerLink(records, 3)
+    wait_for("an answer", lambda: link.look() == "answers", WAIT_SECONDS)
     other.process.send_signal(signal.SIGSTOP)
-    assert not peers.is_alive(3)
+    assert link.look() == "accepts"
     other.process.send_signal(signal.SIGCONT)
-    wait_for("another answer", lambda: peers.is_alive(3), WAIT_SECONDS)
-    assert not peers.is_alive(4), "it has no node record"
+    wait_for("another answer", lambda: link.look() == "answers", WAIT_SECONDS)
+    other.process.kill()
+    other.process.wait(WAIT_SECONDS)
+    assert link.look() == "refuses"
+    assert PeerLink(records, 4).look() == "unknown", "it has no node record"
+
+
+def test_a_rank_is_reached_through_others_that_run(paths, start):
+    first, _, _ = start(0), start(1), start(17)
+    records = PeerRecords(FileSharedDir(paths.rendezvous), RUN, ATTEMPT)
+    assert records.is_reached(0, [1, 17])
+    assert not records.is_reached(0, [2]), "it has no node record"
+    first.process.kill()
+    first.process.wait(WAIT_SECONDS)
+    assert not records.is_reached(0, [1, 17])
 
 
 def node_of(server: ProbeServer, token: str) -> NodeInfo:

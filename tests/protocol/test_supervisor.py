@@ -16,7 +16,7 @@ from pipeline.run.events import LAUNCHER
 from pipeline.utils import shared_files
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import Deadline, wait_for
-from slurm.agent import agent, agent_heartbeat, oom
+from slurm.agent import agent, neighbor_watch, oom
 from slurm.submission.launcher_signals import describe
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
@@ -225,10 +225,10 @@ def test_an_engine_that_is_stopped_behind_its_server_is_named_and_shows_its_stac
 def test_an_agent_that_shows_no_sign_of_life_fails_the_attempt_and_is_named(
     attempt: Callable[..., Attempt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_heartbeat, "TOUCH_SECONDS", 0.2)
+    monkeypatch.setattr(neighbor_watch, "TOUCH_SECONDS", 0.2)
     run = attempt()
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
-    with agent_heartbeat.NeighborWatch(
+    with neighbor_watch.NeighborWatch(
         run.paths, 2, 3, 1.0, partial(agent._handle_lost_rank, run.paths, make_config(), "agent.2")
     ):  # rank 0 is silent
         assert run.join() == {"failed"}

@@ -25,9 +25,15 @@ API_PATHS = frozenset(
     }
 )
 """The other routes that a run uses. Those of weight sync need vLLM's development mode, which opens many more."""
-RPC, METHODS = "/collective_rpc", frozenset({"served_weights", "weights_failure", "begin_update", "leave_weights"})
-"""The permitted methods of `/collective_rpc`, without arguments (`pipeline.inference.vllm.worker_extension`). vLLM
-would call any method of its workers, including one that writes files."""
+RPC = "/collective_rpc"
+METHODS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("served_weights", "weights_failure", "begin_update", "leave_weights"), frozenset()),
+    "adopt_server": frozenset({"group"}),
+    "feed_server": frozenset({"group", "version", "seconds"}),
+}
+"""The permitted methods of `/collective_rpc` with the names of their arguments, which are texts
+(`pipeline.inference.vllm.worker_extension`). vLLM would call any method of its workers, including one that writes
+files."""
 _RPC_BYTES = 1 << 12
 _SAMPLING = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions")
 
@@ -74,15 +80,18 @@ class AuthMiddleware:
 
     async def _call(self, scope: Any, receive: Any, send: Any) -> None:
         """Forward a call of one of `METHODS`, encoded again so that vLLM parses exactly the checked content."""
-        method = await _only_text(receive, "method")
-        if method not in METHODS:
-            await _refuse(send, 403, f"{RPC} takes a method of {sorted(METHODS)} without arguments")
+        content = await _json_object(receive)
+        arguments = content.pop("kwargs", {})
+        method = _only_text(content, "method")
+        if method not in METHODS or not _are_texts(arguments, METHODS[method]):
+            await _refuse(send, 403, f"{RPC} takes a method of {sorted(METHODS)} with its own arguments")
             return
-        await self._app(scope, _once({"method": method}, receive), send)
+        call = {"method": method, "kwargs": arguments} if arguments else {"method": method}
+        await self._app(scope, _once(call, receive), send)
 
     async def _load(self, scope: Any, receive: Any, send: Any) -> None:
         """Call vLLM's reload of the weights in a folder. After a failure, the server's weights are unknown."""
-        folder = await _only_text(receive, "folder")
+        folder = _only_text(await _json_object(receive), "folder")
         if not folder:
             await _refuse(send, 400, f"{LOAD} takes a folder")
             return
@@ -115,8 +124,8 @@ def _once(body: Any, receive: Any) -> Any:
     return receive_body
 
 
-async def _only_text(receive: Any, name: str) -> str:
-    """The value of a JSON body that is an object with this one key and a text; empty for any other body."""
+async def _json_object(receive: Any) -> dict[str, Any]:
+    """The object of a JSON body; empty for any other body."""
     body, more = b"", True
     while more and len(body) <= _RPC_BYTES:
         part = await receive()
@@ -125,10 +134,19 @@ async def _only_text(receive: Any, name: str) -> str:
     try:
         content = json.loads(body) if len(body) <= _RPC_BYTES else None
     except ValueError:
-        return ""
-    if not isinstance(content, dict) or content.keys() != {name} or not isinstance(content[name], str):
-        return ""
-    return str(content[name])
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _only_text(content: dict[str, Any], name: str) -> str:
+    """The value of an object with this one key and a text; empty for any other object."""
+    return str(content[name]) if _are_texts(content, frozenset({name})) else ""
+
+
+def _are_texts(content: Any, names: frozenset[str]) -> bool:
+    """Whether this is an object with exactly these keys, and texts."""
+    is_object = isinstance(content, dict) and content.keys() == names
+    return is_object and all(isinstance(value, str) for value in content.values())
 
 
 async def _refuse(send: Any, status: int, reason: str) -> None:

@@ -20,7 +20,7 @@ import signal
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Generic, TypeVar
@@ -50,6 +50,7 @@ from pipeline.inference.weight_sync.transports.gloo import (
     publish_key,
 )
 from pipeline.inference.weight_sync.transports.gpu_group import GpuGroup, Receiver
+from pipeline.inference.weight_sync.weight_relay import WeightRelay
 from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class EngineInit(WeightTransferInitInfo):  # type: ignore[misc]
         adapter: the settings of an adapter; empty for a whole model's weights.
         at_once: whether a single rank sends a whole layout in one chunk (`Shard.chunks`).
         on_host: whether a GPU's whole model is staged in host memory.
+        relays: whether this server may have to forward the weights to others (CPUs only).
+        relayed: whether another server forwards the weights to this one; `sources` then has one with all rows.
     """
 
     host: str
@@ -84,6 +87,8 @@ class EngineInit(WeightTransferInitInfo):  # type: ignore[misc]
     adapter: dict[str, Any]
     at_once: bool
     on_host: bool
+    relays: bool = False
+    relayed: bool = False
 
 
 @dataclass
@@ -112,6 +117,7 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     _rows: RowReceiver | None = None
     _arriving: "Future[tuple[int, Any]] | None" = None
     _adapter: AdapterSlot | None = None
+    _relay: WeightRelay | None = None
 
     @abstractmethod
     def _stage(self, layout: WeightLayout, on_host: bool) -> tuple[Shard, Tensor]:
@@ -154,10 +160,29 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         order = receiving_order(init_info.group, process, len(sources), init_info.processes)
         device = self._arrival_device()
         on_host = buffer.device.type != device.type
-        self._rows = RowReceiver(shard, sources, buffer, init_info.at_once, order, device, on_host)
-        store = connect_store(init_info.host, init_info.port, server_password(), deadline.left)
+
+        def connect() -> Store:
+            return connect_store(init_info.host, init_info.port, server_password(), init_info.seconds)
+
+        relays, arrived = init_info.relays, _ignore_progress
+        if relays:
+            self._relay = WeightRelay(layout, buffer, init_info.address, connect, init_info.seconds)
+            arrived = self._relay.note
+        self._rows = RowReceiver(
+            shard,
+            sources,
+            buffer,
+            init_info.at_once and not relays,
+            order,
+            device,
+            on_host,
+            arrived,
+            sealed=init_info.relayed,
+        )
+        store = connect()
         name = process_name(init_info.group, process)
-        publish_key(store, name, Receiver(gpu=self._gpu(), slices=shard.plain(), on_host=on_host).text())
+        receiver = Receiver(gpu=self._gpu(), slices=shard.plain(), on_host=on_host, relays=relays)
+        publish_key(store, name, receiver.text())
         self._groups = [
             self._join(store, group_name(name, number), source, init_info.address, deadline)
             for number, source in enumerate(sources)
@@ -175,10 +200,12 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     def _begin_to_receive(self) -> None:
         if not self._groups or self._rows is None:
             raise WeightSyncError("the server has not met the trainer: init_weight_transfer_engine comes first")
+        if self._relay is not None:
+            self._relay.begin()
         self._arriving = Future()
         deadline = Deadline("weights from the trainer", self._seconds)
         # Not a pool: its threads would keep an ending server alive until the deadline.
-        arguments = self._groups, self._rows, self._arriving, deadline
+        arguments = self._groups, self._rows, self._relay, self._arriving, deadline
         Thread(target=self._receive_and_prepare, args=arguments, name="weights", daemon=True).start()
 
     def receive_weights(self, update_info: EngineUpdate) -> None:
@@ -207,10 +234,25 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         self.shutdown()
         return announced
 
+    def adopt_server(self, group: str) -> bool:
+        """Join a group with the same process of another server, which gets the weights from here; False if this server
+        does not relay. The trainer chose `group`."""
+        if self._relay is None:
+            return False
+        self._relay.adopt(process_name(group, self.vllm_config.parallel_config.rank))
+        return True
+
+    def feed_server(self, group: str, version: int, seconds: float) -> bool:
+        """Forward a version to a server that was adopted under `group`; False if there is none."""
+        if self._relay is None:
+            return False
+        return self._relay.feed(process_name(group, self.vllm_config.parallel_config.rank), version, seconds)
+
     def shutdown(self) -> None:
-        """Drop the groups; the trainer's ranks notice at their next operation."""
+        """Drop the groups; the trainer's ranks notice at their next operation, and the servers fed from here too."""
         self._drop(self._groups)
-        self._arriving = self.version = None
+        _close_relay(self._relay)
+        self._arriving = self.version = self._relay = None
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -241,7 +283,12 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         return AdapterSlot(self.model, self.model_config.model, settings, names) if settings else None
 
     def _receive_and_prepare(
-        self, groups: Sequence[G], rows: RowReceiver, arriving: "Future[tuple[int, Any]]", deadline: Deadline
+        self,
+        groups: Sequence[G],
+        rows: RowReceiver,
+        relay: WeightRelay | None,
+        arriving: "Future[tuple[int, Any]]",
+        deadline: Deadline,
     ) -> None:
         """The body of the receiving thread: receive, prepare, and notify the trainer."""
 
@@ -254,7 +301,10 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
             reason = reason_of(error)
             log.warning("the weights did not arrive: %s", reason)
             arriving.set_exception(WeightSyncError(reason))  # a new one: no traceback refers to the groups
+            with suppress(WeightSyncError):  # its store may be lost too
+                groups[0].report_lost(reason)
             self._drop(groups)
+            _close_relay(relay)
 
     def _drop(self, groups: Sequence[G]) -> None:
         """End these groups. If one is broken, the other ranks of the trainer notice it now, not at their deadline."""
@@ -264,6 +314,15 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
     def _prepare(self) -> Any:
         """The part of an installation that the receiving thread does: for an adapter, all but the last call."""
         return None if self._adapter is None else self._adapter.prepare(list(self._arrived()))
+
+
+def _ignore_progress(version: int, end: int) -> None:
+    """For a server that forwards nothing."""
+
+
+def _close_relay(relay: WeightRelay | None) -> None:
+    if relay is not None:
+        relay.close()
 
 
 def receive_and_prepare(

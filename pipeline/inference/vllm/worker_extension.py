@@ -31,6 +31,14 @@ class WeightsExtension:
         self.start_weight_update()
         return [True]
 
+    def adopt_server(self, group: str) -> list[bool]:
+        """Begin to be the source of another server's weights; False if this server forwards none."""
+        return [self.weight_transfer_engine.adopt_server(group)]
+
+    def feed_server(self, group: str, version: int, seconds: float) -> list[bool]:
+        """Forward a version to a server that was adopted under `group`; False if there is none."""
+        return [self.weight_transfer_engine.feed_server(group, int(version), float(seconds))]
+
     def leave_weights(self) -> list[bool]:
         """Leave the group with the trainer, after the trainer has announced that it leaves. False if it has not."""
         return [self.weight_transfer_engine.leave()]

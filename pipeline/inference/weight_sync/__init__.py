@@ -9,6 +9,8 @@
 | `rank_rows`, `server_shards` | the rows that each rank sends; what a server's process needs, in chunks |
 | `transfer_route` | the exchange of one rank and one process of a server |
 | `rank_orders` | what rank 0 has the trainer's other ranks do |
+| `relay_plan`, `relay_link` | which server forwards the weights to which; the trainer's calls for it |
+| `weight_relay` | the forwarding in a server's process |
 | `byte_runs` | copies of slices between two buffers, merged |
 | `transports/` | gloo, nccl and ipc |
 """

@@ -98,3 +98,32 @@ class ServerAdminClient:
         what = "no answer in time" if isinstance(error, TimeoutError) else one_line(error)
         kind = ServerUnreachable if isinstance(error, ConnectionRefusedError) else WeightSyncError
         return kind(f"{self.server}{self._route}: {what}")
+
+
+def call_processes(control: ServerAdminClient, method: str, deadline: Deadline, **arguments: str) -> list[list[Any]]:
+    """Call a method of `worker_extension.WeightsExtension` in each process of a server; one list of one result each."""
+    body = {"method": method, "kwargs": arguments} if arguments else {"method": method}
+    return process_results(control, method, control.post("/collective_rpc", deadline, **body))
+
+
+def process_results(control: ServerAdminClient, method: str, answer: Any) -> list[list[Any]]:
+    """The results in the answer to a call of a method in each process."""
+    results = answer.get("results") if isinstance(answer, dict) else None
+    if not isinstance(results, list) or not all(isinstance(result, list) and len(result) == 1 for result in results):
+        raise WeightSyncError(f"{control.server}/collective_rpc {method}: no results in {str(answer)[:100]!r}")
+    return results
+
+
+def count_processes(control: ServerAdminClient, deadline: Deadline) -> int:
+    """The number of processes that share the server's model."""
+    answer = control.get("/get_world_size", deadline)
+    if not isinstance(answer, dict) or not isinstance(answer.get("world_size"), int):
+        raise WeightSyncError(f"{control.server}/get_world_size: no world_size in {str(answer)[:100]!r}")
+    return int(answer["world_size"])
+
+
+def raise_failure(control: ServerAdminClient, deadline: Deadline) -> None:
+    """`WeightSyncError` with the first reason why a process did not meet this trainer or install an update."""
+    for number, (reason,) in enumerate(call_processes(control, "weights_failure", deadline)):
+        if reason:
+            raise WeightSyncError(f"{control.server}, process {number}: {reason}")

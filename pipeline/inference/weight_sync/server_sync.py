@@ -35,9 +35,19 @@ from torch._C._distributed_c10d import Store
 from pipeline.config import InferenceConfig, LoraConfig
 from pipeline.errors import DeadlineError, InvalidTransitionError, RollcallError, WeightSyncError
 from pipeline.inference.weight_sync.rank_orders import Order, OrderKind, RankOrders
-from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient, ServerUnreachable
+from pipeline.inference.weight_sync.rank_rows import RowSource
+from pipeline.inference.weight_sync.relay_link import RelayedUpdates
+from pipeline.inference.weight_sync.relay_plan import RelayPlan
+from pipeline.inference.weight_sync.server_admin_client import (
+    ServerAdminClient,
+    ServerUnreachable,
+    call_processes,
+    count_processes,
+    process_results,
+    raise_failure,
+)
 from pipeline.inference.weight_sync.transfer_route import SendingRank, TransferRoute, process_name
-from pipeline.inference.weight_sync.transports.gloo import connect_store, is_published
+from pipeline.inference.weight_sync.transports.gloo import LeaveSignal, connect_store, is_published
 from pipeline.inference.weight_sync.transports.gpu_group import await_event
 from pipeline.inference.weight_sync.weight_snapshot import ShardGatherer, WeightSnapshot
 from pipeline.utils.waiting import Deadline, wait_for
@@ -111,15 +121,20 @@ class ServerSync:
         config: InferenceConfig,
         on_change: Callable[[str, int | None], None],
         orders: RankOrders,
+        plan: RelayPlan | None = None,
     ) -> None:
+        """`plan` has the server that forwards the weights to this one; None: the trainer always sends them."""
         self.server, self.state, self.version = server, "absent", None
         self._meeting, self._config, self._on_change, self._orders = meeting, config, on_change, orders
+        self._plan = plan or RelayPlan(0)
+        self._relayed = RelayedUpdates(server, meeting.password, meeting.connect, self._plan)
         self.phases = {}
 
     server: str
     state: SyncState
     version: int | None
     phases: dict[str, float]
+    _processes: int = 0
     _routes: Sequence[TransferRoute] = ()
     _store: Store | None = None
     _gatherer: ShardGatherer | None = None
@@ -139,9 +154,11 @@ class ServerSync:
         try:
             with ServerAdminClient(self.server, self._meeting.password) as control:
                 if joining:
-                    self._meet(control, payload, deadline)
-                with self._timed("send"):
-                    self._transfer(control, payload, deadline)
+                    self._processes = count_processes(control, Deadline(awaited, min(PROBE_SECONDS, deadline.left)))
+                    self._drop()
+                    self._plan.join(self.server)
+                if not self._receive_relayed(control, payload, deadline):
+                    self._receive_direct(control, payload, deadline)
                 self._swap(control, payload, deadline)
             self._step("succeed")
             took = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.phases.items())
@@ -175,8 +192,9 @@ class ServerSync:
     def close(self, seconds: float) -> None:
         """End the groups on both sides; `WeightSyncError` when the server did not end its part in time."""
         self._step("close")
+        self._plan.leave(self.server)
         try:
-            if self._routes:
+            if self._signals:
                 with ServerAdminClient(self.server, self._meeting.password) as control:
                     self._leave(control, Deadline(f"{self.server} to leave its group", seconds))
         finally:
@@ -185,36 +203,63 @@ class ServerSync:
     def _leave(self, control: ServerAdminClient, deadline: Deadline) -> None:
         """Make the server end its part of the groups (see `LeaveSignal`)."""
         control.begin("/collective_rpc", deadline, method="leave_weights")
-        for route in self._routes:
-            route.group.announce_leaving()
-        if _results(control, "leave_weights", control.end(deadline)) != [[True]] * len(self._routes):
+        for signals in self._signals:
+            signals.announce_leaving()
+        if process_results(control, "leave_weights", control.end(deadline)) != [[True]] * len(self._signals):
             raise WeightSyncError(f"{self.server} left its group before it received the trainer's signal to leave")
+
+    @property
+    def _signals(self) -> Sequence[LeaveSignal]:
+        """The signals of the server's processes, for each source."""
+        return self._relayed.signals or [route.group for route in self._routes]
+
+    def _receive_relayed(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> bool:
+        """Have the server receive a version from another server; False if the trainer must send it."""
+        if self._relayed.source is None:
+            return False
+        if self._routes:
+            self._drop()
+
+        def init_info(group: str, seconds: float) -> dict[str, Any]:
+            info = self._init_info(payload, group)
+            whole = [RowSource(payload.source.layout).plain()]
+            return info | {"sources": whole, "relayed": True, "seconds": seconds}
+
+        with self._timed("send"):
+            return self._relayed.receive(control, payload.version, self._processes, init_info, deadline)
+
+    def _receive_direct(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
+        """Send a version to the server."""
+        if not self._routes:
+            self._drop()
+            self._meet(control, payload, deadline)
+        with self._timed("send"):
+            self._transfer(control, payload, deadline)
 
     def _meet(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
         """Create new groups of the server's processes with each rank; earlier groups do not matter."""
-        processes = _processes(control, Deadline(deadline.awaited, min(PROBE_SECONDS, deadline.left)))
         name = f"{self.server}/{secrets.token_hex(8)}"  # used once: keys of earlier meetings stay in the store
         store = self._meeting.connect(deadline.left)
-        control.begin("/init_weight_transfer_engine", deadline, init_info=self._init_info(payload, name, processes))
-        for process in range(processes):
+        control.begin("/init_weight_transfer_engine", deadline, init_info=self._init_info(payload, name))
+        for process in range(self._processes):
             _await_published(control, process_name(name, process), store, deadline)
         self._store = store
         # Ordered before rank 0's own part, so that all ranks meet the server's processes at the same time.
-        order = self._order("meet", deadline, group=name, processes=processes)
+        order = self._order("meet", deadline, group=name, processes=self._processes)
         own = SendingRank(0, len(self._orders.sources), payload.source, payload.device, self._meeting.address)
-        self._routes = own.meet(store, name, processes, deadline)
+        self._routes = own.meet(store, name, self._processes, deadline)
         self._gatherer = ShardGatherer(payload.device)
         control.end(deadline)
-        _raise_failure(control, deadline)
+        raise_failure(control, deadline)
         self._orders.await_reports(order, store, deadline)
 
-    def _init_info(self, payload: WeightSnapshot, name: str, processes: int) -> dict[str, Any]:
+    def _init_info(self, payload: WeightSnapshot, name: str) -> dict[str, Any]:
         """The facts about the trainer that the server's processes need (`transfer_engine.EngineInit`)."""
         return {
             "host": self._meeting.address,
             "port": self._meeting.port,
             "group": name,
-            "processes": processes,
+            "processes": self._processes,
             "address": self.server.rpartition(":")[0],
             "seconds": self._config.update_seconds,
             "layout": payload.source.layout.plain(),
@@ -222,6 +267,7 @@ class ServerSync:
             "at_once": payload.at_once,
             "on_host": self._config.staging_device == "host",
             "adapter": dict(payload.adapter),
+            "relays": self._plan.fanout > 0,
         }
 
     def _order(self, kind: OrderKind, deadline: Deadline, **what: Any) -> int:
@@ -231,7 +277,8 @@ class ServerSync:
     def _transfer(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
         if self._gatherer is None or self._store is None:
             raise WeightSyncError(f"{self.server}: no group")
-        _call_processes(control, "begin_update", deadline)
+        call_processes(control, "begin_update", deadline)
+        self._plan.note_begun(self.server, payload.version)
         if payload.ready is not None:
             await_event(payload.ready, deadline)
         self._send(payload, self._store, self._gatherer, deadline)
@@ -257,6 +304,7 @@ class ServerSync:
                 self._order("drop", Deadline("the end of a group", RESUME_SECONDS))
             except WeightSyncError as error:  # with the store the other ranks lose their groups
                 log.warning("%s", error)
+        self._relayed.drop()
         self._routes, self._store, self._gatherer = (), None, None
 
     def _swap(self, control: ServerAdminClient, payload: WeightSnapshot, deadline: Deadline) -> None:
@@ -283,8 +331,8 @@ class ServerSync:
         """Make the server load the received version, and verify that each of its processes serves it."""
         control.post("/update_weights", deadline, update_info={"version": version})
         versions = self._versions_of(control, deadline)
-        if versions != [version] * len(self._routes):
-            _raise_failure(control, deadline)
+        if versions != [version] * self._processes:
+            raise_failure(control, deadline)
             raise WeightSyncError(f"{self.server} serves weights {versions}")
         control.post("/finish_weight_update", deadline, weight_version=str(version))
         if clear:
@@ -300,7 +348,7 @@ class ServerSync:
 
     def _versions_of(self, control: ServerAdminClient, deadline: Deadline) -> list[int | None]:
         """The version that each process of the server reports."""
-        return [version for (version,) in _call_processes(control, "served_weights", deadline)]
+        return [version for (version,) in call_processes(control, "served_weights", deadline)]
 
     def _resume(self) -> None:
         """Resume a server that failed while it was paused: it may hold requests of other clients."""
@@ -317,6 +365,7 @@ class ServerSync:
         After a late failure the server has the new weights under the old version, so its samples must not be used.
         """
         self._drop()
+        self._plan.leave(self.server)
         self._step("fail")
         try:
             self._announce(None)
@@ -348,31 +397,4 @@ def _await_published(control: ServerAdminClient, name: str, store: Store, deadli
     wait_for(deadline.awaited, lambda: control.answered or is_published(store, name), deadline.left)
     if not is_published(store, name):
         control.end(deadline)  # raises if the server rejected the call
-        _raise_failure(control, deadline)
-
-
-def _raise_failure(control: ServerAdminClient, deadline: Deadline) -> None:
-    """`WeightSyncError` with the first reason why a process did not meet this trainer or install an update."""
-    for number, (reason,) in enumerate(_call_processes(control, "weights_failure", deadline)):
-        if reason:
-            raise WeightSyncError(f"{control.server}, process {number}: {reason}")
-
-
-def _processes(control: ServerAdminClient, deadline: Deadline) -> int:
-    """How many processes share the server's model."""
-    answer = control.get("/get_world_size", deadline)
-    if not isinstance(answer, dict) or not isinstance(answer.get("world_size"), int):
-        raise WeightSyncError(f"{control.server}/get_world_size: no world_size in {str(answer)[:100]!r}")
-    return int(answer["world_size"])
-
-
-def _call_processes(control: ServerAdminClient, method: str, deadline: Deadline) -> list[list[Any]]:
-    """Call a method of `worker_extension.WeightsExtension` in each process of a server; one list of one result each."""
-    return _results(control, method, control.post("/collective_rpc", deadline, method=method))
-
-
-def _results(control: ServerAdminClient, method: str, answer: Any) -> list[list[Any]]:
-    results = answer.get("results") if isinstance(answer, dict) else None
-    if not isinstance(results, list) or not all(isinstance(result, list) and len(result) == 1 for result in results):
-        raise WeightSyncError(f"{control.server}/collective_rpc {method}: no results in {str(answer)[:100]!r}")
-    return results
+        raise_failure(control, deadline)

@@ -30,6 +30,7 @@ from pipeline.inference.weight_sync.weight_snapshot import ShardGatherer, Weight
 from pipeline.utils.waiting import Deadline
 
 G = TypeVar("G", TransferGroup, GpuGroup)
+SEAL_BYTES = 8
 
 
 def process_name(group: str, process: int) -> str:
@@ -56,7 +57,8 @@ class TransferRoute:
     """The route from one rank of the trainer to one process of a server.
 
     Attributes:
-        chunked: whether the process gets even a whole version in chunks, since it stages in host memory.
+        chunked: whether the process gets even a whole version in chunks, since it stages in host memory or forwards
+            them.
     """
 
     group: TransferGroup | GpuGroup
@@ -92,16 +94,17 @@ class SendingRank:
 
         Every process must have announced itself.
         """
-        met = [self._meet(store, process_name(group, process), deadline) for process in range(processes)]
+        met = [self.meet_process(store, process_name(group, process), deadline) for process in range(processes)]
         return [met[process] for process in sending_order(group, self.number, self.ranks, processes)]
 
-    def _meet(self, store: Store, process: str, deadline: Deadline) -> TransferRoute:
+    def meet_process(self, store: Store, process: str, deadline: Deadline) -> TransferRoute:
+        """Join a group with one process of a server, once it has announced itself."""
         receiver, name = Receiver.parse(wait_for_key(store, process)), group_name(process, self.number)
         parts = self.source.parts(Shard.parse(self.source.layout, receiver.slices))
         if self.device.type == "cuda":
             group = join_gpu_group(store, name, TRAINER, self.device, receiver.gpu, deadline)
             return TransferRoute(group, parts, receiver.on_host)
-        return TransferRoute(TransferGroup(store, name, TRAINER, self.address, deadline.left), parts)
+        return TransferRoute(TransferGroup(store, name, TRAINER, self.address, deadline.left), parts, receiver.relays)
 
 
 class RowReceiver:
@@ -116,6 +119,8 @@ class RowReceiver:
         order: Sequence[int],
         device: torch.device,
         on_host: bool = False,
+        arrived: Callable[[int, int], None] = lambda version, end: None,
+        sealed: bool = False,
     ) -> None:
         """Prepare to receive from these sources.
 
@@ -127,6 +132,9 @@ class RowReceiver:
             order: the indices of the sources, as `receiving_order` gives them.
             device: the device on which bytes arrive.
             on_host: whether the buffer is in memory of the device's host, so that all rows come in chunks.
+            arrived: called with the version and the end of the bytes that the buffer has from its beginning.
+            sealed: whether the source is another server, which sends `SEAL_BYTES` after the last chunk
+                (`weight_relay`).
         """
         self._shard, self._buffer, self._order = shard, buffer, order
         self._at_once = at_once and not on_host
@@ -139,6 +147,7 @@ class RowReceiver:
         self._copies = {(parts, chunk.start): parts.scattering(chunk, shard.staged) for parts, chunk in chunks}
         size = max((chunk.end - chunk.start + ALIGNMENT for _, chunk in chunks), default=0)
         self._bucket = torch.empty(size, dtype=torch.uint8, device=device)
+        self._arrived, self._seal = arrived, torch.empty(SEAL_BYTES if sealed else 0, dtype=torch.uint8)
         self._stream = SideStream(device)
 
     def receive(
@@ -160,11 +169,17 @@ class RowReceiver:
                 with _chunk_named(f"chunk {number} from rank {source} of the trainer"):
                     here = self._target(chunk)
                     versions.add(receive(groups[source], here))
-                    if not self._direct:
+                    if self._direct:
+                        self._arrived(max(versions), chunk.end)
+                    else:
                         self._copy_to_staging(parts, chunk, here, deadline, after)
+        if len(self._seal):
+            versions.add(receive(groups[0], self._seal))
         if len(versions) != 1:
             raise WeightSyncError(f"received parts of versions {sorted(versions)}")
-        return versions.pop()
+        version = versions.pop()
+        self._arrived(version, len(self._buffer))
+        return version
 
     def _target(self, chunk: Chunk) -> Tensor:
         if self._direct:

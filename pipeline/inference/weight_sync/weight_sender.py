@@ -30,6 +30,7 @@ from pipeline.errors import RollcallError, WeightSyncError
 from pipeline.inference.weight_sync.publication import CPU, Publication, SenderSettings, WholeTensors
 from pipeline.inference.weight_sync.rank_orders import Order, RankOrders
 from pipeline.inference.weight_sync.rank_rows import check_sources
+from pipeline.inference.weight_sync.relay_plan import RelayPlan
 from pipeline.inference.weight_sync.server_sync import MeetingPoint, ServerSync, adapter_settings
 from pipeline.inference.weight_sync.sync_round import ServerSlot, SyncReport, SyncRound
 from pipeline.inference.weight_sync.transports.gloo import NamedTensors, WeightLayout, create_store
@@ -80,6 +81,7 @@ class WeightSender:
         self._meeting, self._on_change, self._on_leave = meeting, on_change, on_leave
         self._store = create_store(meeting.address, meeting.port, meeting.password, config.update_seconds)
         self._orders = RankOrders(self._store)
+        self._plan = RelayPlan(config.relay_fanout if device.type == "cpu" else 0)
         self._slots: list[ServerSlot] = []
         self._threads: list[Thread] = []
         self._changed = Condition()
@@ -96,7 +98,8 @@ class WeightSender:
         with self._changed:
             if self._closing or any(slot.link.server == server for slot in self._slots):
                 return False
-            slot = ServerSlot(ServerSync(server, self._meeting, self._config, self._on_change, self._orders))
+            link = ServerSync(server, self._meeting, self._config, self._on_change, self._orders, self._plan)
+            slot = ServerSlot(link)
             thread = Thread(target=self._server_loop, args=(slot,), name=server, daemon=True)
             self._slots.append(slot)
             self._threads.append(thread)

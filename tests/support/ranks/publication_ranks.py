@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,32 @@ def publish_twice(dispatch: RankGroup, processes: int) -> None:
             publisher.wait_until_synced()
             assert server.version == version
             assert_served(server, truth, processes)
+
+
+def publish_by_relays(rank: int, model: Path) -> None:
+    """Three servers: the first gets the rows of all ranks, and forwards them to the others."""
+
+    def lead(dispatch: RankGroup) -> None:
+        dispatch.init_model("policy", policy_spec(model))
+        with ExitStack() as stack:
+            servers = [stack.enter_context(WeightServer("127.0.0.5")) for _ in range(3)]
+            sender, publisher = stack.enter_context(publishing(dispatch, servers, [], relay_fanout=2))
+
+            def everywhere(version: int) -> None:
+                wait_for("all servers", lambda: set(sender.versions().values()) == {version}, WAIT_SECONDS)
+
+            for version in (1, 2):
+                truth = parameters(dispatch)
+                publisher.start(version)
+                dispatch.run_on_ranks("policy", change, version)
+                everywhere(version)
+                publisher.wait_until_synced()
+                for server in servers:
+                    assert_served(server, truth, 1)
+            fed = [server for server in servers if sender._plan.source_of(server.endpoint) is not None]
+            assert [server.calls.count("/init_weight_transfer_engine") for server in fed] == [1, 1]
+
+    run_controller_or_worker(lead, BUDGET, patience=PATIENCE)
 
 
 def lose_and_find_servers(rank: int, model: Path) -> None:

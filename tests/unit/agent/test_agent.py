@@ -24,8 +24,9 @@ from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.waiting import wait_for
 from slurm.agent import agent
 from slurm.agent.agent import END_SIGNALS, Agent, note_signals, run_agent
-from slurm.agent.agent_heartbeat import HeartbeatFile, NeighborCheck, mark_down, unexited_ranks
+from slurm.agent.agent_heartbeat import HeartbeatFile, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible, missing_gpus
+from slurm.agent.neighbor_watch import NeighborCheck
 from slurm.agent.role_lifecycle import End
 from slurm.agent.supervisor import StopRequest
 from slurm.scheduler.rank_environment import Environment

@@ -8,14 +8,9 @@ from pipeline.run.paths import AttemptPaths
 from pipeline.run.poll_rates import MAX_LISTINGS_PER_SECOND, listing_interval
 from pipeline.topology.plan import Placement
 from pipeline.utils.shared_dir import FileSharedDir
-from slurm.agent.agent_heartbeat import (
-    FRESH_TOUCHES,
-    ExitMarkers,
-    HeartbeatFile,
-    NeighborCheck,
-    OtherAgents,
-    mark_down,
-)
+from slurm.agent.agent_heartbeat import FRESH_TOUCHES, ExitMarkers, HeartbeatFile, OtherAgents, mark_down
+from slurm.agent.loss_rule import LATE_SECONDS, LATE_TOUCHES, UNREACHABLE_SECONDS, LinkSign
+from slurm.agent.neighbor_watch import NeighborCheck
 from tests.fakes.clock import FakeClock
 from tests.fakes.disk import Disk, Faults, View
 
@@ -37,15 +32,18 @@ def disk(clock: FakeClock) -> Disk:
     return Disk(clock, Faults())
 
 
-class Answers:
-    """Whether the neighbor's agent answers."""
+class Link:
+    """What the link to the neighbor shows, and whether another rank reaches it."""
 
-    def __init__(self) -> None:
-        self.now = True
+    sign: LinkSign = "answers"
+    reached = False
 
-    def __call__(self, rank: int) -> bool:
+    def look(self, rank: int) -> LinkSign:
         assert rank == 3
-        return self.now
+        return self.sign
+
+    def is_reached(self, rank: int) -> bool:
+        return self.reached
 
 
 def look(neighbor: NeighborCheck, clock: FakeClock, seconds: float) -> str:
@@ -58,28 +56,70 @@ def look(neighbor: NeighborCheck, clock: FakeClock, seconds: float) -> str:
 
 
 def test_a_neighbor_that_answers_is_alive_whatever_its_file_says(paths: AttemptPaths, clock: FakeClock) -> None:
-    answers = Answers()
-    neighbor = NeighborCheck(paths, 3, 60.0, clock, answers=answers, read_seconds=20)
+    link = Link()
+    neighbor = NeighborCheck(paths, 3, 60.0, clock, peers=link, touch_seconds=20)
     assert look(neighbor, clock, 1000) == ""
-    answers.now = False
+    link.sign = "accepts"
     assert look(neighbor, clock, 60) == ""
     assert look(neighbor, clock, 20).startswith("no sign of life for ")
 
 
 def test_a_neighbor_that_only_the_network_lost_is_alive_by_its_file(paths: AttemptPaths, clock: FakeClock) -> None:
-    answers, heartbeat = Answers(), HeartbeatFile(paths, 3, 20.0, clock)
-    answers.now = False
-    neighbor = NeighborCheck(paths, 3, 60.0, clock, answers=answers, read_seconds=20)
+    link, heartbeat = Link(), HeartbeatFile(paths, 3, 20.0, clock)
+    link.sign = "accepts"
+    neighbor = NeighborCheck(paths, 3, 60.0, clock, peers=link, touch_seconds=20)
     for _ in range(20):
         heartbeat.touch()
         assert look(neighbor, clock, 20) == ""
     assert look(neighbor, clock, 100).startswith("no sign of life for ")
 
 
+def test_a_neighbor_that_cannot_be_connected_is_lost_unless_another_rank_reaches_it(
+    paths: AttemptPaths, clock: FakeClock
+) -> None:
+    link = Link()
+    neighbor = NeighborCheck(paths, 3, 60.0, clock, peers=link, touch_seconds=20)
+    assert look(neighbor, clock, 10) == ""
+    link.sign, link.reached = "unreachable", True
+    assert look(neighbor, clock, UNREACHABLE_SECONDS + 5) == ""
+    link.reached = False
+    assert look(neighbor, clock, UNREACHABLE_SECONDS) == "", "it was reached, so only its heartbeat counts"
+    assert look(neighbor, clock, 30).startswith("no sign of life for ")
+    link.sign = "answers"
+    assert look(neighbor, clock, 5) == ""
+    link.sign = "unreachable"
+    assert look(neighbor, clock, UNREACHABLE_SECONDS) == ""
+    assert look(neighbor, clock, 5).startswith("its node is unreachable, no connection for 20 s")
+
+
+def test_an_agent_touches_its_file_when_questions_stay_away_and_not_while_they_come(
+    paths: AttemptPaths, clock: FakeClock
+) -> None:
+    heartbeat, touches, step = HeartbeatFile(paths, 0, 1000.0, clock), list[float](), 0.5
+
+    def live(seconds: float, *, asked: bool) -> None:
+        for _ in range(int(seconds / step)):
+            clock.sleep(step)
+            if asked:
+                heartbeat.vouch()
+            if paths.sign_of_life(0).exists():
+                paths.sign_of_life(0).unlink()
+            heartbeat.touch_if_due()
+            touches.extend([clock.now()] if paths.sign_of_life(0).exists() else [])
+
+    live(500, asked=False)
+    assert touches == [step], "nobody has asked yet"
+    live(100, asked=True)
+    assert len(touches) == 1
+    last = clock.now()
+    live(100, asked=False)
+    assert touches[1:] == [last + LATE_SECONDS * number for number in range(1, LATE_TOUCHES + 1)]
+
+
 def test_the_file_is_read_no_more_often_than_it_is_touched(paths: AttemptPaths, clock: FakeClock) -> None:
-    answers, heartbeat = Answers(), HeartbeatFile(paths, 3, 20.0, clock)
-    answers.now = False
-    neighbor = NeighborCheck(paths, 3, 60.0, clock, answers=answers, read_seconds=1000)
+    link, heartbeat = Link(), HeartbeatFile(paths, 3, 20.0, clock)
+    link.sign = "accepts"
+    neighbor = NeighborCheck(paths, 3, 60.0, clock, peers=link, touch_seconds=1000)
     heartbeat.touch()
     assert look(neighbor, clock, 55) == ""
     heartbeat.touch()

@@ -67,10 +67,14 @@ def test_development_routes_that_no_run_asks_are_closed_also_with_the_key(path: 
 
 
 @pytest.mark.parametrize("method", sorted(auth_middleware.METHODS))
-def test_the_methods_of_our_extension_may_be_called(method: str) -> None:
-    status, _, passed_on = ask(auth_middleware.RPC, json.dumps({"method": method}).encode())
+def test_the_methods_of_our_extension_may_be_called_with_their_arguments_alone(method: str) -> None:
+    names = auth_middleware.METHODS[method]
+    call = {"method": method} | ({"kwargs": dict.fromkeys(sorted(names), "x")} if names else {})
+    status, _, passed_on = ask(auth_middleware.RPC, json.dumps(call).encode())
     assert status == 200
-    assert [json.loads(body) for body in passed_on] == [{"method": method}]
+    assert [json.loads(body) for body in passed_on] == [call]
+    other = call | {"kwargs": {"path": "/home/owner"}}
+    assert ask(auth_middleware.RPC, json.dumps(other).encode())[::2] == (403, [])
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,9 @@ def test_the_methods_of_our_extension_may_be_called(method: str) -> None:
         b'{"method": "served_weights", "args": ["x"]}',
         b'{"method": "served_weights", "kwargs": {"x": "y"}}',
         b'{"method": ["served_weights"]}',
+        b'{"method": "adopt_server"}',
+        b'{"method": "adopt_server", "kwargs": {"group": 1}}',
+        b'{"method": "adopt_server", "kwargs": ["group"]}',
         b'["served_weights"]',
         b'{"method": "served_weights"}' + b" " * (1 << 13),
         b"",

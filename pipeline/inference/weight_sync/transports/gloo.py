@@ -4,7 +4,8 @@ Owns the layout of the buffer, the group, and the order of its messages; trainer
 they cannot disagree. Each pair of a rank and a server's process has a separate group, so a late, lost or slow server
 delays no other. Must not know vLLM, HTTP, or the meaning of the tensors.
 
-A message is an int64[1] with the weight version, then the buffer in chunks of at most `CHUNK_BYTES`.
+A message is an int64[1] with the weight version, then the buffer in chunks of at most `CHUNK_BYTES`. The version
+`ABANDONED` comes without a buffer: the sender does not have the version any more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,8 @@ from pipeline.utils.signed_store import SignedStore
 from pipeline.utils.waiting import Deadline
 
 TRAINER, SERVER = 0, 1
+ABANDONED = -1
+SOURCE_LOST = "the server that forwards the weights does not have this version any more"
 CHUNK_BYTES = 1 << 26
 LEAVE_SECONDS = 3.0
 """How long a server waits for its trainer's signal before it ends its part of a group."""
@@ -206,6 +209,28 @@ class PreparedSignal:
         except RuntimeError as error:
             raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
 
+    def report_lost(self, reason: str) -> None:
+        """Report that no version arrives over this group any more; `WeightSyncError` when the store is lost."""
+        try:
+            self._store.set(f"{self._name}/lost", reason)
+        except RuntimeError as error:
+            raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
+
+    def find_loss(self) -> str:
+        """The reported reason of a loss; empty without one. `WeightSyncError` when the store is lost."""
+        return self._find("lost") or ""
+
+    def is_reported(self, version: int) -> bool:
+        """Whether the process has reported the end of a preparation; `WeightSyncError` when the store is lost."""
+        return self._find(f"prepared/{version}") is not None
+
+    def _find(self, key: str) -> str | None:
+        try:
+            is_set = self._store.check([f"{self._name}/{key}"])
+            return self._store.get(f"{self._name}/{key}").decode() if is_set else None
+        except (RuntimeError, SignatureError) as error:
+            raise WeightSyncError(f"group {self._name}: the store is lost: {error}") from error
+
     def await_prepared(self, version: int, deadline: Deadline) -> None:
         """Wait for the report; `WeightSyncError` with the reason of a failure, or at the deadline."""
         key = f"{self._name}/prepared/{version}"
@@ -216,6 +241,13 @@ class PreparedSignal:
             raise WeightSyncError(f"{deadline.awaited}: a process did not report that it has them: {error}") from error
         if failure:
             raise WeightSyncError(failure)
+
+
+class ProcessSignals(LeaveSignal, PreparedSignal):
+    """The signals of a server's process whose group has another server as its other member."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name = store, name
 
 
 class TransferGroup(LeaveSignal, PreparedSignal):
@@ -242,11 +274,18 @@ class TransferGroup(LeaveSignal, PreparedSignal):
         for part in self._parts(torch.tensor([version]), buffer):
             self._exchange(self._gloo.send, part, SERVER, deadline)
 
+    def abandon(self, deadline: Deadline) -> None:
+        """Send `ABANDONED` in place of the next buffer. Raises like `send`."""
+        self._exchange(self._gloo.send, torch.tensor([ABANDONED]), SERVER, deadline)
+
     def receive(self, buffer: Tensor, deadline: Deadline) -> int:
-        """Fill the buffer; returns its version. Raises like `send`; the buffer's contents are then undefined."""
+        """Fill the buffer; returns its version. Raises like `send`, and for a version that the sender abandoned; the
+        buffer's contents are then undefined."""
         version = torch.zeros(1, dtype=torch.int64)
         for part in self._parts(version, buffer):
             self._exchange(self._gloo.recv, part, TRAINER, deadline)
+            if int(version.item()) == ABANDONED:
+                raise WeightSyncError(SOURCE_LOST)
         return int(version.item())
 
     @staticmethod

@@ -33,11 +33,13 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True):
         gpu: the UUID of its GPU (`gpu_of`); "" for a CPU.
         slices: its shard of the weights (`Shard.plain`).
         on_host: whether it stages the weights of its GPU in host memory, and so gets them in chunks.
+        relays: whether it forwards the weights to other servers as they arrive, and so gets them in chunks.
     """
 
     gpu: str
     slices: list[Slice]
     on_host: bool = False
+    relays: bool = False
 
     def text(self) -> str:
         return msgspec.json.encode(self).decode()
