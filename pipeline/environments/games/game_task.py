@@ -92,13 +92,13 @@ class TextActionOptions(GameOptions):
 class GameTask(Task):
     """The reward is the game's."""
 
-    library: ClassVar[str]
-    """The library's module, which is also the name of its extra."""
+    library: ClassVar[str] = ""
+    """The library's module, which is also the name of its extra; empty: none is needed in this environment."""
     options: GameOptions
 
     def __init__(self, options: GameOptions, seed: int) -> None:
         super().__init__(options, seed)
-        if find_spec(self.library) is None:
+        if self.library and find_spec(self.library) is None:
             missing = f"the library installed (No module named {self.library!r})"
             raise ConfigError("task.name", self.name, missing, pip_install(self.library))
         if not options.id:

@@ -4,7 +4,7 @@ Owns their cache. A call names the seed and all actions so far, so any worker pr
 open here starts again from its seed, with the same actions. Promises that a game which is played again gave the same
 observations and rewards, or that the call raises; that at most `limit` games are open; and that a game that ended,
 raised, or was idle for `IDLE_SECONDS` is closed. A library that draws from the global random state of `random` or NumPy
-sees a state of its own in each game. The processes of games end with the worker (`pipeline.utils.subprocesses`).
+sees a separate state in each game. The processes of games end with the worker (`pipeline.utils.subprocesses`).
 """
 
 import random
@@ -63,7 +63,7 @@ class _RandomState:
 
 
 class PlayedGame:
-    """A game with a random state of its own."""
+    """A game with a separate random state."""
 
     def __init__(self, make: Callable[[], Game], seed: int) -> None:
         """Open the game and start it; `first` is its first observation."""
@@ -113,7 +113,7 @@ class OpenGames:
 
     def first(self, seed: int) -> tuple[str, str]:
         """The first observation of a seed, and the sentence with the valid actions. The game stays open."""
-        game = PlayedGame(self._make, seed)
+        game = self._opened(seed)
         self._keep((seed, (), digest("", game.first)), game)
         return game.first, game.game.actions
 
@@ -150,12 +150,15 @@ class OpenGames:
         while len(self._entries) > self._limit or (self._entries and self._entries[0].used < oldest):
             self._entries.pop(0).game.close()
 
+    def _opened(self, seed: int) -> PlayedGame:
+        if len(self._entries) >= self._limit:
+            self._entries.pop(0).game.close()  # before the next one opens: a server may allow no more
+        return PlayedGame(self._make, seed)
+
     def _played_again(self, seed: int, actions: Sequence[str], seen: str) -> PlayedGame:
         if actions and not self._deterministic:
             raise RuntimeError(NOT_OPEN)
-        if len(self._entries) >= self._limit:
-            self._entries.pop(0).game.close()  # before the next one opens: a server may allow no more
-        game = PlayedGame(self._make, seed)
+        game = self._opened(seed)
         try:
             replies = digest("", game.first)
             for action in actions:
