@@ -10,6 +10,7 @@
 | `tool_task`, `tool_call_syntax` | episodes with tools; the syntax in which a policy writes tool calls |
 | `arithmetic`, `chain_sum`, `countdown`, `dataset_task`, `reasoning_gym_task`, `code_task` | built-in tasks |
 | `agent_task`, `agent_report` | episodes that an external agent runs, and the reward that it reports |
+| `games/` | multi-turn games of the libraries Gymnasium, TextArena and OpenEnv |
 | `verifiers/` | environments of the library verifiers |
 | `mix_task` | several tasks in one run, with weights |
 | `eval_set_checks` | the tasks of evaluation sets |
@@ -64,8 +65,11 @@ BUILT_IN = {
     "code": "pipeline.environments.code_task:Code",
     "countdown": "pipeline.environments.countdown:Countdown",
     "dataset": "pipeline.environments.dataset_task:Dataset",
+    "gymnasium": "pipeline.environments.games.gymnasium_task:GymnasiumTask",
     "mix": "pipeline.environments.mix_task:Mix",
+    "openenv": "pipeline.environments.games.openenv_task:OpenEnvTask",
     "reasoning_gym": "pipeline.environments.reasoning_gym_task:ReasoningGym",
+    "textarena": "pipeline.environments.games.textarena_task:TextArenaTask",
     "tools": "pipeline.environments.tool_task:Tools",
     "verifiers": "pipeline.environments.verifiers.verifiers_task:Verifiers",
 }

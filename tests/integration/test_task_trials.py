@@ -45,6 +45,13 @@ def test_held_out_accuracy_rises(experiment: str, tmp_path: Path) -> None:
     assert last > first + 0.05
 
 
+@pytest.mark.parametrize("experiment", ["gymnasium", "textarena"])
+def test_games_are_played_better(experiment: str, tmp_path: Path) -> None:
+    pytest.importorskip(experiment, reason=f"pip install -e '.[{experiment}]'")
+    first, last = learned(tmp_path, experiment)
+    assert first < 0.8 < 0.9 < last
+
+
 def test_a_calculator_is_called_more_often_as_it_pays(tmp_path: Path) -> None:
     first, last = learned(tmp_path, "tools", "eval/tools/calculator")
     assert last > first
