@@ -88,7 +88,7 @@ class PeerRecords:
 
     def connect(self, rank: int) -> PeerConnection:
         """A connection to a rank's agent; `OSError` if it has no record, or does not answer."""
-        return PeerConnection(self._run_id, self._record(rank))
+        return PeerConnection(self._run_id, self._record(rank), ANSWER_SECONDS)
 
     def is_reached(self, rank: int, witnesses: list[int]) -> bool:
         """Whether any of these ranks gets the proof of a rank's agent, within a few seconds."""

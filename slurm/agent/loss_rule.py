@@ -17,7 +17,7 @@ A rank is lost if all of this holds:
 1. Since its last answer, every attempt to connect was refused, for `REFUSED_SECONDS`; or some were unreachable, and all
    failed for `UNREACHABLE_SECONDS`.
 2. Its heartbeat file was read at each of these attempts, and was never touched after the first of them. An agent that
-   is not asked any more touches its file after `LATE_SECONDS`, and again (`agent_heartbeat`).
+   is not asked any more touches its file every `LATE_SECONDS` for a while (`agent_heartbeat`).
 3. No other rank that this agent asks can reach it (`control_link`).
 
 A touched file, or a rank that reaches it, ends the suspicion until the agent answers again. Whatever this rule does not
@@ -42,8 +42,10 @@ REFUSED_SECONDS = 5.0
 UNREACHABLE_SECONDS = 20.0
 """Seconds without any connection: a switch that restarts a port, or a lost packet, takes less."""
 LATE_SECONDS = 2.0
-"""Seconds after the last question when an agent touches its heartbeat file, and after which it does so once more."""
-LATE_TOUCHES = 2
+"""Seconds after the last question when an agent touches its heartbeat file, and between the following touches."""
+LATE_TOUCHES = 4
+"""Touches in place of a lost link. Its monitor may need three seconds until it first reads the file, and the touch that
+excuses the agent must come later."""
 MAX_LOOK_SECONDS = 5.0
 """Most seconds that one look adds: one that comes later was delayed on this side."""
 

@@ -31,6 +31,8 @@ from tests.fakes.ranks import make_node_infos
 
 RUN, ATTEMPT, TOKEN = "run", "7-0", "token"
 SCALE = 0.2
+TOUCH_SECONDS = 1000.0
+"""Regular touches are left out, so that only those in place of a lost link show that an agent runs."""
 TIMEOUTS = (
     (loss_rule, "REFUSED_SECONDS"),
     (loss_rule, "UNREACHABLE_SECONDS"),
@@ -80,11 +82,11 @@ def serve(paths: AttemptPaths, links: PrintingLinks, ranks: int, lost: set[str])
 def main(run: Path, rank: int, ranks: int) -> None:
     for module, name in TIMEOUTS:
         setattr(module, name, getattr(module, name) * SCALE)
-    control_link.ANSWER_SECONDS = 0.5
+    control_link.ANSWER_SECONDS = 0.25
     lost = set[str]()
     lose_new_connections(lambda address: address in lost)
     paths, address = AttemptPaths(run, RUN, ATTEMPT), address_of(rank)
-    with HeartbeatFile(paths, rank) as heartbeat:
+    with HeartbeatFile(paths, rank, TOUCH_SECONDS) as heartbeat:
         links = PrintingLinks(paths, rank, ranks, heartbeat.vouch)
         with ProbeServer(RUN, ATTEMPT, rank, address, TOKEN, links.answer) as server:
             record = make_node_infos(rank + 1, attempt=ATTEMPT)[rank]
