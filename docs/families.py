@@ -58,8 +58,8 @@ Checkpoints with a vision tower (Gemma 3 4B and 12B, Gemma 4, Qwen3.5) need torc
 without it, such as the one for CPUs, cannot serve them: submission warns of it, and the server fails as it starts. \
 Text-only checkpoints, such as `gemma3_text` (Gemma 3 1B), do not need it.
 
-Logits that a family scales or caps are computed by its rule ([source](../pipeline/train/model/logit_rule.py)): Gemma 4 \
-caps them at 30, Cohere and Granite scale them. Attention scores with a cap (Gemma 2) are refused.
+Logits that a family scales or caps are computed by its rule ([source](../pipeline/train/model/logit_rule.py)): \
+Gemma 4 caps them at 30, Cohere and Granite scale them. Attention scores with a cap (Gemma 2) are refused.
 
 ## Presets
 

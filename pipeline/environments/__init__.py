@@ -11,6 +11,7 @@
 | `arithmetic`, `chain_sum`, `countdown`, `dataset_task`, `reasoning_gym_task`, `code_task` | built-in tasks |
 | `agent_task`, `agent_report` | episodes that an external agent runs, and the reward that it reports |
 | `games/` | multi-turn games of the libraries Gymnasium, TextArena and OpenEnv |
+| `harbor/` | tasks in the format of Harbor: an instruction, a shell, tests |
 | `verifiers/` | environments of the library verifiers |
 | `mix_task` | several tasks in one run, with weights |
 | `eval_set_checks` | the tasks of evaluation sets |
@@ -66,6 +67,7 @@ BUILT_IN = {
     "countdown": "pipeline.environments.countdown:Countdown",
     "dataset": "pipeline.environments.dataset_task:Dataset",
     "gymnasium": "pipeline.environments.games.gymnasium_task:GymnasiumTask",
+    "harbor": "pipeline.environments.harbor.harbor_task:Harbor",
     "mix": "pipeline.environments.mix_task:Mix",
     "openenv": "pipeline.environments.games.openenv_task:OpenEnvTask",
     "reasoning_gym": "pipeline.environments.reasoning_gym_task:ReasoningGym",

@@ -17,8 +17,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -131,6 +131,40 @@ def run_python(
         output.seek(0)
         printed = output.read(MAX_OUTPUT).decode(errors="replace")
         return SandboxResult(printed, failed or _exit_text(process.returncode), late)
+
+
+@contextmanager
+def open_python(
+    code: str, seconds: float, memory_bytes: int, directories: Sequence[str]
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """A process that runs `code` in the jail, with pipes as its standard input and output, killed at the end of the
+    block. `seconds` of CPU time and the other limits bound each of its processes. `directories` of the root, such as
+    /app, are writable. `ConfigError` where code may not run in namespaces: without them there are no such directories.
+    """
+    if _chosen != "namespaces":
+        expected = "namespaces: this task needs directories that only a sandbox has"
+        raise ConfigError("task.sandbox", _chosen, expected, "remove task.sandbox=none")
+    require_namespaces()
+    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
+        process = subprocess.Popen(
+            [*_in_jail(folder), code, *directories],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"PATH": os.environ.get("PATH", ""), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            preexec_fn=lambda: _bound(seconds, memory_bytes),
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield process
+        finally:
+            _kill_process(process)
+            process.stdout.close()
+            with suppress(OSError):
+                process.stdin.close()
 
 
 def _bound(seconds: float, memory_bytes: int) -> None:

@@ -5,8 +5,9 @@ installation and a few devices, and no other file or Unix socket of the machine.
 filesystem of bounded size in memory, which is its working directory, /tmp and /dev/shm; /proc shows only its own
 processes; and it lacks the privileges to undo any of this. Promises to raise if any step fails. Process 1 of the
 namespace is not the code but its guard, so all processes end with `unshare`, whatever the code does. A script that uses
-only the standard library, run as `sandbox_jail.py FOLDER BYTES PROCESSES CODE` by `pipeline.environments.sandbox`. The
-files in FOLDER are copied to the working directory of CODE.
+only the standard library, which `pipeline.environments.sandbox` runs as `sandbox_jail.py FOLDER BYTES PROCESSES CODE
+[DIRECTORY …]`. The files in FOLDER are copied to the working directory of CODE. Each DIRECTORY, such as /app, is
+writable, on the same filesystem of bounded size.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -47,7 +48,7 @@ _OWN_PROCESS_COUNT, _OWN_PID_MAX = (5, 14), (6, 14)
 kernels apply both to the whole machine."""
 
 
-def main(folder: str, disk_bytes: int, processes: int, code: str) -> None:
+def main(folder: str, disk_bytes: int, processes: int, code: str, *directories: str) -> None:
     """Isolate this process, then run `code` in a child."""
     if os.getpid() != 1:
         raise RuntimeError("the jail must be the first process of a PID namespace")
@@ -59,7 +60,7 @@ def main(folder: str, disk_bytes: int, processes: int, code: str) -> None:
         with suppress(OSError):
             Path("/proc/sys/kernel/pid_max").write_text(str(max(processes, _MIN_PID_MAX)))
     workdir = _working_directory(folder)
-    _build_root(folder, workdir)
+    _build_root(folder, workdir, directories)
     make_read_only()  # before the old root goes, whose /proc names the mounts
     _enter_root(folder)
     _mount(
@@ -67,6 +68,9 @@ def main(folder: str, disk_bytes: int, processes: int, code: str) -> None:
     )
     for shared in _SHARED:
         _mount(workdir, shared, "", _MS_BIND)
+    for directory in directories:
+        Path(workdir + directory).mkdir(parents=True)
+        _mount(workdir + directory, directory, "", _MS_BIND)
     for name, content in files.items():
         Path(workdir, name).write_bytes(content)
     os.chdir(workdir)
@@ -117,10 +121,10 @@ def _working_directory(folder: str) -> str:
     return folder if any(Path(prefix).is_relative_to("/tmp") for prefix in prefixes) else "/tmp"
 
 
-def _build_root(root: str, workdir: str) -> None:
+def _build_root(root: str, workdir: str, directories: Sequence[str]) -> None:
     """Mount the root of the code at `root`: what the code may see, and empty directories to mount on."""
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    for directory in (workdir, "/proc", *_SHARED):
+    for directory in (workdir, "/proc", *_SHARED, *directories):
         Path(root + directory).mkdir(parents=True, exist_ok=True)
     shown: list[Path] = []
     for path in map(Path, (*_SYSTEM, *_ETC, *_DEVICES, *_python_paths())):
@@ -201,4 +205,4 @@ def _kernel() -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

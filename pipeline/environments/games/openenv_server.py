@@ -74,7 +74,7 @@ class LocalServer:
     """A server that this process starts, on a free port of the loopback interface."""
 
     def __init__(self, command: Sequence[str], seconds: float) -> None:
-        """`command` has `{port}` where the port is to be written. Returns when the server is ready, within `seconds`;
+        """`command` has `{port}` in the place of the port. Returns when the server is ready, within `seconds`;
         `OpenEnvError` if it is not."""
         if shutil.which(command[0]) is None:
             raise OpenEnvError(f"the server cannot be started: no program {command[0]}")

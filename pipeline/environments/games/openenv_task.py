@@ -1,6 +1,6 @@
 """The built-in task `openenv`: environments behind a server of OpenEnv, which the job starts or which runs elsewhere.
 
-Each worker process starts a server of its own with `command`, when it opens its first game. Only the server needs the
+Each worker process starts a separate server with `command`, when it opens its first game. Only the server needs the
 library.
 """
 
