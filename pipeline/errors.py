@@ -39,7 +39,7 @@ def one_line(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of one of our errors, which says everything; of any other, `one_line`."""
+    """The text of a `RollcallError`, which is complete; `one_line` of any other error."""
     return str(error) if isinstance(error, RollcallError) else one_line(error)
 
 

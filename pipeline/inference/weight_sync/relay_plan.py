@@ -22,7 +22,7 @@ class RelayPlan:
         self._servers: list[str] = []
         self._numbers: dict[str, int] = {}
         self._begun: dict[str, int] = {}
-        # One for each source, so that a server wakes only the threads of its own children.
+        # One for each source, so that a server wakes only the threads of its children.
         self._waits: dict[str, Condition] = {}
 
     def join(self, server: str) -> None:
