@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
             "instruction.md": f"{number} to n\n",
             "environment/Dockerfile": "FROM ubuntu:24.04\nWORKDIR /app\n",
             "tests/test.sh": TEST.format(number=number),
-            "solution/solve.sh": f"#!/bin/bash\necho {number}>n\n",
+            "solution/solve.sh": f"#!/bin/bash\necho {number} >n\n",
         }.items():
             path = task / name
             path.parent.mkdir(parents=True, exist_ok=True)

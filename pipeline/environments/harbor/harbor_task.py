@@ -2,7 +2,7 @@
 
 Owns the built-in task `harbor`. An episode runs in one worker process from its first command to its tests, and calls
 the policy through an endpoint, as agents do. Promises that the tests are not in the sandbox before the policy's last
-turn, and that every process of the policy has ended before; that a failure of the sandbox, and tests that time out or
+turn, and that no process of the policy runs at the same time; that a failure of the sandbox, and tests that time out or
 write no reward, fail the sample with the reason; and that the sandbox ends with the episode. The tests run in the
 policy's filesystem, as Harbor's do.
 """
@@ -247,7 +247,7 @@ def _ask(credentials: Mapping[str, str], messages: Sequence[Mapping[str, Any]]) 
     request = urllib.request.Request(f"{credentials['url']}/chat/completions", body, headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the endpoint is on this machine
     try:
-        with opener.open(request) as response:  # the actor cancels it: waiting for the policy is not limited
+        with opener.open(request) as response:  # the actor cancels it: no deadline of this process
             answer = json.load(response)
     except urllib.error.HTTPError as error:
         if FULL in error.read().decode(errors="replace"):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -231,6 +233,22 @@ def test_wrong_options_are_one_clear_error(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as raised:
             load_task(TaskConfig(name="harbor", options=options), 0)
         assert raised.value.key == key
+
+
+@needs_namespaces
+def test_the_example_has_solutions_that_its_tests_accept(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "docs" / "examples" / "make_harbor_tasks.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path / "tasks")], check=True, timeout=60)
+    options = {"path": str(tmp_path / "tasks"), "eval_rows": 32}
+
+    def solve(text: str) -> str:
+        return call(f"echo {re.findall(r'([0-9]+) to n', text)[0]} >n") if "tool_response" not in text else "Done."
+
+    group, _ = group_of(tmp_path, "harbor", options, solve)
+    assert [sample.reward for sample in group.samples] == [1.0, 1.0], group.failures
+    task = load_task(TaskConfig(name="harbor", options={**options, "tool_call_syntax": "short"}), 0)
+    shown = task.demonstration(0)
+    assert shown.answer == f"[shell:echo {shown.prompt.messages[0]['content'].split()[0]} >n]"
 
 
 def test_demonstrations_are_reference_solutions(tmp_path: Path) -> None:
