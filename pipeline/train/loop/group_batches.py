@@ -97,8 +97,11 @@ class GroupBatches:
         return [entry.record for entry in self._pending.values()]
 
     def _stalled_seconds(self, size: int) -> float:
-        """Seconds without progress. Progress of an actor whose groups are malformed leads to no batch. Once every
-        position of a batch could have been marked as failed, only groups count."""
+        """Seconds without progress.
+
+        Progress of an actor whose groups are malformed leads to no batch. Once the positions of a whole batch could be
+        marked as failed for that, only groups count.
+        """
         stalled = self.actor.stalled_seconds()
         return self.actor.seconds_without_arrival() if self.counts[MALFORMED] >= MAX_MALFORMED * size else stalled
 
