@@ -13,7 +13,7 @@ import torch
 from pipeline.config import InferenceConfig
 from pipeline.inference.weight_sync.rank_orders import RankOrders
 from pipeline.inference.weight_sync.rank_rows import RowSource
-from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
+from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient, count_processes
 from pipeline.inference.weight_sync.server_sync import MeetingPoint, ServerSync
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout, create_store
 from pipeline.inference.weight_sync.weight_snapshot import WeightSnapshot
@@ -33,6 +33,7 @@ def main(point: str, server: str, model: str) -> None:
         orders, source = RankOrders(store), RowSource(layout)
         orders.sources = (source,)
         link = ServerSync(server, meeting, InferenceConfig(update_seconds=60), lambda server, version: None, orders)
+        link._processes = count_processes(control, deadline)
         link._meet(control, WeightSnapshot(1, source, layout.pack(tensors), {}, torch.device("cpu")), deadline)
         group = link._routes[0].group  # the other processes of a server get nothing
         control.post("/collective_rpc", deadline, method="begin_update")
