@@ -4,10 +4,11 @@ Owns the communicator and its handshake. nccl has no deadlines, and an operation
 member can block all other kernels of that device. So the members meet in the store before each buffer:
 
     receiver   answers that it will receive this buffer from this sender
-    sender     posts the send, after the answer, and announces it
+    sender     announces the send, after the answer, and posts it
     receiver   posts the receive, after the announcement
 
-Then both are ready, so an operation that takes longer than its bytes explain is stuck, and is aborted long before the
+The announcement comes first, since the first operation of two members connects them, for which each waits on the host.
+Both are ready then, so an operation that takes longer than its bytes explain is stuck, and is aborted long before the
 deadline of the update. Dropping the group leaves it.
 
 Must not know vLLM's engine, HTTP, or the meaning of the tensors.
