@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.environments import Prompt
 from pipeline.environments.arithmetic import Arithmetic
+from pipeline.environments.task_protocol import TaskPart
 
 
 class AlwaysRaises(Arithmetic):
@@ -18,23 +19,30 @@ class AlwaysRaises(Arithmetic):
 
 
 GROUPS = 8
-"""Groups of which the task below still knows its length."""
+"""Groups of which the task below still knows its parts."""
+LOOKS_OF_A_GROUP = 3
+
+
+class Parts(tuple[TaskPart, ...]):
+    """No parts; and after so many looks an error, in the actor's own process."""
+
+    looks = 0
+
+    def __bool__(self) -> bool:
+        self.looks += 1
+        if self.looks > GROUPS * LOOKS_OF_A_GROUP:
+            raise ZeroDivisionError("a foreign error")
+        return False
 
 
 class HangsThenBreaks(Arithmetic):
-    """Its rewards never end; and after so many groups it has no length."""
+    """Its rewards never end; and after so many groups it does not know its parts."""
 
     name = "hangs_then_breaks"
 
-    def __init__(self, options: Any, seed: int) -> None:
-        super().__init__(options, seed)
-        self._lengths = 0
-
-    def __len__(self) -> int:
-        self._lengths += 1
-        if self._lengths > GROUPS:
-            raise ZeroDivisionError("a foreign error")
-        return super().__len__()
+    @property
+    def parts(self) -> tuple[TaskPart, ...]:
+        return Parts()
 
     def reward(self, prompt: Prompt, text: str) -> float:
         while True:
