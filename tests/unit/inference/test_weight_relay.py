@@ -192,6 +192,14 @@ def receive(group: TransferGroup, receiver: RowReceiver) -> int:
     return receiver.receive([group], lambda source, part: source.receive(part, deadline), deadline)
 
 
+def keep_failure(group: TransferGroup, receiver: RowReceiver, errors: list[str]) -> None:
+    """Receive, and append the text of a failure to `errors`."""
+    try:
+        receive(group, receiver)
+    except WeightSyncError as error:
+        errors.append(str(error))
+
+
 def test_a_relay_forwards_bytes_as_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_shards, "WEIGHT_CHUNK", CHUNK_BYTES)
     with a_relay_with_a_child() as (relay, buffer, group, receiver, other):
@@ -231,13 +239,7 @@ def test_a_version_that_the_next_one_overwrites_is_never_accepted(monkeypatch: p
         sent = list[int]()
         monkeypatch.setattr(TransferGroup, "send", send)
 
-        def fail() -> None:
-            try:
-                receive(group, receiver)
-            except WeightSyncError as error:
-                errors.append(str(error))
-
-        thread = Thread(target=fail)
+        thread = Thread(target=keep_failure, args=(group, receiver, errors))
         thread.start()
         assert relay.feed("child/1/0", 5, WAIT_SECONDS)
         thread.join(WAIT_SECONDS)
@@ -248,14 +250,7 @@ def test_a_version_that_the_next_one_overwrites_is_never_accepted(monkeypatch: p
 def test_a_relay_that_loses_its_source_says_so_to_a_child_that_waits() -> None:
     errors = list[str]()
     with a_relay_with_a_child() as (relay, _, group, receiver, _):
-
-        def fail() -> None:
-            try:
-                receive(group, receiver)
-            except WeightSyncError as error:
-                errors.append(str(error))
-
-        thread = Thread(target=fail)
+        thread = Thread(target=keep_failure, args=(group, receiver, errors))
         thread.start()
         relay.begin()
         assert relay.feed("child/1/0", 5, WAIT_SECONDS)
