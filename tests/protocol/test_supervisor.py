@@ -127,7 +127,7 @@ def test_a_role_whose_port_is_taken_names_who_has_it(attempt: Callable[..., Atte
 def test_a_role_that_never_becomes_ready_fails_by_its_deadline(attempt: Callable[..., Attempt]) -> None:
     run = attempt(startup_seconds=4, actor="import time; time.sleep(600)")
     assert run.join() == {"failed"}
-    assert run.first_failure.cause == "waited 4 s for actor.0 to become ready"
+    assert run.first_failure.cause == "waited 4.0 s for actor.0 to become ready"
 
 
 def test_a_role_that_gives_no_answer_keeps_nobody_from_hearing_the_end(attempt: Callable[..., Attempt]) -> None:
