@@ -197,8 +197,8 @@ class LivenessMonitor:
         seconds, longest = max(((seconds, process) for process, seconds in stopped.items()), default=(0.0, 0))
         if seconds < min(STOPPED_SECONDS, self._seconds / 2):
             return None
-        who = f"its process {longest} ({os_processes.name_of(longest)})"
-        return Stall(f"hung: {who} has been stopped (SIGSTOP) for {seconds:.0f} s", longest)
+        who = f"{os_processes.name_of(longest)} (pid {longest})"
+        return Stall(f"hung: its process {who} has been stopped (SIGSTOP) for {seconds:.0f} s", longest)
 
     def _processes(self, leader: int) -> list[int]:
         """The role's working processes. Our roles also start processes for user code, which may stop themselves."""

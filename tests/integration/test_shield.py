@@ -257,7 +257,7 @@ def test_a_rank_that_is_stopped_is_found_and_named_and_torchrun_ends_when_one_is
         os.kill(rank.pid, signal.SIGSTOP)
         hang = wait_for("the hang", lambda: monitor.watch(child.pid), WAIT_SECONDS)
         assert hang.pid == rank.pid
-        assert f"process {rank.pid} " in hang.cause
+        assert f"(pid {rank.pid})" in hang.cause
         assert "stopped (SIGSTOP)" in hang.cause
         stacks = monitor.stacks(child.pid)
         assert "in lead" in stacks[monitor.board.read()[0].pid]

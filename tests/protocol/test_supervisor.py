@@ -198,7 +198,7 @@ def test_a_stopped_torchrun_is_named_although_its_ranks_run(attempt: Callable[..
     assert run.join() == {"failed"}
     failure = run.first_failure
     assert failure.role == "trainer.0"
-    assert f"its process {torchrun} (python" in failure.cause
+    assert f"(pid {torchrun}) has been stopped" in failure.cause
     assert any("stopped (SIGSTOP)" in line for line in failure.stacks)
     assert " in work" in run.paths.log("trainer", 0).read_text(), "its ranks tell their stacks beside it"
 
@@ -217,7 +217,7 @@ def test_an_engine_that_is_stopped_behind_its_server_is_named_and_shows_its_stac
     stopped.suspend()
     assert run.join() == {"failed"}
     failure = run.first_failure
-    assert (failure.role, f"its process {stopped.pid} (python" in failure.cause) == ("inference.0", True)
+    assert (failure.role, f"(pid {stopped.pid}) has been stopped" in failure.cause) == ("inference.0", True)
     assert any(" in answer" in line for line in failure.stacks)
     assert "thread python" in log.read_text(), "the server itself registered nothing"
 
