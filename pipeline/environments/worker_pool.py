@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import pickle
-import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
@@ -33,7 +32,7 @@ from pipeline.environments.task_calls import RenderedPrompt, ToolResult
 from pipeline.environments.task_protocol import Completion, Prompt
 from pipeline.environments.task_worker import LENGTH_BYTES, Call, Setup, frame
 from pipeline.errors import DeadlineError, TaskError
-from pipeline.utils.subprocesses import Leader, describe_exit
+from pipeline.utils.subprocesses import describe_exit, start_connected
 from pipeline.utils.waiting import run_within, wait_for
 
 log = logging.getLogger(__name__)
@@ -52,20 +51,17 @@ class Worker:
         """Start the process; it is usable after `ready`."""
         self.broken = False
         self.ending: asyncio.Task[None] | None = None
-        ours, its = socket.socketpair()
         self._printed, output = os.pipe()
         os.set_blocking(self._printed, False)
-        self._socket = ours
         argv = (sys.executable, "-P", "-m", "pipeline.environments.task_worker")
+        # A fixed hash seed gives sets the same order in all workers, so a task draws the same from one everywhere.
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
         try:
-            # A fixed hash seed gives sets the same order in all workers, so a task draws the same from one everywhere.
-            environment = {**os.environ, "PYTHONHASHSEED": "0"}
-            self._process = Leader(argv, environment, stdin=its.fileno(), output=output)
+            self._process, self._socket = start_connected(argv, environment, output)
         except OSError:
-            self.close()
+            os.close(self._printed)
             raise
         finally:
-            its.close()
             os.close(output)
 
     @property

@@ -237,6 +237,18 @@ class Leader:
             return  # the whole group is gone already
 
 
+def start_connected(argv: Sequence[str], env: Mapping[str, str], output: int) -> tuple[Leader, socket.socket]:
+    """A started leader and this process's end of a pair of sockets, of which the other is its standard input."""
+    ours, its = socket.socketpair()
+    try:
+        return Leader(argv, env, stdin=its.fileno(), output=output), ours
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        its.close()
+
+
 class Child(Leader):
     """A leader whose output goes to one log file."""
 

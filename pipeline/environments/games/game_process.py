@@ -16,25 +16,17 @@ from pipeline.config import TaskConfig
 from pipeline.environments import load_task
 from pipeline.environments.task_worker import LENGTH_BYTES, Channel, frame
 from pipeline.errors import DeadlineError, RollcallError, TaskError, one_line
-from pipeline.utils.subprocesses import Leader, adopt_orphans, describe_exit
+from pipeline.utils.subprocesses import Leader, adopt_orphans, describe_exit, start_connected
 
 
 class GameProcess:
     """A process with a copy of the task, used by one thread."""
 
     def __init__(self, task: TaskConfig, seed: int) -> None:
-        ours, its = socket.socketpair()
-        try:
-            argv = (sys.executable, "-P", "-m", "pipeline.environments.games.game_process")
-            environment = {**os.environ, "PYTHONHASHSEED": "0"}
-            self._process = Leader(argv, environment, stdin=its.fileno(), output=sys.stderr.fileno())
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            its.close()
-        self._socket = ours
-        self.end = weakref.finalize(self, _end, self._process, ours)
+        argv = (sys.executable, "-P", "-m", "pipeline.environments.games.game_process")
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        self._process, self._socket = start_connected(argv, environment, sys.stderr.fileno())
+        self.end = weakref.finalize(self, _end, self._process, self._socket)
         self._setup: bytes = frame((task, seed))
 
     def call(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:

@@ -8,7 +8,6 @@ with `ProcessLost`, so that they can be run again in another process. Must not k
 import asyncio
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from itertools import count
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DeadlineError, TaskError
-from pipeline.utils.subprocesses import Leader, describe_exit
+from pipeline.utils.subprocesses import describe_exit, start_connected
 from pipeline.utils.waiting import run_within
 
 BRIDGE = Path(__file__).with_name("verifiers_bridge.py")
@@ -45,21 +44,12 @@ class EnvironmentProcess:
 
     def __init__(self, python: str, setup: Mapping[str, Any]) -> None:
         """Start the process; it is usable after `ready`."""
-        ours, its = socket.socketpair()
         self._setup, self._numbers = setup, count()
         self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading: asyncio.Task[None] | None = None
         self._ended = ""
-        try:
-            argv = (python, str(BRIDGE))
-            environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # as in roles, independent of the working directory
-            self._process = Leader(argv, environment, stdin=its.fileno(), output=sys.stderr.fileno())
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            its.close()
-        self._socket = ours
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # as in roles, independent of the working directory
+        self._process, self._socket = start_connected((python, str(BRIDGE)), environment, sys.stderr.fileno())
 
     @property
     def ended(self) -> bool:

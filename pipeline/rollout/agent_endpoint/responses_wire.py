@@ -203,18 +203,21 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind == "function_call_output":
-            answered = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-            messages.append(answered)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind == "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            messages[-1].setdefault("tool_calls", []).append(call)
+            _add_call(messages, item)
         else:
             why = "expected message, function_call or function_call_output"
             raise RequestRefused(f"input[{index}]: an item of type {kind!r}: {why}", code="unsupported_item")
     return messages
+
+
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+    call = {"id": item.get("call_id"), "type": "function", "function": function}
+    messages[-1].setdefault("tool_calls", []).append(call)
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ REPLIES = {
 
 
 async def session(request: web.Request) -> web.WebSocketResponse:
-    """One session; one at a time with `?one` in the server's arguments."""
+    """One session; one at a time with `one` among the server's arguments."""
     channel = web.WebSocketResponse(max_msg_size=1 << 26)
     await channel.prepare(request)
     me = id(channel)
@@ -48,26 +48,26 @@ async def session(request: web.Request) -> web.WebSocketResponse:
     SESSIONS.add(me)
     try:
         async for message in channel:
-            if message.type is not WSMsgType.TEXT:
-                continue
-            asked = json.loads(message.data)
-            if asked["type"] == "close":
-                break
-            word = asked["data"].get("word", "")
-            if asked["type"] == "reset":
-                await channel.send_str(observed(f"seed {asked['data']['seed']}"))
-            elif word == "exit":
-                os._exit(7)
-            elif word == "leave":
-                await channel.close()
-            elif word == "hang":
-                await asyncio.sleep(600)
-            else:
-                await channel.send_str(REPLIES.get(word, observed(f"said {word}")))
+            if message.type is WSMsgType.TEXT:
+                await reply(channel, json.loads(message.data))
     finally:
         await asyncio.sleep(0.3 if "one" in sys.argv else 0)
         SESSIONS.discard(me)
     return channel
+
+
+async def reply(channel: web.WebSocketResponse, request: dict[str, Any]) -> None:
+    word = request.get("data", {}).get("word", "")
+    if request["type"] == "close" or word == "leave":
+        await channel.close()
+    elif request["type"] == "reset":
+        await channel.send_str(observed(f"seed {request['data']['seed']}"))
+    elif word == "exit":
+        os._exit(7)
+    elif word == "hang":
+        await asyncio.sleep(600)
+    else:
+        await channel.send_str(REPLIES.get(word, observed(f"said {word}")))
 
 
 async def health(request: web.Request) -> web.Response:
