@@ -238,7 +238,7 @@ class Leader:
 
 
 def start_connected(argv: Sequence[str], env: Mapping[str, str], output: int) -> tuple[Leader, socket.socket]:
-    """A started leader and this process's end of a pair of sockets, of which the other is its standard input."""
+    """A started leader, and one end of a pair of sockets. The other end is the leader's standard input."""
     ours, its = socket.socketpair()
     try:
         return Leader(argv, env, stdin=its.fileno(), output=output), ours
