@@ -21,6 +21,7 @@
 | `adapter_swap`, `token_queries` | several adapters that take turns on a model; log-probabilities of given tokens |
 | `recomputation` | activations that the backward pass computes again |
 | `model_flops`, `attention_shapes` | floating-point operations; kinds, windows and heads of attention layers |
-| `model_size`, `tiny_config`, `packing_probe` | a model's size; a tiny copy; the check that packing keeps results |
+| `model_size`, `activation_size` | a model's size; the bytes that its backward pass needs |
+| `tiny_config`, `packing_probe` | a tiny copy of a model; the check that packing keeps results |
 | `to_device`, `worker_outputs` | copies from the host to the device, and of results to the host |
 """

@@ -1,38 +1,28 @@
 """The sizes of a model, from its config alone.
 
-Owns the counting of parameters, cache and activations. For activations, a network on the meta device computes a line of
-tokens, and the tensors that autograd saves for the backward pass are summed. Promises that no weight is read or
-allocated, and that a size which cannot be determined for an architecture is 0, not a guess. Must not know ranks,
-devices, or the use of the sizes (`pipeline.topology.gpu_memory`).
+Owns the counting of parameters and cache. Promises that no weight is read or allocated, and that a size which cannot be
+determined for an architecture is 0, not a guess. Must not know ranks, devices, or the use of the sizes
+(`pipeline.topology.gpu_memory`).
 
     sizes_of(config.model)          # Sizes(parameters=4022468096, …)
 """
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import ModelConfig
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import ConfigError, one_line
 from pipeline.topology.sizes import Sizes
 from pipeline.train.model import attention_shapes as shapes
+from pipeline.train.model.activation_size import ATTENTION, activations_of
 from pipeline.train.model.experts import ADAPTERS, experts_per_token, fused_experts, refuse_unspreadable
 from pipeline.train.model.lm_head import CHUNK
-from pipeline.train.model.recomputation import is_saved
 from pipeline.train.model.routers import use_exact_routers
 from pipeline.train.model.routing_replay import RoutingReplay
-
-log = logging.getLogger(__name__)
-
-ATTENTION = "rollcall_sizes"
-_TOKENS = 256
 
 
 def sizes_of(config: ModelConfig) -> Sizes:
@@ -49,7 +39,7 @@ def _count(network: Any) -> Sizes:
     settings, head = network.config.get_text_config(), network.get_output_embeddings().weight
     layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in network.get_decoder().layers]
     parameters = sum(p.numel() for p in network.parameters())
-    activations, selected = _activations(network)
+    activations, selected = activations_of(network)
     return Sizes(
         parameters=parameters,
         trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
@@ -127,45 +117,6 @@ def _meta_model(directory: Path, config: ModelConfig) -> Any:
     return network.train()
 
 
-def _activations(network: Any) -> tuple[float, float]:
-    """`activations` and `selected` of `Sizes`: bytes per token that a backward pass through the decoder needs, without
-    parameters; 0 if the network cannot run on the meta device, such as one whose routing depends on values."""
-    parameters = {p.untyped_storage()._cdata for p in network.parameters()}
-    saved: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()._cdata
-        if storage not in parameters:
-            saved[storage] = tensor  # referenced, so that no other storage gets the same address
-        return tensor
-
-    tokens_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
-    selected = _SelectedOutputs(network.config.get_text_config().hidden_size)
-    try:
-        with saved_tensors_hooks(keep, lambda tensor: tensor), selected:
-            output = network.get_decoder()(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
-    except Exception as error:  # noqa: BLE001 (any family may refuse in its own way)
-        log.info("the activations of %s cannot be measured: %s", type(network).__name__, one_line(error)[:200])
-        return 0.0, 0.0
-    del output
-    whole = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-    return whole / _TOKENS, selected.bytes / _TOKENS
-
-
-class _SelectedOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of outputs that selective recomputation keeps."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._hidden, self.bytes = hidden, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if func is torch.ops.rollcall.counted_attention.default or is_saved(self._hidden, func, args):
-            self.bytes += sum(tensor.nbytes for tensor in (output if isinstance(output, tuple) else (output,)))
-        return output
-
-
 def _cache(settings: Any, layers: int) -> dict[str, int]:
     """`kv`, `kv_window` and `window` of `Sizes`: numbers per token in the KV cache of all layers that have one."""
     kinds, size = shapes.layer_kinds(settings, layers), shapes.window(settings)
@@ -185,41 +136,3 @@ def _kv_of_layer(settings: Any) -> int:
     if latent:
         return latent + int(getattr(settings, "qk_rope_head_dim", 0))
     return 2 * shapes.kv_heads(settings) * shapes.head_dim(settings)
-
-
-@torch.library.custom_op("rollcall::counted_attention", mutates_args=())
-def _counted_attention(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-    """A stand-in for the attention kernel, of sizes alone: its output, and one number per head and token."""
-    raise NotImplementedError("sizes are counted on the meta device")
-
-
-@_counted_attention.register_fake
-def _(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-    B, H, T, _ = query_BHTD.shape
-    attended_BHTD = value_BHTD.new_empty(B, T, H, value_BHTD.shape[-1]).transpose(1, 2)  # as the kernel lays it out
-    return attended_BHTD, torch.empty(query_BHTD.shape[:3], dtype=torch.float32, device=query_BHTD.device)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _refuse(ctx: Any, *gradients: Tensor) -> Any:
-    raise NotImplementedError("sizes are counted in a forward pass")
-
-
-_counted_attention.register_autograd(_refuse, setup_context=_save)
-
-
-def _attend(
-    module: nn.Module, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, attention_mask: Any, **others: Any
-) -> tuple[Tensor, None]:
-    """Attention for counting, with the signature of transformers' attention functions. Grouped heads are repeated, as
-    they are for kernels without support for them."""
-    heads = query_BHTD.shape[1]
-    key_BHTD, value_BHTD = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key_BHTD, value_BHTD))
-    attended_BHTD, _ = _counted_attention(query_BHTD, key_BHTD, value_BHTD)
-    return attended_BHTD.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(ATTENTION, _attend)

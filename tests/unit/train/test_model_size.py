@@ -3,16 +3,28 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import JetMoeConfig, LlamaConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    BambaConfig,
+    Gemma3TextConfig,
+    JetMoeConfig,
+    Lfm2Config,
+    LlamaConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import ConfigError
+from pipeline.train.model.activation_size import activations_of
 from pipeline.train.model.model_size import (
     _cache,
+    _meta_model,
     check_client_adapters,
     check_experts,
     check_routers,
@@ -21,6 +33,8 @@ from pipeline.train.model.model_size import (
 )
 from pipeline.train.model.models import build_model, build_on_meta
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "num_key_value_heads": 2}
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -73,6 +87,31 @@ def test_parameters_are_those_of_the_trainer_s_own_model(tmp_path: Path) -> None
     assert (sizes.kv, sizes.kv_heads) == (3 * 2 * 2 * 8, 2)
 
 
+ADAPTED = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"]}
+KINDS = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(**SHAPE | {"num_hidden_layers": 6}, head_dim=8),
+        Gemma3TextConfig(**SHAPE | {"num_hidden_layers": 8}, head_dim=8, layer_types=KINDS * 4),
+        Qwen3MoeConfig(**SHAPE | {"num_hidden_layers": 7}, **EXPERTS, mlp_only_layers=[0, 4]),
+        Lfm2Config(**SHAPE | {"num_hidden_layers": 8}, layer_types=["conv", "full_attention"] * 4),
+        BambaConfig(**SHAPE | {"num_hidden_layers": 6}, **MAMBA, attn_layer_indices=[1, 4]),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_layers_that_are_alike_count_as_if_each_computed(config: Any, rank: int, tmp_path: Path) -> None:
+    lora = LoraConfig(rank=rank, targets=ADAPTED.get(config.model_type, ["q_proj"]))
+    directory = Path(saved(tmp_path, config).path)
+    model = ModelConfig.model_construct(lora=lora, dtype="bfloat16")
+    short, full = (activations_of(_meta_model(directory, model), computed) for computed in (3, 8))
+    assert short == full
+    assert min(full) > 0
+
+
 def test_half_as_wide_numbers_take_half_of_the_weights(tmp_path: Path) -> None:
     model = saved(tmp_path, Qwen3Config(**SHAPE, head_dim=8), dtype="bfloat16")
     wide = sizes_of(model.model_copy(update={"dtype": "float32"}))
@@ -90,8 +129,7 @@ def test_below_adapters_only_they_are_trained(tmp_path: Path) -> None:
 
 
 def test_a_router_that_looks_at_numbers_leaves_the_rest_known(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
-    model = saved(tmp_path, Qwen2MoeConfig(**SHAPE, **experts, num_key_value_heads=2))
+    model = saved(tmp_path, Qwen2MoeConfig(**SHAPE, **EXPERTS, num_key_value_heads=2))
     sizes = sizes_of(model)
     assert sizes.parameters == sum(p.numel() for p in build_on_meta(model).parameters())
     assert sizes.activations >= 0
