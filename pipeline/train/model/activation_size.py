@@ -2,8 +2,8 @@
 
 A network on the meta device computes a line of tokens, and the tensors that autograd saves for the backward pass are
 summed. Of layers that are alike only the first three compute: each further one adds what the third one saved. So 94
-layers take little longer than three. Promises that no number is computed. Must not know the config of a run, nor the use
-of the sizes.
+layers take little longer than three. Promises that no number is computed. Must not know the config of a run, nor the
+use of the sizes.
 
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(…, attn_implementation=ATTENTION)
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 ATTENTION = "rollcall_sizes"
 _TOKENS = 256
 _COMPUTED = 3
-"""How many of the layers that are alike compute. The input of the first one may need no gradient, as below adapters. What
-all layers share, such as rotary factors, is then saved by the second one."""
+"""How many of the layers that are alike compute. The input of the first one may need no gradient, as below adapters.
+What all layers share, such as rotary factors, is then saved by the second one."""
 
 
 def activations_of(network: Any, computed: int = _COMPUTED) -> tuple[float, float]:
