@@ -13,7 +13,7 @@ from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
 from tests.cluster.sweep_task import BROKEN_SEED
 
-STEPS = 100
+STEPS = 40
 POINTS = [f"{number}-seed_{number + 1}" for number in range(3)]
 BROKEN = POINTS[BROKEN_SEED - 1]
 PREEMPTED = POINTS[0]
