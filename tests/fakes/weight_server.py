@@ -224,7 +224,7 @@ class WeightServer(HttpServer):
             order = receiving_order(group, number, len(ranks), processes)
             connect = partial(connect_store, host, port, self._password, seconds)  # one that waits serves nobody else
             relay = WeightRelay(self._layout, buffer, address, connect, seconds) if relays else None
-            at_once, arrived = at_once and not relays, relay.note if relay else lambda version, end: None
+            at_once, arrived = at_once and not relays, relay.note if relay else lambda version, end, accepted: None
             receiver = RowReceiver(shard, ranks, buffer, at_once, order, buffer.device, arrived=arrived, sealed=relayed)
             self._processes.append(_Process(connect(), process_name(group, number), address, shard, receiver, relay))
         self._in_each(lambda process: process.meet(len(ranks), seconds))

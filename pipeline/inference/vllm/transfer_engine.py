@@ -316,7 +316,7 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         return None if self._adapter is None else self._adapter.prepare(list(self._arrived()))
 
 
-def _ignore_progress(version: int, end: int) -> None:
+def _ignore_progress(version: int, end: int, accepted: bool) -> None:
     """For a server that forwards nothing."""
 
 

@@ -18,7 +18,7 @@ from pipeline.inference.weight_sync import server_shards
 from pipeline.inference.weight_sync.rank_rows import RowSource
 from pipeline.inference.weight_sync.server_shards import Shard
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
-from pipeline.inference.weight_sync.transfer_route import RowReceiver, group_name
+from pipeline.inference.weight_sync.transfer_route import SEAL_BYTES, RowReceiver, group_name
 from pipeline.inference.weight_sync.transports.gloo import (
     SERVER,
     SOURCE_LOST,
@@ -210,11 +210,11 @@ def test_a_relay_forwards_bytes_as_they_arrive(monkeypatch: pytest.MonkeyPatch) 
         assert relay.feed("child/1/0", 5, WAIT_SECONDS)
         assert not relay.feed("stranger/1/0", 5, WAIT_SECONDS)
         buffer[:CHUNK_BYTES] = 1
-        relay.note(5, CHUNK_BYTES)
+        relay.note(5, CHUNK_BYTES, False)
         wait_for("the first chunk", lambda: bool((other[:CHUNK_BYTES] == 1).all()), WAIT_SECONDS)
         assert not received
         buffer[CHUNK_BYTES:] = 2
-        relay.note(5, len(buffer))
+        relay.note(5, len(buffer), True)
         thread.join(WAIT_SECONDS)
         assert received == [5]
         assert torch.equal(other, buffer)
@@ -226,7 +226,7 @@ def test_a_version_that_the_next_one_overwrites_is_never_accepted(monkeypatch: p
     monkeypatch.setattr(server_shards, "WEIGHT_CHUNK", CHUNK_BYTES)
     errors = list[str]()
     with a_relay_with_a_child() as (relay, _, group, receiver, _):
-        relay.note(5, chunks * CHUNK_BYTES)
+        relay.note(5, chunks * CHUNK_BYTES, chunks == TENSORS)
         stock = TransferGroup.send
 
         def send(self: TransferGroup, version: int, part: Tensor, deadline: Deadline) -> None:
@@ -234,7 +234,7 @@ def test_a_version_that_the_next_one_overwrites_is_never_accepted(monkeypatch: p
             sent.append(len(part))
             if len(sent) == chunks:
                 relay.begin()
-                relay.note(6, CHUNK_BYTES)
+                relay.note(6, CHUNK_BYTES, False)
 
         sent = list[int]()
         monkeypatch.setattr(TransferGroup, "send", send)
@@ -257,4 +257,43 @@ def test_a_relay_that_loses_its_source_says_so_to_a_child_that_waits() -> None:
         relay.close()
         thread.join(WAIT_SECONDS)
         assert not relay.feed("child/1/0", 5, WAIT_SECONDS)
+    assert SOURCE_LOST in errors[0]
+
+
+def test_a_relay_seals_a_version_only_after_its_own_seal() -> None:
+    """It has every byte before, but its source may have overwritten one of them before it was sent."""
+    received, errors = list[int](), list[str]()
+    with a_relay_with_a_child() as (relay, buffer, group, receiver, _):
+        layout = WeightLayout.of(weights(0))
+        middle = RowReceiver(
+            Shard.whole(layout),
+            [RowSource(layout)],
+            buffer,
+            False,
+            [0],
+            torch.device("cpu"),
+            arrived=relay.note,
+            sealed=True,
+        )
+
+        def receive_below() -> None:
+            keep_failure(group, receiver, errors)
+            received.extend([] if errors else [5])
+
+        thread = Thread(target=receive_below)
+        thread.start()
+
+        def lose_the_seal(source: TransferGroup, part: Tensor) -> int:
+            if len(part) == SEAL_BYTES:
+                thread.join(0.5)  # the child has all chunks by then, and would accept a seal
+                raise WeightSyncError(SOURCE_LOST)
+            return 5
+
+        relay.begin()
+        assert relay.feed("child/1/0", 5, WAIT_SECONDS)
+        with pytest.raises(WeightSyncError, match=SOURCE_LOST):
+            middle.receive([group], lose_the_seal, Deadline("weights", WAIT_SECONDS))
+        relay.close()
+        thread.join(WAIT_SECONDS)
+    assert not received
     assert SOURCE_LOST in errors[0]
