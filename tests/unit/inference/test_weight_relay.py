@@ -90,7 +90,12 @@ class Trainer:
     """
 
     def __init__(
-        self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, endpoints: Sequence[str], fanout: int
+        self,
+        stack: ExitStack,
+        monkeypatch: pytest.MonkeyPatch,
+        endpoints: Sequence[str],
+        fanout: int,
+        update_seconds: float = WAIT_SECONDS,
     ) -> None:
         self.sent, self.after_chunk, self.changes = 0, dict[int, Callable[[], None]](), Changes()
         monkeypatch.setattr(server_shards, "WEIGHT_CHUNK", CHUNK_BYTES)
@@ -104,7 +109,7 @@ class Trainer:
 
         monkeypatch.setattr(TransferGroup, "send", send)
         meeting = MeetingPoint("127.0.0.2", stack.enter_context(hold_port()).getsockname()[1], PASSWORD)
-        config = InferenceConfig(relay_fanout=fanout, update_seconds=WAIT_SECONDS)
+        config = InferenceConfig(relay_fanout=fanout, update_seconds=update_seconds)
         announce = self.changes.append
         self.sender = stack.enter_context(
             WeightSender(endpoints, meeting, config, WAIT_SECONDS, lambda *change: announce(change))
@@ -160,6 +165,17 @@ def test_the_children_of_a_relay_that_is_killed_in_a_transfer_are_fed_by_another
         assert {servers[server].digest() for server in children} == {digest(2)}
         assert MODEL_BYTES < sent < 1.7 * MODEL_BYTES, "half to the killed one, and one model to its substitute"
         assert trainer.evicted == {root}
+
+
+def test_a_source_that_does_not_meet_its_child_costs_time_and_not_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightRelay, "_meet", lambda relay, process, route: None)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(WeightServer("127.0.0.5")) for _ in range(2)]
+        endpoints = [server.endpoint for server in servers]
+        trainer = Trainer(stack, monkeypatch, endpoints, 1, update_seconds=8.0)
+        assert trainer.publish(1, endpoints) == 2 * MODEL_BYTES
+        assert not trainer.evicted
+        assert {server.update_seconds for server in servers} == {8.0}, "a late meeting must not shorten later updates"
 
 
 @contextmanager
