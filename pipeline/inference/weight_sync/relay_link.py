@@ -91,7 +91,8 @@ class RelayLink:
         for signals in self.signals:
             is_decided = partial(_is_decided, signals, version)
             wait_for(deadline.awaited, is_decided, deadline.left, longest_pause=_LONGEST_PAUSE)
-            if loss := signals.find_loss():
+            # A version that arrived and cannot be served is lost too, and that is no fault of the source.
+            if not signals.is_reported(version) and (loss := signals.find_loss()):
                 raise RelayError(f"no weights from {self.source}: {loss}", is_source_lost=SOURCE_LOST in loss)
             signals.await_prepared(version, deadline)
 

@@ -11,17 +11,20 @@ from threading import Thread, current_thread
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from pipeline.config import InferenceConfig
 from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync import server_shards
 from pipeline.inference.weight_sync.rank_rows import RowSource
+from pipeline.inference.weight_sync.relay_link import RelayError, RelayLink
 from pipeline.inference.weight_sync.server_shards import Shard
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.transfer_route import SEAL_BYTES, RowReceiver, group_name
 from pipeline.inference.weight_sync.transports.gloo import (
     SERVER,
     SOURCE_LOST,
+    ProcessSignals,
     TransferGroup,
     WeightLayout,
     connect_store,
@@ -176,6 +179,21 @@ def test_a_source_that_does_not_meet_its_child_costs_time_and_not_the_child(monk
         assert trainer.publish(1, endpoints) == 2 * MODEL_BYTES
         assert not trainer.evicted
         assert {server.update_seconds for server in servers} == {8.0}, "a late meeting must not shorten later updates"
+
+
+def test_a_server_that_cannot_serve_what_it_received_does_not_blame_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RelayLink, "_call_source", lambda *_, **__: None)
+    signals = [ProcessSignals(HashStore(), f"child/1/{process}") for process in range(2)]
+    signals[0].report_prepared(1)
+    signals[1].report_prepared(1, "no such tensor")
+    signals[1].report_lost("no such tensor")
+    link = RelayLink("source:1", PASSWORD, "child/1", signals)
+    with pytest.raises(WeightSyncError, match="no such tensor") as failure:
+        link.transfer(1, Deadline("weights", WAIT_SECONDS))
+    assert not isinstance(failure.value, RelayError)
+    signals[0].report_lost("the connection was closed")
+    with pytest.raises(RelayError, match="the connection was closed"):
+        link.transfer(2, Deadline("weights", WAIT_SECONDS))
 
 
 @contextmanager
