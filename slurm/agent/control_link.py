@@ -95,7 +95,7 @@ class LinkResponder:
             wait_for("the next question of the monitor", is_known, FAREWELL_SECONDS, longest_pause=_FAREWELL_PAUSE)
 
     def _vouched(self) -> str | None:
-        """The answer to the monitor: the documents that this agent knows of."""
+        """The answer to the monitor: the numbers of documents (`ChangeBoard.known`)."""
         if not self._vouch():
             return None
         known = self._board.known
@@ -150,7 +150,7 @@ class PeerLink:
     def __init__(
         self, records: PeerRecords, rank: int, note: Callable[[ChangeCounts], None] = lambda counts: None
     ) -> None:
-        """`note` is called with the documents that the agent knows of."""
+        """`note` is called with the numbers of documents in each answer."""
         self.rank, self._records, self._note = rank, records, note
         self._peer: PeerConnection | None = None
 
