@@ -34,7 +34,7 @@ from slurm.rendezvous.probe_server import ANSWER_SECONDS, CALLERS, PeerConnectio
 
 HOLD_SECONDS = 5.0
 """Seconds for which an answer is held while nothing changes."""
-LATE_SECONDS = 5.0
+LATE_ANSWER_SECONDS = 5.0
 """Seconds by which an answer may come later before the link counts as lost."""
 RETRY_SECONDS = 5.0
 """Pause of an agent to which no ancestor answers."""
@@ -229,7 +229,7 @@ class AncestorLink:
             # The first answer is not held: it shows that the ancestor gives hints, and how many documents there are.
             seen: ChangeCounts = ChangeCounts(events=-1, revisions=-1)
             while not self._over.is_set():
-                answer = self._peer.ask(_encode(seen), HOLD_SECONDS + LATE_SECONDS)
+                answer = self._peer.ask(_encode(seen), HOLD_SECONDS + LATE_ANSWER_SECONDS)
                 self._board.note_report(msgspec.json.decode(answer, type=ChangeCounts))
                 self.ancestor = rank
                 seen = self._board.known
