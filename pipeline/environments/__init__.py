@@ -35,7 +35,6 @@ from pipeline.environments.task_protocol import (
     Prompt,
     Task,
     TaskOptions,
-    first_prompts,
     user_prompt,
 )
 from pipeline.environments.user_imports import import_object, user_import_errors
@@ -54,7 +53,6 @@ __all__ = [
     "check_demonstrations",
     "check_sandbox",
     "check_task",
-    "first_prompts",
     "load_task",
     "user_prompt",
 ]

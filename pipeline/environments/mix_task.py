@@ -70,6 +70,9 @@ class Mix(Task):
         label = self._parts[number].label
         return replace(self._tasks[label].prompt(index - self._starts[number]), task=label)
 
+    def first_prompts(self) -> list[Prompt]:
+        return [replace(one, task=label) for label, task in self._tasks.items() for one in task.first_prompts()]
+
     def held_out(self) -> Sequence[Prompt]:
         """The held-out prompts of all tasks in turn, so that the first N of them are of all tasks."""
         if self._held_out is None:

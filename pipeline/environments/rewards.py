@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pipeline.config import RewardConfig, closest_match
 from pipeline.environments.reward_functions import TRL, VERL, PartialScore, RewardFunction, columns_of
-from pipeline.environments.task_protocol import Prompt, Task, first_prompts
+from pipeline.environments.task_protocol import Prompt, Task
 from pipeline.environments.user_imports import import_object, user_import_errors
 from pipeline.errors import ConfigError
 from pipeline.utils.value_bounds import MAX_REWARD
@@ -101,7 +101,7 @@ def check_rewards(config: RewardConfig, task: Task, task_name: str) -> None:
         hint = "reward.functions=[package.module:function], see docs/rewards.md"
         raise ConfigError(KEY, list(config.functions), expected, hint)
     with user_import_errors("task.name", task_name, "a task whose prompt(0) works"):
-        prompts = first_prompts(task)
+        prompts = task.first_prompts()
     for spec, function in zip(config.functions, functions, strict=False):
         for prompt in prompts:
             if function is not None:

@@ -20,7 +20,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -192,6 +191,11 @@ class Task(ABC):
     def held_out(self) -> Sequence[Prompt]:
         """The prompts of evaluations: the same for every seed, none of them a training prompt."""
 
+    def first_prompts(self) -> "list[Prompt]":
+        """The first prompt, or that of each task of a mix, for the launcher's checks. Override it if `prompt` must run
+        in a worker process."""
+        return [self.prompt(0)]
+
     @abstractmethod
     def reward(self, prompt: Prompt, text: str) -> float:
         """The reward of the policy's last turn `text`. Runs in a worker process, so it may compute and start processes;
@@ -238,9 +242,3 @@ class Task(ABC):
 def user_prompt(question: str, answer: Any = None) -> Prompt:
     """A prompt of one user message."""
     return Prompt(({"role": "user", "content": question},), answer)
-
-
-def first_prompts(task: Task) -> list[Prompt]:
-    """The first prompt of the task, or of each task of a mix."""
-    starts = accumulate((part.size for part in task.parts[:-1]), initial=0)
-    return [task.prompt(start) for start in starts]

@@ -83,7 +83,7 @@ def _within_bytes(records: Iterator[dict[str, Any]]) -> list[str]:
 def _records(history: History, samples: SampleTable) -> Iterator[dict[str, Any]]:
     reader = SampleReader(_model_directory(history))
     for sample in samples.load():
-        yield _record(sample, reader, syntax_of(history.config, sample["eval_set"]))
+        yield _record(sample, reader, syntax_of(history.config, sample["eval_set"], sample["task"]))
 
 
 def _model_directory(history: History) -> Any:

@@ -53,13 +53,15 @@ class ShownTurn:
     times: Mapping[str, Any] | None = None
 
 
-def syntax_of(config: RunConfig | None, eval_set: str | None = None) -> ToolCallSyntax:
-    """The tool-call syntax of a run's task, or of the task of one of its evaluation sets."""
+def syntax_of(config: RunConfig | None, eval_set: str | None = None, label: str = "") -> ToolCallSyntax:
+    """The tool-call syntax of a run's task, or of the task of one of its evaluation sets. `label` is the sample's task,
+    which is one of several in a mix."""
     if config is None:
         return _DEFAULT
     own = config.evaluation.sets.get(eval_set or "")
     task = own.task if own is not None and own.task is not None else config.task
-    name = task.options.get(SYNTAX_OPTION)
+    options = next((entry.options for entry in task.tasks if entry.title == label), task.options)
+    name = options.get(SYNTAX_OPTION)
     return next((syntax for syntax in get_args(ToolCallSyntax) if syntax == name), _DEFAULT)
 
 

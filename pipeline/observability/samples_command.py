@@ -128,15 +128,13 @@ def _show(run: RunPaths, options: argparse.Namespace) -> None:
     if options.text:
         matches = matches.containing(options.text, reader.text)
     chosen, pages = _page(matches, options)
-    syntaxes = {name: syntax_of(config, name) for name in set(chosen.column("eval_set"))}
     if options.json:
         for sample in chosen.load():
-            print(msgspec.json.encode(as_json(sample, reader, syntaxes[sample["eval_set"]])).decode())
+            print(msgspec.json.encode(as_json(sample, reader, _syntax(config, sample))).decode())
         return
     screen, shown = console(highlight=False), 0
     for sample in chosen.load():
-        syntax = syntaxes[sample["eval_set"]]
-        screen.print(rendered(sample, reader, syntax, tokens=options.tokens, full=options.full))
+        screen.print(rendered(sample, reader, _syntax(config, sample), tokens=options.tokens, full=options.full))
         shown += 1
     screen.print(Text(_footer(shown, len(matches), len(stored), options.page, pages), "bright_black"))
 
@@ -197,6 +195,10 @@ def _reader(config: RunConfig | None) -> SampleReader:
         return SampleReader(model_directory(config.model) if config else Path())
     except ConfigError:
         return SampleReader(Path())
+
+
+def _syntax(config: RunConfig | None, sample: ReadSample) -> ToolCallSyntax:
+    return syntax_of(config, sample["eval_set"], sample["task"])
 
 
 def as_json(sample: ReadSample, reader: SampleReader, syntax: ToolCallSyntax = "tagged") -> dict[str, Any]:

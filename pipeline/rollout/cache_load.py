@@ -8,11 +8,11 @@ import asyncio
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 
-from pipeline.rollout.server_client import Server
+from pipeline.rollout.server_client import PromptTokens, Server
 
 METRICS = "/metrics"
 READ_SECONDS = 5.0
@@ -35,7 +35,7 @@ class CacheWatch:
 
     def __init__(self) -> None:
         self._preemptions: dict[str, int] = {}
-        self._seen = (0, 0, 0)
+        self._seen: dict[str, PromptTokens] = {}
 
     async def load(self, http: aiohttp.ClientSession, servers: Sequence[Server]) -> CacheLoad:
         metrics = await asyncio.gather(*(_metrics(http, server.endpoint) for server in servers))
@@ -50,16 +50,18 @@ class CacheWatch:
 
     def _hit_rate(self, servers: Sequence[Server]) -> float | None:
         """That of continued requests since the last one that was not None."""
-        counts = [server.continued for server in servers]
-        responses, tokens = sum(count.responses for count in counts), sum(count.tokens for count in counts)
-        now = responses, tokens, sum(count.cached for count in counts)
-        responses, tokens, cached = (new - old for new, old in zip(now, self._seen, strict=True))
-        if responses < 0:  # a server has left, with its counts
-            self._seen = now
-        if responses < MIN_RESPONSES:
+        new_counts = [self._new_counts(server) for server in servers]
+        if sum(count.responses for count in new_counts) < MIN_RESPONSES:
             return None
-        self._seen = now
-        return cached / tokens
+        self._seen |= {server.endpoint: replace(server.continued) for server in servers}
+        return sum(count.cached for count in new_counts) / sum(count.tokens for count in new_counts)
+
+    def _new_counts(self, server: Server) -> PromptTokens:
+        """The counts of a server since they were last used. One that joined again counts from zero."""
+        now, seen = server.continued, self._seen.get(server.endpoint, PromptTokens())
+        if now.responses < seen.responses:
+            return now
+        return PromptTokens(now.responses - seen.responses, now.tokens - seen.tokens, now.cached - seen.cached)
 
 
 def values(text: str, name: str) -> list[float]:

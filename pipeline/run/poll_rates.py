@@ -9,8 +9,10 @@ by which one process reads documents of one kind. Must not know the documents, n
 | the same | an agent with a link in the tree | `MAX_LINKED_POLLS_PER_SECOND`, up to 3,000 ranks |
 | the same | an agent without a link; the trainer's rank 0 | `MAX_POLLS_PER_SECOND`, up to 1,000 ranks |
 | its heartbeat file | every agent | `MAX_TOUCHES_PER_SECOND`, up to 4,000 ranks |
-| a neighbor's heartbeat file | an agent that the neighbor does not answer | the same |
+| a neighbor's heartbeat file | an agent that the neighbor does not answer | the same, after the suspicion below |
 | all exit markers | an agent of a failed attempt that waits for the others | `MAX_LISTINGS_PER_SECOND` |
+
+While the link of a neighbor suggests its loss, for 5 to 20 s, its file is read once a second (`slurm.agent.loss_rule`).
 """
 
 from pipeline.utils.waiting import CLOCK, Clock

@@ -41,6 +41,7 @@ from pipeline.utils.shared_dir import FileSharedDir, SharedDir
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, OtherAgents, agent_name, mark_down
 from slurm.agent.control_link import ControlLinks
+from slurm.agent.control_tree import ChangeBoard
 from slurm.agent.gpu_locks import Claimant, claim_visible
 from slurm.agent.neighbor_watch import NeighborWatch
 from slurm.agent.node_forks import node_forks, roles_of
@@ -172,7 +173,7 @@ def _run_attempt(
     seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
     revisions = links.schedule("revisions", FOLLOW_SECONDS)
     follower = WorldFollower(paths, config, environment.rank, revisions) if world.spares else None
-    report = partial(_handle_lost_rank, paths, config, agent)
+    report = partial(_handle_lost_rank, paths, config, agent, links.board)
     links.use_addresses(world.address_of_rank)
     with links, NeighborWatch(paths, environment.rank, ranks, seconds, report, links):
         supervisor = Supervisor(
@@ -321,9 +322,13 @@ class StoppableClock(Clock):
             raise StoppedBeforeWorld(f"{ending.name} by {ending.by}" if ending else self._notice.reason)
 
 
-def _handle_lost_rank(paths: AttemptPaths, config: RunConfig, by: str, rank: int, cause: str) -> bool:
+def _handle_lost_rank(
+    paths: AttemptPaths, config: RunConfig, by: str, board: ChangeBoard, rank: int, cause: str
+) -> bool:
     """Replace a lost rank by a spare one, and return True; else record it as the attempt's failure, unless the attempt
-    is ending anyway."""
+    is ending anyway: it has an event, which may not be visible here yet (`board`)."""
+    if board.known.events:
+        return False
     why = ""
     with suppress(OSError):
         if Events(paths, FileSharedDir(paths.root, FINAL_WRITE_TIMEOUT)).read_all():

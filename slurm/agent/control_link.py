@@ -2,8 +2,9 @@
 
 Owns the two questions that agents ask each other through `slurm.rendezvous.probe_server`, the thread that follows an
 ancestor, and the connection to the monitored rank. Promises that every question has a deadline, that a link which
-misses it is closed and another ancestor asked, and that no answer makes an agent do more than read a file, or read one
-later. Must not know what is read, nor what a link's sign means (`loss_rule`).
+misses it is closed and another ancestor asked, that no answer makes an agent do more than read a file, or read one
+later, and that the monitor of an agent which leaves has got the number of events that this agent has read. Must not
+know what is read, nor what a link's sign means (`loss_rule`).
 
     links = ControlLinks(paths, rank, ranks, heartbeat.vouch)
     with ProbeServer(…, responder=links.answer):
@@ -21,17 +22,19 @@ from types import TracebackType
 
 import msgspec
 
+from pipeline.errors import DeadlineError
 from pipeline.run.paths import AttemptPaths
 from pipeline.topology.plan import NodeInfo
 from pipeline.utils.shared_dir import FileSharedDir, SharedDir
+from pipeline.utils.waiting import CLOCK, wait_for
 from slurm.agent.control_tree import ChangeBoard, ChangeCounts, ChangeKind, LinkedSchedule, ancestors
-from slurm.agent.loss_rule import LinkSign
+from slurm.agent.loss_rule import LOOK_SECONDS, LinkSign
 from slurm.rendezvous.membership import read_node_info
 from slurm.rendezvous.probe_server import ANSWER_SECONDS, CALLERS, PeerConnection, find_addresses
 
 HOLD_SECONDS = 5.0
 """Seconds for which an answer is held while nothing changes."""
-LATE_SECONDS = 5.0
+LATE_ANSWER_SECONDS = 5.0
 """Seconds by which an answer may come later before the link counts as lost."""
 RETRY_SECONDS = 5.0
 """Pause of an agent to which no ancestor answers."""
@@ -41,7 +44,9 @@ MAX_FOLLOWERS = CALLERS // 2
 MAX_WITNESSES = 3
 """Most other ranks that are asked whether they reach a rank."""
 
-ALIVE = "alive"
+FAREWELL_SECONDS = 2 * LOOK_SECONDS
+"""Longest pause between two questions of a monitor that runs, and most seconds that an agent stays for the next one."""
+_FAREWELL_PAUSE = 0.05
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.EHOSTDOWN)
 
 
@@ -59,6 +64,7 @@ class LinkResponder:
         count as alive, since its roles cannot go on. It is called for each question of the agent's monitor."""
         self._board, self._vouch = board, vouch
         self._followers = threading.BoundedSemaphore(MAX_FOLLOWERS)
+        self._monitor_asked, self._monitor_events = float("-inf"), 0
 
     def answer(self, question: str) -> str | None:
         """The answer to a question, after at most `HOLD_SECONDS`; None if this agent cannot vouch for it."""
@@ -67,7 +73,7 @@ class LinkResponder:
         except msgspec.DecodeError:
             return None
         if seen is None:
-            return ALIVE if self._vouch() else None
+            return self._vouched()
         if not self._followers.acquire(blocking=False):
             return None  # the follower asks another ancestor
         try:
@@ -75,6 +81,26 @@ class LinkResponder:
         finally:
             self._followers.release()
         return None if counts is None else msgspec.json.encode(counts).decode()
+
+    def take_leave(self) -> None:
+        """Wait until the monitor of this rank has got the number of events, if one asks. It may not see the events yet,
+        and would take an agent that has left for a lost one."""
+        known = self._board.known.events
+
+        def is_known() -> bool:
+            silent = CLOCK.now() - self._monitor_asked
+            return self._monitor_events >= known or silent > FAREWELL_SECONDS
+
+        with suppress(DeadlineError):
+            wait_for("the next question of the monitor", is_known, FAREWELL_SECONDS, longest_pause=_FAREWELL_PAUSE)
+
+    def _vouched(self) -> str | None:
+        """The answer to the monitor: the numbers of documents (`ChangeBoard.known`)."""
+        if not self._vouch():
+            return None
+        known = self._board.known
+        self._monitor_asked, self._monitor_events = CLOCK.now(), known.events
+        return msgspec.json.encode(known).decode()
 
 
 class PeerRecords:
@@ -121,8 +147,11 @@ class PeerRecords:
 class PeerLink:
     """The connection to the agent of one rank, by which another agent monitors it."""
 
-    def __init__(self, records: PeerRecords, rank: int) -> None:
-        self.rank, self._records = rank, records
+    def __init__(
+        self, records: PeerRecords, rank: int, note: Callable[[ChangeCounts], None] = lambda counts: None
+    ) -> None:
+        """`note` is called with the numbers of documents in each answer."""
+        self.rank, self._records, self._note = rank, records, note
         self._peer: PeerConnection | None = None
 
     def look(self) -> LinkSign:
@@ -151,10 +180,10 @@ class PeerLink:
         if peer is not None:
             peer.close()
 
-    @staticmethod
-    def _answers(peer: PeerConnection) -> bool:
-        with suppress(OSError):
-            return peer.ask(_encode(None), ANSWER_SECONDS) == ALIVE
+    def _answers(self, peer: PeerConnection) -> bool:
+        with suppress(OSError, msgspec.DecodeError):
+            self._note(msgspec.json.decode(peer.ask(_encode(None), ANSWER_SECONDS), type=ChangeCounts))
+            return True
         return False
 
 
@@ -200,7 +229,7 @@ class AncestorLink:
             # The first answer is not held: it shows that the ancestor gives hints, and how many documents there are.
             seen: ChangeCounts = ChangeCounts(events=-1, revisions=-1)
             while not self._over.is_set():
-                answer = self._peer.ask(_encode(seen), HOLD_SECONDS + LATE_SECONDS)
+                answer = self._peer.ask(_encode(seen), HOLD_SECONDS + LATE_ANSWER_SECONDS)
                 self._board.note_report(msgspec.json.decode(answer, type=ChangeCounts))
                 self.ancestor = rank
                 seen = self._board.known
@@ -233,7 +262,7 @@ class ControlLinks:
         """What the link to a rank shows now. One rank at a time is monitored, in one thread."""
         if self._monitored is None or self._monitored.rank != rank:
             self._end_monitoring()
-            self._monitored = PeerLink(self._peers, rank)
+            self._monitored = PeerLink(self._peers, rank, self.board.note_hint)
         return self._monitored.look()
 
     def is_reached(self, rank: int) -> bool:
@@ -251,6 +280,7 @@ class ControlLinks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end_monitoring()
         self._link.__exit__(kind, error, at)
+        self._responder.take_leave()
 
     def _end_monitoring(self) -> None:
         if self._monitored is not None:

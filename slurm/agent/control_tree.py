@@ -3,7 +3,8 @@
 Owns which agent follows which, and an agent's record of changes in the attempt's directories. A hint is the number of
 documents that exist: events, and revisions of the world. An agent that has read fewer reads the directory; the files
 alone decide what happened. Promises that a lost link, an agent that stopped reading, or a wrong number can only change
-when the directory is read. Must not know sockets (`control_link`).
+when the directory is read. One use is more than that: after the hint of an event, an agent that left counts as part of
+the end, and not as lost (`agent`). Must not know sockets (`control_link`).
 
     rank 0 reads the directory ten times a second
       ├── rank 1 … rank 16        ask rank 0: "more than 0 events?"; the answer comes with the next event, or after 5 s
@@ -95,6 +96,12 @@ class ChangeBoard:
         """Record the answer of an ancestor, which is linked now."""
         with self._changed:
             self._reported, self._linked = self._reported.join(counts), True
+            self._changed.notify_all()
+
+    def note_hint(self, counts: ChangeCounts) -> None:
+        """Record the counts of an agent that is not followed: it may see documents which are not visible here yet."""
+        with self._changed:
+            self._reported = self._reported.join(counts)
             self._changed.notify_all()
 
     def note_link_lost(self) -> None:

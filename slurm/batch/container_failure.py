@@ -39,9 +39,9 @@ def with_container_failure(
         return facts
     started = {int(name) for name in FileSharedDir(paths.alive).names() if name.isdecimal()}
     failure = container_failure(run, paths, config, [rank for rank in range(ranks) if rank not in started], facts.code)
-    if failure is None:
+    # An agent's record, which may be visible late, is never replaced.
+    if failure is None or not shared_files.create_document(paths.first_failure, failure):
         return facts
-    shared_files.write_document(paths.first_failure, failure)
     return replace(facts, failure=failure.one_line(), lost=facts.lost if started else ())
 
 

@@ -21,6 +21,7 @@ from pipeline.config.data_keys import located_data, located_options
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import located_model
 from pipeline.config.run_identity import differences, identity_digest
+from pipeline.config.task_keys import MixedTaskConfig
 from pipeline.errors import CheckpointError, ConfigError, RunStateError
 from pipeline.run.completion import is_finished
 from pipeline.run.paths import RunPaths, SweepPaths
@@ -30,6 +31,9 @@ from slurm.registry import code_snapshot
 
 ENTRANCES = ("slurm/agent/agent.py", "slurm/batch/requeue.py", "slurm/batch/local_controller.py")
 """The modules of a run's snapshot that the job starts, as a launcher of a possibly newer version expects."""
+
+_WITH_FILES = ("agent", "dataset", "harbor", "openenv")
+"""Tasks whose options `path`, `eval_path` and `command` name files. Those of a custom task may have another meaning."""
 
 
 def refuse_contents(run: RunPaths, config: RunConfig) -> RunIdentity | None:
@@ -197,12 +201,11 @@ def _located_replay(config: RunConfig) -> str:
 
 
 def _located_task(task: TaskConfig) -> TaskConfig:
-    tasks = tuple(
-        entry.model_copy(update={"options": located_options(entry.options)}) if entry.name == "dataset" else entry
-        for entry in task.tasks
-    )
-    options = located_options(task.options) if task.name == "dataset" else task.options
-    return task.model_copy(update={"options": options, "tasks": tasks})
+    def options_of(entry: TaskConfig | MixedTaskConfig) -> dict[str, Any]:
+        return located_options(entry.options) if entry.name in _WITH_FILES else entry.options
+
+    tasks = tuple(entry.model_copy(update={"options": options_of(entry)}) for entry in task.tasks)
+    return task.model_copy(update={"options": options_of(task), "tasks": tasks})
 
 
 def git_revision() -> str:

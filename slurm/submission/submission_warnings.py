@@ -27,7 +27,7 @@ from pipeline.config.model_directory import (
 )
 from pipeline.data.chat_messages import Message
 from pipeline.data.examples import RowError
-from pipeline.environments import first_prompts, load_task
+from pipeline.environments import load_task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.frozen_code import changed_modules
 from pipeline.errors import ConfigError
@@ -117,7 +117,7 @@ def _with_tools(config: RunConfig) -> Iterator[tuple[str, Sequence[Message], Seq
             if conversation.tools:
                 yield f"row {index} of data.path", conversation.messages, conversation.tools
     if config.has_rollouts:
-        for prompt in first_prompts(load_task(config.task, config.seed)):
+        for prompt in load_task(config.task, config.seed).first_prompts():
             if prompt.tools:
                 yield f"task.name={prompt.task or config.task.name}", prompt.messages, prompt.tools
 

@@ -96,13 +96,14 @@ class WeightServer(HttpServer):
         version: the version that it reports.
         loaded: versions received completely, in order.
         sees_signal: whether it sees the trainer's signal to leave.
+        update_seconds: the deadline of each update, as the trainer announced it.
     """
 
     def __init__(self, address: str, processes: int = 1) -> None:
         """A tensor-parallel one with several `processes`; see `tensor_slices`."""
         self._count = processes
         self.version: int | None = None
-        self.sees_signal = True
+        self.sees_signal, self.update_seconds, self._failure = True, 0.0, ""
         self.loaded, self.calls = list[int](), list[str]()
         self.answers: dict[str, bytes] = {}
         self.failing: set[str] = set()
@@ -179,7 +180,7 @@ class WeightServer(HttpServer):
             case "served_weights":
                 return self.version
             case "weights_failure":
-                return ""
+                return self._failure
             case "begin_update":
                 self._receive()
                 return True
@@ -204,6 +205,7 @@ class WeightServer(HttpServer):
         processes: int,
         address: str,
         seconds: float,
+        meeting_seconds: float,
         layout: list[list[Any]],
         sources: list[dict[str, Any]],
         adapter: dict[str, Any],
@@ -213,6 +215,7 @@ class WeightServer(HttpServer):
         relayed: bool = False,
     ) -> None:
         assert processes == self._count
+        self.update_seconds, self._failure = seconds, ""
         for process in self._processes:
             process.end()
         self._layout, self.adapter = WeightLayout.parse(layout), adapter
@@ -224,10 +227,16 @@ class WeightServer(HttpServer):
             order = receiving_order(group, number, len(ranks), processes)
             connect = partial(connect_store, host, port, self._password, seconds)  # one that waits serves nobody else
             relay = WeightRelay(self._layout, buffer, address, connect, seconds) if relays else None
-            at_once, arrived = at_once and not relays, relay.note if relay else lambda version, end: None
+            at_once, arrived = at_once and not relays, relay.note if relay else lambda version, end, accepted: None
             receiver = RowReceiver(shard, ranks, buffer, at_once, order, buffer.device, arrived=arrived, sealed=relayed)
             self._processes.append(_Process(connect(), process_name(group, number), address, shard, receiver, relay))
-        self._in_each(lambda process: process.meet(len(ranks), seconds))
+        self._in_each(lambda process: self._join(process, len(ranks), meeting_seconds))
+
+    def _join(self, process: _Process, ranks: int, seconds: float) -> None:
+        try:
+            process.meet(ranks, seconds)
+        except WeightSyncError as error:
+            self._failure = str(error)
 
     def shard_of(self, number: int) -> Shard:
         """What a process needs."""

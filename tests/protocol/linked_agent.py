@@ -39,7 +39,7 @@ def report_changes(paths: AttemptPaths, links: ControlLinks, ranks: int) -> None
 
 
 def main(run: Path, rank: int, ranks: int) -> None:
-    control_link.HOLD_SECONDS = control_link.LATE_SECONDS = HOLD_SECONDS
+    control_link.HOLD_SECONDS = control_link.LATE_ANSWER_SECONDS = HOLD_SECONDS
     paths = AttemptPaths(run, RUN, ATTEMPT)
     with HeartbeatFile(paths, rank) as heartbeat:
         links = ControlLinks(paths, rank, ranks, heartbeat.is_fresh)

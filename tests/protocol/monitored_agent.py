@@ -3,8 +3,9 @@
     python -m tests.protocol.monitored_agent RUN RANK RANKS
 
 Prints `answers` when its neighbor answers for the first time, and the name of each event that it reads. A line
-`lose ADDRESS` on standard input loses all packets that arrive from this address, on the open link and on new ones. A
-lost neighbor is recorded as a run's agent does it. Ends with standard input.
+`lose ADDRESS` on standard input loses all packets that arrive from this address, on the open link and on new ones.
+After a line `late` it finds no event that it has not read yet, as on a file system whose names appear late. A lost
+neighbor is recorded as a run's agent does it. Ends with standard input, or an empty line.
 """
 
 import select
@@ -15,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from pipeline.run.events import EventPoller, Events
-from pipeline.run.paths import AttemptPaths
+from pipeline.run.paths import EVENTS, AttemptPaths
+from pipeline.utils import late_names
 from pipeline.utils.packet_loss import drop_packets, lose_new_connections
 from pipeline.utils.shared_dir import FileSharedDir
 from slurm.agent import agent_heartbeat, control_link, loss_rule, neighbor_watch
@@ -73,10 +75,14 @@ def serve(paths: AttemptPaths, links: PrintingLinks, ranks: int, lost: set[str])
             printed += 1
         if select.select([sys.stdin], [], [], 0.02)[0]:
             command = sys.stdin.readline().split()
-            if not command:
-                return
-            lost.add(command[1])
-            links.drop_packets(command[1])
+            match command:
+                case []:
+                    return
+                case ["late"]:
+                    late_names.hide(lambda path: path.parent.name == EVENTS)
+                case [_, address]:
+                    lost.add(address)
+                    links.drop_packets(address)
 
 
 def main(run: Path, rank: int, ranks: int) -> None:
@@ -93,7 +99,7 @@ def main(run: Path, rank: int, ranks: int) -> None:
             record = msgspec.structs.replace(record, addresses=(address,), probe_port=server.port, token=TOKEN)
             publish_node_info(FileSharedDir(paths.rendezvous), record)
             links.use_addresses({other: address_of(other) for other in range(ranks)})
-            report = partial(_handle_lost_rank, paths, make_config(), agent_name(rank))
+            report = partial(_handle_lost_rank, paths, make_config(), agent_name(rank), links.board)
             with links, NeighborWatch(paths, rank, ranks, 120.0, report, links):
                 serve(paths, links, ranks, lost)
 

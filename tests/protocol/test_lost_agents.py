@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.run.events import Events
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths
 from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.waiting import wait_for
-from slurm.agent.loss_rule import REFUSED_SECONDS, UNREACHABLE_SECONDS
+from slurm.agent.loss_rule import LOOK_SECONDS, REFUSED_SECONDS, UNREACHABLE_SECONDS
 from tests.patience import WAIT_SECONDS
 from tests.protocol.monitored_agent import ATTEMPT, RUN, SCALE, address_of
 
@@ -46,11 +47,14 @@ class AgentProcess:
     def has_printed(self, line: str) -> bool:
         return line in self.lines
 
+    def command(self, line: str) -> None:
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
+
     def lose(self, *ranks: int) -> None:
         """Lose all packets from these ranks from now on."""
-        assert self.process.stdin is not None
         for rank in ranks:
-            print("lose", address_of(rank), file=self.process.stdin, flush=True)
+            self.command(f"lose {address_of(rank)}")
 
     def end(self) -> None:
         self.process.kill()
@@ -120,6 +124,18 @@ def test_a_stopped_agent_is_not_lost_and_is_once_it_is_killed(agents: Agents) ->
 def test_a_rank_whose_link_alone_is_cut_is_not_lost(agents: Agents) -> None:
     agents.all[0].lose(1)
     time.sleep(1.5 * UNREACHABLE_SECONDS * SCALE + TIMEOUTS_SECONDS)
+    assert agents.failure is None
+
+
+def test_a_rank_that_left_after_an_event_is_not_lost_for_one_that_cannot_see_the_event_yet(agents: Agents) -> None:
+    agents.all[0].command("late")
+    time.sleep(LOOK_SECONDS * SCALE)
+    Events(agents.paths).publish("training_finished", "trainer.0")
+    wait_for("the event", partial(agents.all[1].has_printed, "training_finished"), WAIT_SECONDS)
+    agents.all[1].command("")
+    assert agents.all[1].process.wait(WAIT_SECONDS) == 0
+    time.sleep(2 * REFUSED_SECONDS * SCALE + TIMEOUTS_SECONDS)
+    assert not agents.all[0].has_printed("training_finished")
     assert agents.failure is None
 
 

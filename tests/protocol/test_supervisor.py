@@ -17,6 +17,7 @@ from pipeline.utils import shared_files
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import Deadline, wait_for
 from slurm.agent import agent, neighbor_watch, oom
+from slurm.agent.control_tree import ChangeBoard
 from slurm.submission.launcher_signals import describe
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
@@ -229,7 +230,7 @@ def test_an_agent_that_shows_no_sign_of_life_fails_the_attempt_and_is_named(
     run = attempt()
     wait_for("all roles", run.all_ready, WAIT_SECONDS)
     with neighbor_watch.NeighborWatch(
-        run.paths, 2, 3, 1.0, partial(agent._handle_lost_rank, run.paths, make_config(), "agent.2")
+        run.paths, 2, 3, 1.0, partial(agent._handle_lost_rank, run.paths, make_config(), "agent.2", ChangeBoard(2, 3))
     ):  # rank 0 is silent
         assert run.join() == {"failed"}
     failure = run.first_failure

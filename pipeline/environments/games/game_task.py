@@ -115,6 +115,9 @@ class GameTask(Task):
     def prompt(self, index: int) -> Prompt:
         return self._prompt(self._train_seed("prompt", index))
 
+    def first_prompts(self) -> list[Prompt]:
+        return self._prompts_of([self._train_seed("prompt", 0)])
+
     def held_out(self) -> list[Prompt]:
         return list(self._held_out)
 
@@ -183,9 +186,13 @@ class GameTask(Task):
 
     @cached_property
     def _held_out(self) -> Sequence[Prompt]:
+        return self._prompts_of(range(self.options.held_out))
+
+    def _prompts_of(self, seeds: Sequence[int]) -> list[Prompt]:
+        """The prompts of games that another process opens, and which ends then."""
         process = self._start()
         try:
-            prompts: list[Prompt] = self._call(process, "prompts", tuple(range(self.options.held_out)))
+            prompts: list[Prompt] = self._call(process, "prompts", tuple(seeds))
         finally:
             process.end()
         return prompts

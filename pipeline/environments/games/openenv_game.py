@@ -22,7 +22,7 @@ class OpenEnvText:
         action: fields of an action, where a text `{action}` is replaced by the turn; empty: the turn is JSON.
         observation: path of the observation's text, such as `messages.0.content`; empty: the observation as JSON.
         pattern, invalid_reward, invalid_message: as in `TextActionOptions`.
-        metrics: numbers of the observation's metadata to report.
+        metrics: fields of the observation whose numbers are reported. (A server never sends the metadata.)
     """
 
     action: Mapping[str, Any]
@@ -74,8 +74,8 @@ class OpenEnvGame:
         reward = 0.0 if value is None else float(value)
         if not math.isfinite(reward):
             raise ValueError(f"the environment's reward is {reward}, no finite number")
-        metadata = data.get("metadata") or {}
-        metrics = {name: float(metadata[name]) for name in self._text.metrics if name in metadata}
+        fields = data.get("observation") or {}
+        metrics = {name: float(fields[name]) for name in self._text.metrics if name in fields}
         return GameStep(self._shown(data), reward, bool(data.get("done")), metrics=metrics)
 
     def random_action(self, random: Random) -> str:

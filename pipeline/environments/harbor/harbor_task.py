@@ -24,7 +24,7 @@ from pipeline.data.chat_messages import Message
 from pipeline.environments.agent_report import report_from
 from pipeline.environments.episode import Episode
 from pipeline.environments.harbor.harbor_folder import HarborError, HarborFolder, find_tasks, read_task
-from pipeline.environments.harbor.shell_session import ENDED, ShellError, ShellSession, open_shell
+from pipeline.environments.harbor.shell_session import ShellError, ShellLost, ShellSession, open_shell
 from pipeline.environments.task_protocol import Demonstration, Policy, Prompt, Task, TaskOptions
 from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import ConfigError, EpisodeError, RolloutError
@@ -177,9 +177,9 @@ class Harbor(Task):
             return f"error: the only tool is {SHELL}, with a text as its command"
         try:
             ran = shell.run(["bash", "-c", command], self.options.command_seconds)
+        except ShellLost:
+            raise
         except ShellError as error:
-            if str(error) == ENDED:
-                raise
             return f"error: {error}"[: self.options.max_output]
         end = f"error: it took more than {self.options.command_seconds:g} s" if ran.code is None else ""
         end = end or (f"exit code {ran.code}" if ran.code else "")

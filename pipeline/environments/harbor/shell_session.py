@@ -1,8 +1,8 @@
 """A shell in the sandbox, whose files last from one command to the next.
 
 Owns the sandbox's process and the exchange with the program in it (`shell_guest`). Promises that every exchange has a
-deadline; that a sandbox which ended or does not reply raises `ShellError`; and that all processes of the sandbox end
-with the session.
+deadline; that a sandbox which ended or does not reply raises `ShellLost`, now and at every later exchange, so that no
+late reply counts as that of another request; and that all processes of the sandbox end with the session.
 """
 
 import base64
@@ -28,7 +28,11 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class ShellError(Exception):
-    """The sandbox gave no usable reply."""
+    """The sandbox could not do what was requested."""
+
+
+class ShellLost(ShellError):
+    """The sandbox ended or gave no usable reply, and the session cannot be used any more."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class ShellSession:
     def __init__(self, process: "Popen[bytes]", workdir: str, env: Mapping[str, str]) -> None:
         self._process, self._workdir = process, workdir
         self._env = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/tmp", **env}
-        self._buffer = b""
+        self._buffer, self._lost = b"", ""
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
 
     def run(self, command: Sequence[str], seconds: float, **env: str) -> CommandResult:
         """Run a command in the working directory."""
@@ -68,28 +74,43 @@ class ShellSession:
         return None if text is None else str(text)
 
     def _exchange(self, request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
-        assert self._process.stdin is not None
+        if self._lost:
+            raise ShellLost(self._lost)
+        until = time.monotonic() + seconds
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise ShellError(ENDED) from None
-        reply = json.loads(self._line(time.monotonic() + seconds, seconds))
+            self._send(json.dumps(request).encode() + b"\n", until)
+            reply = json.loads(self._line(until))
+        except TimeoutError:
+            self._lost = f"the sandbox gave no reply within {seconds:g} s"
+            raise ShellLost(self._lost) from None
+        except (OSError, EOFError, ValueError):
+            self._lost = ENDED
+            raise ShellLost(self._lost) from None
         if "failed" in reply:
             raise ShellError(str(reply["failed"]))
         return dict(reply)
 
-    def _line(self, until: float, seconds: float) -> bytes:
-        """The next line of the program; `ShellError` without one in time."""
+    def _send(self, data: bytes, until: float) -> None:
+        """Write all of a request; `TimeoutError` if the program does not read it in time."""
+        assert self._process.stdin is not None
+        number, left = self._process.stdin.fileno(), memoryview(data)
+        while left:
+            _, writable, _ = select.select([], [number], [], max(0.0, until - time.monotonic()))
+            if not writable:
+                raise TimeoutError
+            left = left[os.write(number, left) :]
+
+    def _line(self, until: float) -> bytes:
+        """The next line of the program; `TimeoutError` without one in time, `EOFError` at its end."""
         assert self._process.stdout is not None
         number = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
             readable, _, _ = select.select([number], [], [], max(0.0, until - time.monotonic()))
             if not readable:
-                raise ShellError(f"the sandbox gave no reply within {seconds:g} s")
+                raise TimeoutError
             more = os.read(number, 1 << 16)
             if not more or len(self._buffer) > MAX_REPLY:
-                raise ShellError(ENDED)
+                raise EOFError
             self._buffer += more
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line

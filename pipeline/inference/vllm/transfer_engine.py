@@ -66,7 +66,8 @@ class EngineInit(WeightTransferInitInfo):  # type: ignore[misc]
         group: prefix of the groups' names, used once (`transfer_route.group_name`).
         processes: number of this server's processes.
         address: this server's address, on which the groups listen.
-        seconds: deadline of each wait for the trainer.
+        seconds: deadline of each update.
+        meeting_seconds: deadline of the meeting with the sources.
         layout: `WeightLayout.plain()` of every update.
         sources: `RowSource.plain()` of each sending rank of the trainer.
         adapter: the settings of an adapter; empty for a whole model's weights.
@@ -82,6 +83,7 @@ class EngineInit(WeightTransferInitInfo):  # type: ignore[misc]
     processes: int
     address: str
     seconds: float
+    meeting_seconds: float
     layout: list[list[Any]]
     sources: list[dict[str, Any]]
     adapter: dict[str, Any]
@@ -151,7 +153,7 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
 
     def _meet(self, init_info: EngineInit) -> None:
         self._seconds = init_info.seconds
-        deadline = Deadline("the trainer's group", init_info.seconds)
+        deadline = Deadline("the trainer's group", init_info.meeting_seconds)
         layout = WeightLayout.parse(init_info.layout)
         sources = [RowSource.parse(layout, plain) for plain in init_info.sources]
         self._adapter = self._adapter_slot(layout, init_info.adapter)
@@ -316,7 +318,7 @@ class TransferEngine(WeightTransferEngine[EngineInit, EngineUpdate], Generic[G])
         return None if self._adapter is None else self._adapter.prepare(list(self._arrived()))
 
 
-def _ignore_progress(version: int, end: int) -> None:
+def _ignore_progress(version: int, end: int, accepted: bool) -> None:
     """For a server that forwards nothing."""
 
 

@@ -32,7 +32,7 @@ MAX_RELAYED = 4
 """Most attempts of one update before the trainer sends it itself. Each has half of the seconds that are left."""
 _LONGEST_PAUSE = 0.1
 InitInfo = Callable[[str, float], Mapping[str, Any]]
-"""Returns the description of a group for a server's processes, by its name and the seconds of each wait in it."""
+"""Returns the description of a group for a server's processes, by its name and the seconds for the meeting."""
 
 
 class RelayError(WeightSyncError):
@@ -73,12 +73,13 @@ class RelayLink:
         init_info: InitInfo,
         deadline: Deadline,
     ) -> "RelayLink":
-        """Make both servers join new groups."""
+        """Make both servers join new groups, in half of the seconds that are left: the server must answer before the
+        deadline that the other one did not come, or the failure would look like its own."""
         group = f"{control.server}/{secrets.token_hex(8)}"
         names = [group_name(process_name(group, process), 0) for process in range(processes)]
         link = cls(source, password, group, [ProcessSignals(store, name) for name in names])
         link._call_source("adopt_server", deadline)
-        control.post("/init_weight_transfer_engine", deadline, init_info=init_info(group, deadline.left))
+        control.post("/init_weight_transfer_engine", deadline, init_info=init_info(group, deadline.left / 2))
         for (reason,) in call_processes(control, "weights_failure", deadline):
             if reason:
                 raise RelayError(f"{control.server} did not meet {source}: {reason}")
@@ -90,7 +91,8 @@ class RelayLink:
         for signals in self.signals:
             is_decided = partial(_is_decided, signals, version)
             wait_for(deadline.awaited, is_decided, deadline.left, longest_pause=_LONGEST_PAUSE)
-            if loss := signals.find_loss():
+            # A version that arrived and cannot be served is lost too, and that is no fault of the source.
+            if not signals.is_reported(version) and (loss := signals.find_loss()):
                 raise RelayError(f"no weights from {self.source}: {loss}", is_source_lost=SOURCE_LOST in loss)
             signals.await_prepared(version, deadline)
 

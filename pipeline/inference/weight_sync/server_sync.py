@@ -223,7 +223,7 @@ class ServerSync:
         def init_info(group: str, seconds: float) -> dict[str, Any]:
             info = self._init_info(payload, group)
             whole = [RowSource(payload.source.layout).plain()]
-            return info | {"sources": whole, "relayed": True, "seconds": seconds}
+            return info | {"sources": whole, "relayed": True, "meeting_seconds": seconds}
 
         with self._timed("send"):
             return self._relayed.receive(control, payload.version, self._processes, init_info, deadline)
@@ -262,6 +262,7 @@ class ServerSync:
             "processes": self._processes,
             "address": self.server.rpartition(":")[0],
             "seconds": self._config.update_seconds,
+            "meeting_seconds": self._config.update_seconds,
             "layout": payload.source.layout.plain(),
             "sources": [source.plain() for source in self._orders.sources],
             "at_once": payload.at_once,

@@ -119,7 +119,7 @@ class RowReceiver:
         order: Sequence[int],
         device: torch.device,
         on_host: bool = False,
-        arrived: Callable[[int, int], None] = lambda version, end: None,
+        arrived: Callable[[int, int, bool], None] = lambda version, end, accepted: None,
         sealed: bool = False,
     ) -> None:
         """Prepare to receive from these sources.
@@ -132,7 +132,8 @@ class RowReceiver:
             order: the indices of the sources, as `receiving_order` gives them.
             device: the device on which bytes arrive.
             on_host: whether the buffer is in memory of the device's host, so that all rows come in chunks.
-            arrived: called with the version and the end of the bytes that the buffer has from its beginning.
+            arrived: called with the version, the end of the bytes that the buffer has from its beginning, and whether
+                the version is accepted: all bytes have come, and the seal.
             sealed: whether the source is another server, which sends `SEAL_BYTES` after the last chunk
                 (`weight_relay`).
         """
@@ -170,7 +171,7 @@ class RowReceiver:
                     here = self._target(chunk)
                     versions.add(receive(groups[source], here))
                     if self._direct:
-                        self._arrived(max(versions), chunk.end)
+                        self._arrived(max(versions), chunk.end, False)
                     else:
                         self._copy_to_staging(parts, chunk, here, deadline, after)
         if len(self._seal):
@@ -178,7 +179,7 @@ class RowReceiver:
         if len(versions) != 1:
             raise WeightSyncError(f"received parts of versions {sorted(versions)}")
         version = versions.pop()
-        self._arrived(version, len(self._buffer))
+        self._arrived(version, len(self._buffer), True)
         return version
 
     def _target(self, chunk: Chunk) -> Tensor:

@@ -3,8 +3,9 @@
 Owns the groups with these children, and the threads that send. To a child, a relay is a trainer of one rank that has
 every row. Promises that a relay neither waits for a child nor keeps a version for one: the next version may overwrite
 the buffer while chunks of it are sent. So a child accepts a version only with its seal, which is sent after the last
-chunk if the buffer has held this version ever since its first. Otherwise, and when the relay loses its own source, the
-child gets `ABANDONED`. Must not know vLLM or HTTP, nor which server feeds which (`relay_plan`).
+chunk if the buffer has held this version ever since its first, and the relay has accepted the version itself: it may
+have got a chunk that its own source overwrote. Otherwise, and when the relay loses its own source, the child gets
+`ABANDONED`. Must not know vLLM or HTTP, nor which server feeds which (`relay_plan`).
 
     relay = WeightRelay(layout, buffer, address, connect, seconds)
     rows = RowReceiver(…, arrived=relay.note)
@@ -49,6 +50,7 @@ class WeightRelay:
         self._changed, self._closed = Condition(), False
         self._version: int | None = None
         self._end = self._changes = 0
+        self._accepted = False
         self._children: dict[str, Future[TransferRoute]] = {}
 
     def adopt(self, process: str) -> None:
@@ -72,13 +74,14 @@ class WeightRelay:
     def begin(self) -> None:
         """Note that the buffer may change from now on."""
         with self._changed:
-            self._end = 0
+            self._end, self._accepted = 0, False
 
-    def note(self, version: int, end: int) -> None:
-        """Note that the buffer has these bytes of a version, from its beginning up to `end`."""
+    def note(self, version: int, end: int, accepted: bool) -> None:
+        """Note that the buffer has these bytes of a version, from its beginning up to `end`, and whether the version
+        was accepted: it is whole, and sealed by a source that is a server."""
         with self._changed:
             self._changes += version != self._version
-            self._version, self._end = version, end
+            self._version, self._end, self._accepted = version, end, accepted
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -115,23 +118,23 @@ class WeightRelay:
             if changes is None:
                 break
             route.group.send(version, self._buffer[chunk.start : chunk.end], deadline)
-        # Only now it is known that no later version has overwritten a chunk before it was sent.
-        if changes is None or self._await(version, len(self._buffer), changes, deadline) is None:
+        # Only now it is known that no later version has overwritten a chunk before it was sent, here or above.
+        if changes is None or self._await(version, None, changes, deadline) is None:
             with suppress(WeightSyncError):
                 route.group.abandon(Deadline("a child to learn that its version is lost", _ABANDON_SECONDS))
             raise WeightSyncError("this server does not have the version any more")
         route.group.send(version, torch.zeros(SEAL_BYTES, dtype=torch.uint8), deadline)
 
-    def _await(self, version: int, end: int, changes: int | None, deadline: Deadline) -> int | None:
-        """Wait until the buffer has the bytes up to `end` of a version; None if it never will. The value counts the
-        versions so far, and must be `changes` again."""
+    def _await(self, version: int, end: int | None, changes: int | None, deadline: Deadline) -> int | None:
+        """Wait until the buffer has the bytes up to `end` of a version, or without `end` until the version is accepted;
+        None if that never happens. The value counts the versions so far, and must be `changes` again."""
 
         def is_over() -> bool:
             changed = changes not in (None, self._changes)
             return self._closed or changed or (self._version is not None and self._version > version)
 
         def has_bytes() -> bool:
-            return self._version == version and self._end >= end
+            return self._version == version and (self._accepted if end is None else self._end >= end)
 
         with self._changed:
             self._changed.wait_for(lambda: is_over() or has_bytes(), max(deadline.left, 0.0))

@@ -197,10 +197,11 @@ def _paths_in(value: Any) -> Iterator[Path]:
         for inner in value:
             yield from _paths_in(inner)
     elif isinstance(value, str) and "/" in value and "\n" not in value:
-        path = Path(value).expanduser().resolve()
+        path = Path(value).expanduser().absolute()
         try:
             exists = path.exists()
         except OSError:  # a long text, such as a prompt
             return
         if exists:
-            yield path
+            # As written too: of a link, the container has neither the name nor what it refers to.
+            yield from {path.resolve(), path} if ".." not in path.parts else {path.resolve()}

@@ -37,8 +37,8 @@ POLL_SECONDS = 1.0
 """Longest delay of the end of a child that ended before its signal was awaited."""
 ENROOT_SECONDS = 3600.0
 """Deadline of the download or the extraction of an image."""
-MOUNT_OPTIONS = ("--bind", "--mount")
-"""The options of apptainer and enroot whose values start with a path of the node."""
+MOUNT_OPTIONS = {"apptainer": "--bind", "enroot": "--mount"}
+"""The option of each runtime whose value starts with a path of the node."""
 OF_IMAGE = frozenset({"PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PWD", "OLDPWD", "SHLVL", "_", "BASH_ENV"})
 """Variables that only the image of an enroot container sets."""
 _NAME = re.compile(r"(?!ENROOT_)[A-Za-z_]\w*", re.ASCII)
@@ -87,7 +87,7 @@ def check_node(command: Sequence[str], image: str, caches: Sequence[str]) -> Non
             hint = "set XDG_CACHE_HOME or cluster.compile_cache to a directory that all nodes can write to"
             raise NodeError(f"{cache} cannot be created: {error.strerror}; {hint}") from None
     for option, value in pairwise(command):
-        if option in MOUNT_OPTIONS and not Path(source := value.split(":")[0]).exists():
+        if option == MOUNT_OPTIONS.get(command[0]) and not Path(source := value.split(":")[0]).exists():
             hint = "mount only paths that all nodes have, or exclude the node (cluster.exclude)"
             raise NodeError(f"no {source}, which the container mounts; {hint}")
 

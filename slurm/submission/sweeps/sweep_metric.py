@@ -37,16 +37,21 @@ class SweepMetric:
         return ", ".join(self.names)
 
     def of(self, run: RunPaths) -> tuple[float, ...]:
-        """The mean of each metric's last values; `SweepError` for a metric without a value."""
+        """The mean of each metric's last values; `SweepError` for a metric without a value, and for one that the run's
+        last evaluation does not have."""
         rows = [row for row in read_rows(run.metrics) if row["job"] == self.job]
         return tuple(self._mean(name, rows) for name in self.names)
 
     def _mean(self, name: str, rows: list[MetricRecord]) -> float:
-        values = [value for _, value in series(rows, name, self.job)][-self.window :]
+        values = series(rows, name, self.job)[-self.window :]
         if not values:
             hint = closest_match(name, metric_names(rows), "see docs/metrics.md")
             raise SweepError(f"its {self.job} rows have no value of {name}" + (f"; {hint}" if hint else ""))
-        return sum(values) / len(values)
+        # Each evaluation has the number of its failed samples, also one that has no accuracy because of them.
+        step, failed = next(iter(series(rows, f"{name.rpartition('/')[0]}/failed", self.job)[-1:]), (0, 0.0))
+        if failed and step > values[-1][0]:
+            raise SweepError(f"its last evaluation, at step {step}, has no {name}: {failed:.0f} samples failed")
+        return sum(value for _, value in values) / len(values)
 
 
 def metric_names(rows: Iterable[MetricRecord]) -> list[str]:

@@ -31,6 +31,7 @@ REPLIES = {
     "invalid": failed("VALIDATION_ERROR"),
     "raises": failed("EXECUTION_ERROR"),
     "long": observed("x" * 1_000_000),
+    "counted": '{"type": "observation", "data": {"observation": {"text": "on", "tries": 3}, "reward": 0.0}}',
     "none": observed("on", None),
     "done": observed("over", 1, True),
 }

@@ -7,7 +7,9 @@ import pytest
 from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import RunPaths
 from pipeline.utils import shared_files
-from slurm.batch.container_failure import reason_in
+from slurm.batch.attempt_summary import AttemptSummary
+from slurm.batch.container_failure import reason_in, with_container_failure
+from tests.fakes.configs import make_config
 from tests.fakes.requeued_job import Cluster, fail
 
 LINES = {
@@ -83,6 +85,19 @@ def test_the_record_of_an_agent_and_a_log_without_a_reason_count_as_before(clust
     write_log(cluster.run.paths, cluster.job, 0, "FATAL:   other\n")
     cluster.leave(paths)
     assert "trainer.0 on rank 1: exited with code 1" in cluster.end(1).reason
+
+
+def test_an_agents_record_that_is_visible_late_stays(cluster: Cluster) -> None:
+    paths, run = cluster.attempt(), cluster.run.paths
+    write_log(run, cluster.job, 0, "FATAL:   other\n")
+    container = {"kind": "apptainer", "image": "docker://x"}
+    config = make_config(cluster={"scheduler": "slurm", "container": container})
+    late = AttemptSummary(restart=0, code=1)
+    fail(paths)
+    assert with_container_failure(late, run, paths, config, 4) == late
+    failure = shared_files.read_document(paths.first_failure, FirstFailure)
+    assert failure is not None
+    assert failure.role == "trainer.0"
 
 
 def test_a_job_without_containers_reads_no_logs(tmp_path: Path) -> None:

@@ -349,10 +349,13 @@ def test_a_missing_library_is_one_line_with_the_command_that_installs_it(
 @needs_gymnasium
 def test_the_launchers_process_imports_no_library_of_games() -> None:
     code = (
-        "import sys; from pipeline.config import TaskConfig; from pipeline.environments import load_task\n"
+        "import sys; from pipeline.config import RewardConfig, TaskConfig\n"
+        "from pipeline.environments import load_task\n"
+        "from pipeline.environments.rewards import check_rewards\n"
         "task = load_task(TaskConfig(name='gymnasium', options={'id': 'FrozenLake-v1', 'held_out': 2}), 0)\n"
         "assert len(task.held_out()) == 2\n"
         "task.demonstration(0)\n"
+        "check_rewards(RewardConfig(), task, 'gymnasium')\n"
         "print('gymnasium' in sys.modules)"
     )
     ran = subprocess.run(

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 
 from pipeline.config import TaskConfig
 from pipeline.environments import load_task
+from pipeline.environments.harbor import shell_session
 from pipeline.environments.harbor.harbor_folder import HarborError, read_task
 from pipeline.environments.harbor.harbor_task import parse_reward
-from pipeline.environments.harbor.shell_session import ShellError, open_shell
+from pipeline.environments.harbor.shell_session import ShellError, ShellLost, ShellSession, open_shell
 from pipeline.environments.sandbox import missing_namespaces
 from pipeline.errors import ConfigError
 from tests.support.tasks.players import group_of
@@ -137,6 +139,36 @@ def test_tests_without_a_reward_fail_the_sample(test: str, reason: str, tmp_path
     group, _ = episodes(tmp_path, [], folder)
     assert group.samples == ()
     assert reason in group.failures[0]
+
+
+SLOW_GUEST = """
+import json, sys, time
+for line in sys.stdin:
+    request = json.loads(line)
+    time.sleep(request["seconds"])
+    print(json.dumps({"output": request["run"][0], "code": 0}), flush=True)
+"""
+
+
+def test_a_reply_that_came_too_late_is_not_that_of_the_next_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell_session, "REPLY_SECONDS", 0.0)
+    with subprocess.Popen([sys.executable, "-c", SLOW_GUEST], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guest:
+        shell = ShellSession(guest, "/", {})
+        with pytest.raises(ShellLost, match=r"no reply within 0\.5 s"):
+            shell.run(["first"], 0.5)
+        time.sleep(0.5)
+        with pytest.raises(ShellLost, match="no reply"):
+            shell.run(["second"], 5.0)
+
+
+def test_a_sandbox_that_reads_no_request_misses_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell_session, "REPLY_SECONDS", 0.3)
+    with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guest:
+        try:
+            with pytest.raises(ShellLost, match="no reply"):
+                ShellSession(guest, "/", {}).write({"/large": bytes(1 << 20)})
+        finally:
+            guest.kill()
 
 
 @needs_namespaces

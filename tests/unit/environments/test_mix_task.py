@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import TaskConfig
-from pipeline.environments import Completion, Prompt, Task, check_task, first_prompts, load_task, user_prompt
+from pipeline.environments import Completion, Prompt, Task, check_task, load_task, user_prompt
 from pipeline.environments.eval_set_checks import check_eval_tasks
 from pipeline.environments.frozen_code import modules_named_in
 from pipeline.environments.mix_task import MAX_ROUND, shares_of
@@ -84,7 +84,7 @@ def test_prompts_are_those_of_the_tasks_one_after_the_other_with_their_labels() 
     expected = [(task.name, task.prompt(index).messages) for task in alone for index in range(len(task))]
     assert [(mix.prompt(index).task, mix.prompt(index).messages) for index in range(17)] == expected
     assert [(part.label, part.share, part.size) for part in mix.parts] == [("arithmetic", 1, 10), ("chain_sum", 2, 7)]
-    assert [prompt.task for prompt in first_prompts(mix)] == ["arithmetic", "chain_sum"]
+    assert [prompt.task for prompt in mix.first_prompts()] == ["arithmetic", "chain_sum"]
 
 
 def test_held_out_prompts_alternate_until_the_shorter_task_has_no_more() -> None:

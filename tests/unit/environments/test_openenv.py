@@ -121,6 +121,7 @@ def test_replies_become_steps(faulty: LocalServer) -> None:
     assert replied(faulty, "none") == GameStep("on")
     assert replied(faulty, "done") == GameStep("over", 1.0, done=True)
     assert replied(faulty, "invalid", invalid_reward=-1) == GameStep("Invalid action.", -1.0, valid=False)
+    assert replied(faulty, "counted", metrics=["tries", "absent"]) == GameStep("on", metrics={"tries": 3.0})
     assert len(replied(faulty, "long").observation) == 20_000
     assert replied(faulty, '{"word": "x"}', action={}) == GameStep("said x")
     assert not replied(faulty, "[" * 5000, action={}).valid

@@ -11,17 +11,20 @@ from threading import Thread, current_thread
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from pipeline.config import InferenceConfig
 from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync import server_shards
 from pipeline.inference.weight_sync.rank_rows import RowSource
+from pipeline.inference.weight_sync.relay_link import RelayError, RelayLink
 from pipeline.inference.weight_sync.server_shards import Shard
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
-from pipeline.inference.weight_sync.transfer_route import RowReceiver, group_name
+from pipeline.inference.weight_sync.transfer_route import SEAL_BYTES, RowReceiver, group_name
 from pipeline.inference.weight_sync.transports.gloo import (
     SERVER,
     SOURCE_LOST,
+    ProcessSignals,
     TransferGroup,
     WeightLayout,
     connect_store,
@@ -90,7 +93,12 @@ class Trainer:
     """
 
     def __init__(
-        self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, endpoints: Sequence[str], fanout: int
+        self,
+        stack: ExitStack,
+        monkeypatch: pytest.MonkeyPatch,
+        endpoints: Sequence[str],
+        fanout: int,
+        update_seconds: float = WAIT_SECONDS,
     ) -> None:
         self.sent, self.after_chunk, self.changes = 0, dict[int, Callable[[], None]](), Changes()
         monkeypatch.setattr(server_shards, "WEIGHT_CHUNK", CHUNK_BYTES)
@@ -104,7 +112,7 @@ class Trainer:
 
         monkeypatch.setattr(TransferGroup, "send", send)
         meeting = MeetingPoint("127.0.0.2", stack.enter_context(hold_port()).getsockname()[1], PASSWORD)
-        config = InferenceConfig(relay_fanout=fanout, update_seconds=WAIT_SECONDS)
+        config = InferenceConfig(relay_fanout=fanout, update_seconds=update_seconds)
         announce = self.changes.append
         self.sender = stack.enter_context(
             WeightSender(endpoints, meeting, config, WAIT_SECONDS, lambda *change: announce(change))
@@ -162,6 +170,32 @@ def test_the_children_of_a_relay_that_is_killed_in_a_transfer_are_fed_by_another
         assert trainer.evicted == {root}
 
 
+def test_a_source_that_does_not_meet_its_child_costs_time_and_not_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightRelay, "_meet", lambda relay, process, route: None)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(WeightServer("127.0.0.5")) for _ in range(2)]
+        endpoints = [server.endpoint for server in servers]
+        trainer = Trainer(stack, monkeypatch, endpoints, 1, update_seconds=8.0)
+        assert trainer.publish(1, endpoints) == 2 * MODEL_BYTES
+        assert not trainer.evicted
+        assert {server.update_seconds for server in servers} == {8.0}, "a late meeting must not shorten later updates"
+
+
+def test_a_server_that_cannot_serve_what_it_received_does_not_blame_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RelayLink, "_call_source", lambda *_, **__: None)
+    signals = [ProcessSignals(HashStore(), f"child/1/{process}") for process in range(2)]
+    signals[0].report_prepared(1)
+    signals[1].report_prepared(1, "no such tensor")
+    signals[1].report_lost("no such tensor")
+    link = RelayLink("source:1", PASSWORD, "child/1", signals)
+    with pytest.raises(WeightSyncError, match="no such tensor") as failure:
+        link.transfer(1, Deadline("weights", WAIT_SECONDS))
+    assert not isinstance(failure.value, RelayError)
+    signals[0].report_lost("the connection was closed")
+    with pytest.raises(RelayError, match="the connection was closed"):
+        link.transfer(2, Deadline("weights", WAIT_SECONDS))
+
+
 @contextmanager
 def a_relay_with_a_child() -> Iterator[tuple[WeightRelay, Tensor, TransferGroup, RowReceiver, Tensor]]:
     """A relay, its buffer, and a child's group, receiver and buffer."""
@@ -210,11 +244,11 @@ def test_a_relay_forwards_bytes_as_they_arrive(monkeypatch: pytest.MonkeyPatch) 
         assert relay.feed("child/1/0", 5, WAIT_SECONDS)
         assert not relay.feed("stranger/1/0", 5, WAIT_SECONDS)
         buffer[:CHUNK_BYTES] = 1
-        relay.note(5, CHUNK_BYTES)
+        relay.note(5, CHUNK_BYTES, False)
         wait_for("the first chunk", lambda: bool((other[:CHUNK_BYTES] == 1).all()), WAIT_SECONDS)
         assert not received
         buffer[CHUNK_BYTES:] = 2
-        relay.note(5, len(buffer))
+        relay.note(5, len(buffer), True)
         thread.join(WAIT_SECONDS)
         assert received == [5]
         assert torch.equal(other, buffer)
@@ -226,7 +260,7 @@ def test_a_version_that_the_next_one_overwrites_is_never_accepted(monkeypatch: p
     monkeypatch.setattr(server_shards, "WEIGHT_CHUNK", CHUNK_BYTES)
     errors = list[str]()
     with a_relay_with_a_child() as (relay, _, group, receiver, _):
-        relay.note(5, chunks * CHUNK_BYTES)
+        relay.note(5, chunks * CHUNK_BYTES, chunks == TENSORS)
         stock = TransferGroup.send
 
         def send(self: TransferGroup, version: int, part: Tensor, deadline: Deadline) -> None:
@@ -234,7 +268,7 @@ def test_a_version_that_the_next_one_overwrites_is_never_accepted(monkeypatch: p
             sent.append(len(part))
             if len(sent) == chunks:
                 relay.begin()
-                relay.note(6, CHUNK_BYTES)
+                relay.note(6, CHUNK_BYTES, False)
 
         sent = list[int]()
         monkeypatch.setattr(TransferGroup, "send", send)
@@ -257,4 +291,43 @@ def test_a_relay_that_loses_its_source_says_so_to_a_child_that_waits() -> None:
         relay.close()
         thread.join(WAIT_SECONDS)
         assert not relay.feed("child/1/0", 5, WAIT_SECONDS)
+    assert SOURCE_LOST in errors[0]
+
+
+def test_a_relay_seals_a_version_only_after_its_own_seal() -> None:
+    """It has every byte before, but its source may have overwritten one of them before it was sent."""
+    received, errors = list[int](), list[str]()
+    with a_relay_with_a_child() as (relay, buffer, group, receiver, _):
+        layout = WeightLayout.of(weights(0))
+        middle = RowReceiver(
+            Shard.whole(layout),
+            [RowSource(layout)],
+            buffer,
+            False,
+            [0],
+            torch.device("cpu"),
+            arrived=relay.note,
+            sealed=True,
+        )
+
+        def receive_below() -> None:
+            keep_failure(group, receiver, errors)
+            received.extend([] if errors else [5])
+
+        thread = Thread(target=receive_below)
+        thread.start()
+
+        def lose_the_seal(source: TransferGroup, part: Tensor) -> int:
+            if len(part) == SEAL_BYTES:
+                thread.join(0.5)  # the child has all chunks by then, and would accept a seal
+                raise WeightSyncError(SOURCE_LOST)
+            return 5
+
+        relay.begin()
+        assert relay.feed("child/1/0", 5, WAIT_SECONDS)
+        with pytest.raises(WeightSyncError, match=SOURCE_LOST):
+            middle.receive([group], lose_the_seal, Deadline("weights", WAIT_SECONDS))
+        relay.close()
+        thread.join(WAIT_SECONDS)
+    assert not received
     assert SOURCE_LOST in errors[0]

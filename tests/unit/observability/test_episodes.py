@@ -176,6 +176,10 @@ def test_the_syntax_of_calls_is_that_of_the_samples_task() -> None:
         "short", "short", "tagged", "short"
     ]  # fmt: skip
     assert syntax_of(None) == "tagged"
+    mixed = make_config(task={"name": "mix", "tasks": [{"name": "arithmetic"}, {**short, "label": "calls"}]})
+    assert [syntax_of(mixed, None, label) for label in ("arithmetic", "calls", "held_out")] == [
+        "tagged", "short", "tagged"
+    ]  # fmt: skip
 
 
 def test_the_terminal_shows_calls_and_times(run: FakeRun, model: Model, capsys: pytest.CaptureFixture[str]) -> None:

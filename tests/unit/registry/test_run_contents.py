@@ -20,7 +20,9 @@ from pipeline.run.paths import RunPaths, SweepPaths
 from pipeline.run.run_documents import Finished
 from pipeline.utils import shared_files
 from slurm.registry import run_registry
+from slurm.registry.run_contents import located_config
 from tests.fakes.composed_config import compose_cached
+from tests.fakes.configs import make_config
 
 WAYS_ON = r"; restore it, or start over with resume=scratch, which moves what is there to .*/aside$"
 
@@ -217,3 +219,21 @@ def test_a_damaged_end_is_no_end_and_is_written_again(tmp_path: Path) -> None:
     assert shared_files.read_document(run.finished, Finished) == end
     with pytest.raises(RunStateError, match="name=demo-2, or start over with resume=scratch"):
         run_registry.examine(demo(tmp_path))
+
+
+def test_the_files_of_tasks_have_absolute_paths_so_that_a_run_continues_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "server.py").touch()
+    harbor = {"name": "harbor", "options": {"path": "tasks", "eval_path": "absent"}}
+    openenv = {"name": "openenv", "options": {"command": ["python", "server.py", "{port}"]}}
+    mine = {"name": "my.module:Task", "options": {"path": "tasks"}}
+    mixed = located_config(make_config(task={"name": "mix", "tasks": [harbor, openenv, mine]})).task.tasks
+    assert [entry.options for entry in mixed] == [
+        {"path": str(tmp_path / "tasks"), "eval_path": "absent"},
+        {"command": ["python", str(tmp_path / "server.py"), "{port}"]},
+        {"path": "tasks"},
+    ]
+    assert located_config(make_config(task=harbor)).task.options["path"] == str(tmp_path / "tasks")

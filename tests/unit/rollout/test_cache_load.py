@@ -1,9 +1,15 @@
 """The load of the servers' caches, as servers report it and responses show it."""
 
+import asyncio
+from typing import cast
+
+import aiohttp
 import pytest
 from aiohttp import web
 
-from pipeline.rollout.cache_load import MIN_RESPONSES, CacheLoad, values
+from pipeline.rollout import cache_load
+from pipeline.rollout.cache_load import MIN_RESPONSES, CacheLoad, CacheWatch, values
+from pipeline.rollout.server_client import PromptTokens, Server
 from tests.fakes.async_server import ADDRESS, serving
 from tests.fakes.scripted_server import Script, ask, client_and, reports, run
 
@@ -54,3 +60,36 @@ def test_a_load_is_that_of_the_period_since_the_last_one() -> None:
         CacheLoad(0.8, 0.5, 0),
         CacheLoad(None, 0.5, 0),
     ]
+
+
+def test_a_server_that_leaves_and_returns_does_not_distort_the_hit_rate_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def without_metrics(http: object, endpoint: str) -> None:
+        return None
+
+    monkeypatch.setattr(cache_load, "_metrics", without_metrics)
+    first, second = Server("a:1"), Server("b:1")
+    watch, http = CacheWatch(), cast(aiohttp.ClientSession, None)
+
+    def answered(server: Server, responses: int, cached: int) -> None:
+        """Responses to prompts of ten tokens, of which so many were cached."""
+        count = server.continued
+        server.continued = PromptTokens(
+            count.responses + responses, count.tokens + 10 * responses, count.cached + cached * responses
+        )
+
+    async def rate(*servers: Server) -> float | None:
+        return (await watch.load(http, servers)).hit_rate
+
+    async def story() -> list[float | None]:
+        answered(first, 20, 1)
+        answered(second, 10, 9)
+        rates = [await rate(first, second)]
+        answered(second, 50, 9)
+        rates.append(await rate(second))
+        answered(second, 20, 5)
+        rates.append(await rate(first, second))
+        return rates
+
+    assert asyncio.run(story()) == [pytest.approx(110 / 300), 0.9, 0.5]

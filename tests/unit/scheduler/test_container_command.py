@@ -143,6 +143,16 @@ def test_a_container_has_the_files_of_the_run_its_caches_and_what_keys_name(
     assert all(mount.source == mount.target and not mount.read_only for mount in mounts_of(config, run))
 
 
+def test_a_key_that_names_a_link_has_this_path_in_the_container_too(home: Path) -> None:
+    (home / "real").mkdir()
+    (home / "real" / "tool").touch()
+    (home / "link").symlink_to(home / "real")
+    tool = home / "link" / "tool"
+    config = config_of("apptainer", "docker://image", [], task={"name": "arithmetic", "options": {"tool": str(tool)}})
+    targets = {mount.target for mount in mounts_of(config, RunPaths(home / "runs" / "demo"))}
+    assert {str(tool), str(tool.resolve())} <= targets
+
+
 def test_an_attached_job_has_the_directory_of_the_run_that_it_serves(home: Path) -> None:
     run = AttachedPaths(home / "runs" / "demo" / "attached" / "1")
     config = config_of("apptainer", "docker://image", [])

@@ -77,6 +77,13 @@ def test_what_a_node_lacks_is_one_line(image: str, mount: str, installed: bool, 
     assert ended.stderr.count("\n") == 1
 
 
+def test_a_users_mount_in_the_other_syntax_of_apptainer_is_left_to_apptainer(tmp_path: Path) -> None:
+    path = program(tmp_path / "bin", "apptainer", "true")
+    words = ["apptainer", "exec", "--mount", "type=bind,src=/usr,dst=/x", "docker://x", "python3"]
+    ended = start(words, "--image=docker://x", path=path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_a_cache_is_created_on_a_node_that_lacks_it_or_the_reason_is_given(tmp_path: Path) -> None:
     path, words = program(tmp_path / "bin", "apptainer", "true"), ["apptainer", "exec", "x"]
     assert start(words, "--image=x", f"--cache={tmp_path}/home/.cache", path=path).returncode == 0

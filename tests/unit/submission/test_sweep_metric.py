@@ -47,3 +47,12 @@ def test_a_metric_that_the_run_does_not_have_is_named_with_the_nearest(run: RunP
 def test_a_run_without_rows_has_no_number(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match="its rl rows have no value of loss"):
         SweepMetric(("loss",)).of(RunPaths(tmp_path))
+
+
+def test_an_earlier_evaluation_does_not_stand_for_a_last_one_without_an_accuracy(run: RunPaths) -> None:
+    counts = {"eval/failed": 60.0, "eval/hard/accuracy": 0.25, "eval/hard/failed": 0.0}
+    with MetricSinks(run.metrics, "7-0") as sinks:
+        sinks.log("eval", "rl", 6, counts)
+    with pytest.raises(SweepError, match="its last evaluation, at step 6, has no eval/accuracy: 60 samples failed"):
+        SweepMetric(("eval/accuracy",)).of(run)
+    assert SweepMetric(("eval/hard/accuracy", "reward/mean")).of(run) == (0.25, 0.4)
