@@ -12,15 +12,16 @@ import psutil
 import pytest
 
 from pipeline.config import TaskConfig
+from pipeline.config.task_keys import SandboxConfig
 from pipeline.environments import load_task
 from pipeline.environments.harbor.harbor_folder import HarborError, read_task
 from pipeline.environments.harbor.harbor_task import parse_reward
 from pipeline.environments.harbor.shell_session import ShellError, open_shell
-from pipeline.environments.sandbox import missing_namespaces
+from pipeline.environments.sandbox import missing_sandbox
 from pipeline.errors import ConfigError
 from tests.support.tasks.players import group_of
 
-needs_namespaces = pytest.mark.skipif(missing_namespaces() != "", reason=f"no sandbox: {missing_namespaces()}")
+needs_namespaces = pytest.mark.skipif(bool(missing_sandbox(SandboxConfig())), reason="no sandbox here")
 DIRECTORIES = ("/app", "/logs", "/tests")
 TEST = """#!/bin/bash
 cd /app
