@@ -37,7 +37,7 @@ def _by_name(value: object) -> object:
 
 
 class SandboxConfig(Section):
-    """How a task runs code of the policy. A kind alone is accepted too: `task.sandbox=none`."""
+    """How a task runs code of the policy."""
 
     kind: Literal["namespaces", "bubblewrap", "podman", "apptainer", "none"] = Field(
         "namespaces",
@@ -56,11 +56,6 @@ class SandboxConfig(Section):
     def text(self) -> str:
         """The kind, with the image if there is one."""
         return f"{self.kind} with {self.image}" if self.image else self.kind
-
-
-def _by_kind(value: object) -> object:
-    """A sandbox that is given by its kind alone."""
-    return {"kind": value} if isinstance(value, str) else value
 
 
 class TaskConfig(Section):
@@ -86,7 +81,7 @@ class TaskConfig(Section):
     memory_bytes: NotNegative = Field(
         1 << 33, description="Memory limit of one worker process; a reward that needs more fails. 0: no limit."
     )
-    sandbox: Annotated[SandboxConfig, BeforeValidator(_by_kind)] = SandboxConfig()
+    sandbox: SandboxConfig = SandboxConfig()
 
     def alone(self) -> "tuple[TaskConfig, ...]":
         """The config of each task of a mix, with the limits of the mix; of another task its own."""

@@ -4,7 +4,7 @@ Owns the process of such code and its limits: a timeout; bounds on memory, outpu
 other processes, and no files except in the process's own memory, by means of the program that `task.sandbox` names
 (`sandbox_kinds`), as Linux namespaces by default. All processes that the code started end with it, also those in other
 sessions, and those of a worker that is killed. If this machine cannot run that program, code is refused unless
-`task.sandbox=none` permits it.
+`task.sandbox.kind=none` permits it.
 
 Promises a result in every case, as text that describes the end. The code sees the system's programs and libraries and
 the Python installation, or an image, and no other file of the machine. All system calls that need no privileges are
@@ -44,7 +44,7 @@ START_SECONDS = 60
 """Wall-clock seconds after the timeout at which a guard ends its sandbox itself."""
 DAY_SECONDS = 86400
 _UNSAFE = (
-    "or set task.sandbox=none: code written by the policy can then use the network, and read and end your other "
+    "or set task.sandbox.kind=none: code written by the policy can then use the network, and read and end your other "
     "processes"
 )
 _REASONS = {
@@ -89,7 +89,7 @@ def require_sandbox(chosen: SandboxConfig) -> None:
         raise ConfigError("task.sandbox.image", image, expected, "leave it out, or choose another kind")
     if why := missing_sandbox(chosen):
         expected = f"a node where {kind.program} runs without privileges ({why})"
-        raise ConfigError("task.sandbox", chosen.text, expected, f"{kind.hint}, {_UNSAFE}")
+        raise ConfigError("task.sandbox.kind", chosen.text, expected, f"{kind.hint}, {_UNSAFE}")
 
 
 @cache
@@ -142,7 +142,7 @@ def open_python(
     """
     if _chosen.kind == "none":
         expected = "namespaces: this task needs directories that only a sandbox has"
-        raise ConfigError("task.sandbox", _chosen.text, expected, "remove task.sandbox=none")
+        raise ConfigError("task.sandbox.kind", _chosen.text, expected, "remove task.sandbox.kind=none")
     require_sandbox(_chosen)
     bounds = _bounds(seconds, memory_bytes)._replace(seconds=DAY_SECONDS)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

@@ -41,7 +41,7 @@ REMOVE_SECONDS = 60.0
 @dataclass(frozen=True)
 class SandboxSpec:
     """What a sandbox is to hold: the directory with the files of its code, its limits, the bytes of its file system in
-    memory, and directories of its root that are writable. `lease` is a FIFO whose end tells the guard that the worker
+    memory, and directories of its root that are writable. `lease` is a FIFO whose end shows the guard that the worker
     is gone."""
 
     files: str

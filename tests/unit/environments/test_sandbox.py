@@ -208,7 +208,7 @@ for tried in (
     except ConfigError as error:
         print(error)
 sandbox.choose_sandbox(SandboxConfig(kind="none"))
-check_sandbox(task, TaskConfig(name="tools", sandbox="none"))
+check_sandbox(task, TaskConfig(name="tools", sandbox=SandboxConfig(kind="none")))
 print(sandbox.run_python("print(1)", 60, 1 << 28).output)
 """
 
@@ -220,9 +220,9 @@ def test_where_the_kernel_gives_no_namespaces_code_is_refused_unless_the_user_sa
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     first, second, ran, *_ = done.stdout.splitlines()
     assert first == second
-    assert first.startswith("task.sandbox='namespaces'")
+    assert first.startswith("task.sandbox.kind='namespaces'")
     assert "unshare failed" in first
-    assert "task.sandbox=none" in first
+    assert "task.sandbox.kind=none" in first
     assert ran == "1"
 
 
