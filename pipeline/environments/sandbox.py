@@ -192,9 +192,9 @@ def _started(
             try:
                 yield process
             finally:
-                killed = _kill_process(process)
-        if kind and killed:
-            kind.remove(spec)
+                _kill_process(process)
+                if kind and process.returncode < 0:
+                    kind.remove(spec)
 
 
 @contextmanager
@@ -235,14 +235,11 @@ def _prepare_child(chosen: SandboxConfig, bounds: Bounds) -> None:
         sandbox_guard.limit_process(bounds)
 
 
-def _kill_process(process: "subprocess.Popen[bytes]") -> bool:
-    """Kill the process and its session, and return whether it still ran. Without a sandbox, processes that left the
-    session end with the worker."""
-    running = process.poll() is None
+def _kill_process(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process and its session. Without a sandbox, processes that left the session end with the worker."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    return running
 
 
 def _exit_text(chosen: SandboxConfig, code: int) -> str:

@@ -69,6 +69,17 @@ def episodes(
     return group_of(tmp_path, "harbor", settings, play, max_length=20_000, **more)
 
 
+@pytest.mark.usefixtures("sandbox_kind")
+def test_a_shell_has_its_directories_in_each_kind_of_sandbox() -> None:
+    with open_shell(["/app", "/tests"], "/app", {}, 60, 1 << 29) as shell:
+        shell.write({"/app/given": b"content"})
+        written = shell.run(["sh", "-c", "pwd; cat given; echo more > /tests/file; cat /tests/file"], 60)
+        refused = shell.run(["sh", "-c", "touch /file"], 60)
+    assert written.output == "/app\ncontentmore\n"
+    assert refused.code != 0
+    assert "Read-only file system" in refused.output
+
+
 @needs_namespaces
 def test_files_last_between_commands_and_the_tests_give_the_reward(tmp_path: Path) -> None:
     folder = tasks_of(tmp_path / "tasks", files={"environment/seed.txt": "3\n", "environment/Dockerfile": (
