@@ -36,6 +36,28 @@ def _by_name(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
+class SandboxConfig(Section):
+    """How a task runs code of the policy."""
+
+    kind: Literal["namespaces", "bubblewrap", "podman", "apptainer", "none"] = Field(
+        "namespaces",
+        description="`namespaces`: in Linux namespaces, without network, other processes and writable files. "
+        "`bubblewrap`, `podman`, `apptainer`: the same by the program of that name. A node that cannot do it is "
+        "refused. `none`: as an ordinary process of yours, with limits only on time, memory and output.",
+    )
+    image: str = Field(
+        "",
+        description="Root file system of the code, with Python: an image (podman), a `.sif` file (apptainer), or an "
+        "unpacked directory (bubblewrap, podman, apptainer). Empty: programs and Python of the machine (namespaces, "
+        "bubblewrap).",
+    )
+
+    @property
+    def text(self) -> str:
+        """The kind, with the image if there is one."""
+        return f"{self.kind} with {self.image}" if self.image else self.kind
+
+
 class TaskConfig(Section):
     """The task."""
 
@@ -59,12 +81,7 @@ class TaskConfig(Section):
     memory_bytes: NotNegative = Field(
         1 << 33, description="Memory limit of one worker process; a reward that needs more fails. 0: no limit."
     )
-    sandbox: Literal["namespaces", "none"] = Field(
-        "namespaces",
-        description="How a task runs code of the policy. `namespaces`: in Linux namespaces, without network, other "
-        "processes and writable files; refused if the kernel does not allow namespaces. `none`: as an ordinary "
-        "process of yours, with limits only on time, memory and output.",
-    )
+    sandbox: SandboxConfig = SandboxConfig()
 
     def alone(self) -> "tuple[TaskConfig, ...]":
         """The config of each task of a mix, with the limits of the mix; of another task its own."""

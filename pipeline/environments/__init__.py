@@ -5,7 +5,8 @@
 | `task_protocol`, `episode` | the interface of a task, and an episode of several turns |
 | `chat_template`, `chat_tokenizer`, `assistant_masks` | text as the model sees it; which tokens are trained |
 | `task_calls`, `task_worker`, `worker_pool` | the processes that make prompts and rewards |
-| `user_imports`, `frozen_code`, `guarded_call`, `sandbox`, `sandbox_jail` | code of the user and of the policy |
+| `user_imports`, `frozen_code`, `guarded_call` | code of the user |
+| `sandbox`, `sandbox_kinds`, `sandbox_jail`, `sandbox_guard` | code of the policy, isolated |
 | `rewards`, `reward_functions`, `llm_judge`, `math_verifier`, `last_number`, `zero_reward` | the reward of an answer |
 | `tool_task`, `tool_call_syntax` | episodes with tools; the syntax in which a policy writes tool calls |
 | `arithmetic`, `chain_sum`, `countdown`, `dataset_task`, `reasoning_gym_task`, `code_task` | built-in tasks |
@@ -27,7 +28,7 @@ from pipeline.config.task_keys import MIX
 from pipeline.data.chat_messages import Message
 from pipeline.environments.episode import Episode, Turn
 from pipeline.environments.mix_task import load_mix
-from pipeline.environments.sandbox import require_namespaces
+from pipeline.environments.sandbox import require_sandbox
 from pipeline.environments.task_protocol import (
     Completion,
     Demonstration,
@@ -93,8 +94,8 @@ def load_task(config: TaskConfig, seed: int) -> Task:
 
 def check_sandbox(task: Task, config: TaskConfig) -> None:
     """`ConfigError` if the task runs code written by the policy and this machine cannot isolate it as configured."""
-    if task.runs_code and config.sandbox == "namespaces":
-        require_namespaces()
+    if task.runs_code:
+        require_sandbox(config.sandbox)
 
 
 def check_task(task: Task, config: RunConfig) -> None:

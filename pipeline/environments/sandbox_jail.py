@@ -1,24 +1,22 @@
-"""The set-up of a sandboxed process before it becomes the policy's code, in namespaces that `unshare` created.
+"""The set-up of a sandbox in namespaces that `unshare` created, before its guard starts the policy's code.
 
 Owns the view of the machine that such code has. Its root has the system's programs and libraries, the Python
 installation and a few devices, and no other file or Unix socket of the machine. All of it is read-only except one
 filesystem of bounded size in memory, which is its working directory, /tmp and /dev/shm; /proc shows only its own
 processes; and it lacks the privileges to undo any of this. Promises to raise if any step fails. Process 1 of the
-namespace is not the code but its guard, so all processes end with `unshare`, whatever the code does. A script that uses
-only the standard library, which `pipeline.environments.sandbox` runs as `sandbox_jail.py FOLDER BYTES PROCESSES CODE
-[DIRECTORY …]`. The files in FOLDER are copied to the working directory of CODE. Each DIRECTORY, such as /app, is
-writable, on the same filesystem of bounded size.
+namespace is not the code but its guard (`sandbox_guard`), so all processes end with `unshare`, whatever the code does.
+A script that uses only the standard library, which `sandbox_kinds` runs as `sandbox_jail.py FOLDER BYTES BOUNDS
+[DIRECTORY …] CODE`. The files in FOLDER are copied to the working directory of CODE. Each DIRECTORY, such as /app, is
+writable, on the same filesystem of bounded size. Without arguments it prints the paths that such a root shows.
 """
 
 import ctypes
+import importlib
 import os
-import resource
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
@@ -33,72 +31,43 @@ _LOCKED_FLAGS = {
 }
 """Options that a remount must preserve: an unprivileged process may not clear them."""
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
-SIGNALED = 128
-"""A code that a signal ended makes the guard exit with this and the signal's number: process 1 cannot signal itself."""
 _MIN_PID_MAX = 301
 """The smallest value that the kernel accepts."""
-_SHARED = ("/dev/shm", "/var/tmp")
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store", "/gnu/store")
-_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
+SHARED = ("/dev/shm", "/var/tmp")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store", "/gnu/store")
+DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
 _ETC_NAMES = ("alternatives", "group", "ld.so.cache", "localtime", "mime.types", "nsswitch.conf", "passwd")
 _ETC = tuple(f"/etc/{name}" for name in _ETC_NAMES)
-_OWN_PROCESS_COUNT, _OWN_PID_MAX = (5, 14), (6, 14)
-"""Kernel versions since which RLIMIT_NPROC counts per user namespace, and pid_max belongs to a PID namespace. Earlier
-kernels apply both to the whole machine."""
+_OWN_PID_MAX = (6, 14)
+"""Kernel version since which pid_max belongs to a PID namespace; before, it is that of the whole machine."""
 
 
-def main(folder: str, disk_bytes: int, processes: int, code: str, *directories: str) -> None:
-    """Isolate this process, then run `code` in a child."""
+def isolate(folder: str, disk_bytes: int, processes: int, kernel: tuple[int, int], directories: Sequence[str]) -> str:
+    """Give this process its own root, and return the working directory, which then has the files of `folder`."""
     if os.getpid() != 1:
         raise RuntimeError("the jail must be the first process of a PID namespace")
     files = {entry.name: Path(entry).read_bytes() for entry in os.scandir(folder)}
     # Only of this user namespace. Where /proc/sys is read-only, a new user namespace needs privileges anyway.
     with suppress(OSError):
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
-    if _kernel() >= _OWN_PID_MAX:
+    if kernel >= _OWN_PID_MAX:
         with suppress(OSError):
             Path("/proc/sys/kernel/pid_max").write_text(str(max(processes, _MIN_PID_MAX)))
-    workdir = _working_directory(folder)
+    workdir = working_directory(folder)
     _build_root(folder, workdir, directories)
     make_read_only()  # before the old root goes, whose /proc names the mounts
     _enter_root(folder)
     _mount(
         "tmpfs", workdir, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk_bytes},nr_inodes={disk_bytes >> 12},mode=700"
     )
-    for shared in _SHARED:
+    for shared in SHARED:
         _mount(workdir, shared, "", _MS_BIND)
     for directory in directories:
         Path(workdir + directory).mkdir(parents=True)
         _mount(workdir + directory, directory, "", _MS_BIND)
     for name, content in files.items():
         Path(workdir, name).write_bytes(content)
-    os.chdir(workdir)
-    if _kernel() >= _OWN_PROCESS_COUNT:
-        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
-    _drop_privileges()
-    if child := os.fork():
-        _guard(child)
-    environment = {**os.environ, "HOME": workdir, "TMPDIR": workdir}
-    os.execve(sys.executable, [sys.executable, "-I", "-c", code], environment)
-
-
-def _guard(code: int) -> NoReturn:
-    """Exit as the process `code` does; all others then end too. `unshare --kill-child` has this process killed with it,
-    and no process of the namespace can stop, kill or trace it."""
-    if _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "cannot prevent tracing")
-    while True:
-        ended, status = os.wait()
-        if ended == code:
-            result = os.waitstatus_to_exitcode(status)
-            os._exit(result if result >= 0 else SIGNALED - result)
-
-
-def end_with_parent() -> None:
-    """Have this process killed when its parent ends."""
-    if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "cannot request a signal at the parent's end")
+    return workdir
 
 
 def make_read_only(at_once: bool = True) -> None:
@@ -115,7 +84,7 @@ def make_read_only(at_once: bool = True) -> None:
             _mount("", target.encode().decode("unicode_escape"), "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags)
 
 
-def _working_directory(folder: str) -> str:
+def working_directory(folder: str) -> str:
     """/tmp, so that programs which write to /tmp work; `folder` if Python itself is installed below /tmp."""
     prefixes = (sys.base_prefix, sys.executable, os.path.realpath(sys.executable))
     return folder if any(Path(prefix).is_relative_to("/tmp") for prefix in prefixes) else "/tmp"
@@ -124,14 +93,20 @@ def _working_directory(folder: str) -> str:
 def _build_root(root: str, workdir: str, directories: Sequence[str]) -> None:
     """Mount the root of the code at `root`: what the code may see, and empty directories to mount on."""
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    for directory in (workdir, "/proc", *_SHARED, *directories):
+    for directory in (workdir, "/proc", *SHARED, *directories):
         Path(root + directory).mkdir(parents=True, exist_ok=True)
-    shown: list[Path] = []
-    for path in map(Path, (*_SYSTEM, *_ETC, *_DEVICES, *_python_paths())):
-        if path.exists() and not any(path.is_relative_to(outer) for outer in shown):
-            _show(path, Path(f"{root}{path}"))
-            shown.append(path)
+    for path in (*shown_paths(), *filter(Path.exists, map(Path, DEVICES))):
+        _show(path, Path(f"{root}{path}"))
     _mount_processes(f"{root}/proc")
+
+
+def shown_paths() -> list[Path]:
+    """The paths of the machine that the code may read, none below another."""
+    shown: list[Path] = []
+    for path in map(Path, (*SYSTEM, *_ETC, *_python_paths())):
+        if path.exists() and not any(path.is_relative_to(outer) for outer in shown):
+            shown.append(path)
+    return shown
 
 
 def _python_paths() -> Iterator[str]:
@@ -155,7 +130,7 @@ def _python_paths() -> Iterator[str]:
 def _show(path: Path, target: Path) -> None:
     """Show `path` of the machine at `target`; a link of the top level, as /bin often is, stays a link."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink() and str(path) in _SYSTEM:
+    if path.is_symlink() and str(path) in SYSTEM:
         target.symlink_to(path.readlink())
         return
     if path.is_dir():
@@ -184,25 +159,25 @@ def _mount_processes(target: str) -> None:
         _mount("tmpfs", target, "tmpfs", flags, "size=4096")
 
 
-def _drop_privileges() -> None:
-    """Drop all privileges, so that the code cannot undo the mounts."""
-    capability = 0
-    while not _LIBC.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
-        capability += 1
-    if not capability or _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "cannot drop privileges")
-
-
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     if _LIBC.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()):
         number = ctypes.get_errno()
         raise OSError(number, f"cannot mount: {os.strerror(number)}", target)
 
 
-def _kernel() -> tuple[int, int]:
-    major, minor, *_ = os.uname().release.split(".")
-    return int(major), int(minor)
+def main(arguments: Sequence[str]) -> None:
+    """Isolate this process and become the guard of the code; without arguments, print what the code would see."""
+    if not arguments:
+        print("\0".join(map(str, shown_paths())), end="")
+        return
+    folder, disk_bytes, bounds, *directories, code = arguments
+    # The interpreter is isolated (-I), so it does not find the modules next to this script.
+    sys.path.append(str(Path(__file__).parent))
+    guard = importlib.import_module("sandbox_guard")
+    limits = guard.parse_bounds(bounds)
+    workdir = isolate(folder, int(disk_bytes), limits.processes, guard.kernel(), directories)
+    guard.run_guarded(workdir, limits, code)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    main(sys.argv[1:])

@@ -115,7 +115,7 @@ def main() -> None:
         setup: Setup = channel.receive()
         _bound_memory(setup.task.memory_bytes)
         try:
-            sandbox.choose_mode(setup.task.sandbox)
+            sandbox.choose_sandbox(setup.task.sandbox)
             task = load_task(setup.task, setup.seed)
             check_sandbox(task, setup.task)
             functions = load_rewards(setup.reward, task)

@@ -62,7 +62,7 @@ class HarborOptions(TaskOptions):
         120, description="Timeout of the tests, in seconds; a shorter one in task.toml applies."
     )
     memory_bytes: Annotated[int, Field(ge=1 << 24)] = Field(
-        1 << 30, description="Memory limit of each process in the sandbox, in bytes."
+        1 << 30, description="Memory limit of each process in the sandbox, and of all together, in bytes."
     )
     max_output: Positive = Field(4000, description="Largest length of a command's result in characters.")
     reward_key: str = Field("reward", description="Key of the reward in reward.json; its other numbers are metrics.")

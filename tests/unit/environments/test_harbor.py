@@ -13,16 +13,17 @@ import psutil
 import pytest
 
 from pipeline.config import TaskConfig
+from pipeline.config.task_keys import SandboxConfig
 from pipeline.environments import load_task
 from pipeline.environments.harbor import shell_session
 from pipeline.environments.harbor.harbor_folder import HarborError, read_task
 from pipeline.environments.harbor.harbor_task import parse_reward
 from pipeline.environments.harbor.shell_session import ShellError, ShellLost, ShellSession, open_shell
-from pipeline.environments.sandbox import missing_namespaces
+from pipeline.environments.sandbox import missing_sandbox
 from pipeline.errors import ConfigError
 from tests.support.tasks.players import group_of
 
-needs_namespaces = pytest.mark.skipif(missing_namespaces() != "", reason=f"no sandbox: {missing_namespaces()}")
+needs_namespaces = pytest.mark.skipif(bool(missing_sandbox(SandboxConfig())), reason="no sandbox here")
 DIRECTORIES = ("/app", "/logs", "/tests")
 TEST = """#!/bin/bash
 cd /app
@@ -68,6 +69,17 @@ def episodes(
     settings = {"path": str(folder), "eval_rows": 1, **options}
     more: dict[str, Any] = {"processes": 1} if worker else {}
     return group_of(tmp_path, "harbor", settings, play, max_length=20_000, **more)
+
+
+@pytest.mark.usefixtures("sandbox_kind")
+def test_a_shell_has_its_directories_in_each_kind_of_sandbox() -> None:
+    with open_shell(["/app", "/tests"], "/app", {}, 60, 1 << 29) as shell:
+        shell.write({"/app/given": b"content"})
+        written = shell.run(["sh", "-c", "pwd; cat given; echo more > /tests/file; cat /tests/file"], 60)
+        refused = shell.run(["sh", "-c", "touch /file"], 60)
+    assert written.output == "/app\ncontentmore\n"
+    assert refused.code != 0
+    assert "Read-only file system" in refused.output
 
 
 @needs_namespaces

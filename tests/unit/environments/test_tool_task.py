@@ -12,10 +12,11 @@ from tokenizers.models import BPE
 
 from pipeline.config import TaskConfig
 from pipeline.config.model_directory import BUILT_IN
+from pipeline.config.task_keys import SandboxConfig
 from pipeline.environments import Prompt, load_task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.rewards import Score
-from pipeline.environments.sandbox import missing_namespaces
+from pipeline.environments.sandbox import missing_sandbox
 from pipeline.environments.task_calls import RenderedPrompt, ToolResult
 from pipeline.environments.tool_task import ToolCall, Tools
 from pipeline.errors import ConfigError
@@ -231,7 +232,7 @@ def test_demonstrations_show_calls_and_what_follows_them() -> None:
     assert sum(task.reward(each.prompt, each.answer) for each in guesses) < 20
 
 
-needs_namespaces = pytest.mark.skipif(bool(missing_namespaces()), reason="code gets no namespaces of its own here")
+needs_namespaces = pytest.mark.skipif(bool(missing_sandbox(SandboxConfig())), reason="no sandbox here")
 
 
 def test_held_out_expressions_are_the_same_for_every_seed_and_never_trained() -> None:

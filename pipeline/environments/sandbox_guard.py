@@ -1,0 +1,222 @@
+"""The first process of a sandbox: it runs the policy's code in a child, watches all processes, and ends them.
+
+Owns a sandbox from the start of its first process to its end: the working directory, the limits of the code's
+processes, the loss of all privileges, and the memory of all processes together. Promises that every process of the
+sandbox ends with the code, with the worker that started it, and when all use more memory than permitted. Nothing in the
+sandbox can kill, stop or trace it, because it is process 1 of the PID namespace and cannot be dumped.
+
+A script that uses only the standard library of Python 3.9, because it also runs in images. `sandbox_jail` starts it
+after its own set-up; other kinds run `sandbox_guard.py FILES WORKDIR LEASE BOUNDS CODE`. The files in FILES are copied
+to WORKDIR. LEASE is a FIFO that the worker has open for as long as the sandbox may run, or an empty text.
+
+Between two looks, `LOOK_SECONDS` apart, memory is not bounded as a whole: then only the kernel's limits of a process
+hold (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+_CAPABILITY_VERSION_3 = 0x20080522
+SIGNALED = 128
+"""A code that a signal ended makes the guard exit with this and the signal's number: process 1 cannot signal itself."""
+OUT_OF_MEMORY, OUT_OF_PROCESSES, OUT_OF_TIME = 201, 202, 203
+"""Exit codes of the guard when it ended the sandbox. A program that exits with one of them gets that reason."""
+LOOK_SECONDS = 0.05
+MAX_PROCESSES = 301
+"""Processes at which the guard ends the sandbox, where the kernel does not refuse them: root's, in some kinds."""
+_OWN_PROCESS_COUNT = (5, 14)
+"""Kernel version since which RLIMIT_NPROC counts per user namespace; before, it counts those of the whole machine."""
+
+
+class Bounds(NamedTuple):
+    """Limits of a sandbox: wall-clock seconds of the whole, CPU seconds of a process, bytes of memory of a process and
+    of all together, processes, bytes of a file, open files of a process."""
+
+    seconds: int
+    cpu_seconds: int
+    memory_bytes: int
+    processes: int
+    file_bytes: int
+    files: int
+
+    @property
+    def text(self) -> str:
+        """For the command line; `parse_bounds` reads it."""
+        return ",".join(map(str, self))
+
+
+def parse_bounds(text: str) -> Bounds:
+    """The bounds of a command line."""
+    return Bounds(*map(int, text.split(",")))
+
+
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends."""
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot request a signal at the parent's end")
+
+
+def limit_process(bounds: Bounds) -> None:
+    """Limit this process and those that it starts, each by itself."""
+    for what, limit in (
+        (resource.RLIMIT_CPU, bounds.cpu_seconds),
+        (resource.RLIMIT_DATA, bounds.memory_bytes),
+        (resource.RLIMIT_FSIZE, bounds.file_bytes),
+        (resource.RLIMIT_NOFILE, bounds.files),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(what)
+        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(what, (bound, bound))
+
+
+def run_guarded(workdir: str, bounds: Bounds, code: str, lease: int | None = None) -> NoReturn:
+    """Run `code` in `workdir` and exit as it does. `lease`: a file descriptor that is at its end once the worker is
+    gone."""
+    if os.getpid() != 1:
+        raise RuntimeError("the guard must be the first process of a PID namespace")
+    if _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot prevent tracing")
+    os.chdir(workdir)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    child = os.fork()
+    if child:
+        _guard(child, bounds, lease)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    if lease is not None:
+        os.close(lease)
+    limit_process(bounds)
+    if kernel() >= _OWN_PROCESS_COUNT:
+        resource.setrlimit(resource.RLIMIT_NPROC, (bounds.processes, bounds.processes))
+    _drop_privileges()
+    environment = {**os.environ, "HOME": workdir, "TMPDIR": workdir}
+    os.execve(sys.executable, [sys.executable, "-I", "-c", code], environment)
+
+
+def _guard(child: int, bounds: Bounds, lease: int | None) -> NoReturn:
+    """Exit as the process `child` does, or when a bound is exceeded; all others then end too."""
+    until = time.monotonic() + bounds.seconds
+    while True:
+        signal.sigtimedwait({signal.SIGCHLD}, LOOK_SECONDS)
+        result = _result(child)
+        if result is not None:
+            os._exit(result if result >= 0 else SIGNALED - result)
+        if time.monotonic() > until or _is_closed(lease):
+            os._exit(OUT_OF_TIME)
+        processes = [path.name for path in Path("/proc").iterdir() if path.name.isdigit() and path.name != "1"]
+        if len(processes) > MAX_PROCESSES:
+            os._exit(OUT_OF_PROCESSES)
+        if used_bytes(processes, bounds.memory_bytes) > bounds.memory_bytes:
+            os._exit(OUT_OF_MEMORY)
+
+
+def _result(child: int) -> int | None:
+    """The exit code of `child`, negative for a signal, or None while it runs. Reaps all others."""
+    while True:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == child:
+            return os.waitstatus_to_exitcode(status)
+        if not ended:
+            return None
+
+
+def _is_closed(lease: int | None) -> bool:
+    """Whether the lease has no writer, also if it had none when it was opened, which poll(2) does not report."""
+    if lease is None:
+        return False
+    try:
+        return not os.read(lease, 1)
+    except BlockingIOError:
+        return False
+
+
+def used_bytes(processes: list[str], enough: int) -> int:
+    """Bytes of memory that the processes use together, with files in memory that no process may have mapped.
+
+    Shared pages are counted in proportion (PSS) once the resident sizes, which count them in each process, exceed
+    `enough`; a mapped file of `memfd_create` counts twice. Without a /proc it is 0.
+    """
+    files: dict[tuple[int, int], int] = {}
+    for name in processes:
+        files.update(_memory_files(name))
+    resident = sum(map(_resident_bytes, processes))
+    other = sum(files.values()) + _segment_bytes()
+    if resident + other <= enough:
+        return resident + other
+    return sum(map(_proportional_bytes, processes)) + other
+
+
+def _resident_bytes(process: str) -> int:
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _proportional_bytes(process: str) -> int:
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return _resident_bytes(process)
+
+
+def _memory_files(process: str) -> dict[tuple[int, int], int]:
+    """Bytes of the open files of `memfd_create`, by device and inode."""
+    sizes = {}
+    with suppress(OSError):
+        for entry in os.scandir(f"/proc/{process}/fd"):
+            with suppress(OSError):
+                if str(Path(entry).readlink()).startswith("/memfd:"):
+                    status = os.stat(entry.path)
+                    sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sizes
+
+
+def _segment_bytes() -> int:
+    """Resident bytes of the shared memory segments of System V."""
+    with suppress(OSError, ValueError):
+        header, *lines = Path("/proc/sysvipc/shm").read_text().splitlines()
+        column = header.split().index("rss")
+        return sum(int(line.split()[column]) for line in lines)
+    return 0
+
+
+def _drop_privileges() -> None:
+    """Drop all privileges for good, so that the code cannot undo the mounts."""
+    capability = 0
+    while not _LIBC.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
+        capability += 1
+    _LIBC.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    if _LIBC.capset(header, (ctypes.c_uint32 * 6)()) or _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot drop privileges")
+
+
+def kernel() -> tuple[int, int]:
+    """The version of the running kernel."""
+    major, minor, *_ = os.uname().release.split(".")
+    return int(major), int(minor)
+
+
+def main(files: str, workdir: str, lease: str, bounds: str, code: str) -> None:
+    """Run `code` in a sandbox that another program has set up."""
+    for entry in os.scandir(files):
+        Path(workdir, entry.name).write_bytes(Path(entry.path).read_bytes())
+    number = os.open(lease, os.O_RDONLY | os.O_NONBLOCK) if lease else None
+    run_guarded(workdir, parse_bounds(bounds), code, number)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
