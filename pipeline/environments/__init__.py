@@ -4,7 +4,7 @@
 |---|---|
 | `task_protocol`, `episode` | the interface of a task, and an episode of several turns |
 | `chat_template`, `chat_tokenizer`, `assistant_masks` | text as the model sees it; which tokens are trained |
-| `task_calls`, `task_worker`, `worker_pool` | the processes that make prompts and rewards |
+| `task_calls`, `task_worker`, `worker_pool`, `worker_process` | the processes that make prompts and rewards |
 | `user_imports`, `frozen_code`, `guarded_call`, `sandbox`, `sandbox_jail` | code of the user and of the policy |
 | `rewards`, `reward_functions`, `llm_judge`, `math_verifier`, `last_number`, `zero_reward` | the reward of an answer |
 | `tool_task`, `tool_call_syntax` | episodes with tools; the syntax in which a policy writes tool calls |
