@@ -24,6 +24,7 @@ from typing import Any, Self, cast
 
 from pipeline.environments.guarded_call import call_guarded
 from pipeline.environments.reward_functions import PartialScore
+from pipeline.environments.reward_model_queue import RewardModelQueue
 from pipeline.environments.rewards import Mixture, Score
 from pipeline.environments.task_calls import RenderedPrompt, ToolResult
 from pipeline.environments.task_protocol import Completion, Prompt
@@ -84,6 +85,7 @@ class WorkerPool:
         that have a reply, also the reason of a failure."""
         self._setup, self._startup = setup, startup_seconds
         self._mixture = Mixture(setup.reward)
+        self._model: RewardModelQueue | None = None
         self._free: asyncio.LifoQueue[Worker | TaskError] = asyncio.LifoQueue()
         self._workers: set[Worker] = set()
         self._starting = False
@@ -91,8 +93,13 @@ class WorkerPool:
         self.finished_calls = 0
 
     async def __aenter__(self) -> Self:
+        model = self._setup.reward.model
         try:
+            if model.path:
+                self._model = RewardModelQueue(model, self._startup)  # loads while the first worker starts
             await self._add()
+            if self._model is not None:
+                await self._model.ready()
         except BaseException:
             await self._close()
             raise
@@ -140,7 +147,12 @@ class WorkerPool:
         return cast(ToolResult | str, result)
 
     async def _parts(self, which: int, prompt: Prompt, answers: tuple[Completion, ...]) -> list[PartialScore | str]:
-        """Function number `which`'s score of each answer."""
+        """The score of each answer by part number `which` of the reward."""
+        if self._mixture.is_model(which):
+            assert self._model is not None
+            scores = await self._model.score(prompt, answers)
+            self.finished_calls += len(answers)
+            return scores
         title, shared = self._mixture.title(which), (which, prompt)
         if not self._mixture.whole_groups:
             return await self._replies(title, "score", shared, answers)
@@ -236,6 +248,8 @@ class WorkerPool:
             await asyncio.sleep(PRINT_SECONDS)
             for worker in self._workers:
                 worker.pass_on_print()
+            if self._model is not None:
+                self._model.pass_on_print()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -246,4 +260,5 @@ class WorkerPool:
         for task in (background := list(self._background)):
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        await asyncio.gather(*(self._ended(worker) for worker in list(self._workers)))
+        ends = [self._ended(worker) for worker in list(self._workers)]
+        await asyncio.gather(*ends, *([self._model.close()] if self._model else []))
