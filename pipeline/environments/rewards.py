@@ -24,7 +24,7 @@ from pipeline.utils.value_bounds import MAX_REWARD
 TASK = "task"
 """Name of the task's own reward among the functions."""
 REWARD_MODEL = "reward_model"
-"""Name of the reward model's score beside the functions."""
+"""Name of the reward model's score among the functions."""
 KEY = "reward.functions"
 _STYLES_TEXT = (
     "a function of (prompts, completions, **columns) or (data_source, solution_str, ground_truth, extra_info)"
