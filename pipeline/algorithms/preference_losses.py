@@ -1,6 +1,6 @@
-"""Losses of preference pairs with their gradients, and the list of them.
+"""Losses of preferences with their gradients, and the list of them.
 
-Owns the formulas and `PREFERENCE_LOSSES`. All of them compare two numbers of a pair: the score of its chosen
+Owns the formulas and `PREFERENCE_LOSSES`. All except KTO compare two numbers of a pair: the score of its chosen
 completion and that of its rejected one. Each function maps the difference `d` of the scores to the loss of each pair
 and its derivative with respect to `d`, all float64[P]. Its keyword-only parameters are the keys of `preference.*` that
 it reads. An entry also states how a score follows from the outputs of the models. docs/preferences.md has the table.
@@ -18,7 +18,7 @@ A new loss is a decorated function:
 The configuration takes its values from this list, and must not load numpy, so functions import it. Must not know rows,
 models or ranks.
 
-Notation: P pairs.
+Notation: P pairs, N completions with a label.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Floats: TypeAlias = "NDArray[np.float64]"
+Labels: TypeAlias = "NDArray[np.bool_]"
 PairTerms: TypeAlias = "tuple[Floats, Floats]"
 """The loss of each pair, and its derivative with respect to the difference of the scores."""
 F = TypeVar("F", bound=Callable[..., PairTerms])
@@ -49,6 +50,8 @@ class PreferenceLoss:
         has_reference: whether the score of a completion is its log-probability relative to the reference model's.
         is_averaged: whether this log-probability is a mean over the completion's tokens instead of their sum.
         is_reward_model: whether the scores are the values of a scalar head instead of log-probabilities.
+        is_labeled: whether it reads single completions with a label instead of pairs; its positional parameters are the
+            scores, the labels and the estimate of the KL, and its loss and derivative are of each completion.
     """
 
     function: Callable[..., PairTerms]
@@ -56,10 +59,15 @@ class PreferenceLoss:
     has_reference: bool = False
     is_averaged: bool = False
     is_reward_model: bool = False
+    is_labeled: bool = False
 
     def terms(self, difference_P: Floats, preference: object) -> PairTerms:
         """The loss of each pair and its derivative, [P]; `preference` is the `PreferenceConfig`."""
         return self.function(difference_P, **key_values(self.keys, preference))
+
+    def labeled_terms(self, score_N: Floats, label_N: Labels, kl: float, preference: object) -> PairTerms:
+        """The loss of each labeled completion and its derivative with respect to the score, [N]."""
+        return self.function(score_N, label_N, kl, **key_values(self.keys, preference))
 
 
 PREFERENCE_LOSSES: Final[dict[str, PreferenceLoss]] = {}
@@ -67,13 +75,19 @@ PREFERENCE_LOSSES: Final[dict[str, PreferenceLoss]] = {}
 
 
 def preference_loss(
-    name: str, *, has_reference: bool = False, is_averaged: bool = False, is_reward_model: bool = False
+    name: str,
+    *,
+    has_reference: bool = False,
+    is_averaged: bool = False,
+    is_reward_model: bool = False,
+    is_labeled: bool = False,
 ) -> Callable[[F], F]:
     """Add the decorated function to `PREFERENCE_LOSSES`; see `PreferenceLoss`."""
 
     def register(function: F) -> F:
         keys = key_parameters(function)
-        PREFERENCE_LOSSES[name] = PreferenceLoss(function, keys, has_reference, is_averaged, is_reward_model)
+        flags = (has_reference, is_averaged, is_reward_model, is_labeled)
+        PREFERENCE_LOSSES[name] = PreferenceLoss(function, keys, *flags)
         return function
 
     return register
@@ -107,6 +121,28 @@ def bradley_terry(difference_P: Floats, *, margin: float) -> PairTerms:
     """−log σ(d − m), with m = `margin`: the likelihood of the preference under the reward model (Bradley and Terry
     1952; Ouyang et al. 2022, arXiv 2203.02155)."""
     return _logistic(difference_P - margin, 1.0, 0.0)
+
+
+@preference_loss("kto", has_reference=True, is_labeled=True)
+def kto(
+    score_N: Floats,
+    label_N: Labels,
+    kl: float,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> PairTerms:
+    """λ_D · (1 − σ(β(s − z))) of a desirable completion, λ_U · (1 − σ(β(z − s))) of an undesirable one, with
+    z = max(0, `kl`): KTO (Ethayarajh et al. 2024, arXiv 2402.01306, equation 7). No gradient passes through z."""
+    import numpy as np
+
+    sign_N = np.where(label_N, 1.0, -1.0)
+    weight_N = np.where(label_N, desirable_weight, undesirable_weight)
+    logit_N = sign_N * beta * (score_N - max(0.0, kl))
+    # d/ds (1 − σ(x)) = −σ(x) · σ(−x) · dx/ds
+    slope_N = -sign_N * beta * _sigmoid(logit_N) * _sigmoid(-logit_N)
+    return weight_N * _sigmoid(-logit_N), weight_N * slope_N
 
 
 def _logistic(logit_P: Floats, slope: float, smoothing: float) -> PairTerms:

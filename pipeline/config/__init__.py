@@ -44,7 +44,7 @@ from pipeline.config.schema import (
     StreamsConfig,
     TrackingConfig,
 )
-from pipeline.config.task_keys import RewardConfig, TaskConfig, TeacherConfig
+from pipeline.config.task_keys import RewardConfig, RewardModelConfig, TaskConfig, TeacherConfig
 from pipeline.config.training_keys import SftPhaseConfig, TrainingConfig
 from pipeline.config.validation import (
     NAMED,
@@ -72,6 +72,7 @@ __all__ = [
     "PreferenceConfig",
     "ResourcesConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RunConfig",
     "SftPhaseConfig",

@@ -148,6 +148,9 @@ def _preferences_train_alone(config: RunConfig) -> None:
     if config.data.train_on != "all":
         expected = "all: each completion of a pair is trained whole"
         raise ConfigError("data.train_on", config.data.train_on, expected, "leave it out")
+    if preference.formula.is_labeled and preference.batch < 2:
+        expected = "2 or more with preference.loss=kto, whose KL needs completions of other prompts"
+        raise ConfigError("preference.batch", preference.batch, expected, "raise it; the usual size is 32")
     if preference.formula.is_reward_model and config.model.lora.rank:
         expected = f"0 with preference.loss={preference.loss}: a reward model is trained whole"
         raise ConfigError("model.lora.rank", config.model.lora.rank, expected, "leave it out")

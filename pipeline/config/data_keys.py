@@ -21,6 +21,7 @@ class ColumnsConfig(Section):
     completion: str = Field("completion", description="Column with the answer to the prompt: a text, or messages.")
     chosen: str = Field("chosen", description="Column with the preferred completion: a text, or messages.")
     rejected: str = Field("rejected", description="Column with the other completion: a text, or messages.")
+    label: str = Field("label", description="Column with true for a desirable completion, false for another (KTO).")
     tools: str = Field("tools", description="Column with the tools that a conversation may call, as JSON schemas.")
 
 

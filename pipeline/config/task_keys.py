@@ -92,13 +92,31 @@ class TaskConfig(Section):
         )
 
 
+class RewardModelConfig(Section):
+    """A reward model, whose score of the whole conversation is the reward or is added to it. A process of the actor
+    computes it on the CPU."""
+
+    path: str = Field(
+        "",
+        description="Directory of a sequence classifier of transformers with one label, such as the `model/` of "
+        "`experiment=reward_model`; empty: none. Without reward.functions its score is the whole reward.",
+    )
+    weight: float = Field(1.0, description="Factor of its score.")
+    max_length: NotNegative = Field(
+        0, description="Largest conversation, in its tokens; a longer one fails its sample. 0: the model's positions."
+    )
+    batch_size: Positive = Field(16, description="Largest number of conversations in one forward pass.")
+    seconds: Seconds = Field(60, description="Deadline of a forward pass; then its samples fail.")
+    threads: NotNegative = Field(0, description="CPU threads of a forward pass. 0: all CPUs of the actor.")
+
+
 class RewardConfig(Section):
-    """The reward of a sample: the task's own reward, or a weighted sum of Python functions."""
+    """The reward of a sample: the task's own reward, or a weighted sum of Python functions and a reward model."""
 
     functions: Texts = Field(
         (),
         description="Functions `package.module:function` with the signature of TRL or verl, see docs/rewards.md; "
-        "`task` is the task's own reward. Empty: only the task's own reward.",
+        "`task` is the task's own reward. Empty: only the task's own reward, or only that of reward.model.",
     )
     weights: Numbers = Field((), description="A weight for each function, in order; empty: 1.")
     options: dict[str, dict[str, Any]] = Field(
@@ -109,6 +127,12 @@ class RewardConfig(Section):
         description="Samples in one call of a function. `sample`: one, so that a failure affects no other sample; "
         "`group`: all samples of a prompt, for functions that compare them.",
     )
+    model: RewardModelConfig = RewardModelConfig()
+
+    @property
+    def reads_conversations(self) -> bool:
+        """Whether the reward needs all turns of a sample. The task's own reward needs the last one only."""
+        return bool(self.functions or self.model.path)
 
 
 class TeacherConfig(Section):

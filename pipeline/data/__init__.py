@@ -6,7 +6,7 @@
 | `jsonl_index` | JSON files, each row exactly as it is written |
 | `chat_messages` | one normalized form of a conversation, for every format of a row |
 | `examples` | the meaning of a row's columns: `Examples`, by index |
-| `preference_examples` | preference pairs: `PreferenceExamples`, by index |
+| `preference_examples`, `labeled_examples` | preference pairs and labeled completions, by index |
 | `dataset_digest` | one digest of all rows, by which a resumed run recognizes its data |
 
 One reader for supervised fine-tuning and for reinforcement learning:

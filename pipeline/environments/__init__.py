@@ -4,10 +4,11 @@
 |---|---|
 | `task_protocol`, `episode` | the interface of a task, and an episode of several turns |
 | `chat_template`, `chat_tokenizer`, `assistant_masks` | text as the model sees it; which tokens are trained |
-| `task_calls`, `task_worker`, `worker_pool` | the processes that make prompts and rewards |
+| `task_calls`, `task_worker`, `worker_pool`, `worker_process` | the processes that make prompts and rewards |
 | `user_imports`, `frozen_code`, `guarded_call` | code of the user |
 | `sandbox`, `sandbox_kinds`, `sandbox_jail`, `sandbox_guard` | code of the policy, isolated |
 | `rewards`, `reward_functions`, `llm_judge`, `math_verifier`, `last_number`, `zero_reward` | the reward of an answer |
+| `reward_model`, `reward_model_queue`, `reward_model_process` | a trained reward model as a reward |
 | `tool_task`, `tool_call_syntax` | episodes with tools; the syntax in which a policy writes tool calls |
 | `arithmetic`, `chain_sum`, `countdown`, `dataset_task`, `reasoning_gym_task`, `code_task` | built-in tasks |
 | `agent_task`, `agent_report` | episodes that an external agent runs, and the reward that it reports |

@@ -1,11 +1,11 @@
-"""The reward of a run: the task's own, or a weighted sum of functions.
+"""The reward of a run: the task's own, or a weighted sum of functions and a reward model.
 
 Owns the meaning of `reward.functions`: loading and inspecting the functions, and combining their scores into one
 reward. Promises that a function which cannot be called with the run's prompts is a `ConfigError` before anything
 starts, and that a sample for which one function failed has no reward, only the reason. Loads neither torch nor
 transformers, unless a function does.
 
-    r = Σ weight · score, over the functions that score the sample
+    r = Σ weight · score, over the functions that score the sample, and the reward model
 """
 
 import inspect
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pipeline.config import RewardConfig, closest_match
 from pipeline.environments.reward_functions import TRL, VERL, PartialScore, RewardFunction, columns_of
+from pipeline.environments.reward_model import check_reward_model
 from pipeline.environments.task_protocol import Prompt, Task
 from pipeline.environments.user_imports import import_object, user_import_errors
 from pipeline.errors import ConfigError
@@ -22,6 +23,8 @@ from pipeline.utils.value_bounds import MAX_REWARD
 
 TASK = "task"
 """Name of the task's own reward among the functions."""
+REWARD_MODEL = "reward_model"
+"""Name of the reward model's score among the functions."""
 KEY = "reward.functions"
 _STYLES_TEXT = (
     "a function of (prompts, completions, **columns) or (data_source, solution_str, ground_truth, extra_info)"
@@ -39,13 +42,24 @@ class Score:
 
 
 class Mixture:
-    """The functions of a config by name and weight, without importing them."""
+    """The parts of a config's reward by name and weight, without importing functions.
+
+    Attributes:
+        names: of the functions in order, then of the reward model.
+        whole_groups: whether one call of a function has all samples of a prompt.
+    """
 
     def __init__(self, config: RewardConfig) -> None:
-        self.names = names_of(config.functions or (TASK,))
+        self.names = names_of(part_specs(config))
         self.whole_groups = config.calls == "group"
-        self._alone = not config.functions
-        self._weights = config.weights or (1.0,) * len(self.names)
+        self._alone = not config.reads_conversations
+        model_weight = (config.model.weight,) if config.model.path else ()
+        functions = len(self.names) - len(model_weight)
+        self._weights = (*(config.weights or (1.0,) * functions), *model_weight)
+
+    def is_model(self, which: int) -> bool:
+        """Whether part number `which` is the reward model."""
+        return self.names[which] == REWARD_MODEL
 
     def title(self, which: int) -> str:
         """The name of function number `which` in a reason."""
@@ -70,6 +84,12 @@ class Mixture:
         return Score(score, {} if self._alone else metrics)
 
 
+def part_specs(config: RewardConfig) -> tuple[str, ...]:
+    """The functions in order, then the reward model if there is one; without any of them the task's own reward."""
+    model = (REWARD_MODEL,) if config.model.path else ()
+    return (*config.functions, *model) or (TASK,)
+
+
 def names_of(specs: Sequence[str]) -> list[str]:
     """The names of functions in metrics and reasons: the bare name, with the module if two names are equal.
 
@@ -82,19 +102,22 @@ def names_of(specs: Sequence[str]) -> list[str]:
 
 def load_rewards(config: RewardConfig, task: Task) -> list[RewardFunction | None]:
     """The functions in order, None for the task's own reward; `ConfigError` for an unusable one."""
-    specs, names = config.functions or (TASK,), names_of(config.functions or (TASK,))
+    specs, names = part_specs(config), names_of(part_specs(config))
     for name in config.options:
-        if name not in names or name == TASK:
+        if name not in names or name in (TASK, REWARD_MODEL):
             expected = "the name of a function of reward.functions"
             raise ConfigError(f"reward.options.{name}", config.options[name], expected, closest_match(name, names))
     return [
         None if spec == TASK else _load(spec, name, config.options.get(name, {}), task)
         for spec, name in zip(specs, names, strict=True)
+        if spec != REWARD_MODEL
     ]
 
 
 def check_rewards(config: RewardConfig, task: Task, task_name: str) -> None:
-    """`ConfigError` unless every function can be called with the columns of the task's prompts."""
+    """`ConfigError` unless every function can be called with the columns of the task's prompts, and the reward model
+    can be loaded."""
+    check_reward_model(config.model)
     functions = load_rewards(config, task)
     if None in functions and not task.has_reward:
         expected = f"at least one function, and not `{TASK}`: the task {task_name} has no reward"

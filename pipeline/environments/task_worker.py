@@ -1,18 +1,16 @@
 """A process that makes the calls of a task, one after the other.
 
-Owns the worker's side: loading the task, reading and writing frames, and enforcing its limits. Promises one reply per
+Owns the worker's side: loading the task, answering calls, and enforcing its limits. Promises one reply per
 item of a call, in order; that a copy of the process which a task forked never replies; that its memory is bounded; and
 that the kernel's OOM killer prefers it to other processes. The pool ends it (`pipeline.environments.worker_pool`).
 Imports neither torch nor transformers, unless the task does.
 
-Frames, both ways: 4 bytes of length, little-endian, then a pickle. The pool first sends a `Setup` and receives None, or
-the reason why the task could not be loaded. Each `Call` is then answered by one reply per item.
+The pool first sends a `Setup` and receives None, or the reason why the task could not be loaded. Each `Call` is then
+answered by one reply per item (`pipeline.environments.worker_process` has the frames).
 """
 
 import os
-import pickle
 import resource
-import socket
 import sys
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -22,13 +20,12 @@ from typing import Any
 from pipeline.config import RewardConfig, TaskConfig
 from pipeline.environments import check_sandbox, load_task, sandbox
 from pipeline.environments.chat_template import ChatTemplate
-from pipeline.environments.guarded_call import call_guarded, failure_reason
+from pipeline.environments.guarded_call import call_guarded
 from pipeline.environments.rewards import load_rewards
 from pipeline.environments.task_calls import InProcessCalls
+from pipeline.environments.worker_process import Channel
 from pipeline.errors import RollcallError
 from pipeline.utils.subprocesses import adopt_orphans
-
-LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -49,37 +46,6 @@ class Call:
     method: str
     shared: tuple[Any, ...]
     items: tuple[Any, ...]
-
-
-def frame(message: object) -> bytes:
-    """A message as bytes with its length."""
-    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
-
-
-class Channel:
-    """The worker's end of the connection, inherited as standard input, which then becomes empty."""
-
-    def __init__(self) -> None:
-        self._socket = socket.socket(fileno=os.dup(0))
-        with Path(os.devnull).open("rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
-        self._reader = self._socket.makefile("rb")
-
-    def receive(self) -> Any:
-        """The next message; `EOFError` when the pool has closed the connection."""
-        length = self._reader.read(LENGTH_BYTES)
-        if len(length) < LENGTH_BYTES:
-            raise EOFError
-        return pickle.loads(self._reader.read(int.from_bytes(length, "little")))
-
-    def reply(self, value: object) -> None:
-        """Send a value; for a value that cannot be pickled, send the reason."""
-        try:
-            data = frame(value)
-        except Exception as error:  # noqa: BLE001 a task may put any object into its prompts
-            data = frame(failure_reason("prompt cannot be pickled", error))
-        self._socket.sendall(data)
 
 
 def serve(channel: Channel, calls: InProcessCalls) -> None:

@@ -16,9 +16,6 @@ The pool starts with one worker. A call that has waited `GROW_SECONDS` for a wor
 import asyncio
 import logging
 import math
-import os
-import pickle
-import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
@@ -27,47 +24,29 @@ from typing import Any, Self, cast
 
 from pipeline.environments.guarded_call import call_guarded
 from pipeline.environments.reward_functions import PartialScore
+from pipeline.environments.reward_model_queue import RewardModelQueue
 from pipeline.environments.rewards import Mixture, Score
 from pipeline.environments.task_calls import RenderedPrompt, ToolResult
 from pipeline.environments.task_protocol import Completion, Prompt
-from pipeline.environments.task_worker import LENGTH_BYTES, Call, Setup, frame
-from pipeline.errors import DeadlineError, TaskError
-from pipeline.utils.subprocesses import describe_exit, start_connected
-from pipeline.utils.waiting import run_within, wait_for
+from pipeline.environments.task_worker import Call, Setup
+from pipeline.environments.worker_process import WorkerProcess, frame
+from pipeline.errors import TaskError
 
 log = logging.getLogger(__name__)
 
 GROW_SECONDS = 1.0
 START_PAUSES = (0.0, 1.0, 5.0)
-END_SECONDS = 2.0
 MAX_CHILDREN = 256
-PRINT_SECONDS, PRINT_BYTES = 0.25, 1 << 14
+PRINT_SECONDS = 0.25
 
 
-class Worker:
-    """One worker process. `broken` once it can take no more calls."""
+class Worker(WorkerProcess):
+    """A process of the task, which answers its calls."""
 
     def __init__(self) -> None:
         """Start the process; it is usable after `ready`."""
-        self.broken = False
-        self.ending: asyncio.Task[None] | None = None
-        self._printed, output = os.pipe()
-        os.set_blocking(self._printed, False)
-        argv = (sys.executable, "-P", "-m", "pipeline.environments.task_worker")
         # A fixed hash seed gives sets the same order in all workers, so a task draws the same from one everywhere.
-        environment = {**os.environ, "PYTHONHASHSEED": "0"}
-        try:
-            self._process, self._socket = start_connected(argv, environment, output)
-        except OSError:
-            os.close(self._printed)
-            raise
-        finally:
-            os.close(output)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
+        super().__init__("pipeline.environments.task_worker", "a process of the task", {"PYTHONHASHSEED": "0"})
 
     @property
     def has_too_many_children(self) -> bool:
@@ -77,17 +56,6 @@ class Worker:
         with suppress(OSError):
             return len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) > MAX_CHILDREN
         return False
-
-    async def ready(self, setup: Setup, seconds: float) -> None:
-        """Make the worker load the task; `TaskError` when loading fails, `DeadlineError` after `seconds`."""
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
-        self._writer.write(frame(setup))
-        try:
-            wrong = await run_within("a process of the task to load it", self._reply(), seconds)
-        except (EOFError, OSError):
-            raise TaskError(f"a process of the task {await self._end_of_process()} while it loaded it") from None
-        if wrong is not None:
-            raise TaskError(f"a process of the task cannot load it: {wrong}")
 
     async def answer(self, what: str, call: bytes, items: int, seconds: float) -> list[Any]:
         """A reply per item, or up to the item that broke the worker: the last reply is then the reason."""
@@ -108,38 +76,6 @@ class Worker:
         self.broken = False
         return replies
 
-    def print(self) -> bytes:
-        """Up to `PRINT_BYTES` of its output since the last call."""
-        try:
-            return os.read(self._printed, PRINT_BYTES)
-        except BlockingIOError:
-            return b""
-
-    def end(self) -> None:
-        """End the process and all processes that it started, also those in other sessions: they are its
-        descendants."""
-        self._process.kill_all()
-
-    def close(self) -> None:
-        """Close its connection and pipe, after its end."""
-        if hasattr(self, "_writer"):
-            self._writer.close()
-        self._socket.close()
-        os.close(self._printed)
-
-    async def _reply(self) -> Any:
-        length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
-        body = await self._reader.readexactly(length)
-        return call_guarded("prompt cannot be pickled", lambda: pickle.loads(body))
-
-    async def _end_of_process(self) -> str:
-        """A description of its end, which may be only a closed connection."""
-        try:
-            code = await asyncio.to_thread(wait_for, "its end", self._process.poll, END_SECONDS)
-        except DeadlineError:
-            return "closed its connection"
-        return describe_exit(code)
-
 
 class WorkerPool:
     """The workers of one task, as `pipeline.environments.task_calls.TaskCalls`; used by one event loop."""
@@ -149,6 +85,7 @@ class WorkerPool:
         that have a reply, also the reason of a failure."""
         self._setup, self._startup = setup, startup_seconds
         self._mixture = Mixture(setup.reward)
+        self._model: RewardModelQueue | None = None
         self._free: asyncio.LifoQueue[Worker | TaskError] = asyncio.LifoQueue()
         self._workers: set[Worker] = set()
         self._starting = False
@@ -156,8 +93,13 @@ class WorkerPool:
         self.finished_calls = 0
 
     async def __aenter__(self) -> Self:
+        model = self._setup.reward.model
         try:
+            if model.path:
+                self._model = RewardModelQueue(model, self._startup)  # loads while the first worker starts
             await self._add()
+            if self._model is not None:
+                await self._model.ready()
         except BaseException:
             await self._close()
             raise
@@ -205,7 +147,12 @@ class WorkerPool:
         return cast(ToolResult | str, result)
 
     async def _parts(self, which: int, prompt: Prompt, answers: tuple[Completion, ...]) -> list[PartialScore | str]:
-        """Function number `which`'s score of each answer."""
+        """The score of each answer by part number `which` of the reward."""
+        if self._mixture.is_model(which):
+            assert self._model is not None
+            scores = await self._model.score(prompt, answers)
+            self.finished_calls += len(answers)
+            return scores
         title, shared = self._mixture.title(which), (which, prompt)
         if not self._mixture.whole_groups:
             return await self._replies(title, "score", shared, answers)
@@ -290,14 +237,7 @@ class WorkerPool:
 
     async def _ended(self, worker: Worker) -> None:
         """End a worker once, and completely even if the caller is cancelled."""
-        if worker.ending is None:
-            worker.ending = asyncio.create_task(self._end(worker))
-        await asyncio.shield(worker.ending)
-
-    async def _end(self, worker: Worker) -> None:
-        await asyncio.to_thread(worker.end)
-        _pass_on(worker.print())
-        worker.close()
+        await worker.ended()
         self._workers.discard(worker)
 
     async def _pass_on_prints(self) -> None:
@@ -307,7 +247,9 @@ class WorkerPool:
         while True:
             await asyncio.sleep(PRINT_SECONDS)
             for worker in self._workers:
-                _pass_on(worker.print())
+                worker.pass_on_print()
+            if self._model is not None:
+                self._model.pass_on_print()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -318,9 +260,5 @@ class WorkerPool:
         for task in (background := list(self._background)):
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        await asyncio.gather(*(self._ended(worker) for worker in list(self._workers)))
-
-
-def _pass_on(printed: bytes) -> None:
-    if printed:
-        sys.stderr.write(printed.decode(errors="replace"))
+        ends = [self._ended(worker) for worker in list(self._workers)]
+        await asyncio.gather(*ends, *([self._model.close()] if self._model else []))

@@ -23,6 +23,7 @@ from pipeline.run.goodput_records import read_goodput
 from pipeline.run.metrics_log import read_rows, series
 from pipeline.train.batching.conversation_rows import Conversations
 from pipeline.train.batching.demonstrations import TaskDemonstrations
+from pipeline.train.batching.labeled_rows import LabeledCompletions
 from pipeline.train.batching.preference_rows import PreferencePairs
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.step_traces import StepTraces
@@ -57,7 +58,8 @@ class RunSession(Rank0):
 
     def _dataset(self) -> Conversations | None:
         if self._config.has_preference:
-            return PreferencePairs(self._config, self._alive)
+            is_labeled = self._config.preference.formula.is_labeled
+            return (LabeledCompletions if is_labeled else PreferencePairs)(self._config, self._alive)
         reads = self._config.has_sft and self._config.data.path
         return Conversations(self._config, self._alive) if reads else None
 
@@ -145,7 +147,9 @@ class RunSession(Rank0):
 
     def _held_out(self, job: SftJob | PreferenceJob, conversations: Conversations) -> EvalLoss:
         training, rows = self._config.training, read_rows(self._context.run.metrics)
-        make = partial(EvalPreferences, preference=self._config.preference) if job.kind == "preference" else EvalLoss
+        preference, max_length = self._config.preference, self._config.model.max_length
+        prefers = partial(EvalPreferences, preference=preference, max_length=max_length)
+        make = prefers if job.kind == "preference" else EvalLoss
         return make(
             dispatch=self._dispatch,
             rows=conversations.held_out,

@@ -206,7 +206,7 @@ def eval_sets(task: Task, calls: TaskCalls, config: RunConfig) -> dict[str, Eval
         prompts=task.held_out(),
         calls=lambda: nullcontext(calls),
         sampling=Sampling(0.0, rollout.max_tokens, config.model.max_length, rollout.episode_seconds),
-        whole_answers=bool(config.reward.functions),
+        whole_answers=config.reward.reads_conversations,
     )
     sets = {"": builtin} if config.evaluation.builtin_set else {}
     return sets | {name: _of_config(builtin, chosen, config) for name, chosen in config.evaluation.sets.items()}
@@ -223,7 +223,7 @@ def _of_config(builtin: EvalSet, keys: EvalSetConfig, config: RunConfig) -> Eval
             task=task,
             prompts=task.held_out(),
             calls=lambda: _pool(setup, config.cluster.startup_seconds),
-            whole_answers=bool(keys.reward.functions),
+            whole_answers=keys.reward.reads_conversations,
         )
     sampling = replace(
         builtin.sampling,

@@ -73,7 +73,7 @@ class GroupBuilder:
             self.curriculum = Curriculum(self._order, keys, config.seed, window, run.curriculum, run.ledger)
         self._choosing, self._correct = asyncio.Lock(), keys.correct
         self._size, self._extra = rollout.group_size, rollout.oversample
-        self._whole_answers = bool(config.reward.functions)
+        self._whole_answers = config.reward.reads_conversations
         length, seconds = config.model.max_length, rollout.episode_seconds
         self._sampling = Sampling(rollout.temperature, rollout.max_tokens, length, seconds)
         self._stale = config.training.stale

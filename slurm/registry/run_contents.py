@@ -16,7 +16,7 @@ from typing import Any
 import pipeline
 from pipeline.checkpoints import Fence, newest_checkpoint, root_of
 from pipeline.checkpoints.run_progress import has_begun, known_config, known_identity, new_aside_folder, refuse_restart
-from pipeline.config import RunConfig, TaskConfig, load_config
+from pipeline.config import RewardConfig, RunConfig, TaskConfig, load_config
 from pipeline.config.data_keys import located_data, located_options
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import located_model
@@ -181,11 +181,14 @@ def located_config(config: RunConfig) -> RunConfig:
         "model": located_model(config.model),
         "data": located_data(config.data),
         "training": config.training.model_copy(update={"jobs": jobs}),
+        "reward": _located_reward(config.reward),
     }
     located["task"] = _located_task(config.task)
     sets = config.evaluation.sets
     with_tasks = {
-        name: eval_set.model_copy(update={"task": _located_task(eval_set.task)})
+        name: eval_set.model_copy(
+            update={"task": _located_task(eval_set.task), "reward": _located_reward(eval_set.reward)}
+        )
         for name, eval_set in sets.items()
         if eval_set.task
     }
@@ -198,6 +201,11 @@ def _located_replay(config: RunConfig) -> str:
     from pipeline.rollout.recorded_groups import replayed_run  # its numpy would cost each agent a fifth of its imports
 
     return str(replayed_run(config).root)
+
+
+def _located_reward(reward: RewardConfig) -> RewardConfig:
+    path = reward.model.path and str(Path(reward.model.path).resolve())
+    return reward.model_copy(update={"model": reward.model.model_copy(update={"path": path})})
 
 
 def _located_task(task: TaskConfig) -> TaskConfig:

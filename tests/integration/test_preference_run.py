@@ -3,7 +3,7 @@ controller, as each attempt's only rank."""
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,32 @@ def test_a_run_whose_pairs_changed_is_refused(tmp_path: Path) -> None:
 def test_the_other_losses_learn_too(loss: str, settings: dict[str, float], tmp_path: Path) -> None:
     run(tmp_path / "run", config_of(write_pairs(tmp_path / "pairs.jsonl"), loss=loss, **settings))
     assert numbers(tmp_path / "run", "eval", "eval/accuracy")[STEPS] > 0.9
+
+
+def write_labels(path: Path) -> Path:
+    """The completions of `write_pairs`, each in a row with its label."""
+    rows = [json.loads(line) for line in write_pairs(path).read_text().splitlines()]
+    with path.open("w") as file:
+        for pair in rows:
+            for name in ("chosen", "rejected"):
+                row = {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+                file.write(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("write", [write_pairs, write_labels])
+def test_kto_learns_from_labels_and_from_pairs_and_resumes(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    config = config_of(write(tmp_path / "rows.jsonl"), loss="kto", beta=0.3)
+    run(tmp_path / "run", config, stop_after=STOPPED)
+    run(tmp_path / "run", config, name="1-1")
+    measured = {name: numbers(tmp_path / "run", "eval", f"eval/{name}") for name in ("accuracy", "margin", "loss")}
+    last = max(measured["loss"])
+    assert measured["loss"][0] == pytest.approx(0.5), "1 - σ(0)"
+    assert measured["accuracy"][last] > 0.9
+    assert measured["margin"][last] > 0.5
+    divergence = numbers(tmp_path / "run", "train", "kl")
+    assert list(divergence) == list(range(1, last + 1))
+    assert all(value >= 0 for value in divergence.values())
 
 
 def test_the_results_do_not_depend_on_the_micro_batches_that_a_pair_is_split_over(whole: Path, tmp_path: Path) -> None:

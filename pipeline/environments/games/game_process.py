@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.config import TaskConfig
 from pipeline.environments import load_task
-from pipeline.environments.task_worker import LENGTH_BYTES, Channel, frame
+from pipeline.environments.worker_process import LENGTH_BYTES, Channel, frame
 from pipeline.errors import DeadlineError, RollcallError, TaskError, one_line
 from pipeline.utils.subprocesses import Leader, adopt_orphans, describe_exit, start_connected
 

@@ -6,6 +6,6 @@
 | `token_advantages` | the advantage of each token of a batch |
 | `packing` | the split of a batch into micro-batches, and their layout |
 | `conversation_rows`, `demonstrations` | sequences from a dataset's conversations, and from a task's demonstrations |
-| `preference_rows` | sequences from a dataset's preference pairs |
+| `preference_rows`, `labeled_rows` | sequences from a dataset's preference pairs; from labeled completions |
 | `logprob_queries` | sequences with queries for log-probabilities of given tokens |
 """

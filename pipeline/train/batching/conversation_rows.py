@@ -53,6 +53,7 @@ class TokenizedDataset:
 
     Attributes:
         tokens, mask: all tokens and their masks, row after row.
+        labels: 1 for each row whose completion is desirable (`TrainSequence.label`).
         starts: offset of each row, and the end of the last.
         counts: conversations that were `read`, and rows that were excluded, by reason.
         first: the first row with its text, for the log.
@@ -61,6 +62,7 @@ class TokenizedDataset:
 
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     mask: bytearray = field(default_factory=bytearray)
+    labels: bytearray = field(default_factory=bytearray)
     starts: "array[int]" = field(default_factory=lambda: array("q", [0]))
     counts: Counter[str] = field(default_factory=Counter)
     first: MaskedText | None = None
@@ -72,16 +74,17 @@ class TokenizedDataset:
     def __getitem__(self, index: int) -> TrainSequence:
         part = slice(self.starts[index], self.starts[index + 1])
         tokens, mask = np.array(self.tokens[part], np.int32), np.frombuffer(self.mask[part], np.uint8)
-        return TrainSequence(tokens=tokens, mask=mask, prompt=index)
+        return TrainSequence(tokens=tokens, mask=mask, prompt=index, label=bool(self.labels[index]))
 
     def __iter__(self) -> Iterator[TrainSequence]:
         return (self[index] for index in range(len(self)))
 
-    def add(self, row: MaskedText) -> None:
+    def add(self, row: MaskedText, label: bool = True) -> None:
         """Append a row."""
         self.first = self.first or row
         self.tokens.extend(row.tokens)
         self.mask.extend(row.mask)
+        self.labels.append(label)
         self.starts.append(len(self.tokens))
 
     def leave_out(self, reason: str, policy: Literal["refuse", "drop"], error: RowError) -> None:

@@ -28,6 +28,7 @@ from pipeline.train.batching.conversation_rows import (
     split_examples,
     too_long,
 )
+from pipeline.train.batching.labeled_rows import check_labeled
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,12 @@ def pairs_split(data: DataConfig) -> tuple[PairsPart, PairsPart]:
 
 
 def check_pairs(config: RunConfig) -> None:
-    """Raise `ConfigError` unless the first pairs of the config's dataset can be trained by the model."""
+    """Raise `ConfigError` unless the first pairs, or labeled completions, of the config's dataset can be trained by the
+    model."""
     if not config.has_preference:
+        return
+    if config.preference.formula.is_labeled:
+        check_labeled(config)
         return
     masker = build_masker(config)
     for part in pairs_split(config.data):

@@ -48,6 +48,7 @@ class TrainSequence:
         prompt: key of the row's prompt (group).
         routed_experts: [t, layers, experts of a token], the experts that the server chose for each of the row's first t
             tokens; None: the trainer's routers choose those of all tokens.
+        label: whether the row's completion is desirable, for losses of labeled completions.
         episode: the row's episode among those of its prompt; −1: the row is a whole episode.
     """
 
@@ -62,6 +63,7 @@ class TrainSequence:
     returns: NDArray[np.float32] | None = None
     episode: int = -1
     routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    label: bool = True
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -54,6 +54,7 @@ With L = 0 the actor issues the groups of step v + 1 only when the servers are a
 |---|---|
 | `train_loop` | the loop that RL and SFT share |
 | `rl`, `sft`, `preference` | the three algorithms of a run |
+| `labeled_terms` | the loss of a batch of labeled completions (KTO), with its KL |
 | `policy_update` | one RL step on a batch: advantages, mini-batches, optimizer steps |
 | `group_batches` | batches of prepared groups from the stream |
 | `actor_watch` | whether the actor's episodes advance while the trainer waits for them |

@@ -3,7 +3,8 @@
 Owns the step, independent of ranks (`dispatch`) and of the source of pairs:
 
     1. Compute the log-probabilities of both completions of each pair, by the policy and, if the loss has one, by the
-       reference model; for a reward model the values of both texts.
+       reference model; for a reward model the values of both texts; for KTO those of labeled completions and of
+       mismatched rows (`pipeline.train.loop.labeled_terms`).
     2. Compute the loss of each pair, and its derivative with respect to each completion's output
        (`pipeline.algorithms.preference_losses`).
     3. Train each completion with its derivative as its weight. The sum over micro-batches and ranks of weight × output
@@ -34,6 +35,7 @@ from pipeline.train.controller.rank_group import Answers, RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.eval_loss import EvalLoss
 from pipeline.train.loop.group_batches import Pulse
+from pipeline.train.loop.labeled_terms import labeled_metrics, score_labeled
 from pipeline.train.loop.sft import Demonstrate
 from pipeline.train.loop.step_metrics import NonFiniteGuard
 from pipeline.train.loss_specs import SCORE, SFT, LossSpec
@@ -151,17 +153,15 @@ class PreferenceTraining:
     def step(self, step: int) -> Mapping[str, float]:
         self._pulse()
         batch = Batch.of(self._pairs(step, self.job.batch))
-        outputs = score_pairs(self._dispatch, batch, self._preference)
-        loss_P, slope_P = self._preference.formula.terms(outputs.difference, self._preference)
+        weights, measured = self._terms(batch)
         self._pulse()
-        weights = row_weights(slope_P, outputs, self._preference)
         if not self._preference.formula.is_reward_model:
             weights = [-weight for weight in weights]  # the loss of SFT is the sum of weight × −logprob
         split = self._dispatch.cut(["policy"], replace(batch, weights=tuple(weights)))
         level = self._config.training.metrics
         trained = self._dispatch.forward_backward("policy", split, self._linear_loss, level=level)
         self.is_checkpointable = False
-        metrics = trained | pair_metrics(outputs, loss_P, self._preference) | self._dispatch.optim_step("policy")
+        metrics = trained | measured | self._dispatch.optim_step("policy")
         self.is_checkpointable = True
         self._skips.note(metrics)
         size = {"tokens/batch": float(sum(batch.lengths)), "tokens/shared": float(split.saved_tokens)}
@@ -176,6 +176,17 @@ class PreferenceTraining:
     def end(self) -> None:
         """Evaluate the final model."""
         self._measure(self.job.steps, last=True)
+
+    def _terms(self, batch: Batch) -> tuple[list[float], dict[str, float]]:
+        """The derivative of the loss with respect to each counted token's output, by row, and the metrics."""
+        preference = self._preference
+        if preference.formula.is_labeled:
+            labeled = score_labeled(self._dispatch, batch, self._config.model.max_length)
+            _, slope_N = labeled.terms(preference)
+            return [float(slope) / len(slope_N) for slope in slope_N], labeled_metrics([labeled], preference)
+        outputs = score_pairs(self._dispatch, batch, preference)
+        loss_P, slope_P = preference.formula.terms(outputs.difference, preference)
+        return row_weights(slope_P, outputs, preference), pair_metrics(outputs, loss_P, preference)
 
     def _make_reference(self) -> None:
         """The reference model of a new job, a copy of the policy; for a resumed job the checkpoint has restored it."""
@@ -207,14 +218,20 @@ def score_pairs(dispatch: RankGroup, batch: Batch, preference: PreferenceConfig)
 
 
 class EvalPreferences(EvalLoss):
-    """Measures the loss of preferences on the eval pairs; see `EvalLoss`. `batch` counts rows, two of each pair."""
+    """Measures the loss of preferences on the eval pairs; see `EvalLoss`. `batch` counts rows, two of each pair.
+    Mismatched rows of labeled completions have at most `max_length` tokens."""
 
-    def __init__(self, dispatch: RankGroup, preference: PreferenceConfig, **settings: object) -> None:
+    def __init__(
+        self, dispatch: RankGroup, preference: PreferenceConfig, max_length: int = 0, **settings: object
+    ) -> None:
         super().__init__(dispatch, **settings)  # type: ignore[arg-type]
-        self._preference = preference
+        self._preference, self._max_length = preference, max_length
 
     def _measure(self) -> dict[str, float]:
-        """The metrics of a batch of all eval pairs, below `eval/`."""
+        """The metrics of a batch of all eval pairs or completions, below `eval/`."""
+        if self._preference.formula.is_labeled:
+            labeled = [score_labeled(self._dispatch, batch, self._max_length) for batch in self._batches()]
+            return {f"eval/{name}": value for name, value in labeled_metrics(labeled, self._preference).items()}
         sums: dict[str, float] = {}
         for batch in self._batches():
             outputs = score_pairs(self._dispatch, batch, self._preference)

@@ -53,6 +53,13 @@ class Launched:
         return cls._launch(RunPaths(output / name), *arguments, env=env)
 
     @classmethod
+    def submit(cls, output: Path, name: str, *overrides: str, env: dict[str, str] | None = None) -> "Launched":
+        """Start a run of this name with only these overrides."""
+        return cls._launch(
+            RunPaths(output / name), "submit.py", f"output={output}", f"name={name}", *overrides, env=env
+        )
+
+    @classmethod
     def train(cls, jobs: Path, run: Path, *arguments: str) -> "Launched":
         """Do the jobs of a file or a folder; `run` is the directory that their run has."""
         return cls._launch(RunPaths(run), "train.py", str(jobs), *arguments)
@@ -223,6 +230,10 @@ class Launches:
     def submit(self, name: str, *overrides: str, env: dict[str, str] | None = None) -> Launched:
         """`launchers/submit.py` with a small run of this name; the same call resumes it."""
         return self._keep(Launched.start(self._output, name, *overrides, env=env))
+
+    def submit_alone(self, name: str, *overrides: str, env: dict[str, str] | None = None) -> Launched:
+        """`launchers/submit.py` with only these overrides."""
+        return self._keep(Launched.submit(self._output, name, *overrides, env=env))
 
     def train(self, jobs: Path, *overrides: str, run: str = "") -> Launched:
         """`launchers/train.py` on the jobs of a file or a folder, as the run of their name or of another one."""

@@ -84,6 +84,7 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
         "mix": [*RECIPE, "task.tasks"],
         "openenv": [*RECIPE, "task.processes"],
         "reward_model": [*PREFERENCES, "preference.loss"],
+        "rlhf": [*RECIPE, "data.path", "data.columns.completion", "reward.model.path", "reward.model.threads"],
         "sft": [*RECIPE, "optim.schedule", "optim.warmup_steps", "training.sft.epochs"],
         "smollm2": [*RECIPE, "training.compile"],
         "tinker": [*RECIPE, "serve.enabled"],

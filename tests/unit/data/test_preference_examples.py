@@ -155,6 +155,9 @@ def test_a_missing_column_is_named_with_the_columns_there_are(tmp_path: Path) ->
         ("preference.beta", {"preference": {"loss": "bradley_terry", "beta": 0.5}}),
         ("preference.beta", {"preference": {"beta": 0}}),
         ("preference.loss", {"preference": {"loss": "dpo"}}),
+        ("preference.batch", {"preference": {"loss": "kto", "batch": 1}}),
+        ("preference.margin", {"preference": {"loss": "kto", "margin": 0.5}}),
+        ("preference.desirable_weight", {"preference": {"desirable_weight": 2}}),
         ("preference.label_smoothing", {"preference": {"label_smoothing": 0.7}}),
     ],
 )

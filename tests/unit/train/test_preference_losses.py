@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from pipeline.config import PreferenceConfig
 from pipeline.train.batching.sequences import Batch, TrainSequence
+from pipeline.train.loop.labeled_terms import labeled_metrics, labeled_outputs, mismatched_rows
 from pipeline.train.loop.preference import pair_metrics, pair_outputs, row_weights
 
 LOSSES = ("sigmoid", "ipo", "simpo", "bradley_terry")
@@ -22,6 +24,7 @@ SETTINGS: dict[str, dict[str, float]] = {
     "simpo": {"beta": 2.0, "margin": 0.5, "label_smoothing": 0.1},
     "bradley_terry": {},
 }
+KTO = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.8}
 PAIRS: dict[str, list[tuple[int, int, int]]] = {
     "one token each": [(1, 1, 3)],
     "one token beside many": [(1, 40, 2), (40, 1, 2)],
@@ -170,6 +173,90 @@ def trl_simpo(policy: Tensor, mask: Tensor, beta: float, margin: float, smoothin
     chosen, rejected = (policy.sum(1) / mask.sum(1)).chunk(2)
     losses: Tensor = module.CPOTrainer.cpo_loss(trainer, chosen, rejected)[0]
     return losses.mean()
+
+
+def labeled_rows_of(pairs: list[tuple[int, int, int]]) -> list[TrainSequence]:
+    """The rows of `rows_of` as labeled completions, of which a few have the other label."""
+    return [replace(row, label=(index % 2 == 0) != (index % 5 == 3)) for index, row in enumerate(rows_of(pairs))]
+
+
+def trl_kto(
+    policy: Tensor, reference: Tensor, mask: Tensor, rows: list[TrainSequence], kl: tuple[Tensor, Tensor], beta: float
+) -> Tensor:
+    """The loss of TRL's `KTOTrainer`; `kl` has the log-probabilities of the mismatched rows by both models."""
+    module = pytest.importorskip("trl.trainer.kto_trainer")
+    outputs = SimpleNamespace(
+        log_probs=policy, entropy=torch.zeros_like(policy), mean_logits=torch.zeros_like(policy), aux_loss=None
+    )
+    width = policy.shape[1] + 1
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        loss_type="kto",
+        beta=beta,
+        desirable_weight=KTO["desirable_weight"],
+        undesirable_weight=KTO["undesirable_weight"],
+        _compute_kl_logps=lambda *_: kl[0],
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {
+        "input_ids": torch.zeros(len(rows), width, dtype=torch.long),
+        "attention_mask": torch.ones(len(rows), width, dtype=torch.long),
+        "completion_mask": torch.cat([torch.zeros(len(rows), 1), mask], dim=1).long(),
+        "label": torch.tensor([row.label for row in rows]),
+        "ref_logps": reference,
+        "ref_KL_logps": kl[1],
+    }
+    result: Tensor = module.KTOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
+    return result
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("by", ["hand", "trl"])
+def test_kto_has_the_loss_and_the_gradient_of_the_paper_and_of_trl(by: str, name: str) -> None:
+    preference = PreferenceConfig(loss="kto", **KTO)
+    rows = labeled_rows_of(PAIRS[name])
+    every = [*rows, *mismatched_rows(rows, 400)]
+    policy, reference = drawn(name, every, 1), drawn(name, every, 2)
+    outputs = labeled_outputs({"policy": policy, "reference": reference}, rows)
+    loss_N, slope_N = outputs.terms(preference)
+    count = len(rows)
+
+    mask = padded([np.asarray(row.mask, np.float64) for row in rows])
+    logprobs = padded(policy[:count]).requires_grad_()
+    frozen = padded(reference[:count]).sum(1)
+    kl = padded(policy[count:]).sum(1), padded(reference[count:]).sum(1)
+    if by == "trl":
+        theirs = trl_kto(logprobs, frozen, mask, rows, kl, preference.beta)
+    else:
+        labels = torch.tensor([row.label for row in rows])
+        divergence = (kl[0] - kl[1]).mean().clamp(min=0)
+        value = torch.sigmoid(torch.where(labels, 1, -1) * preference.beta * (logprobs.sum(1) - frozen - divergence))
+        scale = torch.where(labels, KTO["desirable_weight"], KTO["undesirable_weight"])
+        theirs = (scale - scale * value).mean()
+    theirs.backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    assert loss_N.mean() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-12)
+    for index in range(count):
+        counted = mask[index].bool()
+        np.testing.assert_allclose(logprobs.grad[index][counted].numpy(), slope_N[index] / count, rtol=1e-6, atol=1e-12)
+    assert all(map(math.isfinite, labeled_metrics([outputs], preference).values()))
+
+
+def test_a_mismatched_row_has_its_own_prompt_and_the_completion_of_the_row_before() -> None:
+    one = TrainSequence(np.array([1, 2, 3, 4], np.int32), np.array([0, 0, 1, 1], np.uint8), prompt=0)
+    other = TrainSequence(np.array([5, 6, 7, 8], np.int32), np.array([0, 1, 0, 1], np.uint8), prompt=1)
+    first, second = mismatched_rows([one, other], 64)
+    assert (first.tokens.tolist(), first.mask.tolist(), first.prompt) == ([1, 2, 6, 7, 8], [0, 0, 1, 0, 1], 0)
+    assert (second.tokens.tolist(), second.mask.tolist(), second.prompt) == ([5, 3, 4], [0, 1, 1], 1)
+    assert mismatched_rows([one, other], 3)[0].tokens.tolist() == [1, 2, 6], "cut as a row of the run is"
+    assert mismatched_rows([one], 64) == [], "a completion is not mismatched with its own prompt"
+    assert labeled_outputs({"policy": [np.ones(4)], "reference": [np.zeros(4)]}, [one]).kl == 0
 
 
 def padded(values: list[np.ndarray[Any, Any]]) -> Tensor:
