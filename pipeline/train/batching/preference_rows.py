@@ -4,15 +4,16 @@ Owns the rows of a pair: the chosen completion with its prompt, then the rejecte
 if one of its rows is too long or cannot be masked, the pair is left out. Order, digest and split are those of
 `conversation_rows`. Must not know ranks, models or losses.
 
-A reward model scores a whole text. A critic's value is that of the tokens before a counted one, so each row for a
-reward model ends with one more token, its last one again, and only this token counts: its value is that of all tokens
-before.
+A reward model scores a whole text, up to the last token that is no padding to a sequence classifier
+(`padding_token`). A critic's value is that of the tokens before a counted one, so each row for a reward model ends with
+one more token, its last one again, and only this token counts: its value is that of all tokens before.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pipeline.config import DataConfig, RunConfig
+from pipeline.config.model_directory import model_directory
 from pipeline.data.dataset_digest import DatasetDigest
 from pipeline.data.examples import RowError
 from pipeline.data.preference_examples import PreferenceExamples, PreferencePair
@@ -29,6 +30,7 @@ from pipeline.train.batching.conversation_rows import (
     too_long,
 )
 from pipeline.train.batching.labeled_rows import check_labeled
+from pipeline.train.batching.padding_token import read_padding_token
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,10 @@ class PreferencePairs(Conversations):
 
     def _read_parts(self, masker: AssistantMasker) -> tuple[TokenizedDataset, Callable[[], TokenizedDataset]]:
         train, held_out = pairs_split(self._config.data)
-        rows = _read(train, masker, self._config, self._content, self._beat)
-        return rows, lambda: _read(held_out, masker, self._config, self._content, self._beat)
+        is_reward_model = self._config.preference.formula.is_reward_model
+        padding = read_padding_token(model_directory(self._config.model)) if is_reward_model else None
+        rows = _read(train, masker, self._config, padding, self._content, self._beat)
+        return rows, lambda: _read(held_out, masker, self._config, padding, self._content, self._beat)
 
 
 def pairs_split(data: DataConfig) -> tuple[PairsPart, PairsPart]:
@@ -90,6 +94,7 @@ def _read(
     part: PairsPart,
     masker: AssistantMasker,
     config: RunConfig,
+    padding: int | None = None,
     content: DatasetDigest | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> TokenizedDataset:
@@ -107,7 +112,7 @@ def _read(
         if content:
             content.add({"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected, "tools": pair.tools})
         if config.preference.formula.is_reward_model:
-            texts = [_scored(text) for text in texts]
+            texts = [_scored(text, padding) for text in texts]
         overlong = next((text for text in texts if not fits(text, config)), None)
         if overlong:
             refused = part.examples.wrong(index, too_long(overlong, config))
@@ -118,6 +123,9 @@ def _read(
     return rows
 
 
-def _scored(text: MaskedText) -> MaskedText:
-    """The row for a reward model: one more token, which alone counts."""
-    return replace(text, tokens=(*text.tokens, text.tokens[-1]), mask=(*(0 for _ in text.tokens), 1))
+def _scored(text: MaskedText, padding: int | None) -> MaskedText:
+    """The row for a reward model: without padding at its end, and with one more token, which alone counts."""
+    end = len(text.tokens)
+    while end > 1 and text.tokens[end - 1] == padding:
+        end -= 1
+    return replace(text, tokens=(*text.tokens[:end], text.tokens[end - 1]), mask=(*(0 for _ in range(end)), 1))

@@ -22,6 +22,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenerationCo
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.inference.weight_sync.transports.gloo import WeightLayout
+from pipeline.train.batching.padding_token import padding_token
 from pipeline.train.model.safetensors_files import Block, TensorFiles, write_tensors
 
 _GENERATION = "generation_config.json"
@@ -105,9 +106,7 @@ def write_reward_model(
     _copy_tokenizer(Path(config.path), path)
     settings = _typed(network.config, config.dtype, _classifier(network.config).__name__)
     settings.num_labels = 1
-    if settings.pad_token_id is None:  # the classifier looks for the last token that is no padding
-        eos = settings.eos_token_id
-        settings.pad_token_id = eos[0] if isinstance(eos, list) else eos
+    settings.get_text_config().pad_token_id = padding_token(settings)
     settings.to_json_file(path / "config.json")
     parameters = (replace(p, name=_score_name(p.name)) for p in layout.parameters if p.name != _BIAS)
     named = ((_score_name(name), first, rows) for name, first, rows in blocks if name != _BIAS)

@@ -1,10 +1,13 @@
 """Preference pairs in every form that TRL takes, and one line of error for each mistake."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from pipeline.config import RunConfig
 from pipeline.config.cross_checks import check_run
@@ -13,6 +16,7 @@ from pipeline.config.model_directory import BUILT_IN
 from pipeline.data.examples import RowError
 from pipeline.data.preference_examples import PreferenceExamples
 from pipeline.errors import ConfigError
+from pipeline.train.batching.padding_token import padding_token
 from pipeline.train.batching.preference_rows import PreferencePairs, check_pairs
 from tests.fakes.configs import make_config
 
@@ -76,6 +80,28 @@ def test_a_row_of_a_reward_model_counts_one_token_after_the_text(tmp_path: Path)
     scored = PreferencePairs(config(path, preference={"loss": "bradley_terry"}))(0, 1)[0]
     assert list(scored.tokens[:-1]) == list(plain.tokens)
     assert list(scored.mask) == [0] * len(plain) + [1]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_reward_model_learns_the_score_of_the_token_that_a_classifier_takes(tmp_path: Path, named: bool) -> None:
+    """Where the end of a chat is also the padding, as that of a model that names none, the token before it."""
+    path = write(tmp_path / "pairs.jsonl", {"prompt": "1+1=", "chosen": "2", "rejected": "3"})
+    plain = PreferencePairs(config(path))(0, 1)[0]
+    model = shutil.copytree(BUILT_IN / "tiny_qwen3", tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text())
+    end = int(plain.tokens[-1])
+    padding = {"pad_token_id": end} if named else {"pad_token_id": None, "eos_token_id": [end]}
+    (model / "config.json").write_text(json.dumps(settings | padding))
+    scored = PreferencePairs(config(path, {"path": str(model)}, preference={"loss": "bradley_terry"}))(0, 1)[0]
+    assert list(scored.tokens[:-1]) == list(plain.tokens[:-1])
+
+    exported = AutoConfig.from_pretrained(model, num_labels=1)
+    exported.pad_token_id = padding_token(exported)
+    classifier = AutoModelForSequenceClassification.from_config(exported).eval()
+    tokens_BT = torch.tensor(plain.tokens.tolist())[None]
+    with torch.no_grad():
+        scores_T = classifier.score(classifier.model(tokens_BT).last_hidden_state)[0, :, 0]
+        assert float(classifier(tokens_BT).logits) == float(scores_T[len(scored) - 2])
 
 
 def test_a_pair_with_one_long_completion_is_left_out_whole(tmp_path: Path) -> None:
