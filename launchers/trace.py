@@ -1,4 +1,7 @@
-"""Write the trace of a run for Perfetto: `python launchers/trace.py run=<name or directory> [trace=OUT.json]`."""
+"""Write the trace of a run for Perfetto, or send it to an OpenTelemetry collector:
+
+python launchers/trace.py run=<name or directory> [trace=OUT.json] [otlp=http://HOST:4318]
+"""
 
 import sys
 from pathlib import Path

@@ -9,6 +9,7 @@
 | `chart_subjects`, `metric_charts` | the choice of charts; the drawing of metrics over steps |
 | `timeline`, `attempts_table` | an attempt's roles over time; the attempts of a run |
 | `run_trace`, `trace_command` | the trace of a run for Perfetto; its command |
+| `otlp_export` | the same spans, for an OpenTelemetry collector |
 | `goodput_section`, `goodput_comparison` | goodput and outages of a run; a disturbed run compared with another |
 | `findings` | tuning hints from the metrics |
 | `episode_section`, `episode_script` | the list of episodes with search and filters; its script |

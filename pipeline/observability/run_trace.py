@@ -1,14 +1,15 @@
-"""The trace of a run: spans in the Chrome trace event format, which Perfetto reads.
+"""The trace of a run: its spans, and the Chrome trace event format, which Perfetto reads.
 
-Each attempt is a process, and each of its roles a thread with the role's states. Further threads have the trainer's
-steps with their waits, the weight updates, and the evaluations. Faults, failures, events and notices are instants.
-Steps that a restore dropped are included. Everything is computed from the records of the run directory.
+Each attempt is a process, and each of its roles a track with the role's states. Further tracks have the trainer's steps
+with their waits, the weight updates, and the evaluations. Faults, failures, events and notices are instants. Steps that
+a restore dropped are included. Everything is computed from the records of the run directory.
 
-Promises that two spans of a thread are disjoint or nested. Times are microseconds since the first record.
+Promises that two spans of a track are disjoint or nested. Times in the Chrome format are microseconds since the first
+record.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.observability.run_history import Attempt, History
 from pipeline.run.fault_plan import FAULT
@@ -18,21 +19,40 @@ TraceEvent = dict[str, Any]
 Span = tuple[float, float, str, dict[str, Any]]
 """Start and end in seconds since the epoch, the name and the arguments."""
 _ENDED = ("stopped", "failed")
+Instant = tuple[float, str, str]
+"""Seconds since the epoch, the name and the detail."""
 _PARTS = (("wait for groups", "seconds/data"), ("train", "seconds/train"), ("hand over", "sync/handover_seconds"))
 """The parts of a step in their order, and the metric of each one's length."""
 
 
-def trace_events(history: History) -> list[TraceEvent]:
-    """All events of the trace; empty for a run without an attempt."""
+class AttemptTrace(NamedTuple):
+    """What happened in an attempt. The spans of each track are in order of their starts."""
+
+    attempt: Attempt
+    tracks: dict[str, list[Span]]
+    instants: list[Instant]
+
+
+def attempt_traces(history: History) -> list[AttemptTrace]:
+    """The traces of all attempts, the oldest first."""
     rows = _all_rows(history)
-    begins = [attempt.span[0] for attempt in history.attempts if attempt.span]
-    begins += [row["time"] - (row.get("seconds/step") or 0.0) for row in rows]
+    return [
+        AttemptTrace(
+            attempt,
+            _tracks(attempt, [row for row in rows if row.get("attempt") == attempt.name]),
+            list(_instants(attempt)),
+        )
+        for attempt in history.attempts
+    ]
+
+
+def trace_events(history: History) -> list[TraceEvent]:
+    """All events of the trace in the Chrome format; empty for a run without an attempt."""
+    traces = attempt_traces(history)
+    begins = [trace.attempt.span[0] for trace in traces if trace.attempt.span]
+    begins += [spans[0][0] for trace in traces for spans in trace.tracks.values() if spans]
     origin = min(begins, default=0.0)
-    events: list[TraceEvent] = []
-    for number, attempt in enumerate(history.attempts, start=1):
-        own = [row for row in rows if row.get("attempt") == attempt.name]
-        events += _of_attempt(number, attempt, own, origin)
-    return events
+    return [event for number, trace in enumerate(traces, start=1) for event in _chrome_events(number, trace, origin)]
 
 
 def _all_rows(history: History) -> list[MetricRecord]:
@@ -43,21 +63,24 @@ def _all_rows(history: History) -> list[MetricRecord]:
     return sorted(rows, key=lambda row: float(row["time"]))
 
 
-def _of_attempt(pid: int, attempt: Attempt, rows: list[MetricRecord], origin: float) -> Iterator[TraceEvent]:
-    yield _metadata(pid, 0, "process_name", f"attempt {attempt.name}")
+def _tracks(attempt: Attempt, rows: list[MetricRecord]) -> dict[str, list[Span]]:
     tracks: dict[str, list[Span]] = {role: list(_states(attempt, role)) for role in attempt.states}
     tracks["steps"] = list(_steps(rows))
     tracks["weight updates"] = _disjoint(_ending(rows, "train", "sync/seconds", "weight update"))
     tracks["evaluations"] = _disjoint(_ending(rows, "eval", "eval/seconds", "evaluation"))
-    for tid, (name, spans) in enumerate(tracks.items(), start=1):
-        if spans:
-            yield _metadata(pid, tid, "thread_name", name)
+    return {name: spans for name, spans in tracks.items() if spans}
+
+
+def _chrome_events(pid: int, trace: AttemptTrace, origin: float) -> Iterator[TraceEvent]:
+    yield _metadata(pid, 0, "process_name", f"attempt {trace.attempt.name}")
+    for tid, (name, spans) in enumerate(trace.tracks.items(), start=1):
+        yield _metadata(pid, tid, "thread_name", name)
         for begin, end, label, arguments in spans:
             start = _micros(begin, origin)
             length = max(0, _micros(end, origin) - start)
             yield {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": length, "name": label, "args": arguments}
     yield _metadata(pid, 0, "thread_name", "events")
-    for time, label, detail in _instants(attempt):
+    for time, label, detail in trace.instants:
         at = max(0, _micros(time, origin))
         yield {"ph": "i", "s": "p", "pid": pid, "tid": 0, "ts": at, "name": label, "args": {"detail": detail}}
 
@@ -106,7 +129,7 @@ def _disjoint(spans: Iterable[Span]) -> list[Span]:
     return result
 
 
-def _instants(attempt: Attempt) -> Iterator[tuple[float, str, str]]:
+def _instants(attempt: Attempt) -> Iterator[Instant]:
     for transition in attempt.transitions:
         if transition.state in (FAULT, "failed"):
             yield transition.time, f"{transition.state}: {transition.role}", transition.detail
