@@ -129,6 +129,11 @@ class InferenceConfig(Section):
         description="HTTP processes of each server (GPU); small models use more. Always one if a server loads "
         "adapters.",
     )
+    compile: bool = Field(
+        True,
+        description="Compile the model's layers when a server starts (GPU). Without it a server starts sooner, and "
+        "keeps CUDA graphs for decoding (docs/performance.md#a-real-model).",
+    )
     max_sequences: Positive = Field(256, description="Largest number of concurrent sequences of a server.")
     compact_logprobs: bool = Field(
         True,

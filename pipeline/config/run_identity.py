@@ -56,6 +56,7 @@ OPERATIONAL = (
     "rollout.request_seconds",
     "rollout.max_tokens_per_request",
     "inference.api_server_count",
+    "inference.compile",
     "inference.relay_fanout",
     "inference.extra_args",
     "inference.gpu_memory",

@@ -21,6 +21,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's `MaxLoRARanks`."""
 _LOG_LEVELS = {"debug": "DEBUG", "error": "ERROR"}
 """vLLM's level by `debug.log_level`, if it is not WARNING."""
+_UNCOMPILED = ("--compilation-config.mode=0", "--compilation-config.cudagraph_mode=FULL_DECODE_ONLY")
+"""vLLM's `CompilationMode.NONE`, with CUDA graphs of whole forward passes that only decode."""
 
 
 _IMPORTS = (
@@ -166,6 +168,7 @@ def _gpu_arguments(config: RunConfig, placement: Placement) -> tuple[str, ...]:
         *("--tensor-parallel-size", str(len(placement.gpus))),
         *("--gpu-memory-utilization", str(config.inference.gpu_memory / config.resources.inference.servers_per_gpu)),
         *("--api-server-count", str(processes)),
+        *(() if config.inference.compile else _UNCOMPILED),
     )
 
 

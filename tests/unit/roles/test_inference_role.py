@@ -143,6 +143,14 @@ def test_only_a_server_that_loads_no_adapters_answers_from_several_processes(sec
     assert option(inference.server_command(given, place(gpus=(0,))), "--api-server-count") == processes
 
 
+def test_a_server_that_is_not_compiled_keeps_graphs_for_decoding_and_needs_no_check() -> None:
+    given = config(inference={"compile": False}, resources={"device": "cuda"})
+    command = inference.server_command(given, place(gpus=(0,)))
+    added = set(command) - set(inference.server_command(config(resources={"device": "cuda"}), place(gpus=(0,))))
+    assert added == {"--compilation-config.mode=0", "--compilation-config.cudagraph_mode=FULL_DECODE_ONLY"}
+    assert not given.inference.extra_args
+
+
 @pytest.mark.parametrize(
     ("release", "told"),
     [("0.25.1", False), ("0.25.2.dev3+g1a2b", False), ("0.1.dev1+g1a2b", True), ("0.30.0", True), ("0.32.0+cpu", True)],
