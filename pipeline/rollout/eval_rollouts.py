@@ -140,8 +140,7 @@ class Evaluation:
         """The result of the prompts of one task of a mix, by the same rules as the whole."""
         own = [of_prompt for of_prompt, other in zip(outcomes, labels, strict=True) if other == label]
         failed = sum(isinstance(one, str) for of_prompt in own for one in of_prompt)
-        too_many = failed > self._max_failed * sum(map(len, own))
-        accuracy, error = _mean_and_error([] if too_many else _rewards_of(own))
+        accuracy, error = _mean_and_error([] if self._are_too_many(failed, own) else _rewards_of(own))
         return EvalPart(accuracy=accuracy, error=error, prompts=len(own), failed=failed)
 
     def _counted_rewards(
@@ -150,8 +149,7 @@ class Evaluation:
         """The rewards of each prompt that has a sample. None at all, and an error in the log, if too many failed."""
         total = sum(map(len, outcomes))
         summary = (request.id, len(reasons), total, reasons[0] if reasons else "")
-        # Samples often fail because they are long, so a mean over a small rest would be of the easy prompts.
-        if reasons and len(reasons) > self._max_failed * total:
+        if self._are_too_many(len(reasons), outcomes):
             log.error(
                 "evaluation %s: %d of %d samples failed; the first: %s; it has no accuracy, since more than "
                 "evaluation.max_failed_fraction=%g of its samples failed",
@@ -162,6 +160,11 @@ class Evaluation:
         if reasons:
             log.warning("evaluation %s: %d of %d samples failed; the first: %s; they do not count", *summary)
         return _rewards_of(outcomes)
+
+    def _are_too_many(self, failed: int, outcomes: Sequence[Sequence[Outcome]]) -> bool:
+        """Whether so many of the samples failed that the others say little: samples often fail because they are long,
+        so a mean over a small rest would be of the easy prompts."""
+        return failed > self._max_failed * sum(map(len, outcomes))
 
     async def _outcomes(self, chosen: EvalSet) -> list[list[Outcome]]:
         """The outcomes of each prompt by the deadline."""
