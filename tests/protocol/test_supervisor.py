@@ -155,7 +155,7 @@ def test_a_role_that_is_stopped_is_found_ended_and_named_with_its_stacks(attempt
     assert run.join() == {"failed"}
     failure = run.first_failure
     assert (failure.role, failure.rank, failure.last_lines) == ("actor.0", 0, ("up",))
-    assert " (python" in failure.cause
+    assert "hung: its process python" in failure.cause
     assert " has been stopped (SIGSTOP) for " in failure.cause
     assert any(" in work" in line for line in failure.stacks)
     assert " in work" in run.paths.log("actor", 0).read_text()
