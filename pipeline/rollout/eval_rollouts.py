@@ -162,8 +162,8 @@ class Evaluation:
         return _rewards_of(outcomes)
 
     def _are_too_many(self, failed: int, outcomes: Sequence[Sequence[Outcome]]) -> bool:
-        """Whether so many of the samples failed that the others say little: samples often fail because they are long,
-        so a mean over a small rest would be of the easy prompts."""
+        """Whether more samples than permitted failed. Samples often fail because they are long, so a mean over a small
+        rest would be of the easy prompts."""
         return failed > self._max_failed * sum(map(len, outcomes))
 
     async def _outcomes(self, chosen: EvalSet) -> list[list[Outcome]]:
