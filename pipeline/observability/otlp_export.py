@@ -110,7 +110,7 @@ def _below(parent: Any) -> Any:
 def _collecting_tracer(
     resource: Mapping[str, str], run_id: str, trace: AttemptTrace
 ) -> "tuple[Tracer, list[ReadableSpan]]":
-    """A tracer, and the list to which it adds each span that ends. It drops none, whatever the environment says."""
+    """A tracer, and the list to which it adds each span that ends. It drops none, with any environment."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.id_generator import IdGenerator
