@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from pipeline.transport.ledger import prompt_at
 
 log = logging.getLogger(__name__)
 E = TypeVar("E", bound=Sized)
+Example = TypeVar("Example", covariant=True)
+Made = TypeVar("Made", covariant=True)
 CHECKED_ROWS = 1000
 """Rows that a submission validates; the trainer validates the others before the first step."""
 ROWS_PER_BEAT = 100
@@ -210,6 +212,38 @@ def fits(row: MaskedText, config: RunConfig) -> bool:
     return len(row.tokens) <= config.model.max_length
 
 
+class ExamplesPart(Protocol[Example, Made]):
+    """Some examples of a dataset, and how to make the rows of one."""
+
+    @property
+    def indices(self) -> range:
+        """The indices of the examples."""
+
+    def make(self, index: int, masker: AssistantMasker) -> tuple[Example, Made]:
+        """An example and its rows; `RowError` if it cannot be trained."""
+
+
+def trainable(
+    part: ExamplesPart[Example, Made],
+    masker: AssistantMasker,
+    config: RunConfig,
+    rows: TokenizedDataset,
+    beat: Callable[[], None],
+) -> Iterator[tuple[int, Example, Made]]:
+    """Index, example and rows of each example that can be trained. The others are counted in `rows` as left out;
+    `RowError` for the first one that is refused. `beat` is called every `ROWS_PER_BEAT` examples."""
+    for index in part.indices:
+        if rows.counts["read"] % ROWS_PER_BEAT == 0:
+            beat()
+        rows.counts["read"] += 1
+        try:
+            example, made = part.make(index, masker)
+        except RowError as error:
+            rows.leave_out("invalid", config.data.invalid, error)
+            continue
+        yield index, example, made
+
+
 def _read(
     part: DatasetPart,
     masker: AssistantMasker,
@@ -219,15 +253,7 @@ def _read(
 ) -> TokenizedDataset:
     """The training rows of a part; `RowError` for the first one that is refused."""
     rows = TokenizedDataset()
-    for index in part.indices:
-        if rows.counts["read"] % ROWS_PER_BEAT == 0:
-            beat()
-        rows.counts["read"] += 1
-        try:
-            conversation, texts = part.make(index, masker)
-        except RowError as error:
-            rows.leave_out("invalid", config.data.invalid, error)
-            continue
+    for index, conversation, texts in trainable(part, masker, config, rows, beat):
         if content:
             content.add({"messages": conversation.messages, "tools": conversation.tools})
         for row in texts:

@@ -17,13 +17,13 @@ from pipeline.environments.assistant_masks import AssistantMasker, MaskedText, M
 from pipeline.errors import ConfigError
 from pipeline.train.batching.conversation_rows import (
     CHECKED_ROWS,
-    ROWS_PER_BEAT,
     Conversations,
     TokenizedDataset,
     build_masker,
     fits,
     split_examples,
     too_long,
+    trainable,
 )
 
 LabeledRows = list[tuple[MaskedText, bool]]
@@ -86,15 +86,7 @@ def _read(
     """The rows of a part; `RowError` for the first row that is refused."""
     rows = TokenizedDataset()
     second: LabeledRows = []  # undesirable completions of pairs, after all others
-    for index in part.indices:
-        if rows.counts["read"] % ROWS_PER_BEAT == 0:
-            beat()
-        rows.counts["read"] += 1
-        try:
-            completions, labeled = part.make(index, masker)
-        except RowError as error:
-            rows.leave_out("invalid", config.data.invalid, error)
-            continue
+    for index, completions, labeled in trainable(part, masker, config, rows, beat):
         if content:
             for completion in completions:
                 conversation = completion.conversation

@@ -21,13 +21,13 @@ from pipeline.environments.assistant_masks import AssistantMasker, MaskedText, M
 from pipeline.errors import ConfigError
 from pipeline.train.batching.conversation_rows import (
     CHECKED_ROWS,
-    ROWS_PER_BEAT,
     Conversations,
     TokenizedDataset,
     build_masker,
     fits,
     split_examples,
     too_long,
+    trainable,
 )
 from pipeline.train.batching.labeled_rows import check_labeled
 from pipeline.train.batching.padding_token import read_padding_token
@@ -100,15 +100,7 @@ def _read(
 ) -> TokenizedDataset:
     """The rows of a part's pairs; `RowError` for the first pair that is refused."""
     rows = TokenizedDataset()
-    for index in part.indices:
-        if rows.counts["read"] % ROWS_PER_BEAT == 0:
-            beat()
-        rows.counts["read"] += 1
-        try:
-            pair, texts = part.make(index, masker)
-        except RowError as error:
-            rows.leave_out("invalid", config.data.invalid, error)
-            continue
+    for index, pair, texts in trainable(part, masker, config, rows, beat):
         if content:
             content.add({"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected, "tools": pair.tools})
         if config.preference.formula.is_reward_model:
