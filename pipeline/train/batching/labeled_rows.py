@@ -1,7 +1,7 @@
 """A dataset's labeled completions as rows, by step.
 
-Owns the rows of labeled completions: one for each, with its label. Both completions of a pair are separate
-examples, as in TRL's `unpair_preference_dataset`: first the desirable ones of all pairs, then the undesirable ones, so that
+Owns the rows of labeled completions: one for each, with its label. Both completions of a pair are separate examples, as
+in TRL's `unpair_preference_dataset`: first the desirable ones of all pairs, then the undesirable ones, so that
 neighbors have different prompts. Order, digest and split are those of `conversation_rows`. Must not know ranks, models
 or losses.
 """
