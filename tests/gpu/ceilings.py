@@ -20,6 +20,7 @@ from tests.gpu.weights import SECRET, servers, visible_gpus
 
 WAYS = ("plain loop, compiled", "worker, compiled, rows staged")
 TRAINING_SECONDS = 240
+EXPERT_PARALLEL = ["--enable-expert-parallel"]
 PROMPT = 16
 
 
@@ -39,6 +40,7 @@ class Halves:
         samples: of a step.
         group: samples of a prompt.
         concurrency: requests at a time, over all servers.
+        ep: processes over which both halves spread experts.
         seconds: for which servers are asked.
     """
 
@@ -55,6 +57,7 @@ class Halves:
     group: int
     concurrency: int
     seconds: float
+    ep: int = 1
 
 
 def measure(halves: Halves, model: Path) -> dict[str, float]:
@@ -69,6 +72,7 @@ def serve(halves: Halves, model: Path) -> dict[str, float]:
     """Samples a second of all servers together."""
     places = [halves.trainers + index // halves.per_gpu * halves.tensor for index in range(halves.servers)]
     keys = {"length": halves.tokens + 64, "max_sequences": 512, "gpu_memory": 0.85}
+    keys |= {"extra_args": EXPERT_PARALLEL} if halves.ep > 1 else {}
     with servers(model, places, halves.tensor, halves.api, halves.per_gpu, **keys) as endpoints:
         share = halves.concurrency // len(endpoints)
         with ThreadPoolExecutor(len(endpoints)) as pool:
@@ -112,12 +116,14 @@ def time_ways(
 def train(halves: Halves, out: Path, devices: list[int]) -> dict[str, float]:
     """Samples a second of the trainer, and of a plain loop, on rows as long as a sample is on average."""
     length = PROMPT + round(halves.mean)
-    asked = ["--shape", halves.shape, "--length", str(length), "--rows", str(halves.samples)]
+    asked = ["--shape", halves.shape, "--length", str(length), "--rows", str(halves.samples), "--ep", str(halves.ep)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
-    found = time_ways(WAYS, out, halves.trainers, asked, TRAINING_SECONDS, environment)
-    plain, worker = (halves.samples / found[way]["step_seconds"] for way in WAYS)
+    plain, worker = WAYS
+    ways = (worker,) if halves.ep > 1 else WAYS  # the plain loop spreads no experts
+    found = time_ways(ways, out, halves.trainers, asked, TRAINING_SECONDS, environment)
+    rates = {way: halves.samples / found[way]["step_seconds"] for way in ways}
     return {
-        "plain_training_samples_per_second": plain,
-        "training_samples_per_second": worker,
-        "training_mfu": found[WAYS[1]]["mfu"],
+        **({"plain_training_samples_per_second": rates[plain]} if plain in rates else {}),
+        "training_samples_per_second": rates[worker],
+        "training_mfu": found[worker]["mfu"],
     }

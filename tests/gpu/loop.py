@@ -26,7 +26,7 @@ from pipeline.run.fault_moments import FaultRecord
 from pipeline.run.paths import RunPaths
 from pipeline.utils import shared_files
 from tests.gpu import children
-from tests.gpu.ceilings import PROMPT, Halves, measure
+from tests.gpu.ceilings import EXPERT_PARALLEL, PROMPT, Halves, measure
 from tests.gpu.pulse import pulse
 from tests.gpu.words import write_model, write_whole_model
 from tests.gpu.workload import WORKLOADS
@@ -79,6 +79,7 @@ def asked_for(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trainers", type=int, default=1)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1, help="processes that spread experts, on each side")
     parser.add_argument("--per-gpu", type=int, default=1, help="servers that share one GPU")
     parser.add_argument("--adapter", type=int, default=0, help="train adapters of this rank on a frozen base")
     parser.add_argument("--share", action="store_true", help="servers on the trainer's GPUs")
@@ -126,6 +127,7 @@ def halves(chosen: argparse.Namespace) -> Halves:
         group=SAMPLES,
         concurrency=SAMPLES * chosen.concurrency,
         seconds=chosen.ceilings,
+        ep=chosen.ep,
     )
 
 
@@ -219,6 +221,7 @@ def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
         *(("resources.colocate=true", "inference.gpu_memory=0.4") if chosen.share else ()),
         "model.dtype=bfloat16",
         "training.compile=true",
+        *((f"inference.extra_args=[{','.join(EXPERT_PARALLEL)}]",) if chosen.ep > 1 else ()),
     ]
     longest = WORKLOADS[chosen.shape].model["max_position_embeddings"]
     return [
@@ -247,6 +250,7 @@ def overrides(root: Path, chosen: argparse.Namespace) -> list[str]:
         "resources.inference.nodes=1",
         f"resources.inference.servers={chosen.servers}",
         "tracking=none",
+        *((f"training.mesh.ep={chosen.ep}",) if chosen.ep > 1 else ()),
         *(on_gpus if chosen.device == "cuda" else []),
         *chosen.overrides,
     ]

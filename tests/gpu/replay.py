@@ -4,11 +4,11 @@
 
 One run without `training.routing_replay` and one with it, as a user starts them (`tests.gpu.loop`): a trainer and a
 vLLM server, both in bfloat16, whose weights change while it samples. All begin with the same random weights, large
-enough that experts matter. `--trainers 2 --tensor 2 'inference.extra_args=[--enable-expert-parallel]'` has experts
-spread over two servers' processes. With `--alone SECONDS` both halves are first measured by themselves. `--dry-run`
-prints the keys of both runs and the bytes of a token's record. `--device cpu --shape tiny-moe --steps 3 --tokens 16`
-rehearses it without a GPU. Exits with 1 unless both runs end well and the mean `mismatch_kl` with replay is at most
-half of that without.
+enough that experts matter. `--trainers 2 --tensor 2 --ep 2` spreads experts over two processes of each side. With
+`--alone SECONDS` both halves are first measured by themselves. `--ways rollout` makes one run only, so two calls can
+make both at the same time. `--dry-run` prints the keys of the runs and the bytes of a token's record.
+`--device cpu --shape tiny-moe --steps 3 --tokens 16` rehearses it without a GPU. Exits with 1 unless both runs end well
+and the mean `mismatch_kl` with replay is at most half of that without.
 """
 
 import argparse
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--trainers", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1, help="GPUs of the server")
+    parser.add_argument("--ep", type=int, default=1, help="processes that spread experts, on each side")
+    parser.add_argument("--ways", nargs="+", default=[*bench_replay.WAYS], choices=bench_replay.WAYS)
     parser.add_argument("--alone", dest="ceilings", type=float, default=0.0, help="seconds for each half alone")
     parser.add_argument("--share", action="store_true", help="the server on the trainer's GPU")
     parser.add_argument("--seconds", type=float, default=270, help="for each of the two runs")
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result |= {"exits": {}, "ways": {}, "rates": {}}
     with tempfile.TemporaryDirectory() as folder:
         shape = WORKLOADS[given.shape]
-        for way in bench_replay.WAYS:
+        for way in given.ways:
             root = Path(folder) / way
             root.mkdir()
             write_model(root / "model", replace(shape, model=shape.model | {"initializer_range": INITIALIZER_RANGE}))
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def arguments_of(given: argparse.Namespace, way: str) -> list[str]:
     """The arguments of `tests.gpu.loop` for one run."""
-    names = ("shape", "device", "steps", "lag", "tokens", "trainers", "tensor", "ceilings", "seconds")
+    names = ("shape", "device", "steps", "lag", "tokens", "trainers", "tensor", "ep", "ceilings", "seconds")
     plain = [word for name in names for word in (f"--{name}", str(getattr(given, name)))]
     overrides = [f"training.routing_replay={way}", "loss.old_logprobs=recompute", *given.overrides]
     return [*plain, *(["--share"] if given.share else []), *overrides]

@@ -82,6 +82,7 @@ class Task:
     device: torch.device
     steps: int
     profile: bool = False
+    ep: int = 1
 
 
 def plain_micro_batches(batch: Batch, load: Workload, rank: int, ranks: int) -> list[Batch]:
@@ -130,6 +131,7 @@ def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], float], Rank
         compile=way.compile,
         reshard=way.reshard,
         dp_replicate=way.replicas,
+        ep=task.ep,
     )
     dispatch.init_model("policy", spec)
     data = dispatch.stage([batch])[0] if way.staged else batch
@@ -204,6 +206,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128, help="rows of a step, where they have one length")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt, where rows have one length")
     parser.add_argument("--group", type=int, default=1, help="samples of a prompt, where rows have one length")
+    parser.add_argument("--ep", type=int, default=1, help="processes over which the worker spreads experts")
     parser.add_argument("--small", action="store_true", help="short ragged rows, 16k tokens in all")
     parser.add_argument("--profile", action="store_true", help="trace each way; of one process")
     given = parser.parse_args()
@@ -218,7 +221,7 @@ def main() -> None:
                 load = load.of_length(given.rows, given.length, given.prompt, given.group)
             elif given.small:
                 load = load.of_small_rows()
-            task = Task(site, Path(folder), load, torch.device(given.device), given.steps, given.profile)
+            task = Task(site, Path(folder), load, torch.device(given.device), given.steps, given.profile, given.ep)
             with phases() if given.profile else nullcontext():
                 lead(task, given.ways, given.out)
         RankGroup(site, Budget(1)).close()
