@@ -1,8 +1,8 @@
 """Writes the tables and pictures of docs/performance.md from the raw figures: python -m docs.performance [--check]
 
-Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `speed`, `tinker`, `sharing`,
-`learns` and `peers` are shown. It measures nothing. With `--check` it fails if the page has other tables than it would
-write; pictures are not compared, since every release of matplotlib draws a little differently.
+Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `speed`, `long_context`,
+`tinker`, `sharing`, `learns` and `peers` are shown. It measures nothing. With `--check` it fails if the page has other
+tables than it would write; pictures are not compared, since every release of matplotlib draws a little differently.
 """
 
 import argparse
@@ -145,6 +145,7 @@ def _faults(result: Result) -> list[Row]:
     rows = []
     for strike, begin, end in zip(strikes, times, times[2:], strict=False):
         fault, struck = strike["fault"], strike["time"]
+        step = fault.partition("@step=")[2] or strike.get("step") or sum(row["time"] < struck for row in steps)
         before = [row["seconds/step"] for row in steps if begin < row["time"] < struck][5:]
         after = [row for row in steps if struck < row["time"] < end]
         if len(after) <= RECOVERED:
@@ -154,7 +155,7 @@ def _faults(result: Result) -> list[Row]:
                 "model": command["shape"].upper(),
                 "servers": str(command["servers"]),
                 "fault": _fault_words(fault),
-                "after step": str(strike.get("step") or sum(row["time"] < struck for row in steps)),
+                "after step": str(step),
                 "steps done": str(len(steps)),
                 "attempts": str(1 + sum(strike["fault"] == "trainer" for strike in strikes)),
                 "s from the fault to the next step": f"{after[0]['time'] - struck:.0f}",
@@ -202,6 +203,27 @@ def _servers(command: Result) -> str:
     where = ", on the sender's GPU" if command.get("share") else ""
     where += ", from its host's memory" if command.get("host") else ""
     return f"{command['servers']}{where}" + (f" × {command['tensor']} GPUs" if command["tensor"] > 1 else "")
+
+
+def long_rows() -> list[Row]:
+    """Steps on long rows, each case once, with all its measurements."""
+    found = [case for result in _results("long").values() for case in result.items() if "step_seconds" in case[1]]
+    names = dict.fromkeys(name for name, _ in found)
+    return [_long_row(name, [row for each, row in found if each == name]) for name in names]
+
+
+def _long_row(name: str, rows: list[Result]) -> Row:
+    best = max(row["tokens_per_second"] for row in rows)
+    others = [f"{who} {rate:,.0f} ({best / rate:.2f})" for who, (rate, _) in (rows[0]["published"] or {}).items()]
+    return {
+        "case": name,
+        "s a step": ", ".join(f"{row['step_seconds']:.2f}" for row in rows),
+        "tokens/s": f"{best:,.0f}",
+        "MFU": f"{max(row['mfu'] for row in rows):.2f}",
+        "peak GiB": f"{max(row['peak_gib'] for row in rows):.1f}",
+        "recomputed": rows[0]["recompute"],
+        "published tokens/s (ours relative to it)": ", ".join(others) or "–",
+    }
 
 
 def generation() -> list[Row]:
@@ -333,6 +355,7 @@ TABLES = {
     "peers": peers,
     "learning": learning,
     "training": training,
+    "long rows": long_rows,
     "sharing": sharing,
     "staleness": staleness,
     "tails": tails,
