@@ -62,7 +62,7 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
         "parameters and moments": _shard(_stored(sizes) + _MOMENTS * sizes.trained, shards),
         "other models": _other_models_bytes(config, sizes, shards),
         "weights for the servers": _staging_bytes(config, sizes, shards) if _publishes(config) else 0,
-        "copies in compute type": _gathered_bytes(config, sizes),
+        "copies in compute type": _gathered_bytes(config, sizes, shards),
         "gradients": _gradients(config, sizes, shards),
         "tokens on their way to experts": _traveling(config, sizes, tokens),
         "logits of routers": _router_logit_bytes(config, sizes, tokens),
@@ -291,11 +291,13 @@ def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
     return _shard(reference + trained, shards)
 
 
-def _gathered_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of gathered parameters in compute type: all of them, or embedding, head and two layers at a time."""
+def _gathered_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
+    """Bytes of gathered parameters in compute type: all of them, or embedding, head and two layers at a time. Frozen
+    ones are not copied where there is one shard."""
+    copied = sizes.trained if shards == 1 else sizes.parameters
     if not config.training.reshard_after_forward:
-        return _without_spread(config, sizes.parameters, sizes.experts) * sizes.width
-    return (sizes.outside_layers + 2 * _layer(config, sizes)) * sizes.width
+        return _without_spread(config, copied, sizes.experts) * sizes.width
+    return min(copied, sizes.outside_layers + 2 * _layer(config, sizes)) * sizes.width
 
 
 def _layer(config: RunConfig, sizes: Sizes) -> int:

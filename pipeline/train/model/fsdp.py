@@ -37,6 +37,9 @@ def shard_model(
     the worker's method ends. A model of at most `WHOLE_UNIT` parameters that one rank then has gathered is one unit,
     since the host takes longer for the hooks of its layers than the GPU for their products.
 
+    On a mesh of one shard, frozen parameters of the compute type stay as they are: FSDP would keep a second, equal copy
+    of them during passes. They have no gradients, and each replica loads the same ones.
+
     With an `expert_mesh` (`efsdp` × `ep`, behind `dp_replicate` if there are replicas), the experts of each layer are
     distributed over `ep`, and each rank's part is a unit that is sharded over `efsdp`. Their gradients are sums over
     all ranks, like the others: contributions of other ranks of `ep` arrive with their tokens.
@@ -44,13 +47,20 @@ def shard_model(
     whole = mesh.size() == 1 and not reshard and _parameters(model) <= WHOLE_UNIT
     large = [] if whole else [layer for layer in model.layers if _parameters(layer) >= LAYER_UNIT]
     experts = [] if expert_mesh is None else spread_experts(model, expert_mesh["ep"])
+    kept = _frozen(model, compute) if mesh.size(mesh.ndim - 1) == 1 else set()
     for module in (*experts, *large, model):
         # None lets FSDP choose for the root, which it leaves gathered, since the backward pass needs it first.
         reshard_after_forward = None if module is model else reshard
         # Some routers compute weights in float32: an experts unit must not round its inputs.
         precision = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=module not in experts)
         unit_mesh = _without_ep(expert_mesh) if expert_mesh is not None and module in experts else mesh
-        sharded = fully_shard(module, mesh=unit_mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+        sharded = fully_shard(
+            module,
+            mesh=unit_mesh,
+            mp_policy=precision,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=kept,
+        )
         sharded.set_reshard_after_backward(reshard)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -59,6 +69,11 @@ def shard_model(
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _frozen(model: nn.Module, compute: torch.dtype) -> set[nn.Parameter]:
+    """The parameters that need neither a gradient nor another type."""
+    return {p for p in model.parameters() if not p.requires_grad and p.dtype == compute}
 
 
 def _without_ep(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,11 +1,12 @@
-"""Which modules are gathered together: the layers of a model, or all of a small model on one rank."""
+"""Which modules are gathered together, and which parameters are not gathered at all."""
 
 from pathlib import Path
 
 import pytest
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from pipeline.config import ModelConfig
+from pipeline.config import LoraConfig, ModelConfig
 from pipeline.train.model import fsdp
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.worker_spec import ModelSpec
@@ -33,3 +34,13 @@ def test_a_small_model_on_one_rank_is_one_unit(
         model = ModelWorker(spec, mesh).model
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     assert len(units) == (1 if whole else 1 + len(model.layers))
+
+
+@pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (2, True)])
+def test_a_frozen_base_is_sharded_only_over_several_ranks(ranks: int, sharded: bool, tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    with rank_of(ranks, 0) as mesh:
+        model = ModelConfig(path=str(tmp_path), init="random", lora=LoraConfig(rank=2), dtype="bfloat16")
+        parameters = list(ModelWorker(ModelSpec("policy", model), mesh).model.parameters())
+    assert {isinstance(p, DTensor) for p in parameters if not p.requires_grad} == {sharded}
+    assert {isinstance(p, DTensor) for p in parameters if p.requires_grad} == {True}
