@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline.config import NAMED, RunConfig, known_keys, named_section
 from pipeline.config.key_relevance import READ_WITH
+from pipeline.config.value_types import in_bytes
 from pipeline.environments import BUILT_IN
 from slurm.submission.compose_config import config_groups
 
@@ -132,6 +133,8 @@ def _name(kind: Any) -> str:
 
 
 def _bound(limit: Any) -> str:
+    if getattr(limit, "func", None) is in_bytes:
+        return "or such as `64M`"
     nested = getattr(limit, "metadata", None)
     if nested:
         return ", ".join(filter(None, map(_bound, nested)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.value_types import Bytes, Fraction, NotNegative, Positive, Seconds, Section, Texts
+from pipeline.config.value_types import Bytes, BytesOrNone, Fraction, NotNegative, Positive, Seconds, Section, Texts
 
 _ENGINES = Path(__file__).parents[1] / "inference"
 """The folder of `pipeline.inference`, in which an engine is a folder `<name>` with `<name>_engine.py`."""
@@ -70,13 +70,13 @@ class RolloutConfig(Section):
         description="Timeout of the task's own time in one sample, such as for tools, in seconds; then the sample "
         "fails with this reason. Waiting for the servers does not count. 0: no limit.",
     )
-    sample_store_bytes: NotNegative = Field(
+    sample_store_bytes: BytesOrNone = Field(
         1 << 30,
-        description="Largest size of the readable samples in the run directory, in bytes (docs/rollouts.md); 0: none.",
+        description="Largest size of the readable samples in the run directory (docs/rollouts.md); 0: none.",
     )
-    journal_bytes: NotNegative = Field(
+    journal_bytes: BytesOrNone = Field(
         1 << 28,
-        description="Largest size of the record of episodes in flight, in bytes: with it they continue after a restart "
+        description="Largest size of the record of episodes in flight: with it they continue after a restart "
         "of the actor and a requeue, without sampling recorded text again (docs/rollouts.md); 0: none.",
     )
     min_samples: Positive = Field(2, description="A group with fewer successful samples is recorded as failed.")

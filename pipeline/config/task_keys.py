@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from pipeline.config.value_types import LABEL_PATTERN, NotNegative, Numbers, Positive, Seconds, Section, Texts
+from pipeline.config.value_types import (
+    LABEL_PATTERN,
+    BytesOrNone,
+    NotNegative,
+    Numbers,
+    Positive,
+    Seconds,
+    Section,
+    Texts,
+)
 
 MIX = "mix"
 """The name of the task that consists of others."""
@@ -78,7 +87,7 @@ class TaskConfig(Section):
     seconds: Seconds = Field(
         60, description="Deadline of one prompt or reward; then its process is stopped, and its sample fails."
     )
-    memory_bytes: NotNegative = Field(
+    memory_bytes: BytesOrNone = Field(
         1 << 33, description="Memory limit of one worker process; a reward that needs more fails. 0: no limit."
     )
     sandbox: SandboxConfig = SandboxConfig()

@@ -3,6 +3,7 @@
 Every pattern has a description in words for errors. This module knows no key.
 """
 
+import re
 from ipaddress import IPv4Network
 from typing import Annotated
 
@@ -16,7 +17,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
-Bytes = Annotated[int, Field(ge=1 << 16)]
+BYTES_PATTERN = r"^\d+[KMGT]?$"
 MEMORY_PATTERN = r"^(\d+[KMGT]?)?$"
 TIME_PATTERN = r"^(\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2})?$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
@@ -24,6 +25,7 @@ KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 LABEL_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?$"
 NETWORK_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}|(\d{1,3}\.){3}\d{1,3}/([12]?\d|3[0-2]))?$"
 PATTERN_MEANINGS = {
+    BYTES_PATTERN: "bytes, or a number with K, M, G or T, such as 64M",
     MEMORY_PATTERN: "megabytes, or a number with K, M, G or T, such as 64G",
     TIME_PATTERN: "a time such as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00; quote it in YAML",
     NETWORK_PATTERN: "an interface such as ib0, or a subnet such as 10.1.0.0/16",
@@ -39,6 +41,15 @@ def _no_bare_number(value: object) -> object:
     if isinstance(value, int | float):
         raise ValueError(PATTERN_MEANINGS[TIME_PATTERN])
     return value
+
+
+def in_bytes(value: object) -> object:
+    """A text with a unit as a number: `64M` as 67,108,864."""
+    if not isinstance(value, str):
+        return value
+    if not re.match(BYTES_PATTERN, value):
+        raise ValueError(PATTERN_MEANINGS[BYTES_PATTERN])
+    return memory_bytes(value) if value[-1].isalpha() else int(value)
 
 
 def _is_subnet(value: str) -> str:
@@ -60,6 +71,9 @@ def _are_faults(texts: tuple[str, ...]) -> tuple[str, ...]:
     return texts
 
 
+Bytes = Annotated[int, BeforeValidator(in_bytes), Field(ge=1 << 16)]
+BytesOrNone = Annotated[int, BeforeValidator(in_bytes), Field(ge=0)]
+"""Sizes, `20M` or in bytes; of the second, 0 means that there is none."""
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_list)]
 """Lists. A single entry may be written without brackets."""

@@ -87,7 +87,7 @@ def settings(faults: Sequence[str]) -> list[str]:
     return [
         "training.steps=1000000",
         "training.checkpoint_every=20",
-        "rollout.sample_store_bytes=20000000",
+        "rollout.sample_store_bytes=20M",
         f"faults=[{','.join(faults)}]",
         *(f"recovery.{role}=1000" for role in roles),
     ]
