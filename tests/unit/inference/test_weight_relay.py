@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from threading import Thread, current_thread
+from threading import Event, Thread, current_thread
 
 import pytest
 import torch
@@ -179,6 +179,34 @@ def test_a_source_that_does_not_meet_its_child_costs_time_and_not_the_child(monk
         assert trainer.publish(1, endpoints) == 2 * MODEL_BYTES
         assert not trainer.evicted
         assert {server.update_seconds for server in servers} == {8.0}, "a late meeting must not shorten later updates"
+        meetings = [server.calls.count("/init_weight_transfer_engine") for server in servers]
+        assert trainer.publish(2, endpoints) == 2 * MODEL_BYTES
+        assert [server.calls.count("/init_weight_transfer_engine") for server in servers] == meetings, "tried again"
+
+
+def test_a_slow_child_does_not_cost_the_other_children_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, slow, is_over = TransferGroup.receive, list[str](), Event()
+
+    def receive(group: TransferGroup, buffer: Tensor, deadline: Deadline) -> int:
+        if group._name.partition("/")[0] in slow:
+            slow.clear()
+            is_over.wait(WAIT_SECONDS)
+        return stock(group, buffer, deadline)
+
+    monkeypatch.setattr(TransferGroup, "receive", receive)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(WeightServer("127.0.0.5")) for _ in range(3)]
+        endpoints = [server.endpoint for server in servers]
+        trainer = Trainer(stack, monkeypatch, endpoints, 2, update_seconds=8.0)
+        stack.callback(is_over.set)
+        trainer.publish(1, endpoints)
+        plan = trainer.sender._plan
+        (root,) = (server for server in endpoints if plan.source_of(server) is None)
+        child, other = (server for server in endpoints if server != root)
+        slow.append(child)
+        assert trainer.publish(2, endpoints) == 2 * MODEL_BYTES, "one for the slow child"
+        assert [plan.source_of(server) for server in (root, child, other)] == [None, None, root]
+        assert not trainer.evicted
 
 
 def test_a_server_that_cannot_serve_what_it_received_does_not_blame_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
