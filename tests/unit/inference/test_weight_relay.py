@@ -32,7 +32,7 @@ from pipeline.inference.weight_sync.transports.gloo import (
     publish_key,
 )
 from pipeline.inference.weight_sync.transports.gpu_group import Receiver
-from pipeline.inference.weight_sync.weight_relay import FEED, WeightRelay
+from pipeline.inference.weight_sync.weight_relay import FEED, IDLE_VERSIONS, WeightRelay
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.utils.subprocesses import hold_port
 from pipeline.utils.waiting import Deadline, wait_for
@@ -320,6 +320,24 @@ def test_a_relay_that_loses_its_source_says_so_to_a_child_that_waits() -> None:
         thread.join(WAIT_SECONDS)
         assert not relay.feed("child/1/0", 5, WAIT_SECONDS)
     assert SOURCE_LOST in errors[0]
+
+
+def test_a_relay_ends_the_group_of_a_child_that_another_server_feeds() -> None:
+    errors = list[str]()
+    with a_relay_with_a_child() as (relay, buffer, group, receiver, _):
+        relay.begin()
+        relay.note(5, len(buffer), True)
+        assert relay.feed("child/1/0", 5, WAIT_SECONDS)
+        assert receive(group, receiver) == 5
+        thread = Thread(target=keep_failure, args=(group, receiver, errors))
+        thread.start()
+        for version in range(6, 7 + IDLE_VERSIONS):
+            assert not errors
+            relay.begin()
+            relay.note(version, len(buffer), True)
+        thread.join(WAIT_SECONDS / 10)
+        assert errors, "the connection is still open"
+        assert not relay.feed("child/1/0", 6 + IDLE_VERSIONS, WAIT_SECONDS)
 
 
 def test_a_relay_seals_a_version_only_after_its_own_seal() -> None:
