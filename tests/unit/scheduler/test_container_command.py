@@ -164,6 +164,16 @@ def test_a_key_that_names_a_link_has_this_path_in_the_container_too(home: Path) 
     assert {str(tool), str(tool.resolve())} <= targets
 
 
+@pytest.mark.parametrize("link", ["huggingface", "huggingface/hub"])
+def test_a_cache_that_is_a_link_to_another_disk_leads_somewhere_in_the_container(home: Path, link: str) -> None:
+    (home / "disk").mkdir()
+    path = home / "home" / ".cache" / link
+    path.parent.mkdir(parents=True)
+    path.symlink_to(home / "disk")
+    mounts = automatic_mounts(config_of("apptainer", "docker://image", []), RunPaths(home / "runs" / "demo"))
+    assert {str(home / "disk"), str(home / "home" / ".cache")} <= {mount.target for mount in mounts}
+
+
 def test_an_attached_job_has_the_directory_of_the_run_that_it_serves(home: Path) -> None:
     run = AttachedPaths(home / "runs" / "demo" / "attached" / "1")
     config = config_of("apptainer", "docker://image", [])
