@@ -29,7 +29,7 @@ CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
 CACHES = ("huggingface", "torch", "rollcall")
 """Directories of `~/.cache` that a run uses, which may be links to another disk."""
 HF_CACHES = ("hub", "datasets")
-"""The same of HF_HOME."""
+"""Directories of HF_HOME, as above."""
 OF_IMAGE = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr")
 """Directories that a container has from its image or its runtime: mounted only if the user names them."""
 GPU_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES")
