@@ -29,6 +29,7 @@ from pipeline.config.model_directory import (
 from pipeline.config.routing_shape import check_routing_replay
 from pipeline.environments import check_demonstrations, check_task, load_task
 from pipeline.environments.eval_set_checks import check_eval_tasks, check_held_out
+from pipeline.environments.games.game_process import shared_games
 from pipeline.environments.rewards import check_rewards
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.inference.engine_registry import find_engine
@@ -90,8 +91,9 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
             hint = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", hint)
         config, chosen = fit_memory(config)
-        plan = check_submission(config)
-        print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
+        with shared_games():
+            plan = check_submission(config)
+            print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
         for line in chosen:
             print(f"  {line}", flush=True)
         return 0 if options.dry_run else start_run(config, plan, detach=options.detach)
@@ -136,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@shared_games()
 def check_submission(config: RunConfig, accepted: list[object] | None = None) -> Plan:
     """The plan of a config that can run here; `ConfigError` for the first problem.
 
