@@ -21,12 +21,6 @@ from pipeline.config.mesh_checks import (
     experts_divide_a_replica,
     replicas_divide_the_trainer,
 )
-from pipeline.config.phase_checks import (
-    a_phase_is_configured,
-    auxiliary_losses_are_the_trainers,
-    data_is_trained,
-    epochs_are_of_data,
-)
 from pipeline.errors import ConfigError
 from pipeline.run.run_documents import LOCAL
 from pipeline.utils.user_commands import user_command
@@ -55,7 +49,7 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
 
     Offline jobs (`training.jobs`) are checked by `pipeline.train.train_jobs.check_offline`.
     """
-    a_phase_is_configured(config)
+    _a_phase_is_configured(config)
     _servers_of_clients_have_models(config)
     if config.has_servers:
         _servers_have_gpus(config)
@@ -105,6 +99,63 @@ def check_address(key: str, url: str, hint: str) -> None:
         raise ConfigError(key, url, "an address that fsspec can open", f"{error}; {hint}") from None
 
 
+def _a_phase_is_configured(config: RunConfig) -> None:
+    training = config.training
+    if config.has_preference:
+        _preferences_train_alone(config)
+        return
+    if config.replay and (not config.has_rl or training.jobs or config.evaluation.only):
+        raise ConfigError("replay", config.replay, "nothing in a run without RL steps", "set training.steps")
+    if config.serve.enabled and (training.jobs or config.has_sft):
+        key, value = ("training.jobs", training.jobs) if training.jobs else ("training.sft", "set")
+        raise ConfigError(key, value, "nothing with serve.enabled: clients choose the training", "leave it out")
+    if training.jobs:
+        sft = training.sft
+        for key, steps in {"steps": training.steps, "sft.steps": sft.steps, "sft.epochs": sft.epochs}.items():
+            if steps:
+                expected = "0 with training.jobs: each job file sets its steps"
+                raise ConfigError(f"training.{key}", steps, expected, "set it to 0, or leave training.jobs out")
+    elif config.evaluation.only:
+        if config.has_rl or config.has_sft or config.serve.enabled:
+            raise ConfigError(
+                "evaluation.only", True, "a run that does nothing else", f"use {user_command('evaluate')}"
+            )
+    elif not config.has_rl and not config.has_sft and not config.serve.enabled:
+        hint = "set it, or training.sft.steps for SFT alone, or preference.epochs"
+        raise ConfigError("training.steps", 0, "1 or more if training.sft.steps is 0 too", hint)
+
+
+def _preferences_train_alone(config: RunConfig) -> None:
+    """A run of preference training has pairs, one length, and no other phase."""
+    preference, sft = config.preference, config.training.sft
+    for key, value in {
+        "training.steps": config.training.steps,
+        "training.sft.steps": sft.steps,
+        "training.sft.epochs": sft.epochs,
+        "training.jobs": config.training.jobs,
+        "replay": config.replay,
+        "serve.enabled": config.serve.enabled,
+        "evaluation.only": config.evaluation.only,
+    }.items():
+        if value:
+            expected = f"{type(value)()!r} with preference training, which is a run by itself"
+            raise ConfigError(key, value, expected, "use two runs: set model.path to the model/ of the first one")
+    if preference.steps and preference.epochs:
+        raise ConfigError("preference.epochs", preference.epochs, f"0 with {preference.steps} steps", "set one of them")
+    if not config.data.path:
+        hint = "set it to a file with the columns prompt, chosen and rejected (docs/preferences.md)"
+        raise ConfigError("data.path", "", "a dataset of preference pairs", hint)
+    if config.data.train_on != "all":
+        expected = "all: each completion of a pair is trained whole"
+        raise ConfigError("data.train_on", config.data.train_on, expected, "leave it out")
+    if preference.formula.is_labeled and preference.batch < 2:
+        expected = "2 or more with preference.loss=kto, whose KL needs completions of other prompts"
+        raise ConfigError("preference.batch", preference.batch, expected, "raise it; the usual size is 32")
+    if preference.formula.is_reward_model and config.model.lora.rank:
+        expected = f"0 with preference.loss={preference.loss}: a reward model is trained whole"
+        raise ConfigError("model.lora.rank", config.model.lora.rank, expected, "leave it out")
+
+
 def _servers_of_clients_have_models(config: RunConfig) -> None:
     serve, inference = config.serve, config.resources.inference
     if serve.whole_servers and not (serve.sampling and serve.whole_models):
@@ -121,6 +172,31 @@ def _servers_of_clients_have_models(config: RunConfig) -> None:
     for name in serve.bases:
         if name in (serve.base_name or Path(config.model.path).name, config.model.path):
             raise ConfigError("serve.bases", name, "another name than that of the run's base", "rename it")
+
+
+def _epochs_are_of_data(config: RunConfig) -> None:
+    start = config.training.sft
+    if start.epochs and start.steps:
+        raise ConfigError("training.sft.epochs", start.epochs, f"0 with {start.steps} steps", "set one of them")
+    if start.epochs and not config.data.path:
+        expected = f"a dataset, whose rows the epochs count ({start.epochs:g} training.sft.epochs)"
+        raise ConfigError("data.path", "", expected, "set it, or training.sft.steps in place of epochs")
+
+
+def _auxiliary_losses_are_the_trainers(config: RunConfig) -> None:
+    if config.serve.enabled and config.optim.router_aux_loss_coef:
+        expected = "0 with serve.enabled: the losses of clients' models are their clients'"
+        raise ConfigError("optim.router_aux_loss_coef", config.optim.router_aux_loss_coef, expected, "remove it")
+
+
+def _data_is_trained(config: RunConfig) -> None:
+    data = config.data
+    if data.path and not (config.has_sft or config.has_preference):
+        hint = "set training.sft.epochs or preference.epochs, or for RL task.options.path"
+        raise ConfigError("data.path", data.path, "nothing without SFT or preference training", hint)
+    for key in ("eval_path", "eval_split", "eval_rows"):
+        if getattr(data, key) and not data.path:
+            raise ConfigError(f"data.{key}", getattr(data, key), "nothing without data.path", "set that too")
 
 
 def _servers_have_gpus(config: RunConfig) -> None:
@@ -334,9 +410,9 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _samples_fit_micro_batches,
     _checkpoint_url_can_be_opened,
     debug_is_possible,
-    epochs_are_of_data,
-    data_is_trained,
-    auxiliary_losses_are_the_trainers,
+    _epochs_are_of_data,
+    _data_is_trained,
+    _auxiliary_losses_are_the_trainers,
 )
 
 _EVALUATION_RULES: tuple[Callable[[RunConfig], None], ...] = (_turns_leave_room_for_prompts, _eval_sets_have_servers)
