@@ -14,7 +14,7 @@
 | `episode_record`, `episode_journal` | what is recorded of episodes in flight, and its replay; the files with it |
 | `agent_endpoint/` | the endpoint that an external agent calls |
 | `eval_rollouts` | evaluations of the held-out prompts and of further sets |
-| `server_pool`, `server_client` | the client of all inference servers; the client of one |
+| `server_pool`, `server_client`, `generate_wire` | the client of all servers; of one; the format of a request |
 | `routed_experts` | the experts of each token in a response |
 | `load_balancing_proxy` | one address for all servers, for other programs |
 | `teacher_client` | log-probabilities of sampled tokens from a served teacher model |

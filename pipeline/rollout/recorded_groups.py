@@ -76,7 +76,7 @@ class RecordedRun:
         files = {self._files[sampling] for sampling in samplings if sampling in self._files}
         groups = dict[Sampling, Group]()
         for file in sorted(files):
-            groups |= {key: group_of_records(records) for key, records in _records_in(file, samplings)}
+            groups |= {key: group_of_records(records, self._task) for key, records in _records_in(file, samplings)}
         for line in entries:
             group = groups.get((line.position, line.fingerprint))
             if group is None or group.fingerprint() != line.fingerprint:
@@ -104,6 +104,12 @@ class RecordedRun:
                     raise self._error(step, line.position, "are missing")
 
     @cached_property
+    def _task(self) -> str:
+        """The name of the run's task."""
+        recorded = read_frozen_config(self.run)
+        return recorded.task.name if recorded is not None else ""
+
+    @cached_property
     def _files(self) -> Mapping[Sampling, Path]:
         """The segment of each stored group. Segments end between two groups."""
         files = dict[Sampling, Path]()
@@ -119,11 +125,15 @@ class RecordedRun:
         return ConfigError("replay", str(self.run.root), expected, hint)
 
 
-def group_of_records(records: Sequence[Mapping[str, Any]]) -> Group:
-    """The group of stored samples: the inverse of `sample_store.records_of_group`, without routed experts and times."""
+def group_of_records(records: Sequence[Mapping[str, Any]], task: str) -> Group:
+    """The group of stored samples of a run with this task: the inverse of `sample_store.records_of_group`, without
+    routed experts and times."""
+    first = records[0]
+    label = first["task"] if first["task"] != task else ""
     samples = tuple(_sample_of(record) for record in records if record["failure"] is None)
     failures = tuple(record["failure"] for record in records if record["failure"] is not None)
-    return Group(position=records[0]["position"], prompt=records[0]["prompt"], samples=samples, failures=failures)
+    position, prompt = first["position"], first["prompt"]
+    return Group(position=position, prompt=prompt, samples=samples, failures=failures, task=label)
 
 
 def _sample_of(record: Mapping[str, Any]) -> Sample:

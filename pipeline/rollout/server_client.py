@@ -1,34 +1,36 @@
 """The client of one inference server: requests, responses, and their cost.
 
-Owns the format of vLLM's `/inference/v1/generate` (tokens in, tokens out) and the classification of failures: a
-`TransientError` is worth a retry on another server, a `RolloutError` is permanent. Promises exact token ids, with the
-log-probabilities and the policy versions that sampled them; and that a request which reaches its time limit is asked
-for its partial result (`/inference/v1/abort_requests`) before it is abandoned. Decides nothing about retries.
+Owns the exchange (`generate_wire` has the format) and the classification of failures: a `TransientError` is worth a
+retry on another server, a `RolloutError` is permanent. Promises exact token ids, with the log-probabilities and the
+policy versions that sampled them; and that a request which reaches its time limit is asked for its partial result
+(`/inference/v1/abort_requests`) before it is abandoned. Decides nothing about retries.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import repeat
-from operator import attrgetter
 from typing import Any, Literal
 from uuid import uuid4
 
 import aiohttp
-import msgspec
 
-from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RolloutError
-from pipeline.inference.engine_protocol import POLICY
+from pipeline.rollout.generate_wire import (
+    ABORT_ROUTE,
+    ROUTE,
+    Answer,
+    Choice,
+    GenerationRequest,
+    abort_body,
+    parse_answer,
+)
 from pipeline.rollout.routed_experts import parse_routed_experts
 from pipeline.rollout.time_fractions import TimeFraction
 from pipeline.transport.turn_times import EngineSeconds, sum_of
 from pipeline.utils.backoff import HasBackoff
 from pipeline.utils.http_errors import error_text
 
-ROUTE = "/inference/v1/generate"
-ABORT_ROUTE = "/inference/v1/abort_requests"
 INTERRUPTION_SECONDS = 10.0
 """Timeout of a server's partial result after the request to end."""
 BUSY_STATUS = (408, 429)
@@ -93,129 +95,6 @@ class Completion:
         )
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-# One object per sampled token: gc=False excludes them from garbage collection.
-class _Token(msgspec.Struct, gc=False):
-    logprob: float
-    token_id: int = -1
-    token: str = ""
-    """Releases of vLLM without `token_id` write it here, as `token_id:7`."""
-
-
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_Token] | None = None
-    weight_versions: list[_Span] | None = None
-    """Written by `pipeline.inference.vllm.token_versions`, for releases of vLLM that do not report versions."""
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: Literal["stop", "length", "abort"]
-    token_ids: tuple[int, ...]
-    logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
-    routed_experts: str | None = None
-
-    @property
-    def sampled(self) -> list[_Token]:
-        """The tokens with their log-probabilities; empty for an abort before the first token."""
-        return (self.logprobs and self.logprobs.content) or []
-
-    @property
-    def spans(self) -> list[_Span] | None:
-        """The ranges of tokens that each policy version sampled; None if not reported."""
-        if self.weight_versions is None and self.logprobs is not None:
-            return self.logprobs.weight_versions
-        return self.weight_versions
-
-
-class _PromptTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    prompt_tokens_details: _PromptTokens | None = None
-    choice_seconds: list[EngineSeconds | None] = []
-    """Written by `pipeline.inference.vllm.request_times`."""
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The tokens of the prompt; 0 unless the server reports how many of them were in its prefix cache."""
-        return self.usage.prompt_tokens if self.usage and self.usage.prompt_tokens_details else 0
-
-    @property
-    def cached_tokens(self) -> int:
-        """The prompt's tokens that were in the server's prefix cache."""
-        details = self.usage.prompt_tokens_details if self.usage else None
-        return (details.cached_tokens or 0) if details else 0
-
-    def timed_choices(self) -> list[tuple[_Choice, EngineSeconds | None]]:
-        """Each choice with the engine's times of it."""
-        seconds = self.usage.choice_seconds if self.usage else []
-        return list(zip(self.choices, seconds if len(seconds) == len(self.choices) else repeat(None), strict=False))
-
-
-FINAL_ONLY = 2
-"""vLLM's `RequestOutputKind`: one output, when all samples have ended. With the default, releases up to 0.25 send one
-output per step, and their response contains only the samples that ended last."""
-
-_token_id, _logprob = attrgetter("token_id"), attrgetter("logprob")
-_answers = msgspec.json.Decoder(_Answer)
-_bodies = msgspec.json.Encoder()
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A prompt and its sampling parameters; temperature 0 is greedy.
-
-    With `routing` the experts of each token are requested, but of the first tokens, whose records are `known`.
-    """
-
-    token_ids: Sequence[int]
-    n: int
-    temperature: float
-    max_tokens: int
-    stop_token_ids: Sequence[int]
-    top_p: float = 1.0
-    top_k: int = 0
-    routing: RoutingShape | None = None
-    known: tuple[bytes, ...] = ()
-    cached_at: int | None = None
-    """The version under which the prefix was cached; None: that of the server at the time of the request."""
-    continues: bool = False
-    """Whether a server computed the prefix for an earlier turn or piece."""
-
-    def body(self, version: int) -> bytes:
-        """The request as JSON, to a server of this policy version. Requests share cached prefixes only under the same
-        version."""
-        salt = str(version if self.cached_at is None else self.cached_at)
-        sampling = {
-            "n": self.n,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_tokens": self.max_tokens,
-            "stop_token_ids": self.stop_token_ids,
-            "logprobs": 0,
-            "detokenize": False,
-            "output_kind": FINAL_ONLY,
-        }
-        if self.known:
-            sampling["routed_experts_prompt_start"] = len(self.known)
-        body = {"model": POLICY, "token_ids": self.token_ids, "sampling_params": sampling, "cache_salt": salt}
-        return _bodies.encode(body)
-
-
 @dataclass
 class PromptTokens:
     """Counts of prompts: responses, tokens, and those of the tokens that were in the server's prefix cache."""
@@ -224,7 +103,7 @@ class PromptTokens:
     tokens: int = 0
     cached: int = 0
 
-    def add(self, answer: _Answer) -> None:
+    def add(self, answer: Answer) -> None:
         if answer.prompt_tokens:
             self.responses += 1
             self.tokens += answer.prompt_tokens
@@ -276,8 +155,12 @@ class Server(HasBackoff):
             raise TransientError("evicted")
         with self._counted(request.n):
             started = asyncio.get_running_loop().time()
-            answer = _parse(await self._guarded(self._post(http, request.body(version), seconds)), request.n)
+            response = await self._guarded(self._post(http, request.body(version), seconds))
             elapsed = asyncio.get_running_loop().time() - started
+        try:
+            answer = parse_answer(response, request.n)
+        except ValueError:
+            raise TransientError("malformed answer") from None
         self.prompts.add(answer)
         if request.continues:
             self.continued.add(answer)
@@ -336,18 +219,19 @@ class Server(HasBackoff):
             async with asyncio.timeout(seconds):
                 await self.leaving.wait()
         limit = aiohttp.ClientTimeout(total=INTERRUPTION_SECONDS)
-        body = _bodies.encode({"request_ids": [f"generate-tokens-{name}"]})
         # If the server does not receive this, it does not respond to the request either, and that failure is reported.
         with suppress(aiohttp.ClientError, OSError):
-            async with http.post(f"http://{self.endpoint}{ABORT_ROUTE}", data=body, timeout=limit) as response:
+            async with http.post(
+                f"http://{self.endpoint}{ABORT_ROUTE}", data=abort_body(name), timeout=limit
+            ) as response:
                 await response.read()
 
-    def _completion(self, choice: _Choice, request: GenerationRequest, oldest: int, seconds: float) -> Completion:
+    def _completion(self, choice: Choice, request: GenerationRequest, oldest: int, seconds: float) -> Completion:
         latest = oldest if self.version is None else self.version
         versions = [oldest] if self.fixed else _versions(choice, oldest, latest)
         return Completion(
             tokens=choice.token_ids,
-            logprobs=tuple(map(_logprob, choice.sampled)),
+            logprobs=choice.sampled_logprobs,
             finish=choice.finish_reason,
             version_min=min(versions),
             version_max=max(versions),
@@ -358,25 +242,7 @@ class Server(HasBackoff):
         )
 
 
-def _parse(response: bytes, n: int) -> _Answer:
-    try:
-        answer = _answers.decode(response)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise TransientError("malformed answer") from None
-    if len(answer.choices) != n or not all(_is_exact(choice) for choice in answer.choices):
-        raise TransientError("malformed answer")
-    return answer
-
-
-def _is_exact(choice: _Choice) -> bool:
-    """Whether the log-probabilities belong to the response's tokens."""
-    sampled = choice.sampled
-    if sampled and sampled[0].token:
-        return [token.token for token in sampled] == [f"token_id:{token}" for token in choice.token_ids]
-    return tuple(map(_token_id, sampled)) == choice.token_ids
-
-
-def _versions(choice: _Choice, oldest: int, latest: int) -> list[int]:
+def _versions(choice: Choice, oldest: int, latest: int) -> list[int]:
     """The policy versions that sampled a choice; `TransientError` if one is older than `oldest`, the version at the
     time of the request: the server lost its weights, for example by a restart.
 
@@ -395,7 +261,7 @@ def _versions(choice: _Choice, oldest: int, latest: int) -> list[int]:
     return versions
 
 
-def _routed_experts(choice: _Choice, request: GenerationRequest) -> tuple[bytes, ...]:
+def _routed_experts(choice: Choice, request: GenerationRequest) -> tuple[bytes, ...]:
     """The records of all tokens that the server read; empty unless they were requested."""
     if request.routing is None:
         return ()
@@ -406,7 +272,7 @@ def _routed_experts(choice: _Choice, request: GenerationRequest) -> tuple[bytes,
         raise TransientError("malformed answer") from None
 
 
-def _token_versions(choice: _Choice, oldest: int, *, reported: bool) -> tuple[int, ...]:
+def _token_versions(choice: Choice, oldest: int, *, reported: bool) -> tuple[int, ...]:
     """The policy version of each token: the response's if `reported`, else the `oldest` of the choice."""
     versions = [oldest] * len(choice.token_ids)
     for span in (choice.spans or ()) if reported else ():

@@ -31,7 +31,8 @@ import aiohttp
 from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RolloutError
 from pipeline.rollout.cache_load import CacheLoad, CacheWatch
-from pipeline.rollout.server_client import Completion, GenerationRequest, Server, TransientError
+from pipeline.rollout.generate_wire import GenerationRequest
+from pipeline.rollout.server_client import Completion, Server, TransientError
 from pipeline.transport.sample_records import SAMPLED_TOKENS
 from pipeline.utils.authenticated_connector import AuthenticatedConnector
 from pipeline.utils.backoff import available, pause_after

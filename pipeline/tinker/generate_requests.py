@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.rollout.server_client import FINAL_ONLY
+from pipeline.rollout.generate_wire import FINAL_ONLY
 from pipeline.tinker import tinker_wire
 from pipeline.tinker.sampling_limits import Limits, checked_request, prompt_tokens
 from pipeline.tinker.target_logprobs import Cell, read_targets

@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -72,14 +72,18 @@ def _files(run: str) -> dict[str, Path]:
         candidates = [*RUNS.glob("*/"), *RUNS.glob("*/*/")]  # runs, and the points of sweeps
         roots = {".".join(root.relative_to(RUNS).parts): root for root in candidates if RunPaths(root).run.exists()}
         value, expected = str(RUNS), "at least one run with files of Trackio"
-    files = {name: file.resolve() for name, root in roots.items() for file in sorted(_store(root).glob("*.db"))}
+    files = {name: file for run_name, root in roots.items() for name, file in _files_of(root, run_name)}
     if not files:
         raise ConfigError("run", value, expected, "submit it with tracking=trackio (offline, without TRACKIO_SPACE_ID)")
     return files
 
 
-def _store(root: Path) -> Path:
-    return RunPaths(root).tracking / TRACKER
+def _files_of(root: Path, name: str) -> Iterator[tuple[str, Path]]:
+    """The files of a run under its name; of a run that was resumed with another `tracking.project`, also under those of
+    its projects."""
+    files = sorted((RunPaths(root).tracking / TRACKER).glob("*.db"))
+    for file in files:
+        yield name if len(files) == 1 else f"{name}.{file.stem}", file.resolve()
 
 
 def _free_address(host: str, port: str) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 | module | owns |
 |---|---|
-| `submit_run` | one run: checked, planned, submitted |
+| `submit_run`, `submission_checks` | one run: planned and submitted; all checks before |
 | `compose_config` | overrides to a config; a sweep to its points |
 | `size_cache` | the sizes of models, remembered across commands |
 | `declined_options` | options and keys of Hydra and submitit that have another spelling here |

@@ -29,7 +29,8 @@ from slurm.scheduler.scheduler_registry import child_environment, connect_schedu
 from slurm.submission.compose_config import compose_config
 from slurm.submission.gateway_supervisor import GatewaySupervisor
 from slurm.submission.launcher_signals import recorded_signals
-from slurm.submission.submit_run import check_submission, print_plan, run_here, submit_one
+from slurm.submission.submission_checks import check_submission
+from slurm.submission.submit_run import print_plan, run_here, submit_one
 from slurm.submission.tail_job import follow_job, print_job
 from slurm.submission.usage_table import print_usage
 

@@ -1,4 +1,4 @@
-"""Submitting a run: check everything, show the plan, start one job, follow it.
+"""Submitting a run: check everything (`submission_checks`), show the plan, start one job, follow it.
 
 Owns the order of a submission. Promises that nothing is started or queued unless the whole input is valid. The exit
 code is 2 for invalid input, else that of `slurm.submission.tail_job`.
@@ -7,60 +7,34 @@ code is 2 for invalid input, else that of `slurm.submission.tail_job`.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 from rich.markup import escape
 from rich.text import Text
 
-from pipeline.config import ModelConfig, RunConfig
-from pipeline.config.cross_checks import check_parallel, check_run
+from pipeline.config import RunConfig
 from pipeline.config.learning_rates import describe_learning_rate
-from pipeline.config.mesh_checks import check_context_heads, check_context_packing
-from pipeline.config.model_directory import (
-    describe_weights,
-    expert_count,
-    head_count,
-    key_heads,
-    longest_sequence,
-    model_directory,
-    model_family,
-)
-from pipeline.config.routing_shape import check_routing_replay
-from pipeline.environments import check_demonstrations, check_task, load_task
-from pipeline.environments.eval_set_checks import check_eval_tasks, check_held_out
-from pipeline.environments.rewards import check_rewards
+from pipeline.config.model_directory import describe_weights
+from pipeline.environments.games.game_process import shared_games
 from pipeline.errors import ConfigError, RollcallError
-from pipeline.inference.engine_registry import find_engine
-from pipeline.roles.redis import find_server
-from pipeline.rollout.recorded_groups import RecordedRun, replayed_run
-from pipeline.run.paths import RunPaths
 from pipeline.topology.assignment import describe_plan
 from pipeline.topology.gpu_memory import describe_memory, describe_mesh, trainer_ranks
-from pipeline.topology.memory_choice import choose_memory
-from pipeline.topology.memory_fit import check_memory
-from pipeline.topology.plan import Plan, make_plan
-from pipeline.topology.sizes import Sizes
-from pipeline.tracking.tracker_protocol import check_trackers
-from pipeline.train.batching.conversation_rows import ansi_highlight, check_data, first_trainable_row
-from pipeline.train.batching.preference_rows import check_pairs
-from pipeline.train.offline.job_queue import waiting_at
-from pipeline.train.train_jobs import DemonstrationsInput, check_offline, read_job
+from pipeline.topology.plan import Plan
+from pipeline.train.batching.conversation_rows import ansi_highlight, first_trainable_row
 from pipeline.utils import terminal
 from pipeline.utils.user_commands import user_command
 from slurm.agent.agent import Agent
-from slurm.batch.executors import BatchExecutor, RunJob
-from slurm.batch.site_checks import check_site, warnings
+from slurm.batch.executors import RunJob
+from slurm.batch.site_checks import warnings
 from slurm.registry import run_registry
 from slurm.scheduler.allocation import split_components
-from slurm.scheduler.scheduler_protocol import JobQueue
-from slurm.scheduler.scheduler_registry import batch_scheduler, connect_scheduler
+from slurm.scheduler.scheduler_registry import connect_scheduler
 from slurm.submission.compose_config import compose_config
 from slurm.submission.declined_options import refuse_launcher_key, refuse_option
 from slurm.submission.launcher_signals import recorded_signals
-from slurm.submission.local_job import LocalJob, check_shared_gpus, follow_here, lacking_gpus, refuse_lacking_gpus
-from slurm.submission.size_cache import remembered_sizes
-from slurm.submission.submission_warnings import check_agents, warnings_of
+from slurm.submission.local_job import LocalJob, follow_here, lacking_gpus, refuse_lacking_gpus
+from slurm.submission.submission_checks import batch_text, check_submission, fit_memory, make_executor, model_sizes
+from slurm.submission.submission_warnings import warnings_of
 from slurm.submission.submit_sweep import PointLauncher, sweep
 from slurm.submission.sweeps.hydra_settings import names_hydra
 from slurm.submission.sweeps.run_sweeper import run_sweeper
@@ -90,8 +64,9 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
             hint = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", hint)
         config, chosen = fit_memory(config)
-        plan = check_submission(config)
-        print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
+        with shared_games():
+            plan = check_submission(config)
+            print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
         for line in chosen:
             print(f"  {line}", flush=True)
         return 0 if options.dry_run else start_run(config, plan, detach=options.detach)
@@ -136,114 +111,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_submission(config: RunConfig, accepted: list[object] | None = None) -> Plan:
-    """The plan of a config that can run here; `ConfigError` for the first problem.
-
-    `accepted` collects the job shapes that the site has accepted, so that the scheduler checks each shape once.
-    """
-    check_run(config, longest_sequence(config.model))
-    plan = make_plan(config)
-    in_container = config.cluster.container.is_used  # the image has the packages, which this host may lack
-    check_inputs(config)
-    _check_architecture(config)
-    if config.has_servers:
-        check_parallel(config, head_count(config.model))
-        engine = find_engine(config.inference.engine)
-        engine.check_model(config, model_family(config.model), expert_count(config.model))
-        _check_served_adapters(config.model)
-        if not in_container:
-            engine.check_installed()
-            engine.check_config(config)
-    if config.has_rollouts and config.streams.backend == "redis" and not in_container:
-        find_server()
-    if config.replay:
-        RecordedRun(replayed_run(config)).check(config)
-    run_registry.examine(config)
-    # The memory model covers neither the adapters that clients of a serving run create, nor servers without a trainer.
-    if config.resources.device == "cuda" and not (config.serve.enabled or config.evaluation.only):
-        if config.resources.gpu_memory:
-            check_memory(config, _sizes(config.model))
-        elif config.cluster.on_this_machine:
-            check_shared_gpus(config, lambda placed: check_memory(placed, _sizes(placed.model)))
-    if not config.cluster.on_this_machine:
-        queue = connect_scheduler(config.cluster.scheduler)
-        accepted = [] if accepted is None else accepted
-        text, shape = batch_text(config, plan, queue), (config.cluster, config.resources, plan)
-        if shape not in accepted:
-            check_site(config, plan, queue, text)
-            accepted.append(shape)
-    return plan
-
-
-def fit_memory(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """The config with the keys that `training.memory=auto` chooses, and a line for each of them."""
-    if config.training.memory != "auto" or config.resources.device != "cuda":
-        return config, ()
-    if not config.resources.gpu_memory:
-        expected = "resources.gpu_memory to choose by"
-        raise ConfigError("training.memory", "auto", expected, "set resources.gpu_memory, such as 80G")
-    return choose_memory(config, _sizes(config.model))
-
-
-@cache
-def _sizes(model: ModelConfig) -> Sizes:
-    """The model's sizes, looked up once for all points of a sweep."""
-
-    def count(model: ModelConfig) -> Sizes:
-        from pipeline.train.model.model_size import sizes_of  # torch and transformers take seconds
-
-        return sizes_of(model)
-
-    return remembered_sizes(model, count)
-
-
-@cache
-def _check_context(model: ModelConfig, cp: int) -> None:
-    """Raise `ConfigError` unless the model supports context parallelism; checked once for all points of a sweep."""
-    check_context_heads(cp, head_count(model), key_heads(model))
-    from pipeline.train.model.packing_probe import supports_packing  # torch and transformers take seconds
-
-    located = model.model_copy(update={"path": str(model_directory(model))})
-    check_context_packing(located, cp, supports_packing(located, requested=True))
-
-
-@cache
-def _check_served_adapters(model: ModelConfig) -> None:
-    """Once for all points of a sweep."""
-    if not (model.lora.travels_alone and expert_count(model)):
-        return
-    from pipeline.train.model.model_size import check_served_adapters  # torch and transformers take seconds
-
-    check_served_adapters(model)
-
-
-@cache
-def _check_experts(model: ModelConfig, ep: int) -> None:
-    """Raise `ConfigError` unless the model supports expert parallelism; checked once for all points of a sweep."""
-    from pipeline.train.model.model_size import check_experts  # torch and transformers take seconds
-
-    check_experts(model, ep)
-
-
-def _check_architecture(config: RunConfig) -> None:
-    """Raise `ConfigError` unless the model supports the keys that depend on its layers."""
-    check_routing_replay(config)
-    if config.training.routing_replay != "none":
-        _check_routers(config.model)
-    if config.training.mesh.ep > 1:
-        _check_experts(config.model, config.training.mesh.ep)
-    if config.training.mesh.cp > 1:
-        _check_context(config.model, config.training.mesh.cp)
-
-
-@cache
-def _check_routers(model: ModelConfig) -> None:
-    """Raise `ConfigError` unless the model's routers can replay; checked once for all points of a sweep."""
-    from pipeline.train.model.model_size import check_routers  # torch and transformers take seconds
-
-    check_routers(model)
-
-
 def _refuse_serving(config: RunConfig) -> None:
     if config.serve.enabled:
         raise ConfigError(
@@ -261,48 +128,6 @@ def _check_point(config: RunConfig, accepted: list[object]) -> Plan:
         hint = "set the keys that --dry-run of one point chooses"
         raise ConfigError("training.memory", "auto", "explicit in a sweep, whose points would differ in speed", hint)
     return check_submission(config, accepted)
-
-
-def check_inputs(config: RunConfig) -> None:
-    """Raise `ConfigError` unless the trackers and the task, or every pending job file, have valid inputs."""
-    check_trackers(config)
-    if not config.training.jobs:
-        task = load_task(config.task, config.seed)
-        check_task(task, config)
-        check_agents(config)
-        check_data(config)
-        check_pairs(config)
-        if config.has_rollouts:
-            check_rewards(config.reward, task, config.task.name)
-        if config.evaluation.only and config.evaluation.builtin_set:
-            check_held_out(config.task, config.reward, config.seed)
-        if config.has_rollouts or config.evaluation.only:
-            check_eval_tasks(config)
-        return
-    path = Path(config.training.jobs).resolve()
-    if path == config.directory.resolve():
-        hint = "set output=… or name=…"
-        raise ConfigError("training.jobs", str(path), "another folder than the run's own directory", hint)
-    files = waiting_at(path)
-    if not files and not RunPaths(config.directory).run.exists():  # a resumed run may have finished all of them
-        expected = "a job file, or a folder with at least one *.json"
-        raise ConfigError("training.jobs", config.training.jobs, expected, "see docs/jobs.md")
-    for file in files:
-        check_offline(file, job := read_job(file), config)
-        if isinstance(job.inputs, DemonstrationsInput):
-            check_demonstrations(load_task(config.task, config.seed), config.task.name, f"{file}: inputs.kind")
-
-
-def batch_text(config: RunConfig, plan: Plan, queue: JobQueue) -> str:
-    """The exact batch file of a submission, except for the run_id of a run that does not exist yet."""
-    paths = RunPaths(config.directory.resolve())
-    run_id = run_registry.identity(paths).run_id if paths.run.exists() else f"{config.name}-????????"
-    return _executor(paths, config, plan, run_id, queue).batch_file()
-
-
-def _executor(paths: RunPaths, config: RunConfig, plan: Plan, run_id: str, queue: JobQueue) -> BatchExecutor:
-    scheduler = batch_scheduler(config.cluster.scheduler)
-    return BatchExecutor(paths, config, plan, run_id=run_id, scheduler=scheduler, queue=queue)
 
 
 def _warnings(config: RunConfig, plan: Plan, *, dry_run: bool = False) -> list[str]:
@@ -328,7 +153,9 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
         print(f"  {chosen}", flush=True)
     if whole and trainer_ranks(config) > 1 and not config.evaluation.only:
         print(f"  mesh of the trainer: {describe_mesh(config)}", flush=True)
-    for line in describe_memory(config, _sizes(config.model)) if whole and config.resources.device == "cuda" else ():
+    for line in (
+        describe_memory(config, model_sizes(config.model)) if whole and config.resources.device == "cuda" else ()
+    ):
         print(f"  {line}", flush=True)
     if (shown := first_trainable_row(config)) is not None:
         first, endless = shown
@@ -378,7 +205,7 @@ def submit_one(config: RunConfig, plan: Plan) -> RunJob:
     """
     queue = connect_scheduler(config.cluster.scheduler)
     with run_registry.claimed_run(config) as paths, run_registry.job_replaced(paths):
-        executor = _executor(paths, config, plan, run_registry.identity(paths).run_id, queue)
+        executor = make_executor(paths, config, plan, run_registry.identity(paths).run_id, queue)
         job = executor.submit(Agent(paths.root))
         assert isinstance(job, RunJob)
         try:

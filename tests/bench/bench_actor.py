@@ -29,8 +29,8 @@ from pipeline.environments.episode import Episode
 from pipeline.environments.task_protocol import Policy, Prompt, Task, TaskOptions, user_prompt
 from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
+from pipeline.rollout.generate_wire import ROUTE, GenerationRequest
 from pipeline.rollout.group_rollout import GroupBuilder
-from pipeline.rollout.server_client import ROUTE, GenerationRequest
 from pipeline.rollout.server_pool import InferenceClient
 from tests.bench.tables import markdown
 from tests.fakes.configs import make_config

@@ -1,12 +1,15 @@
 """Jobs of a real Slurm, ended in every way: the real batch file, the real agents without roles, the real decisions."""
 
 import json
+import re
 import shlex
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import pytest
@@ -213,14 +216,25 @@ def test_an_attempt_that_slurm_had_to_kill_is_left_to_slurm_and_does_no_harm(liv
     assert life.decisions in (["", "finished"], ["left", "finished"])
 
 
+def are_blocking(life: Life, signal: Signals) -> bool:
+    """Whether each rank's Python has begun and blocks a signal. Before, the signal ends the rank, as on a lost node."""
+    logs = {life.run.paths.submitit.resolve() / "slurm" / f"{life.job}_{rank}_log.out" for rank in range(RANKS)}
+    python, blocking = Path(sys.executable).resolve(), set[Path]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile, or belongs to another user
+            if (process / "exe").readlink() == python:
+                (mask,) = re.findall(r"SigBlk:\s*(\w+)", (process / "status").read_text())
+                blocking |= {(process / "fd" / "1").readlink()} if int(mask, 16) >> signal - 1 & 1 else set()
+    return logs <= blocking
+
+
 @pytest.mark.parametrize("signal", ["TERM", "USR2"])
 def test_a_signal_that_comes_before_an_agent_can_hear_it_is_heard(
     cluster: SlurmCluster, tmp_path: Path, signal: str
 ) -> None:
     life = start(cluster, tmp_path, f"early-{signal}", "late", "finish")
     life.end("RUNNING")
-    wait_for("the last rank's process", (life.run.paths.submitit / "slurm" / f"{life.job}_1_log.out").exists, MANY)
-    time.sleep(0.3)
+    wait_for("the ranks to block the signal", lambda: are_blocking(life, Signals[f"SIG{signal}"]), MANY)
     assert not life.paths(0).root.exists()  # no agent is up
     cluster.run("scancel", f"--signal={signal}", life.job)
     assert life.end("COMPLETED")["Restarts"] == "1"

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from pipeline.rollout.server_client import ROUTE
+from pipeline.rollout.generate_wire import ROUTE
 from pipeline.utils.authenticated_http import ROUTE as PROOF
 from tests.fakes.async_server import ADDRESS, proving
 from tests.fakes.http_server import PASSWORD

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from pipeline.rollout.server_client import ABORT_ROUTE, ROUTE, Completion
+from pipeline.rollout.generate_wire import ABORT_ROUTE, ROUTE
+from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
 from tests.fakes.async_server import ADDRESS, serving
 

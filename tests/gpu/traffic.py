@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 import aiohttp
 
-from pipeline.rollout.server_client import FINAL_ONLY
+from pipeline.rollout.generate_wire import FINAL_ONLY
 
 ROUTE = "/inference/v1/generate"
 PROCESSES = 8

@@ -12,7 +12,8 @@ import torch
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.errors import RolloutError, WeightSyncError
 from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
-from pipeline.rollout.server_client import ROUTE, Completion, GenerationRequest
+from pipeline.rollout.generate_wire import ROUTE, GenerationRequest
+from pipeline.rollout.server_client import Completion
 from pipeline.train.model.lora import add_adapters, is_trained
 from pipeline.utils.waiting import Deadline, wait_for
 from tests.support.models.written import save_whole_adapter

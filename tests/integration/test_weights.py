@@ -18,7 +18,8 @@ import torch
 from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
 from pipeline.roles.inference import is_healthy
-from pipeline.rollout.server_client import Completion, _Choice
+from pipeline.rollout.generate_wire import Choice
+from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.utils.subprocesses import Child, tail
 from pipeline.utils.waiting import Deadline, wait_for
@@ -173,7 +174,7 @@ def test_a_release_that_does_not_say_which_weights_sampled_a_token_is_helped_to_
         both.append((choice.logprobs.weight_versions, choice.weight_versions))
         return choice.logprobs.weight_versions
 
-    monkeypatch.setattr(_Choice, "spans", property(spans))
+    monkeypatch.setattr(Choice, "spans", property(spans))
     traffic, models = run_traffic(servers[:1], *two_models(servers[0].model))
     check_purity(traffic, models)
     assert straddling(traffic), "no request was in flight during an update"

@@ -114,7 +114,7 @@ from pipeline.train.total_loss import total
 from pipeline.train.worker_spec import models_of
 from pathlib import Path
 from slurm.submission.compose_config import compose_config
-from slurm.submission.submit_run import check_inputs
+from slurm.submission.submission_checks import check_inputs
 from tests.fakes.run_directory import FakeRun
 from tests.unit.train.losses_by_hand import N, tokens
 

@@ -18,7 +18,7 @@ from pipeline.rollout.eval_rollouts import eval_sets
 from pipeline.rollout.sample_store import COLUMNS
 from pipeline.run.paths import RunPaths
 from slurm.submission.compose_config import compose_config
-from slurm.submission.submit_run import check_submission
+from slurm.submission.submission_checks import check_submission
 from tests.fakes.inline_calls import InlineCalls
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from pipeline.config.model_directory import model_directory
 from pipeline.environments import load_task, user_prompt
 from pipeline.errors import ConfigError
 from slurm.submission.compose_config import CONF, compose_config
-from slurm.submission.submit_run import check_submission
+from slurm.submission.submission_checks import check_submission
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -3,6 +3,9 @@
 Owns the process, its calls and their deadline. A call names a method of the task, which runs in a copy of the task in
 that process. Promises that a call that misses its deadline, and the end of the owner, end the process with all
 processes that it started.
+
+    with shared_games():             # one process for all tasks with the same options
+        task.held_out(), other.demonstration(0)
 """
 
 import os
@@ -10,6 +13,8 @@ import pickle
 import socket
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pipeline.config import TaskConfig
@@ -58,6 +63,38 @@ class GameProcess:
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)
+
+
+_shared: "dict[bytes, GameProcess] | None" = None
+
+
+@contextmanager
+def shared_games() -> Iterator[None]:
+    """Give tasks with the same options and seed one process within the block, which ends with the block.
+
+    The checks of a submission make such tasks again and again, and the imports of a process take seconds.
+    """
+    global _shared
+    if _shared is not None:
+        yield
+        return
+    _shared = {}
+    try:
+        yield
+    finally:
+        processes, _shared = _shared, None
+        for process in processes.values():
+            process.end()
+
+
+def shared_process(task: TaskConfig, seed: int) -> GameProcess | None:
+    """The process of all tasks with these options; None outside a block of `shared_games`."""
+    if _shared is None:
+        return None
+    key = frame((task, seed))
+    if key not in _shared or not _shared[key].end.alive:
+        _shared[key] = GameProcess(task, seed)
+    return _shared[key]
 
 
 def _end(process: Leader, connection: socket.socket) -> None:

@@ -22,7 +22,7 @@ from pipeline.config import TaskConfig
 from pipeline.config.value_types import Positive, Seconds
 from pipeline.data.chat_messages import Message
 from pipeline.environments.episode import Episode
-from pipeline.environments.games.game_process import GameProcess
+from pipeline.environments.games.game_process import GameProcess, shared_process
 from pipeline.environments.games.game_protocol import Game, GameStep, check_pattern
 from pipeline.environments.games.open_games import OpenGames, PlayedGame, digest
 from pipeline.environments.task_protocol import Demonstration, Policy, Prompt, Task, TaskOptions
@@ -103,7 +103,7 @@ class GameTask(Task):
             raise ConfigError("task.name", self.name, missing, pip_install(self.library))
         if not options.id:
             raise ConfigError("task.options.id", "", f"an environment of {self.library}", "set it")
-        self._demonstrations: tuple[int, Sequence[Demonstration]] = (-1, ())
+        self._demonstrations: tuple[int, Sequence[Demonstration]] = (0, ())
 
     @abstractmethod
     def open_game(self) -> Game:
@@ -166,11 +166,14 @@ class GameTask(Task):
 
     def demonstration(self, index: int) -> Demonstration:
         """Random play: some turns as context, and one more."""
-        block, number = divmod(index, DEMONSTRATIONS)
-        if self._demonstrations[0] != block:
-            first = block * DEMONSTRATIONS
-            self._demonstrations = (block, self._call(self._process, "random_games", first, DEMONSTRATIONS))
-        return self._demonstrations[1][number]
+        first, made = self._demonstrations
+        if not first <= index < first + len(made):
+            count = DEMONSTRATIONS if made else 1  # a check wants one
+            first = index - index % count
+            process = shared_process(self._config, self.seed) or self._process
+            made = self._call(process, "random_games", first, count)
+            self._demonstrations = first, made
+        return made[index - first]
 
     def random_games(self, first: int, count: int) -> list[Demonstration]:
         """Demonstrations `first` to `first + count - 1`, all from one open game; in the process of games."""
@@ -189,12 +192,14 @@ class GameTask(Task):
         return self._prompts_of(range(self.options.held_out))
 
     def _prompts_of(self, seeds: Sequence[int]) -> list[Prompt]:
-        """The prompts of games that another process opens, and which ends then."""
-        process = self._start()
+        """The prompts of games that another process opens, and which ends then, unless it is shared."""
+        shared = shared_process(self._config, self.seed)
+        process = shared or GameProcess(self._config, self.seed)
         try:
             prompts: list[Prompt] = self._call(process, "prompts", tuple(seeds))
         finally:
-            process.end()
+            if shared is None:
+                process.end()
         return prompts
 
     @cached_property
@@ -203,15 +208,13 @@ class GameTask(Task):
 
     @cached_property
     def _process(self) -> GameProcess:
-        return self._start()
-
-    def _start(self) -> GameProcess:
-        return GameProcess(TaskConfig(name=self._task_name, options=self.options.model_dump()), self.seed)
+        return GameProcess(self._config, self.seed)
 
     @property
-    def _task_name(self) -> str:
-        """The name by which the process loads this class."""
-        return f"{type(self).__module__}:{type(self).__qualname__}"
+    def _config(self) -> TaskConfig:
+        """The config by which the process loads a task like this one."""
+        name = f"{type(self).__module__}:{type(self).__qualname__}"
+        return TaskConfig(name=name, options=self.options.model_dump())
 
     def _call(self, process: GameProcess, method: str, *arguments: Any) -> Any:
         try:

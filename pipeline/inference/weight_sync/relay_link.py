@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 MAX_RELAYED = 4
 """Most attempts of one update before the trainer sends it itself. Each has half of the seconds that are left."""
 _LONGEST_PAUSE = 0.1
+_PROBE_SECONDS = 2.0
 InitInfo = Callable[[str, float], Mapping[str, Any]]
 """Returns the description of a group for a server's processes, by its name and the seconds for the meeting."""
 
@@ -132,8 +133,8 @@ class RelayedUpdates:
     def receive(
         self, control: ServerAdminClient, version: int, processes: int, init_info: InitInfo, deadline: Deadline
     ) -> bool:
-        """Have the server receive a version from its source, or from the next one after a failure; False if the trainer
-        must send it. `WeightSyncError` if the server itself fails."""
+        """Have the server receive a version from its source, or from the next one if the source is gone; False if the
+        trainer must send it. `WeightSyncError` if the server itself fails."""
         for _ in range(MAX_RELAYED):
             if (source := self.source) is None:
                 break
@@ -150,9 +151,21 @@ class RelayedUpdates:
                 self._plan.note_lost(self._server)
                 self.drop()
                 if not (isinstance(error, RelayError) and error.is_source_lost):
-                    self._plan.demote(source, self._server)
+                    self._leave_source(source, attempt.awaited)
         self.drop()
         return False
+
+    def _leave_source(self, source: str, awaited: str) -> None:
+        """Have another server replace a source that is gone. One that answers may feed others, and is not blamed for a
+        child that does not reach it or is slow."""
+        try:
+            with ServerAdminClient(source, self._password) as control:
+                call_processes(control, "served_weights", Deadline(awaited, _PROBE_SECONDS))
+        except WeightSyncError as error:
+            log.warning("%s is replaced as a source of weights: %s", source, error)
+            self._plan.demote(source, self._server)
+        else:
+            self._plan.refuse(source, self._server)
 
     def _receive_from(
         self,

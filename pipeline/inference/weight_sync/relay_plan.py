@@ -2,7 +2,8 @@
 
 Owns the tree of the servers that a trainer updates, and the newest version that each of them has begun to receive.
 Promises that no server has more than `fanout` children, that the last server substitutes for one that fails or leaves,
-and that only the children of these two get another source. Thread-safe. Must not know transports.
+and that only the children of these two get another source. A child that its source cannot feed gets the weights from
+the trainer for `REFUSED_SECONDS`, and no other server moves. Thread-safe. Must not know transports.
 
     plan = RelayPlan(fanout=2)
     plan.join("a:1"), plan.join("b:1"), plan.join("c:1")
@@ -12,16 +13,23 @@ and that only the children of these two get another source. Thread-safe. Must no
 
 from threading import Condition, Lock
 
+from pipeline.utils.waiting import CLOCK, Clock, Deadline
+
+REFUSED_SECONDS = 1800.0
+"""How long a pair of servers is remembered. Each trial of a pair that cannot connect costs half of an update."""
+
 
 class RelayPlan:
     """A tree of servers by their order: number n has its children at `fanout` × n + 1 and the following numbers."""
 
-    def __init__(self, fanout: int) -> None:
+    def __init__(self, fanout: int, clock: Clock = CLOCK) -> None:
         """`fanout` is the most children of a server; 0: the trainer sends to every server itself."""
-        self.fanout, self._lock = fanout, Lock()
+        self.fanout, self._lock, self._clock = fanout, Lock(), clock
         self._servers: list[str] = []
         self._numbers: dict[str, int] = {}
         self._begun: dict[str, int] = {}
+        # For each child the last source that could not feed it, and when the pair is tried again.
+        self._refused: dict[str, tuple[str, Deadline]] = {}
         # One for each source, so that a server wakes only the threads of its children.
         self._waits: dict[str, Condition] = {}
 
@@ -32,9 +40,11 @@ class RelayPlan:
                 self._append(server)
 
     def leave(self, server: str) -> None:
-        """Remove a server that failed or left."""
+        """Remove a server that failed or left, and forget whom it could not feed: it may return as another process."""
         with self._lock:
             self._begun.pop(server, None)
+            pairs = self._refused.items()
+            self._refused = {child: pair for child, pair in pairs if server not in (child, pair[0])}
             if server in self._numbers:
                 self._remove(server)
                 self._wake_all()
@@ -47,6 +57,13 @@ class RelayPlan:
                 self._remove(source)
                 self._append(source)
                 self._wake_all()
+
+    def refuse(self, source: str, child: str) -> None:
+        """Have the trainer send to a child whose source works and cannot feed it: the two do not reach each other, or
+        the child is slow."""
+        with self._lock:
+            again = Deadline(f"another trial of {source} and {child}", REFUSED_SECONDS, self._clock)
+            self._refused[child] = source, again
 
     def source_of(self, server: str) -> str | None:
         """The server that forwards the weights to this one; None: the trainer sends them."""
@@ -78,7 +95,11 @@ class RelayPlan:
 
     def _source_of(self, server: str) -> str | None:
         number = self._numbers.get(server, 0)
-        return self._servers[(number - 1) // self.fanout] if number else None
+        if not number:
+            return None
+        source = self._servers[(number - 1) // self.fanout]
+        pair = self._refused.get(server)
+        return None if pair and pair[0] == source and not pair[1].passed else source
 
     def _append(self, server: str) -> None:
         self._numbers[server] = len(self._servers)

@@ -5,7 +5,8 @@ every row. Promises that a relay neither waits for a child nor keeps a version f
 the buffer while chunks of it are sent. So a child accepts a version only with its seal, which is sent after the last
 chunk if the buffer has held this version ever since its first, and the relay has accepted the version itself: it may
 have got a chunk that its own source overwrote. Otherwise, and when the relay loses its own source, the child gets
-`ABANDONED`. Must not know vLLM or HTTP, nor which server feeds which (`relay_plan`).
+`ABANDONED`. A child that is fed no more, since another server feeds it, loses its group after `IDLE_VERSIONS`. Must not
+know vLLM or HTTP, nor which server feeds which (`relay_plan`).
 
     relay = WeightRelay(layout, buffer, address, connect, seconds)
     rows = RowReceiver(…, arrived=relay.note)
@@ -33,6 +34,8 @@ from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
 _ABANDON_SECONDS = 2.0
+IDLE_VERSIONS = 2
+"""The versions without a call of `feed` after which a child's group ends. A child may miss one while it is busy."""
 FEED = "feed"
 """The name of the threads that send to children."""
 
@@ -52,29 +55,35 @@ class WeightRelay:
         self._end = self._changes = 0
         self._accepted = False
         self._children: dict[str, Future[TransferRoute]] = {}
+        # The versions that have begun here, and this number at the last feed of each child.
+        self._begun, self._fed = 0, dict[str, int]()
 
     def adopt(self, process: str) -> None:
         """Join a group with a child, in a thread. The child's earlier group ends."""
         server, route = process.partition("/")[0], Future[TransferRoute]()
         with self._changed:
             for earlier in [name for name in self._children if name.partition("/")[0] == server]:
-                del self._children[earlier]
-            self._children[process] = route
+                self._drop(earlier)
+            self._children[process], self._fed[process] = route, self._begun
         Thread(target=self._meet, args=(process, route), name="child", daemon=True).start()
 
     def feed(self, process: str, version: int, seconds: float) -> bool:
         """Send a version to a child as it arrives, in a thread; False if the child is unknown."""
         with self._changed:
             route = self._children.get(process)
-        if route is None or self._closed:
-            return False
+            if route is None or self._closed:
+                return False
+            self._fed[process] = self._begun
         Thread(target=self._feed, args=(process, route, version, seconds), name=FEED, daemon=True).start()
         return True
 
     def begin(self) -> None:
-        """Note that the buffer may change from now on."""
+        """Note that the buffer may change from now on, and end the groups of children that moved to another source."""
         with self._changed:
             self._end, self._accepted = 0, False
+            self._begun += 1
+            for process in [name for name, fed in self._fed.items() if self._begun - fed > IDLE_VERSIONS]:
+                self._drop(process)
 
     def note(self, version: int, end: int, accepted: bool) -> None:
         """Note that the buffer has these bytes of a version, from its beginning up to `end`, and whether the version
@@ -89,6 +98,7 @@ class WeightRelay:
         with self._changed:
             self._closed = True
             self._children.clear()
+            self._fed.clear()
             self._changed.notify_all()
 
     def _meet(self, process: str, route: "Future[TransferRoute]") -> None:
@@ -108,7 +118,12 @@ class WeightRelay:
         except (WeightSyncError, TimeoutError) as error:
             log.warning("%s gets no weights %s from here: %s", process, version, one_line(error))
             with self._changed:
-                self._children.pop(process, None)
+                self._drop(process)
+
+    def _drop(self, process: str) -> None:
+        """Forget a child; its group ends once no thread sends to it."""
+        self._children.pop(process, None)
+        self._fed.pop(process, None)
 
     def _send(self, route: TransferRoute, version: int, deadline: Deadline) -> None:
         assert isinstance(route.group, TransferGroup)

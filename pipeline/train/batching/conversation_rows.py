@@ -11,13 +11,14 @@ Every attempt reads, renders and tokenizes all rows before its first step, and k
 """
 
 import logging
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -182,11 +183,26 @@ class Conversations:
 
 
 @dataclass(frozen=True)
-class DatasetPart:
-    """Some rows of a dataset."""
+class ExamplesPart(ABC, Generic[E, Example, Made]):
+    """Some examples of a dataset, and how to make the rows of one."""
 
-    examples: Examples
+    examples: E
     indices: range
+
+    @abstractmethod
+    def make(self, index: int, masker: AssistantMasker) -> tuple[Example, Made]:
+        """The example at `index` and its rows; `RowError` if it cannot be trained."""
+
+    def first(self, count: int) -> Self:
+        """The first examples of the part."""
+        return replace(self, indices=self.indices[:count])
+
+
+P = TypeVar("P", bound=ExamplesPart[Any, Any, Any])
+
+
+class DatasetPart(ExamplesPart[Examples, Conversation, list[MaskedText]]):
+    """Some conversations of a dataset."""
 
     def make(self, index: int, masker: AssistantMasker) -> tuple[Conversation, list[MaskedText]]:
         """The conversation at `index` and its training rows; `RowError` if no token can be trained."""
@@ -212,19 +228,8 @@ def fits(row: MaskedText, config: RunConfig) -> bool:
     return len(row.tokens) <= config.model.max_length
 
 
-class ExamplesPart(Protocol[Example, Made]):
-    """Some examples of a dataset, and how to make the rows of one."""
-
-    @property
-    def indices(self) -> range:
-        """The indices of the examples."""
-
-    def make(self, index: int, masker: AssistantMasker) -> tuple[Example, Made]:
-        """An example and its rows; `RowError` if it cannot be trained."""
-
-
 def trainable(
-    part: ExamplesPart[Example, Made],
+    part: ExamplesPart[E, Example, Made],
     masker: AssistantMasker,
     config: RunConfig,
     rows: TokenizedDataset,
@@ -298,20 +303,23 @@ def check_data(config: RunConfig) -> None:
     data = config.data
     if not (data.path and config.has_sft):
         return
+    check_first_rows(train_eval_split(data), _read, config, "rows")
+
+
+def check_first_rows(
+    parts: Sequence[P], read: Callable[[P, AssistantMasker, RunConfig], TokenizedDataset], config: RunConfig, what: str
+) -> None:
+    """Raise `ConfigError` if `read` refuses one of the first examples of a part. If it leaves such examples out, only
+    when none remains. `what` names the examples in the error."""
     masker = build_masker(config)
-    for part in train_eval_split(data):
-        _check_part(part, masker, config)
-
-
-def _check_part(part: DatasetPart, masker: AssistantMasker, config: RunConfig) -> None:
-    """Raise `ConfigError` for the first refused row; if such rows are dropped, only when no row remains."""
-    first_rows = replace(part, indices=part.indices[:CHECKED_ROWS])
-    try:
-        rows = _read(first_rows, masker, config)
-    except RowError as error:
-        raise ConfigError("data.path", config.data.path, "rows that can be trained", str(error)) from None
-    if not len(rows) and rows.first_error:
-        raise ConfigError("data.path", config.data.path, "rows that can be trained", str(rows.first_error))
+    for part in parts:
+        try:
+            rows = read(part.first(CHECKED_ROWS), masker, config)
+            refused = None if len(rows) else rows.first_error
+        except RowError as error:
+            refused = error
+        if refused:
+            raise ConfigError("data.path", config.data.path, f"{what} that can be trained", str(refused))
 
 
 def first_trainable_row(config: RunConfig) -> tuple[MaskedText, str] | None:

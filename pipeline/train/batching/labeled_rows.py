@@ -7,19 +7,16 @@ or losses.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from pipeline.config import DataConfig, RunConfig
 from pipeline.data.dataset_digest import DatasetDigest
-from pipeline.data.examples import RowError
 from pipeline.data.labeled_examples import LabeledCompletion, LabeledExamples
 from pipeline.environments.assistant_masks import AssistantMasker, MaskedText, MaskError
-from pipeline.errors import ConfigError
 from pipeline.train.batching.conversation_rows import (
-    CHECKED_ROWS,
     Conversations,
+    ExamplesPart,
     TokenizedDataset,
-    build_masker,
+    check_first_rows,
     fits,
     split_examples,
     too_long,
@@ -29,12 +26,8 @@ from pipeline.train.batching.conversation_rows import (
 LabeledRows = list[tuple[MaskedText, bool]]
 
 
-@dataclass(frozen=True)
-class LabeledPart:
+class LabeledPart(ExamplesPart[LabeledExamples, tuple[LabeledCompletion, ...], LabeledRows]):
     """Some rows of a dataset."""
-
-    examples: LabeledExamples
-    indices: range
 
     def make(self, index: int, masker: AssistantMasker) -> tuple[tuple[LabeledCompletion, ...], LabeledRows]:
         """The completions at `index`, and their rows with labels; `RowError` if no token of one can be trained."""
@@ -65,15 +58,7 @@ def labeled_split(data: DataConfig) -> tuple[LabeledPart, LabeledPart]:
 
 def check_labeled(config: RunConfig) -> None:
     """Raise `ConfigError` unless the first rows of the config's dataset can be trained by the model."""
-    masker = build_masker(config)
-    for part in labeled_split(config.data):
-        try:
-            rows = _read(replace(part, indices=part.indices[:CHECKED_ROWS]), masker, config)
-        except RowError as error:
-            raise ConfigError("data.path", config.data.path, "completions that can be trained", str(error)) from None
-        if not len(rows) and rows.first_error:
-            expected = "completions that can be trained"
-            raise ConfigError("data.path", config.data.path, expected, str(rows.first_error))
+    check_first_rows(labeled_split(config.data), _read, config, "completions")
 
 
 def _read(

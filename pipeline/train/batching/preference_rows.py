@@ -10,20 +10,18 @@ one more token, its last one again, and only this token counts: its value is tha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pipeline.config import DataConfig, RunConfig
 from pipeline.config.model_directory import model_directory
 from pipeline.data.dataset_digest import DatasetDigest
-from pipeline.data.examples import RowError
 from pipeline.data.preference_examples import PreferenceExamples, PreferencePair
 from pipeline.environments.assistant_masks import AssistantMasker, MaskedText, MaskError
-from pipeline.errors import ConfigError
 from pipeline.train.batching.conversation_rows import (
-    CHECKED_ROWS,
     Conversations,
+    ExamplesPart,
     TokenizedDataset,
-    build_masker,
+    check_first_rows,
     fits,
     split_examples,
     too_long,
@@ -33,12 +31,8 @@ from pipeline.train.batching.labeled_rows import check_labeled
 from pipeline.train.batching.padding_token import read_padding_token
 
 
-@dataclass(frozen=True)
-class PairsPart:
+class PairsPart(ExamplesPart[PreferenceExamples, PreferencePair, list[MaskedText]]):
     """Some pairs of a dataset."""
-
-    examples: PreferenceExamples
-    indices: range
 
     def make(self, index: int, masker: AssistantMasker) -> tuple[PreferencePair, list[MaskedText]]:
         """The pair at `index` and its two rows; `RowError` if no token of one can be trained."""
@@ -79,15 +73,8 @@ def check_pairs(config: RunConfig) -> None:
         return
     if config.preference.formula.is_labeled:
         check_labeled(config)
-        return
-    masker = build_masker(config)
-    for part in pairs_split(config.data):
-        try:
-            rows = _read(replace(part, indices=part.indices[:CHECKED_ROWS]), masker, config)
-        except RowError as error:
-            raise ConfigError("data.path", config.data.path, "pairs that can be trained", str(error)) from None
-        if not len(rows) and rows.first_error:
-            raise ConfigError("data.path", config.data.path, "pairs that can be trained", str(rows.first_error))
+    else:
+        check_first_rows(pairs_split(config.data), _read, config, "pairs")
 
 
 def _read(

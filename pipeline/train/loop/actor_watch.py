@@ -23,7 +23,11 @@ from pipeline.transport.sample_records import EVALUATED, SAMPLED_TOKENS, TASK_CA
 from pipeline.utils.waiting import CLOCK, Clock
 
 ADVANCES = (SAMPLED_TOKENS, TASK_CALLS, EVALUATED)
-"""The counters of the actor's report that grow while its episodes advance."""
+"""The counters of the actor's report that grow while its episodes advance.
+
+Those of samples and of evaluations are one, also in a wait for samples: an evaluation may occupy all servers, and the
+samples then stand still without a fault. It ends by its deadline or stands still too, so it hides no fault for good.
+"""
 LOOK_SECONDS = 1.0
 """Shortest interval between two reads of the report, which is a file on the shared disk."""
 SILENT_SECONDS = 30.0

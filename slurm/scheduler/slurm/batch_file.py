@@ -84,12 +84,13 @@ _BLOCK = (
 """Blocks signals while an agent's Python starts and imports, until `note_signals` handles them, so that they neither
 kill the agent nor reach submitit. (`env --block-signal` does the same, but is too new for many clusters.)"""
 _PLUGIN = """\
-if ! srun --help 2>/dev/null | grep -q -e --container-image; then
+if ! grep -q -e --container-image <<< "$(srun --help 2>/dev/null)"; then
   echo "rollcall: container: node $(hostname): srun has no --container-image, so Slurm has no pyxis here; \
 set cluster.container.kind=enroot or apptainer, or ask the administrators for pyxis"
   code=127
 fi"""
-"""Reports a site without pyxis, whose srun would only print an unknown option."""
+"""Reports a site without pyxis, whose srun would only print an unknown option. No pipeline: with `pipefail` in
+`cluster.setup`, an srun that writes when grep has found its line would count as failed."""
 
 
 def batch_file(

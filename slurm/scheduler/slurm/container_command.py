@@ -26,6 +26,10 @@ from pipeline.run.paths import AttachedPaths, RunPaths
 
 CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
 """Variables of caches that a user may keep outside `~/.cache`."""
+CACHES = ("huggingface", "torch", "rollcall")
+"""Directories of `~/.cache` that a run uses, which may be links to another disk."""
+HF_CACHES = ("hub", "datasets")
+"""Directories of HF_HOME, as above."""
 OF_IMAGE = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr")
 """Directories that a container has from its image or its runtime: mounted only if the user names them."""
 GPU_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES")
@@ -47,10 +51,14 @@ def automatic_mounts(config: RunConfig, run: RunPaths, variables: Mapping[str, s
 
 
 def cache_folders(config: RunConfig, variables: Mapping[str, str] = os.environ) -> list[Path]:
-    """The directories of caches, which a node may have to create."""
+    """The directories of caches, which a node may have to create; of a link also the directory to which it leads."""
     named = [config.cluster.compile_cache, *(variables.get(name, "") for name in CACHE_VARIABLES)]
-    paths = [cache_folder().parent, *(Path(path).absolute() for path in named if path)]
-    return [path for path in _outermost(paths) if not _is_of_image(path)]
+    home = cache_folder().parent
+    paths = [home, *(Path(path).absolute() for path in named if path)]
+    hf_home = Path(variables.get("HF_HOME") or home / "huggingface").absolute()
+    inner = [*(home / name for name in CACHES), *(hf_home / name for name in HF_CACHES)]
+    targets = [path.resolve() for path in (*paths, *inner) if path.is_symlink() and path.is_dir()]
+    return [path for path in _outermost([*paths, *targets]) if not _is_of_image(path)]
 
 
 def mounts_of(config: RunConfig, run: RunPaths, variables: Mapping[str, str] = os.environ) -> list[Mount]:

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def run_enroot(command: Sequence[str], image: str) -> int:
     """Create the container's root file system, run the command in it, and remove it. Returns the command's exit code.
 
     The name has job and rank, so that ranks on one node, and jobs that share a home directory, do not meet. A root file
-    system that a killed rank left is replaced.
+    system that a killed rank left is replaced, and a part of one that enroot could not create is removed.
     """
     name = f"rollcall-{os.environ.get('SLURM_JOB_ID', os.getpid())}-{os.environ.get('SLURM_PROCID', 0)}"
     with tempfile.TemporaryDirectory(prefix="rollcall-enroot-", ignore_cleanup_errors=True) as folder:
@@ -157,7 +158,12 @@ def _create_root(name: str, image: str, folder: Path) -> None:
     if "://" in image:
         file = folder / "image.sqsh"
         _enroot("import", "--output", str(file), image)
-    _enroot("create", "--force", "--name", name, str(file))
+    try:
+        _enroot("create", "--force", "--name", name, str(file))
+    except NodeError:
+        with suppress(NodeError):  # there is none if enroot refused the image; a full disk leaves a part of one
+            _enroot("remove", "--force", name)
+        raise
     if "://" in image:
         file.unlink(missing_ok=True)
 

@@ -5,7 +5,7 @@ from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any
 
-from pipeline.rollout.server_client import ROUTE
+from pipeline.rollout.generate_wire import ROUTE
 from tests.support.servers.vllm import SECRET, Served
 
 ASKED: list[dict[str, Any]] = [

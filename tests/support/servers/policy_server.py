@@ -16,7 +16,7 @@ from aiohttp import web
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.environments.arithmetic import evaluate
 from pipeline.environments.chat_tokenizer import ChatTokenizer
-from pipeline.rollout.server_client import ROUTE
+from pipeline.rollout.generate_wire import ROUTE
 from tests.fakes.async_server import serving
 from tests.support.runs.attempts import PASSWORD
 

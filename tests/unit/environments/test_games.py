@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.config import TaskConfig
 from pipeline.environments import Prompt, load_task
-from pipeline.environments.games import game_task
+from pipeline.environments.games import game_process, game_task
 from pipeline.environments.games.game_process import GameProcess
 from pipeline.environments.games.game_protocol import GameStep, read_action
 from pipeline.environments.games.open_games import NOT_OPEN, NOT_SAME, OpenGames, digest
@@ -377,6 +377,32 @@ def test_a_process_of_games_that_hangs_or_ends_is_reported_and_gone() -> None:
     with pytest.raises(TaskError, match="exited with code 3 during use"):
         ends.call("use", (prompt, "step", {**arguments, "actions": ["2"]}), 60)
     assert ends._process.group_is_gone()
+
+
+@needs_gymnasium
+def test_checks_share_one_process_which_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[GameProcess]()
+    stock = GameProcess.__init__
+
+    def start(process: GameProcess, task: TaskConfig, seed: int) -> None:
+        stock(process, task, seed)
+        started.append(process)
+
+    monkeypatch.setattr(GameProcess, "__init__", start)
+    with game_process.shared_games():
+        with game_process.shared_games():
+            prompts = gymnasium_task().held_out()
+        task = gymnasium_task()
+        assert (task.held_out(), len(task.first_prompts())) == (prompts, 1)
+        shown = [task.demonstration(index) for index in (0, 1)]
+        assert len(started) == 1
+        started[0].call("prompts", ((),), 60)
+        started[0].end()
+        assert gymnasium_task().held_out() == prompts, "another process replaces one that has ended"
+    assert [process._process.group_is_gone() for process in started] == [True, True]
+    assert [task.demonstration(index) for index in (0, 1)] == shown
+    assert gymnasium_task().held_out() == prompts
+    assert len(started) == 3, "a separate process without the block"
 
 
 @needs_textarena

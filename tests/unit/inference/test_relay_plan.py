@@ -3,15 +3,18 @@
 from collections import Counter
 from threading import Thread
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.inference.weight_sync.relay_plan import RelayPlan
+from pipeline.inference.weight_sync.relay_plan import REFUSED_SECONDS, RelayPlan
+from pipeline.utils.waiting import CLOCK, Clock
+from tests.fakes.clock import FakeClock
 from tests.patience import WAIT_SECONDS
 
 
-def plan_of(servers: int, fanout: int) -> RelayPlan:
-    plan = RelayPlan(fanout)
+def plan_of(servers: int, fanout: int, clock: Clock = CLOCK) -> RelayPlan:
+    plan = RelayPlan(fanout, clock)
     for server in range(servers):
         plan.join(str(server))
     return plan
@@ -63,6 +66,31 @@ def test_a_source_is_demoted_once_by_the_children_that_it_failed() -> None:
     assert sources(plan, 4) == {"0": "1", "1": "3", "2": "3", "3": None}
     plan.demote("0", "2")
     assert plan.source_of("3") is None, "the source was replaced before"
+
+
+def test_a_child_that_its_source_cannot_feed_gets_the_weights_from_the_trainer_for_a_while() -> None:
+    clock = FakeClock()
+    plan = plan_of(4, 2, clock)
+    plan.refuse("0", "1")
+    others = {"0": None, "2": "0", "3": "1"}
+    assert sources(plan, 4) == others | {"1": None}
+    assert not plan.await_begun("0", "1", 7, 0.0)
+    clock.sleep(REFUSED_SECONDS - 1)
+    assert plan.source_of("1") is None
+    clock.sleep(2)
+    assert sources(plan, 4) == others | {"1": "0"}
+
+
+@pytest.mark.parametrize("restarted", ["0", "1"])
+def test_a_pair_is_forgotten_when_one_of_the_two_restarts(restarted: str) -> None:
+    plan = plan_of(2, 2)
+    plan.refuse("0", "1")
+    plan.leave(restarted)
+    plan.join(restarted)
+    assert set(sources(plan, 2).values()) == {None, "0" if restarted == "1" else "1"}
+    if restarted == "0":  # back in the earlier order
+        plan.demote("1", "0")
+    assert plan.source_of("1") == "0"
 
 
 def test_without_a_fanout_and_before_it_joins_a_server_gets_the_weights_from_the_trainer() -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from threading import Thread, current_thread
+from threading import Event, Thread, current_thread
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from pipeline.inference.weight_sync.transports.gloo import (
     publish_key,
 )
 from pipeline.inference.weight_sync.transports.gpu_group import Receiver
-from pipeline.inference.weight_sync.weight_relay import FEED, WeightRelay
+from pipeline.inference.weight_sync.weight_relay import FEED, IDLE_VERSIONS, WeightRelay
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.utils.subprocesses import hold_port
 from pipeline.utils.waiting import Deadline, wait_for
@@ -179,6 +179,34 @@ def test_a_source_that_does_not_meet_its_child_costs_time_and_not_the_child(monk
         assert trainer.publish(1, endpoints) == 2 * MODEL_BYTES
         assert not trainer.evicted
         assert {server.update_seconds for server in servers} == {8.0}, "a late meeting must not shorten later updates"
+        meetings = [server.calls.count("/init_weight_transfer_engine") for server in servers]
+        assert trainer.publish(2, endpoints) == 2 * MODEL_BYTES
+        assert [server.calls.count("/init_weight_transfer_engine") for server in servers] == meetings, "tried again"
+
+
+def test_a_slow_child_does_not_cost_the_other_children_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, slow, is_over = TransferGroup.receive, list[str](), Event()
+
+    def receive(group: TransferGroup, buffer: Tensor, deadline: Deadline) -> int:
+        if group._name.partition("/")[0] in slow:
+            slow.clear()
+            is_over.wait(WAIT_SECONDS)
+        return stock(group, buffer, deadline)
+
+    monkeypatch.setattr(TransferGroup, "receive", receive)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(WeightServer("127.0.0.5")) for _ in range(3)]
+        endpoints = [server.endpoint for server in servers]
+        trainer = Trainer(stack, monkeypatch, endpoints, 2, update_seconds=8.0)
+        stack.callback(is_over.set)
+        trainer.publish(1, endpoints)
+        plan = trainer.sender._plan
+        (root,) = (server for server in endpoints if plan.source_of(server) is None)
+        child, other = (server for server in endpoints if server != root)
+        slow.append(child)
+        assert trainer.publish(2, endpoints) == 2 * MODEL_BYTES, "one for the slow child"
+        assert [plan.source_of(server) for server in (root, child, other)] == [None, None, root]
+        assert not trainer.evicted
 
 
 def test_a_server_that_cannot_serve_what_it_received_does_not_blame_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,6 +320,24 @@ def test_a_relay_that_loses_its_source_says_so_to_a_child_that_waits() -> None:
         thread.join(WAIT_SECONDS)
         assert not relay.feed("child/1/0", 5, WAIT_SECONDS)
     assert SOURCE_LOST in errors[0]
+
+
+def test_a_relay_ends_the_group_of_a_child_that_another_server_feeds() -> None:
+    errors = list[str]()
+    with a_relay_with_a_child() as (relay, buffer, group, receiver, _):
+        relay.begin()
+        relay.note(5, len(buffer), True)
+        assert relay.feed("child/1/0", 5, WAIT_SECONDS)
+        assert receive(group, receiver) == 5
+        thread = Thread(target=keep_failure, args=(group, receiver, errors))
+        thread.start()
+        for version in range(6, 7 + IDLE_VERSIONS):
+            assert not errors
+            relay.begin()
+            relay.note(version, len(buffer), True)
+        thread.join(WAIT_SECONDS / 10)
+        assert errors, "the connection is still open"
+        assert not relay.feed("child/1/0", 6 + IDLE_VERSIONS, WAIT_SECONDS)
 
 
 def test_a_relay_seals_a_version_only_after_its_own_seal() -> None:

@@ -69,6 +69,14 @@ def test_a_run_is_shown_by_its_name_and_all_runs_by_theirs(runs: Path) -> None:
     assert web_dashboard._files("") == {"demo": runs / "demo" / file, "sweep.3": runs / "sweep" / "3" / file}
 
 
+def test_a_run_that_was_resumed_with_another_project_is_shown_with_both(runs: Path) -> None:
+    store = runs / "demo" / "tracking" / "trackio"
+    (store / "other.db").touch()
+    both = {f"demo.{project}": store / f"{project}.db" for project in ("other", "rollcall")}
+    assert web_dashboard._files("demo") == both
+    assert web_dashboard._files("").items() >= both.items()
+
+
 def answer_of(port: int) -> bytes | None:
     request = Request(f"http://127.0.0.1:{port}/api/get_all_projects", b"{}", {"Content-Type": "application/json"})
     try:

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from pyarrow import parquet
 
 from pipeline.config import RunConfig, load_config
 from pipeline.errors import ConfigError
 from pipeline.rollout.recorded_groups import RecordedRun, group_of_records, replayed_run
 from pipeline.rollout.sample_store import records_of_group, segments, table_of
+from pipeline.train.loop.batch_metrics import batch_metrics
 from pipeline.transport.sample_records import PreparedGroup
 from tests.fakes.run_directory import FakeRun
 from tests.support.runs.recorded import PROMPTS, STEPS, make_group, write_recorded
@@ -37,7 +39,7 @@ def replay_of(run: FakeRun, **changed: Any) -> RunConfig:
 def test_a_group_is_read_back_with_all_that_is_trained() -> None:
     group = make_group(7, seed=7, version=3)
     records = records_of_group(PreparedGroup(group=group, advantages=(0.0,) * 4), "sums", "group_std")
-    back = group_of_records(table_of(records).to_pylist())
+    back = group_of_records(table_of(records).to_pylist(), "sums")
     assert back.fingerprint() == group.fingerprint()
     assert (back.position, back.prompt, back.failures, back.versions) == (7, 7, ("reward raised",), (3, 4))
     for mine, theirs in zip(back.samples, group.samples, strict=True):
@@ -45,6 +47,17 @@ def test_a_group_is_read_back_with_all_that_is_trained() -> None:
         assert mine.metrics == theirs.metrics
         for one, other in zip(mine.rows(), theirs.rows(), strict=True):
             assert all((a == b).all() for a, b in zip(one.stored(), other.stored(), strict=True))
+
+
+def test_a_group_of_a_mix_has_its_label_so_that_a_replay_has_the_metrics_of_each_task() -> None:
+    groups = [structs.replace(make_group(7, seed=7, version=3), task=label) for label in ("sums", "")]
+    back = []
+    for group in groups:
+        records = records_of_group(PreparedGroup(group=group, advantages=(0.0,) * 4), "mix", "group_std")
+        back.append(group_of_records(table_of(records).to_pylist(), "mix"))
+    assert [group.task for group in back] == ["sums", ""]
+    metrics = batch_metrics([PreparedGroup(group=group, advantages=(0.0,) * 3) for group in back], 4)
+    assert metrics["reward/sums"] == pytest.approx(metrics["reward/mean"])
 
 
 def test_batches_have_the_trained_samplings_in_the_recorded_order(run: FakeRun) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import DeadlineError, RolloutError
-from pipeline.rollout.server_client import FINAL_ONLY, Completion, Server
+from pipeline.rollout.generate_wire import FINAL_ONLY
+from pipeline.rollout.server_client import Completion, Server
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.utils import backoff
 from pipeline.utils.poison_request import MAX_SERVER_CRASHES

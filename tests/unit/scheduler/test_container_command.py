@@ -1,6 +1,7 @@
 """The containers of a batch file: the words of each runtime, and the mounts that a run gets by itself."""
 
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,17 @@ def test_pyxis_gets_options_of_srun_for_each_component(home: Path) -> None:
             "--container-env=NVIDIA_VISIBLE_DEVICES,NVIDIA_DRIVER_CAPABILITIES",
         ]
     )
-    assert "srun --help 2>/dev/null | grep -q -e --container-image" in text
+
+
+@pytest.mark.parametrize(("option", "code"), [("--container-image", 0), ("--container", 127)])
+def test_the_check_for_pyxis_is_right_with_any_options_of_the_shell(home: Path, option: str, code: int) -> None:
+    srun = home / "srun"
+    srun.write_text(f"#!/bin/sh\necho {option}=IMAGE\nseq 100000\n")  # more than a pipe holds
+    srun.chmod(0o755)
+    text = text_of(config_of("pyxis", "nvcr.io#nvidia/pytorch:25.06-py3", []), home)
+    check = text[text.index("code=0\n") : text.index("\n[ $code != 0 ]")]
+    script = f'set -euo pipefail\nPATH="{home}:$PATH"\n{check}\nexit $code'
+    assert subprocess.run(["bash", "-c", script], stdout=subprocess.DEVNULL, check=False).returncode == code
 
 
 def test_a_container_has_the_files_of_the_run_its_caches_and_what_keys_name(
@@ -151,6 +162,16 @@ def test_a_key_that_names_a_link_has_this_path_in_the_container_too(home: Path) 
     config = config_of("apptainer", "docker://image", [], task={"name": "arithmetic", "options": {"tool": str(tool)}})
     targets = {mount.target for mount in mounts_of(config, RunPaths(home / "runs" / "demo"))}
     assert {str(tool), str(tool.resolve())} <= targets
+
+
+@pytest.mark.parametrize("link", ["huggingface", "huggingface/hub"])
+def test_a_cache_that_is_a_link_to_another_disk_leads_somewhere_in_the_container(home: Path, link: str) -> None:
+    (home / "disk").mkdir()
+    path = home / "home" / ".cache" / link
+    path.parent.mkdir(parents=True)
+    path.symlink_to(home / "disk")
+    mounts = automatic_mounts(config_of("apptainer", "docker://image", []), RunPaths(home / "runs" / "demo"))
+    assert {str(home / "disk"), str(home / "home" / ".cache")} <= {mount.target for mount in mounts}
 
 
 def test_an_attached_job_has_the_directory_of_the_run_that_it_serves(home: Path) -> None:

@@ -153,7 +153,20 @@ def test_an_image_that_enroot_refuses_is_one_line_with_its_reason(tmp_path: Path
     ended = start(["enroot", "start", "/usr", "python3"], "--image=/usr", path=path)
     assert ended.returncode == container_start.MISSING
     assert ended.stderr.endswith(": enroot create failed: [ERROR] Invalid image\n")
-    assert len(calls.read_text().splitlines()) == 1
+    assert [line.split()[0] for line in calls.read_text().splitlines()] == ["create", "remove"]
+
+
+def test_a_root_file_system_that_enroot_could_not_finish_is_removed(tmp_path: Path) -> None:
+    roots = tmp_path / "roots"
+    text = f"""case "$1" in
+      create) mkdir -p {roots}/"$4"; echo 'Write on output file failed because No space left on device' >&2; exit 1;;
+      remove) rm -r {roots}/"$3";;
+    esac"""
+    path = program(tmp_path / "bin", "enroot", text)
+    ended = start(["enroot", "start", "/usr", "python3"], "--image=/usr", path=path)
+    assert ended.returncode == container_start.MISSING
+    assert ended.stderr.endswith("No space left on device\n")
+    assert list(roots.iterdir()) == []
 
 
 def test_the_exit_code_is_the_agents_also_after_a_signal(tmp_path: Path) -> None:

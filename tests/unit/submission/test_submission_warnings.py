@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ConfigError
-from slurm.submission import submit_run
+from slurm.submission import submission_checks, submit_run
 from slurm.submission.submission_warnings import _tiny_settings, check_agents, warnings_of
 from tests.fakes.chat_models import CHATML, make_chat_model
 from tests.fakes.composed_config import compose_cached
@@ -102,7 +102,7 @@ def test_a_length_beyond_the_models_positions_is_refused_at_submission(tmp_path:
     model = a_model_of_the_users(tmp_path)
     config = compose_cached(["experiment=sft", "data.path=rows.jsonl", f"model.path={model}", "model.max_length=4097"])
     with pytest.raises(ConfigError, match=r"model.max_length=4097: expected at most 4096, .*set model.max_length=4096"):
-        submit_run.check_submission(config)
+        submission_checks.check_submission(config)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from pipeline.errors import ConfigError
 from pipeline.inference.vllm import vllm_engine
 from slurm.agent.gpu_locks import Claimant, claim_visible
-from slurm.submission import submission_warnings, submit_run
+from slurm.submission import submission_checks, submission_warnings, submit_run
 from slurm.submission.compose_config import compose_config
 from tests.fakes.gpus import give_gpus
 
@@ -242,9 +242,9 @@ def test_sft_alone_asks_for_no_server_of_any_kind(
     def absent(*_: object) -> None:
         raise AssertionError("nobody needs it")
 
-    monkeypatch.setattr(submit_run, "find_engine", absent)
+    monkeypatch.setattr(submission_checks, "find_engine", absent)
     monkeypatch.setattr(submission_warnings, "find_engine", absent)
-    monkeypatch.setattr(submit_run, "find_server", absent)
+    monkeypatch.setattr(submission_checks, "find_server", absent)
     overrides = ["experiment=demo", f"output={tmp_path}", "training.steps=0", "training.sft.steps=7"]
     assert submit_run.main([*overrides, "--dry-run"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -303,11 +303,11 @@ def test_a_host_needs_neither_engine_nor_redis_for_a_job_in_containers(
         raise ConfigError("host", "", "an engine and a Redis")
 
     monkeypatch.setattr(vllm_engine, "check_installed", lack)
-    monkeypatch.setattr(submit_run, "find_server", lack)
-    monkeypatch.setattr(submit_run, "connect_scheduler", lambda _name: None)
-    monkeypatch.setattr(submit_run, "check_site", lambda *_: None)
+    monkeypatch.setattr(submission_checks, "find_server", lack)
+    monkeypatch.setattr(submission_checks, "connect_scheduler", lambda _name: None)
+    monkeypatch.setattr(submission_checks, "check_site", lambda *_: None)
     plain = ["experiment=demo", "cluster=slurm", f"output={tmp_path}"]
     with pytest.raises(ConfigError, match="an engine and a Redis"):
-        submit_run.check_submission(compose_config(plain))
+        submission_checks.check_submission(compose_config(plain))
     inside = ["cluster.container.kind=pyxis", "cluster.container.image=image"]
-    assert submit_run.check_submission(compose_config([*plain, *inside])).ranks > 1
+    assert submission_checks.check_submission(compose_config([*plain, *inside])).ranks > 1

@@ -14,7 +14,7 @@ from pipeline.run.run_documents import Finished
 from pipeline.topology.plan import Plan
 from pipeline.utils import shared_files
 from slurm.agent.gpu_locks import Claimant, claim_visible
-from slurm.submission import submit_run, train_files
+from slurm.submission import submission_checks, submit_run, train_files
 from slurm.submission.compose_config import compose_config
 from slurm.submission.train_files import compose_jobs, name_of
 from tests.fakes.gpus import give_gpus
@@ -149,11 +149,11 @@ def test_a_run_whose_jobs_are_all_done_can_be_gone_on_with(tmp_path: Path) -> No
     """It was cut short between its last job and its end."""
     config = compose_jobs(tmp_path / "queue", [f"output={tmp_path / 'runs'}"])
     with pytest.raises(ConfigError, match="a folder with at least one"):
-        submit_run.check_inputs(config)
+        submission_checks.check_inputs(config)
     run = RunPaths(config.directory)
     run.root.mkdir(parents=True)
     run.run.touch()
-    submit_run.check_inputs(config)
+    submission_checks.check_inputs(config)
 
 
 def test_a_folder_of_jobs_is_not_the_runs_own_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.rollout.server_client import FINAL_ONLY
+from pipeline.rollout.generate_wire import FINAL_ONLY
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.generate_requests import request_body
 from tests.unit.tinker.sampling_case import LIMITS, LONGEST, PROMPT
