@@ -4,7 +4,7 @@
 
 One run of the demo's model on this machine, in which roles are killed, stopped or exit at random periods. Once a minute
 the trial counts, by kind of process, the processes, their memory (PSS, MB) and open descriptors; the files of the run
-directory and their MB, by folder; Redis's keys and MB; and files in the temporary folder and in shared memory. The
+directory and their MB, by folder; the MB of Redis's data; and files in the temporary folder and in shared memory. The
 table has the median of minutes 4 to 8 and that of the last five. At the end the run is interrupted, and its files are
 checked. Exits with 1 if a kind of process or Redis grew by more than `MORE`, the run's files prove anything lost, or a
 process or port is left.
@@ -18,15 +18,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from signal import SIGINT
 from statistics import median
+from typing import Any
 
 import psutil
-import redis
 
+from pipeline.errors import StreamError
 from pipeline.observability.run_check import check_run
 from pipeline.roles.role_context import RoleContext
+from pipeline.transport import connect
 from tests.bench.tables import markdown
 from tests.support.runs.launched import Launched, Launches
 
@@ -48,7 +51,7 @@ SHORTEST, LONGEST = 150, 400
 SETTLED, WINDOW = range(4, 9), 5
 """The minutes of the first median, and the number of those of the last."""
 MORE = 1.2
-SLACK = {"MB": 20.0, "descriptors": 8.0, "processes": 0.0, "keys": 50.0}
+SLACK = {"MB": 20.0, "descriptors": 8.0, "processes": 0.0}
 """What may be added to a small number without being growth."""
 END_SECONDS = 600.0
 Counts = dict[str, float]
@@ -131,17 +134,16 @@ def counts(run: Launched) -> Counts:
 
 
 def redis_counts(run: Launched) -> Counts:
-    """Keys and MB of the attempt's Redis; empty while it is restarted."""
+    """The MB that the attempt's Redis counts; empty while it is restarted."""
     attempt = run.attempts[-1]
     context = RoleContext.from_arguments([str(run.run.root), attempt.run_id, attempt.attempt, "actor", "0"])
-    place = context.world.of_role("redis")[0]
-    client = redis.Redis(place.address, place.ports[0], password=context.world.password, socket_timeout=10)
     try:
-        return {"redis data: MB": client.info("memory")["used_memory"] / 1e6, "redis data: keys": client.dbsize()}
-    except redis.RedisError:
+        streams: Any = connect(context)
+        with closing(streams):
+            memory = streams.exchange(lambda: streams._client.info("memory"))["used_memory"]
+            return {"redis data: MB": memory / 1e6}
+    except StreamError:
         return {}
-    finally:
-        client.close()
 
 
 def rows(minutes: Sequence[Counts]) -> list[tuple[str, float, float]]:
