@@ -143,7 +143,7 @@ def _switched(turn: int) -> Iterator[Case]:
 
 def _replicated(ranks: int, *, few: bool = False) -> Iterator[Case]:
     if ranks > 1:
-        for recipe in (("ppo",) if ranks == 2 else ("value", "lora")) if few else ("ppo", "value", "lora"):
+        for recipe in (("ppo", "lora") if ranks == 2 else ("value", "lora")) if few else ("ppo", "value", "lora"):
             yield Case(recipe, rows=2, replicas=2, offload=recipe == "ppo")
 
 
