@@ -17,7 +17,7 @@ from pipeline.config import TaskConfig
 from pipeline.environments import Prompt, load_task
 from pipeline.inference.engine_protocol import POLICY
 from pipeline.run.metrics_log import read_rows, series
-from tests.bench import bench_replay
+from tests.bench import bench_distillation, bench_replay
 from tests.fakes.configs import make_config
 from tests.support.runs.launched import ROOT
 from tests.support.servers.vllm import SECRET, starting_of
@@ -209,6 +209,10 @@ def test_a_policy_comes_closer_to_the_teacher_who_is_served(tmp_path: Path) -> N
     assert last > first + 0.05
     far = [value for _, value in series(read_rows(tmp_path / "distillation" / "metrics.jsonl"), "reference_kl")]
     assert fmean(far[-5:]) < fmean(far[:5]) / 2
+
+
+def test_the_likeliest_tokens_of_a_teacher_bring_a_policy_nearer_than_sampled_ones(tmp_path: Path) -> None:
+    assert bench_distillation.main(["--seeds", "0", "--top-k", "16", "--output", str(tmp_path)]) == 0
 
 
 def test_a_mixture_that_replays_experts_is_at_least_twice_as_near_to_its_servers() -> None:
