@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from pipeline.config import TeacherConfig
+from pipeline.config.model_directory import BUILT_IN
 from pipeline.errors import RolloutError
 from pipeline.inference.engine_protocol import POLICY
 from pipeline.rollout.teacher_client import RowScores, Teacher
 from pipeline.transport.sample_records import Group, Sample
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
-from tests.support.servers.vllm import SECRET, TINY, Model, a_model, model_directory, starting_of
+from tests.support.servers.vllm import SECRET, Model, a_model, starting_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 ALLOWED = 6
@@ -26,9 +27,8 @@ TOKENS, SAMPLED = [5, 9, 2, 17, 30, 8, 3], [0, 0, 1, 1, 0, 1, 1]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
-    path = model_directory(tmp_path_factory.mktemp("teacher") / "wise", tied=False)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, path / name)
+    path = tmp_path_factory.mktemp("teacher") / "wise"
+    shutil.copytree(BUILT_IN / "tiny_text", path)
     wise = a_model(path, 3)
     wise.save_pretrained(path)  # type: ignore[operator]
     return path, wise
