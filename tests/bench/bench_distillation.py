@@ -1,6 +1,6 @@
 """How fast a policy comes near its teacher with `teacher.top_k`: on-policy distillation of a tiny model on a CPU.
 
-    python -m tests.bench.bench_distillation [--seeds 0 1] [--steps 40] [--top-k 1 16] [--models DIR]
+    python -m tests.bench.bench_distillation [--seeds 0 1] [--steps 40] [--top-k 16] [--models DIR]
 
 A tiny model that adds with carries is the teacher; another that forgets to carry is the student. Launched runs train
 both on demonstrations first (`--models` keeps them, and takes those that are there). Then each way trains the student
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--top-k", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--top-k", type=int, nargs="+", default=[16])
     parser.add_argument("--models", type=Path, help="keep the teacher and the student there")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
