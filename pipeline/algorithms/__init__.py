@@ -9,6 +9,7 @@
 | `value_losses` | the loss of a critic |
 | `advantage_estimators` | from rewards to advantages, and the list of estimators |
 | `kl_estimators` | estimates of a KL divergence, and their list |
+| `support_divergence` | the divergence from a teacher over a few tokens of the vocabulary |
 | `summed_losses` | plain sums over tokens for the Tinker API, and their list |
 | `key_parameters` | the keys that a formula reads |
 | `loss_tokens` | the tensors that every loss reads |

@@ -3,7 +3,8 @@
 Owns `LossTokens`: the counted tokens of one micro-batch, flat, independent of rows, padding and packing. Must not know
 models or ranks.
 
-Notation: N counted tokens of the micro-batch, R its rows. A suffix names a tensor's dimensions.
+Notation: N counted tokens of the micro-batch, R its rows, K tokens of a teacher's support. A suffix names a tensor's
+dimensions.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ class LossTokens:
         rows: R.
         reference_N: log-probability under the reference model, or None.
         entropy_N: entropy (nats) of the policy's distribution at each token, or None if it was not requested.
+        support_NK: log-probability under the policy of the sampled token, `logprobs_N`, and then of the teacher's
+            likeliest tokens; has a gradient. None with `teacher.top_k` 0.
+        teacher_support_NK: their log-probabilities under the teacher; −∞ for an entry without a token.
     """
 
     logprobs_N: Tensor
@@ -38,6 +42,8 @@ class LossTokens:
     reference_N: Tensor | None = None
     entropy_N: Tensor | None = None
     old_logprobs_N: Tensor | None = None
+    support_NK: Tensor | None = None
+    teacher_support_NK: Tensor | None = None
 
     @property
     def log_ratio_N(self) -> Tensor:

@@ -21,13 +21,14 @@ from pipeline.config.mesh_checks import (
     experts_divide_a_replica,
     replicas_divide_the_trainer,
 )
+from pipeline.config.teacher_checks import teacher_is_used, top_tokens_are_in_the_loss
 from pipeline.errors import ConfigError
 from pipeline.run.run_documents import LOCAL
 from pipeline.utils.user_commands import user_command
 
-_TOKEN_BYTES, _TAUGHT_BYTES = 10, 4
-"""Bytes of one token in a group's record: id, mask, log-probability and version; and with a teacher, its
-log-probability (`pipeline.transport.sample_records`)."""
+_TOKEN_BYTES, _TAUGHT_BYTES, _LIKELY_BYTES = 10, 4, 8
+"""Bytes of one token in a group's record: id, mask, log-probability and version; with a teacher, its log-probability;
+and of each of the teacher's `top_k` likeliest tokens, id and log-probability (`pipeline.transport.sample_records`)."""
 
 _SAMPLE_BYTES = 512
 """Upper bound of a sample's bytes in addition to its tokens."""
@@ -279,31 +280,6 @@ def _changed_keys_are_read(config: RunConfig) -> None:
         raise ConfigError(key, value, expected, f"set that or leave it out, or set {reader}")
 
 
-def _teacher_logprobs_are_used(config: RunConfig) -> None:
-    teacher, loss = config.teacher, config.loss
-    if not teacher.url:
-        if teacher.model:
-            raise ConfigError("teacher.model", teacher.model, "nothing without teacher.url", "set that too")
-        return
-    if not teacher.model:
-        raise ConfigError("teacher.model", "", "the model's name at teacher.url", "set it")
-    if teacher.key_file and not Path(teacher.key_file).is_file():
-        raise ConfigError("teacher.key_file", teacher.key_file, "a file with the key", "there is none; fix the path")
-    if not config.has_rollouts:
-        raise ConfigError("teacher.url", teacher.url, "nothing in a run that samples nothing to train", "leave it out")
-    if not loss.kl:
-        raise ConfigError("loss.kl", 0.0, "above 0 with teacher.url: the weight of its divergence", "set loss.kl=1")
-    if loss.reference_every:
-        expected = "0 with teacher.url, which is the reference"
-        raise ConfigError("loss.reference_every", loss.reference_every, expected, "leave it out")
-    if config.rollout.temperature != 1:
-        expected = "1 with teacher.url, which scores at temperature 1 only"
-        raise ConfigError("rollout.temperature", config.rollout.temperature, expected, "leave it out")
-    if config.training.zero_variance_groups == "drop":
-        expected = "keep with teacher.url: samples with equal rewards still have a gradient"
-        raise ConfigError("training.zero_variance_groups", "drop", expected, "leave it out")
-
-
 def _adapters_are_there(config: RunConfig) -> None:
     lora = config.model.lora
     if lora.merge and lora.adapter and config.evaluation.only:
@@ -375,7 +351,8 @@ def _groups_fit_streams(config: RunConfig) -> None:
 def check_stream_budget(config: RunConfig, routed_bytes: int = 0) -> None:
     """Raise `ConfigError` unless a stream holds two groups of the longest samples. Routed experts add `routed_bytes` to
     each token."""
-    token = _TOKEN_BYTES + (_TAUGHT_BYTES if config.teacher.url else 0) + routed_bytes
+    taught = _TAUGHT_BYTES + _LIKELY_BYTES * config.teacher.top_k if config.teacher.url else 0
+    token = _TOKEN_BYTES + taught + routed_bytes
     sample = config.model.max_length * token + _SAMPLE_BYTES
     least = 2 * config.rollout.group_size * sample
     if config.streams.budget_bytes < least:
@@ -403,7 +380,8 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _changed_keys_are_read,
     correction_has_old_logprobs,
     kl_has_a_gradient,
-    _teacher_logprobs_are_used,
+    teacher_is_used,
+    top_tokens_are_in_the_loss,
     only_groups_are_filtered,
     _adapters_are_there,
     _rewards_have_functions,

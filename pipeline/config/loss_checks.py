@@ -13,7 +13,8 @@ def correction_has_old_logprobs(config: RunConfig) -> None:
 
 def kl_has_a_gradient(config: RunConfig) -> None:
     loss = config.loss
-    if loss.kl and loss.kl_in == "loss" and loss.kl_estimator == "k1":
+    # With a teacher's likeliest tokens the estimator is only a metric: the loss has the KL over them.
+    if loss.kl and loss.kl_in == "loss" and loss.kl_estimator == "k1" and not config.teacher.top_k:
         expected = "k2 or k3 with loss.kl_in=loss: as a term of the loss, the gradient of k1 has mean zero"
         hint = "set loss.kl_estimator=k2, whose gradient is that of the KL, or loss.kl_in=reward"
         raise ConfigError("loss.kl_estimator", "k1", expected, hint)

@@ -122,6 +122,12 @@ def layer_count(model: ModelConfig) -> int:
     return layers if isinstance(layers, int) else 0
 
 
+def vocabulary_size(model: ModelConfig) -> int | None:
+    """Number of rows of the embedding; None if the config has none."""
+    size = _text_settings(model).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
 def has_vision_tower(model: ModelConfig) -> bool:
     """Whether the model's config has a vision tower. Only the language model is trained."""
     return isinstance(_settings(model, model_directory(model)).get("vision_config"), dict)

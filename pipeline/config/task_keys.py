@@ -156,3 +156,8 @@ class TeacherConfig(Section):
     key_file: str = Field("", description="File with the server's API key; empty: none.")
     concurrency: Positive = Field(32, description="Largest number of concurrent requests.")
     seconds: Seconds = Field(300, description="Timeout of one request; then it is retried.")
+    top_k: NotNegative = Field(
+        0,
+        description="The loss has the teacher's top_k likeliest tokens at each sampled token, in addition to the "
+        "sampled one: the KL over them is a term of the loss. 0: the sampled token only.",
+    )

@@ -161,6 +161,7 @@ def _optimization(rows: Rows, resumes: Sequence[int], config: RunConfig | None) 
     clip = {"all": "clip_fraction", "above": "clip_fraction_high", "below": "clip_fraction_low"}
     divergences = {
         "to the reference": "reference_kl",
+        "to the teacher's likely tokens": "support_kl",
         "trainer ∥ sampler": "mismatch_kl",
         "within the step": "ratio_kl",
     }

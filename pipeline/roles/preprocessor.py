@@ -73,7 +73,11 @@ def attach_references(prepared: PreparedGroup, references: References | str) -> 
     """The group with a teacher's log-probabilities; or as failed, with the reason why there are none."""
     if isinstance(references, str):
         return PreparedGroup(group=prepared.group, outcome=f"failed: {references.partition(':')[0]}")
-    return structs.replace(prepared, references=references)
+    return structs.replace(
+        prepared,
+        references=tuple(scores.logprobs for scores in references),
+        top_tokens=tuple(scores.top_tokens for scores in references if scores.top_tokens is not None),
+    )
 
 
 class Preprocessor:

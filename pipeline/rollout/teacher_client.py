@@ -1,7 +1,8 @@
 """The client of a teacher: a served model that computes log-probabilities of the policy's tokens.
 
 Owns the requests to the server behind `teacher.url`, and the parsing of its responses. Promises for every token of
-every row the teacher's log-probability given the tokens before it, or one reason why a group has none; that a busy or
+every row the teacher's log-probability given the tokens before it, and with `teacher.top_k` the teacher's likeliest
+tokens where the policy sampled, or one reason why a group has none; that a busy or
 temporarily unreachable teacher is waited for; that a teacher which was never reachable is reported separately; and that
 the caller can stop waiting at any time. Must not know the use of the numbers.
 
@@ -12,22 +13,24 @@ must have the policy's tokenizer.
     teacher.meet(seconds=240, should_stop=should_stop)
     references = teacher.references(groups, should_stop)
 
-Notation: T tokens of a row.
+Notation: T tokens of a row, n of them sampled; k = `teacher.top_k`.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.config import TeacherConfig
 from pipeline.errors import RolloutError
 from pipeline.transport.sample_records import Group
+from pipeline.transport.top_tokens import ABSENT, TopTokens
 from pipeline.utils.backoff import pause_after
 from pipeline.utils.http_errors import error_text
 from pipeline.utils.waiting import Deadline
@@ -36,8 +39,18 @@ log = logging.getLogger(__name__)
 
 BUSY_STATUS = (408, 429)
 LOOK_SECONDS = 0.5
-References = tuple[bytes, ...]
-"""float32[T] as bytes for each row of a group's samples, in order."""
+
+
+class RowScores(NamedTuple):
+    """The teacher's numbers of one row: float32[T] log-probabilities as bytes, and the likeliest tokens at the sampled
+    ones; None with k = 0."""
+
+    logprobs: bytes
+    top_tokens: TopTokens | None = None
+
+
+References = tuple[RowScores, ...]
+"""The scores of each row of a group's samples, in order."""
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -75,7 +88,7 @@ class Teacher:
 
     async def _meet(self, deadline: Deadline, should_stop: Callable[[], bool]) -> None:
         async with self._session() as http:
-            probe = asyncio.create_task(self._of_row(http, [0, 0]))
+            probe = asyncio.create_task(self._of_row(http, [0, 0], np.array([0, 1], np.uint8), every=True))
             try:
                 while not probe.done() and not should_stop():
                     if deadline.passed:
@@ -85,7 +98,9 @@ class Teacher:
                     probe.result()
             except RolloutError as error:
                 named = f"teacher.url={self._config.url} with teacher.model={self._config.model}"
-                reason = f"the teacher refuses a request like a run's: {error}; fix these or teacher.key_file"
+                reason = (
+                    f"the teacher refuses a request like a run's: {error}; fix these, teacher.key_file or teacher.top_k"
+                )
                 raise RolloutError(f"{named}: {reason}") from None
             finally:
                 probe.cancel()
@@ -112,20 +127,24 @@ class Teacher:
             return [task.result() for task in tasks]
 
     async def _of_group(self, http: aiohttp.ClientSession, group: Group) -> References | str:
-        rows = [row.tokens.tolist() for sample in group.samples for row in sample.rows()]
+        rows = [(row.tokens.tolist(), row.sampled) for sample in group.samples for row in sample.rows()]
         try:
-            return tuple(await asyncio.gather(*(self._of_row(http, row) for row in rows)))
+            return tuple(await asyncio.gather(*(self._of_row(http, tokens, sampled) for tokens, sampled in rows)))
         except RolloutError as error:
             return f"teacher refused: {error}"
 
-    async def _of_row(self, http: aiohttp.ClientSession, tokens: list[int]) -> bytes:
-        """The log-probabilities of one row; the first token has none, and gets 0."""
+    async def _of_row(
+        self, http: aiohttp.ClientSession, tokens: list[int], sampled: NDArray[np.uint8], every: bool = False
+    ) -> RowScores:
+        """The scores of one row; the first token has no log-probability, and gets 0. With `every`, a teacher that
+        returns fewer than k likely tokens is refused."""
+        top_k = self._config.top_k
         body = {
             "model": self._config.model,
             "prompt": tokens,
             "max_tokens": 1,
             "temperature": 1.0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": top_k,
         }
         answer = await self._answer(http, body)
         try:
@@ -133,11 +152,14 @@ class Teacher:
             # Entry t maps token ids to log-probabilities given the tokens before t; token 0 has no entry.
             after = zip(tokens[1:], choice.prompt_logprobs[1:], strict=True)
             logprobs = [0.0, *(scores[str(token)].logprob for token, scores in after if scores)]
+            top_tokens = _top_tokens(tokens, sampled, choice.prompt_logprobs, top_k) if top_k else None
         except (msgspec.DecodeError, ValueError, KeyError):
             logprobs = []
         if len(logprobs) != len(tokens):
             raise RolloutError(f"its answer has no log-probability for each token: {answer[:120]!r}")
-        return np.asarray(logprobs, "<f4").tobytes()
+        if every and min((len(scores) for scores in choice.prompt_logprobs[1:] if scores), default=0) < top_k:
+            raise RolloutError(f"its answer has fewer likely tokens than teacher.top_k={top_k}: {answer[:120]!r}")
+        return RowScores(np.asarray(logprobs, "<f4").tobytes(), top_tokens)
 
     async def _answer(self, http: aiohttp.ClientSession, body: dict[str, Any]) -> bytes:
         """The body of a successful response; waits for a teacher that is busy or unreachable."""
@@ -160,3 +182,26 @@ class Teacher:
 
             await asyncio.sleep(pause_after(failures))
             failures += 1
+
+
+def _top_tokens(
+    tokens: Sequence[int],
+    sampled: NDArray[np.uint8],
+    entries: Sequence[Mapping[str, _TokenLogprob] | None],
+    top_k: int,
+) -> TopTokens:
+    """The k likeliest tokens at each sampled token, without that token, whose log-probability is separate.
+
+    A server returns the k likeliest tokens, and the token of the row if that is not among them. So one entry is absent
+    where it is; more are, where the server has fewer tokens.
+    """
+    positions = np.flatnonzero(sampled)
+    ids = np.zeros((len(positions), top_k), "<i4")
+    logprobs = np.full((len(positions), top_k), ABSENT, "<f4")
+    for row, position in enumerate(positions.tolist()):
+        scores = entries[position] or {}
+        others = [(score.logprob, int(token)) for token, score in scores.items() if int(token) != tokens[position]]
+        likeliest = sorted(others, key=lambda pair: (-pair[0], pair[1]))[:top_k]
+        for column, (logprob, token) in enumerate(likeliest):
+            ids[row, column], logprobs[row, column] = token, logprob
+    return TopTokens(ids.tobytes(), logprobs.tobytes())

@@ -17,6 +17,7 @@ from pipeline.algorithms.importance_correction import apply_correction
 from pipeline.algorithms.kl_estimators import KL_ESTIMATORS, k3
 from pipeline.algorithms.loss_tokens import LossTokens, ValueTokens
 from pipeline.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Terms
+from pipeline.algorithms.support_divergence import support_kl, support_mass
 from pipeline.algorithms.token_statistics import statistic_sums
 from pipeline.algorithms.value_losses import clipped_value
 from pipeline.config import LossConfig
@@ -31,7 +32,8 @@ def total(
 
     loss = Σ_N weight · (correction · policy loss + kl · KL(policy ‖ reference) − entropy · H)
 
-    The KL term applies only for `kl_in="loss"`. A supervised loss is Σ_N weight · −logprob. Returns the scalar loss,
+    The KL term applies only for `kl_in="loss"`. It is estimated from the sampled token, or with a teacher's likeliest
+    tokens computed over them (`support_kl`). A supervised loss is Σ_N weight · −logprob. Returns the scalar loss,
     which has a gradient, and detached scalars for `loss_metrics`: `loss` is the weighted sum, names in `_max` and
     `_min` are extremes over the tokens, all others are plain sums over the counted tokens. Level `none` returns only
     `loss`. Level `with_entropy` requires `entropy_N`; the entropy is summed whenever `entropy_N` is present.
@@ -86,9 +88,11 @@ def _reinforced(tokens: LossTokens, config: LossConfig) -> Terms:
     in_loss = config.kl > 0 and config.kl_in == "loss"
     # With `kl_in="reward"` the advantages already contain the penalty; here the KL is only a metric.
     if in_loss or tokens.reference_N is not None:
-        kl_N = _reference_kl(tokens, config)
+        watched["reference_kl"] = kl_N = _reference_kl(tokens, config)
+        if tokens.support_NK is not None:
+            watched |= (support := _support(tokens))
+            kl_N = support["support_kl"]
         loss_N = loss_N + config.kl * kl_N if in_loss else loss_N
-        watched["reference_kl"] = kl_N
     if config.entropy:
         loss_N = loss_N - config.entropy * _entropy(tokens)
     return loss_N, watched
@@ -104,6 +108,18 @@ def _reference_kl(tokens: LossTokens, config: LossConfig) -> Tensor:
     if tokens.reference_N is None:
         raise TrainingError(f"loss.kl={config.kl} needs reference log-probabilities, and the rows have none")
     return KL_ESTIMATORS[config.kl_estimator](tokens.logprobs_N - tokens.reference_N)
+
+
+def _support(tokens: LossTokens) -> dict[str, Tensor]:
+    """The divergence over the support, [N], and its mass by either model."""
+    policy_NK, teacher_NK = tokens.support_NK, tokens.teacher_support_NK
+    if policy_NK is None or teacher_NK is None:
+        raise TrainingError("the rows have a teacher's likeliest tokens without their log-probabilities")
+    return {
+        "support_kl": support_kl(policy_NK, teacher_NK),
+        "support_mass": support_mass(policy_NK, teacher_NK),
+        "support_teacher_mass": support_mass(teacher_NK, teacher_NK),
+    }
 
 
 def _entropy(tokens: LossTokens) -> Tensor:

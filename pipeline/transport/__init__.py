@@ -10,6 +10,7 @@
 | `ending_patience` | the timeout for a backend while the attempt is ending |
 | `shared_state` | the few values that the trainer posts and the actor watches |
 | `sample_records`, `turn_times` | records between roles: samples, groups, evaluations; the times of turns |
+| `top_tokens` | the likeliest tokens of a teacher |
 | `ledger`, `staleness` | the order and the outcomes of positions; the bound on generation ahead of training |
 
 Owns the streams between the roles. One interface (`streams.Streams`), two backends: Redis Streams (`redis`, the

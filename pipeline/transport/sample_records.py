@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RecordError
+from pipeline.transport.top_tokens import TopTokens, check_rows
 from pipeline.transport.turn_times import TurnTimes
 from pipeline.utils.value_bounds import MAX_REWARD
 
@@ -276,6 +277,7 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
             unless `outcome` is `train`.
         references: float32[T] as bytes for each row of each sample, in order: a teacher's log-probability of each
             token, 0 for the first; empty without a teacher.
+        top_tokens: the teacher's likeliest tokens of each of these rows; empty with `teacher.top_k` 0.
         outcome: `train`, or the reason why the group is done without training (`failed: …`, `filtered: …`), or why it
             is invalid (`malformed: …`).
     """
@@ -283,6 +285,7 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
     group: Group
     advantages: tuple[float, ...] = ()
     references: tuple[bytes, ...] = ()
+    top_tokens: tuple[TopTokens, ...] = ()
     outcome: str = "train"
 
     def reference_arrays(self) -> list[NDArray[np.float32] | None]:
@@ -290,9 +293,10 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
         rows = sum(1 + len(sample.branches) for sample in self.group.samples)
         return [np.frombuffer(row, dtype="<f4") for row in self.references] or [None] * rows
 
-    def check(self, max_length: int, vocabulary: int, routing: RoutingShape | None = None) -> None:
+    def check(self, max_length: int, vocabulary: int, routing: RoutingShape | None = None, top_k: int = 0) -> None:
         """Raise `RecordError` if the group is meant for training but cannot be trained, by a model with `max_length`
-        tokens per row, token ids below `vocabulary`, and routed experts of the shape `routing` if they are replayed."""
+        tokens per row, token ids below `vocabulary`, routed experts of the shape `routing` if they are replayed, and
+        `top_k` likely tokens of a teacher."""
         if self.outcome.startswith(MALFORMED):
             raise RecordError(self.outcome)
         if self.outcome != "train":
@@ -302,11 +306,12 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
             raise RecordError(f"{len(self.advantages)} advantages for {len(samples)} samples")
         if not all(map(math.isfinite, self.advantages)):
             raise RecordError("an advantage is not finite")
-        lengths = []
+        lengths, sampled = [], []
         for sample in samples:
             sample.check()
             for row in sample.rows(0 if routing is None else routing.token_bytes):
                 lengths.append(len(row.tokens))
+                sampled.append(int(np.count_nonzero(row.sampled)))
                 if len(row.tokens) > max_length:
                     raise RecordError(f"a sample of {len(row.tokens)} tokens, above model.max_length={max_length}")
                 if (highest := row.tokens.max()) >= vocabulary:
@@ -314,6 +319,7 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
                 if routing is not None:
                     routed_array(row, routing)
         self._check_references(lengths)
+        check_rows(self.top_tokens, sampled, top_k, vocabulary)
 
     def _check_references(self, lengths: Sequence[int]) -> None:
         if not self.references:

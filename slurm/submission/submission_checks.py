@@ -20,6 +20,7 @@ from pipeline.config.model_directory import (
     model_family,
 )
 from pipeline.config.routing_shape import check_routing_replay
+from pipeline.config.teacher_checks import check_vocabulary
 from pipeline.environments import check_demonstrations, check_task, load_task
 from pipeline.environments.eval_set_checks import check_eval_tasks, check_held_out
 from pipeline.environments.games.game_process import shared_games
@@ -141,6 +142,7 @@ def _check_experts(model: ModelConfig, ep: int) -> None:
 def _check_architecture(config: RunConfig) -> None:
     """Raise `ConfigError` unless the model supports the keys that depend on its layers."""
     check_routing_replay(config)
+    check_vocabulary(config)
     if config.training.routing_replay != "none":
         _check_routers(config.model)
     if config.training.mesh.ep > 1:

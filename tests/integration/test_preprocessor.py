@@ -10,8 +10,10 @@ from aiohttp import web
 
 from pipeline.config import RunConfig
 from pipeline.roles.preprocessor import attach_references, prepare_group
+from pipeline.rollout.teacher_client import RowScores
 from pipeline.transport import Streams
 from pipeline.transport.sample_records import Group, PreparedGroup, Sample
+from pipeline.transport.top_tokens import TopTokens
 from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.patience import WAIT_SECONDS
@@ -60,9 +62,12 @@ def test_where_one_group_is_not_enough_the_rewards_travel(advantage: str) -> Non
 
 def test_a_group_gets_what_a_teacher_says_of_it_or_fails_with_the_reason() -> None:
     prepared = prepare_group(a_group(0, 1, 1), a_config(zero_variance_groups="keep"))
-    said = np.array([0, -1, -2], "<f4").tobytes()
-    taught = attach_references(prepared, (said, said))
+    said, top = np.array([0, -1, -2], "<f4").tobytes(), TopTokens(bytes(16), bytes(16))
+    taught = attach_references(prepared, (RowScores(said), RowScores(said)))
     assert (taught.outcome, taught.advantages, taught.references) == ("train", (0, 0), (said, said))
+    assert taught.top_tokens == ()
+    likely = attach_references(prepared, (RowScores(said, top), RowScores(said, top)))
+    assert (likely.references, likely.top_tokens) == ((said, said), (top, top))
     refused = attach_references(prepared, "teacher refused: status 404: no such model")
     assert (refused.outcome, refused.advantages, refused.references) == ("failed: teacher refused", (), ())
 

@@ -178,8 +178,10 @@ def test_programs_that_pass_their_tests_are_learned_from_files(tmp_path: Path) -
     assert last > first + 0.05
 
 
-def test_a_policy_comes_closer_to_the_teacher_who_is_served(tmp_path: Path) -> None:
-    """A teacher who carries, and a policy that learned from one who forgets to; nobody pays the samples."""
+@pytest.mark.parametrize("likely", [[], ["teacher.top_k=16", "loss.kl_in=loss"]], ids=["sampled", "likeliest"])
+def test_a_policy_comes_closer_to_the_teacher_who_is_served(likely: list[str], tmp_path: Path) -> None:
+    """A teacher who carries, and a policy that learned from one who forgets to; nobody pays the samples. The sampled
+    tokens are compared, or the teacher's likeliest ones too."""
     start = [word for word in SUMS if not word.startswith("training.steps")]
     words = [
         "model.init=random",
@@ -205,7 +207,7 @@ def test_a_policy_comes_closer_to_the_teacher_who_is_served(tmp_path: Path) -> N
             "evaluation.builtin_set=false",
             "+evaluation.sets.sums={task: {name: arithmetic, options: {last_digit_first: true}}}",
         ]
-        first, last = learned(tmp_path, "distillation", "eval/sums/accuracy", [*SUMS, *words])
+        first, last = learned(tmp_path, "distillation", "eval/sums/accuracy", [*SUMS, *words, *likely])
     assert last > first + 0.05
     far = [value for _, value in series(read_rows(tmp_path / "distillation" / "metrics.jsonl"), "reference_kl")]
     assert fmean(far[-5:]) < fmean(far[:5]) / 2

@@ -8,7 +8,7 @@ know torch, ranks or models.
     batch = Batch.of(rows, normalize="token")
     dispatch.forward_backward("policy", batch, config.loss)
 
-Notation: T tokens of a row, R rows of a batch.
+Notation: T tokens of a row, R rows of a batch; n counted tokens of a row, k likely tokens at each.
 """
 
 from collections import Counter
@@ -48,6 +48,9 @@ class TrainSequence:
         prompt: key of the row's prompt (group).
         routed_experts: [t, layers, experts of a token], the experts that the server chose for each of the row's first t
             tokens; None: the trainer's routers choose those of all tokens.
+        top_ids: int32[n, k], a teacher's likeliest tokens at each counted token, without that token; None without a
+            teacher or with `teacher.top_k` 0.
+        top_logprobs: float32[n, k], their log-probabilities under the teacher; −∞ for an entry without a token.
         label: whether the row's completion is desirable, for losses of labeled completions.
         episode: the row's episode among those of its prompt; −1: the row is a whole episode.
     """
@@ -64,6 +67,8 @@ class TrainSequence:
     episode: int = -1
     routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     label: bool = True
+    top_ids: NDArray[np.int32] | None = None
+    top_logprobs: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -81,6 +86,19 @@ class TrainSequence:
             raise TrainingError(f"{name}: the mask needs {len(self)} entries, the first of them 0")
         for field in COLUMNS:
             self._check_values(name, field)
+        self._check_top_tokens(name)
+
+    def _check_top_tokens(self, name: str) -> None:
+        ids, logprobs = self.top_ids, self.top_logprobs
+        if ids is None and logprobs is None:
+            return
+        if ids is None or logprobs is None or self.reference is None:
+            raise TrainingError(f"{name}: top_ids, top_logprobs and reference belong together, and one is missing")
+        if ids.ndim != 2 or len(ids) != self.counted or ids.shape != logprobs.shape:
+            shapes = f"{ids.shape} and {logprobs.shape}"
+            raise TrainingError(f"{name}: top_ids and top_logprobs have shapes {shapes}, expected ({self.counted}, k)")
+        if np.isnan(logprobs).any():
+            raise TrainingError(f"{name}: top_logprobs holds a value that is not a number")
 
     def _check_values(self, name: str, field: str) -> None:
         values = getattr(self, field)
@@ -150,10 +168,15 @@ class Batch:
         """
         for index, row in enumerate(rows):
             row.check(f"row {index}")
-        for field in COLUMNS[1:]:
+        for field in (*COLUMNS[1:], "top_ids"):
             missing = [index for index, row in enumerate(rows) if getattr(row, field) is None]
             if 0 < len(missing) < len(rows):
                 raise TrainingError(f"row {missing[0]} has no {field}, others of its batch do")
+        widths = {row.top_ids.shape[1] for row in rows if row.top_ids is not None}
+        if len(widths) > 1:
+            raise TrainingError(
+                f"rows of one batch have {sorted(widths)} likely tokens at a counted one; expected one number"
+            )
         counts = [row.counted for row in rows]
         weights = _weights(rows, counts, normalize, max_length)
         return cls(tuple(rows), tuple(weights), temperature)

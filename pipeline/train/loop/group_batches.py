@@ -197,7 +197,7 @@ class GroupBatches:
     def _fault(self, prepared: PreparedGroup) -> str:
         """Why a received group is malformed; empty if it is valid."""
         try:
-            prepared.check(self.config.model.max_length, self.vocabulary, self._routing)
+            prepared.check(self.config.model.max_length, self.vocabulary, self._routing, self.config.teacher.top_k)
         except RecordError as error:
             return str(error)
         return ""

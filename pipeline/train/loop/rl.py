@@ -79,7 +79,7 @@ class ReinforcementLearning:
         waited = time.monotonic() - started
         training = self._config.training
         oldest = step - training.max_lag
-        rows = rows_of(groups, masked=training.masked_finish, oldest=oldest, routing=self._routing)
+        rows = rows_of(groups, training.masked_finish, oldest, self._routing, self._config.teacher.top_k)
         replayed = {} if self._routing is None else {"routing/replayed": replayed_fraction(rows)}
         self._update.measured = not self._agreement.known
         metrics = self._update.run(rows, step)
@@ -154,9 +154,14 @@ class ReinforcementLearning:
 
 
 def rows_of(
-    groups: Sequence[PreparedGroup], masked: str | None = None, oldest: int = 0, routing: RoutingShape | None = None
+    groups: Sequence[PreparedGroup],
+    masked: str | None = None,
+    oldest: int = 0,
+    routing: RoutingShape | None = None,
+    top_k: int = 0,
 ) -> list[TrainSequence]:
-    """The training rows of all samples, in order; with routed experts of the shape `routing` if they are replayed.
+    """The training rows of all samples, in order; with routed experts of the shape `routing` if they are replayed,
+    and a teacher's `top_k` likeliest tokens.
 
     The mask excludes tokens that weights before version `oldest` sampled, and all tokens of a sample whose `finish` is
     `masked`.
@@ -176,4 +181,17 @@ def rows_of(
         for row in sample.rows(0 if routing is None else routing.token_bytes)
     ]
     references = (array for prepared in groups for array in prepared.reference_arrays())
-    return [replace(row, reference=reference) for row, reference in zip(rows, references, strict=True)]
+    rows = [replace(row, reference=reference) for row, reference in zip(rows, references, strict=True)]
+    return _with_top_tokens(rows, groups, top_k) if top_k else rows
+
+
+def _with_top_tokens(rows: Sequence[TrainSequence], groups: Sequence[PreparedGroup], top_k: int) -> list[TrainSequence]:
+    """The rows with the teacher's likeliest tokens where they are counted; the groups have them where tokens were
+    sampled."""
+    top_tokens = (tokens.arrays(top_k) for prepared in groups for tokens in prepared.top_tokens)
+    sampled = (row.sampled for prepared in groups for sample in prepared.group.samples for row in sample.rows())
+    counted = (row.mask[np.asarray(was_sampled, bool)] for row, was_sampled in zip(rows, sampled, strict=True))
+    return [
+        replace(row, top_ids=ids[keep], top_logprobs=logprobs[keep])
+        for row, (ids, logprobs), keep in zip(rows, top_tokens, counted, strict=True)
+    ]

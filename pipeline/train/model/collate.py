@@ -6,7 +6,7 @@ a rank without rows can take part in the collective operations of the others (tw
 for a single token). If several ranks share a line, each gets its part. Must not know models or formulas of losses.
 
 Notation: the model reads a rectangle of B × T tokens on this rank; N counted tokens, M of them predicted on this rank;
-R rows.
+R rows; K tokens of a teacher's support.
 
     tokens      a b c d          mask 0 0 1 1: the counted tokens are c and d (N = 2)
     before_M        1 2          a token is predicted from the hidden state of its predecessor
@@ -42,6 +42,7 @@ class MicroBatch:
         segments: tables that keep attention inside the rows of a packed line; None if each line is one row.
         before_M: int64, index in the flattened rectangle of the predecessor of each token that is predicted here.
         targets_M: int64, the tokens that are predicted here.
+        support_MK: int64, these tokens, and at each a teacher's likeliest tokens; None without them.
         batch: the rows.
         rows_T: int64, number of rows that have each token of the flattened rectangle; 0 of padding. On the host.
         where_R: int64, index in the flattened rectangle of each token of each row, row after row; below 0 or beyond it
@@ -61,10 +62,11 @@ class MicroBatch:
     where_R: NDArray[np.int64]
     own_M: Tensor | None = None
     routed: RoutedTokens | None = None
+    support_MK: Tensor | None = None
 
     def complete(self, answer_M: Tensor) -> Tensor:
-        """The outputs of all N counted tokens, from the M of each rank that shares the line: [M] → [N]. Collective over
-        these ranks.
+        """The outputs of all N counted tokens, from the M of each rank that shares the line: [M] → [N], or
+        [M, K] → [N, K]. Collective over these ranks.
 
         A loss needs all of them, since some losses read whole rows, which may be spread over several ranks.
         """
@@ -83,12 +85,13 @@ class MicroBatch:
         means[numbers[own], where_R[own]] = np.repeat(1 / np.asarray(lengths, np.float64), lengths)[own]
         return torch.tensor(shares, dtype=torch.float32), torch.from_numpy(means)
 
-    def loss_tokens(self, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossTokens:
-        """The inputs of a policy loss, in the type of `logprobs_N`.
+    def loss_tokens(self, logprobs: Tensor, entropy_N: Tensor | None) -> LossTokens:
+        """The inputs of a policy loss, in the type of `logprobs`: of the counted tokens [N], or of the support [N, K].
 
         Rows of supervised losses have no sampler log-probabilities; they get the policy's own.
         """
         rows = self.batch.rows
+        logprobs_N, support_NK = (logprobs, None) if logprobs.ndim == 1 else (logprobs[:, 0], logprobs)
         sampler_logprobs_N = self._column("sampler_logprobs", logprobs_N)
         numbers = np.repeat(np.arange(len(rows)), self._counts)  # [R] → [N], the row of each counted token
         return LossTokens(
@@ -101,7 +104,15 @@ class MicroBatch:
             reference_N=self._column("reference", logprobs_N),
             entropy_N=entropy_N,
             old_logprobs_N=self._column("old_logprobs", logprobs_N),
+            support_NK=support_NK,
+            teacher_support_NK=None if support_NK is None else self._teacher_support(logprobs_N),
         )
+
+    def _teacher_support(self, like_N: Tensor) -> Tensor:
+        """The teacher's log-probabilities of the support, [N, K], with the type and device of `like_N`."""
+        top_Nk = np.concatenate([row.top_logprobs for row in self.batch.rows if row.top_logprobs is not None])
+        sampled_N1 = _flat(self.batch.rows, "reference")[:, None]
+        return _like(np.concatenate([sampled_N1, top_Nk], axis=1), like_N)
 
     def value_tokens(self, values_N: Tensor) -> ValueTokens:
         """The inputs of a critic's loss; `TrainingError` for rows without `returns` or without the `values` of the
@@ -141,6 +152,7 @@ def collate(batch: Batch, how: Packing, device: torch.device, context: ContextPa
     # [B · T], a token that several rows share counts for each; 0 of the placeholder, which stands for no row.
     held_T = np.bincount(layout.where[: len(tokens_R)], minlength=len(layout.positions)) * bool(batch.rows)
     own = slice(None) if own_M is None else own_M
+    support_NK = _support(rows, tokens_R[counted_N])
     here = slice(None) if context is None else context.own_part(len(held_T))
     return MicroBatch(
         *model_input(layout, tokens_R, device, context),
@@ -151,7 +163,14 @@ def collate(batch: Batch, how: Packing, device: torch.device, context: ContextPa
         where_R=layout.where - first,
         own_M=None if own_M is None else to_device(own_M, device),
         routed=RoutedTokens.from_rows(rows, layout.where, len(held_T), here, device),
+        support_MK=None if support_NK is None else to_device(support_NK[own], device),
     )
+
+
+def _support(rows: tuple[TrainSequence, ...], targets_N: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The counted tokens, and a teacher's likeliest tokens at each: [N, K]; None without a teacher's tokens."""
+    top = [row.top_ids for row in rows if row.top_ids is not None]
+    return np.concatenate([targets_N[:, None], np.concatenate(top)], axis=1) if top else None
 
 
 def model_input(

@@ -66,12 +66,13 @@ class ContextParallel:
         return self._exchange(parts).transpose(0, 1).flatten(1, 2).transpose(0, 1).unsqueeze(0)
 
     def merge(self, own_M: Tensor, index_M: Tensor, count: int) -> Tensor:
-        """All `count` (N) values of a line on each of its ranks, from this rank's values at `index_M`: [M] → [N].
+        """All `count` (N) values of a line on each of its ranks, from this rank's values at `index_M`: [M] → [N], or
+        [M, K] → [N, K].
 
         Every rank computes the same loss from them. So the backward pass returns to each rank the gradient of its own
         values and sums nothing: a sum would count every token once per rank.
         """
-        zeros_N = own_M.new_zeros(count)
+        zeros_N = own_M.new_zeros(count, *own_M.shape[1:])
         return _SumOfParts.apply(zeros_N.index_copy(0, index_M, own_M), self.group)  # type: ignore[no-untyped-call, no-any-return]
 
     def _scatter(self, x: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ them; that at most `CHUNK`
 logits exist at a time; and that gradients are summed over chunks in fp32 and rounded once. No function waits for the
 device. Must not know models or losses.
 
-Notation: N tokens to predict, E hidden size, V vocabulary; Z = rule(logits) / temperature, p = softmax(Z). With several
-chunks the forward pass keeps log Σ exp Z of each token, [N], and the backward pass recomputes Z, as flash attention
-does for scores (Dao et al. 2022): memory is O(CHUNK), not O(N · V).
+Notation: N tokens to predict, K targets of each, E hidden size, V vocabulary; Z = rule(logits) / temperature,
+p = softmax(Z). With several chunks the forward pass keeps log Σ exp Z of each token, [N], and the backward pass
+recomputes Z, as flash attention does for scores (Dao et al. 2022): memory is O(CHUNK), not O(N · V).
 """
 
 from collections.abc import Iterator
@@ -27,17 +27,18 @@ CHUNK = 1 << 26
 def head_logprobs(
     hidden_NE: Tensor,
     weight_VE: Tensor,
-    targets_N: Tensor,
+    targets: Tensor,
     temperature: float,
     with_entropy: bool = False,
     rule: LogitRule = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability [N] of each target and, with `with_entropy`, the entropy [N]; nats, in fp32 (fp64 for fp64
-    input)."""
-    logprobs_N, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden_NE, weight_VE, targets_N, temperature, with_entropy, rule
+    """Log-probability of each target, [N] or with K targets of each token [N, K], and with `with_entropy` the entropy
+    [N]; nats, in fp32 (fp64 for fp64 input). A token's targets may repeat."""
+    targets_NK = targets if targets.ndim > 1 else targets[:, None]
+    logprobs_NK, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
+        hidden_NE, weight_VE, targets_NK, temperature, with_entropy, rule
     )
-    return logprobs_N, entropy_N
+    return logprobs_NK.view_as(targets), entropy_N
 
 
 class _Head(torch.autograd.Function):
@@ -48,7 +49,7 @@ class _Head(torch.autograd.Function):
         ctx: Any,
         hidden_NE: Tensor,
         weight_VE: Tensor,
-        targets_N: Tensor,
+        targets_NK: Tensor,
         temperature: float,
         with_entropy: bool,
         rule: LogitRule,
@@ -57,49 +58,50 @@ class _Head(torch.autograd.Function):
         outputs: tuple[list[Tensor], ...] = [], [], []
         for chunk in product.chunks():
             Z_NV = product.logits(chunk, temperature)
-            target_N1 = targets_N[chunk, None]
-            Zt_N1 = Z_NV.gather(1, target_N1)
+            Zt_N1 = Z_NV.gather(1, targets_NK[chunk, :1])
             logp_NV = Z_NV.log_softmax(-1)
-            logprob_N1 = logp_NV.gather(1, target_N1)
-            outputs[0].append(logprob_N1[:, 0])
-            outputs[1].append(Zt_N1 - logprob_N1)  # log Σ exp Z = Z[target] − logprob
+            logprob_NK = logp_NV.gather(1, targets_NK[chunk])
+            outputs[0].append(logprob_NK)
+            outputs[1].append(Zt_N1 - logprob_NK[:, :1])  # log Σ exp Z = Z[target] − logprob
             if with_entropy:
                 outputs[2].append(-torch.exp(logp_NV, out=Z_NV).mul_(logp_NV).sum(-1))  # reuses Z's memory for p
-        logprobs_N, logsums_N1, entropy_N = (torch.cat(parts) if parts else None for parts in outputs)
-        ctx.save_for_backward(hidden_NE, weight_VE, targets_N, logsums_N1, entropy_N)
+        logprobs_NK, logsums_N1, entropy_N = (torch.cat(parts) if parts else None for parts in outputs)
+        ctx.save_for_backward(hidden_NE, weight_VE, targets_NK, logsums_N1, entropy_N)
         # A single chunk is within the bound anyway, so it is kept and not recomputed.
         ctx.logp_NV = logp_NV if len(outputs[0]) == 1 and any(ctx.needs_input_grad) else None
         ctx.temperature, ctx.rule = temperature, rule
         ctx.set_materialize_grads(False)
-        assert logprobs_N is not None
-        return logprobs_N, entropy_N
+        assert logprobs_NK is not None
+        return logprobs_NK, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_logprob_NK: Tensor | None, of_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states and weight.
 
-        With a and b the gradients of a token's log-probability and entropy:
+        With a_k and b the gradients of a token's log-probabilities and entropy, and a = Σ a_k:
 
-            ∂loss/∂Z = a · (onehot − p) − b · p · (log p + entropy)
+            ∂loss/∂Z = Σ a_k · onehot_k − a · p − b · p · (log p + entropy)
 
-        and ∂Z/∂rule(logits) = 1 / temperature, which a and b already contain below.
+        and ∂Z/∂rule(logits) = 1 / temperature, which a_k and b already contain below.
         """
-        hidden_NE, weight_VE, targets_N, logsums_N1, entropy_N = ctx.saved_tensors
+        hidden_NE, weight_VE, targets_NK, logsums_N1, entropy_N = ctx.saved_tensors
         product, rule = _ChunkedProduct(hidden_NE, weight_VE, ctx.rule), ctx.rule
-        a_N1 = torch.zeros_like(logsums_N1) if of_logprob_N is None else of_logprob_N[:, None] / ctx.temperature
+        zeros_NK = logsums_N1.new_zeros(targets_NK.shape)
+        a_NK = zeros_NK if of_logprob_NK is None else of_logprob_NK / ctx.temperature
+        a_N1 = a_NK.sum(1, keepdim=True)
         b_N1 = None if of_entropy_N is None else of_entropy_N[:, None] / ctx.temperature
         gradients = _Gradients(product, *ctx.needs_input_grad[:2])
         for chunk in product.chunks():
             logp_NV = ctx.logp_NV
             if logp_NV is None:
                 logp_NV = product.logits(chunk, ctx.temperature).sub_(logsums_N1[chunk])
-            slope_NV = logp_NV.exp()  # p, then in place: p · (−a − b · (log p + entropy)), then + a at the target
+            slope_NV = logp_NV.exp()  # p, then in place: p · (−a − b · (log p + entropy)), then + a_k at target k
             if b_N1 is None:
                 slope_NV.mul_(-a_N1[chunk])
             else:
                 slope_NV.mul_((logp_NV + entropy_N[chunk, None]).mul_(-b_N1[chunk]).sub_(a_N1[chunk]))
-            slope_NV.scatter_add_(1, targets_N[chunk, None], a_N1[chunk])
+            slope_NV.scatter_add_(1, targets_NK[chunk], a_NK[chunk])
             if rule.cap:
                 slope_NV.mul_(rule.slope((logp_NV + logsums_N1[chunk]).mul_(ctx.temperature)))
             elif rule.scale != 1:

@@ -349,19 +349,24 @@ class ModelWorker:
         if isinstance(objective, ValueLoss):
             return total_value(micro.value_tokens(self._values(micro)), objective, level)
         entropy = objective.entropy > 0 or level == "with_entropy"
-        logprobs_N, entropy_N = self._logprobs(micro, temperature, entropy)
-        return total(micro.loss_tokens(logprobs_N, entropy_N), objective, level)
+        logprobs, entropy_N = self._logprobs(micro, temperature, entropy, micro.support_MK)
+        return total(micro.loss_tokens(logprobs, entropy_N), objective, level)
 
     def _refuse_loss(self, objective: LossSpec) -> None:
         if isinstance(objective, ValueLoss | ScoreLoss) == isinstance(self.model, PolicyModel):
             kind = "policy" if isinstance(self.model, PolicyModel) else "critic"
             raise TrainingError(f"the loss {objective.name!r} is not one of a {kind}")
 
-    def _logprobs(self, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _logprobs(
+        self, micro: MicroBatch, temperature: float, entropy: bool, support_MK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies of the counted tokens, [N] each; with `support_MK` those of its tokens,
+        [N, K]."""
         heartbeat.beat()
         where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_M
-        logprobs_M, entropy_M = self.model(*where, micro.targets_M, temperature, entropy)
-        return micro.complete(logprobs_M), None if entropy_M is None else micro.complete(entropy_M)
+        targets = micro.targets_M if support_MK is None else support_MK
+        logprobs, entropy_M = self.model(*where, targets, temperature, entropy)
+        return micro.complete(logprobs), None if entropy_M is None else micro.complete(entropy_M)
 
     def _values(self, micro: MicroBatch) -> Tensor:
         heartbeat.beat()

@@ -139,16 +139,17 @@ class PolicyModel(DecoderModel):
         positions_BT: Tensor,
         segments: Segments | None,
         before_N: Tensor,
-        targets_N: Tensor,
+        targets: Tensor,
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability [N] of each of `targets_N`, predicted from the tokens of its row up to `before_N` (indices
-        into the flattened B × T); and with `with_entropy` the entropy [N] of each prediction. Nats.
+        """Log-probability of each of `targets`, predicted from the tokens of its row up to `before_N` (indices into the
+        flattened B × T): [N], or of K targets each [N, K]; and with `with_entropy` the entropy [N] of each prediction.
+        Nats.
         """
         hidden_NE = self.hidden(tokens_BT, positions_BT, segments, before_N)
         head = self.network.get_output_embeddings()
-        return head_logprobs(hidden_NE, head.weight, targets_N, temperature, with_entropy, self.logit_rule)
+        return head_logprobs(hidden_NE, head.weight, targets, temperature, with_entropy, self.logit_rule)
 
 
 class Critic(DecoderModel):

@@ -114,6 +114,7 @@ class Recipe:
     Attributes:
         objective, normalize, temperature: of the loss.
         old_logprobs: whether the ratio is taken over other log-probabilities than those of the sampling policy.
+        top_k: likely tokens of a teacher at each counted one; some are absent.
         lora: rank of the adapters that alone are trained; 0: all parameters are.
         experts: whether a mixture's experts have adapters too.
     """
@@ -122,6 +123,7 @@ class Recipe:
     normalize: Normalization
     temperature: float = 1.0
     old_logprobs: bool = False
+    top_k: int = 0
     lora: int = 0
     experts: bool = True
 
@@ -155,6 +157,7 @@ RECIPES: dict[str, Recipe] = {
     "value_free": Recipe(ValueLoss(clip=0.0), "sequence"),
     "lora": Recipe(_loss("grpo", entropy=0.05), "token", 0.8, lora=2),
     "lora_sft": Recipe(SFT, "prompt", lora=3, experts=False),
+    "distillation": Recipe(_loss("reinforce", kl=0.7), "token", top_k=3),
 }
 
 
@@ -238,8 +241,18 @@ def make_rows(name: str = "grpo") -> list[TrainSequence]:
             returns=of_tokens[2] + of_tokens[4] if recipe.model == "critic" else None,
             prompt=min(index // 3, 2),
         )
-        rows.append(row)
+        rows.append(_taught(row, recipe.top_k) if recipe.top_k else row)
     return rows
+
+
+def _taught(row: TrainSequence, top_k: int) -> TrainSequence:
+    """The row with likely tokens of a teacher, none of them the counted one: 6, 12 … after it. Every fifth counted one
+    has one fewer."""
+    places = np.flatnonzero(row.mask)
+    ids = (row.tokens[places, None] + 6 * np.arange(1, top_k + 1)) % VOCABULARY
+    logprobs = np.random.default_rng(len(row)).normal(size=ids.shape) * 0.5 - 3
+    logprobs[2::5, -1] = -np.inf
+    return replace(row, top_ids=ids.astype(np.int32), top_logprobs=logprobs.astype(np.float32))
 
 
 def replayed_rows(name: str) -> list[TrainSequence]:

@@ -6,7 +6,7 @@ a number without a gradient.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Sequence64:
     values: list[float]
     returns: list[float]
     prompt: int
+    likely: dict[int, dict[int, float]] = field(default_factory=dict)
+    """At a counted token, a teacher's log-probabilities of further tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ def policy_losses(table: Tensor, row: Sequence64, goal: Goal) -> list[Tensor]:
     for place, t in enumerate(places):
         loss = policy_loss(logprobs[place], logs, place, row.advantages[t], row.sampler_logprobs[t], goal)
         loss = loss * trusted * correction(row.old_logprobs[t] - row.sampler_logprobs[t], goal)
-        if goal.kl:
+        if goal.kl and row.likely:
+            teacher = {row.tokens[t]: row.reference[t], **row.likely[t]}
+            loss = loss + goal.kl * coarse_divergence(table[t - 1], teacher)
+        elif goal.kl:
             loss = loss + goal.kl * divergence(logprobs[place] - row.reference[t], goal.kl_estimator)
         if goal.entropy:
             loss = loss + goal.entropy * (table[t - 1].exp() * table[t - 1]).sum()
@@ -141,6 +146,14 @@ def divergence(difference: Tensor, estimator: str) -> Tensor:
     if difference.item() < -20:  # counts as −20, and no gradient flows
         return difference * 0 + math.exp(20) - 21
     return torch.exp(-difference) - 1 + difference
+
+
+def coarse_divergence(table: Tensor, teacher: dict[int, float]) -> Tensor:
+    """KL(policy ‖ teacher) over the outcomes that the teacher names and one of all other tokens; `table` is [V]."""
+    rest = torch.stack([table[token].exp() for token in range(len(table)) if token not in teacher]).sum()
+    rest_of_teacher = 1 - sum(math.exp(logprob) for logprob in teacher.values())
+    named = [table[token].exp() * (table[token] - logprob) for token, logprob in teacher.items()]
+    return torch.stack(named).sum() + rest * (rest.log() - math.log(rest_of_teacher))
 
 
 def clip(value: float, low: float, high: float) -> float:

@@ -185,7 +185,21 @@ def plain(row: TrainSequence) -> Sequence64:
         values=numbers(row.values),
         returns=numbers(row.returns),
         prompt=row.prompt,
+        likely=likely_tokens(row),
     )
+
+
+def likely_tokens(row: TrainSequence) -> dict[int, dict[int, float]]:
+    """A teacher's log-probabilities of likely tokens, by the position of the counted token."""
+    if row.top_ids is None or row.top_logprobs is None:
+        return {}
+    at_tokens = zip(np.flatnonzero(row.mask).tolist(), row.top_ids, row.top_logprobs, strict=True)
+    return {
+        place: {
+            int(token): float(logprob) for token, logprob in zip(ids, logprobs, strict=True) if np.isfinite(logprob)
+        }
+        for place, ids, logprobs in at_tokens
+    }
 
 
 def _exact(arrays: Arrays) -> dict[str, Tensor]:

@@ -221,6 +221,7 @@ def _context(ranks: int, *, few: bool = False) -> Iterator[Case]:
     if ranks == 2:
         yield Case("grpo", 24, cp=2, level="with_entropy")
         yield Case("gspo", cp=2, shared=False, layers=True, tied=False)
+        yield Case("distillation", 24, cp=2)
         yield Case("value", 24, cp=2, staged=True, checkpointing="selective")
         yield Case("lora", rows=1, cp=2)
     if ranks == 2 and not few:

@@ -10,6 +10,7 @@ from pipeline.config import ModelConfig, load_config
 from pipeline.config.cross_checks import check_config, check_run
 from pipeline.config.mesh_checks import check_context_heads, check_context_packing
 from pipeline.config.routing_shape import check_routing_replay
+from pipeline.config.teacher_checks import check_vocabulary
 from pipeline.errors import ConfigError
 from pipeline.tinker.server_pools import pool_of
 from pipeline.tinker.tinker_records import Pool
@@ -38,6 +39,7 @@ def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
         ["loss=ppo", "critic.lr=1e-3", "critic.clip=0", "loss.gae_lambda=0.9"],
         ["loss=rloo", "loss.ratio_cap=2"],
         ["loss.kl=1", "teacher.url=http://127.0.0.1:8000/v1", "teacher.model=wise"],
+        ["loss.kl=1", "teacher.url=http://x/v1", "teacher.model=wise", "teacher.top_k=8", "loss.kl_estimator=k1"],
     ],
 )
 def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
@@ -94,6 +96,15 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
         ([*TAUGHT, "loss.kl=1", "loss.reference_every=5"], "loss.reference_every=5: expected 0 with teacher.url"),
         ([*TAUGHT, "loss.kl=1", "rollout.temperature=0.7"], "rollout.temperature=0.7: expected 1 with teacher.url"),
         ([*TAUGHT, "loss.kl=1", "training.zero_variance_groups=drop"], "expected keep with teacher.url"),
+        (["teacher.top_k=4"], "teacher.top_k=4: expected 0 without teacher.url; set that too"),
+        (
+            [*TAUGHT, "loss.kl=1", "teacher.top_k=4", "loss.kl_in=reward"],
+            "loss.kl_in='reward': expected loss with teacher.top_k, whose KL does not depend on the sampled token",
+        ),
+        (
+            [*TAUGHT, "loss.kl=1", "teacher.top_k=64", "streams.budget_bytes=500000"],
+            "streams.budget_bytes=500000: expected at least 546816, two of the largest groups",
+        ),
         ([*SFT, *TAUGHT], "expected nothing in a run that samples nothing to train"),
         (["loss.kl=0.1", "loss.kl_estimator=k1"], "the gradient of k1 has mean zero; set loss.kl_estimator=k2"),
         (["loss.beta=0.1"], "loss.beta=0.1: expected its default (0.05), since loss.name=grpo does not read it"),
@@ -298,3 +309,18 @@ def test_routing_replay_is_for_mixtures_in_runs_that_sample(tmp_path: Path) -> N
 def test_the_auxiliary_loss_of_routers_is_refused_for_clients_models() -> None:
     with pytest.raises(ConfigError, match=r"optim\.router_aux_loss_coef=0\.01: expected 0 with serve\.enabled"):
         check_run(compose_cached(["experiment=tinker", "optim.router_aux_loss_coef=0.01"]))
+
+
+def test_more_likely_tokens_than_the_vocabulary_has_are_refused() -> None:
+    def checked(model: str, top_k: int) -> None:
+        check_vocabulary(
+            compose_cached(["experiment=demo", f"model={model}", *TAUGHT, "loss.kl=1", f"teacher.top_k={top_k}"])
+        )
+
+    checked("tiny_text", 100)
+    with pytest.raises(
+        ConfigError, match=r"teacher\.top_k=101: expected at most 100, the vocabulary of tiny_text; lower it"
+    ):
+        checked("tiny_text", 101)
+    with pytest.raises(ConfigError, match=r"teacher\.top_k=-1: .*greater than or equal to 0"):
+        checked("tiny_text", -1)

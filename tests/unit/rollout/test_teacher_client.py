@@ -34,6 +34,15 @@ def a_sample(*tokens: int, branches: tuple[Branch, ...] = ()) -> Sample:
     )
 
 
+def packed(*tokens: int) -> dict[str, bytes]:
+    count = len(tokens)
+    return {
+        "tokens": np.array(tokens, "<i4").tobytes(),
+        "sampled": np.ones(count, "u1").tobytes(),
+        "logprobs": np.full(count, -0.5, "<f4").tobytes(),
+    }
+
+
 def likely(tokens: list[int]) -> list[Any]:
     """A log-probability that tells the token and its place; others beside it, as servers may send."""
     return [
@@ -46,10 +55,10 @@ def likely(tokens: list[int]) -> list[Any]:
 
 
 class Served:
-    """A teacher's server: faults first, then right answers."""
+    """A teacher's server: faults first, then right answers, with the entries of `answers`."""
 
-    def __init__(self, *faults: Fault) -> None:
-        self.faults, self.asked = list(faults), list[dict[str, Any]]()
+    def __init__(self, *faults: Fault, answers: Callable[[list[int]], list[Any]] = likely) -> None:
+        self.faults, self.asked, self.answers = list(faults), list[dict[str, Any]](), answers
         self.keys = set[str | None]()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -58,7 +67,7 @@ class Served:
         self.keys.add(request.headers.get("Authorization"))
         if self.faults:
             return await self.faults.pop(0)(request)
-        return web.json_response({"choices": [{"prompt_logprobs": likely(body["prompt"][1:])}]})
+        return web.json_response({"choices": [{"prompt_logprobs": self.answers(body["prompt"][1:])}]})
 
 
 def status(code: int) -> Fault:
@@ -87,16 +96,14 @@ def said_of(
 
 
 def numbers(references: Any) -> list[list[float]]:
-    return [np.frombuffer(row, "<f4").tolist() for row in references]
+    return [np.frombuffer(row.logprobs, "<f4").tolist() for row in references]
 
 
 def test_every_token_of_every_row_is_asked_for_and_the_first_has_none(tmp_path: Path) -> None:
     further = Branch(
         of=0,
         shared=2,
-        tokens=np.array([8], "<i4").tobytes(),
-        sampled=np.array([1], "u1").tobytes(),
-        logprobs=np.array([-0.5], "<f4").tobytes(),
+        **packed(8),
     )
     groups = [
         Group(position=0, prompt=0, samples=(a_sample(1, 2, 3, branches=(further,)), a_sample(4, 5))),
@@ -112,6 +119,44 @@ def test_every_token_of_every_row_is_asked_for_and_the_first_has_none(tmp_path: 
     assert asked == {(1, 2, 3), (1, 2, 8), (4, 5), (6, 7)}
     wanted = {"model": "wise", "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     assert all(body == wanted for body in served.asked)
+
+
+def scored(*entries: tuple[int, float]) -> dict[str, Any]:
+    return {str(token): {"logprob": logprob, "rank": 1, "decoded_token": "x"} for token, logprob in entries}
+
+
+def top_of(references: Any, top_k: int) -> list[tuple[list[list[int]], list[list[float]]]]:
+    arrays = (row.top_tokens.arrays(top_k) for row in references)
+    return [(ids.tolist(), logprobs.tolist()) for ids, logprobs in arrays]
+
+
+def test_the_likeliest_tokens_come_for_sampled_ones_in_order_and_without_them() -> None:
+    """A sampled token that is among them, one that is not, a prompt's, and a vocabulary with fewer than k."""
+    sample = a_sample(1, 2, 3, 4, branches=(Branch(of=0, shared=4, **packed(5)),))
+    served = Served(
+        answers=lambda tokens: [
+            None,
+            scored((2, -0.5), (9, -2.0), (8, -1.0)),
+            scored((3, -9.0), (7, -1.5), (9, -0.5), (8, -1.0)),
+            scored((4, -0.25), (6, -0.5)),
+            *([scored((5, -3.0), (6, -0.5), (7, -2.0), (8, -1.0))] if len(tokens) == 4 else []),
+        ]
+    )
+    groups = [Group(position=0, prompt=0, samples=(sample,))]
+    (references,) = said_of(served, groups, top_k=3) or []
+    assert numbers(references) == [[0, -0.5, -9, -0.25], [0, -0.5, -9, -0.25, -3]]
+    assert [body["prompt_logprobs"] for body in served.asked] == [3, 3]
+    none = float("-inf")
+    assert top_of(references, 3) == [
+        ([[8, 9, 0], [9, 8, 7], [6, 0, 0]], [[-1, -2, none], [-0.5, -1, -1.5], [-0.5, none, none]]),
+        ([[6, 8, 7]], [[-0.5, -1, -2]]),
+    ]
+
+
+def test_without_likely_tokens_none_are_asked_for() -> None:
+    (references,) = said_of(Served(), [GROUP]) or []
+    assert not isinstance(references, str)
+    assert [row.top_tokens for row in references] == [None]
 
 
 GROUP = Group(position=0, prompt=0, samples=(a_sample(1, 2),))
@@ -161,13 +206,17 @@ def test_who_waits_for_a_teacher_can_stop() -> None:
 
 
 def met(
-    url: str, served: Served | None = None, seconds: float = 60, should_stop: Callable[[], bool] = lambda: False
+    url: str,
+    served: Served | None = None,
+    seconds: float = 60,
+    should_stop: Callable[[], bool] = lambda: False,
+    top_k: int = 0,
 ) -> None:
     """`Teacher.meet` with a server, or with nobody at `url`."""
 
     async def story() -> None:
         async with serving({ROUTE: served.answer} if served else {}) as port:
-            settings = TeacherConfig(url=url or f"http://{ADDRESS}:{port}/v1", model="wise")
+            settings = TeacherConfig(url=url or f"http://{ADDRESS}:{port}/v1", model="wise", top_k=top_k)
             await asyncio.to_thread(Teacher(settings).meet, seconds, should_stop)
 
     asyncio.run(asyncio.wait_for(story(), 60))
@@ -189,6 +238,12 @@ def test_a_teacher_that_refuses_is_named_at_once() -> None:
         met("", Served(status(404)))
     with pytest.raises(RolloutError, match="has no log-probability for each token"):
         met("", Served(saying({"choices": [{"prompt_logprobs": [None]}]})))
+
+
+def test_a_teacher_that_returns_too_few_likely_tokens_is_named_at_once() -> None:
+    met("", Served(), top_k=2)
+    with pytest.raises(RolloutError, match=r"fewer likely tokens than teacher.top_k=3.*key_file or teacher.top_k"):
+        met("", Served(), top_k=3)
 
 
 def test_who_awaits_a_teacher_can_give_up() -> None:
