@@ -96,15 +96,76 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("program", [TOGETHER, FILES_IN_MEMORY], ids=["twenty processes", "files in memory"])
+NOT_RESIDENT = """
+import mmap, time
+kept = []
+for _ in range(12):
+    kept.append(mmap.mmap(-1, 1 << 26))
+    kept[-1].write(bytes(1 << 26))
+    kept[-1].madvise(mmap.MADV_DONTNEED)
+time.sleep(60)
+"""
+MAIN_THREADS_ENDED = """
+import ctypes, os, threading, time
+def hold():
+    time.sleep(0.5)
+    held = bytearray(300 << 20)
+    time.sleep(60)
+for _ in range(4):
+    if not os.fork():
+        threading.Thread(target=hold).start()
+        ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+time.sleep(60)
+"""
+FILES_OF_A_THREAD = """
+import ctypes, os, threading, time
+def hold():
+    ctypes.CDLL(None).unshare(0x400)
+    for _ in range(40):
+        os.write(os.memfd_create("hidden"), bytes(15 << 20))
+    time.sleep(60)
+threading.Thread(target=hold).start()
+"""
+PAGE_TABLES = """
+import mmap, time
+sparse = mmap.mmap(-1, 1 << 40, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, mmap.PROT_READ)
+for offset in range(0, 1 << 39, 1 << 21):
+    sparse[offset]
+time.sleep(60)
+"""
+TOO_MUCH = {
+    "twenty processes": TOGETHER,
+    "files in memory that no process maps": FILES_IN_MEMORY,
+    "shared memory that is not resident": NOT_RESIDENT,
+    "processes whose main threads have ended": MAIN_THREADS_ENDED,
+    "files that only a thread has open": FILES_OF_A_THREAD,
+    "page tables": PAGE_TABLES,
+}
+
+
+@pytest.mark.parametrize("program", TOO_MUCH.values(), ids=TOO_MUCH)
 @in_each_sandbox
 def test_all_processes_of_a_program_together_are_bounded_in_memory(program: str) -> None:
-    """Twenty processes with 100 MiB each, of which none exceeds the limit; files that no process maps, of a process
-    that cannot be dumped."""
+    """None of the processes has more private memory than the limit. One of them cannot be dumped."""
     began = time.monotonic()
     result = run_python(program, 50, 512 << 20)
     assert result.failed == "error: its processes together used more memory than the limit"
     assert time.monotonic() - began < 40, "before the timeout"
+
+
+@in_each_sandbox
+def test_a_program_that_starts_another_is_not_charged_twice() -> None:
+    """The child of vfork(2) has the memory of its parent, here for as long as it looks for a program."""
+    starts = """
+import subprocess
+held = bytearray(b"1") * (300 << 20)
+try:
+    subprocess.run(["absent"], env={"PATH": ":".join(["/absent"] * 300000)})
+except OSError:
+    print("done")
+"""
+    result = run_python(starts, 50, 512 << 20)
+    assert (result.output, result.failed) == ("done\n", "")
 
 
 @in_each_sandbox
