@@ -78,8 +78,7 @@ class RewardModelQueue:
 
     def pass_on_print(self) -> None:
         """Write some of the process's output to this process's log."""
-        if self._work is not None and not self._process.broken:
-            self._process.pass_on_print()
+        self._process.pass_on_print()
 
     async def score(self, prompt: Prompt, answers: Sequence[Completion]) -> list[PartialScore | str]:
         """The score of each answer, or why there is none; `TaskError` if the process cannot be started again."""
