@@ -139,10 +139,10 @@ class RewardModelQueue:
             return
         failure: Exception | None = None
         for pause in START_PAUSES:
-            await self._process.ended()
-            await asyncio.sleep(pause)
-            self._process = RewardModelProcess()
             try:
+                await self._process.ended()
+                await asyncio.sleep(pause)
+                self._process = RewardModelProcess()
                 await self._process.ready(self._config, self._startup)
                 return
             except Exception as error:  # noqa: BLE001 the waiting calls get the error
