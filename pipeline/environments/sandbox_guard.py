@@ -100,11 +100,11 @@ def run_guarded(workdir: str, bounds: Bounds, code: str, lease: int | None = Non
     if _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot prevent tracing")
     os.chdir(workdir)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGINT})
     child = os.fork()
     if child:
         _guard(child, bounds, lease)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGINT})
     if lease is not None:
         os.close(lease)
     limit_process(bounds)
