@@ -29,7 +29,7 @@ from typing import IO
 from pipeline.config.task_keys import SandboxConfig
 from pipeline.environments import sandbox_guard
 from pipeline.environments.sandbox_guard import Bounds
-from pipeline.environments.sandbox_kinds import KINDS, SandboxSpec
+from pipeline.environments.sandbox_kinds import KINDS, SandboxSpec, client_environment
 from pipeline.errors import ConfigError
 
 MAX_OUTPUT = 1 << 16
@@ -216,7 +216,7 @@ def _lease(folder: str, is_needed: bool) -> Iterator[str]:
 def _environment(chosen: SandboxConfig, folder: str) -> dict[str, str]:
     """The environment of the command. A container has that of its image instead."""
     if chosen.kind in KINDS and KINDS[chosen.kind].outlives_worker:
-        return dict(os.environ)
+        return client_environment(os.environ)
     return {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
 
 

@@ -16,7 +16,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +36,11 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _USER_PROCESSES = 1 << 14
 """Limit of podman itself for all processes of the user; the guard sets that of the code."""
 REMOVE_SECONDS = 60.0
+_OPTION_VARIABLES = ("APPTAINER", "SINGULARITY")
+"""Beginnings of variables that are options of apptainer, such as APPTAINER_BIND, or variables of its container."""
+_DIRECTORY_VARIABLES = frozenset(
+    f"{program}_{name}" for program in _OPTION_VARIABLES for name in ("CACHEDIR", "CONFIGDIR", "TMPDIR")
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,8 @@ class Podman:
             *("--timeout", str(spec.bounds.seconds + int(REMOVE_SECONDS)), "--shm-size", str(spec.disk_bytes)),
             *(word for path in dict.fromkeys((_WORKDIR, *spec.directories)) for word in self._memory(path, spec)),
             *_bind("--volume", spec),
-            *("--env", "OMP_NUM_THREADS=1", "--workdir", "/", "--entrypoint", "python3"),
+            *("--env-host=false", "--http-proxy=false", "--env", "OMP_NUM_THREADS=1"),
+            *("--workdir", "/", "--entrypoint", "python3"),
             *(("--rootfs", image) if Path(image).is_dir() else (image,)),
             *_guard_arguments(spec, _WORKDIR),
         ]
@@ -180,6 +186,16 @@ KINDS: dict[str, SandboxKind] = {
     "podman": Podman(),
     "apptainer": Apptainer(),
 }
+
+
+def client_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that starts containers, from that of the worker. Options of the user's own
+    containers, such as mounts that a module of the cluster sets, must not apply to the policy's."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith(_OPTION_VARIABLES) or name in _DIRECTORY_VARIABLES
+    }
 
 
 def _name(spec: SandboxSpec) -> str:

@@ -212,6 +212,22 @@ print(sum(os.path.getsize(name) for name in os.listdir(".")))
     assert not list(Path("/dev/shm").glob("flood-*"))
 
 
+@in_each_sandbox
+def test_a_program_cannot_end_its_guard_by_a_signal() -> None:
+    """Process 1 gets only the signals for which it has a handler, and Python has one for SIGINT."""
+    result = run_python("import os, time\nos.kill(1, 2)\ntime.sleep(0.5)\nprint('on')", 60, 1 << 28)
+    assert (result.output, result.failed) == ("on\n", "")
+
+
+@in_each_sandbox
+def test_a_program_sees_no_variable_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "https_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "http://user:secret@proxy:1")
+    shown = run_python("import os; print(dict(os.environ))", 60, 1 << 28)
+    assert shown.failed == ""
+    assert "secret" not in shown.output
+
+
 REGAIN = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
