@@ -26,6 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
+from pipeline.config.data_keys import located_path
 from pipeline.config.task_keys import SandboxConfig
 from pipeline.environments import sandbox_guard
 from pipeline.environments.sandbox_guard import Bounds
@@ -180,7 +181,7 @@ def _started(
         with _lease(folder, kind is not None and kind.outlives_worker) as lease:
             spec = replace(spec, lease=lease)
             process = subprocess.Popen(
-                [*(kind.command(spec, chosen.image) if kind else (sys.executable, "-I", "-c")), code],
+                [*(kind.command(spec, located_path(chosen.image)) if kind else (sys.executable, "-I", "-c")), code],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,

@@ -58,6 +58,13 @@ def test_an_image_without_python_is_refused(tmp_path: Path) -> None:
     assert "python3: No such file or directory" in refusal(kind="bubblewrap", image=str(tmp_path))
 
 
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="no bubblewrap here")
+def test_an_image_may_be_named_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "image" / "etc").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert "python3: No such file or directory" in refusal(kind="bubblewrap", image="image")
+
+
 @pytest.mark.skipif(not shutil.which("podman"), reason="no podman here")
 def test_an_image_that_is_not_on_the_node_is_refused() -> None:
     assert "image not known" in refusal(kind="podman", image="localhost/rollcall-has-no-such-image:1")
