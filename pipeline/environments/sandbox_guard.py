@@ -6,8 +6,9 @@ sandbox ends with the code, with the worker that started it, and when all use mo
 sandbox can kill, stop or trace it, because it is process 1 of the PID namespace and cannot be dumped.
 
 A script that uses only the standard library of Python 3.9, because it also runs in images. `sandbox_jail` starts it
-after its own set-up; other kinds run `sandbox_guard.py FILES WORKDIR LEASE BOUNDS CODE`. The files in FILES are copied
-to WORKDIR. LEASE is a FIFO that the worker has open for as long as the sandbox may run, or an empty text.
+after its own set-up; other kinds run `sandbox_guard.py FILES WORKDIR LEASE STARTED BOUNDS CODE`. The files in FILES are
+copied to WORKDIR. LEASE is a FIFO that the worker has open for as long as the sandbox may run, or an empty text. A byte
+in the FIFO STARTED, if there is one, shows the worker that the code begins.
 
 Between two looks, `LOOK_SECONDS` apart, memory is not bounded as a whole: then only the kernel's limits of a process
 hold (docs/security.md).
@@ -92,9 +93,16 @@ def limit_process(bounds: Bounds) -> None:
         resource.setrlimit(what, (bound, bound))
 
 
-def run_guarded(workdir: str, bounds: Bounds, code: str, lease: int | None = None) -> NoReturn:
-    """Run `code` in `workdir` and exit as it does. `lease`: a file descriptor that is at its end once the worker is
-    gone."""
+def open_started(path: str) -> int | None:
+    """The FIFO in which a byte shows that the code begins; None for an empty path."""
+    return os.open(path, os.O_WRONLY | os.O_NONBLOCK) if path else None
+
+
+def run_guarded(
+    workdir: str, bounds: Bounds, code: str, started: int | None = None, lease: int | None = None
+) -> NoReturn:
+    """Run `code` in `workdir` and exit as it does. `started`: see `open_started`. `lease`: a file descriptor that is at
+    its end once the worker is gone."""
     if os.getpid() != 1:
         raise RuntimeError("the guard must be the first process of a PID namespace")
     if _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
@@ -103,6 +111,9 @@ def run_guarded(workdir: str, bounds: Bounds, code: str, lease: int | None = Non
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGINT})
     child = os.fork()
     if child:
+        if started is not None:
+            os.write(started, b"1")
+            os.close(started)
         _guard(child, bounds, lease)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGINT})
     if lease is not None:
@@ -280,12 +291,12 @@ def kernel() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def main(files: str, workdir: str, lease: str, bounds: str, code: str) -> None:
+def main(files: str, workdir: str, lease: str, started: str, bounds: str, code: str) -> None:
     """Run `code` in a sandbox that another program has set up."""
     for entry in os.scandir(files):
         Path(workdir, entry.name).write_bytes(Path(entry.path).read_bytes())
     number = os.open(lease, os.O_RDONLY | os.O_NONBLOCK) if lease else None
-    run_guarded(workdir, parse_bounds(bounds), code, number)
+    run_guarded(workdir, parse_bounds(bounds), code, open_started(started), number)
 
 
 if __name__ == "__main__":

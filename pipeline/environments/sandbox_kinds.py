@@ -30,7 +30,7 @@ _NAMESPACES = ("--user", "--map-root-user", "--net", "--ipc", "--pid", "--mount"
 _UNSHARE = ("unshare", *_NAMESPACES, "--fork", "--kill-child")
 _INSIDE = "/run/sandbox"
 """Directory of a container with the guard, the files of the code, and the lease."""
-_GUARD, _FILES, _LEASE = f"{_INSIDE}/guard.py", f"{_INSIDE}/files", f"{_INSIDE}/lease"
+_GUARD, _FILES, _LEASE, _STARTED = (f"{_INSIDE}/{name}" for name in ("guard.py", "files", "lease", "started"))
 _WORKDIR = "/tmp"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _USER_PROCESSES = 1 << 14
@@ -47,13 +47,14 @@ _DIRECTORY_VARIABLES = frozenset(
 class SandboxSpec:
     """What a sandbox is to hold: the directory with the files of its code, its limits, the bytes of its file system in
     memory, and directories of its root that are writable. `lease` is a FIFO whose end shows the guard that the worker
-    is gone."""
+    is gone, and `started` one in which a byte shows the worker that the code begins."""
 
     files: str
     bounds: Bounds
     disk_bytes: int
     directories: tuple[str, ...] = ()
     lease: str = ""
+    started: str = ""
 
 
 class SandboxKind(Protocol):
@@ -84,7 +85,7 @@ class Namespaces:
 
     def command(self, spec: SandboxSpec, image: str) -> list[str]:
         jail = (sys.executable, "-I", "-S", sandbox_jail.__file__)
-        return [*_UNSHARE, *jail, spec.files, str(spec.disk_bytes), spec.bounds.text, *spec.directories]
+        return [*_UNSHARE, *jail, spec.files, str(spec.disk_bytes), spec.started, spec.bounds.text, *spec.directories]
 
     def remove(self, spec: SandboxSpec) -> None:
         """Nothing: the kernel ends a namespace with its process 1."""
@@ -111,6 +112,7 @@ class Bubblewrap:
             *("--symlink", workdir, "/dev/shm"),
             *(() if image else ("--symlink", workdir, "/var/tmp")),
             *("--ro-bind", sandbox_guard.__file__, _GUARD, "--ro-bind", spec.files, _FILES),
+            *(("--ro-bind", spec.started, _STARTED) if spec.started else ()),
             *("--remount-ro", "/", "--chdir", "/"),
             *python,
             *_guard_arguments(spec, workdir),
@@ -203,12 +205,22 @@ def _name(spec: SandboxSpec) -> str:
 
 
 def _guard_arguments(spec: SandboxSpec, workdir: str) -> list[str]:
-    return ["-I", "-S", _GUARD, _FILES, workdir, _LEASE if spec.lease else "", spec.bounds.text]
+    return [
+        "-I",
+        "-S",
+        _GUARD,
+        _FILES,
+        workdir,
+        _LEASE if spec.lease else "",
+        _STARTED if spec.started else "",
+        spec.bounds.text,
+    ]
 
 
 def _bind(option: str, spec: SandboxSpec) -> Iterator[str]:
     """Read-only mounts of what the guard needs."""
-    for source, target in ((sandbox_guard.__file__, _GUARD), (spec.files, _FILES), (spec.lease, _LEASE)):
+    fifos = (spec.lease, _LEASE), (spec.started, _STARTED)
+    for source, target in ((sandbox_guard.__file__, _GUARD), (spec.files, _FILES), *fifos):
         if source:
             yield from (option, f"{source}:{target}:ro")
 

@@ -1,6 +1,7 @@
 """Code of the policy's: what it cannot do, and where it is refused."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -210,6 +211,41 @@ print(sum(os.path.getsize(name) for name in os.listdir(".")))
     assert int(written) <= MAX_DISK
     assert not list(tmp_path.iterdir())
     assert not list(Path("/dev/shm").glob("flood-*"))
+
+
+UNSTARTED = """
+from pathlib import Path
+from pipeline.environments import sandbox
+from pipeline.errors import RolloutError
+print(sandbox.run_python("print(1)", 60, 1 << 28).output.strip())
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+try:
+    print(sandbox.run_python("print(1)", 60, 1 << 28))
+except RolloutError as error:
+    print(error)
+"""
+
+
+@needs_namespaces
+def test_a_sandbox_that_does_not_start_is_no_failure_of_the_program() -> None:
+    command = ["unshare", "--user", "--map-root-user", "--mount", "--", sys.executable, "-c", UNSTARTED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == "1"
+    assert second.startswith("the sandbox did not start: unshare: unshare failed")
+
+
+@needs_namespaces
+def test_the_start_of_a_sandbox_does_not_count_as_time_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_python("print(1)", 60, 1 << 28).output == "1\n"
+    slow = tmp_path / "unshare"
+    slow.write_text(f'#!/bin/sh\nsleep 3\nexec {shutil.which("unshare")} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    result = run_python("print(1)", 2, 1 << 28)
+    assert (result.output, result.failed) == ("1\n", "")
 
 
 @in_each_sandbox
