@@ -75,8 +75,9 @@ def refuse_overlap(train: SourceConfig, held_out: SourceConfig, section: str) ->
 
     Two slices are not compared.
     """
-    same = _whole(train.path) == _whole(held_out.path) and base_split(train.split) == base_split(held_out.split)
-    if same and not ("[" in train.split and "[" in held_out.split):
+    is_same_path = located_path(train.path) == located_path(held_out.path)
+    is_same = is_same_path and base_split(train.split) == base_split(held_out.split)
+    if is_same and not ("[" in train.split and "[" in held_out.split):
         expected = f"other rows than those of split={train.split}"
         hint = "name another split, or slices of both, such as train[:90%] and train[90%:]"
         raise ConfigError(f"{section}.eval_split", held_out.split, expected, hint)
@@ -84,7 +85,7 @@ def refuse_overlap(train: SourceConfig, held_out: SourceConfig, section: str) ->
 
 def located_data(data: DataConfig) -> DataConfig:
     """The data with absolute paths of files on disk, independent of the working directory."""
-    return data.model_copy(update={"path": _whole(data.path), "eval_path": _whole(data.eval_path)})
+    return data.model_copy(update={"path": located_path(data.path), "eval_path": located_path(data.eval_path)})
 
 
 def located_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,9 +97,10 @@ def _located(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return located_options(value)
     if key == "command" and isinstance(value, Sequence) and not isinstance(value, str):
-        return [_whole(part) if isinstance(part, str) and Path(part).is_file() else part for part in value]
-    return _whole(value) if key in ("path", "eval_path") and isinstance(value, str) else value
+        return [located_path(part) if isinstance(part, str) and Path(part).is_file() else part for part in value]
+    return located_path(value) if key in ("path", "eval_path") and isinstance(value, str) else value
 
 
-def _whole(path: str) -> str:
+def located_path(path: str) -> str:
+    """The absolute path of an existing file or directory; any other text as it is."""
     return str(Path(path).resolve()) if path and Path(path).exists() else path

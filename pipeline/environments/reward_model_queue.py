@@ -78,8 +78,7 @@ class RewardModelQueue:
 
     def pass_on_print(self) -> None:
         """Write some of the process's output to this process's log."""
-        if self._work is not None and not self._process.broken:
-            self._process.pass_on_print()
+        self._process.pass_on_print()
 
     async def score(self, prompt: Prompt, answers: Sequence[Completion]) -> list[PartialScore | str]:
         """The score of each answer, or why there is none; `TaskError` if the process cannot be started again."""
@@ -140,10 +139,10 @@ class RewardModelQueue:
             return
         failure: Exception | None = None
         for pause in START_PAUSES:
-            await self._process.ended()
-            await asyncio.sleep(pause)
-            self._process = RewardModelProcess()
             try:
+                await self._process.ended()
+                await asyncio.sleep(pause)
+                self._process = RewardModelProcess()
                 await self._process.ready(self._config, self._startup)
                 return
             except Exception as error:  # noqa: BLE001 the waiting calls get the error

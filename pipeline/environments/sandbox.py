@@ -6,18 +6,20 @@ other processes, and no files except in the process's own memory, by means of th
 sessions, and those of a worker that is killed. If this machine cannot run that program, code is refused unless
 `task.sandbox.kind=none` permits it.
 
-Promises a result in every case, as text that describes the end. The code sees the system's programs and libraries and
-the Python installation, or an image, and no other file of the machine. All system calls that need no privileges are
-permitted.
+Promises a result, as text that describes the end, whatever the code does. Where its sandbox does not start, the code
+has no result: `RolloutError`. The code sees the system's programs and libraries and the Python installation, or an
+image, and no other file of the machine. All system calls that need no privileges are permitted.
 """
 
 import os
 import resource
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,11 +28,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
+from pipeline.config.data_keys import located_path
 from pipeline.config.task_keys import SandboxConfig
 from pipeline.environments import sandbox_guard
 from pipeline.environments.sandbox_guard import Bounds
-from pipeline.environments.sandbox_kinds import KINDS, SandboxSpec
-from pipeline.errors import ConfigError
+from pipeline.environments.sandbox_kinds import KINDS, SandboxSpec, client_environment
+from pipeline.errors import ConfigError, RolloutError
 
 MAX_OUTPUT = 1 << 16
 MAX_FILE = 1 << 24
@@ -41,7 +44,8 @@ MAX_PROCESSES = 64
 PROBE_SECONDS = 60.0
 PROBE_MEMORY_BYTES = 1 << 30
 START_SECONDS = 60
-"""Wall-clock seconds after the timeout at which a guard ends its sandbox itself."""
+"""Wall-clock seconds for the start of a sandbox, and after the timeout at which a guard ends its sandbox itself."""
+_LOOK_SECONDS = 0.05
 DAY_SECONDS = 86400
 _UNSAFE = (
     "or set task.sandbox.kind=none: code written by the policy can then use the network, and read and end your other "
@@ -101,7 +105,7 @@ def missing_sandbox(chosen: SandboxConfig) -> str:
         return f"there is no command {KINDS[chosen.kind].program}"
     bounds = _bounds(PROBE_SECONDS, PROBE_MEMORY_BYTES)
     try:
-        with _started(chosen, "pass", bounds, {}, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        with _started(chosen, "pass", bounds, {}, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as (process, _):
             _, errors = process.communicate(timeout=PROBE_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
@@ -113,16 +117,22 @@ def run_python(
     code: str, seconds: float, memory_bytes: int, *, files: Mapping[str, str] = MappingProxyType({}), stdin: str = ""
 ) -> SandboxResult:
     """Run `code` with Python's standard library and the installed packages, in a folder that holds `files` by name,
-    with `stdin` as its standard input. `memory_bytes` bounds each process and all together. `ConfigError` where code
-    may not run, see `require_sandbox`."""
+    with `stdin` as its standard input. `seconds` count from the start of the code, and `memory_bytes` bounds each
+    process and all together. `ConfigError` where code may not run, see `require_sandbox`; `RolloutError` where a
+    sandbox does not start, as on a node without memory or processes left."""
     require_sandbox(_chosen)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as standard_input:
         standard_input.write(stdin.encode(errors="replace"))
         standard_input.seek(0)
         failed, late = "", False
-        with _started(
-            _chosen, code, _bounds(seconds, memory_bytes), files, stdin=standard_input, stdout=output
-        ) as process:
+        with _started(_chosen, code, _bounds(seconds, memory_bytes), files, stdin=standard_input, stdout=output) as (
+            process,
+            started,
+        ):
+            if not _await_start(process, started):
+                output.seek(0)
+                lines = output.read(MAX_OUTPUT).decode(errors="replace").strip().splitlines()
+                raise RolloutError(f"the sandbox did not start: {(lines or ['no reason is known'])[-1]}")
             try:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -146,7 +156,7 @@ def open_python(
     require_sandbox(_chosen)
     bounds = _bounds(seconds, memory_bytes)._replace(seconds=DAY_SECONDS)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with _started(_chosen, code, bounds, {}, directories, **pipes) as process:
+    with _started(_chosen, code, bounds, {}, directories, **pipes) as (process, _):
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -169,18 +179,19 @@ def _started(
     stdin: "IO[bytes] | int",
     stdout: "IO[bytes] | int" = subprocess.DEVNULL,
     stderr: int = subprocess.STDOUT,
-) -> "Iterator[subprocess.Popen[bytes]]":
-    """The process of a new sandbox, which is gone after the block, whatever happened in it."""
+) -> "Iterator[tuple[subprocess.Popen[bytes], int | None]]":
+    """The process of a new sandbox, which is gone after the block, whatever happened in it. The second value is the
+    FIFO of its start; None without a sandbox."""
     kind = KINDS.get(chosen.kind)
     with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
         spec = SandboxSpec(f"{folder}/files", bounds, MAX_DISK, tuple(directories))
         Path(spec.files).mkdir()
         for name, text in files.items():
             Path(spec.files, name).write_bytes(text.encode(errors="replace"))
-        with _lease(folder, kind is not None and kind.outlives_worker) as lease:
-            spec = replace(spec, lease=lease)
+        with _lease(folder, kind is not None and kind.outlives_worker) as lease, _start_fifo(folder) as started:
+            spec = replace(spec, lease=lease, started=f"{folder}/started")
             process = subprocess.Popen(
-                [*(kind.command(spec, chosen.image) if kind else (sys.executable, "-I", "-c")), code],
+                [*(kind.command(spec, located_path(chosen.image)) if kind else (sys.executable, "-I", "-c")), code],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
@@ -190,11 +201,36 @@ def _started(
                 preexec_fn=lambda: _prepare_child(chosen, bounds),
             )
             try:
-                yield process
+                yield process, started if kind else None
             finally:
                 _kill_process(process)
                 if kind and process.returncode < 0:
                     kind.remove(spec)
+
+
+@contextmanager
+def _start_fifo(folder: str) -> Iterator[int]:
+    """The read end of a FIFO, `started` in the folder."""
+    os.mkfifo(f"{folder}/started", 0o600)
+    number = os.open(f"{folder}/started", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        yield number
+    finally:
+        os.close(number)
+
+
+def _await_start(process: "subprocess.Popen[bytes]", started: int | None) -> bool:
+    """Wait until the code of a sandbox begins; False if the sandbox ends before, or `START_SECONDS` pass."""
+    until = time.monotonic() + START_SECONDS
+    while started is not None:
+        has_ended = process.poll() is not None
+        with suppress(BlockingIOError):
+            if os.read(started, 1):
+                return True
+        if has_ended or time.monotonic() > until:
+            return False
+        select.select([started], [], [], _LOOK_SECONDS)
+    return True
 
 
 @contextmanager
@@ -216,7 +252,7 @@ def _lease(folder: str, is_needed: bool) -> Iterator[str]:
 def _environment(chosen: SandboxConfig, folder: str) -> dict[str, str]:
     """The environment of the command. A container has that of its image instead."""
     if chosen.kind in KINDS and KINDS[chosen.kind].outlives_worker:
-        return dict(os.environ)
+        return client_environment(os.environ)
     return {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
 
 

@@ -6,8 +6,9 @@ sandbox ends with the code, with the worker that started it, and when all use mo
 sandbox can kill, stop or trace it, because it is process 1 of the PID namespace and cannot be dumped.
 
 A script that uses only the standard library of Python 3.9, because it also runs in images. `sandbox_jail` starts it
-after its own set-up; other kinds run `sandbox_guard.py FILES WORKDIR LEASE BOUNDS CODE`. The files in FILES are copied
-to WORKDIR. LEASE is a FIFO that the worker has open for as long as the sandbox may run, or an empty text.
+after its own set-up; other kinds run `sandbox_guard.py FILES WORKDIR LEASE STARTED BOUNDS CODE`. The files in FILES are
+copied to WORKDIR. LEASE is a FIFO that the worker has open for as long as the sandbox may run, or an empty text. A byte
+in the FIFO STARTED, if there is one, shows the worker that the code begins.
 
 Between two looks, `LOOK_SECONDS` apart, memory is not bounded as a whole: then only the kernel's limits of a process
 hold (docs/security.md).
@@ -22,6 +23,8 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import cmp_to_key
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -34,8 +37,16 @@ SIGNALED = 128
 OUT_OF_MEMORY, OUT_OF_PROCESSES, OUT_OF_TIME = 201, 202, 203
 """Exit codes of the guard when it ended the sandbox. A program that exits with one of them gets that reason."""
 LOOK_SECONDS = 0.05
+_PRIVATE, _NOT_PAGES = ("RssAnon", "VmSwap", "VmPTE", "HugetlbPages"), ("VmSwap", "VmPTE", "HugetlbPages")
+"""Sizes of a process in /proc/PID/status without files: all, and those that its PSS does not include."""
+_SHARED_MEMORY = ("/memfd:", "/dev/zero ", "/anon_hugepage ")
+"""Names in /proc/PID/maps of files of `memfd_create`, and of what mmap(2) shares without a file."""
+_MEASUREMENTS = 3
+"""Measurements, one right after the other, that must exceed the limit. A program that starts another has both at once
+for a moment, and of processes that come and go, whose ids are soon used again, no measurement is of one moment."""
+_SYS_KCMP, _KCMP_VM, _KCMP_GREATER = {"x86_64": 312, "aarch64": 272}, 1, 2
 MAX_PROCESSES = 301
-"""Processes at which the guard ends the sandbox, where the kernel does not refuse them: root's, in some kinds."""
+"""Processes, with threads, at which the guard ends the sandbox where the kernel refuses none: root's, in some kinds."""
 _OWN_PROCESS_COUNT = (5, 14)
 """Kernel version since which RLIMIT_NPROC counts per user namespace; before, it counts those of the whole machine."""
 
@@ -82,19 +93,29 @@ def limit_process(bounds: Bounds) -> None:
         resource.setrlimit(what, (bound, bound))
 
 
-def run_guarded(workdir: str, bounds: Bounds, code: str, lease: int | None = None) -> NoReturn:
-    """Run `code` in `workdir` and exit as it does. `lease`: a file descriptor that is at its end once the worker is
-    gone."""
+def open_started(path: str) -> int | None:
+    """The FIFO in which a byte shows that the code begins; None for an empty path."""
+    return os.open(path, os.O_WRONLY | os.O_NONBLOCK) if path else None
+
+
+def run_guarded(
+    workdir: str, bounds: Bounds, code: str, started: int | None = None, lease: int | None = None
+) -> NoReturn:
+    """Run `code` in `workdir` and exit as it does. `started`: see `open_started`. `lease`: a file descriptor that is at
+    its end once the worker is gone."""
     if os.getpid() != 1:
         raise RuntimeError("the guard must be the first process of a PID namespace")
     if _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot prevent tracing")
     os.chdir(workdir)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGINT})
     child = os.fork()
     if child:
+        if started is not None:
+            os.write(started, b"1")
+            os.close(started)
         _guard(child, bounds, lease)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGINT})
     if lease is not None:
         os.close(lease)
     limit_process(bounds)
@@ -115,10 +136,9 @@ def _guard(child: int, bounds: Bounds, lease: int | None) -> NoReturn:
             os._exit(result if result >= 0 else SIGNALED - result)
         if time.monotonic() > until or _is_closed(lease):
             os._exit(OUT_OF_TIME)
-        processes = [path.name for path in Path("/proc").iterdir() if path.name.isdigit() and path.name != "1"]
-        if len(processes) > MAX_PROCESSES:
+        if sum(map(len, _processes())) > MAX_PROCESSES:
             os._exit(OUT_OF_PROCESSES)
-        if used_bytes(processes, bounds.memory_bytes) > bounds.memory_bytes:
+        if all(used_bytes(_processes(), bounds.memory_bytes) > bounds.memory_bytes for _ in range(_MEASUREMENTS)):
             os._exit(OUT_OF_MEMORY)
 
 
@@ -142,41 +162,102 @@ def _is_closed(lease: int | None) -> bool:
         return False
 
 
-def used_bytes(processes: list[str], enough: int) -> int:
-    """Bytes of memory that the processes use together, with files in memory that no process may have mapped.
+def _processes() -> list[list[str]]:
+    """The threads of each process except this one, the main thread first, also if it has ended before others."""
+    processes = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with suppress(OSError):
+                processes.append(sorted((thread.name for thread in (path / "task").iterdir()), key=int))
+    return [threads for threads in processes if threads and threads[0] != "1"]
 
-    Shared pages are counted in proportion (PSS) once the resident sizes, which count them in each process, exceed
-    `enough`; a mapped file of `memfd_create` counts twice. Without a /proc it is 0.
+
+def used_bytes(processes: list[list[str]], enough: int) -> int:
+    """Bytes of memory that the processes use together, each given by its threads; 0 without a /proc.
+
+    Private memory is counted by process: what is resident or swapped out, and its page tables. If the sum exceeds
+    `enough`, pages that processes share since a fork are counted in proportion (PSS), and an address space that two
+    processes have in common counts once. Shared memory is counted by file, because its pages need not be resident in
+    any process. Pages of other files are not counted: the kernel can drop them, or a file system's size bounds them.
     """
-    files: dict[tuple[int, int], int] = {}
-    for name in processes:
-        files.update(_memory_files(name))
-    resident = sum(map(_resident_bytes, processes))
-    other = sum(files.values()) + _segment_bytes()
-    if resident + other <= enough:
-        return resident + other
-    return sum(map(_proportional_bytes, processes)) + other
+    mapped: dict[tuple[int, int], int] = {}
+    opened: dict[tuple[int, int], int] = {}
+    private: dict[str, int] = {}
+    for threads in processes:
+        thread, status = _status(threads)
+        private[thread] = sum(status.get(name, 0) for name in _PRIVATE)
+        for file, size in _mapped_files(thread).items():
+            mapped[file] = max(size, mapped.get(file, 0))
+        for number in threads:
+            opened.update(_open_files(number))
+    shared = sum({**mapped, **opened}.values()) + _segment_bytes()
+    if shared + sum(private.values()) <= enough:
+        return shared + sum(private.values())
+    return shared + sum(map(_proportional_bytes, _address_spaces(list(private))))
 
 
-def _resident_bytes(process: str) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
-    return 0
+def _status(threads: list[str]) -> tuple[str, dict[str, int]]:
+    """The first thread that has not ended, and the sizes of its process; none if all have ended."""
+    for thread in threads:
+        sizes = _kilobytes(f"/proc/{thread}/status")
+        if "VmSize" in sizes:
+            return thread, sizes
+    return threads[0], {}
 
 
-def _proportional_bytes(process: str) -> int:
+def _proportional_bytes(thread: str) -> int:
+    _, status = _status([thread])  # again: the process may have ended, or started a program
+    rollup = _kilobytes(f"/proc/{thread}/smaps_rollup")
+    resident = rollup.get("Pss_Anon", rollup.get("Pss", status.get("RssAnon", 0)))
+    return resident + sum(status.get(name, 0) for name in _NOT_PAGES)
+
+
+def _kilobytes(path: str) -> dict[str, int]:
+    """The sizes in bytes of a file of /proc with lines such as `VmRSS:  12 kB`."""
+    sizes = {}
     with suppress(OSError, ValueError):
-        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    return _resident_bytes(process)
+        for line in Path(path).read_text().splitlines():
+            if line.endswith(" kB"):
+                name, _, value = line.partition(":")
+                sizes[name] = int(value.split()[0]) << 10
+    return sizes
 
 
-def _memory_files(process: str) -> dict[tuple[int, int], int]:
-    """Bytes of the open files of `memfd_create`, by device and inode."""
+def _address_spaces(threads: list[str]) -> list[str]:
+    """One of the threads for each address space. A child of vfork has that of its parent until it starts a program."""
+    number = _SYS_KCMP.get(os.uname().machine)
+    if number is None:
+        return threads
+
+    def compare(one: str, other: str) -> int:
+        order = _LIBC.syscall(number, int(one), int(other), _KCMP_VM, 0, 0)
+        return order if order < _KCMP_GREATER else -1
+
+    key = cmp_to_key(compare)
+    return [next(alike) for _, alike in groupby(sorted(threads, key=key), key=key)]
+
+
+def _mapped_files(thread: str) -> dict[tuple[int, int], int]:
+    """Bytes of shared memory without a name, up to the end of what is mapped, by device and inode. Its pages stay when
+    they are mapped and no longer resident, also after its file was closed."""
+    ends: dict[tuple[int, int], int] = {}
+    with suppress(OSError, ValueError):
+        text = Path(f"/proc/{thread}/maps").read_text(errors="replace")
+        for line in text.splitlines() if "(deleted)" in text else ():
+            area, _, offset, device, inode, *path = line.split(maxsplit=5)
+            if path and path[0].startswith(_SHARED_MEMORY):
+                begin, end = (int(number, 16) for number in area.split("-"))
+                major, minor = (int(number, 16) for number in device.split(":"))
+                file = os.makedev(major, minor), int(inode)
+                ends[file] = max(ends.get(file, 0), int(offset, 16) + end - begin)
+    return ends
+
+
+def _open_files(thread: str) -> dict[tuple[int, int], int]:
+    """Bytes of the open files of `memfd_create`, by device and inode. A thread may have its own open files."""
     sizes = {}
     with suppress(OSError):
-        for entry in os.scandir(f"/proc/{process}/fd"):
+        for entry in os.scandir(f"/proc/{thread}/fd"):
             with suppress(OSError):
                 if str(Path(entry).readlink()).startswith("/memfd:"):
                     status = os.stat(entry.path)
@@ -185,11 +266,11 @@ def _memory_files(process: str) -> dict[tuple[int, int], int]:
 
 
 def _segment_bytes() -> int:
-    """Resident bytes of the shared memory segments of System V."""
+    """Bytes of the shared memory segments of System V, resident or swapped out."""
     with suppress(OSError, ValueError):
         header, *lines = Path("/proc/sysvipc/shm").read_text().splitlines()
-        column = header.split().index("rss")
-        return sum(int(line.split()[column]) for line in lines)
+        columns = [header.split().index(name) for name in ("rss", "swap")]
+        return sum(int(line.split()[column]) for line in lines for column in columns)
     return 0
 
 
@@ -210,12 +291,12 @@ def kernel() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def main(files: str, workdir: str, lease: str, bounds: str, code: str) -> None:
+def main(files: str, workdir: str, lease: str, started: str, bounds: str, code: str) -> None:
     """Run `code` in a sandbox that another program has set up."""
     for entry in os.scandir(files):
         Path(workdir, entry.name).write_bytes(Path(entry.path).read_bytes())
     number = os.open(lease, os.O_RDONLY | os.O_NONBLOCK) if lease else None
-    run_guarded(workdir, parse_bounds(bounds), code, number)
+    run_guarded(workdir, parse_bounds(bounds), code, open_started(started), number)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ installation and a few devices, and no other file or Unix socket of the machine.
 filesystem of bounded size in memory, which is its working directory, /tmp and /dev/shm; /proc shows only its own
 processes; and it lacks the privileges to undo any of this. Promises to raise if any step fails. Process 1 of the
 namespace is not the code but its guard (`sandbox_guard`), so all processes end with `unshare`, whatever the code does.
-A script that uses only the standard library, which `sandbox_kinds` runs as `sandbox_jail.py FOLDER BYTES BOUNDS
-[DIRECTORY …] CODE`. The files in FOLDER are copied to the working directory of CODE. Each DIRECTORY, such as /app, is
+A script that uses only the standard library, which `sandbox_kinds` runs as `sandbox_jail.py FOLDER BYTES STARTED
+BOUNDS [DIRECTORY …] CODE`. The files in FOLDER are copied to the working directory of CODE. STARTED is that of
+`sandbox_guard`. Each DIRECTORY, such as /app, is
 writable, on the same filesystem of bounded size. Without arguments it prints the paths that such a root shows.
 """
 
@@ -170,13 +171,13 @@ def main(arguments: Sequence[str]) -> None:
     if not arguments:
         print("\0".join(map(str, shown_paths())), end="")
         return
-    folder, disk_bytes, bounds, *directories, code = arguments
+    folder, disk_bytes, started, bounds, *directories, code = arguments
     # The interpreter is isolated (-I), so it does not find the modules next to this script.
     sys.path.append(str(Path(__file__).parent))
     guard = importlib.import_module("sandbox_guard")
-    limits = guard.parse_bounds(bounds)
+    limits, number = guard.parse_bounds(bounds), guard.open_started(started)
     workdir = isolate(folder, int(disk_bytes), limits.processes, guard.kernel(), directories)
-    guard.run_guarded(workdir, limits, code)
+    guard.run_guarded(workdir, limits, code, number)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -30,25 +30,31 @@ _NAMESPACES = ("--user", "--map-root-user", "--net", "--ipc", "--pid", "--mount"
 _UNSHARE = ("unshare", *_NAMESPACES, "--fork", "--kill-child")
 _INSIDE = "/run/sandbox"
 """Directory of a container with the guard, the files of the code, and the lease."""
-_GUARD, _FILES, _LEASE = f"{_INSIDE}/guard.py", f"{_INSIDE}/files", f"{_INSIDE}/lease"
+_GUARD, _FILES, _LEASE, _STARTED = (f"{_INSIDE}/{name}" for name in ("guard.py", "files", "lease", "started"))
 _WORKDIR = "/tmp"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _USER_PROCESSES = 1 << 14
 """Limit of podman itself for all processes of the user; the guard sets that of the code."""
 REMOVE_SECONDS = 60.0
+_OPTION_VARIABLES = ("APPTAINER", "SINGULARITY")
+"""Beginnings of variables that are options of apptainer, such as APPTAINER_BIND, or variables of its container."""
+_DIRECTORY_VARIABLES = frozenset(
+    f"{program}_{name}" for program in _OPTION_VARIABLES for name in ("CACHEDIR", "CONFIGDIR", "TMPDIR")
+)
 
 
 @dataclass(frozen=True)
 class SandboxSpec:
     """What a sandbox is to hold: the directory with the files of its code, its limits, the bytes of its file system in
     memory, and directories of its root that are writable. `lease` is a FIFO whose end shows the guard that the worker
-    is gone."""
+    is gone, and `started` one in which a byte shows the worker that the code begins."""
 
     files: str
     bounds: Bounds
     disk_bytes: int
     directories: tuple[str, ...] = ()
     lease: str = ""
+    started: str = ""
 
 
 class SandboxKind(Protocol):
@@ -79,7 +85,7 @@ class Namespaces:
 
     def command(self, spec: SandboxSpec, image: str) -> list[str]:
         jail = (sys.executable, "-I", "-S", sandbox_jail.__file__)
-        return [*_UNSHARE, *jail, spec.files, str(spec.disk_bytes), spec.bounds.text, *spec.directories]
+        return [*_UNSHARE, *jail, spec.files, str(spec.disk_bytes), spec.started, spec.bounds.text, *spec.directories]
 
     def remove(self, spec: SandboxSpec) -> None:
         """Nothing: the kernel ends a namespace with its process 1."""
@@ -106,6 +112,7 @@ class Bubblewrap:
             *("--symlink", workdir, "/dev/shm"),
             *(() if image else ("--symlink", workdir, "/var/tmp")),
             *("--ro-bind", sandbox_guard.__file__, _GUARD, "--ro-bind", spec.files, _FILES),
+            *(("--ro-bind", spec.started, _STARTED) if spec.started else ()),
             *("--remount-ro", "/", "--chdir", "/"),
             *python,
             *_guard_arguments(spec, workdir),
@@ -137,7 +144,8 @@ class Podman:
             *("--timeout", str(spec.bounds.seconds + int(REMOVE_SECONDS)), "--shm-size", str(spec.disk_bytes)),
             *(word for path in dict.fromkeys((_WORKDIR, *spec.directories)) for word in self._memory(path, spec)),
             *_bind("--volume", spec),
-            *("--env", "OMP_NUM_THREADS=1", "--workdir", "/", "--entrypoint", "python3"),
+            *("--env-host=false", "--http-proxy=false", "--env", "OMP_NUM_THREADS=1"),
+            *("--workdir", "/", "--entrypoint", "python3"),
             *(("--rootfs", image) if Path(image).is_dir() else (image,)),
             *_guard_arguments(spec, _WORKDIR),
         ]
@@ -182,17 +190,37 @@ KINDS: dict[str, SandboxKind] = {
 }
 
 
+def client_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that starts containers, from that of the worker. Options of the user's own
+    containers, such as mounts that a module of the cluster sets, must not apply to the policy's."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith(_OPTION_VARIABLES) or name in _DIRECTORY_VARIABLES
+    }
+
+
 def _name(spec: SandboxSpec) -> str:
     return f"rollcall-{Path(spec.files).parent.name}"
 
 
 def _guard_arguments(spec: SandboxSpec, workdir: str) -> list[str]:
-    return ["-I", "-S", _GUARD, _FILES, workdir, _LEASE if spec.lease else "", spec.bounds.text]
+    return [
+        "-I",
+        "-S",
+        _GUARD,
+        _FILES,
+        workdir,
+        _LEASE if spec.lease else "",
+        _STARTED if spec.started else "",
+        spec.bounds.text,
+    ]
 
 
 def _bind(option: str, spec: SandboxSpec) -> Iterator[str]:
     """Read-only mounts of what the guard needs."""
-    for source, target in ((sandbox_guard.__file__, _GUARD), (spec.files, _FILES), (spec.lease, _LEASE)):
+    fifos = (spec.lease, _LEASE), (spec.started, _STARTED)
+    for source, target in ((sandbox_guard.__file__, _GUARD), (spec.files, _FILES), *fifos):
         if source:
             yield from (option, f"{source}:{target}:ro")
 

@@ -43,13 +43,14 @@ class WorkerProcess:
         self.broken = False
         self._title = title
         self._ending: asyncio.Task[None] | None = None
-        self._printed, output = os.pipe()
-        os.set_blocking(self._printed, False)
+        printed, output = os.pipe()
+        os.set_blocking(printed, False)
+        self._printed: int | None = printed
         argv = (sys.executable, "-P", "-m", module)
         try:
             self._process, self._socket = start_connected(argv, {**os.environ, **variables}, output)
         except OSError:
-            os.close(self._printed)
+            os.close(printed)
             raise
         finally:
             os.close(output)
@@ -72,7 +73,9 @@ class WorkerProcess:
             raise TaskError(f"{self._title} cannot load it: {wrong}")
 
     def pass_on_print(self) -> None:
-        """Write up to `PRINT_BYTES` of its output since the last call to this process's log."""
+        """Write up to `PRINT_BYTES` of its output since the last call to this process's log; nothing after its end."""
+        if self._printed is None:
+            return
         with suppress(BlockingIOError):
             sys.stderr.write(os.read(self._printed, PRINT_BYTES).decode(errors="replace"))
 
@@ -89,7 +92,9 @@ class WorkerProcess:
         if hasattr(self, "_writer"):
             self._writer.close()
         self._socket.close()
-        os.close(self._printed)
+        if self._printed is not None:
+            os.close(self._printed)
+            self._printed = None  # another file may get its number
 
     async def _reply(self) -> Any:
         length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")

@@ -17,7 +17,7 @@ import pipeline
 from pipeline.checkpoints import Fence, newest_checkpoint, root_of
 from pipeline.checkpoints.run_progress import has_begun, known_config, known_identity, new_aside_folder, refuse_restart
 from pipeline.config import RewardConfig, RunConfig, TaskConfig, load_config
-from pipeline.config.data_keys import located_data, located_options
+from pipeline.config.data_keys import located_data, located_options, located_path
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import located_model
 from pipeline.config.run_identity import differences, identity_digest
@@ -213,7 +213,10 @@ def _located_task(task: TaskConfig) -> TaskConfig:
         return located_options(entry.options) if entry.name in _WITH_FILES else entry.options
 
     tasks = tuple(entry.model_copy(update={"options": options_of(entry)}) for entry in task.tasks)
-    return task.model_copy(update={"options": options_of(task), "tasks": tasks})
+    # podman's name of an image, such as docker.io/library/python:3.12, is no path.
+    image = located_path(task.sandbox.image)
+    sandbox = task.sandbox.model_copy(update={"image": image})
+    return task.model_copy(update={"options": options_of(task), "tasks": tasks, "sandbox": sandbox})
 
 
 def git_revision() -> str:

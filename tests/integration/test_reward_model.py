@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
+import resource
 import shutil
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +131,29 @@ def test_a_model_that_can_no_longer_be_loaded_ends_the_run_with_the_reason(direc
             await scores(pool, PROMPT, ["4"])
 
     in_pool(RewardModelConfig(path=str(copied), threads=1), story)
+
+
+@contextmanager
+def two_free_descriptors() -> Iterator[None]:
+    """This process may open two more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.dup(0) for _ in range(2)]
+    for number in free:
+        os.close(number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_cannot_be_started_again_ends_the_run_with_the_reason(directory: Path) -> None:
+    async def story(pool: WorkerPool) -> None:
+        reward_process().kill()
+        with two_free_descriptors(), pytest.raises(TaskError, match="Too many open files"):
+            await asyncio.wait_for(scores(pool, PROMPT, ["4"]), 60)
+
+    in_pool(RewardModelConfig(path=str(directory), threads=1), story)
 
 
 def edited(path: Path, name: str, **changes: Any) -> None:

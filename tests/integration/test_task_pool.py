@@ -19,6 +19,7 @@ from pipeline.environments.rewards import Score
 from pipeline.environments.task_calls import RenderedPrompt
 from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
+from pipeline.environments.worker_process import WorkerProcess
 from pipeline.errors import TaskError
 from pipeline.utils.waiting import wait_for
 from tests.fakes.jumping_loop import pass_time, run_jumping
@@ -173,6 +174,24 @@ def test_a_worker_that_dies_between_calls_costs_no_sample(tmp_path: Path) -> Non
         assert await rewards(pool, PROMPT, ["ok"]) == [1.0]
 
     in_pool(tmp_path, story)
+
+
+def test_a_process_that_has_ended_reads_no_file_that_got_the_number_of_its_output() -> None:
+    async def story() -> None:
+        process = WorkerProcess("pipeline.environments.task_worker", "a process", {})
+        number = process._printed
+        assert number is not None
+        await process.ended()
+        process.pass_on_print()
+        source, target = os.pipe()
+        os.dup2(source, number)
+        os.write(target, b"of another file")
+        process.pass_on_print()
+        assert os.read(number, 64) == b"of another file"
+        for other in {source, target, number}:
+            os.close(other)
+
+    asyncio.run(story())
 
 
 def test_a_prompt_that_cannot_travel_says_so_and_costs_no_worker(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Code of the policy's: what it cannot do, and where it is refused."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -96,15 +97,76 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("program", [TOGETHER, FILES_IN_MEMORY], ids=["twenty processes", "files in memory"])
+NOT_RESIDENT = """
+import mmap, time
+kept = []
+for _ in range(12):
+    kept.append(mmap.mmap(-1, 1 << 26))
+    kept[-1].write(bytes(1 << 26))
+    kept[-1].madvise(mmap.MADV_DONTNEED)
+time.sleep(60)
+"""
+MAIN_THREADS_ENDED = """
+import ctypes, os, threading, time
+def hold():
+    time.sleep(0.5)
+    held = bytearray(300 << 20)
+    time.sleep(60)
+for _ in range(4):
+    if not os.fork():
+        threading.Thread(target=hold).start()
+        ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+time.sleep(60)
+"""
+FILES_OF_A_THREAD = """
+import ctypes, os, threading, time
+def hold():
+    ctypes.CDLL(None).unshare(0x400)
+    for _ in range(40):
+        os.write(os.memfd_create("hidden"), bytes(15 << 20))
+    time.sleep(60)
+threading.Thread(target=hold).start()
+"""
+PAGE_TABLES = """
+import mmap, time
+sparse = mmap.mmap(-1, 1 << 40, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, mmap.PROT_READ)
+for offset in range(0, 1 << 39, 1 << 21):
+    sparse[offset]
+time.sleep(60)
+"""
+TOO_MUCH = {
+    "twenty processes": TOGETHER,
+    "files in memory that no process maps": FILES_IN_MEMORY,
+    "shared memory that is not resident": NOT_RESIDENT,
+    "processes whose main threads have ended": MAIN_THREADS_ENDED,
+    "files that only a thread has open": FILES_OF_A_THREAD,
+    "page tables": PAGE_TABLES,
+}
+
+
+@pytest.mark.parametrize("program", TOO_MUCH.values(), ids=TOO_MUCH)
 @in_each_sandbox
 def test_all_processes_of_a_program_together_are_bounded_in_memory(program: str) -> None:
-    """Twenty processes with 100 MiB each, of which none exceeds the limit; files that no process maps, of a process
-    that cannot be dumped."""
+    """None of the processes has more private memory than the limit. One of them cannot be dumped."""
     began = time.monotonic()
     result = run_python(program, 50, 512 << 20)
     assert result.failed == "error: its processes together used more memory than the limit"
     assert time.monotonic() - began < 40, "before the timeout"
+
+
+@in_each_sandbox
+def test_a_program_that_starts_another_is_not_charged_twice() -> None:
+    """The child of vfork(2) has the memory of its parent, here for as long as it looks for a program."""
+    starts = """
+import subprocess
+held = bytearray(b"1") * (300 << 20)
+try:
+    subprocess.run(["absent"], env={"PATH": ":".join(["/absent"] * 300000)})
+except OSError:
+    print("done")
+"""
+    result = run_python(starts, 50, 512 << 20)
+    assert (result.output, result.failed) == ("done\n", "")
 
 
 @in_each_sandbox
@@ -149,6 +211,57 @@ print(sum(os.path.getsize(name) for name in os.listdir(".")))
     assert int(written) <= MAX_DISK
     assert not list(tmp_path.iterdir())
     assert not list(Path("/dev/shm").glob("flood-*"))
+
+
+UNSTARTED = """
+from pathlib import Path
+from pipeline.environments import sandbox
+from pipeline.errors import RolloutError
+print(sandbox.run_python("print(1)", 60, 1 << 28).output.strip())
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+try:
+    print(sandbox.run_python("print(1)", 60, 1 << 28))
+except RolloutError as error:
+    print(error)
+"""
+
+
+@needs_namespaces
+def test_a_sandbox_that_does_not_start_is_no_failure_of_the_program() -> None:
+    command = ["unshare", "--user", "--map-root-user", "--mount", "--", sys.executable, "-c", UNSTARTED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == "1"
+    assert second.startswith("the sandbox did not start: unshare: unshare failed")
+
+
+@needs_namespaces
+def test_the_start_of_a_sandbox_does_not_count_as_time_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_python("print(1)", 60, 1 << 28).output == "1\n"
+    slow = tmp_path / "unshare"
+    slow.write_text(f'#!/bin/sh\nsleep 3\nexec {shutil.which("unshare")} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    result = run_python("print(1)", 2, 1 << 28)
+    assert (result.output, result.failed) == ("1\n", "")
+
+
+@in_each_sandbox
+def test_a_program_cannot_end_its_guard_by_a_signal() -> None:
+    """Process 1 gets only the signals for which it has a handler, and Python has one for SIGINT."""
+    result = run_python("import os, time\nos.kill(1, 2)\ntime.sleep(0.5)\nprint('on')", 60, 1 << 28)
+    assert (result.output, result.failed) == ("on\n", "")
+
+
+@in_each_sandbox
+def test_a_program_sees_no_variable_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "https_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "http://user:secret@proxy:1")
+    shown = run_python("import os; print(dict(os.environ))", 60, 1 << 28)
+    assert shown.failed == ""
+    assert "secret" not in shown.output
 
 
 REGAIN = """

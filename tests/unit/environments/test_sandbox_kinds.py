@@ -58,6 +58,13 @@ def test_an_image_without_python_is_refused(tmp_path: Path) -> None:
     assert "python3: No such file or directory" in refusal(kind="bubblewrap", image=str(tmp_path))
 
 
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="no bubblewrap here")
+def test_an_image_may_be_named_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "image" / "etc").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert "python3: No such file or directory" in refusal(kind="bubblewrap", image="image")
+
+
 @pytest.mark.skipif(not shutil.which("podman"), reason="no podman here")
 def test_an_image_that_is_not_on_the_node_is_refused() -> None:
     assert "image not known" in refusal(kind="podman", image="localhost/rollcall-has-no-such-image:1")
@@ -70,6 +77,7 @@ def test_podman_has_no_network_no_registry_and_no_cgroup() -> None:
         "podman run --rm --interactive --name rollcall-sandbox-a --pull never --network none",
         "--read-only --read-only-tmpfs=false --cgroups disabled --cap-drop all",
         "--security-opt no-new-privileges",
+        "--env-host=false --http-proxy=false",
         "--tmpfs /tmp:rw,nosuid,nodev,exec,size=67108864,mode=1777 --tmpfs /app:rw",
         "--volume /tmp/sandbox-a/files:/run/sandbox/files:ro --volume /tmp/sandbox-a/lease:/run/sandbox/lease:ro",
         "--entrypoint python3 docker.io/library/python:3.12-slim -I -S /run/sandbox/guard.py /run/sandbox/files /tmp",
@@ -92,6 +100,14 @@ def test_apptainer_shows_nothing_of_the_machine() -> None:
     assert "--scratch /app" in line
     assert "--bind /tmp/sandbox-a/lease:/run/sandbox/lease:ro /images/python.sif python3 -I -S" in line
     assert parse_bounds(command[-1]) == BOUNDS
+
+
+def test_options_of_the_users_own_containers_do_not_reach_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("APPTAINER_BIND", "SINGULARITY_BINDPATH", "APPTAINERENV_SECRET", "APPTAINER_CACHEDIR"):
+        monkeypatch.setenv(name, "/scratch")
+    environment = sandbox._environment(SandboxConfig(kind="apptainer", image="/images/python.sif"), "/tmp/sandbox-a")
+    assert [name for name in environment if name.startswith(("APPTAINER", "SINGULARITY"))] == ["APPTAINER_CACHEDIR"]
+    assert "PATH" in environment
 
 
 def test_the_code_cannot_write_to_the_lease(tmp_path: Path) -> None:

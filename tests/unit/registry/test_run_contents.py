@@ -237,3 +237,17 @@ def test_the_files_of_tasks_have_absolute_paths_so_that_a_run_continues_from_any
         {"path": "tasks"},
     ]
     assert located_config(make_config(task=harbor)).task.options["path"] == str(tmp_path / "tasks")
+
+
+def test_the_image_of_a_sandbox_has_an_absolute_path_and_a_name_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    for kind, image, located in (
+        ("bubblewrap", "images", str(tmp_path / "images")),
+        ("podman", "docker.io/library/python:3.12-slim", "docker.io/library/python:3.12-slim"),
+        ("namespaces", "", ""),
+    ):
+        task = {"name": "code", "sandbox": {"kind": kind, "image": image}}
+        assert located_config(make_config(task=task)).task.sandbox.image == located
