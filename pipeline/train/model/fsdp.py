@@ -47,7 +47,7 @@ def shard_model(
     whole = mesh.size() == 1 and not reshard and _parameters(model) <= WHOLE_UNIT
     large = [] if whole else [layer for layer in model.layers if _parameters(layer) >= LAYER_UNIT]
     experts = [] if expert_mesh is None else spread_experts(model, expert_mesh["ep"])
-    kept = _frozen(model, compute) if mesh.size(mesh.ndim - 1) == 1 else set()
+    unsharded = _frozen(model, compute) if mesh.size(mesh.ndim - 1) == 1 else set()
     for module in (*experts, *large, model):
         # None lets FSDP choose for the root, which it leaves gathered, since the backward pass needs it first.
         reshard_after_forward = None if module is model else reshard
@@ -59,7 +59,7 @@ def shard_model(
             mesh=unit_mesh,
             mp_policy=precision,
             reshard_after_forward=reshard_after_forward,
-            ignored_params=kept,
+            ignored_params=unsharded,
         )
         sharded.set_reshard_after_backward(reshard)
         sharded.set_gradient_divide_factor(1.0)
