@@ -454,6 +454,12 @@ def test_a_request_has_the_times_that_the_metrics_of_its_server_have(servers: li
             check(server)
 
 
+def test_no_update_warns_of_weights_that_no_checkpoint_has(servers: list[Served]) -> None:
+    """Users read the log of a server; vLLM's warning would come at every step."""
+    for server in servers:
+        assert "Failed to load weights" not in server.child.log.read_text()
+
+
 def test_servers_end_well_when_asked(servers: list[Served]) -> None:
     """The last test, since they serve all others."""
     for server in servers:

@@ -54,6 +54,7 @@ from pipeline.inference.weight_sync.weight_relay import WeightRelay
 from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 G = TypeVar("G", TransferGroup, GpuGroup)
 
 
@@ -354,10 +355,17 @@ def exit_process_on_failure(what: str) -> Iterator[None]:
         raise
 
 
+def reports_lost_weights(record: logging.LogRecord) -> bool:
+    """False for vLLM's warning at each reload that a rotary embedding got no weights: no checkpoint has its table."""
+    layer = record.args[0] if isinstance(record.args, tuple) and record.args else ""
+    return not ("Failed to load weights" in record.getMessage() and str(layer).endswith("RotaryEmbedding"))
+
+
 def reload_model(model: Any, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Load checkpoint tensors into a vLLM model that is already serving."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    logging.getLogger(RELOAD_LOGGER).addFilter(reports_lost_weights)  # once, however often it is added
     pack_experts_at_updates()
     direct = DirectTensors(model_config.hf_config.model_type)
     initialize_layerwise_reload(model)
