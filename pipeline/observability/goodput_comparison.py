@@ -6,6 +6,7 @@ directories alone, so it can be repeated later.
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -14,6 +15,7 @@ import msgspec
 from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError
+from pipeline.rollout.sample_store import without_copies
 from pipeline.run.goodput_records import read_goodput
 from pipeline.run.lost_seconds import CAUSES, Goodput, Outage
 from pipeline.run.metrics_log import MetricRecord, read_rows
@@ -107,7 +109,7 @@ def _measure(root: Path) -> tuple[RunResult, Goodput]:
     seconds = rows[-1]["time"] - rows[0]["time"]
     final_entries = _settlements(run.ledger)
     trained = Counter(entry.position for entry in final_entries if entry.outcome == TRAINED)
-    tokens, again = _sampled_tokens(run.rollouts / "train")
+    tokens, again = sampled_tokens(run.rollouts / "train")
     return RunResult(
         run=root.name,
         steps=len(rows),
@@ -138,23 +140,23 @@ def _settlements(ledger: Path) -> list[Settlement]:
     return [msgspec.json.decode(line, type=Settlement) for line in lines]
 
 
-def _sampled_tokens(folder: Path) -> tuple[int, int]:
+def sampled_tokens(folder: Path) -> tuple[int, int]:
     """The sampled tokens of all stored samples, and of those whose prompt was sampled again later."""
     files = sorted(folder.glob("*.parquet"))
     if not files:
         return 0, 0
     from pyarrow import parquet  # slow to import
 
-    last: dict[int, tuple[float, int]] = {}
-    groups: Counter[tuple[int, float, str]] = Counter()
-    for file in files:
-        table = parquet.read_table(file, columns=["position", "time", "attempt", "sampled"]).to_pydict()
-        for position, time, attempt, sampled in zip(*table.values(), strict=True):
-            groups[position, time, attempt] += sampled or 0
-    total = sum(groups.values())
-    for (position, time, _), sampled in groups.items():
-        last[position] = max(last.get(position, (0.0, 0)), (time, sampled))
-    return total, total - sum(sampled for _, sampled in last.values())
+    columns = ["position", "fingerprint", "sample", "time", "sampled"]
+    rows = chain.from_iterable(parquet.read_table(file, columns=columns).to_pylist() for file in files)
+    times: dict[tuple[int, str], float] = {}
+    sampled: Counter[tuple[int, str]] = Counter()
+    for row in without_copies(rows):
+        sampling = row["position"], row["fingerprint"]
+        times[sampling] = max(row["time"], times.get(sampling, 0.0))
+        sampled[sampling] += row["sampled"] or 0
+    last = {position: (position, fingerprint) for position, fingerprint in sorted(times, key=times.__getitem__)}
+    return sampled.total(), sampled.total() - sum(sampled[sampling] for sampling in last.values())
 
 
 def _start_seconds(outages: Sequence[Outage]) -> dict[str, float]:

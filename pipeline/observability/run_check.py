@@ -29,6 +29,7 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError
+from pipeline.rollout.sample_store import without_copies
 from pipeline.run.paths import RunPaths
 from pipeline.run.run_documents import Finished
 from pipeline.utils import shared_files
@@ -36,7 +37,7 @@ from pipeline.utils import shared_files
 ISSUES = 3
 """How often a position is issued at most: the trainer refuses it twice as too old, and waits for it then."""
 _HASHED = (("tokens", "<i4"), ("mask", "<u1"), ("logprobs", "<f4"), ("versions", "<i4"))
-_COLUMNS = ("position", "fingerprint", "reward", "row_lengths", *(name for name, _ in _HASHED))
+_COLUMNS = ("position", "fingerprint", "sample", "reward", "row_lengths", *(name for name, _ in _HASHED))
 Line = dict[str, Any]
 
 
@@ -206,7 +207,7 @@ def _stored_samples(folder: Path, batches: dict[int, list[Line]]) -> tuple[int, 
     trained = {(line["position"], line["fingerprint"]): line["versions"] for line in lines}
     present, problems = set[int](), list[str]()
     for file in sorted(folder.glob("[!.]*.parquet")):
-        for key, samples in groupby(_samples_of(file), key=lambda sample: (sample["position"], sample["fingerprint"])):
+        for key, samples in groupby(without_copies(_samples_of(file)), key=_sampling):
             if key not in trained:  # another sampling of the position: before a rollback, or refused as too old
                 continue
             digest, (oldest, newest) = hashlib.blake2b(digest_size=8), trained[key]
@@ -224,6 +225,10 @@ def _stored_samples(folder: Path, batches: dict[int, list[Line]]) -> tuple[int, 
     return len(present), problems
 
 
+def _sampling(sample: dict[str, Any]) -> tuple[int, str]:
+    return sample["position"], sample["fingerprint"]
+
+
 def _samples_of(file: Path) -> Iterator[dict[str, Any]]:
     """The samples in a file that have tokens, with arrays as in `_HASHED`; none of a damaged file."""
     from pyarrow import parquet
@@ -237,7 +242,7 @@ def _samples_of(file: Path) -> Iterator[dict[str, Any]]:
         column = table[name].combine_chunks()
         # The values of a column are one array, and its offsets the bounds of each sample: no Python object per token.
         arrays[name] = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False).astype(kind)
-    for index, values in enumerate(table.select(["position", "fingerprint", "reward"]).to_pylist()):
+    for index, values in enumerate(table.select(["position", "fingerprint", "sample", "reward"]).to_pylist()):
         if values["reward"] is not None:
             spans = {name: array[offsets[index] : offsets[index + 1]] for name, (offsets, array) in arrays.items()}
             yield values | spans

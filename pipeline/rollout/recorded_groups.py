@@ -22,7 +22,7 @@ from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.config.model_directory import model_directory
 from pipeline.errors import ConfigError
-from pipeline.rollout.sample_store import TRAIN, segments
+from pipeline.rollout.sample_store import TRAIN, segments, without_copies
 from pipeline.run.paths import RunPaths
 from pipeline.transport.ledger import Settlement
 from pipeline.transport.sample_records import Branch, Group, Sample
@@ -176,7 +176,7 @@ def _records_in(file: Path, samplings: Iterable[Sampling]) -> Iterator[tuple[Sam
     """The wanted groups of a segment, each with the records of its samples in order."""
     positions = [position for position, _ in samplings]
     records = defaultdict[Sampling, list[dict[str, Any]]](list)
-    for row in _rows(file, None, filters=[("position", "in", positions)]):
+    for row in without_copies(_rows(file, None, filters=[("position", "in", positions)])):
         records[row["position"], row["fingerprint"]].append(row)
     return ((key, rows) for key, rows in records.items() if key in samplings)
 

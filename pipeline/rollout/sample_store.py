@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -253,6 +253,17 @@ def _newest(left: Sequence[Path], sizes: dict[Path, int], bound: int) -> int:
         if total > bound:
             return max(1, count)
     return len(left)
+
+
+def without_copies(rows: Iterable[SampleRecord]) -> Iterator[SampleRecord]:
+    """The rows of training samples, each sample once: an actor that is restarted may send a finished group again, and
+    the preprocessor stores what it gets."""
+    seen = set[tuple[int, str, int]]()
+    for row in rows:
+        key = row["position"], row["fingerprint"], row["sample"]
+        if key not in seen:
+            seen.add(key)
+            yield row
 
 
 def records_of_group(prepared: PreparedGroup, task: str, estimator: str) -> list[SampleRecord]:

@@ -5,13 +5,16 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from pyarrow import concat_tables, parquet
 
 from pipeline.errors import ConfigError
-from pipeline.observability.goodput_comparison import compare, lost_positions, rl_rows, tables
+from pipeline.observability.goodput_comparison import compare, lost_positions, rl_rows, sampled_tokens, tables
 from pipeline.observability.goodput_section import steps_picture
+from pipeline.rollout.sample_store import segments
 from pipeline.run.metrics_log import MetricSinks, roll_back
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import BEGAN, FakeRun
+from tests.support.runs.recorded import make_group, write_recorded
 
 PROMPTS = 2
 
@@ -78,3 +81,15 @@ def test_a_prompt_that_the_final_model_was_trained_on_twice_is_counted(tmp_path:
     with other.paths.ledger.open("ab") as ledger:
         ledger.write(msgspec.json.encode({"position": 3, "outcome": "trained", "step": 6}) + b"\n")
     assert compare(base.root, other.root).disturbed.trained_twice == 1
+
+
+def test_tokens_are_sampled_again_only_where_another_sampling_of_the_position_follows(tmp_path: Path) -> None:
+    folder = write_recorded(tmp_path / "r").paths.rollouts / "train"
+    first = [make_group(5, 105, version=1), make_group(8, 108, version=2)]  # those that were not trained
+    again = sum(int(row.sampled.sum()) for group in first for sample in group.samples for row in sample.rows())
+    once = sampled_tokens(folder)
+    assert once[1] == again
+    (file,) = segments(folder)
+    table = parquet.read_table(file)
+    parquet.write_table(concat_tables([table, table]), file)
+    assert sampled_tokens(folder) == once, "stored twice, sampled once"

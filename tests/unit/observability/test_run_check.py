@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from pyarrow import parquet
+from pyarrow import concat_tables, parquet
 
 from pipeline.observability.check_command import main
 from pipeline.observability.run_check import check_run
@@ -212,6 +212,16 @@ def test_samples_that_are_not_the_trained_ones_are_found(run: FakeRun) -> None:
     assert check_run(run.root).problems == ("the stored samples of position 12 are not those that were trained",)
     problems = of_ledger(run, lambda lines: lines[0].update(versions=[1, 1]))
     assert "position 0 has a token of a version outside of 1 to 1" in problems
+
+
+def test_a_group_that_was_stored_twice_is_no_problem(run: FakeRun) -> None:
+    """An actor that is restarted may send a finished group again; the trainer takes it once."""
+    (file,) = segments(run.paths.rollouts / "train")
+    table = parquet.read_table(file)
+    first = table.filter([position == 0 for position in table["position"].to_pylist()])
+    parquet.write_table(concat_tables([first, table]), file)
+    checked = check_run(run.root)
+    assert (checked.problems, checked.stored) == ((), checked.groups)
 
 
 def test_a_run_without_stored_samples_is_checked_without_them(run: FakeRun) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from pyarrow import parquet
+from pyarrow import concat_tables, parquet
 
 from pipeline.config import RunConfig, load_config
 from pipeline.errors import ConfigError
@@ -103,6 +103,14 @@ def test_missing_samples_are_named_with_the_steps_that_are_whole(run: FakeRun) -
     RecordedRun(run.paths).check(replay_of(run, training={"steps": 4}))
     file.write_bytes(b"torn")
     assert "those of position 0, trained in step 1, are missing; record it again" in refusal(replay_of(run))
+
+
+def test_a_group_that_was_stored_twice_is_read_once(run: FakeRun) -> None:
+    (file,) = segments(run.paths.rollouts / "train")
+    table = parquet.read_table(file)
+    parquet.write_table(concat_tables([table, table]), file)
+    for group in RecordedRun(run.paths).batch(0):
+        assert group.fingerprint() == make_group(group.position, group.position, version=0).fingerprint()
 
 
 def test_samples_that_are_not_the_trained_ones_are_refused(run: FakeRun) -> None:
