@@ -8,12 +8,14 @@ from pipeline.errors import ConfigError
 from pipeline.inference.vllm import server_arguments
 from pipeline.inference.vllm.server_arguments import check_extra_args, unchecked_arguments
 from tests.fakes.configs import make_config
+from tests.patience import WAIT_SECONDS
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 @needs_vllm
-def test_vllm_s_own_parser_says_what_is_wrong_before_a_run_starts() -> None:
+def test_vllm_s_own_parser_says_what_is_wrong_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_arguments, "PARSE_SECONDS", WAIT_SECONDS)  # a busy machine may need longer
     wrong = make_config(inference={"extra_args": ["--max-num-seqs", "3", "--enforce-eagre"]})
     with pytest.raises(ConfigError) as caught:
         check_extra_args(wrong)
