@@ -175,7 +175,7 @@ def test_groups_that_can_be_trained_go_on_with_what_a_teacher_says_of_them(tmp_p
 
 
 def test_it_stops_when_it_is_told_to(attempt: Attempt) -> None:
-    assert attempt.start("preprocessor").stop(5) == 0
+    assert attempt.start("preprocessor").stop(60) == 0
     status = attempt.context("preprocessor").status()
     assert status is not None
     assert status.state == "stopped"
