@@ -47,7 +47,7 @@ def in_bytes(value: object) -> object:
     """A text with a unit as a number: `64M` as 67,108,864."""
     if not isinstance(value, str):
         return value
-    if not re.match(BYTES_PATTERN, value):
+    if not re.fullmatch(BYTES_PATTERN, value):
         raise ValueError(PATTERN_MEANINGS[BYTES_PATTERN])
     return memory_bytes(value) if value[-1].isalpha() else int(value)
 

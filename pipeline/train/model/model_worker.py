@@ -360,8 +360,7 @@ class ModelWorker:
     def _logprobs(
         self, micro: MicroBatch, temperature: float, entropy: bool, support_MK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropies of the counted tokens, [N] each; with `support_MK` those of its tokens,
-        [N, K]."""
+        """Log-probabilities [N], or of the tokens of `support_MK` [N, K], and entropies [N] of the counted tokens."""
         heartbeat.beat()
         where = micro.tokens_BT, micro.positions_BT, micro.segments, micro.before_M
         targets = micro.targets_M if support_MK is None else support_MK
