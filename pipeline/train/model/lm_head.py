@@ -34,11 +34,10 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, [N] or with K targets of each token [N, K], and with `with_entropy` the entropy
     [N]; nats, in fp32 (fp64 for fp64 input). A token's targets may repeat."""
-    targets_NK = targets if targets.ndim > 1 else targets[:, None]
-    logprobs_NK, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden_NE, weight_VE, targets_NK, temperature, with_entropy, rule
+    logprobs, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
+        hidden_NE, weight_VE, targets, temperature, with_entropy, rule
     )
-    return logprobs_NK.view_as(targets), entropy_N
+    return logprobs, entropy_N
 
 
 class _Head(torch.autograd.Function):
@@ -49,34 +48,36 @@ class _Head(torch.autograd.Function):
         ctx: Any,
         hidden_NE: Tensor,
         weight_VE: Tensor,
-        targets_NK: Tensor,
+        targets: Tensor,
         temperature: float,
         with_entropy: bool,
         rule: LogitRule,
     ) -> tuple[Tensor, Tensor | None]:
         product = _ChunkedProduct(hidden_NE, weight_VE, rule)
+        targets_NK = targets if targets.ndim > 1 else targets[:, None]
         outputs: tuple[list[Tensor], ...] = [], [], []
         for chunk in product.chunks():
             Z_NV = product.logits(chunk, temperature)
             Zt_N1 = Z_NV.gather(1, targets_NK[chunk, :1])
             logp_NV = Z_NV.log_softmax(-1)
             logprob_NK = logp_NV.gather(1, targets_NK[chunk])
-            outputs[0].append(logprob_NK)
+            # The shape of `targets` before `cat`: FSDP warns of a model whose output is a view.
+            outputs[0].append(logprob_NK.view_as(targets[chunk]))
             outputs[1].append(Zt_N1 - logprob_NK[:, :1])  # log Σ exp Z = Z[target] − logprob
             if with_entropy:
                 outputs[2].append(-torch.exp(logp_NV, out=Z_NV).mul_(logp_NV).sum(-1))  # reuses Z's memory for p
-        logprobs_NK, logsums_N1, entropy_N = (torch.cat(parts) if parts else None for parts in outputs)
+        logprobs, logsums_N1, entropy_N = (torch.cat(parts) if parts else None for parts in outputs)
         ctx.save_for_backward(hidden_NE, weight_VE, targets_NK, logsums_N1, entropy_N)
         # A single chunk is within the bound anyway, so it is kept and not recomputed.
         ctx.logp_NV = logp_NV if len(outputs[0]) == 1 and any(ctx.needs_input_grad) else None
         ctx.temperature, ctx.rule = temperature, rule
         ctx.set_materialize_grads(False)
-        assert logprobs_NK is not None
-        return logprobs_NK, entropy_N
+        assert logprobs is not None
+        return logprobs, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logprob_NK: Tensor | None, of_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states and weight.
 
         With a_k and b the gradients of a token's log-probabilities and entropy, and a = Σ a_k:
@@ -88,7 +89,7 @@ class _Head(torch.autograd.Function):
         hidden_NE, weight_VE, targets_NK, logsums_N1, entropy_N = ctx.saved_tensors
         product, rule = _ChunkedProduct(hidden_NE, weight_VE, ctx.rule), ctx.rule
         zeros_NK = logsums_N1.new_zeros(targets_NK.shape)
-        a_NK = zeros_NK if of_logprob_NK is None else of_logprob_NK / ctx.temperature
+        a_NK = zeros_NK if of_logprobs is None else of_logprobs.view_as(targets_NK) / ctx.temperature
         a_N1 = a_NK.sum(1, keepdim=True)
         b_N1 = None if of_entropy_N is None else of_entropy_N[:, None] / ctx.temperature
         gradients = _Gradients(product, *ctx.needs_input_grad[:2])
