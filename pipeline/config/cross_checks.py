@@ -21,6 +21,7 @@ from pipeline.config.mesh_checks import (
     experts_divide_a_replica,
     replicas_divide_the_trainer,
 )
+from pipeline.config.optimizer_checks import optimizer_is_possible
 from pipeline.config.teacher_checks import teacher_is_used, top_tokens_are_in_the_loss
 from pipeline.errors import ConfigError
 from pipeline.run.run_documents import LOCAL
@@ -182,12 +183,6 @@ def _epochs_are_of_data(config: RunConfig) -> None:
     if start.epochs and not config.data.path:
         expected = f"a dataset, whose rows the epochs count ({start.epochs:g} training.sft.epochs)"
         raise ConfigError("data.path", "", expected, "set it, or training.sft.steps in place of epochs")
-
-
-def _auxiliary_losses_are_the_trainers(config: RunConfig) -> None:
-    if config.serve.enabled and config.optim.router_aux_loss_coef:
-        expected = "0 with serve.enabled: the losses of clients' models are their clients'"
-        raise ConfigError("optim.router_aux_loss_coef", config.optim.router_aux_loss_coef, expected, "remove it")
 
 
 def _data_is_trained(config: RunConfig) -> None:
@@ -390,7 +385,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     debug_is_possible,
     _epochs_are_of_data,
     _data_is_trained,
-    _auxiliary_losses_are_the_trainers,
+    optimizer_is_possible,
 )
 
 _EVALUATION_RULES: tuple[Callable[[RunConfig], None], ...] = (_turns_leave_room_for_prompts, _eval_sets_have_servers)

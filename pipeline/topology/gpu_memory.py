@@ -59,7 +59,7 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
     ranks = ranks or trainer_ranks(config)
     tokens, shards = micro_batch_tokens(config, ranks), dp_shard(config, ranks)
     always = {
-        "parameters and moments": _shard(_stored(sizes) + _MOMENTS * sizes.trained, shards),
+        "parameters and moments": _shard(_stored(sizes) + _moments(config) * sizes.trained, shards),
         "other models": _other_models_bytes(config, sizes, shards),
         "weights for the servers": _staging_bytes(config, sizes, shards) if _publishes(config) else 0,
         "copies in compute type": _gathered_bytes(config, sizes, shards),
@@ -133,8 +133,8 @@ def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
 def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
     """Host memory of the trainer's rank 0, in addition to a few GiB of torch and CUDA."""
     shards = dp_shard(config, trainer_ranks(config))
-    state = _shard((_MASTER + _MOMENTS) * sizes.trained, shards)
-    policy = _shard(_stored(sizes) + _MOMENTS * sizes.trained, shards)
+    state = _shard((_MASTER + _moments(config)) * sizes.trained, shards)
+    policy = _shard(_stored(sizes) + _moments(config) * sizes.trained, shards)
     moved = policy + _other_models_bytes(config, sizes, shards) if config.training.offload_idle_models else 0
     published = (
         _PUBLISHED * _shard(_published_bytes(config, sizes), shards)
@@ -231,6 +231,11 @@ def _stored(sizes: Sizes) -> int:
     return _MASTER * sizes.trained + sizes.width * (sizes.parameters - sizes.trained)
 
 
+def _moments(config: RunConfig) -> int:
+    """Bytes of AdamW's moments of a parameter."""
+    return _MOMENTS if config.optim.state_dtype == "float32" else _MOMENTS // 2
+
+
 def _publishes(config: RunConfig) -> bool:
     """Whether weights are staged on GPUs for their transfer to servers."""
     return config.has_rollouts and config.weights_backend == "nccl"
@@ -287,7 +292,7 @@ def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
         return 0
     compared = config.has_preference and config.preference.formula.has_reference
     reference = sizes.weights if config.has_reference or compared else 0
-    trained = (_MASTER + _MOMENTS + _GRADIENT) * sizes.parameters if config.loss.estimator.has_critic else 0
+    trained = (_MASTER + _moments(config) + _GRADIENT) * sizes.parameters if config.loss.estimator.has_critic else 0
     return _shard(reference + trained, shards)
 
 

@@ -32,6 +32,7 @@ from pydantic_core import ErrorDetails
 from pipeline.config import ModelConfig, OptimConfig, RunConfig, closest_match
 from pipeline.config.cross_checks import check_address, check_mini_batches
 from pipeline.config.learning_rates import with_learning_rate
+from pipeline.config.optimizer_checks import moments_can_shrink
 from pipeline.config.value_types import Positive, Section
 from pipeline.errors import ConfigError
 from pipeline.run.paths import CHECKPOINTS, METRICS, MODEL, RunPaths
@@ -326,6 +327,7 @@ def check_offline(file: Path, job: Job, config: RunConfig) -> None:
     for name in ("optimizer_state", "output", "log"):
         if not getattr(job, name):
             raise ConfigError(f"{file}: {name}", "", "a path", "a job from a file must have it")
+    moments_can_shrink(job.schedule.optim)
     if isinstance(job.inputs, StreamInput | RecordedInput | DatasetInput):
         hint = f"pack the rows, or have a run make them: {user_command('submit')}"
         raise ConfigError(f"{file}: inputs.kind", job.inputs.kind, "packed, in a job from a file", hint)

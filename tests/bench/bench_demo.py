@@ -35,6 +35,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "lag0": ("training.max_lag=0",),
     "lag1": ("training.max_lag=1",),
     "lag4": ("training.max_lag=4",),
+    "bfloat16-moments": ("optim.state_dtype=bfloat16",),
     "lora": ("model.init=pretrained", "model.lora.rank=8", "optim.lr=1e-3", "training.sft.steps=0"),
 }
 COLUMNS = (

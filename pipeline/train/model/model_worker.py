@@ -250,11 +250,8 @@ class ModelWorker:
         """
         states.set_model_state_dict(self.model, state["model"], options=self._options)
         if self.optimizer is not None:
-            adamw = self.optimizer.adamw
-            own = [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in adamw.param_groups]
-            states.set_optimizer_state_dict(self.model, adamw, state["optimizer"], options=self._options)
-            for group, settings in zip(adamw.param_groups, own, strict=True):
-                group.update(settings)
+            with self.optimizer.own_settings() as adamw:
+                states.set_optimizer_state_dict(self.model, adamw, state["optimizer"], options=self._options)
             self.optimizer.load_progress(state["progress"])
 
     def save_hf_model(self, path: Path) -> None:

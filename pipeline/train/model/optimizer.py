@@ -6,7 +6,8 @@ moments. Must not know batches or losses.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,10 @@ from torch import Tensor
 from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.train.model.cpu_offload import local
+
+MOMENTS = "exp_avg", "exp_avg_sq"
+PIECE = 1 << 26
+"""Parameters, at least, whose bfloat16 moments are converted to float32 at a time: 512 MiB for both moments."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Optimizer:
         self.taken, self.skipped = 0, 0
         self._rate: float | None = None
         self._parameters = list(parameters)
+        self._moment_type: torch.dtype = getattr(torch, config.state_dtype)
         matrices = [p for p in self._parameters if p.ndim > 1]
         vectors = [p for p in self._parameters if p.ndim <= 1]
         groups: list[dict[str, Any]] = [
@@ -127,14 +133,24 @@ class Optimizer:
     def load_progress(self, progress: dict[str, int]) -> None:
         self.taken, self.skipped = progress["taken"], progress["skipped"]
 
+    @contextmanager
+    def own_settings(self) -> Iterator[torch.optim.AdamW]:
+        """The optimizer, to load a state into it: the state's betas, epsilon, weight decay do not replace its own, and
+        moments keep their type, which torch changes to that of the parameters."""
+        own = [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in self.adamw.param_groups]
+        yield self.adamw
+        for group, settings in zip(self.adamw.param_groups, own, strict=True):
+            group.update(settings)
+        for state in self.adamw.state.values():
+            state.update({name: state[name].to(self._moment_type) for name in MOMENTS})
+
     def _make_moments(self) -> None:
         """Create zero moments at step 0. torch creates them at the first step; to load a checkpoint before it would
         need an extra step, which the bias correction of all later steps would count."""
         for p in self._parameters:
             self.adamw.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+                **{name: torch.zeros_like(p, dtype=self._moment_type) for name in MOMENTS},
             }
 
     def _update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
@@ -151,24 +167,28 @@ class Optimizer:
             states = [self.adamw.state[p] for p in parameters]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
-            torch._fused_adamw_(
-                [local(p) for p in parameters],
-                [local(p.grad) for p in parameters],
-                [local(state["exp_avg"]) for state in states],
-                [local(state["exp_avg_sq"]) for state in states],
-                [],
-                steps,
-                lr=lr,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-                grad_scale=scale,
-                found_inf=skip,
-            )
+            for piece in self._pieces(parameters):
+                _fused_step(piece, group, scale, skip)
             torch._foreach_sub_(steps, [skip] * len(steps))
+
+    def _pieces(self, parameters: Sequence[Tensor]) -> Iterator["_Piece"]:
+        """What one launch of the kernel updates: all of float32, at least `PIECE` parameters of another type, since
+        the kernel needs one type. Converted moments are rounded back, to nearest, after the launch."""
+        piece = _Piece()
+        for p in parameters:
+            state = self.adamw.state[p]
+            tensors = [local(t) for t in (p, p.grad, *(state[name] for name in MOMENTS)) if t is not None]
+            if self._moment_type == p.dtype:
+                piece.add(tensors, state["step"])
+                continue
+            rows = max(1, PIECE * len(tensors[0]) // max(1, tensors[0].numel()))
+            for parts in zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True):
+                piece.add(parts, state["step"])
+                if piece.size >= PIECE:
+                    yield piece
+                    piece = _Piece()
+        if piece.steps:
+            yield piece
 
     def _global_norm(self, gradients: list[Tensor]) -> Tensor:
         """√(Σ over ranks and tensors of ‖gradient‖²), a scalar on the device, summed in double precision."""
@@ -177,3 +197,43 @@ class Optimizer:
         # Each parameter's shards are disjoint, so the squares add up over the ranks of one replica.
         dist.all_reduce(squares, group=self._group)
         return squares.sqrt()
+
+
+class _Piece:
+    """Tensors of one launch: parameters, gradients, both moments, steps."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.columns: tuple[list[Tensor], ...] = [], [], [], []
+        self.steps: list[Tensor] = []
+
+    def add(self, tensors: Sequence[Tensor], step: Tensor) -> None:
+        for column, tensor in zip(self.columns, tensors, strict=True):
+            column.append(tensor)
+        self.steps.append(step)
+        self.size += tensors[0].numel()
+
+
+def _fused_step(piece: _Piece, group: dict[str, Any], scale: Tensor | None, skip: Tensor) -> None:
+    parameters, gradients, *stored = piece.columns
+    first, second = ([tensor.to(p.dtype) for tensor, p in zip(column, parameters, strict=True)] for column in stored)
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        first,
+        second,
+        [],
+        piece.steps,
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        grad_scale=scale,
+        found_inf=skip,
+    )
+    for column, computed in zip(stored, (first, second), strict=True):
+        if column[0].dtype != computed[0].dtype:
+            torch._foreach_copy_(column, computed)

@@ -166,6 +166,10 @@ def test_what_would_train_nothing_or_have_no_services_is_refused(overrides: list
             ["training.mesh.cp=2", "resources.trainer.processes=2", "training.micro_batch_tokens=31"],
             "at least model.max_length (64) / training.mesh.cp (2), so that every sample fits; raise it to 32",
         ),
+        (
+            ["optim.state_dtype=bfloat16", "optim.beta2=0.999"],
+            "optim.beta2=0.999: expected at most 0.996 with optim.state_dtype=bfloat16, which would round the decay",
+        ),
         (["resources.trainer.gpus=2"], "resources.trainer.gpus=2: expected 0 or 1 for each process of the trainer"),
     ],
 )
@@ -306,9 +310,11 @@ def test_routing_replay_is_for_mixtures_in_runs_that_sample(tmp_path: Path) -> N
         replayed(tmp_path, "streams.budget_bytes=262144", **MIXTURE)
 
 
-def test_the_auxiliary_loss_of_routers_is_refused_for_clients_models() -> None:
+def test_what_clients_choose_is_refused_for_clients_models() -> None:
     with pytest.raises(ConfigError, match=r"optim\.router_aux_loss_coef=0\.01: expected 0 with serve\.enabled"):
         check_run(compose_cached(["experiment=tinker", "optim.router_aux_loss_coef=0.01"]))
+    with pytest.raises(ConfigError, match=r"optim\.state_dtype='bfloat16': expected float32 with serve\.enabled"):
+        check_run(compose_cached(["experiment=tinker", "optim.state_dtype=bfloat16"]))
 
 
 def test_more_likely_tokens_than_the_vocabulary_has_are_refused() -> None:

@@ -392,6 +392,14 @@ def test_processes_that_share_a_line_have_a_part_of_its_tokens_each_and_shard_th
     assert micro_batch_tokens(few, 8) == 4 * 4096 // 4  # 8 samples, of which two ranks-of-four get four each
 
 
+def test_bfloat16_moments_take_half_the_memory() -> None:
+    full = config_of(processes=1)
+    halved = full.model_copy(update={"optim": OptimConfig(state_dtype="bfloat16")})
+    before, after = trainer_memory(full, B8).parts, trainer_memory(halved, B8).parts
+    assert before["parameters and moments"] - after["parameters and moments"] == 4 * B8.trained
+    assert host_memory(full, B8).total > host_memory(halved, B8).total
+
+
 def test_a_replica_takes_the_memory_of_a_trainer_of_its_ranks() -> None:
     replicated = config_of(processes=8, mesh={"dp_replicate": 2}, **SAVING)
     assert describe_mesh(replicated) == "dp_replicate 2 × dp_shard 4"

@@ -71,6 +71,48 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert optimizer.progress() == {"taken": 1, "skipped": 2}
 
 
+def test_bfloat16_moments_are_rounded_after_a_step_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIG.model_copy(update={"state_dtype": "bfloat16", "clip_norm": 1e9, "warmup_steps": 0})
+    own, others = make_parameters(), make_parameters()
+    optimizer = Optimizer(own, config, steps=10)
+    monkeypatch.setattr("pipeline.train.model.optimizer.PIECE", 30)  # less than the largest matrix has
+    first, second = ([torch.zeros_like(p) for p in others] for _ in range(2))
+    for step in range(4):
+        fill_gradients(own, step)
+        fill_gradients(others, step)
+        optimizer.step()
+        for p, m, v in zip(others, first, second, strict=True):
+            assert p.grad is not None
+            m.copy_(config.beta1 * m + (1 - config.beta1) * p.grad)
+            v.copy_(config.beta2 * v + (1 - config.beta2) * p.grad**2)
+            unbiased = m / (1 - config.beta1 ** (step + 1)), v / (1 - config.beta2 ** (step + 1))
+            decay = config.weight_decay if p.ndim > 1 else 0.0
+            with torch.no_grad():
+                p.copy_(p * (1 - config.lr * decay) - config.lr * unbiased[0] / (unbiased[1].sqrt() + config.eps))
+            m.copy_(m.bfloat16())
+            v.copy_(v.bfloat16())
+    for mine, theirs in zip(own, others, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    moments = [t for t in optimizer.moments() if t.ndim]
+    assert {t.dtype for t in moments} == {torch.bfloat16}
+    assert sum(t.nbytes for t in moments) == 2 * sum(p.nbytes for p in own) // 2
+
+
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIG.model_copy(update={"state_dtype": "bfloat16"})
+    runs = []
+    for piece in (1, 40, 1 << 26):
+        monkeypatch.setattr("pipeline.train.model.optimizer.PIECE", piece)
+        parameters = make_parameters()
+        optimizer = Optimizer(parameters, config, steps=10)
+        for step in range(3):
+            fill_gradients(parameters, step)
+            optimizer.step()
+        runs.append([*parameters, *optimizer.moments()])
+    assert all(map(torch.equal, runs[0], runs[2]))
+    assert all(map(torch.equal, runs[1], runs[2]))
+
+
 class Waits(TorchDispatchMode):
     """Counts the values that the host reads from the device, and the operations before the first of them."""
 
