@@ -35,6 +35,7 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.timeout(1200)
 def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and_lose_nothing(
     launches: Launches, temporary: Path
 ) -> None:

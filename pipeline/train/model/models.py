@@ -321,7 +321,10 @@ def _lasting(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shape(parameter: Tensor) -> tuple[torch.Size, torch.Size, object]:
-    return parameter.shape, local(parameter).shape, getattr(parameter, "placements", None)
+    """Of the whole parameter and of this rank's part, and how it is sharded; None if the part is the whole, whether
+    FSDP manages it or, as a frozen base, does not."""
+    whole, part = parameter.shape, local(parameter).shape
+    return whole, part, None if part == whole else getattr(parameter, "placements", None)
 
 
 def compile_layers(model: DecoderModel) -> None:
