@@ -10,7 +10,7 @@ it returns; `pipeline.checkpoints.async_save` passes copies, so that training ca
 
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -154,7 +154,12 @@ class _ComparingPlanner(DefaultLoadPlanner):
         parts = tuple(f"{name}." for name in self.original_state_dict)
         if differing := _differences(self.state_dict, self.metadata, parts):
             more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
-            raise CheckpointError(f"{self._name} is of another model: {'; '.join(differing[:_MAX_SHOWN])}{more}")
+            shown = f"{'; '.join(differing[:_MAX_SHOWN])}{more}"
+            saved = self.metadata.state_dict_metadata if self.metadata else {}
+            if _shapes(self.state_dict, parts) == _shapes(saved, parts):
+                hint = "use model.dtype and optim.state_dtype with which it was saved"
+                raise CheckpointError(f"{self._name} has tensors of other types: {shown}; {hint}")
+            raise CheckpointError(f"{self._name} is of another model: {shown}")
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -171,6 +176,13 @@ def _differences(expected: Tensors, metadata: Metadata | None, parts: tuple[str,
         (name, _shape_text(expected[name]), _shape_text(saved[name])) for name in sorted(expected.keys() & saved.keys())
     ]
     return lines + [f"{name} is {mine} here and {theirs} there" for name, mine, theirs in pairs if mine != theirs]
+
+
+def _shapes(values: Mapping[str, Any], parts: tuple[str, ...]) -> dict[str, object]:
+    """The shape of each tensor of these parts by its name, whatever its type."""
+    return {
+        name: _shape_text(value).partition(" ")[2] for name, value in values.items() if f"{name}.".startswith(parts)
+    }
 
 
 def _shape_text(value: Any) -> str:

@@ -14,6 +14,7 @@ from pipeline.config.container_keys import check_container
 from pipeline.config.debug_checks import debug_is_possible
 from pipeline.config.evaluation_keys import check_sets
 from pipeline.config.fault_checks import faults_can_happen
+from pipeline.config.gpu_checks import servers_have_gpus, shared_gpus_have_room, trainer_processes_have_one_gpu
 from pipeline.config.key_relevance import default_of, unread_keys, value_of
 from pipeline.config.loss_checks import correction_has_old_logprobs, kl_has_a_gradient, only_groups_are_filtered
 from pipeline.config.mesh_checks import (
@@ -34,10 +35,6 @@ and of each of the teacher's `top_k` likeliest tokens, id and log-probability (`
 _SAMPLE_BYTES = 512
 """Upper bound of a sample's bytes in addition to its tokens."""
 
-MAX_COLOCATED_SHARE = 0.7
-"""Maximum fraction of a GPU's memory for servers that share it with a trainer process."""
-
-
 QUEUE_KEYS = tuple(
     key
     for key in ClusterConfig.model_fields
@@ -54,7 +51,7 @@ def check_run(config: RunConfig, positions: int | None = None) -> None:
     _a_phase_is_configured(config)
     _servers_of_clients_have_models(config)
     if config.has_servers:
-        _servers_have_gpus(config)
+        servers_have_gpus(config)
     if config.has_rl:
         check_mini_batches(config, config.training.prompts_per_step, "training.prompts_per_step")
     check_config(config, positions)
@@ -195,46 +192,11 @@ def _data_is_trained(config: RunConfig) -> None:
             raise ConfigError(f"data.{key}", getattr(data, key), "nothing without data.path", "set that too")
 
 
-def _servers_have_gpus(config: RunConfig) -> None:
-    gpus, device = config.resources.inference.gpus, config.resources.device
-    if device == "cuda" and not gpus:
-        expected = "1 or more with resources.device=cuda: each server needs GPUs"
-        raise ConfigError("resources.inference.gpus", gpus, expected, "set it")
-    if config.weights_backend == "nccl" and device != "cuda":
-        raise ConfigError("inference.backend", "nccl", "gloo with resources.device=cpu", "leave it out")
-    if device == "cuda" and config.weights_backend == "gloo" and gpus > 1 and not config.model.lora.travels_alone:
-        expected = "1 for a whole model over gloo (inference.backend=gloo), which feeds one process"
-        raise ConfigError("resources.inference.gpus", gpus, expected, "set it to 1, or leave inference.backend out")
-
-
 def _servers_make_a_quorum(config: RunConfig) -> None:
     inference = config.resources.inference
     if config.server_quorum > inference.nodes * inference.servers:
         expected = f"at most {inference.nodes * inference.servers}, the servers of resources.inference"
         raise ConfigError("inference.min_servers", config.inference.min_servers, expected, "lower it, or set all")
-
-
-def _shared_gpus_have_room(config: RunConfig) -> None:
-    resources, memory = config.resources, config.inference.gpu_memory
-    servers_per_gpu = resources.inference.servers_per_gpu
-    if servers_per_gpu > 1 and resources.inference.gpus != 1:
-        expected = "1 unless each server has exactly one GPU (resources.inference.gpus=1)"
-        raise ConfigError("resources.inference.servers_per_gpu", servers_per_gpu, expected, "leave it out")
-    if resources.colocate and resources.device == "cpu":
-        raise ConfigError("resources.colocate", True, "false with resources.device=cpu", "leave it out")
-    if resources.colocate and memory > MAX_COLOCATED_SHARE:
-        expected = f"at most {MAX_COLOCATED_SHARE} with resources.colocate, since the trainer needs the rest"
-        hint = "--dry-run prints the trainer's memory; 0.4 is a good start"
-        raise ConfigError("inference.gpu_memory", memory, expected, hint)
-
-
-def _trainer_processes_have_one_gpu(config: RunConfig) -> None:
-    gpus, hint = config.resources.trainer.gpus, "set it, and resources.trainer.processes"
-    if config.resources.device == "cuda" and gpus != 1:
-        expected = "1 with resources.device=cuda: each process of the trainer computes on one GPU"
-        raise ConfigError("resources.trainer.gpus", gpus, expected, hint)
-    if gpus > 1:
-        raise ConfigError("resources.trainer.gpus", gpus, "0 or 1 for each process of the trainer", hint)
 
 
 def check_queue_keys(config: RunConfig) -> None:
@@ -365,11 +327,11 @@ def _checkpoint_url_can_be_opened(config: RunConfig) -> None:
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     faults_can_happen,
-    _trainer_processes_have_one_gpu,
+    trainer_processes_have_one_gpu,
     replicas_divide_the_trainer,
     context_divides_a_replica,
     experts_divide_a_replica,
-    _shared_gpus_have_room,
+    shared_gpus_have_room,
     check_queue_keys,
     _hetjob_needs_aux_nodes,
     _changed_keys_are_read,

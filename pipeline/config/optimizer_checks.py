@@ -19,7 +19,7 @@ def optimizer_is_possible(config: RunConfig) -> None:
 
 
 def moments_can_shrink(optim: OptimConfig) -> None:
-    """With a small gradient the second moment shrinks by 1 − beta2 of itself, which rounding must not undo."""
+    """`ConfigError` if rounding would undo the decay: with a small gradient a moment shrinks by 1 − beta of itself."""
     if optim.state_dtype == "bfloat16" and max(optim.beta1, optim.beta2) > 1 - _LEAST_CHANGE:
         name = "beta1" if optim.beta1 > optim.beta2 else "beta2"
         expected = f"at most {1 - _LEAST_CHANGE:.3f} with optim.state_dtype=bfloat16, which would round the decay away"

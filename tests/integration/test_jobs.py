@@ -279,6 +279,15 @@ def test_a_job_that_takes_over_moments_has_its_own_betas_epsilon_and_weight_deca
     assert seen == [[((0.5, 0.75), 1e-4, 0.25), ((0.5, 0.75), 1e-4, 0.0)]] * 2
 
 
+def test_moments_of_another_type_are_refused_with_the_key_that_sets_it(
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path
+) -> None:
+    run_job_file(write_job(tmp_path, "rl", "first"), dispatch, config)
+    halved = {"steps": 1, "prompts": 3, "optim": {"state_dtype": "bfloat16"}}
+    with pytest.raises(TrainingError, match=r"exp_avg is bfloat16 .* and float32 .*; use .*optim\.state_dtype"):
+        run_job_file(write_job(tmp_path, "rl", "second", schedule=halved), dispatch, config)
+
+
 def settings_seen(worker: ModelWorker) -> list[tuple[Any, ...]]:
     """Of matrices, and of vectors."""
     assert worker.optimizer is not None

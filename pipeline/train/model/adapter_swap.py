@@ -30,9 +30,10 @@ from pipeline.errors import TrainingError
 from pipeline.train.model import lora
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.model.optimizer import MOMENTS
 from pipeline.train.model.row_shards import fill_shard, rows_of
 
-MOMENTS, PROGRESS = ("exp_avg", "exp_avg_sq"), ("taken", "skipped")
+PROGRESS = "taken", "skipped"
 VECTORS = ("parameters", *MOMENTS, "step", "progress")
 """The tensors of a packed adapter."""
 

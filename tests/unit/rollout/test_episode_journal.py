@@ -66,6 +66,12 @@ Steps = st.lists(
 )
 
 
+def drop_expected(expected: dict[int, dict[tuple[int, int], bytes]], position: int, sample: int) -> None:
+    group = expected.pop(position, {})
+    if left := {key: value for key, value in group.items() if sample not in (-1, key[0])}:
+        expected[position] = left
+
+
 @settings(max_examples=20, deadline=None)
 @given(steps=Steps)
 def test_the_files_hold_what_was_added_and_not_dropped(tmp_path_factory: pytest.TempPathFactory, steps: object) -> None:
@@ -82,9 +88,7 @@ def test_the_files_hold_what_was_added_and_not_dropped(tmp_path_factory: pytest.
                 expected.setdefault(position, {})[sample, number] = event
             elif step == "drop":
                 journal.drop(position, sample)
-                group = expected.pop(position, {})
-                if left := {key: value for key, value in group.items() if sample not in (-1, key[0])}:
-                    expected[position] = left
+                drop_expected(expected, position, sample)
             else:
                 journal.__exit__(None, None, None)
                 journal = EpisodeJournal(folder, BOUND)
