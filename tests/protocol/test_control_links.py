@@ -4,13 +4,14 @@ The run has 4,096 ranks by its rates: an agent with a link reads the directory o
 seconds.
 """
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from queue import Empty, Queue
 
@@ -133,15 +134,16 @@ def test_without_an_ancestor_that_answers_the_files_are_read_and_hints_go_to_tho
 def test_a_link_shows_whether_an_agent_answers_is_stopped_or_has_ended(paths, start):
     other = start(3)
     records = PeerRecords(FileSharedDir(paths.rendezvous), RUN, ATTEMPT)
-    link = PeerLink(records, 3)
-    wait_for("an answer", lambda: link.look() == "answers", WAIT_SECONDS)
-    other.process.send_signal(signal.SIGSTOP)
-    assert link.look() == "accepts"
-    other.process.send_signal(signal.SIGCONT)
-    wait_for("another answer", lambda: link.look() == "answers", WAIT_SECONDS)
-    other.process.kill()
-    other.process.wait(WAIT_SECONDS)
-    assert link.look() == "refuses"
+    with closing(PeerLink(records, 3)) as link:
+        wait_for("an answer", lambda: link.look() == "answers", WAIT_SECONDS)
+        other.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, other.process.pid, os.WSTOPPED | os.WNOWAIT)  # each of its threads has stopped
+        assert link.look() == "accepts"
+        other.process.send_signal(signal.SIGCONT)
+        wait_for("another answer", lambda: link.look() == "answers", WAIT_SECONDS)
+        other.process.kill()
+        other.process.wait(WAIT_SECONDS)
+        assert link.look() == "refuses"
     assert PeerLink(records, 4).look() == "unknown", "it has no node record"
 
 

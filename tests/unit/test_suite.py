@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import WAIT_SECONDS
 from tests.workers import WAITERS
 
 pytestmark = pytest.mark.integration
@@ -57,7 +58,7 @@ def run_suite(folder: Path, text: str, workers: int = 0, *options: str) -> subpr
     plugins = {"PYTEST_PLUGINS": "xdist.plugin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # others take seconds to load
     environment = os.environ | plugins | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS)
 
 
 def test_a_test_of_processes_that_passes_alone_is_flaky_and_shown_with_both_outputs(tmp_path: Path) -> None:

@@ -382,13 +382,17 @@ class ServerSync:
         """
         if self._announced and version == self.version:
             return
-        self.version, self._announced = version, True
+        # A version counts once its announcement has succeeded; that there is none counts at once.
+        self._announced = False
+        if version is None:
+            self.version = None
         try:
             self._on_change(self.server, version)
         except RollcallError as error:
             raise WeightSyncError(
                 f"{self.server}: cannot announce that it serves weights {version}: {error}"
             ) from error
+        self.version, self._announced = version, True
 
     def _step(self, event: SyncEvent) -> None:
         self.state = next_sync_state(self.state, event)

@@ -266,22 +266,23 @@ def test_a_server_that_fails_while_paused_is_evicted_before_it_goes_on() -> None
     assert "/resume" not in failed[: failed.index("told None")]
 
 
-def test_a_server_of_which_nobody_can_be_told_is_brought_again_until_somebody_can() -> None:
-    told: Changes = []
+def test_a_server_counts_as_current_once_its_announcement_succeeded() -> None:
+    announced: Changes = []
+    versions: list[int | None] = []
     lost = StreamError("no connection")
 
-    def tell(server: str, version: int | None) -> None:
-        told.append((server, version))
-        if lost.args and version is not None:
+    def announce(server: str, version: int | None) -> None:
+        announced.append((server, version))
+        versions.append(sender.versions()[server])
+        if version is not None and announced.count((server, 1)) <= 2:
             raise lost
 
-    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, tell, 10) as sender:
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, announce, 10) as sender:
         sender.start(1, WEIGHTS)
-        wait_for("a second try", lambda: told.count((server.endpoint, 1)) == 2, 10)
-        lost.args = ()
         assert list(sender.wait_until_synced().servers) == [server.endpoint]
-    assert told[:2] == [(server.endpoint, 1), (server.endpoint, None)]
-    assert told[-1] == (server.endpoint, 1)
+        assert announced == [(server.endpoint, version) for version in (1, None, 1, None, 1)]
+        assert versions == [None] * 5, "no announcement had succeeded"
+        assert sender.versions() == {server.endpoint: 1}
 
 
 def test_settling_before_any_start_is_refused() -> None:
