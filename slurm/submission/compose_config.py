@@ -34,6 +34,7 @@ from pipeline.config import (
     suggest_key,
 )
 from pipeline.errors import ConfigError
+from slurm.submission.machine_resources import register_machine
 
 CONF = Path(conf.__file__).parent
 OPEN = (
@@ -183,12 +184,21 @@ def _merge_group(tree: DictConfig, group: str, file: Path) -> None:
 
 @contextmanager
 def _composing(overrides: Sequence[str]) -> Iterator[None]:
-    """Turn Hydra's errors in the block into `ConfigError`."""
+    """Turn Hydra's errors in the block into `ConfigError`; in it, `conf/` may ask for this machine's size."""
+    register_machine()
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
+        if refusal := _refusal(error):
+            raise refusal from None
         reason = " ".join(str(error).split())
         raise ConfigError("overrides", " ".join(overrides), "overrides that compose", reason) from None
+
+
+def _refusal(error: BaseException) -> ConfigError | None:
+    """The error of a resolver, from which OmegaConf makes its own."""
+    cause = error.__cause__ or error.__context__
+    return cause if cause is None or isinstance(cause, ConfigError) else _refusal(cause)
 
 
 def expand_sweep(overrides: Sequence[str], folder: Path = CONF) -> Expansion:

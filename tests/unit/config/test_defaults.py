@@ -28,6 +28,7 @@ LAYOUT = (
     *("resources.inference.gpus", "resources.services.nodes", "resources.gpus_per_node", "resources.device"),
 )
 """The roles' nodes and devices. A layout is read as a whole, so its file may state defaults again."""
+SHARED = (*LAYOUT, "resources.colocate", "inference.gpu_memory")
 RECIPE = (
     *("name", "task.options", "model.max_length", "optim.lr"),
     *("training.steps", "training.prompts_per_step", "training.max_lag"),
@@ -59,7 +60,7 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
         "rloo": ["loss.name", "loss.advantage_estimator", "loss.normalize"],
     },
     "model": {"*": MODEL, "tiny_qwen3": TINY, "tiny_text": TINY},
-    "resources": {"*": LAYOUT, "one_gpu": [*LAYOUT, "resources.colocate", "inference.gpu_memory"]},
+    "resources": {"*": LAYOUT, "one_gpu": SHARED, "machine": SHARED},
     "task": {
         "*": ["task.name"],
         "agent": ["task.name", "task.processes"],  # an agent waits for the policy most of the time
@@ -80,6 +81,7 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
             "reward.functions",
         ],
         "dpo": PREFERENCES,
+        "grpo": [*RECIPE, "training.memory", "training.checkpoint_seconds"],
         "harbor": [*RECIPE, "task.processes"],
         "mix": [*RECIPE, "task.tasks"],
         "openenv": [*RECIPE, "task.processes"],
