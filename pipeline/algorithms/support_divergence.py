@@ -30,8 +30,9 @@ LOWEST = -100.0
 def support_kl(policy_NK: Tensor, teacher_NK: Tensor) -> Tensor:
     """KL_S of each token, [N] in nats, from log-probabilities; has a gradient in `policy_NK` only.
 
-    An entry that the teacher does not have is −∞ in `teacher_NK`; the policy's entry is then ignored. In float32 the
-    result is exact to about 1e-6, since the tails come from log Σ p by expm1, without the cancellation in 1 − Σ p.
+    An entry that the teacher does not have is −∞ in `teacher_NK`; the policy's entry is then ignored. The tails come
+    from log Σ p by expm1, without the cancellation in 1 − Σ p. The rounding of float32 log-probabilities remains: the
+    error is about 1e-6 · (1 + q_R / p_R).
     """
     present_NK = teacher_NK > LOWEST
     # The difference of an absent entry is 0, not ∞, so that its product with q = 0 has a gradient.

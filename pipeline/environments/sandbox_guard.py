@@ -215,12 +215,20 @@ def _proportional_bytes(thread: str) -> int:
 def _kilobytes(path: str) -> dict[str, int]:
     """The sizes in bytes of a file of /proc with lines such as `VmRSS:  12 kB`."""
     sizes = {}
-    with suppress(OSError, ValueError):
-        for line in Path(path).read_text().splitlines():
-            if line.endswith(" kB"):
-                name, _, value = line.partition(":")
-                sizes[name] = int(value.split()[0]) << 10
+    for line in _lines(path):
+        name, _, value = line.partition(":")
+        number, _, unit = value.strip().partition(" ")
+        if unit == "kB" and number.isdecimal():  # a process may be called `x kB`
+            sizes[name] = int(number) << 10
     return sizes
+
+
+def _lines(path: str) -> list[str]:
+    """The lines of a file of /proc; none of a process that has ended. The names of processes and files in it are any
+    bytes except a line feed, also those at which `str.splitlines` ends a line."""
+    with suppress(OSError):
+        return Path(path).read_bytes().decode(errors="replace").split("\n")
+    return []
 
 
 def _address_spaces(threads: list[str]) -> list[str]:
@@ -241,15 +249,15 @@ def _mapped_files(thread: str) -> dict[tuple[int, int], int]:
     """Bytes of shared memory without a name, up to the end of what is mapped, by device and inode. Its pages stay when
     they are mapped and no longer resident, also after its file was closed."""
     ends: dict[tuple[int, int], int] = {}
-    with suppress(OSError, ValueError):
-        text = Path(f"/proc/{thread}/maps").read_text(errors="replace")
-        for line in text.splitlines() if "(deleted)" in text else ():
-            area, _, offset, device, inode, *path = line.split(maxsplit=5)
-            if path and path[0].startswith(_SHARED_MEMORY):
-                begin, end = (int(number, 16) for number in area.split("-"))
-                major, minor = (int(number, 16) for number in device.split(":"))
-                file = os.makedev(major, minor), int(inode)
-                ends[file] = max(ends.get(file, 0), int(offset, 16) + end - begin)
+    for line in _lines(f"/proc/{thread}/maps"):
+        if "(deleted)" not in line:
+            continue
+        area, _, offset, device, inode, path = line.split(maxsplit=5)
+        if path.startswith(_SHARED_MEMORY):
+            begin, end = (int(number, 16) for number in area.split("-"))
+            major, minor = (int(number, 16) for number in device.split(":"))
+            file = os.makedev(major, minor), int(inode)
+            ends[file] = max(ends.get(file, 0), int(offset, 16) + end - begin)
     return ends
 
 

@@ -21,6 +21,7 @@ from pipeline.run.lost_seconds import CAUSES, Goodput, Outage
 from pipeline.run.metrics_log import MetricRecord, read_rows
 from pipeline.run.paths import RunPaths
 from pipeline.transport.ledger import TRAINED, Settlement
+from pipeline.utils.append_log import complete_lines
 
 START_CAUSES = ("agent", "rendezvous", "trainer", "restore", "servers", "weights", "batch")
 """The causes of the seconds of a start, cold or warm."""
@@ -136,8 +137,7 @@ def _window(config: RunConfig) -> int:
 
 
 def _settlements(ledger: Path) -> list[Settlement]:
-    lines = ledger.read_bytes().splitlines() if ledger.exists() else []
-    return [msgspec.json.decode(line, type=Settlement) for line in lines]
+    return [msgspec.json.decode(line, type=Settlement) for line in complete_lines(ledger)]
 
 
 def sampled_tokens(folder: Path) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from pipeline.errors import RecordError
 from pipeline.rollout.prompt_order import PromptOrder
 from pipeline.transport.ledger import Settlement
 from pipeline.utils import shared_files
+from pipeline.utils.append_log import complete_lines
 from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT, retry_transient
 
 MIN_WINDOW = 64
@@ -157,20 +158,18 @@ class Curriculum:
                 self._streaks.note(prompt, solved)
 
     def _solved_before(self) -> list[tuple[int, float]]:
-        lines = self._ledger.read_bytes().splitlines(keepends=True) if self._ledger.exists() else []
-        return list(_solved_in(lines))
+        return list(_solved_in(complete_lines(self._ledger)))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.json"
 
 
 def _solved_in(lines: Iterable[bytes]) -> Iterator[tuple[int, float]]:
-    """The prompt and the solved fraction of each complete line that has them."""
+    """The prompt and the solved fraction of each line that has them."""
     for line in lines:
-        if line.endswith(b"\n"):
-            entry = msgspec.json.decode(line, type=Settlement)
-            if entry.prompt is not None and entry.solved is not None:
-                yield entry.prompt, entry.solved
+        entry = msgspec.json.decode(line, type=Settlement)
+        if entry.prompt is not None and entry.solved is not None:
+            yield entry.prompt, entry.solved
 
 
 def _uniform(text: str) -> float:

@@ -26,6 +26,7 @@ from pipeline.rollout.sample_store import TRAIN, segments, without_copies
 from pipeline.run.paths import RunPaths
 from pipeline.transport.ledger import Settlement
 from pipeline.transport.sample_records import Branch, Group, Sample
+from pipeline.utils.append_log import complete_lines
 
 _MODEL_FILES = ("config.json", "tokenizer.json")
 """Files of a model directory that decide what a token id means."""
@@ -165,10 +166,9 @@ def _arrays_of(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _lines_by_step(ledger: Path) -> dict[int, list[Settlement]]:
     """The complete lines of a ledger, in order, by step."""
     lines = defaultdict[int, list[Settlement]](list)
-    for text in ledger.read_bytes().splitlines(keepends=True) if ledger.exists() else ():
-        if text.endswith(b"\n"):
-            line = msgspec.json.decode(text, type=Settlement)
-            lines[line.step].append(line)
+    for text in complete_lines(ledger):
+        line = msgspec.json.decode(text, type=Settlement)
+        lines[line.step].append(line)
     return dict(lines)
 
 

@@ -72,6 +72,13 @@ def _size(path: Path) -> int:
         return 0
 
 
+def complete_lines(path: Path) -> list[bytes]:
+    """The lines of such a file without line ends; none if it is absent. A writer may have written only a part of the
+    last one, which is left out."""
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    return lines
+
+
 def rewrite_lines(
     path: Path,
     keep: Callable[[bytes, int], bool],

@@ -11,8 +11,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 
 from pipeline.errors import ConfigError
@@ -66,13 +67,17 @@ def _files(run: str) -> dict[str, Path]:
     """Trackio's files by the name that the dashboard shows: the run's, or those of all runs."""
     if run:
         root = find_run([f"run={run}"])
-        roots = {root.name: root}
+        roots = [(root.name, root)]
         value, expected = root.name, "a run with files of Trackio"
     else:
         candidates = [*RUNS.glob("*/"), *RUNS.glob("*/*/")]  # runs, and the points of sweeps
-        roots = {".".join(root.relative_to(RUNS).parts): root for root in candidates if RunPaths(root).run.exists()}
+        runs = [root for root in candidates if RunPaths(root).run.exists()]
+        roots = [(".".join(root.relative_to(RUNS).parts), root) for root in runs]
         value, expected = str(RUNS), "at least one run with files of Trackio"
-    files = {name: file for run_name, root in roots.items() for name, file in _files_of(root, run_name)}
+    files = dict[str, Path]()
+    for run_name, root in roots:
+        for name, file in _files_of(root, run_name):
+            files[_free_name(name, files)] = file
     if not files:
         raise ConfigError("run", value, expected, "submit it with tracking=trackio (offline, without TRACKIO_SPACE_ID)")
     return files
@@ -84,6 +89,12 @@ def _files_of(root: Path, name: str) -> Iterator[tuple[str, Path]]:
     files = sorted((RunPaths(root).tracking / TRACKER).glob("*.db"))
     for file in files:
         yield name if len(files) == 1 else f"{name}.{file.stem}", file.resolve()
+
+
+def _free_name(name: str, taken: Container[str]) -> str:
+    """The name, with a number if it is taken: a run `a.b` and the point `b` of a sweep `a` have the same one."""
+    numbered = (f"{name}-{number}" for number in count(2))
+    return next(free for free in chain([name], numbered) if free not in taken)
 
 
 def _free_address(host: str, port: str) -> tuple[str, int]:

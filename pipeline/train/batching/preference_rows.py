@@ -54,10 +54,8 @@ class PreferencePairs(Conversations):
 
     def _read_parts(self, masker: AssistantMasker) -> tuple[TokenizedDataset, Callable[[], TokenizedDataset]]:
         train, held_out = pairs_split(self._config.data)
-        is_reward_model = self._config.preference.formula.is_reward_model
-        padding = read_padding_token(model_directory(self._config.model)) if is_reward_model else None
-        rows = _read(train, masker, self._config, padding, self._content, self._beat)
-        return rows, lambda: _read(held_out, masker, self._config, padding, self._content, self._beat)
+        rows = _read(train, masker, self._config, self._content, self._beat)
+        return rows, lambda: _read(held_out, masker, self._config, self._content, self._beat)
 
 
 def pairs_split(data: DataConfig) -> tuple[PairsPart, PairsPart]:
@@ -81,16 +79,16 @@ def _read(
     part: PairsPart,
     masker: AssistantMasker,
     config: RunConfig,
-    padding: int | None = None,
     content: DatasetDigest | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> TokenizedDataset:
     """The rows of a part's pairs; `RowError` for the first pair that is refused."""
-    rows = TokenizedDataset()
+    rows, is_reward_model = TokenizedDataset(), config.preference.formula.is_reward_model
+    padding = read_padding_token(model_directory(config.model)) if is_reward_model else None
     for index, pair, texts in trainable(part, masker, config, rows, beat):
         if content:
             content.add({"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected, "tools": pair.tools})
-        if config.preference.formula.is_reward_model:
+        if is_reward_model:
             texts = [_scored(text, padding) for text in texts]
         overlong = next((text for text in texts if not fits(text, config)), None)
         if overlong:

@@ -51,13 +51,14 @@ def automatic_mounts(config: RunConfig, run: RunPaths, variables: Mapping[str, s
 
 
 def cache_folders(config: RunConfig, variables: Mapping[str, str] = os.environ) -> list[Path]:
-    """The directories of caches, which a node may have to create; of a link also the directory to which it leads."""
+    """The directories of caches, which a node may have to create; of a link also the directory to which it leads, by
+    each of its names: the container has the link as it is written."""
     named = [config.cluster.compile_cache, *(variables.get(name, "") for name in CACHE_VARIABLES)]
     home = cache_folder().parent
     paths = [home, *(Path(path).absolute() for path in named if path)]
     hf_home = Path(variables.get("HF_HOME") or home / "huggingface").absolute()
     inner = [*(home / name for name in CACHES), *(hf_home / name for name in HF_CACHES)]
-    targets = [path.resolve() for path in (*paths, *inner) if path.is_symlink() and path.is_dir()]
+    targets = [target for path in (*paths, *inner) if path.is_dir() for target in _link_targets(path)]
     return [path for path in _outermost([*paths, *targets]) if not _is_of_image(path)]
 
 
@@ -173,6 +174,13 @@ def _has_gpus(config: RunConfig) -> bool:
 def _working_directory(run: RunPaths) -> str:
     """The launcher's working directory, as without a container; the run's if an image has its own directory there."""
     return str(run.root if _is_of_image(Path.cwd()) else Path.cwd())
+
+
+def _link_targets(path: Path) -> Iterator[Path]:
+    """The paths to which a chain of links leads, as each link is written; nothing of a path that is no link."""
+    while path.is_symlink():
+        path = Path(os.path.normpath(path.parent / path.readlink()))
+        yield from (path, path.resolve())
 
 
 def _is_of_image(path: Path) -> bool:

@@ -82,6 +82,25 @@ def test_a_row_of_a_reward_model_counts_one_token_after_the_text(tmp_path: Path)
     assert list(scored.mask) == [0] * len(plain) + [1]
 
 
+def model_with_padding(folder: Path, token: int) -> Path:
+    """A model whose padding is `token`."""
+    model = shutil.copytree(BUILT_IN / "tiny_qwen3", folder)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"pad_token_id": token}))
+    return model
+
+
+def test_a_submission_reads_the_rows_of_a_reward_model_as_the_trainer_does(tmp_path: Path) -> None:
+    """A row of the longest length ends with padding, which the reward model does not read."""
+    path = write(tmp_path / "pairs.jsonl", {"prompt": "1+1=", "chosen": "2", "rejected": "3"})
+    plain = PreferencePairs(config(path))(0, 1)[0]
+    model = model_with_padding(tmp_path / "model", int(plain.tokens[-1]))
+    length = {"path": str(model), "max_length": len(plain)}
+    scored = config(path, length, preference={"loss": "bradley_terry"}, data={"path": str(path), "overlong": "refuse"})
+    assert PreferencePairs(scored).size == 1
+    check_pairs(scored)
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_reward_model_learns_the_score_of_the_token_that_a_classifier_takes(tmp_path: Path, named: bool) -> None:
     """Where the end of a chat is also the padding, as that of a model that names none, the token before it."""

@@ -134,6 +134,26 @@ for offset in range(0, 1 << 39, 1 << 21):
     sparse[offset]
 time.sleep(60)
 """
+CALLED_LIKE_A_SIZE = """
+import ctypes, os, time
+ctypes.CDLL(None).prctl(15, {name!r})
+for _ in range(8):
+    if not os.fork(): break
+held = bytearray(b"1" * (100 << 20))
+time.sleep(60)
+"""
+NAME_WITH_A_SEPARATOR = """
+import ctypes, os, time
+libc, low, size = ctypes.CDLL(None), 1 << 32, 15 << 20
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 4]
+libc.mmap(low, 4096, 3, 0x11, os.memfd_create("a\x1cb"), 0)  # the first line of /proc/self/maps
+for _ in range(60):
+    file = os.memfd_create("hidden")
+    os.truncate(file, size)
+    ctypes.memset(libc.mmap(None, size, 3, 1, file, 0), 1, size)
+    os.close(file)
+time.sleep(60)
+"""
 TOO_MUCH = {
     "twenty processes": TOGETHER,
     "files in memory that no process maps": FILES_IN_MEMORY,
@@ -141,6 +161,9 @@ TOO_MUCH = {
     "processes whose main threads have ended": MAIN_THREADS_ENDED,
     "files that only a thread has open": FILES_OF_A_THREAD,
     "page tables": PAGE_TABLES,
+    "processes called like a size": CALLED_LIKE_A_SIZE.format(name=b"x kB"),
+    "processes called by no text": CALLED_LIKE_A_SIZE.format(name=b"\xff"),
+    "a file whose name ends a line of text": NAME_WITH_A_SEPARATOR,
 }
 
 

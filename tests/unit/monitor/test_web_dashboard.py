@@ -77,6 +77,18 @@ def test_a_run_that_was_resumed_with_another_project_is_shown_with_both(runs: Pa
     assert web_dashboard._files("").items() >= both.items()
 
 
+def test_a_run_and_a_point_of_a_sweep_with_one_name_are_both_shown(runs: Path) -> None:
+    store = FakeRun(runs / "sweep.3").paths.tracking / "trackio"
+    store.mkdir(parents=True)
+    (store / "rollcall.db").touch()
+    shown = web_dashboard._files("")
+    assert {"demo", "sweep.3", "sweep.3-2"} == set(shown)
+    assert {shown["sweep.3"], shown["sweep.3-2"]} == {
+        store / "rollcall.db",
+        runs / "sweep/3/tracking/trackio/rollcall.db",
+    }
+
+
 def answer_of(port: int) -> bytes | None:
     request = Request(f"http://127.0.0.1:{port}/api/get_all_projects", b"{}", {"Content-Type": "application/json"})
     try:

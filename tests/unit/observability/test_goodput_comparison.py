@@ -47,6 +47,14 @@ def train(run: FakeRun, name: str, done: int, steps: range) -> None:
                     ledger.write(msgspec.json.encode(line) + b"\n")
 
 
+def test_a_line_that_a_killed_trainer_did_not_complete_is_no_line(tmp_path: Path) -> None:
+    base, other = make_run(tmp_path / "a", preempted=False), make_run(tmp_path / "b", preempted=True)
+    whole = compare(base.root, other.root)
+    with other.paths.ledger.open("ab") as ledger:
+        ledger.write(b'{"position": 12, "outc')
+    assert compare(base.root, other.root) == whole
+
+
 def test_the_ratio_is_of_useful_steps_per_hour_from_the_first_step_to_the_last(tmp_path: Path) -> None:
     base, other = make_run(tmp_path / "a", preempted=False), make_run(tmp_path / "b", preempted=True)
     result = compare(base.root, other.root)

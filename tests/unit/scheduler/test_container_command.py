@@ -174,6 +174,19 @@ def test_a_cache_that_is_a_link_to_another_disk_leads_somewhere_in_the_container
     assert {str(home / "disk"), str(home / "home" / ".cache")} <= {mount.target for mount in mounts}
 
 
+def test_a_cache_whose_link_names_other_links_leads_somewhere_in_the_container(home: Path) -> None:
+    """As ~/.cache/huggingface → /scratch/user/cache, where /scratch itself is a link on all nodes."""
+    (home / "disk" / "user" / "hub").mkdir(parents=True)
+    (home / "scratch").symlink_to(home / "disk")
+    (home / "disk" / "user" / "cache").symlink_to("hub")
+    path = home / "home" / ".cache" / "huggingface"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(home / "scratch" / "user" / "cache")
+    mounts = automatic_mounts(config_of("apptainer", "docker://image", []), RunPaths(home / "runs" / "demo"))
+    names = {Path(mount.target).relative_to(home).as_posix() for mount in mounts}
+    assert {"home/.cache", "scratch/user/cache", "scratch/user/hub", "disk/user/hub"} <= names
+
+
 def test_an_attached_job_has_the_directory_of_the_run_that_it_serves(home: Path) -> None:
     run = AttachedPaths(home / "runs" / "demo" / "attached" / "1")
     config = config_of("apptainer", "docker://image", [])
