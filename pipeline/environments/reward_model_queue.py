@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 TRIES = 2
 """Processes that a batch may end."""
 START_PAUSES = (0.0, 1.0, 5.0)
+Waiting = tuple[Chat, asyncio.Future[float | str]]
+"""A conversation, and the future of its score or of the reason why it has none."""
 
 
 class RewardModelProcess(WorkerProcess):
@@ -58,7 +60,7 @@ class RewardModelQueue:
     def __init__(self, config: RewardModelConfig, startup_seconds: float) -> None:
         """Start the process, which loads the model for at most `startup_seconds`."""
         self._config, self._startup = config, startup_seconds
-        self._waiting: asyncio.Queue[tuple[Chat, asyncio.Future[float | str]]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
         self._process = RewardModelProcess()
         self._work: asyncio.Task[None] | None = None
         self._failure: TaskError | None = None
@@ -94,19 +96,26 @@ class RewardModelQueue:
 
     async def _score_batches(self) -> None:
         while True:
-            batch = [await self._waiting.get()]
-            while len(batch) < self._config.batch_size and not self._waiting.empty():
-                batch.append(self._waiting.get_nowait())
+            batch = await self._next_batch()
             try:
                 scores = await self._scores([chat for chat, _ in batch])
-            except TaskError as error:
-                self._fail(error, batch)
+                for (_, future), score in zip(batch, scores, strict=True):
+                    if not future.done():  # its group was cancelled meanwhile
+                        future.set_result(score)
+            except Exception as error:  # noqa: BLE001 the waiting calls get the error
+                self._fail(error if isinstance(error, TaskError) else TaskError(f"reward model: {error!r}"), batch)
                 return
-            for (_, future), score in zip(batch, scores, strict=True):
-                if not future.done():  # a cancelled group no longer waits
-                    future.set_result(score)
 
-    def _fail(self, error: TaskError, batch: Sequence[tuple[Chat, "asyncio.Future[float | str]"]]) -> None:
+    async def _next_batch(self) -> list[Waiting]:
+        """The conversations that wait, at least one and at most a batch, without those of cancelled groups."""
+        batch: list[Waiting] = []
+        while not batch or (len(batch) < self._config.batch_size and not self._waiting.empty()):
+            chat, future = await self._waiting.get()
+            if not future.done():
+                batch.append((chat, future))
+        return batch
+
+    def _fail(self, error: TaskError, batch: Sequence[Waiting]) -> None:
         """Give every waiting call, and all later ones, the error."""
         self._failure = error
         left = list(batch)

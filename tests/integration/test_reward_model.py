@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -19,10 +20,14 @@ from pipeline.config import RewardConfig, RewardModelConfig, TaskConfig
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.environments import Completion, Prompt, load_task, user_prompt
 from pipeline.environments.reward_model_process import RewardModel
+from pipeline.environments.reward_model_queue import RewardModelProcess
 from pipeline.environments.rewards import Score, check_rewards
 from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
+from pipeline.environments.worker_process import LENGTH_BYTES
 from pipeline.errors import ConfigError, TaskError
+from pipeline.utils.waiting import wait_for
+from tests.patience import WAIT_SECONDS
 from tests.support.processes import gone
 from tests.support.runs.launched import Launches
 
@@ -131,6 +136,47 @@ def test_a_model_that_can_no_longer_be_loaded_ends_the_run_with_the_reason(direc
             await scores(pool, PROMPT, ["4"])
 
     in_pool(RewardModelConfig(path=str(copied), threads=1), story)
+
+
+def test_samples_of_a_cancelled_group_are_not_scored(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[list[str]] = []
+    exchange = RewardModelProcess.exchange
+
+    async def noted(process: RewardModelProcess, call: bytes, seconds: float) -> list[float | str]:
+        batches.append([str(chat.messages[-1]["content"]) for chat in pickle.loads(call[LENGTH_BYTES:])])
+        return await exchange(process, call, seconds)
+
+    monkeypatch.setattr(RewardModelProcess, "exchange", noted)
+
+    async def story(pool: WorkerPool) -> None:
+        process = reward_process()
+        process.suspend()
+        first = asyncio.create_task(scores(pool, PROMPT, ["4"]))
+        await asyncio.to_thread(wait_for, "the first batch", lambda: batches, WAIT_SECONDS)
+        cancelled = asyncio.create_task(scores(pool, PROMPT, ["5", "6"]))
+        last = asyncio.create_task(scores(pool, PROMPT, ["7"]))
+        await asyncio.sleep(0.2)
+        cancelled.cancel()
+        process.resume()
+        assert [type(one) for one in (*await first, *await last)] == [float, float]
+        assert batches == [["4"], ["7"]]
+
+    in_pool(RewardModelConfig(path=str(directory), threads=1), story)
+
+
+def test_an_answer_that_is_no_list_of_scores_fails_the_calls(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def odd(process: RewardModelProcess, call: bytes, seconds: float) -> list[float | str]:
+        del process, call, seconds
+        return []
+
+    monkeypatch.setattr(RewardModelProcess, "exchange", odd)
+
+    async def story(pool: WorkerPool) -> None:
+        for _ in range(2):
+            with pytest.raises(TaskError, match="reward model: ValueError"):
+                await asyncio.wait_for(scores(pool, PROMPT, ["4"]), 60)
+
+    in_pool(RewardModelConfig(path=str(directory), threads=1), story)
 
 
 @contextmanager
