@@ -151,16 +151,17 @@ class RelayedUpdates:
                 self._plan.note_lost(self._server)
                 self.drop()
                 if not (isinstance(error, RelayError) and error.is_source_lost):
-                    self._leave_source(source, attempt.awaited)
+                    self._leave_source(source, deadline)
         self.drop()
         return False
 
-    def _leave_source(self, source: str, awaited: str) -> None:
+    def _leave_source(self, source: str, deadline: Deadline) -> None:
         """Have another server replace a source that is gone. One that answers may feed others, and is not blamed for a
         child that does not reach it or is slow."""
+        probe = Deadline(deadline.awaited, min(_PROBE_SECONDS, deadline.left / 2))
         try:
             with ServerAdminClient(source, self._password) as control:
-                call_processes(control, "served_weights", Deadline(awaited, _PROBE_SECONDS))
+                call_processes(control, "served_weights", probe)
         except WeightSyncError as error:
             log.warning("%s is replaced as a source of weights: %s", source, error)
             self._plan.demote(source, self._server)
