@@ -135,7 +135,8 @@ def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
     shards = dp_shard(config, trainer_ranks(config))
     state = _shard((_MASTER + _moments(config)) * sizes.trained, shards)
     policy = _shard(_stored(sizes) + _moments(config) * sizes.trained, shards)
-    moved = policy + _other_models_bytes(config, sizes, shards) if config.training.offload_idle_models else 0
+    others = _shard(sum(_other_models(config, sizes)), shards)
+    moved = policy + others if config.training.offload_idle_models else 0
     published = (
         _PUBLISHED * _shard(_published_bytes(config, sizes), shards)
         if _publishes(config) and config.training.staging_device == "host"
@@ -283,23 +284,30 @@ def _staging_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
 
 
 def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
-    """Bytes of other models than the policy: a reference without gradients, and a trained critic.
+    """Bytes of other models than the policy on the device: `_other_models`.
 
-    0 with `training.offload_idle_models`: only the computing model is on the device, and none is larger than the
-    policy.
+    With `training.offload_idle_models` only the computing model is on the device: by how much the largest of them
+    exceeds the policy, such as the critic of a policy with adapters.
     """
-    if config.training.offload_idle_models:
-        return 0
+    others = _other_models(config, sizes)
+    if not config.training.offload_idle_models:
+        return _shard(sum(others), shards)
+    policy = _stored(sizes) + (_moments(config) + _GRADIENT) * sizes.trained
+    return _shard(max(0, max(others) - policy), shards)
+
+
+def _other_models(config: RunConfig, sizes: Sizes) -> tuple[int, int]:
+    """Bytes of all ranks of a reference without gradients, and of a critic, which is trained whole."""
     compared = config.has_preference and config.preference.formula.has_reference
     reference = sizes.weights if config.has_reference or compared else 0
     trained = (_MASTER + _moments(config) + _GRADIENT) * sizes.parameters if config.loss.estimator.has_critic else 0
-    return _shard(reference + trained, shards)
+    return reference, trained
 
 
 def _gathered_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
     """Bytes of gathered parameters in compute type: all of them, or embedding, head and two layers at a time. Frozen
-    ones are not copied where there is one shard."""
-    copied = sizes.trained if shards == 1 else sizes.parameters
+    ones are not copied where there is one shard; a critic has none."""
+    copied = sizes.trained if shards == 1 and not config.loss.estimator.has_critic else sizes.parameters
     if not config.training.reshard_after_forward:
         return _without_spread(config, copied, sizes.experts) * sizes.width
     return min(copied, sizes.outside_layers + 2 * _layer(config, sizes)) * sizes.width

@@ -135,7 +135,7 @@ class RelayedUpdates:
     ) -> bool:
         """Have the server receive a version from its source, or from the next one if the source is gone; False if the
         trainer must send it. `WeightSyncError` if the server itself fails."""
-        for _ in range(MAX_RELAYED):
+        for earlier in range(MAX_RELAYED):
             if (source := self.source) is None:
                 break
             attempt = Deadline(f"{deadline.awaited} from {source}", deadline.left / 2)
@@ -150,22 +150,30 @@ class RelayedUpdates:
                 log.warning("%s: %s", self._server, error)
                 self._plan.note_lost(self._server)
                 self.drop()
-                if not (isinstance(error, RelayError) and error.is_source_lost):
-                    self._leave_source(source, attempt.awaited)
+                if isinstance(error, RelayError) and error.is_source_lost:
+                    continue
+                is_left = self._leave_source(source, version, isinstance(error, DeadlineError), deadline)
+                if earlier and not is_left:
+                    break  # the trainer needs the rest of the seconds
         self.drop()
         return False
 
-    def _leave_source(self, source: str, awaited: str) -> None:
+    def _leave_source(self, source: str, version: int, is_late: bool, deadline: Deadline) -> bool:
         """Have another server replace a source that is gone. One that answers may feed others, and is not blamed for a
-        child that does not reach it or is slow."""
+        child that does not reach it or is slow. False if the child stays: `is_late` alone is no fault of the two while
+        the source itself does not serve the version yet, since its own source may be slow."""
+        probe = Deadline(deadline.awaited, min(_PROBE_SECONDS, deadline.left / 2))
         try:
             with ServerAdminClient(source, self._password) as control:
-                call_processes(control, "served_weights", Deadline(awaited, _PROBE_SECONDS))
+                served = call_processes(control, "served_weights", probe)
         except WeightSyncError as error:
             log.warning("%s is replaced as a source of weights: %s", source, error)
             self._plan.demote(source, self._server)
-        else:
-            self._plan.refuse(source, self._server)
+            return True
+        if is_late and served != [[version]] * len(served):
+            return False
+        self._plan.refuse(source, self._server)
+        return True
 
     def _receive_from(
         self,

@@ -400,6 +400,20 @@ def test_bfloat16_moments_take_half_the_memory() -> None:
     assert host_memory(full, B8).total > host_memory(halved, B8).total
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_critic_beside_adapters_is_gathered_whole_and_is_the_largest_model(offloads: bool) -> None:
+    adapters = replace(B8, trained=40_000_000, head_trained=False)
+    config = config_of(processes=1, loss={"advantage_estimator": "gae"}, offload_idle_models=offloads)
+    critic = (12 + 4) * adapters.parameters  # float32 with moments and gradients
+    policy = 2 * (adapters.parameters - adapters.trained) + 16 * adapters.trained
+    parts, grpo = trainer_memory(config, adapters).parts, trainer_memory(config_of(processes=1), adapters).parts
+    assert parts["copies in compute type"] == 2 * adapters.parameters
+    assert grpo["copies in compute type"] == 2 * adapters.trained
+    assert parts["other models"] == critic - offloads * policy
+    waiting = host_memory(config, adapters).parts["models that wait"]
+    assert waiting == offloads * (policy - 4 * adapters.trained + critic)
+
+
 def test_a_replica_takes_the_memory_of_a_trainer_of_its_ranks() -> None:
     replicated = config_of(processes=8, mesh={"dp_replicate": 2}, **SAVING)
     assert describe_mesh(replicated) == "dp_replicate 2 × dp_shard 4"
