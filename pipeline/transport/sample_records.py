@@ -319,7 +319,7 @@ class PreparedGroup(Record, frozen=True, kw_only=True, tag="prepared"):
                 if routing is not None:
                     routed_array(row, routing)
         self._check_references(lengths)
-        check_rows(self.top_tokens, sampled, top_k, vocabulary)
+        check_rows(self.top_tokens, sampled, top_k)
 
     def _check_references(self, lengths: Sequence[int]) -> None:
         if not self.references:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, TeacherConfig
 from pipeline.errors import DeadlineError, StreamError
 from pipeline.roles.role_context import Status
 from pipeline.run.paths import AttemptPaths
@@ -25,6 +25,7 @@ from pipeline.transport.file_streams import FileStreams
 from pipeline.transport.ledger import Ledger
 from pipeline.transport.sample_records import FILTERED, SAMPLED_TOKENS, Group, PreparedGroup, Reissue, Sample
 from pipeline.transport.shared_state import SharedState
+from pipeline.transport.top_tokens import ABSENT, TopTokens
 from pipeline.utils import shared_files
 from tests.fakes.clock import FakeClock
 from tests.fakes.composed_config import compose_cached
@@ -189,6 +190,19 @@ def test_a_group_that_makes_no_sense_is_asked_for_again_and_training_goes_on(
 def test_the_last_token_of_the_vocabulary_is_trained(streams: Streams) -> None:
     streams.publish_many(TOPIC, [prepared(0, token=VOCABULARY - 1), prepared(1)])
     assert positions(batches_of(streams).next(0)) == [0, 1]
+
+
+def test_a_token_that_only_the_teacher_has_is_absent_in_the_batch(streams: Streams) -> None:
+    teacher = TeacherConfig(url="http://127.0.0.1:8000/v1", model="wise", top_k=1)
+    config = config_of(prompts_per_step=1).model_copy(update={"teacher": teacher})
+    likely = TopTokens(np.array([VOCABULARY], "<i4").tobytes(), np.zeros(1, "<f4").tobytes())
+    streams.publish(TOPIC, structs.replace(prepared(0), references=(bytes(8),), top_tokens=(likely,)))
+    batches = GroupBatches(
+        streams, SharedState(streams), Ledger(), config, lambda: None, VOCABULARY, actor=ActorWatch()
+    )
+    (group,) = batches.next(version=0)
+    ids, logprobs = group.top_tokens[0].arrays(1)
+    assert (ids.tolist(), logprobs.tolist()) == ([[0]], [[ABSENT]])
 
 
 def test_a_position_that_is_always_malformed_is_settled_as_failed_in_the_end(streams: Streams) -> None:

@@ -21,6 +21,7 @@ def test_a_run_continues_after_its_trainer_or_a_server_was_cut_off(launches: Lau
     assert len(run.attempts) == 1
     times = {row["step"]: row["time"] for row in run.rows()}
     assert list(times) == list(range(1, STEPS + 1))
-    assert max(later - times[step] for step, later in zip(times, list(times.values())[1:], strict=False)) > SECONDS - 2
+    gap = max(later - times[step] for step, later in zip(times, list(times.values())[1:], strict=False))
+    assert gap > SECONDS - 2 or rank == 2, "without its server's node the run samples on the other one"
     assert check_run(run.run.root).problems == ()
     run.assert_nothing_left()

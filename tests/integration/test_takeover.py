@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
@@ -27,14 +28,12 @@ def test_a_run_begins_without_a_late_server_and_then_uses_it(launches: Launches)
     run.wait_for_state("inference.2", "starting")
     run.wait("the server's process", lambda: bool(server_processes(run, "inference.2")), WAIT_SECONDS)
     late = server_processes(run, "inference.2")
-    for process in late:
-        process.send_signal(signal.SIGSTOP)
+    send(late, signal.SIGSTOP)
     run.wait_for_step(2)
     (quorum,) = read_notices(run.attempts[-1])
     assert quorum.text == "2 of 3 servers ready: rollouts begin"
     assert ("inference.2", "ready") not in run.history()
-    for process in late:
-        process.send_signal(signal.SIGCONT)
+    send(late, signal.SIGCONT)
     run.wait_for_state("inference.2", "ready")
     run.wait("requests to the late server", lambda: is_busy(run, "inference.2"), WAIT_SECONDS)
     assert run.end() == 0, run.output()
@@ -117,6 +116,13 @@ def server_processes(run: Launched, name: str) -> list[psutil.Process]:
         return False
 
     return [process for process in run.processes() if is_of_server(process)]
+
+
+def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    """Signal those that still run: a starting server runs other programs for a moment."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def is_busy(run: Launched, name: str) -> bool:

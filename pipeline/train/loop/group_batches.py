@@ -189,6 +189,9 @@ class GroupBatches:
 
     def _as_trained(self, prepared: PreparedGroup) -> PreparedGroup:
         """The group as it is trained, and as a replay trains it."""
+        if prepared.top_tokens:
+            within = tuple(tokens.within(self.vocabulary) for tokens in prepared.top_tokens)
+            prepared = structs.replace(prepared, top_tokens=within)
         if prepared.outcome == "train":
             return prepared
         advantages = group_advantages(prepared.group.samples, self.config)
