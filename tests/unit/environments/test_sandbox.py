@@ -59,6 +59,7 @@ try:
             time.sleep(30)
             os._exit(0)
         started += 1
+    time.sleep(60)  # until it is ended
 except OSError as error:
     print(type(error).__name__, started)
 """
