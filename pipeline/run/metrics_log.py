@@ -158,14 +158,15 @@ class Console:
 
 
 class RowReader:
-    """Reads a growing `metrics.jsonl`: `rows` are all complete rows up to the last `read`.
+    """Reads a growing `metrics.jsonl`, and keeps no rows. After a later attempt has rolled rows back, it starts again.
 
-    When a later attempt has rolled rows back, the reader starts again with the new file.
+    Attributes:
+        is_first: whether the last `read` began with the first row of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self._position = path, 0, 0
-        self.rows: list[MetricRecord] = []
+        self.is_first = True
 
     def read(self) -> list[MetricRecord]:
         """The complete rows since the last call, all rows after a restart; empty when there is no file."""
@@ -174,16 +175,15 @@ class RowReader:
                 status = os.fstat(file.fileno())
                 # A rollback replaces the file, so its inode changes or its size shrinks.
                 if status.st_ino != self._file or status.st_size < self._position:
-                    self._file, self._position, self.rows = status.st_ino, 0, []
+                    self._file, self._position = status.st_ino, 0
+                self.is_first = self._position == 0
                 file.seek(self._position)
                 # A partial last line is left for the next call.
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
         self._position += len(whole) + len(newline)
-        new = [row for line in whole.split(b"\n") if (row := _decode(line)) is not None]
-        self.rows += new
-        return new
+        return [row for line in whole.split(b"\n") if (row := _decode(line)) is not None]
 
 
 def read_rows(path: Path) -> list[MetricRecord]:

@@ -39,7 +39,7 @@ def follow_metrics(metrics: Path, tracker: Tracker, end: Path, logged: Path) -> 
         last = end.exists()  # before reading: rows that were written before the end file are still logged
         new = reader.read()
         # All rows are new at the first read, and when a rollback has replaced the file.
-        if new and len(new) == len(reader.rows) and tracker.start_over():
+        if new and reader.is_first and tracker.start_over():
             marks, count = _last_steps(logged, 0)
         for row in new:
             kind = "/".join((row["kind"], row["job"], *([row["set"]] if "set" in row else [])))

@@ -26,6 +26,11 @@ from pipeline.run.run_documents import SubmittedJob
 from pipeline.transport.sample_records import ASKED, EVALUATED
 
 _RECENT = 20
+_NEEDED = (
+    *("kind", "job", "step", "time", "attempt", "steps", "file", "written", "done", "of"),
+    *("loss", "reward/mean", "eval/accuracy"),
+)
+"""The values that a snapshot needs of rows before the newest training row."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,7 @@ def compose_snapshot(
 ) -> Snapshot:
     """Compose the snapshot from the run's records. An attempt of an earlier job than `submitted` counts as ended.
 
+    Of `rows` all but the newest training row may be condensed.
     `attached` are the servers of attached jobs, which count only while the attempt is under way.
     """
     newest = current_state(attempt, submitted)
@@ -244,6 +250,11 @@ def compose_snapshot(
         reason=reason_of(newest),
         evaluation=_evaluation(newest, rows) if newest and state not in ENDED else None,
     )
+
+
+def condense(row: MetricRecord) -> MetricRecord:
+    """A row with the values that `compose_snapshot` needs of it, unless it is the newest training row."""
+    return {name: row[name] for name in _NEEDED if name in row}
 
 
 def past_of(attempt: Attempt) -> PastAttempt:

@@ -13,13 +13,13 @@ from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError, SchedulerError
 from pipeline.observability.run_history import Attempt, AttemptReader, attempt_names
 from pipeline.run.completion import is_finished
-from pipeline.run.metrics_log import RowReader
+from pipeline.run.metrics_log import MetricRecord, RowReader
 from pipeline.run.paths import RunPaths
 from pipeline.run.run_documents import RunIdentity, SubmittedJob
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK, Clock
 from slurm.monitor.attached_lines import AttachedLines
-from slurm.monitor.run_snapshot import JobLine, PastAttempt, Snapshot, compose_snapshot, past_of
+from slurm.monitor.run_snapshot import JobLine, PastAttempt, Snapshot, compose_snapshot, condense, past_of
 from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import Connect
 
@@ -46,7 +46,10 @@ class Watcher:
         error of the scheduler becomes part of the snapshot.
         """
         self._run, self._attempt = RunPaths(root), attempt
-        self._rows = RowReader(self._run.metrics)
+        self._reader = RowReader(self._run.metrics)
+        self._rows: list[MetricRecord] = []
+        self._newest = -1
+        """The index of the newest training row, which alone is whole."""
         self._attached = AttachedLines(self._run)
         self._config: RunConfig | None = None
         self._over: dict[str, PastAttempt] = {}
@@ -58,7 +61,7 @@ class Watcher:
 
     def look(self, live: bool | None = None) -> Snapshot:
         """The current snapshot of the run; `live` as in `read_snapshot`."""
-        self._rows.read()
+        self._read_rows()
         self._config = self._config or read_frozen_config(self._run)
         submitted = shared_files.read_document(self._run.job, SubmittedJob)
         job = JobLine(submitted.job, submitted.kind, live=live) if submitted and submitted.queued else None
@@ -73,7 +76,7 @@ class Watcher:
             return compose_snapshot(
                 self._run.root.name,
                 attempt,
-                self._rows.rows,
+                self._rows,
                 self._config,
                 past=past,
                 submitted=submitted,
@@ -86,6 +89,18 @@ class Watcher:
 
         now = composed(job)
         return composed(self._ask(now.job)) if now.job and now.is_inconclusive else now
+
+    def _read_rows(self) -> None:
+        """Read the new rows. A launcher follows a run for days, so it keeps little of each."""
+        new = self._reader.read()
+        if self._reader.is_first:
+            self._rows, self._newest = [], -1
+        for row in new:
+            if row["kind"] == "train":
+                if self._newest >= 0:
+                    self._rows[self._newest] = condense(self._rows[self._newest])
+                self._newest = len(self._rows)
+            self._rows.append(row if row["kind"] == "train" else condense(row))
 
     def _read(self, name: str) -> Attempt:
         if name not in self._readers:

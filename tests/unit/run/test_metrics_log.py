@@ -178,13 +178,14 @@ def test_a_reader_gets_each_row_once_while_the_file_grows(path: Path) -> None:
     with MetricSinks(path, "12-0") as sinks:
         sinks.log("train", "rl", 1, {})
         assert [row["step"] for row in reader.read()] == [1]
+        assert reader.is_first
         with path.open("ab") as file:
             file.write(b'{"kind":"train","job":"rl","st')
         assert reader.read() == [], "half a line is not a row yet"
         with path.open("ab") as file:
             file.write(b'ep":2,"time":0.0}\n')
         assert [row["step"] for row in reader.read()] == [2]
-    assert [row["step"] for row in reader.rows] == [1, 2]
+        assert not reader.is_first
 
 
 def test_a_reader_begins_anew_when_rows_were_rolled_back(path: Path) -> None:
@@ -197,8 +198,10 @@ def test_a_reader_begins_anew_when_rows_were_rolled_back(path: Path) -> None:
     with MetricSinks(path, "12-1") as sinks:
         for step in (2, 3, 4):
             sinks.log("train", "rl", step, {})
-    assert [row["step"] for row in reader.read()] == [1, 2, 3, 4]
-    assert [row["attempt"] for row in reader.rows] == ["12-0", "12-1", "12-1", "12-1"]
+    rows = reader.read()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["attempt"] for row in rows] == ["12-0", "12-1", "12-1", "12-1"]
+    assert reader.is_first
 
 
 def test_lines_that_are_no_rows_are_passed_over(path: Path) -> None:
