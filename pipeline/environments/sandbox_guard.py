@@ -50,6 +50,9 @@ MAX_PROCESSES = 301
 _OWN_PROCESS_COUNT = (5, 14)
 """Kernel version since which RLIMIT_NPROC counts per user namespace; before, it counts those of the whole machine."""
 
+FileSizes = dict[tuple[int, int], int]
+"""Bytes of files in memory, by device and inode."""
+
 
 class Bounds(NamedTuple):
     """Limits of a sandbox: wall-clock seconds of the whole, CPU seconds of a process, bytes of memory of a process and
@@ -128,7 +131,8 @@ def run_guarded(
 
 def _guard(child: int, bounds: Bounds, lease: int | None) -> NoReturn:
     """Exit as the process `child` does, or when a bound is exceeded; all others then end too."""
-    until = time.monotonic() + bounds.seconds
+    until, limit = time.monotonic() + bounds.seconds, bounds.memory_bytes
+    mapped: FileSizes = {}
     while True:
         signal.sigtimedwait({signal.SIGCHLD}, LOOK_SECONDS)
         result = _result(child)
@@ -138,7 +142,7 @@ def _guard(child: int, bounds: Bounds, lease: int | None) -> NoReturn:
             os._exit(OUT_OF_TIME)
         if sum(map(len, _processes())) > MAX_PROCESSES:
             os._exit(OUT_OF_PROCESSES)
-        if all(used_bytes(_processes(), bounds.memory_bytes) > bounds.memory_bytes for _ in range(_MEASUREMENTS)):
+        if all(used_bytes(_processes(), limit, mapped) > limit for _ in range(_MEASUREMENTS)):
             os._exit(OUT_OF_MEMORY)
 
 
@@ -172,24 +176,28 @@ def _processes() -> list[list[str]]:
     return [threads for threads in processes if threads and threads[0] != "1"]
 
 
-def used_bytes(processes: list[list[str]], enough: int) -> int:
+def used_bytes(processes: list[list[str]], enough: int, seen: FileSizes) -> int:
     """Bytes of memory that the processes use together, each given by its threads; 0 without a /proc.
 
     Private memory is counted by process: what is resident or swapped out, and its page tables. If the sum exceeds
     `enough`, pages that processes share since a fork are counted in proportion (PSS), and an address space that two
     processes have in common counts once. Shared memory is counted by file, because its pages need not be resident in
-    any process. Pages of other files are not counted: the kernel can drop them, or a file system's size bounds them.
+    any process, and a file keeps those that are no longer mapped: `seen` has the sizes of the measurement before and
+    gets those of this one. Pages of other files are not counted: the kernel can drop them, or a file system's size
+    bounds them.
     """
-    mapped: dict[tuple[int, int], int] = {}
-    opened: dict[tuple[int, int], int] = {}
+    mapped: FileSizes = {}
+    opened: FileSizes = {}
     private: dict[str, int] = {}
     for threads in processes:
         thread, status = _status(threads)
         private[thread] = sum(status.get(name, 0) for name in _PRIVATE)
         for file, size in _mapped_files(thread).items():
-            mapped[file] = max(size, mapped.get(file, 0))
+            mapped[file] = max(size, mapped.get(file, 0), seen.get(file, 0))
         for number in threads:
             opened.update(_open_files(number))
+    seen.clear()
+    seen.update(mapped)
     shared = sum({**mapped, **opened}.values()) + _segment_bytes()
     if shared + sum(private.values()) <= enough:
         return shared + sum(private.values())
@@ -245,10 +253,10 @@ def _address_spaces(threads: list[str]) -> list[str]:
     return [next(alike) for _, alike in groupby(sorted(threads, key=key), key=key)]
 
 
-def _mapped_files(thread: str) -> dict[tuple[int, int], int]:
+def _mapped_files(thread: str) -> FileSizes:
     """Bytes of shared memory without a name, up to the end of what is mapped, by device and inode. Its pages stay when
     they are mapped and no longer resident, also after its file was closed."""
-    ends: dict[tuple[int, int], int] = {}
+    ends: FileSizes = {}
     for line in _lines(f"/proc/{thread}/maps"):
         if "(deleted)" not in line:
             continue
@@ -261,7 +269,7 @@ def _mapped_files(thread: str) -> dict[tuple[int, int], int]:
     return ends
 
 
-def _open_files(thread: str) -> dict[tuple[int, int], int]:
+def _open_files(thread: str) -> FileSizes:
     """Bytes of the open files of `memfd_create`, by device and inode. A thread may have its own open files."""
     sizes = {}
     with suppress(OSError):

@@ -155,6 +155,18 @@ for _ in range(60):
     os.close(file)
 time.sleep(60)
 """
+MOSTLY_UNMAPPED = """
+import ctypes, time
+libc, size = ctypes.CDLL(None), 100 << 20
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 4]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+for _ in range(12):
+    begin = libc.mmap(None, size, 3, 0x21, -1, 0)
+    ctypes.memset(begin, 1, size)
+    time.sleep(0.3)
+    libc.munmap(begin + 4096, size - 4096)  # the pages stay
+time.sleep(60)
+"""
 TOO_MUCH = {
     "twenty processes": TOGETHER,
     "files in memory that no process maps": FILES_IN_MEMORY,
@@ -162,6 +174,7 @@ TOO_MUCH = {
     "processes whose main threads have ended": MAIN_THREADS_ENDED,
     "files that only a thread has open": FILES_OF_A_THREAD,
     "page tables": PAGE_TABLES,
+    "shared memory of which one page is mapped": MOSTLY_UNMAPPED,
     "processes called like a size": CALLED_LIKE_A_SIZE.format(name=b"x kB"),
     "processes called by no text": CALLED_LIKE_A_SIZE.format(name=b"\xff"),
     "a file whose name ends a line of text": NAME_WITH_A_SEPARATOR,
