@@ -209,7 +209,7 @@ def test_ctrl_c_before_the_start_is_no_traceback(tmp_path: Path) -> None:
 
 def test_the_task_of_the_quickstart_is_right_and_would_start(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "quickstart.md").read_text()
-    (tmp_path / "parity.py").write_text(page.split("```python")[1].split("```")[0])
+    (tmp_path / "parity.py").write_text(page.split("# parity.py")[1].split("```")[0])
     told = next(line for line in page.splitlines() if "parity:Parity" in line)
     command = told.partition("launchers/submit.py")[2]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
@@ -226,6 +226,19 @@ def test_the_task_of_the_quickstart_is_right_and_would_start(tmp_path: Path) -> 
     chat = ChatTokenizer(BUILT_IN / "tiny_qwen3")
     assert chat.render(asked[7].messages).endswith("7=")
     assert chat.decode(chat.prompt(asked[7].messages)).endswith("7=")
+
+
+def test_the_questions_and_the_reward_of_the_quickstart_would_start(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    (tmp_path / "my_rewards.py").write_text(page.split("# my_rewards.py")[1].split("```")[0])
+    (tmp_path / "questions.jsonl").write_text(page.split("```jsonl\n")[1].split("```")[0] * 100)
+    told = next(line for line in page.splitlines() if "my_rewards:exact" in line)
+    command = [word for word in shlex.split(told.partition("launchers/submit.py")[2]) if "model.path" not in word]
+    own = ["model=tiny_text", "model.max_length=128", "rollout.max_tokens=32", f"output={tmp_path / 'runs'}"]
+    own += [f"task.options.path={tmp_path / 'questions.jsonl'}"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = start("submit.py", *command, *own, "--dry-run", env=environment)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_quickstart_names_every_key_that_a_resumed_run_may_change() -> None:
