@@ -2,7 +2,7 @@
 
 Owns the values of the interpolations `${machine:NAME}` in `conf/`. Promises that they are resolved once, when a run is
 composed, so that its frozen config has plain numbers. Must not know schedulers: a run that another machine starts is
-refused, since this one says nothing about its nodes.
+refused, since nothing here shows its nodes.
 
 One GPU is shared by a trainer process and a server; of several GPUs half serve, and the odd one too; without a GPU the
 trainer and the server have half of the cores each.
@@ -19,7 +19,7 @@ from slurm.agent.preflight import find_gpus
 GPU_THREADS = 4
 """CPU threads of a process that has a GPU, as in the other choices of `resources`."""
 SHARED_GPU_MEMORY, OWN_GPU_MEMORY = 0.4, 0.85
-"""`inference.gpu_memory` beside a trainer process, and of a server that has a GPU for itself (the key's default)."""
+"""`inference.gpu_memory` next to a trainer process, and of a server that has a GPU for itself (the key's default)."""
 
 
 class MachineSize(NamedTuple):
