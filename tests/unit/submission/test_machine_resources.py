@@ -57,7 +57,13 @@ def test_the_gpus_that_cuda_may_see_count(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(machine_resources, "find_gpus", lambda visible: seen.append(visible) or ())
     machine.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     compose_config(MACHINE)
-    assert set(seen) == {"2,3"}
+    assert seen == ["2,3"], "measured once, since nvidia-smi may take seconds"
+
+
+@pytest.mark.parametrize(("resources", "prompts"), [("gpus_8", 32), ("three_nodes", 8)])
+def test_on_a_cluster_the_chosen_nodes_decide(resources: str, prompts: int, machine: pytest.MonkeyPatch) -> None:
+    config = compose_config(["experiment=grpo", "cluster=slurm", f"resources={resources}"])
+    assert config.training.prompts_per_step == prompts
 
 
 @pytest.mark.parametrize("compose", [compose_config, ConfigComposer().compose], ids=["one", "sweep"])
