@@ -40,16 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         servers = served(Path(name), stack)
-        rounds = asyncio.run(measure(servers, given))
+        rounds = asyncio.run(measure([server.endpoint for server in servers], given))
     if given.out:
         given.out.write_text(json.dumps({"command": vars(given) | {"out": str(given.out)}, "rounds": rounds}, indent=1))
+    print(table(rounds))
+    return 0
+
+
+def table(rounds: Sequence[dict[str, Figures]]) -> str:
     rows = []
     for way in WAYS:
         ratios = [round_[way][0] / round_[WAYS[1]][0] for round_ in rounds]
         speed, hits = (statistics.median(round_[way][index] for round_ in rounds) for index in (0, 1))
         rows.append([way, f"{speed:.2f}", f"{statistics.median(ratios):.2f}", f"{hits:.2f}"])
-    print(markdown(["later turns go to", "turns/s", "ratio", "prefix-cache hit rate"], rows))
-    return 0
+    return markdown(["later turns go to", "turns/s", "ratio", "prefix-cache hit rate"], rows)
 
 
 def served(folder: Path, stack: ExitStack) -> list[Served]:
@@ -62,18 +66,19 @@ def served(folder: Path, stack: ExitStack) -> list[Served]:
     return [ready() for ready in starts]
 
 
-async def measure(servers: Sequence[Served], given: argparse.Namespace) -> list[dict[str, Figures]]:
-    async with InferenceClient([server.endpoint for server in servers], SECRET, 300, fixed=True) as client:
-        for server in servers:
-            client.update(server.endpoint, 0)
+async def measure(endpoints: Sequence[str], given: argparse.Namespace) -> list[dict[str, Figures]]:
+    """The figures of each way in each of `given.rounds`: of `given.episodes`, `given.concurrency` of them at a time."""
+    async with InferenceClient([*endpoints], SECRET, 300, fixed=True) as client:
+        for endpoint in endpoints:
+            client.update(endpoint, 0)
         await episodes(client, Random(-1), given, sticky=True)  # the first requests compile
         rounds = []
         for number in range(given.rounds):
             figures = {}
             for way in WAYS if number % 2 == 0 else reversed(WAYS):
-                before, began = cache_counts(servers), time.monotonic()
+                before, began = cache_counts(endpoints), time.monotonic()
                 await episodes(client, Random(f"{number} {way}"), given, sticky=way == "sticky")
-                queried, hit = (after - old for after, old in zip(cache_counts(servers), before, strict=True))
+                queried, hit = (after - old for after, old in zip(cache_counts(endpoints), before, strict=True))
                 figures[way] = given.episodes * TURNS / (time.monotonic() - began), hit / queried
             rounds.append(figures)
             print(figures, file=sys.stderr, flush=True)
@@ -102,11 +107,11 @@ def tokens(random: Random, count: int) -> list[int]:
     return [random.randrange(3, 17) for _ in range(count)]
 
 
-def cache_counts(servers: Sequence[Served]) -> tuple[float, float]:
+def cache_counts(endpoints: Sequence[str]) -> tuple[float, float]:
     """Prompt tokens for which all servers have looked in their prefix caches, and those that they found."""
     queried = hit = 0.0
-    for server in servers:
-        with urlopen(f"http://{server.endpoint}/metrics") as answer:
+    for endpoint in endpoints:
+        with urlopen(f"http://{endpoint}/metrics") as answer:
             for line in answer.read().decode().splitlines():
                 queried += float(line.split()[-1]) if line.startswith("vllm:prefix_cache_queries_total") else 0
                 hit += float(line.split()[-1]) if line.startswith("vllm:prefix_cache_hits_total") else 0

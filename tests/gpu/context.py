@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from pipeline.train.model.model_size import sizes_of
 from pipeline.train.throughput import PEAKS, peak_flops
 from pipeline.train.worker_spec import ModelSpec
 from tests.fakes.configs import make_config
+from tests.gpu.step_profile import phases, profile_step
 from tests.gpu.workload import TIED, WORKLOADS, step_flops
 
 WARM_UP = 2
@@ -102,13 +104,18 @@ def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]
     )
     flops = step_flops(dispatch.init_model("policy", spec).flops, batch)
     objective: LossSpec = SFT if given.loss == "sft" else LossConfig(name=given.loss)
-    seconds, loss = [], 0.0
-    for _ in range(WARM_UP + given.steps):
-        begun = time.perf_counter()
-        loss = dispatch.forward_backward("policy", batch, objective)["loss"]
+    seconds, losses = [], []
+
+    def step() -> None:
+        losses.append(dispatch.forward_backward("policy", batch, objective)["loss"])
         dispatch.optim_step("policy")
         dispatch.run_on_all_models(synchronize)
+
+    for _ in range(WARM_UP + given.steps):
+        begun = time.perf_counter()
+        step()
         seconds.append(time.perf_counter() - begun)
+    loss = losses[-1]
     median = statistics.median(seconds[WARM_UP:])
     rate = rows * given.length / median
     peak = given.ranks * ((peak_flops(torch.cuda.get_device_name()) if given.device == "cuda" else 0) or PEAKS["H100"])
@@ -120,7 +127,12 @@ def time_steps(dispatch: RankGroup, given: argparse.Namespace) -> dict[str, Any]
         "seconds": seconds,
         "loss": loss,
         "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
-    }
+    } | ({"profile": traced(step)} if given.profile else {})
+
+
+def traced(step: Callable[[], None]) -> dict[str, Any]:
+    with phases():
+        return profile_step(step)
 
 
 def synchronize(site: RankState) -> None:
@@ -139,7 +151,7 @@ def attempt(given: argparse.Namespace, model: Path, length: int, ranks: int, cp:
     options = {"length": length, "ranks": ranks, "cp": cp, "model": model, "steps": given.steps, "shape": given.shape}
     options |= {"recompute": given.recompute, "lora": given.lora, "loss": given.loss, "rows": given.rows}
     words = [f"--{name}={value}" for name, value in (options | {"device": given.device}).items()]
-    words += [f"--{name}" for name in ("compile", "reshard") if getattr(given, name)]
+    words += [f"--{name}" for name in ("compile", "reshard", "profile") if getattr(given, name)]
     command = [sys.executable, "-m", "tests.gpu.context", str(out), *words]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -216,6 +228,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=0, help="rows of a step; 0: one for each set of GPUs")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--reshard", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="trace each way too: launches and times by phase")
     parser.add_argument("--dry-run", action="store_true", help="print what would be timed, and its memory")
     for option in ("length", "ranks", "cp"):
         parser.add_argument(f"--{option}", type=int, default=0, help=argparse.SUPPRESS)  # of one rank of a way

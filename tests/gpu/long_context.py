@@ -1,6 +1,6 @@
 """Long rows on one GPU, beside what others publish for the same shapes on one H100.
 
-    python -m tests.gpu.long_context OUT.json [--rows 0.6b-rl-64k …] [--seconds 560] [--dry-run]
+    python -m tests.gpu.long_context OUT.json [--rows 0.6b-rl-64k …] [--seconds 560] [--profile] [--dry-run]
     python -m tests.gpu.long_context OUT.json --device cpu --rows tiny tiny-lora
 
 Whole steps on random weights in the shape of Qwen3, compiled layers, as `tests.gpu.context` takes them: each row in a
@@ -125,6 +125,7 @@ def time_case(case: Case, given: argparse.Namespace, model: Path, seconds: float
         loss=case.loss,
         rows=case.count,
         patience=seconds,
+        profile=given.profile,
     )
     chosen = {"recompute": settings.recompute, "reshard": settings.reshard, "expected": need}
     if given.dry_run:
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--memory", type=float, default=76.0, help="GiB of the GPU that a plan may take")
+    parser.add_argument("--profile", action="store_true", help="trace each case too: launches and times by phase")
     parser.add_argument("--dry-run", action="store_true", help="print what would be timed, and its memory")
     given = parser.parse_args()
     begun, found = time.perf_counter(), dict[str, dict[str, Any]]()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ class Way:
     reshard: bool = False
     shared: bool = False
     replicas: int = 1
+    moments: Literal["float32", "bfloat16"] = "float32"
 
 
 WAYS = {
@@ -65,6 +66,7 @@ WAYS = {
     "worker, compiled, rows staged": Way(compile=True, staged=True),
     "worker, compiled, rows staged, sharded again": Way(compile=True, staged=True, reshard=True),
     "worker, compiled, rows staged, prefixes shared": Way(compile=True, staged=True, shared=True),
+    "worker, compiled, rows staged, moments bfloat16": Way(compile=True, staged=True, moments="bfloat16"),
     "worker, eager": Way(),
     "plain loop, eager": Way(plain=True),
     "worker, compiled, padded": Way(compile=True, packed=False),
@@ -126,7 +128,7 @@ def the_worker(task: Task, way: Way) -> Iterator[tuple[Callable[[], float], Rank
     spec = ModelSpec(
         kind="policy",
         model=ModelConfig(path=str(task.model), init="random", dtype="bfloat16"),
-        optim=OPTIM,
+        optim=OPTIM.model_copy(update={"state_dtype": way.moments}),
         activation_checkpointing=way.checkpointing,
         compile=way.compile,
         reshard=way.reshard,
