@@ -206,10 +206,12 @@ def _servers(command: Result) -> str:
 
 
 def long_rows() -> list[Row]:
-    """Steps on long rows, each case once, with all its measurements."""
+    """Steps on long rows: one row for each case, GPU and choice of what is recomputed, with all its measurements."""
     found = [case for result in _results("long").values() for case in result.items() if "step_seconds" in case[1]]
-    names = dict.fromkeys(name for name, _ in found)
-    return [_long_row(name, [row for each, row in found if each == name]) for name in names]
+    alike: dict[tuple[str, str, str], list[Result]] = {}
+    for name, row in found:
+        alike.setdefault((name, row["device"], row["recompute"]), []).append(row)
+    return [_long_row(name, rows) for (name, _, _), rows in alike.items()]
 
 
 def _long_row(name: str, rows: list[Result]) -> Row:
@@ -217,6 +219,7 @@ def _long_row(name: str, rows: list[Result]) -> Row:
     others = [f"{who} {rate:,.0f} ({best / rate:.2f})" for who, (rate, _) in (rows[0]["published"] or {}).items()]
     return {
         "case": name,
+        "GPU": rows[0]["device"].removeprefix("NVIDIA "),
         "s a step": ", ".join(f"{row['step_seconds']:.2f}" for row in rows),
         "tokens/s": f"{best:,.0f}",
         "MFU": f"{max(row['mfu'] for row in rows):.2f}",

@@ -2,8 +2,10 @@
 
 Three real vLLM servers of a tiny model, and one client. Episodes of 8 turns begin with 2,000 tokens that all share and
 32 of their own; a turn samples 20 tokens and adds an observation, together 300. In one way a later turn names the
-server of the turn before (`cached_on`), in the other the least loaded server gets it. The ways take turns, each round
-with other tokens. Figures are medians of the rounds; ratios are those of a round.
+server of the turn before (`cached_on`), in the other the least loaded server gets it. Between two turns a tool works
+for an exponentially distributed time: without one, the server that has just ended a turn is often the least loaded, so
+both ways send the next turn there. The ways take turns, each round with other tokens. Figures are medians of the
+rounds; ratios are those of a round.
 """
 
 import argparse
@@ -36,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=24, help="episodes of a round")
     parser.add_argument("--concurrency", type=int, default=12, help="episodes at a time")
+    parser.add_argument("--tool", type=float, default=0.0, help="mean seconds of a tool between two turns")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures of all rounds")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -98,6 +101,8 @@ async def episodes(client: InferenceClient, random: Random, given: argparse.Name
                 )
                 context = [*context, *turn.tokens, *tokens(own, GROWTH - len(turn.tokens))]
                 server = turn.server if sticky else ""
+                if given.tool:
+                    await asyncio.sleep(own.expovariate(1 / given.tool))
 
     await asyncio.gather(*(one(Random(random.random())) for _ in range(given.episodes)))
 

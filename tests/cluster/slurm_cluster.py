@@ -256,6 +256,8 @@ class SlurmCluster:
             nodes="\n".join(nodes),
         )
         (self.root / "slurm.conf").write_text(text)
+        # slurmd loads a cgroup plugin even if it uses none, and that of v2 needs a running D-Bus.
+        (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
     def _controller_address(self) -> str:
         return f"SlurmctldHost={_host()}(127.0.0.1)\nSlurmctldPort={self._port()}"

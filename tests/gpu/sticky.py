@@ -1,6 +1,6 @@
 """What it gains on GPUs that an episode's turns go to one server: `tests.bench.bench_sticky_routing` with 0.6B.
 
-    python -m tests.gpu.sticky OUT.json [--shape 0.6b] [--servers 3] [--rounds 3] [--episodes 96] [--concurrency 48]
+    python -m tests.gpu.sticky OUT.json [--shape 0.6b] [--servers 3] [--rounds 3] [--episodes 96] [--concurrency 48] …
 
 All servers share the first GPU; their weights are random.
 """
@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=96, help="episodes of a round")
     parser.add_argument("--concurrency", type=int, default=48, help="episodes at a time")
+    parser.add_argument("--tool", type=float, default=0.0, help="mean seconds of a tool between two turns")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
