@@ -18,7 +18,8 @@ from tests.cluster.slurm_run import SlurmRun, launch
 from tests.support.runs.launched import PROMPTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.trial, pytest.mark.timeout(2 * PATIENCE)]
-STEPS = 400
+STEPS = 1200
+"""More than are trained while the servers come and go, also on a fast machine."""
 RUN = ("cluster.partition=high", "resources.inference.nodes=1", f"training.steps={STEPS}", "cluster.grace_seconds=10")
 
 

@@ -12,6 +12,7 @@
 | `adapter_loading`, `base_requests` | LoRA adapters; requests without an adapter next to others, on CPUs |
 | `expert_packing` | experts of a mixture, packed again at each update |
 | `routing_capture` | the experts of each token, from servers on CPUs |
+| `model_inspection` | what a model's class supports, found out in a fork |
 | `kv_cache_size` | the size of the KV cache on a shared GPU |
 | `compact_logprobs`, `token_versions` | cheaper log-probabilities; the policy version that sampled each token |
 | `request_times` | the times of each request in the queue, in prefill and in decode |

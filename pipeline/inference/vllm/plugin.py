@@ -44,6 +44,7 @@ def register() -> None:
     from pipeline.inference.vllm.base_requests import skip_tokens_without_adapter
     from pipeline.inference.vllm.compact_logprobs import add_compact_logprobs
     from pipeline.inference.vllm.kv_cache_size import limit_to_share
+    from pipeline.inference.vllm.model_inspection import inspect_in_forks
     from pipeline.inference.vllm.request_times import add_request_times
     from pipeline.inference.vllm.routing_capture import return_routed_experts
     from pipeline.inference.vllm.token_versions import note_versions
@@ -67,6 +68,7 @@ def register() -> None:
     return_routed_experts()
     end_children_in_time()
     fork_processes()
+    inspect_in_forks()
 
 
 def fork_processes() -> None:

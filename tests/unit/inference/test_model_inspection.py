@@ -1,0 +1,63 @@
+"""What a model's class supports, found out in a fork: results, failures, and a fork that dies or takes too long."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import pytest
+
+from pipeline.errors import DeadlineError
+from pipeline.inference.vllm import model_inspection
+from pipeline.inference.vllm.model_inspection import run_in_fork
+from tests.patience import WAIT_SECONDS
+from tests.support.runs.launched import ROOT
+
+REGISTRY = """
+from pipeline.inference.vllm import plugin
+plugin.register()
+from vllm.model_executor.models import registry
+registry._SUBPROCESS_COMMAND = ["false"]
+print("generates:", registry.ModelRegistry.models["Qwen3ForCausalLM"].inspect_model_cls().is_text_generation_model)
+"""
+"""Fails if vLLM starts an interpreter for its inspection."""
+
+
+def test_the_result_comes_from_a_fork() -> None:
+    here = {"imported": True}
+    pid, found = run_in_fork(lambda: (os.getpid(), here))
+    assert (pid != os.getpid(), found) == (True, here)
+
+
+def test_a_failure_is_reported_with_its_traceback() -> None:
+    def fail() -> NoReturn:
+        raise ImportError("no module of the model")
+
+    with pytest.raises(RuntimeError, match=r"(?s)in fail.*no module of the model"):
+        run_in_fork(fail)
+
+
+def test_a_fork_that_dies_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        run_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_fork_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_inspection, "SECONDS", 0.2)
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(DeadlineError, match="inspection of a model's class"):
+        run_in_fork(lambda: time.sleep(WAIT_SECONDS))
+    assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_a_server_without_a_cache_starts_no_interpreter_for_it(tmp_path: Path) -> None:
+    """With the plugin, in the state in which a server asks: its threads and its imports."""
+    variables: dict[str, Any] = {**os.environ, "VLLM_CACHE_ROOT": str(tmp_path), "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", REGISTRY]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=WAIT_SECONDS)
+    assert done.stdout.splitlines()[-1:] == ["generates: True"], done.stderr
+    assert [*(tmp_path / "modelinfos").iterdir()]
