@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tests.workers import WORKERS
 
 MAX_TRIED_AGAIN = 5
-SUITE_SECONDS, AGAIN_SECONDS = 4500, 660
+SUITE_SECONDS, AGAIN_SECONDS = 4800, 660
 """Deadlines of a run of all tests and of one test: pytest itself can hang, as when one of its workers dies."""
 SUITE = ("-m", "not trial and not gpu", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 SUITE += ("-p", "tests.workers")
