@@ -52,8 +52,9 @@ def run_in_fork(inspection: Inspection) -> Any:
         process.join()
         raise RuntimeError(f"the inspection of a model's class ended with exit code {process.exitcode}") from None
     finally:
-        process.kill()
+        process.kill()  # it has nothing left to do
         process.join()
+        process.close()  # a closed process is not reported as a killed one (`plugin`)
         receiver.close()
     if failure:
         raise RuntimeError(f"the inspection of a model's class failed:\n{failure}")

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import process
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from pipeline.errors import DeadlineError
-from pipeline.inference.vllm import model_inspection
+from pipeline.inference.vllm import model_inspection, plugin
 from pipeline.inference.vllm.model_inspection import run_in_fork
 from tests.patience import WAIT_SECONDS
 from tests.support.runs.launched import ROOT
@@ -52,6 +53,18 @@ def test_a_fork_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DeadlineError, match="inspection of a model's class"):
         run_in_fork(lambda: time.sleep(WAIT_SECONDS))
     assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_a_server_does_not_report_its_forks_as_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process.BaseProcess, "start", process.BaseProcess.start)
+    monkeypatch.setattr(plugin, "_started", [])
+    plugin.record_children()
+    run_in_fork(lambda: None)
+    assert len(plugin._started) == 1
+    plugin._log_killed_children()
+    assert capsys.readouterr().out == ""
 
 
 def test_a_server_without_a_cache_starts_no_interpreter_for_it(tmp_path: Path) -> None:
