@@ -73,7 +73,7 @@ def cancel_sweep(paths: SweepPaths, connect: Connect, clock: Clock = CLOCK) -> i
     except (RollcallError, OSError) as error:
         print(f"error: {paths.root.name}: {error}", file=sys.stderr)
         failed = True
-    requests, code = _cancel(points, connect, clock)
+    requests, code = end_jobs(points, connect, clock)
     if not (requests or ended or failed or code):
         print(f"nothing to cancel: no job of {paths.root.name} is live")
     return code or int(failed)
@@ -122,14 +122,17 @@ def cancel(named: Sequence[RunPaths], connect: Connect, clock: Clock = CLOCK) ->
     Returns 1 if any request or wait failed. A failed request does not prevent the others. `connect` is called only if a
     run may have a queued job.
     """
-    requests, code = _cancel(named, connect, clock)
+    requests, code = end_jobs(named, connect, clock)
     if not (requests or code):
         print(f"nothing to cancel: no job of {', '.join(map(title, named))} is live")
     return code
 
 
-def _cancel(named: Sequence[RunPaths], connect: Connect, clock: Clock) -> tuple[int, int]:
-    """The number of requested ends, and 1 if any request or wait failed, else 0."""
+def end_jobs(named: Sequence[RunPaths], connect: Connect, clock: Clock = CLOCK) -> tuple[int, int]:
+    """As `cancel`, without a message if there is nothing to end.
+
+    Returns the number of requested ends, and 1 if any request or wait failed, else 0.
+    """
     endings, failed = [], 0
     for run in [job for owner in named for job in (owner, *unfinished_jobs(owner))]:
         try:

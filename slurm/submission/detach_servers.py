@@ -14,7 +14,7 @@ from pipeline.run.completion import is_finished
 from pipeline.run.paths import AttachedPaths, RunPaths
 from slurm.registry import attached_jobs
 from slurm.scheduler.scheduler_registry import connect_scheduler
-from slurm.submission.cancel_runs import cancel
+from slurm.submission.cancel_runs import end_jobs
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,10 +22,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run, jobs = _named_jobs(arguments)
         live = [job for job in jobs if not is_finished(job)]
-        if not live:
+        # A job that was killed has not recorded its end: only the scheduler knows that it is over.
+        requests, code = end_jobs(live, connect_scheduler)
+        if not (requests or code):
             print(f"nothing to detach: no attached job of {run.root.name} is live")
-            return 0
-        return cancel(live, connect_scheduler)
+        return code
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -157,6 +157,16 @@ def test_detaching_ends_the_attached_jobs_and_cancelling_the_run_ends_all(
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to detach: no attached job of demo is live"
 
 
+def test_a_killed_job_is_nothing_to_detach(
+    run: FakeRun, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has recorded no end, and the scheduler has no live job for it."""
+    run_registry.record_job(attached_jobs.create_attached(run.paths, 1, run.config), "slurm", "99")
+    monkeypatch.setattr(detach_servers, "connect_scheduler", lambda _: scheduler)
+    assert detach_servers.main([f"run={run.root}"]) == 0
+    assert capsys.readouterr().out == "nothing to detach: no attached job of demo is live\n"
+
+
 def test_a_request_reads_every_argument(run: FakeRun) -> None:
     arguments = [f"run={run.root}", "servers=4", "nodes=2", "--dry-run", "cluster.qos=low"]
     assert read_request(arguments) == a_request(run, 4, 2, "cluster.qos=low")
