@@ -82,7 +82,7 @@ def test_two_runs_at_once_of_which_one_is_interrupted_and_one_crashes_resume_and
     assert_whole(other)
     resumed.wait_for_step(STEPS)
     wait_for("training_finished", lambda: Events(resumed.attempts[-1]).get("training_finished"), WAIT_SECONDS)
-    resumed.assert_nothing_left(seconds=15)
+    resumed.assert_nothing_left()
     assert resumed.end() == 0, resumed.output()
     assert_whole(resumed)
     assert_cleared(temporary)

@@ -189,7 +189,7 @@ class Launched:
                 found += [(node_info.addresses[0], port) for port in (node_info.probe_port, *node_info.ports)]
         return found
 
-    def assert_nothing_left(self, seconds: float = 15) -> None:
+    def assert_nothing_left(self, seconds: float = 60) -> None:
         """No process of the run lives and none of its ports is held, at the latest after `seconds`."""
         assert self._family, "no process of the run was ever seen"
         awaited = f"the processes of {self.run.root} to end, and its ports to be free"

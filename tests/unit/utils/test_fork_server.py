@@ -183,7 +183,11 @@ def test_an_orphan_that_ended_before_its_program_is_reaped(start: Start, server:
 
 
 def test_an_interrupt_reaches_the_program_and_a_kill_its_whole_group(start: Start) -> None:
-    child = start("import time\ntry:\n print('up', flush=True); time.sleep(600)\nexcept KeyboardInterrupt:\n exit(5)")
+    # Short sleeps: Python notices a signal that arrives just before a sleep only after it.
+    child = start(
+        "import time\ntry:\n print('up', flush=True)\n while True: time.sleep(0.01)\n"
+        "except KeyboardInterrupt:\n exit(5)"
+    )
     is_up(child)
     assert child.stop(SECONDS) == 5
     child = start(LEAVES + "time.sleep(600)")
