@@ -37,7 +37,8 @@ def inspect_in_forks() -> None:
 def run_in_fork(inspection: Inspection) -> Any:
     """The result of `inspection`, called in a fork of this process.
 
-    Raises `RuntimeError` with the traceback if the call fails or its process is killed, and `DeadlineError` after `SECONDS`.
+    Raises `RuntimeError` if the call fails, with its traceback, or if its process is killed, and `DeadlineError` after
+    `SECONDS`.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
