@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -207,10 +208,10 @@ def _servers(command: Result) -> str:
 
 def long_rows() -> list[Row]:
     """Steps on long rows: one row for each case, GPU and choice of what is recomputed, with all its measurements."""
-    found = [case for result in _results("long").values() for case in result.items() if "step_seconds" in case[1]]
-    alike: dict[tuple[str, str, str], list[Result]] = {}
-    for name, row in found:
-        alike.setdefault((name, row["device"], row["recompute"]), []).append(row)
+    alike = defaultdict[tuple[str, str, str], list[Result]](list)
+    for name, row in [case for result in _results("long").values() for case in result.items()]:
+        if "step_seconds" in row:
+            alike[name, row["device"], row["recompute"]].append(row)
     return [_long_row(name, rows) for (name, _, _), rows in alike.items()]
 
 
