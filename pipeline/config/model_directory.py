@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import conf
-from pipeline.config import LoraConfig, ModelConfig, closest_match
+from pipeline.config import LoraConfig, ModelConfig, RunConfig, closest_match
 from pipeline.config.packaged_model import PREFIX, packaged_directory
 from pipeline.errors import ConfigError
 
@@ -161,6 +161,24 @@ def located_bases(bases: Mapping[str, str], model: ModelConfig) -> dict[str, str
             expected = f"a model of {model.max_length} positions or more (model.max_length); it has {positions}"
             raise ConfigError(f"serve.bases.{name}", path, expected, "lower model.max_length")
     return located
+
+
+def draft_directory(config: RunConfig) -> Path:
+    """The absolute directory of `inference.speculation.model`. `ConfigError` without weights, or with another
+    vocabulary than the policy's."""
+    key, path = "inference.speculation.model", config.inference.speculation.model
+    drafts = config.model.model_copy(update={"path": path, "init": "pretrained", "lora": LoraConfig()})
+    if not path:
+        raise ConfigError(key, path, "the directory of a smaller model with method=draft", "set it")
+    try:
+        directory = model_directory(drafts)
+    except ConfigError as error:
+        raise ConfigError(key, path, error.expected, error.hint) from None
+    drafted, policy = vocabulary_size(drafts), vocabulary_size(config.model)
+    if drafted != policy:
+        expected = f"a model with the policy's vocabulary of {policy} tokens (it has {drafted})"
+        raise ConfigError(key, path, expected, "choose a smaller model of the policy's family, or method=ngram")
+    return directory
 
 
 def _directory(path: str) -> Path:

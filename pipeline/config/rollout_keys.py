@@ -86,6 +86,24 @@ class RolloutConfig(Section):
     )
 
 
+class SpeculationConfig(Section):
+    """Speculative decoding: several drafted tokens are checked in one step (docs/rollouts.md#speculative-decoding)."""
+
+    method: Literal["none", "ngram", "draft"] = Field(
+        "none",
+        description="Source of the drafts: `ngram`, the text so far, where its last tokens occurred before; `draft`, a "
+        "smaller model. Samples have the policy's distribution and log-probabilities either way.",
+    )
+    tokens: Annotated[int, Field(ge=1, le=128)] = Field(4, description="Largest number of drafted tokens in a step.")
+    lookup_min: Positive = Field(2, description="Fewest last tokens that must have occurred before (`ngram`).")
+    lookup_max: Positive = Field(4, description="Most last tokens that are looked up (`ngram`).")
+    model: str = Field(
+        "",
+        description="Directory of the smaller model, with the policy's vocabulary (`draft`). It is loaded once and "
+        "never trained.",
+    )
+
+
 class InferenceConfig(Section):
     """The inference servers."""
 
@@ -140,4 +158,10 @@ class InferenceConfig(Section):
         description="Send log-probabilities from vLLM's engine as plain numbers, which costs the engine less; the "
         "values are the same. With vLLM 0.25 this also sends the policy version of each token.",
     )
+    quantization: Literal["none", "fp8"] = Field(
+        "none",
+        description="`fp8`: servers on GPUs round the linear layers of each version that arrives to FP8, and compute "
+        "them in it (docs/rollouts.md#fp8).",
+    )
+    speculation: SpeculationConfig = SpeculationConfig()
     extra_args: Texts = Field((), description="Additional command-line arguments for the engine's server.")

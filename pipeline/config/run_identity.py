@@ -58,6 +58,7 @@ OPERATIONAL = (
     "inference.api_server_count",
     "inference.compile",
     "inference.relay_fanout",
+    "inference.speculation",
     "inference.extra_args",
     "inference.gpu_memory",
     "inference.kv_cache_bytes",

@@ -149,14 +149,15 @@ class RlServices:
         return None if status is None else ActorReport(status.time, status.state, status.numbers)
 
     def fractions(self) -> dict[str, float]:
-        """Fractions (0 … 1) from the actor's report: how idle servers and actor were during the last second, and the
-        prompt tokens that were in the servers' prefix caches."""
+        """Fractions (0 … 1) from the actor's report: how idle servers and actor were during the last second, the
+        prompt tokens that were in the servers' prefix caches, and the drafted tokens that servers accepted."""
         status = self._actor.status()
         numbers = status.numbers if status is not None else {}
         fractions = {
             "idle/actor": numbers.get("gate_blocked"),
             "idle/servers": _mean_of_servers(numbers, "idle/"),
             "prefix_cache/hit_rate": _mean_of_servers(numbers, "prefix_cache/"),
+            "speculation/acceptance_rate": _mean_of_servers(numbers, "accepted_drafts/"),
         }
         return {name: value for name, value in fractions.items() if value is not None}
 

@@ -4,6 +4,7 @@
 |---|---|
 | `issue_loop` | an endless loop that issues groups, bounded by servers and trainer |
 | `concurrency_control`, `cache_load` | how many groups are in flight; the load of the servers' KV caches |
+| `draft_acceptance` | how many drafted tokens the servers accepted |
 | `issue_queue` | the order in which positions are issued |
 | `prompt_order` | the prompt of each position, for a task and for a mix of tasks |
 | `curriculum` | the choice of prompts by what their earlier groups solved |

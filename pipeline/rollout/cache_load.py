@@ -38,7 +38,7 @@ class CacheWatch:
         self._seen: dict[str, PromptTokens] = {}
 
     async def load(self, http: aiohttp.ClientSession, servers: Sequence[Server]) -> CacheLoad:
-        metrics = await asyncio.gather(*(_metrics(http, server.endpoint) for server in servers))
+        metrics = await asyncio.gather(*(read_metrics(http, server.endpoint) for server in servers))
         usage, preemptions = 0.0, 0
         for server, text in zip(servers, metrics, strict=True):
             if text is not None:
@@ -71,7 +71,8 @@ def values(text: str, name: str) -> list[float]:
     return [float(value) for value in re.findall(pattern, text, re.MULTILINE)]
 
 
-async def _metrics(http: aiohttp.ClientSession, endpoint: str) -> str | None:
+async def read_metrics(http: aiohttp.ClientSession, endpoint: str) -> str | None:
+    """A server's metrics in Prometheus's text format; None if it does not answer in time."""
     limit = aiohttp.ClientTimeout(total=READ_SECONDS)
     with suppress(aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError):
         async with http.get(f"http://{endpoint}{METRICS}", timeout=limit) as response:

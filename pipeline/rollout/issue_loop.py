@@ -76,6 +76,7 @@ class IssueLoop:
         self._patience = 2 * config.cluster.startup_seconds
         self._slots = Slots(config.rollout.concurrency)
         self._adapts = config.rollout.adaptive_concurrency
+        self._drafts = config.inference.speculation.method != "none"
         self._changed = asyncio.Condition()
         self._progress = TrainerProgress(version=0, done=0)
         self._refusals: dict[int, list[str]] = {}
@@ -97,6 +98,8 @@ class IssueLoop:
             self._tasks.create_task(self._take_back())
             if self._adapts:
                 self._tasks.create_task(self._adapt())
+            if self._drafts:
+                self._tasks.create_task(self._watch_drafts())
             self._tasks.create_task(self._issue_all())
 
     def numbers(self) -> dict[str, float]:
@@ -173,6 +176,11 @@ class IssueLoop:
             await asyncio.sleep(ADAPT_SECONDS)
             load = await self._client.load()
             controller.update(ServerLoad(self.counts.in_flight, load.hit_rate, load.kv_usage, load.preemptions))
+
+    async def _watch_drafts(self) -> None:
+        while True:
+            await self._client.read_drafts()
+            await asyncio.sleep(ADAPT_SECONDS)
 
     async def _issue_all(self) -> None:
         while True:

@@ -94,7 +94,7 @@ def server_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
     """The minimum memory of a server on each of its GPUs, with room for one sequence of `model.max_length`."""
     return MemoryBudget(
         {
-            "weights": _shard(sizes.weights, _server_gpus(config)),
+            "weights": _served_bytes(config, sizes),
             "weights that arrive": _receive_bytes(config, sizes) if _publishes(config) else 0,
             "one sequence": sequence_bytes(config, sizes),
             "engine": ENGINE,
@@ -126,7 +126,7 @@ def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
     """
     per_sequence = sequence_bytes(config, sizes)
     own = config.inference.gpu_memory * memory / config.resources.inference.servers_per_gpu
-    room = own - _shard(sizes.weights, _server_gpus(config)) - ENGINE
+    room = own - _served_bytes(config, sizes) - ENGINE
     return int(room // per_sequence) if per_sequence else 0
 
 
@@ -257,7 +257,15 @@ def _receive_bytes(config: RunConfig, sizes: Sizes) -> int:
 
 def _arriving_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a policy version for one process of a server: its shard of a whole model, or a whole adapter."""
-    return _shard(_published_bytes(config, sizes), 1 if config.model.lora.travels_alone else _server_gpus(config))
+    whole = config.model.lora.travels_alone or config.inference.quantization != "none"
+    return _shard(_published_bytes(config, sizes), 1 if whole else _server_gpus(config))
+
+
+def _served_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of the weights with which one process of a server computes. Quantized ones have one byte, but for the
+    embedding and the head; their scales are below a thousandth."""
+    fewer = 0 if config.inference.quantization == "none" else sizes.width - 1
+    return _shard(sizes.weights - fewer * (sizes.parameters - sizes.outside_layers), _server_gpus(config))
 
 
 def _arrives_on_host(config: RunConfig) -> bool:

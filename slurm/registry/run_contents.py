@@ -16,10 +16,10 @@ from typing import Any
 import pipeline
 from pipeline.checkpoints import Fence, newest_checkpoint, root_of
 from pipeline.checkpoints.run_progress import has_begun, known_config, known_identity, new_aside_folder, refuse_restart
-from pipeline.config import RewardConfig, RunConfig, TaskConfig, load_config
+from pipeline.config import InferenceConfig, RewardConfig, RunConfig, TaskConfig, load_config
 from pipeline.config.data_keys import located_data, located_options, located_path
 from pipeline.config.frozen_config import read_frozen_config
-from pipeline.config.model_directory import located_model
+from pipeline.config.model_directory import draft_directory, located_model
 from pipeline.config.run_identity import differences, identity_digest
 from pipeline.config.task_keys import MixedTaskConfig
 from pipeline.errors import CheckpointError, ConfigError, RunStateError
@@ -182,6 +182,7 @@ def located_config(config: RunConfig) -> RunConfig:
         "data": located_data(config.data),
         "training": config.training.model_copy(update={"jobs": jobs}),
         "reward": _located_reward(config.reward),
+        "inference": _located_inference(config),
     }
     located["task"] = _located_task(config.task)
     sets = config.evaluation.sets
@@ -194,6 +195,14 @@ def located_config(config: RunConfig) -> RunConfig:
     }
     located["evaluation"] = config.evaluation.model_copy(update={"sets": {**sets, **with_tasks}})
     return config.model_copy(update=located)
+
+
+def _located_inference(config: RunConfig) -> InferenceConfig:
+    speculation = config.inference.speculation
+    if speculation.method != "draft":
+        return config.inference
+    located = speculation.model_copy(update={"model": str(draft_directory(config))})
+    return config.inference.model_copy(update={"speculation": located})
 
 
 def _located_replay(config: RunConfig) -> str:

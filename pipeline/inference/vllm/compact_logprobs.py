@@ -107,6 +107,8 @@ def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
 
     def slice_request(self: Any, req_idx: int, num_positions: int) -> Any:
         nonlocal whole, parts
+        if self.cu_num_generated_tokens is not None and np.shape(self.logprobs)[1:] == (1,):
+            return lists(*_drafted(self, self.cu_num_generated_tokens[req_idx], num_positions), None)
         if num_positions != 1 or self.cu_num_generated_tokens is not None:
             return stock(self, req_idx, num_positions)
         if self.logprobs is not whole:  # the first request of a new step
@@ -115,6 +117,15 @@ def _slicing(stock: Callable[..., Any], lists: Any) -> Callable[..., Any]:
         return parts[req_idx] if parts else stock(self, req_idx, num_positions)
 
     return slice_request
+
+
+def _drafted(step: Any, start: int, count: int) -> tuple[tuple[float, ...], ...]:
+    """A request's tokens of a step with drafts, their log-probabilities, and their ranks followed by their versions."""
+    rows = slice(start, start + count)
+    ids, values, ranks = step.logprob_token_ids[rows, 0], step.logprobs[rows, 0], step.sampled_token_ranks[rows]
+    version = version_of_step()
+    versions = () if version is None else repeat(version, count)
+    return tuple(ids.tolist()), tuple(values.tolist()), (*ranks.tolist(), *versions)
 
 
 def _columns(step: Any) -> list[Iterator[tuple[float, ...]]]:
@@ -150,7 +161,7 @@ def _updating(stock: Callable[..., Any], lists: Any, logprob: Any) -> Callable[.
         if values.ndim != 1:
             stock(self, logprobs_lists)
             return
-        # ranks[tokens], followed by one policy version if the engine marks its steps.
+        # ranks[tokens], followed by as many policy versions if the engine marks its steps.
         ranks, versions = ranks[: len(ids)], ranks[len(ids) :].tolist()
         if self.tokenizer is not None or not isinstance(self.logprobs, list):
             stock(self, lists(ids[:, None], values[:, None], ranks, None))

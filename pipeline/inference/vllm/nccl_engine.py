@@ -106,6 +106,8 @@ class NcclEngine(TransferEngine[GpuGroup]):
 
     def _proven(self, layout: WeightLayout, on_host: bool) -> StagingBuffer:
         """Copies that do what a reload does; a reload out of all weights, where there are none."""
+        if self.model_config.quantization is not None:
+            return self._whole(layout, on_host)  # to round the weights is more than to copy them
         try:
             copies = CopyPlan.record(self.model.load_weights, layout)
             copies.stage(self.device, on_host)

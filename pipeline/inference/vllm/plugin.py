@@ -48,7 +48,7 @@ def register() -> None:
     from pipeline.inference.vllm.request_times import add_request_times
     from pipeline.inference.vllm.routing_capture import return_routed_experts
     from pipeline.inference.vllm.token_versions import note_versions
-    from pipeline.inference.vllm.vllm_compat import add_float32_head
+    from pipeline.inference.vllm.vllm_compat import add_float32_head, expand_sampling_settings
 
     if multiprocessing.parent_process() is not None:  # started by the server or an engine, not the server itself
         exit_with_parent()
@@ -61,6 +61,7 @@ def register() -> None:
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, engine)
     add_float32_head()
+    expand_sampling_settings()
     add_compact_logprobs()
     note_versions()
     skip_tokens_without_adapter()

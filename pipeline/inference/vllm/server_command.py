@@ -1,5 +1,6 @@
 """The command line and the environment of a vLLM server. Imports no vLLM."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -61,6 +62,8 @@ def server_command(config: RunConfig, placement: Placement, clients: ClientModel
         *_weights_arguments(config),
         *_routing_arguments(config),
         *_head_arguments(config),
+        *_quantization_arguments(config),
+        *_speculation_arguments(config),
         *("--dtype", config.model.dtype, "--max-model-len", str(config.model.max_length)),
         *("--max-num-seqs", str(config.inference.max_sequences), "--seed", str(config.seed + placement.index)),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
@@ -134,6 +137,26 @@ def _routing_arguments(config: RunConfig) -> tuple[str, ...]:
         return ()
     on_gpus = config.resources.device == "cuda"
     return ("--enable-return-routed-experts",) if on_gpus else ("--no-enable-prefix-caching",)
+
+
+def _quantization_arguments(config: RunConfig) -> tuple[str, ...]:
+    """Scales of weights for each output channel, and of activations for each token: the finest for which every Hopper
+    GPU has a kernel in vLLM itself."""
+    return () if config.inference.quantization == "none" else ("--quantization", "fp8_per_channel")
+
+
+def _speculation_arguments(config: RunConfig) -> tuple[str, ...]:
+    speculation = config.inference.speculation
+    if speculation.method == "none":
+        return ()
+    settings: dict[str, object] = {"num_speculative_tokens": speculation.tokens}
+    if speculation.method == "ngram":
+        window = {"prompt_lookup_min": speculation.lookup_min, "prompt_lookup_max": speculation.lookup_max}
+        settings |= {"method": "ngram", **window}
+    else:
+        # The policy's weights come from the trainer, so its load format is `dummy`; the drafts' are on disk.
+        settings |= {"method": "draft_model", "model": speculation.model, "draft_load_config": {"load_format": "auto"}}
+    return "--speculative-config", json.dumps(settings)
 
 
 def _scale_out() -> tuple[str, ...]:

@@ -51,3 +51,29 @@ def add_float32_head() -> None:
         return gathered if gathered is None else gathered[..., : self.org_vocab_size]
 
     LogitsProcessor.__init__, LogitsProcessor._get_logits = init, get_logits
+
+
+def expand_sampling_settings() -> None:
+    """Give every drafted token the sampling settings of its request, on CPUs.
+
+    The kernel of vLLM's CPU build (0.32) writes them into a converted copy, which is then dropped, so tokens were
+    sampled with a temperature out of uninitialized memory.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.sample import rejection_sampler
+
+        rejection_sampler.expand_batch_to_tokens = _repeated
+
+
+def _repeated(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> Tensor:
+    """The settings x[requests], repeated for the tokens of each request: [num_tokens].
+
+    `cu_num_tokens` has the cumulative numbers of tokens; `replace_from` is replaced by `replace_to`.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return torch.repeat_interleave(replaced, counts, output_size=num_tokens)

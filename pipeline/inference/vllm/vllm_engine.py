@@ -12,6 +12,7 @@ from pipeline.config import RunConfig
 from pipeline.config.model_directory import has_vision_tower
 from pipeline.errors import ConfigError
 from pipeline.inference.engine_protocol import ClientModel, InferenceEngine
+from pipeline.inference.vllm.decoding_checks import check_quantization, check_quantized_experts, check_speculation
 from pipeline.inference.vllm.installed_release import check_installed, check_returned_experts
 from pipeline.inference.vllm.server_arguments import check_extra_args, unchecked_arguments
 from pipeline.inference.vllm.server_command import (
@@ -37,6 +38,7 @@ class VllmEngine:
         check_installed()
 
     def check_model(self, config: RunConfig, family: str, experts: int) -> None:
+        check_quantized_experts(config, experts)
         adapters = config.serve.enabled or config.model.lora.travels_alone
         if adapters and experts and config.resources.device == "cpu":
             expected = (
@@ -51,6 +53,8 @@ class VllmEngine:
             raise ConfigError("model.path", config.model.path, expected, hint)
 
     def check_config(self, config: RunConfig) -> None:
+        check_quantization(config)
+        check_speculation(config)
         check_returned_experts(config)
         check_extra_args(config)
 
