@@ -43,6 +43,7 @@ class Traffic:
             does. Where completions end one by one and the next is asked for each, nearly every step of the engine has
             a prompt in it, and is not one of its recorded graphs.
         last: token ids, one of which each prompt ends with; empty: any.
+        prompts: the prompts, from which each request draws one; empty: 16 random token ids.
     """
 
     endpoint: str
@@ -55,6 +56,7 @@ class Traffic:
     ends: int = 0
     group: int = 1
     last: tuple[int, ...] = ()
+    prompts: tuple[tuple[int, ...], ...] = ()
 
     @contextmanager
     def running(self) -> Iterator[Answers]:
@@ -121,6 +123,7 @@ async def _all(traffic: Traffic, requests: int, draw: random.Random) -> tuple[in
             while time.monotonic() - started < traffic.seconds:
                 prompt = [draw.randrange(3, 1000) for _ in range(16)]
                 prompt[-1] = draw.choice(traffic.last or prompt[-1:])
+                prompt = list(draw.choice(traffic.prompts)) if traffic.prompts else prompt
                 for answer in await asyncio.gather(*(generate(session, traffic, prompt) for _ in range(traffic.group))):
                     tokens += len(answer["token_ids"])
                     if traffic.greedy:

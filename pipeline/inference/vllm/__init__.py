@@ -10,7 +10,7 @@
 | `copy_plan`, `direct_loading` | copies from checkpoint tensors to a model's parameters; what loaders write |
 | `verified_plans` | which of these copies were verified in an earlier start |
 | `adapter_loading`, `base_requests` | LoRA adapters; requests without an adapter next to others, on CPUs |
-| `decoding_checks` | rules of quantized weights and of drafts |
+| `decoding_checks`, `draft_weights` | rules of quantized weights and of drafts; the weights of a model that drafts |
 | `expert_packing` | experts of a mixture, packed again at each update |
 | `routing_capture` | the experts of each token, from servers on CPUs |
 | `model_inspection` | what a model's class supports, found out in a fork |

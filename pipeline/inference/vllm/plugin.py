@@ -43,6 +43,7 @@ def register() -> None:
 
     from pipeline.inference.vllm.base_requests import skip_tokens_without_adapter
     from pipeline.inference.vllm.compact_logprobs import add_compact_logprobs
+    from pipeline.inference.vllm.draft_weights import load_drafting_model
     from pipeline.inference.vllm.kv_cache_size import limit_to_share
     from pipeline.inference.vllm.model_inspection import inspect_in_forks
     from pipeline.inference.vllm.request_times import add_request_times
@@ -62,6 +63,7 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(name, module, engine)
     add_float32_head()
     expand_sampling_settings()
+    load_drafting_model()
     add_compact_logprobs()
     note_versions()
     skip_tokens_without_adapter()

@@ -9,6 +9,7 @@ from pipeline.config.tinker_keys import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.errors import ConfigError
 from pipeline.inference.engine_protocol import POLICY, SERVER, ClientModel
 from pipeline.inference.vllm.compact_logprobs import SWITCH
+from pipeline.inference.vllm.draft_weights import SWITCH as DRAFT_MODEL
 from pipeline.inference.vllm.installed_release import is_older_than
 from pipeline.inference.vllm.kv_cache_size import SHARED
 from pipeline.inference.vllm.plugin import ENGINES
@@ -87,6 +88,7 @@ def server_environment(config: RunConfig, placement: Placement, world: Path) -> 
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEEPALIVE_SECONDS),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        DRAFT_MODEL: str(int(config.inference.speculation.method == "draft")),
         SWITCH: str(int(config.inference.compact_logprobs and not config.serve.enabled)),
     }
     if placement.gpus:
@@ -154,7 +156,6 @@ def _speculation_arguments(config: RunConfig) -> tuple[str, ...]:
         window = {"prompt_lookup_min": speculation.lookup_min, "prompt_lookup_max": speculation.lookup_max}
         settings |= {"method": "ngram", **window}
     else:
-        # The policy's weights come from the trainer, so its load format is `dummy`; the drafts' are on disk.
         settings |= {"method": "draft_model", "model": speculation.model, "draft_load_config": {"load_format": "auto"}}
     return "--speculative-config", json.dumps(settings)
 

@@ -1,0 +1,31 @@
+"""The weights of a model that drafts tokens: out of its own directory, whatever the policy's load format is.
+
+A server starts with the policy's weights uninitialized (`--load-format dummy`), since the trainer sends them. vLLM
+loads the drafting model in the same way, and ignores `draft_load_config` for it (0.25 and 0.32): its weights would be
+random too, and nearly no draft would be accepted.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+SWITCH = "ROLLCALL_DRAFT_MODEL"
+"""The environment variable of a server that has a drafting model, with the value 1."""
+
+
+def load_drafting_model(variables: Mapping[str, str] = os.environ) -> None:
+    """Patch this vLLM process to load the drafting model from disk. A second call changes nothing."""
+    if variables.get(SWITCH) != "1":
+        return
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+    stock = DraftModelProposer._create_draft_vllm_config
+    if stock.__module__ == __name__:
+        return
+
+    def create(self: Any) -> Any:
+        load_config = self.speculative_config.draft_load_config
+        return stock(self) if load_config is None else replace(stock(self), load_config=load_config)
+
+    DraftModelProposer._create_draft_vllm_config = create
