@@ -87,7 +87,7 @@ class RolloutConfig(Section):
 
 
 class SpeculationConfig(Section):
-    """Speculative decoding: several drafted tokens are checked in one step (docs/rollouts.md#speculative-decoding)."""
+    """Speculative decoding: several drafted tokens are checked in one step (docs/decoding.md)."""
 
     method: Literal["none", "ngram", "draft"] = Field(
         "none",
@@ -161,7 +161,7 @@ class InferenceConfig(Section):
     quantization: Literal["none", "fp8"] = Field(
         "none",
         description="`fp8`: servers on GPUs round the linear layers of each version that arrives to FP8, and compute "
-        "them in it (docs/rollouts.md#fp8).",
+        "them in it (docs/decoding.md#fp8).",
     )
     speculation: SpeculationConfig = SpeculationConfig()
     extra_args: Texts = Field((), description="Additional command-line arguments for the engine's server.")

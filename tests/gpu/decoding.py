@@ -44,6 +44,7 @@ from tests.support.servers.vllm import SECRET
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp8": {"quantization": "fp8"},
+    "fp8-eager": {"quantization": "fp8", "compile": False},
     "fp8-tensor": {"extra_args": ["--quantization", "fp8_per_tensor"]},
     "fp8-block": {"extra_args": ["--quantization", "fp8_per_block"]},
     "ngram-2": {"speculation": {"method": "ngram", "tokens": 2}},

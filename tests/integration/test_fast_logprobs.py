@@ -115,7 +115,7 @@ def test_requests_end_with_what_vllms_own_way_gives(
     stock = processed(*asked)
     add_compact_logprobs({})
     add_compact_logprobs({})
-    assert type(steps[0].slice_request(0, 1).logprobs) is (tuple if counts is None else np.ndarray)
+    assert type(steps[0].slice_request(0, 1).logprobs) is tuple
     assert type(steps[2].slice_request(0, 1).logprobs) is np.ndarray
     assert processed(*asked) == stock
 
@@ -134,6 +134,21 @@ def test_tokens_take_along_the_version_of_their_step(
     spans = [{"version": "7", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}]
     assert len(request.logprobs) == 3
     assert request.logprobs.spans() == (spans if widths == (1, 1, 1) else None)
+
+
+@pytest.mark.parametrize("hop", [True, False], ids=["encoded", "in-process"])
+def test_all_tokens_of_a_step_with_drafts_have_its_version(
+    seams: None, monkeypatch: pytest.MonkeyPatch, hop: bool
+) -> None:
+    add_compact_logprobs({})
+    request, counts = a_request(), [3, 0, 1, 2]
+    for version in (7, 8):
+        monkeypatch.setattr(_Engine, "processed", version)
+        request._update_sample_logprobs(delivered(a_step(1, counts), counts, hop)[0])
+    assert request.logprobs.spans() == [
+        {"version": "7", "start": 0, "end": 3},
+        {"version": "8", "start": 3, "end": 6},
+    ]
 
 
 def test_a_slice_that_arrived_can_be_cut_again(seams: None) -> None:

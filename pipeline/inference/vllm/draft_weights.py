@@ -1,4 +1,4 @@
-"""The weights of a model that drafts tokens: out of its own directory, whatever the policy's load format is.
+"""Loading of a model that drafts tokens from its directory, whatever the load format of the policy is.
 
 A server starts with the policy's weights uninitialized (`--load-format dummy`), since the trainer sends them. vLLM
 loads the drafting model in the same way, and ignores `draft_load_config` for it (0.25 and 0.32): its weights would be

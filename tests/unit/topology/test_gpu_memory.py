@@ -339,6 +339,15 @@ def test_a_server_that_stages_on_its_host_holds_a_chunk_of_what_arrives() -> Non
     assert server_memory(adapter, B8).parts["weights that arrive"] >= 4 * B8.trained, "adapters use the GPU"
 
 
+def test_quantized_layers_take_one_byte_a_weight_and_arrive_whole_on_each_gpu_of_a_server() -> None:
+    config = config_of(gpus=4)
+    inference = config.inference.model_copy(update={"quantization": "fp8"})
+    parts = server_memory(config.model_copy(update={"inference": inference}), B8).parts
+    layers = B8.parameters - B8.outside_layers
+    assert parts["weights"] == (layers + 2 * B8.outside_layers) // 4
+    assert parts["weights that arrive"] == B8.weights + WEIGHT_CHUNK, "a reload reads whole tensors"
+
+
 def test_a_server_that_only_fits_without_a_second_copy_is_told_to_stage_on_its_host() -> None:
     wide = replace(B8, trained=10**6, head_trained=False, parameters=60 * 10**9)
     told = said(config_of(processes=64, gpus=8, memory="30G", **SAVING), wide)
