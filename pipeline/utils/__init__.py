@@ -13,6 +13,7 @@ Imports nothing of a run: no configuration, no roles, no paths of a run director
 | `fs_retry` | retries while a filesystem fails |
 | `subprocesses`, `exec_shielded` | children that are stopped by their id, held ports; the step from fork to exec |
 | `fork_server`, `forked_process` | programs that are forked from a process with their imports; their requester |
+| `forked_call` | a function call in such a program |
 | `listeners` | listening on held ports, and the processes that listen on a port |
 | `mutual_auth`, `socket_gate` | mutual proof of a shared secret; a proxy process that admits only authenticated peers |
 | `authenticated_http`, `authenticated_connector` | HTTP servers that prove themselves; aiohttp's connections to them |
