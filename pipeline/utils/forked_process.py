@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,8 +42,16 @@ class ForkServer:
         self.address = str(folder / "socket")
 
     @classmethod
-    def start(cls, stages: Sequence[Stage], ready: int, environment: Mapping[str, str] = os.environ) -> "ForkServer":
+    def start(
+        cls,
+        stages: Sequence[Stage],
+        ready: int,
+        environment: Mapping[str, str] = os.environ,
+        folders: Callable[[Path], Mapping[str, str]] = lambda _: {},
+    ) -> "ForkServer":
         """Start a server. Its first stage and `ready` later ones are made at once, the others by their first request.
+
+        `folders` returns further variables for the server, given its folder, which is removed when the server ends.
 
         Call it from a thread that outlives the server: the kernel ends the server with the thread. `OSError` if the
         server cannot be started.
@@ -56,7 +64,7 @@ class ForkServer:
             arguments = (str(folder), str(os.getpid()), str(number), json.dumps([asdict(stage) for stage in stages]))
             process = subprocess.Popen(
                 [sys.executable, "-P", fork_server.__file__, *arguments, str(ready), _PADDING],
-                env=_environment(environment),
+                env=_environment({**environment, **folders(folder)}),
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,19 +1,20 @@
 """The fork server of a node, which starts importing the roles' modules while the ranks still meet.
 
-Owns the decision which server an agent uses: that of its local job, whose virtual nodes share one, or its own. Promises
-that an agent without a server starts its roles with exec.
+Owns the decision which server an agent uses: that of its local job, whose virtual nodes share the one of their
+launcher or controller, or its own. Promises that an agent without a server starts its roles with exec.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.roles.preloads import ready_stages, stages_of
 from pipeline.topology.plan import Plan, RoleName
 from pipeline.utils.fork_server import VARIABLE
 from pipeline.utils.forked_process import ForkServer
-from slurm.agent.tmpdir import scratch_folder
+from slurm.agent.tmpdir import folder_variables
 
 
 @contextmanager
@@ -24,12 +25,14 @@ def node_forks(
     if VARIABLE in variables:
         yield variables[VARIABLE]
         return
+
+    def folders(folder: Path) -> dict[str, str]:  # some libraries read those of their caches when they are imported
+        return folder_variables(folder, variables, config.cluster.compile_cache)
+
     with ExitStack() as stack:
         address = ""
         try:
-            # Some libraries read the folders of their caches when they are imported.
-            folders = stack.enter_context(scratch_folder(variables, config.cluster.compile_cache))
-            server = ForkServer.start(stages_of(config), ready_stages(roles), {**variables, **folders})
+            server = ForkServer.start(stages_of(config), ready_stages(roles), variables, folders)
             address = stack.enter_context(server).address
         except OSError as error:
             print(f"rollcall: roles start without a fork server: {error}", flush=True)

@@ -39,13 +39,18 @@ def scratch_folder(environment: Mapping[str, str] = os.environ, shared: str = ""
     Variables that the user set keep their values. If the folder's path is too long, the engines' sockets are
     outside of it.
     """
-    outside = tempfile.gettempdir()
     with tempfile.TemporaryDirectory(prefix="rollcall-", ignore_cleanup_errors=True) as folder:
-        caches = _shared_caches(Path(shared)) if shared else {}
-        caches = caches or _caches(Path(outside), Path(folder))
-        if len(folder) > MAX_PATH:
-            caches |= {name: outside for engine in all_engines() for name in engine.socket_variables}
-        yield {FOLDER: folder} | {name: value for name, value in caches.items() if name not in environment}
+        yield folder_variables(Path(folder), environment, shared)
+
+
+def folder_variables(folder: Path, environment: Mapping[str, str], shared: str) -> dict[str, str]:
+    """As `scratch_folder`, for a folder that the caller removes."""
+    outside = tempfile.gettempdir()
+    caches = _shared_caches(Path(shared)) if shared else {}
+    caches = caches or _caches(Path(outside), folder)
+    if len(str(folder)) > MAX_PATH:
+        caches |= {name: outside for engine in all_engines() for name in engine.socket_variables}
+    return {FOLDER: str(folder)} | {name: value for name, value in caches.items() if name not in environment}
 
 
 def _caches(outside: Path, folder: Path) -> dict[str, str]:

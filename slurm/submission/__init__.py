@@ -20,5 +20,6 @@
 | `replay_run` | runs that train the recorded samples of another run |
 | `evaluate_model` | runs that evaluate a checkpoint or a model directory |
 | `local_job` | a run's job on this machine |
+| `launcher_forks` | the fork server of a local run, from the checks on |
 | `launcher_signals` | the signals that end a launcher |
 """

@@ -28,6 +28,7 @@ from slurm.registry import run_registry
 from slurm.scheduler.scheduler_registry import child_environment, connect_scheduler
 from slurm.submission.compose_config import compose_config
 from slurm.submission.gateway_supervisor import GatewaySupervisor
+from slurm.submission.launcher_forks import launcher_forks
 from slurm.submission.launcher_signals import recorded_signals
 from slurm.submission.submission_checks import check_submission
 from slurm.submission.submit_run import print_plan, run_here, submit_one
@@ -51,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
             return _print_address(RunPaths(config.directory.resolve()))
         if "--usage" in argv:
             return print_usage(_address(RunPaths(config.directory.resolve())))
-        return serve(config)
+        with launcher_forks(config):
+            return serve(config)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -44,9 +44,12 @@ from slurm.batch.site_checks import check_site
 from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import JobQueue
 from slurm.scheduler.scheduler_registry import batch_scheduler, connect_scheduler
+from slurm.submission.launcher_forks import call_with_torch
 from slurm.submission.local_job import check_shared_gpus
 from slurm.submission.size_cache import remembered_sizes
 from slurm.submission.submission_warnings import check_agents
+
+_MODEL_SIZE = "pipeline.train.model.model_size"
 
 
 @shared_games()
@@ -104,9 +107,8 @@ def model_sizes(model: ModelConfig) -> Sizes:
     """The model's sizes, looked up once for all points of a sweep."""
 
     def count(model: ModelConfig) -> Sizes:
-        from pipeline.train.model.model_size import sizes_of  # torch and transformers take seconds
-
-        return sizes_of(model)
+        sizes: Sizes = call_with_torch(_MODEL_SIZE, "sizes_of", model)
+        return sizes
 
     return remembered_sizes(model, count)
 
@@ -115,10 +117,9 @@ def model_sizes(model: ModelConfig) -> Sizes:
 def _check_context(model: ModelConfig, cp: int) -> None:
     """Raise `ConfigError` unless the model supports context parallelism; checked once for all points of a sweep."""
     check_context_heads(cp, head_count(model), key_heads(model))
-    from pipeline.train.model.packing_probe import supports_packing  # torch and transformers take seconds
-
     located = model.model_copy(update={"path": str(model_directory(model))})
-    check_context_packing(located, cp, supports_packing(located, requested=True))
+    packs = call_with_torch("pipeline.train.model.packing_probe", "supports_packing", located, True)
+    check_context_packing(located, cp, packs)
 
 
 @cache
@@ -126,17 +127,13 @@ def _check_served_adapters(model: ModelConfig) -> None:
     """Once for all points of a sweep."""
     if not (model.lora.travels_alone and expert_count(model)):
         return
-    from pipeline.train.model.model_size import check_served_adapters  # torch and transformers take seconds
-
-    check_served_adapters(model)
+    call_with_torch(_MODEL_SIZE, "check_served_adapters", model)
 
 
 @cache
 def _check_experts(model: ModelConfig, ep: int) -> None:
     """Raise `ConfigError` unless the model supports expert parallelism; checked once for all points of a sweep."""
-    from pipeline.train.model.model_size import check_experts  # torch and transformers take seconds
-
-    check_experts(model, ep)
+    call_with_torch(_MODEL_SIZE, "check_experts", model, ep)
 
 
 def _check_architecture(config: RunConfig) -> None:
@@ -154,9 +151,7 @@ def _check_architecture(config: RunConfig) -> None:
 @cache
 def _check_routers(model: ModelConfig) -> None:
     """Raise `ConfigError` unless the model's routers can replay; checked once for all points of a sweep."""
-    from pipeline.train.model.model_size import check_routers  # torch and transformers take seconds
-
-    check_routers(model)
+    call_with_torch(_MODEL_SIZE, "check_routers", model)
 
 
 def check_inputs(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ code is 2 for invalid input, else that of `slurm.submission.tail_job`.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from rich.markup import escape
@@ -31,6 +32,7 @@ from slurm.scheduler.allocation import split_components
 from slurm.scheduler.scheduler_registry import connect_scheduler
 from slurm.submission.compose_config import compose_config
 from slurm.submission.declined_options import refuse_launcher_key, refuse_option
+from slurm.submission.launcher_forks import launcher_forks
 from slurm.submission.launcher_signals import recorded_signals
 from slurm.submission.local_job import LocalJob, follow_here, lacking_gpus, refuse_lacking_gpus
 from slurm.submission.submission_checks import batch_text, check_submission, fit_memory, make_executor, model_sizes
@@ -63,13 +65,14 @@ def main(argv: Sequence[str], compose: Callable[[Sequence[str]], RunConfig] | No
         if options.detach and config.cluster.on_this_machine:
             hint = "a local run ends with its launcher; start it with nohup, or in tmux"
             raise ConfigError("option", "--detach", "cluster=slurm", hint)
-        config, chosen = fit_memory(config)
-        with shared_games():
-            plan = check_submission(config)
-            print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
-        for line in chosen:
-            print(f"  {line}", flush=True)
-        return 0 if options.dry_run else start_run(config, plan, detach=options.detach)
+        with nullcontext() if options.dry_run else launcher_forks(config):
+            config, chosen = fit_memory(config)
+            with shared_games():
+                plan = check_submission(config)
+                print_plan(config, plan, _warnings(config, plan, dry_run=options.dry_run), whole=options.dry_run)
+            for line in chosen:
+                print(f"  {line}", flush=True)
+            return 0 if options.dry_run else start_run(config, plan, detach=options.detach)
     except RollcallError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.observability.sample_reader import Filter, read_samples
@@ -181,12 +182,29 @@ def test_a_job_that_outlives_its_launcher_keeps_the_run_and_a_second_ctrl_c_ends
     launched.wait_for_state("trainer.0", "starting")
     with (launched.run.job_lock).open() as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    assert_forked_by_launcher(launched, "pipeline.roles.actor")
     launched.interrupt(signal.SIGINT)
     launched.interrupt(signal.SIGINT)
     launched.assert_nothing_left()
     assert launched.end() == 130
     with (launched.run.job_lock).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def assert_forked_by_launcher(launched: Launched, role: str) -> None:
+    """The job has one fork server, the launcher's, and the role is below it."""
+    children = {process.pid: " ".join(process.cmdline()) for process in psutil.Process(launched.process.pid).children()}
+    assert sorted("fork server" in command for command in children.values()) == [False, True], children
+    (server,) = [pid for pid, command in children.items() if "fork server" in command]
+    (controller,) = {*children} - {server}
+    below = psutil.Process(controller).children(recursive=True)
+    assert not [process for process in below if "fork server" in " ".join(process.cmdline())]
+
+    def is_below() -> bool:
+        processes = psutil.Process(server).children(recursive=True)
+        return any(role in " ".join(process.cmdline()) for process in processes)
+
+    wait_for(f"{role} below the launcher's fork server", is_below, WAIT_SECONDS)
 
 
 def test_an_agent_that_is_killed_is_named_and_nothing_is_left(launches: Launches) -> None:
