@@ -144,7 +144,8 @@ class ServerSync:
     def sync(self, payload: WeightSnapshot) -> None:
         """Bring the server to these weights, from any state.
 
-        Raises `WeightSyncError`; the server is then absent and gets no requests until a later `sync` succeeds.
+        Raises `WeightSyncError`, `ServerUnreachable` if nobody listens there; the server is then absent and gets no
+        requests until a later `sync` succeeds.
         """
         joining = self.state == "absent"
         self._step("join" if joining else "update")
@@ -166,7 +167,8 @@ class ServerSync:
             self._announce(payload.version)
         except (WeightSyncError, DeadlineError) as error:
             self._fail()
-            raise WeightSyncError(f"weights {payload.version}: {error}") from error
+            kind = ServerUnreachable if isinstance(error, ServerUnreachable) else WeightSyncError
+            raise kind(f"weights {payload.version}: {error}") from error
 
     def verify(self) -> None:
         """Mark a current server as absent if it is gone, or was restarted and lost its weights.

@@ -12,6 +12,9 @@ from pipeline.inference.weight_sync.weight_snapshot import WeightSnapshot
 from pipeline.utils.waiting import Deadline
 
 FIRST_RETRY, LONGEST_RETRY = 0.25, 5.0
+UNREACHABLE_RETRY = 0.5
+"""Pause before the next connection to a server where nobody listens: it may start up, and a refused connection costs
+nearly nothing."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,17 @@ class ServerSlot:
         """Whether the server has other weights than these and may be updated now."""
         return payload is not None and self.link.version != payload.version and self.retry.passed
 
-    def note(self, version: int, seconds: float, failure: str) -> None:
+    def note(self, version: int, seconds: float, failure: str, *, unreachable: bool = False) -> None:
         self.attempted_version, self.seconds, self.failure = version, seconds, failure
         self.phases = self.link.phases
         self.attempts += 1
-        self.failures = self.failures + 1 if failure else 0
-        pause = min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(self.failures, 10)) if failure else 0.0
+        if not failure:
+            self.failures, pause = 0, 0.0
+        elif unreachable:
+            pause = UNREACHABLE_RETRY
+        else:
+            self.failures += 1
+            pause = min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(self.failures, 10))
         self.retry = Deadline("a retry", pause)
 
 

@@ -31,6 +31,7 @@ from pipeline.inference.weight_sync.publication import CPU, Publication, SenderS
 from pipeline.inference.weight_sync.rank_orders import Order, RankOrders
 from pipeline.inference.weight_sync.rank_rows import check_sources
 from pipeline.inference.weight_sync.relay_plan import RelayPlan
+from pipeline.inference.weight_sync.server_admin_client import ServerUnreachable
 from pipeline.inference.weight_sync.server_sync import MeetingPoint, ServerSync, adapter_settings
 from pipeline.inference.weight_sync.sync_round import ServerSlot, SyncReport, SyncRound
 from pipeline.inference.weight_sync.transports.gloo import NamedTensors, WeightLayout, create_store
@@ -296,15 +297,15 @@ class WeightSender:
             return payload
 
     def _push(self, slot: ServerSlot, payload: WeightSnapshot) -> None:
-        started, failure, reported = time.monotonic(), "", slot.live
+        started, failure, reported, unreachable = time.monotonic(), "", slot.live, False
         try:
             slot.link.sync(payload)
         except WeightSyncError as error:
-            failure = str(error)
+            failure, unreachable = str(error), isinstance(error, ServerUnreachable)
             if not reported and failure != slot.failure:
                 log.info("a server is not there yet: %s", failure)
         with self._changed:
-            slot.note(payload.version, time.monotonic() - started, failure)
+            slot.note(payload.version, time.monotonic() - started, failure, unreachable=unreachable)
             slot.busy = None
             self._changed.notify_all()
 

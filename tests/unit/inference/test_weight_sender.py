@@ -22,6 +22,7 @@ from pipeline.inference.weight_sync.server_sync import (
     SyncState,
     next_sync_state,
 )
+from pipeline.inference.weight_sync.sync_round import FIRST_RETRY, UNREACHABLE_RETRY
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.utils.subprocesses import hold_port
 from pipeline.utils.waiting import wait_for
@@ -104,6 +105,21 @@ def test_a_server_that_accepts_and_never_answers_is_not_waited_for_beyond_the_pa
             took = time.monotonic() - started
     assert took < 10 + RESUME_SECONDS
     assert told == [(endpoint, None)], "a trainer before this one may have left a version on the board"
+
+
+def test_a_server_that_starts_up_is_tried_at_a_constant_pause_and_one_that_fails_ever_later() -> None:
+    with hold_port() as holder, a_sender(f"127.0.0.5:{holder.getsockname()[1]}", [], patience=WAIT_SECONDS) as sender:
+        sender.start(1, WEIGHTS)
+        (slot,) = sender._slots
+        wait_for("five attempts", lambda: slot.attempts == 5, WAIT_SECONDS)
+        assert "Connection refused" in slot.failure
+        assert slot.retry.seconds == UNREACHABLE_RETRY
+    with WeightServer("127.0.0.5") as server, a_sender(server.endpoint, [], patience=WAIT_SECONDS) as sender:
+        server.failing.add("/get_world_size")
+        sender.start(1, WEIGHTS)
+        (slot,) = sender._slots
+        wait_for("three attempts", lambda: slot.attempts == 3, WAIT_SECONDS)
+        assert slot.retry.seconds == FIRST_RETRY * 2**3 > UNREACHABLE_RETRY
 
 
 def test_an_exception_of_the_pulse_ends_the_wait() -> None:
