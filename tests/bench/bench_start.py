@@ -1,12 +1,15 @@
 """What a start of the demo spends before its first step, with roles that are forked and with exec.
 
-    python -m tests.bench.bench_start [--rounds N] [--out FILE] [key=value …]
+    python -m tests.bench.bench_start [--rounds N] [--out FILE] [--before CHECKOUT] [key=value …]
 
 Each round starts, for each way in turn, a new run, ends it with Ctrl-C after its first step, and starts it again, as a
 requeue does. Seconds are since the launcher's start. CPU seconds are those of all processes of the run up to the first
 RL step, sampled from /proc. Imports are CPU seconds of a new interpreter, the median of three.
 
 The machine's page cache is warm for both starts. `first` includes SFT and an evaluation, `again` a restore.
+
+With `--before`, each round starts a new run from that checkout, with its `.venv`, and one from this checkout. Each
+finds an empty home directory, thus no caches of ours or of vLLM.
 """
 
 import argparse
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -81,13 +84,20 @@ class CpuSeconds:
         return sum(self._seconds.values())
 
 
-def start(way: str, output: Path, name: str, overrides: Sequence[str]) -> dict[str, float]:
+def start(
+    output: Path,
+    name: str,
+    overrides: Sequence[str],
+    variables: Mapping[str, str],
+    root: Path = ROOT,
+    python: str = sys.executable,
+) -> dict[str, float]:
     """Start a run, or resume it, up to its first step. Returns the seconds of its milestones, and `cpu`."""
     run, began = output / "run", time.time()
-    command = [sys.executable, "launchers/submit.py", *SETTINGS, f"output={output}", "name=run", *overrides]
+    command = [python, "launchers/submit.py", *SETTINGS, f"output={output}", "name=run", *overrides]
     cpu, milestones = 0.0, dict[str, float]()
     with (output / f"{name}.log").open("wb") as log:
-        launcher = subprocess.Popen(command, cwd=ROOT, env=os.environ | WAYS[way], stdout=log, stderr=log)
+        launcher = subprocess.Popen(command, cwd=root, env={**os.environ, **variables}, stdout=log, stderr=log)
         try:
             seconds = CpuSeconds(launcher.pid)
             while "first step" not in milestones:
@@ -116,6 +126,8 @@ def read_milestones(run: Path, began: float) -> dict[str, float]:
             entry = json.loads(line)
             if entry["state"] in ("starting", "ready"):
                 seconds.setdefault(f"{entry['role']} {entry['state']}", entry["time"] - began)
+    for world in attempts[0].glob("rendezvous/world.json"):
+        seconds["agents met"] = world.stat().st_mtime - began
     for log in attempts[0].glob("logs/trainer.0.log"):
         if sent := [line for line in log.read_text().splitlines() if " weights " in line and " send " in line]:
             seconds["first weights"] = time_of_log_line(sent[0]) - began
@@ -130,7 +142,15 @@ def time_of_log_line(line: str) -> float:
     return time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S")) - time.timezone + float(line[19:23])
 
 
-MILESTONES = ("trainer.0 starting", "trainer.0 ready", "inference.0 ready", "first weights", "evaluation", "first step")
+MILESTONES = (
+    "agents met",
+    "trainer.0 starting",
+    "trainer.0 ready",
+    "inference.0 ready",
+    "first weights",
+    "evaluation",
+    "first step",
+)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -138,20 +158,38 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--before", type=Path)
     asked = parser.parse_args(arguments)
+    if asked.before:
+        results = list(_compare(asked.before, asked.rounds, asked.overrides))
+        print("\n" + markdown(["start", *MILESTONES, "CPU"], list(_rows(results))))
+        if asked.out:
+            asked.out.write_text(json.dumps({"kind": "start-before-after", "starts": results}, indent=1) + "\n")
+        return
     imports = {name: import_seconds(code) for name, code in IMPORTS.items()}
     print(markdown(["imports", "CPU s"], list(imports.items())))
-    results: list[dict[str, Any]] = []
+    results = []
     for round_ in range(asked.rounds):
         for way in WAYS:
             output = Path(tempfile.mkdtemp(prefix="start-"))
             for name in STARTS:
-                spent = start(way, output, name, asked.overrides)
+                spent = start(output, name, asked.overrides, WAYS[way])
                 results.append({"way": way, "round": round_, "start": name, **spent})
             shutil.rmtree(output)
     print("\n" + markdown(["start", *MILESTONES, "CPU"], list(_rows(results))))
     if asked.out:
         asked.out.write_text(json.dumps({"kind": "start-cpu", "imports": imports, "starts": results}, indent=1) + "\n")
+
+
+def _compare(before: Path, rounds: int, overrides: Sequence[str]) -> Iterable[dict[str, Any]]:
+    """New runs with an empty home directory, of another checkout and of this one in turn."""
+    pythons = {"before": (before, str(before / ".venv/bin/python")), "after": (ROOT, sys.executable)}
+    for round_ in range(rounds):
+        for way, (root, python) in pythons.items():
+            with tempfile.TemporaryDirectory(prefix="start-") as folder:
+                spent = start(Path(folder), "first", overrides, {"HOME": folder}, root, python)
+                print(way, round_, {name: round(value, 1) for name, value in spent.items()}, flush=True)
+                yield {"way": way, "round": round_, "start": "first", **spent}
 
 
 def _rows(results: Sequence[dict[str, Any]]) -> Iterable[list[object]]:
