@@ -126,8 +126,6 @@ def read_milestones(run: Path, began: float) -> dict[str, float]:
             entry = json.loads(line)
             if entry["state"] in ("starting", "ready"):
                 seconds.setdefault(f"{entry['role']} {entry['state']}", entry["time"] - began)
-    for world in attempts[0].glob("rendezvous/world.json"):
-        seconds["agents met"] = world.stat().st_mtime - began
     for log in attempts[0].glob("logs/trainer.0.log"):
         if sent := [line for line in log.read_text().splitlines() if " weights " in line and " send " in line]:
             seconds["first weights"] = time_of_log_line(sent[0]) - began
@@ -142,15 +140,7 @@ def time_of_log_line(line: str) -> float:
     return time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S")) - time.timezone + float(line[19:23])
 
 
-MILESTONES = (
-    "agents met",
-    "trainer.0 starting",
-    "trainer.0 ready",
-    "inference.0 ready",
-    "first weights",
-    "evaluation",
-    "first step",
-)
+MILESTONES = ("trainer.0 starting", "trainer.0 ready", "inference.0 ready", "first weights", "evaluation", "first step")
 
 
 def main(arguments: Sequence[str]) -> None:

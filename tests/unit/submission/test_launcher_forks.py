@@ -98,6 +98,15 @@ def test_a_command_that_starts_no_local_run_starts_no_server(
     assert started == []
 
 
+@pytest.fixture
+def unignored_interrupt() -> Iterator[None]:
+    """Where tests run in the background the shell ignores INT, which a launcher would inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("unignored_interrupt")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
 def test_a_launcher_that_is_ended_during_its_checks_leaves_nothing(
     number: signal.Signals, code: int, environment: dict[str, str], temporary: Path, tmp_path: Path
