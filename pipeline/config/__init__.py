@@ -20,7 +20,7 @@
 | `value_types` | the types of values |
 | `cross_checks`, `mesh_checks`, `fault_checks` | the rules between keys; of a mesh; of injected faults |
 | `loss_checks`, `teacher_checks`, `debug_checks` | the rules of the loss; of a teacher; those of `debug.*` |
-| `optimizer_checks`, `gpu_checks` | the rules of the optimizer; of GPUs |
+| `optimizer_checks`, `gpu_checks`, `dtype_checks` | the rules of the optimizer; of GPUs; of the compute type |
 | `debug_keys` | the keys of logs, profiles and a debugger |
 | `key_relevance` | keys that are read only with certain values of another key |
 | `routing_shape` | routing replay: the record of a token, and which runs have one |

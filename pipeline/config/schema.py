@@ -76,7 +76,9 @@ class ModelConfig(Section):
         description="`pretrained`: load the weights of model.path; `random`: initialize random weights; `auto`: "
         "load them, but random ones for a name of `conf/models/`, which has no weights.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type of trainer and servers.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Compute type of trainer and servers."
+    )
     max_length: Positive = Field(512, description="Largest number of tokens of one sample, including the prompt.")
     lora: LoraConfig = LoraConfig()
 

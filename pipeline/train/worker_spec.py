@@ -14,6 +14,11 @@ from pipeline.config.training_keys import Recomputation
 ModelKind = Literal["policy", "critic", "reward_model"]
 """A reward model is a critic that is exported."""
 
+FIRST_SCALE = 1 << 16
+"""The first loss scale in float16 of a loss that is a mean over tokens or samples, as in `torch.amp.GradScaler`."""
+FIRST_SCALE_OF_SUMS = 1
+"""The first loss scale in float16 of a sum over tokens, which is larger than a mean by their number."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -29,6 +34,7 @@ class ModelSpec:
         dp_replicate: as in `training.mesh`; groups of neighboring ranks that each hold the whole model.
         ep: as in `training.mesh`; neighboring ranks among which the experts of each layer are spread.
         cp: as there; neighboring ranks that share each micro-batch.
+        loss_scale: the first loss scale if the compute type is float16.
         routing_replay: whether the routed experts of rows take the place of its routers' choice.
     """
 
@@ -43,6 +49,7 @@ class ModelSpec:
     dp_replicate: int = 1
     ep: int = 1
     cp: int = 1
+    loss_scale: int = FIRST_SCALE
     routing_replay: bool = False
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.config.cross_checks import check_parallel, check_run
+from pipeline.config.dtype_checks import check_dtype
 from pipeline.config.mesh_checks import check_context_heads, check_context_packing
 from pipeline.config.model_directory import (
     expert_count,
@@ -59,6 +60,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     `accepted` collects the job shapes that the site has accepted, so that the scheduler checks each shape once.
     """
     check_run(config, longest_sequence(config.model))
+    _check_dtypes(config)
     plan = make_plan(config)
     in_container = config.cluster.container.is_used  # the image has the packages, which this host may lack
     check_inputs(config)
@@ -90,6 +92,14 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
             check_site(config, plan, queue, text)
             accepted.append(shape)
     return plan
+
+
+def _check_dtypes(config: RunConfig) -> None:
+    """The compute type fits the run's model and those of `serve.bases`."""
+    check_dtype(config.model)
+    for name, path in config.serve.bases.items():
+        base = config.model.model_copy(update={"path": path, "init": "pretrained"})
+        check_dtype(base, f"serve.bases.{name}")
 
 
 def fit_memory(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:

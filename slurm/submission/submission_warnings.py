@@ -19,10 +19,12 @@ from urllib.request import Request, urlopen
 from jinja2 import TemplateError
 
 from pipeline.config import RewardConfig, RunConfig, TaskConfig
+from pipeline.config.dtype_checks import has_unstable_gradients
 from pipeline.config.model_directory import (
     is_built_in,
     longest_sequence,
     model_directory,
+    model_family,
     stored_dtype,
 )
 from pipeline.data.chat_messages import Message
@@ -57,7 +59,7 @@ def check_agents(config: RunConfig) -> None:
 def warnings_of(config: RunConfig) -> list[str]:
     """The warnings about a run, one line each."""
     checks = (
-        *(_changed_modules, _tiny_settings, _templates_without_tools),
+        *(_changed_modules, _tiny_settings, _unstable_dtype, _templates_without_tools),
         *(_absent_commands, _services, _cpu_overload),
     )
     of_engine = find_engine(config.inference.engine).warnings(config) if config.has_servers else ()
@@ -71,11 +73,20 @@ def _tiny_settings(config: RunConfig) -> Iterator[str]:
         return
     dtype, positions = stored_dtype(model), longest_sequence(model)
     own = " and ".join([*([f"{positions} positions"] if positions else []), *([f"dtype {dtype}"] if dtype else [])])
-    also = " and model.dtype=bfloat16" if dtype == "bfloat16" else ""
+    also = f" and model.dtype={dtype}" if dtype in ("bfloat16", "float16") else ""
     yield (
         f"model.max_length={model.max_length} and model.dtype={model.dtype} come from the default model=tiny_qwen3, "
         f"not from {model.path}{own and f' ({own})'}: set model.max_length to the longest sample in tokens{also}"
     )
+
+
+def _unstable_dtype(config: RunConfig) -> Iterator[str]:
+    """Warn if gradients of the model are likely not finite in its compute type."""
+    if not config.evaluation.only and has_unstable_gradients(config.model):
+        yield (
+            f"gradients of {model_family(config.model)} were seen to be not finite in float16: watch the metric "
+            "skipped, or set model.dtype=bfloat16"
+        )
 
 
 def _changed_modules(config: RunConfig) -> Iterator[str]:

@@ -246,9 +246,15 @@ class RankGroup:
         return loss_metrics.means(sums, counted) | {"flops": self._models[name].flops.of_rows(cut.rows, counted)}
 
     def optim_step(self, name: str) -> dict[str, float]:
-        """One optimizer step: `grad_norm` before clipping, `lr`, and `skipped` (1 when the gradient was not finite)."""
+        """One optimizer step: `grad_norm` before clipping, `lr`, and `skipped` (1 when the gradient was not finite).
+
+        In float16 also `loss_scale`, and `overflows`: 1 when the step was skipped and the scale halved.
+        """
         step = self._run_on_model("optim_step", name, ModelWorker.optim_step, needs="optim_step")[0]
-        return {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped)}
+        metrics = {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped)}
+        if step.loss_scale is None:
+            return metrics
+        return metrics | {"loss_scale": float(step.loss_scale), "overflows": float(step.overflowed)}
 
     def set_lr(self, name: str, lr: float) -> None:
         """Set a constant learning rate in place of the schedule."""

@@ -6,7 +6,7 @@ metrics of a single optimizer step stay unchanged. Must not know models.
 
 import logging
 from collections.abc import Mapping, Sequence
-from math import fsum
+from math import fsum, isfinite
 
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
@@ -38,8 +38,15 @@ def is_lost(metrics: Mapping[str, float]) -> bool:
     return 0 < metrics.get("optimizer_steps", 1.0) == metrics["skipped"]
 
 
+def _only_overflowed(metrics: Mapping[str, float]) -> bool:
+    return metrics.get("overflows") == metrics["skipped"] and isfinite(metrics["loss"])
+
+
 class NonFiniteGuard:
     """Counts steps in a row without any update, because of gradients that are not finite.
+
+    A step whose float16 gradients overflowed counts only if its loss is not finite either: else a smaller loss scale
+    follows, and at scale 1 no step overflows.
 
     guard.note(metrics)      # after every step
     guard.check()            # once the step is published
@@ -50,8 +57,12 @@ class NonFiniteGuard:
 
     def note(self, metrics: Mapping[str, float]) -> bool:
         """Count a step; returns whether it was without any update."""
-        self._row = self._row + 1 if is_lost(metrics) else 0
-        return self._row > 0
+        lost = is_lost(metrics)
+        if not lost:
+            self._row = 0
+        elif not _only_overflowed(metrics):
+            self._row += 1
+        return lost
 
     def check(self) -> None:
         """Raise `TrainingError` if the last `MAX_SKIPPED` steps had no update: the model has diverged."""
@@ -108,9 +119,9 @@ class TruncatedSamples:
 class StepMetrics:
     """Aggregates the metrics of one model's optimizer steps.
 
-    Names in `_max` and `_min` are extremes, `skipped` and `flops` are sums, `lr` is the last one. All others are means
-    over the optimizer steps that have them, weighted by counted tokens, except those in `UNREDUCED`. `grad_norm` adds
-    `grad_norm_max`.
+    Names in `_max` and `_min` are extremes, `skipped`, `overflows` and `flops` are sums, `lr` and `loss_scale` are the
+    last ones. All others are means over the optimizer steps that have them, weighted by counted tokens, except those in
+    `UNREDUCED`. `grad_norm` adds `grad_norm_max`.
     """
 
     def __init__(self) -> None:
@@ -133,9 +144,9 @@ def _whole(name: str, seen: Sequence[tuple[float, int]]) -> float:
         return max(values)
     if name.endswith("_min"):
         return min(values)
-    if name in ("skipped", "flops"):
+    if name in ("skipped", "overflows", "flops"):
         return fsum(values)
-    if name == "lr":
+    if name in ("lr", "loss_scale"):
         return values[-1]
     weights = [1 if name in UNREDUCED else counted for _, counted in seen]
     if len(values) == 1:

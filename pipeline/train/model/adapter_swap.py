@@ -33,7 +33,6 @@ from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.optimizer import MOMENTS
 from pipeline.train.model.row_shards import fill_shard, rows_of
 
-PROGRESS = "taken", "skipped"
 VECTORS = ("parameters", *MOMENTS, "step", "progress")
 """The tensors of a packed adapter."""
 
@@ -100,12 +99,12 @@ def packed(worker: ModelWorker, key: str | None, vector: str) -> Tensor:
     vector contains gradients.
 
     `parameters` and AdamW's `exp_avg` and `exp_avg_sq` are on the device, flat, in the order and type of the
-    parameters. `step` is AdamW's step of each parameter, float32; `progress` is int64[2]. A large vector temporarily
-    needs a third of the adapter's memory on the device.
+    parameters. `step` is AdamW's step of each parameter, float32; `progress` is int64, one number for each counter of
+    `Optimizer.progress`. A large vector temporarily needs a third of the adapter's memory on the device.
     """
     adapter = _active(worker) if key is None else _states(worker)[key]
     if vector == "progress":
-        return torch.tensor([adapter.progress[name] for name in PROGRESS])
+        return torch.tensor(list(adapter.progress.values()))
     if vector == "parameters":
         return torch.cat([shard.reshape(-1) for shard in adapter.parameters.values()])
     return torch.cat([local(moments[vector]).reshape(-1) for moments in adapter.moments.values()])
@@ -114,13 +113,14 @@ def packed(worker: ModelWorker, key: str | None, vector: str) -> Tensor:
 def empty_packs(worker: ModelWorker, ranks: int) -> list[dict[str, Tensor]]:
     """Uninitialized `VECTORS` on the CPU, one set for each of `ranks`, with the shapes of `packed` there."""
     named = _trained(worker)
+    counters = len(_optimizer(worker).progress())
     shapes, (dtype,) = [tensor.shape for tensor in named.values()], {tensor.dtype for tensor in named.values()}
 
     def of_rank(rank: int) -> dict[str, Tensor]:
         # FSDP shards the first dimension: a rank has `rows_of(shape[0], ranks, rank)` rows of each tensor.
         size = sum(shape[1:].numel() * rows_of(shape[0], ranks, rank) for shape in shapes)
         large = {part: torch.empty(size, dtype=dtype) for part in ("parameters", *MOMENTS)}
-        return {**large, "step": torch.empty(len(shapes)), "progress": torch.empty(len(PROGRESS), dtype=torch.int64)}
+        return {**large, "step": torch.empty(len(shapes)), "progress": torch.empty(counters, dtype=torch.int64)}
 
     return [of_rank(rank) for rank in range(ranks)]
 
@@ -138,7 +138,7 @@ def unpack(worker: ModelWorker, parts: Sequence[Mapping[str, Tensor]]) -> None:
             fill_shard(tensor, _unpacked(tensor, [pack[part] for pack in parts], offsets))
     for state, step in zip(moments, parts[0]["step"], strict=True):
         state["step"].copy_(step)
-    optimizer.load_progress(dict(zip(PROGRESS, parts[0]["progress"].tolist(), strict=True)))
+    optimizer.load_progress(dict(zip(optimizer.progress(), parts[0]["progress"].tolist(), strict=True)))
 
 
 def _unpacked(like: Tensor, flats: Sequence[Tensor], offsets: list[int]) -> Tensor:

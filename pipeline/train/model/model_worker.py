@@ -39,6 +39,7 @@ from pipeline.train.model.hf_export import (
     write_model,
     write_reward_model,
 )
+from pipeline.train.model.loss_scale import LossScale
 from pipeline.train.model.model_flops import ModelFlops
 from pipeline.train.model.models import (
     PolicyModel,
@@ -104,7 +105,8 @@ class ModelWorker:
         """
         self.device = torch.device(mesh.device_type)
         self._config, self.context = spec.model, context
-        self.compute = torch.bfloat16 if spec.model.dtype == "bfloat16" else torch.float32
+        self.compute: torch.dtype = getattr(torch, spec.model.dtype)
+        self._first_scale = spec.loss_scale
         self.model = build_on_meta(spec.model, spec.kind)
         if spec.optim is not None and spec.kind == "policy":
             refuse_unwritable(self.model.network, spec.model)
@@ -176,11 +178,16 @@ class ModelWorker:
                 with self._expert_load.counting(micro.rows_T, self.device), self._replaying(micro):
                     loss, sums = self._loss(micro, batch.temperature, objective, level)
                     auxiliary, measured = self._router_loss.take(micro)
-                    ((loss + auxiliary) * loss_weight).backward()  # type: ignore[no-untyped-call]
+                    ((loss + auxiliary) * (loss_weight * optimizer.loss_scale)).backward()  # type: ignore[no-untyped-call]
                     self._router_loss.forget()
                 parts.append(sums if level == "none" else sums | measured)
         loads = self._expert_load.collect(measured=level != "none", rate=optimizer.config.router_bias_rate)
         return loss_metrics.combine(numbers(parts)) | loads
+
+    @property
+    def loss_scale(self) -> int:
+        """The factor of a loss in a backward pass outside of `forward_backward`; 1 unless compute is float16."""
+        return self._trainer().loss_scale
 
     def optim_step(self, settings: AdamSettings | None = None) -> OptimizerStep:
         """One step of AdamW with clipping; see `Optimizer.step`."""
@@ -314,7 +321,8 @@ class ModelWorker:
     def _fresh_optimizer(self, optim: OptimConfig, steps: int) -> Optimizer:
         self._expert_load.refuse_rate(optim.router_bias_rate, adapted=self._config.lora.rank > 0)
         self._router_loss.use(optim.router_aux_loss_coef)
-        return Optimizer([p for p in self.model.parameters() if p.requires_grad], optim, steps, self.group)
+        scale = LossScale(self._first_scale) if self.compute == torch.float16 else None
+        return Optimizer([p for p in self.model.parameters() if p.requires_grad], optim, steps, self.group, scale)
 
     def _model_tensors(self) -> Iterator[Tensor]:
         """Parameters, then gradients: gradients come and go, and must not change the index of a parameter."""

@@ -2,7 +2,8 @@
 
 Owns the optimizer of one model on one rank. Promises that the gradient norm is that of the whole model, the same on
 every rank; and that a step with a gradient that is not finite is skipped and counted, without a change of parameters or
-moments. Must not know batches or losses.
+moments. With a loss scale (float16), gradients are of the loss times the scale; the norm and the step are those of the
+loss. Must not know batches or losses.
 """
 
 import math
@@ -18,6 +19,7 @@ from torch import Tensor
 from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.train.model.cpu_offload import local
+from pipeline.train.model.loss_scale import LossScale
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 PIECE = 1 << 26
@@ -26,11 +28,21 @@ PIECE = 1 << 26
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The result of an optimizer step: gradient norm before clipping, learning rate, whether it was skipped."""
+    """The result of an optimizer step.
+
+    Attributes:
+        grad_norm: of the loss, before clipping.
+        lr: the learning rate.
+        skipped: whether the gradient was not finite, so that nothing changed.
+        loss_scale: the scale of this step's loss; None without loss scaling.
+        overflowed: whether a skipped step halved the scale.
+    """
 
     grad_norm: float
     lr: float
     skipped: bool
+    loss_scale: int | None = None
+    overflowed: bool = False
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -63,9 +75,15 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over the shards of a model; matrices decay, vectors do not."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], config: OptimConfig, steps: int, group: dist.ProcessGroup | None = None
+        self,
+        parameters: Sequence[Tensor],
+        config: OptimConfig,
+        steps: int,
+        group: dist.ProcessGroup | None = None,
+        scale: LossScale | None = None,
     ) -> None:
         """Create the optimizer of `parameters`, sharded over the ranks of `group` (None: over all ranks)."""
+        self._scale = scale
         self.config, self.steps, self._group = config, steps, group
         self.taken, self.skipped = 0, 0
         self._rate: float | None = None
@@ -87,6 +105,11 @@ class Optimizer:
         )
         self._make_moments()
 
+    @property
+    def loss_scale(self) -> int:
+        """The factor of the loss in the next backward pass; 1 without loss scaling."""
+        return 1 if self._scale is None else self._scale.value
+
     def set_lr(self, lr: float) -> None:
         """Use this learning rate from now on, instead of the schedule's; a checkpoint does not contain it."""
         if not lr >= 0 or math.isinf(lr):
@@ -103,7 +126,9 @@ class Optimizer:
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if not gradients:
             raise TrainingError("optim_step without gradients: call forward_backward first")
-        norm = self._global_norm(gradients)
+        # The scale is a power of two, so dividing by it rounds nothing: metrics and steps are those without it.
+        factor = self.loss_scale
+        norm = self._global_norm(gradients) / factor
         lr = learning_rate(self.config, self.taken, self.steps) if self._rate is None else self._rate
         clip = self.config.clip_norm
         if settings is not None:
@@ -114,13 +139,17 @@ class Optimizer:
                 )
         # As in `clip_grad_norm_` (Pascanu et al. 2013), with a norm over all ranks. The kernel divides by the scale.
         scale = ((norm + 1e-6) / clip).clamp(min=1.0).float() if clip else None
+        if factor != 1:
+            scale = norm.new_tensor(factor, dtype=torch.float32) if scale is None else scale * factor
         # The norm is the same on all ranks, so all of them skip, or none.
         self._update(lr, scale, skip=(~norm.isfinite()).float())
         self.adamw.zero_grad(set_to_none=True)
         measured = norm.item()
         finite = math.isfinite(measured)
         self.taken, self.skipped = self.taken + finite, self.skipped + (not finite)
-        return OptimizerStep(measured, lr, not finite)
+        if self._scale is None:
+            return OptimizerStep(measured, lr, not finite)
+        return OptimizerStep(measured, lr, not finite, factor, self._scale.update(finite))
 
     def moments(self) -> list[Tensor]:
         """Every tensor of the optimizer's state."""
@@ -128,10 +157,15 @@ class Optimizer:
 
     def progress(self) -> dict[str, int]:
         """The counters in a checkpoint, in addition to the moments."""
-        return {"taken": self.taken, "skipped": self.skipped}
+        counters = {"taken": self.taken, "skipped": self.skipped}
+        if self._scale is None:
+            return counters
+        return counters | {"loss_scale": self._scale.value, "good_steps": self._scale.good_steps}
 
     def load_progress(self, progress: dict[str, int]) -> None:
         self.taken, self.skipped = progress["taken"], progress["skipped"]
+        if self._scale is not None:
+            self._scale.value, self._scale.good_steps = progress["loss_scale"], progress["good_steps"]
 
     @contextmanager
     def own_settings(self) -> Iterator[torch.optim.AdamW]:

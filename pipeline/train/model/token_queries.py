@@ -63,7 +63,7 @@ def answer_queries(
             logprobs_Q = _logprobs(worker, micro or [_NOTHING], budget.packing)
             total = _loss(objective, micro, logprobs_Q)
             if backward:
-                total.backward()  # type: ignore[no-untyped-call]
+                (total * worker.loss_scale).backward()  # type: ignore[no-untyped-call]
             loss += total.item()
             flat = logprobs_Q.detach().float().cpu().numpy()
             # [Q] → the queries of each row

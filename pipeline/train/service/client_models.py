@@ -34,7 +34,7 @@ from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.optimizer import AdamSettings
 from pipeline.train.model.token_queries import answer_queries
 from pipeline.train.service.memory_check import MemoryCheck
-from pipeline.train.worker_spec import ModelSpec
+from pipeline.train.worker_spec import FIRST_SCALE_OF_SUMS, ModelSpec
 from pipeline.utils import atomic_dirs, heartbeat
 
 log = logging.getLogger(__name__)
@@ -246,6 +246,7 @@ class ServedModels:
             compile=training.compile,
             reshard=training.reshard_after_forward,
             ep=training.mesh.ep,
+            loss_scale=FIRST_SCALE_OF_SUMS,  # the losses of clients are sums over tokens
         )
 
 
