@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
 
+from pipeline.checkpoints import TrainerState, sharded_state
 from pipeline.config import OptimConfig
 from pipeline.config.training_keys import Recomputation
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.train.loss_specs import SFT, ValueLoss
-from pipeline.train.model import fsdp, model_worker, models, packed_attention
+from pipeline.train.model import adapter_swap, fsdp, model_worker, models, packed_attention
 from pipeline.train.model.model_worker import ModelWorker
 from tests.support.ranks.worker_cases import (
     ENTROPY,
@@ -258,6 +260,128 @@ def bfloat16_moments_survive_a_checkpoint(rank: int, path: Path) -> None:
         assert train(full) != train(one), "rounded moments make another step"
 
 
+MEAN = 2.0**-24
+"""Loss weight of a mean over millions of tokens: in float16 most of its gradients are 0 without a loss scale."""
+
+
+def gradients(worker: ModelWorker, weight: float = MEAN) -> torch.Tensor:
+    """All gradients of the loss, flat, in double precision; the worker has none afterwards."""
+    worker.forward_backward(MICRO_BATCHES, True, SFT, loss_weight=weight)
+    whole = [p.grad.full_tensor() for p in worker.model.parameters() if isinstance(p.grad, DTensor)]
+    worker.model.zero_grad(set_to_none=True)
+    return torch.cat([gradient.flatten() for gradient in whole]).double() / worker.loss_scale
+
+
+def scaled_float16_gradients_are_those_of_float32(rank: int, path: Path) -> None:
+    """Within a hundredth in L2; without a scale nine tenths of them are lost."""
+    with world() as mesh:
+        exact = gradients(ModelWorker(spec_of(path), mesh))
+        half = ModelWorker(spec_of(path, dtype="float16", loss_scale=1 << 24), mesh)
+        plain = ModelWorker(spec_of(path, dtype="float16", loss_scale=1), mesh)
+        assert (gradients(half) - exact).norm() < 0.01 * exact.norm()
+        assert (gradients(plain) - exact).norm() > 0.2 * exact.norm()
+        assert (gradients(plain) == 0).sum() > 0.5 * exact.numel() > 10 * (gradients(half) == 0).sum()
+
+
+def float16_metrics_and_steps_do_not_depend_on_the_loss_scale(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one, other, whole = (
+            ModelWorker(spec_of(path, dtype=dtype, loss_scale=scale), mesh)
+            for dtype, scale in (("float16", 1 << 6), ("float16", 1 << 12), ("float32", 1))
+        )
+        assert (one.loss_scale, other.loss_scale, whole.loss_scale) == (1 << 6, 1 << 12, 1)
+        seen = [train(worker) for worker in (one, other, whole)]
+        assert seen[0] == pytest.approx(seen[1], rel=1e-3)
+        assert seen[0] == pytest.approx(seen[2], rel=0.01)
+        assert {tensor.dtype for tensor in parameters(one).values()} == {torch.float16}
+        assert {p.dtype for p in one.model.parameters()} == {torch.float32}
+
+
+def an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(rank: int, path: Path) -> None:
+    """In a rank's own backward pass, and in a rank's shard alone."""
+    with world() as mesh:
+        one, untouched = (ModelWorker(spec_of(path, dtype="float16"), mesh) for _ in range(2))
+        first = one.loss_scale
+        train(one, steps=1)
+        before = {name: tensor.clone() for name, tensor in parameters(one).items()}
+        one.forward_backward(MICRO_BATCHES, True, SFT, loss_weight=1e6 if rank else 1.0)
+        step = one.optim_step()
+        assert (step.skipped, step.overflowed, step.loss_scale, one.loss_scale) == (True, True, first, first // 2)
+        one.forward_backward(MICRO_BATCHES, True, SFT)
+        if rank:
+            poisoned = next(p.grad for p in one.model.parameters() if isinstance(p.grad, DTensor))
+            poisoned.to_local().view(-1)[0] = torch.inf
+        assert one.optim_step().overflowed
+        assert one.loss_scale == first // 4
+        assert_equal(parameters(one), before)
+        assert one.optimizer is not None
+        assert one.optimizer.progress() == {"taken": 1, "skipped": 2, "loss_scale": first // 4, "good_steps": 0}
+        # The skipped steps left nothing behind: the next one is that of a model without them, at the same scale.
+        train(untouched, steps=1)
+        assert untouched.optimizer is not None
+        untouched.optimizer.load_progress(one.optimizer.progress())
+        assert train(one, steps=1) == train(untouched, steps=1)
+        assert_equal(parameters(one), parameters(untouched))
+        metrics = torch.tensor([one.loss_scale, step.loss_scale or 0])
+        dist.broadcast(metrics, 0)
+        assert metrics.tolist() == [one.loss_scale, step.loss_scale], "all ranks have one scale"
+
+
+def a_resumed_model_goes_on_with_the_loss_scale(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one, other = (ModelWorker(spec_of(path, dtype="float16"), mesh) for _ in range(2))
+        train(one)
+        one.forward_backward(MICRO_BATCHES, True, SFT, loss_weight=1e6)
+        assert one.optim_step().overflowed
+        train(one, steps=1)
+        root = path.parent / "checkpoints"
+        state = TrainerState(job="sft", step=1)
+        checkpoint = sharded_state.save(str(root), "a-0", state, {"policy": one.state()})
+        loaded = {"policy": other.state()}
+        sharded_state.load_shards(checkpoint, loaded)
+        other.load_state(loaded["policy"])
+        assert one.optimizer is not None
+        assert other.optimizer is not None
+        assert other.optimizer.progress() == one.optimizer.progress()
+        assert one.optimizer.progress()["good_steps"] == 1
+        assert train(other) == train(one)
+        assert_equal(parameters(other), parameters(one))
+
+
+def numbers_that_are_not_finite_for_another_reason_are_no_overflow_at_scale_1(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one = ModelWorker(spec_of(path, dtype="float16", loss_scale=2), mesh)
+        with torch.no_grad():
+            next(one.model.parameters()).to_local().fill_(torch.nan)  # type: ignore[attr-defined]
+        steps = []
+        for _ in range(3):
+            assert np.isnan(one.forward_backward(MICRO_BATCHES, True, SFT)["loss"])
+            steps.append(one.optim_step())
+        assert all(step.skipped for step in steps)
+        assert [step.overflowed for step in steps] == [True, False, False]
+
+
+def adapters_that_take_turns_have_their_own_loss_scale(rank: int, path: Path) -> None:
+    with world() as mesh:
+        one = ModelWorker(spec_of(path, lora=2, dtype="float16"), mesh)
+        first = one.loss_scale
+        one.forward_backward(MICRO_BATCHES, True, SFT, loss_weight=1e9)
+        assert one.optim_step().overflowed
+        packs: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(packs, {name: adapter_swap.packed(one, None, name) for name in adapter_swap.VECTORS})
+        shapes = [{name: tensor.shape for name, tensor in pack.items()} for pack in packs]
+        empty = adapter_swap.empty_packs(one, dist.get_world_size())
+        assert [{name: tensor.shape for name, tensor in pack.items()} for pack in empty] == shapes
+        adapter_swap.swap_out(one, "a")
+        adapter_swap.init_adapter(one, seed=7)
+        assert one.loss_scale == first
+        adapter_swap.swap_in(one, "a")
+        assert one.loss_scale == first // 2
+        adapter_swap.init_adapter(one, seed=7)
+        adapter_swap.unpack(one, packs)
+        assert one.loss_scale == first // 2
+
+
 def only_adapters_are_trained_kept_and_sent(rank: int, path: Path) -> None:
     with world() as mesh:
         one, base = ModelWorker(spec_of(path, lora=2), mesh), ModelWorker(spec_of(path), mesh)
@@ -282,27 +406,32 @@ def only_adapters_are_trained_kept_and_sent(rank: int, path: Path) -> None:
 def frozen_parameters_in_sixteen_bits_change_no_bit(rank: int, path: Path) -> None:
     """A base under adapters, and a model without an optimizer, beside the same ones in float32."""
     with world() as mesh:
-        adapted = spec_of(path, lora=2, dtype="bfloat16")
-        specs = adapted, replace(adapted, optim=None)
-        small = [ModelWorker(spec, mesh) for spec in specs]
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(model_worker, "store_frozen", lambda *settings, **others: None)
-            large = [ModelWorker(spec, mesh) for spec in specs]
-        kinds = [{(p.requires_grad, p.dtype) for p in each.model.parameters()} for each in (*small, *large)]
-        trained, frozen = (True, torch.float32), (False, torch.bfloat16)
-        assert kinds[:2] == [{trained, frozen}, {(True, torch.bfloat16), frozen}]
-        assert kinds[2] == kinds[3] == {trained, (False, torch.float32)}
-        assert train(small[0]) == train(large[0])
-        assert_equal(parameters(small[0]), parameters(large[0]))
-        for one, other in zip(small, large, strict=True):
-            for row, expected in zip(*(each.forward(MICRO_BATCHES, True) for each in (one, other)), strict=True):
-                np.testing.assert_array_equal(row, expected)
-        for each in (small, large):
-            each[1].copy_from(each[0])
-        assert_rows(small[1].forward(MICRO_BATCHES, True), large[1].forward(MICRO_BATCHES, True))
-        assert small[1].memory().model < 0.55 * large[1].memory().model
-        small[0].load_state(deepcopy(large[0].state()))
-        assert train(small[0]) == train(large[0])
+        for dtype in (torch.bfloat16, torch.float16):
+            _compare_frozen_parameters(mesh, path, dtype)
+
+
+def _compare_frozen_parameters(mesh: DeviceMesh, path: Path, dtype: torch.dtype) -> None:
+    adapted = spec_of(path, lora=2, dtype=str(dtype).removeprefix("torch."))
+    specs = adapted, replace(adapted, optim=None)
+    small = [ModelWorker(spec, mesh) for spec in specs]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model_worker, "store_frozen", lambda *settings, **others: None)
+        large = [ModelWorker(spec, mesh) for spec in specs]
+    kinds = [{(p.requires_grad, p.dtype) for p in each.model.parameters()} for each in (*small, *large)]
+    trained, frozen = (True, torch.float32), (False, dtype)
+    assert kinds[:2] == [{trained, frozen}, {(True, dtype), frozen}]
+    assert kinds[2] == kinds[3] == {trained, (False, torch.float32)}
+    assert train(small[0]) == train(large[0])
+    assert_equal(parameters(small[0]), parameters(large[0]))
+    for one, other in zip(small, large, strict=True):
+        for row, expected in zip(*(each.forward(MICRO_BATCHES, True) for each in (one, other)), strict=True):
+            np.testing.assert_array_equal(row, expected)
+    for each in (small, large):
+        each[1].copy_from(each[0])
+    assert_rows(small[1].forward(MICRO_BATCHES, True), large[1].forward(MICRO_BATCHES, True))
+    assert small[1].memory().model < 0.55 * large[1].memory().model
+    small[0].load_state(deepcopy(large[0].state()))
+    assert train(small[0]) == train(large[0])
 
 
 def copies_of_a_shard_count_once(rank: int, path: Path) -> None:
@@ -374,6 +503,8 @@ ALONE: list[Scenario] = [
     entropy_is_measured_when_it_is_asked_for,
     offloaded_bytes_return_to_the_system,
     copies_of_a_shard_count_once,
+    scaled_float16_gradients_are_those_of_float32,
+    numbers_that_are_not_finite_for_another_reason_are_no_overflow_at_scale_1,
 ]
 TOGETHER: list[Scenario] = [
     offloaded_in_the_middle_it_trains_to_the_same_bits,
@@ -387,4 +518,9 @@ TOGETHER: list[Scenario] = [
     only_adapters_are_trained_kept_and_sent,
     frozen_parameters_in_sixteen_bits_change_no_bit,
     a_critic_learns_the_returns,
+    scaled_float16_gradients_are_those_of_float32,
+    float16_metrics_and_steps_do_not_depend_on_the_loss_scale,
+    an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale,
+    a_resumed_model_goes_on_with_the_loss_scale,
+    adapters_that_take_turns_have_their_own_loss_scale,
 ]
