@@ -75,7 +75,10 @@ def _of_rl(config: RunConfig, rows: Sequence[MetricRecord]) -> list[Finding]:
 
 def _not_finite(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
     for name, whose, rate in (("skipped", "", "optim.lr"), ("critic/skipped", " of the critic", "critic.lr")):
-        skipped = [count for count in _values(steps, name) if count]
+        # A few overflows in float16 are part of its loss scaling.
+        overflows = name.replace("skipped", "overflows")
+        counts = (row.get(name, 0.0) - row.get(overflows, 0.0) for row in steps)
+        skipped = [count for count in counts if count]
         if len(skipped) > 1:
             yield Finding(
                 f"{sum(skipped):.0f} optimizer steps{whose} changed nothing, since their gradient was not finite.",

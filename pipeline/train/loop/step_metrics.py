@@ -53,11 +53,13 @@ class NonFiniteGuard:
     """
 
     def __init__(self) -> None:
-        self._row = 0
+        self._row, self._hint = 0, "lower optim.lr"
 
     def note(self, metrics: Mapping[str, float]) -> bool:
         """Count a step; returns whether it was without any update."""
         lost = is_lost(metrics)
+        if "overflows" in metrics:
+            self._hint = "set model.dtype=bfloat16 in a new run, or lower optim.lr"
         if not lost:
             self._row = 0
         elif not _only_overflowed(metrics):
@@ -67,7 +69,7 @@ class NonFiniteGuard:
     def check(self) -> None:
         """Raise `TrainingError` if the last `MAX_SKIPPED` steps had no update: the model has diverged."""
         if self._row >= MAX_SKIPPED:
-            raise TrainingError(f"the gradient was not finite in {self._row} steps in a row; lower optim.lr")
+            raise TrainingError(f"the gradient was not finite in {self._row} steps in a row; {self._hint}")
 
 
 class EqualRewards:

@@ -28,7 +28,7 @@ from pipeline.utils.subprocesses import hold_port
 from pipeline.utils.waiting import Deadline, wait_for
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8])
 TENSORS = st.lists(st.tuples(SHAPES, DTYPES), max_size=6)
 
 

@@ -35,6 +35,7 @@ CALM = {
 }
 CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
     "gradients": (ASYNCHRONOUS, {"skipped": 1.0}, "20 optimizer steps changed nothing"),
+    "gradients at scale 1": (ASYNCHRONOUS, {"skipped": 1.0, "overflows": 0.0}, "20 optimizer steps changed nothing"),
     "the critic's": (ASYNCHRONOUS, {"critic/skipped": 1.0}, "20 optimizer steps of the critic changed nothing"),
     "equal rewards": (
         ASYNCHRONOUS,
@@ -55,6 +56,7 @@ SILENT: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "ratios over the trainer's own policy": (ASYNCHRONOUS, {"clip_fraction": 0.3}),
     "a clip that holds whole samples": (GSPO, {"clip_fraction": 0.3}),
     "halves that share a GPU": (ONE_GPU, {"idle/trainer": 0.6, "idle/actor": 0.5}),
+    "a loss scale that was halved": (ASYNCHRONOUS, {"skipped": 1.0, "overflows": 1.0}),
     "no GPUs": (ASYNCHRONOUS, {"idle/trainer": 0.6, "idle/servers": 0.0}),
 }
 

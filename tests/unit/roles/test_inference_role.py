@@ -170,8 +170,10 @@ def test_a_server_on_a_cpu_takes_the_memory_and_threads_it_was_given() -> None:
     assert server_environment(given, place(), WORLD)["OMP_NUM_THREADS"] == "3"
 
 
-def test_the_head_is_float32_whatever_the_model_is() -> None:
-    half = make_config(model={"path": "/models/tiny", "dtype": "bfloat16"})
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_head_is_float32_whatever_the_model_is(dtype: str) -> None:
+    half = make_config(model={"path": "/models/tiny", "dtype": dtype})
+    assert option(inference.server_command(half, place()), "--dtype") == dtype
     assert "head_dtype" in option(inference.server_command(half, place()), "--hf-overrides")
     assert "--hf-overrides" not in inference.server_command(config(), place())
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.dtype_checks import check_dtype
 from pipeline.errors import ConfigError
 from slurm.submission import submission_checks, submit_run
-from slurm.submission.submission_warnings import _tiny_settings, check_agents, warnings_of
+from slurm.submission.submission_warnings import _tiny_settings, _unstable_dtype, check_agents, warnings_of
 from tests.fakes.chat_models import CHATML, make_chat_model
 from tests.fakes.composed_config import compose_cached
 from tests.fakes.configs import make_config
@@ -96,6 +97,61 @@ def test_a_model_of_the_users_is_not_trained_with_the_tiny_models_length_and_dty
     for named in (["model.max_length=512"], ["model.dtype=bfloat16"]):
         assert [*_tiny_settings(compose_cached([*asked, *named]))] == []
     assert [*_tiny_settings(compose_cached(["experiment=demo"]))] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "refused"),
+    [
+        *((family, True) for family in ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "gpt_oss")),
+        *((family, False) for family in ("qwen3", "llama", "glm4_moe", "gemma")),
+    ],
+)
+def test_float16_is_refused_for_families_whose_activations_overflow(family: str, refused: bool, tmp_path: Path) -> None:
+    path = a_model_of_the_users(tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**settings, "text_config": {**settings, "model_type": family}}))
+    asked = ["experiment=sft", "data.path=rows.jsonl", f"model.path={path}"]
+    check_dtype(compose_cached([*asked, "model.dtype=bfloat16"]).model)
+    half = compose_cached([*asked, "model.dtype=float16"])
+    if not refused:
+        check_dtype(half.model)
+        return
+    with pytest.raises(ConfigError) as caught:
+        submission_checks.check_submission(half)
+    assert str(caught.value) == (
+        f"model.dtype='float16': expected bfloat16 or float32 for {family}, whose activations exceed the range of "
+        "float16; set model.dtype=bfloat16"
+    )
+
+
+def test_a_base_of_clients_is_refused_in_float16_by_its_own_name(tmp_path: Path) -> None:
+    path = a_model_of_the_users(tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**settings, "model_type": "gemma3_text"}))
+    base = {"model": {"path": "tiny_text", "init": "random", "dtype": "float16"}, "serve": {"bases": {"g": str(path)}}}
+    with pytest.raises(ConfigError, match=r"^serve\.bases\.g='.*': expected bfloat16 or float32 for gemma3_text"):
+        submission_checks._check_dtypes(make_config(**base))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "warned"),
+    [
+        ("qwen3_5_text", "float16", True),
+        ("qwen3_next", "float16", True),
+        ("qwen3_5_text", "bfloat16", False),
+        ("qwen3", "float16", False),
+    ],
+)
+def test_a_family_whose_float16_gradients_were_not_finite_is_warned_of(
+    family: str, dtype: str, warned: bool, tmp_path: Path
+) -> None:
+    path = a_model_of_the_users(tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**settings, "model_type": family}))
+    config = compose_cached(["experiment=sft", "data.path=rows.jsonl", f"model.path={path}", f"model.dtype={dtype}"])
+    said = [*_unstable_dtype(config)]
+    assert len(said) == warned
+    assert all(line.startswith(f"gradients of {family} were seen to be not finite in float16") for line in said)
 
 
 def test_a_length_beyond_the_models_positions_is_refused_at_submission(tmp_path: Path) -> None:

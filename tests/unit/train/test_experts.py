@@ -42,7 +42,7 @@ def test_answers_and_gradients_are_those_of_a_loop_over_experts(family: str, rec
 
 
 @pytest.mark.parametrize("sizes", [(32, 16), (31, 15)], ids=["aligned", "not aligned"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_grouped_product_is_that_of_each_group_even_where_groups_are_empty(
     sizes: tuple[int, int], dtype: torch.dtype
 ) -> None:

@@ -114,6 +114,7 @@ def test_layers_that_are_alike_count_as_if_each_computed(config: Any, rank: int,
 
 def test_half_as_wide_numbers_take_half_of_the_weights(tmp_path: Path) -> None:
     model = saved(tmp_path, Qwen3Config(**SHAPE, head_dim=8), dtype="bfloat16")
+    assert sizes_of(model) == sizes_of(model.model_copy(update={"dtype": "float16"}))
     wide = sizes_of(model.model_copy(update={"dtype": "float32"}))
     assert sizes_of(model).weights == wide.weights / 2
     assert sizes_of(model).activations < wide.activations

@@ -63,7 +63,7 @@ def test_settings_of_sampling_may_lie_in_the_config_as_in_older_models(base: Pat
     AutoModelForCausalLM.from_pretrained(found)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_config_says_the_type_of_the_weights_beside_it(base: Path, dtype: str) -> None:
     found = written(base, dtype)
     assert {str(tensor.dtype) for tensor in load_file(found / "model.safetensors").values()} == {f"torch.{dtype}"}
