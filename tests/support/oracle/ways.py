@@ -15,7 +15,7 @@ from pipeline.train.loss_specs import MetricsLevel
 from tests.support.oracle.cases import AUX, BALANCED, FAMILIES, RECIPES, Arrays, Family, expert_count
 
 WORLDS = (1, 2, 4)
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 _NAMED = ("aux", "layers", "reshard", "offload", "compile", "staged", "replayed")
 
 
@@ -356,8 +356,11 @@ MUTATIONS: dict[Mutation, Case] = {
 
 
 def mutations(dtype: Dtype) -> dict[Mutation, Case]:
-    """The mutations with this compute type; in bf16 on losses without jumps, whose bounds are close enough to tell."""
+    """The mutations with this compute type; in 16 bits on losses without jumps, whose bounds suffice to tell."""
     if dtype == "float32":
         return MUTATIONS
     smooth = {"grpo": "sft", "dapo": "cispo"}
-    return {name: replace(case, dtype=dtype, recipe=smooth[case.recipe]) for name, case in MUTATIONS.items()}
+    return {
+        name: replace(case, dtype=dtype, recipe=smooth.get(case.recipe, case.recipe))
+        for name, case in MUTATIONS.items()
+    }
