@@ -77,7 +77,8 @@ class ModelConfig(Section):
         "load them, but random ones for a name of `conf/models/`, which has no weights.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Compute type of trainer and servers."
+        "float32",
+        description="Compute type of trainer and servers. float16 has a loss scale: docs/training.md#precision.",
     )
     max_length: Positive = Field(512, description="Largest number of tokens of one sample, including the prompt.")
     lora: LoraConfig = LoraConfig()

@@ -78,7 +78,7 @@ def oracle(run: Run, name: str, dtype: Dtype, choice: str, most: float) -> Outco
 
 def uses_kernel(case: Case, result: Result, device: str) -> bool:
     """Whether packed rows went through `varlen_attn` where they should: on CUDA in 16 bits."""
-    expected = device == "cuda" and case.dtype == "bfloat16" and case.packed
+    expected = device == "cuda" and case.dtype != "float32" and case.packed
     return case.compile or (result.seen.get("kernel", 0) > 0) == expected
 
 
@@ -160,6 +160,7 @@ PARTS: dict[str, tuple[Callable[[Run], Outcome], Callable[[Any], str]]] = {
     "oracle_float32": (lambda run: oracle(run, "oracle_float32", "float32", "some", 100), report_oracle),
     "speed": (speed, report_speed),
     "oracle_bfloat16": (lambda run: oracle(run, "oracle_bfloat16", "bfloat16", "some", 100), report_oracle),
+    "oracle_float16": (lambda run: oracle(run, "oracle_float16", "float16", "some", 100), report_oracle),
     "memory": (memory, report_memory),
     "jobs": (jobs, report_jobs),
     "oracle_compiled": (lambda run: oracle(run, "oracle_compiled", "float32", "few_compiled", 300), report_oracle),

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ def plain_name(name: str) -> str:
 def gradients(rank: ModelWorker) -> Arrays:
     """The accumulated gradients, whole."""
     whole = {name: p.grad.full_tensor() for name, p in rank.model.named_parameters() if isinstance(p.grad, DTensor)}
-    named = {plain_name(name): tensor.float().cpu().numpy() for name, tensor in whole.items()}
+    named = {plain_name(name): tensor.float().cpu().numpy() / rank.loss_scale for name, tensor in whole.items()}
     return {name: matrix for fused, array in named.items() for name, matrix in matrices_of(fused, array, named)}
 
 
@@ -304,7 +304,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--cases", choices=CHOICES, default="some")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
     given = parser.parse_args()
     torch.set_num_threads(1)
     compute(given.models, given.results, given.cases, given.device, given.dtype)

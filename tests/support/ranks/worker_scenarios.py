@@ -16,13 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
 
+from pipeline.algorithms.summed_losses import TokenSum
 from pipeline.checkpoints import TrainerState, sharded_state
 from pipeline.config import OptimConfig
 from pipeline.config.training_keys import Recomputation
 from pipeline.errors import ConfigError, TrainingError
+from pipeline.train.batching.logprob_queries import QueryRow
+from pipeline.train.batching.packing import Budget
 from pipeline.train.loss_specs import SFT, ValueLoss
 from pipeline.train.model import adapter_swap, fsdp, model_worker, models, packed_attention
 from pipeline.train.model.model_worker import ModelWorker
+from pipeline.train.model.token_queries import answer_queries
 from tests.support.ranks.worker_cases import (
     ENTROPY,
     MICRO_BATCHES,
@@ -260,8 +264,8 @@ def bfloat16_moments_survive_a_checkpoint(rank: int, path: Path) -> None:
         assert train(full) != train(one), "rounded moments make another step"
 
 
-MEAN = 2.0**-24
-"""Loss weight of a mean over millions of tokens: in float16 most of its gradients are 0 without a loss scale."""
+MEAN = 2.0**-17
+"""Loss weight by which the mean over the rows is one over four million tokens."""
 
 
 def gradients(worker: ModelWorker, weight: float = MEAN) -> torch.Tensor:
@@ -273,14 +277,13 @@ def gradients(worker: ModelWorker, weight: float = MEAN) -> torch.Tensor:
 
 
 def scaled_float16_gradients_are_those_of_float32(rank: int, path: Path) -> None:
-    """Within a hundredth in L2; without a scale nine tenths of them are lost."""
+    """Within a hundredth in L2 (0.0018 was seen); without a scale the relative error was 0.94."""
     with world() as mesh:
         exact = gradients(ModelWorker(spec_of(path), mesh))
-        half = ModelWorker(spec_of(path, dtype="float16", loss_scale=1 << 24), mesh)
+        half = ModelWorker(spec_of(path, dtype="float16"), mesh)
         plain = ModelWorker(spec_of(path, dtype="float16", loss_scale=1), mesh)
         assert (gradients(half) - exact).norm() < 0.01 * exact.norm()
-        assert (gradients(plain) - exact).norm() > 0.2 * exact.norm()
-        assert (gradients(plain) == 0).sum() > 0.5 * exact.numel() > 10 * (gradients(half) == 0).sum()
+        assert (gradients(plain) - exact).norm() > 0.5 * exact.norm()
 
 
 def float16_metrics_and_steps_do_not_depend_on_the_loss_scale(rank: int, path: Path) -> None:
@@ -359,6 +362,23 @@ def numbers_that_are_not_finite_for_another_reason_are_no_overflow_at_scale_1(ra
             steps.append(one.optim_step())
         assert all(step.skipped for step in steps)
         assert [step.overflowed for step in steps] == [True, False, False]
+
+
+def summed_losses_of_clients_have_the_scale_too(rank: int, path: Path) -> None:
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, WORDS, (3, 9)).astype(np.int32)
+    at, weights = np.arange(8), {"weights": np.ones(8, np.float32)}
+    rows = [QueryRow(row, at, row[1:], weights) for row in tokens]
+    with world() as mesh:
+        seen = []
+        for scale in (1, 1 << 8):
+            worker = ModelWorker(spec_of(path, dtype="float16", loss_scale=scale), mesh)
+            answers = answer_queries(worker, rows, TokenSum("cross_entropy", {}), Budget(tokens=96), backward=True)
+            gradient = next(p.grad for p in worker.model.parameters() if isinstance(p.grad, DTensor))
+            seen.append((answers.loss, gradient.full_tensor(), worker.optim_step().grad_norm))
+        assert seen[0][0] == seen[1][0]
+        torch.testing.assert_close(seen[1][1], 256 * seen[0][1], rtol=0.01, atol=0.5)
+        assert seen[0][2] == pytest.approx(seen[1][2], rel=1e-3)
 
 
 def adapters_that_take_turns_have_their_own_loss_scale(rank: int, path: Path) -> None:
@@ -523,4 +543,5 @@ TOGETHER: list[Scenario] = [
     an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale,
     a_resumed_model_goes_on_with_the_loss_scale,
     adapters_that_take_turns_have_their_own_loss_scale,
+    summed_losses_of_clients_have_the_scale_too,
 ]
