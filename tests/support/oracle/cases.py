@@ -207,7 +207,9 @@ def targets_of(path: Path, experts: bool) -> tuple[str, ...]:
 
 
 def policy_spec(path: Path, **changed: Any) -> ModelSpec:
-    return ModelSpec(**{"kind": "policy", "model": model_config(path), "optim": OPTIM, "steps": STEPS, **changed})
+    """The loss scale is one at which no gradient of these small batches overflows in float16."""
+    common = {"kind": "policy", "model": model_config(path), "optim": OPTIM, "steps": STEPS, "loss_scale": 1 << 8}
+    return ModelSpec(**{**common, **changed})
 
 
 def make_rows(name: str = "grpo") -> list[TrainSequence]:
