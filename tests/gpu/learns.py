@@ -6,7 +6,7 @@ The reward is the share of words with an even number, half of them at first (`te
 1,024: a word has to be sampled often before anybody can know what it is worth. (Most words of the prompts are unknown
 to it; the reward does not ask for them.) All begin with the same random weights. The reference is
 `tests.gpu.reference`: transformers and one process, with the runs' precision. Each `--also` has all runs with a lag
-made again with these keys.
+made again with these keys, and with `--also-lag-0` those without one too.
 
 Compared is the mean reward of ten steps at a time, at equal numbers of samples; the rise of each run without further
 keys must be at least nine tenths of the reference's. Exit code 1 unless it is, and unless each way ended well.
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--also", nargs="+", action="append", default=[], help="keys of further runs")
+    parser.add_argument("--also-lag-0", action="store_true", help="runs without a lag again with these keys too")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-4)
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = Path(folder) / "model"
         shape = WORKLOADS[given.shape]
         write_whole_model(model, replace(shape, model=shape.model | {"vocab_size": VOCABULARY}))
-        plans = [(lag, keys) for keys in ([], *given.also) for lag in given.lags if lag or not keys]
+        plans = [(lag, keys) for keys in ([], *given.also) for lag in given.lags if lag or not keys or given.also_lag_0]
         for number, (lag, keys) in enumerate(plans):
             root = Path(folder) / str(number)
             root.mkdir()
@@ -79,6 +80,7 @@ def run(root: Path, lag: int, keys: Sequence[str], given: argparse.Namespace) ->
     ran = loop.run(root, loop.asked_for([str(given.out), *asked]), stepped=lambda _: None)
     rows = loop.trained(root)
     names = {"rewards": "reward/mean", "seconds": "seconds/step", "clipped": "clip_fraction"}
+    names |= {name: name for name in loop.PRECISION}
     return {"exit": ran["exit"], **{name: [row.get(key) for row in rows] for name, key in names.items()}}
 
 
@@ -101,11 +103,19 @@ def means(ways: dict[str, Any]) -> tuple[list[int], dict[str, list[float]]]:
     }
 
 
+def mismatch_of(way: dict[str, Any]) -> float:
+    """The median over the steps; 0 where trainer and sampler are one."""
+    return statistics.median([value for value in way.get("mismatch_kl", []) if value is not None] or [0.0])
+
+
 def report(ways: dict[str, Any]) -> int:
     starts, found = means(ways)
     titles = [f"steps {at + 1}–{at + WINDOW}" for at in starts]
-    rows = [(name, *each, statistics.median(ways[name]["seconds"][WINDOW:] or [0.0])) for name, each in found.items()]
-    print(markdown(("way", *titles, "s a step"), rows))
+    rows = [
+        (name, *each, statistics.median(ways[name]["seconds"][WINDOW:] or [0.0]), mismatch_of(ways[name]))
+        for name, each in found.items()
+    ]
+    print(markdown(("way", *titles, "s a step", "mismatch_kl"), rows))
     untrained = statistics.mean((way["rewards"] or [0.0])[0] for way in ways.values())
     rises = {name: each[-1] - untrained for name, each in found.items() if " " not in name or name == REFERENCE}
     print(f"\nrises since the first step: {', '.join(f'{name} {rise:.3f}' for name, rise in rises.items())}")

@@ -32,6 +32,8 @@ from tests.gpu.words import write_model, write_whole_model
 from tests.gpu.workload import WORKLOADS
 
 SAMPLES, PROMPTS = 8, 16
+PRECISION = ("mismatch", "mismatch_kl", "skipped", "overflows", "loss_scale")
+"""What a step's metrics say of its compute type."""
 SETTLED = 10
 """Steps until caches are warm and everything is compiled."""
 END_SECONDS = 120.0
@@ -279,7 +281,8 @@ def rates(rows: Sequence[dict[str, Any]], began: float) -> dict[str, float]:
         "first_reward": train[0]["reward/mean"],
         "last_reward": train[-1]["reward/mean"],
     }
-    names = [name for name, value in settled[-1].items() if "/" in name and isinstance(value, int | float)]
+    measured = (name for name, value in settled[-1].items() if isinstance(value, int | float))
+    names = [name for name in measured if "/" in name or name in PRECISION]
     return found | {name: statistics.median(row[name] for row in settled if name in row) for name in names}
 
 

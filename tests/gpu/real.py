@@ -245,9 +245,8 @@ def summary(side: str, ran: dict[str, Any], config: RunConfig) -> dict[str, Any]
 
 def split(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Medians of what the steps consist of."""
-    names = sorted(
-        {name for row in rows for name, value in row.items() if "/" in name and isinstance(value, int | float)}
-    )
+    measured = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
+    names = sorted(name for name in measured if "/" in name or name in loop.PRECISION)
     return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
 
 

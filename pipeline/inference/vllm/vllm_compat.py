@@ -25,7 +25,7 @@ def add_float32_head() -> None:
     """Honor `head_dtype=float32`, which releases before `LogitsProcessor._apply_head` support for pooling models only.
 
     The product of the head is then computed and stored in float32, as in the trainer. Otherwise, log-probabilities of a
-    bfloat16 model would differ from the trainer's by the rounding of its logits.
+    model in 16 bits would differ from the trainer's by the rounding of its logits.
     """
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
