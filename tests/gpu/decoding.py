@@ -44,7 +44,6 @@ from tests.support.servers.vllm import SECRET
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp8": {"quantization": "fp8"},
-    "fp8-eager": {"quantization": "fp8", "compile": False},
     "fp8-tensor": {"extra_args": ["--quantization", "fp8_per_tensor"]},
     "fp8-block": {"extra_args": ["--quantization", "fp8_per_block"]},
     "ngram-2": {"speculation": {"method": "ngram", "tokens": 2}},
@@ -69,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="at most, of each completion")
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--deadline", type=float, default=540.0, help="seconds after which no further way begins")
+    parser.add_argument("--no-compile", action="store_true", help="servers that compile nothing start sooner")
+    parser.add_argument("--no-updates", action="store_true", help="weights of a shape stay the server's random ones")
     given = parser.parse_args(arguments)
     torch.cuda.set_device(0)
     result: dict[str, Any] = {
@@ -91,26 +92,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(way: str, given: argparse.Namespace) -> dict[str, Any]:
-    keys = dict(WAYS[way])
+    keys = WAYS[way] | ({"compile": False} if given.no_compile else {})
     with tempfile.TemporaryDirectory() as folder, ExitStack() as started:
         model = given.model or Path(folder) / "model"
         if not given.model:
             WORKLOADS[given.shape].write_model(model)
         if way.startswith("draft"):
             keys["speculation"] = keys["speculation"] | {"model": str(model)}
-        first, second = weights_of(model, given.model is not None, 1), weights_of(model, False, 2)
         began = time.monotonic()
         link = Path(folder) / "served"
         link.symlink_to(model)
         (endpoint,) = started.enter_context(servers(link, [0], 1, 4, **keys))
         found: dict[str, Any] = {"keys": keys, "start_seconds": time.monotonic() - began, "rows": []}
-        holder = started.enter_context(subprocesses.hold_port())
-        meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], SECRET)
-        config, device = InferenceConfig(update_seconds=60), torch.device("cuda", 0)
-        sender = started.enter_context(WeightSender([endpoint], meeting, config, 120, note, device=device))
-        update = updater(sender)
-        update(first)
-        found["update_ms"] = [1e3 * update(each) for each in (second, first) * UPDATES]
+        if not given.no_updates:
+            found["update_ms"] = [1e3 * seconds for seconds in update_times(endpoint, model, given, started)]
         prompts = {kind: prompts_of(model, kind) for kind in given.prompts} if given.model else {"random": ()}
         for kind, ids in prompts.items():
             for requests in given.requests:
@@ -126,6 +121,18 @@ def measure(way: str, given: argparse.Namespace) -> dict[str, Any]:
         if given.model:
             found["distance"] = {kind: distance(endpoint, model, ids) for kind, ids in prompts.items()}
     return found
+
+
+def update_times(endpoint: str, model: Path, given: argparse.Namespace, started: ExitStack) -> list[float]:
+    """Seconds of updates, after which the server has the weights of the directory, or random ones of the shape."""
+    first = weights_of(model, given.model is not None, 1)
+    second = weights_of(model, False, 2) if given.model else first  # of a large shape, two do not fit
+    holder = started.enter_context(subprocesses.hold_port())
+    meeting = MeetingPoint("127.0.0.1", holder.getsockname()[1], SECRET)
+    config, device = InferenceConfig(update_seconds=60), torch.device("cuda", 0)
+    update = updater(started.enter_context(WeightSender([endpoint], meeting, config, 120, note, device=device)))
+    update(first)
+    return [update(each) for each in (second, first) * UPDATES]
 
 
 def note(server: str, version: int | None) -> None:
@@ -228,7 +235,7 @@ def report(ways: dict[str, Any]) -> str:
                     row["requests"],
                     f"{row['tokens_per_second']:.0f}",
                     accepted,
-                    f"{statistics.median(way['update_ms']):.0f}",
+                    f"{statistics.median(way['update_ms']):.0f}" if "update_ms" in way else "",
                     f"{gap['mean']:.4f}, {gap['kl']:.1e}" if gap else "",
                 )
             )
