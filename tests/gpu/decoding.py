@@ -36,6 +36,7 @@ from pipeline.rollout.server_pool import InferenceClient
 from pipeline.utils import subprocesses
 from slurm.submission.compose_config import compose_config
 from tests.bench.tables import markdown
+from tests.gpu.cold_starts import command_of
 from tests.gpu.traffic import Traffic
 from tests.gpu.weights import servers
 from tests.gpu.workload import WORKLOADS
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     torch.cuda.set_device(0)
     result: dict[str, Any] = {
-        "command": {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()},
+        "command": command_of(given),
         "gpu": torch.cuda.get_device_name(),
         "vllm": __import__("vllm").__version__,
         "ways": {},
