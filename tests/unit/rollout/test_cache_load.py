@@ -68,7 +68,7 @@ def test_a_server_that_leaves_and_returns_does_not_distort_the_hit_rate_of_the_o
     async def without_metrics(http: object, endpoint: str) -> None:
         return None
 
-    monkeypatch.setattr(cache_load, "_metrics", without_metrics)
+    monkeypatch.setattr(cache_load, "read_metrics", without_metrics)
     first, second = Server("a:1"), Server("b:1")
     watch, http = CacheWatch(), cast(aiohttp.ClientSession, None)
 
