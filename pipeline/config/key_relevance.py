@@ -1,6 +1,6 @@
 """Keys of the algorithm that have an effect only with certain values of another key. Pure.
 
-The check of a config and docs/configuration.md derive from one table. It has the keys of losses, critic and adapters,
+The check of a config and docs/configuration.md derive from one table. It has the keys of losses, critic, adapters and drafts,
 since an experiment with an unread key would be misleading; operational keys are not in it.
 
     unread_keys(config)     # yields ("loss.beta", 0.1, READ_WITH["loss.beta"]) for a loss without β
@@ -53,6 +53,7 @@ _CRITIC = KeyReader(
     "loss.advantage_estimator", tuple(name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.has_critic)
 )
 _KL, _LORA = KeyReader("loss.kl"), KeyReader("model.lora.rank")
+_LOOKUP, _DRAFTS = (KeyReader("inference.speculation.method", values) for values in (("ngram",), ("ngram", "draft")))
 
 READ_WITH: Mapping[str, KeyReader] = {
     **_parameters_of(POLICY_LOSSES, "loss.name"),
@@ -71,6 +72,10 @@ READ_WITH: Mapping[str, KeyReader] = {
     "model.lora.targets": _LORA,
     "model.lora.adapter": _LORA,
     "model.lora.merge": _LORA,
+    "inference.speculation.tokens": _DRAFTS,
+    "inference.speculation.lookup_min": _LOOKUP,
+    "inference.speculation.lookup_max": _LOOKUP,
+    "inference.speculation.model": KeyReader("inference.speculation.method", ("draft",)),
 }
 """The condition of each key. Keys that are parameters of functions in `pipeline.algorithms` are derived from these."""
 

@@ -28,11 +28,9 @@ def check_quantized_experts(config: RunConfig, experts: int) -> None:
 
 
 def check_speculation(config: RunConfig) -> None:
-    """`ConfigError` for drafts that cannot be made or checked, and for keys of another method."""
+    """`ConfigError` for drafts that cannot be made or checked."""
     speculation = config.inference.speculation
     method, section = speculation.method, "inference.speculation"
-    if method != "draft" and speculation.model:
-        raise ConfigError(f"{section}.model", speculation.model, f"nothing with method={method}", "set method=draft")
     if method == "none" or not config.has_servers:
         return
     if config.training.routing_replay != "none":

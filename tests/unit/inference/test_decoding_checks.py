@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig
+from pipeline.config.cross_checks import check_config
 from pipeline.errors import ConfigError
 from pipeline.inference.vllm.decoding_checks import check_quantization, check_quantized_experts, check_speculation
 from pipeline.inference.vllm.draft_weights import SWITCH
@@ -107,19 +108,23 @@ def test_a_drafting_model_is_loaded_from_its_directory(
     [
         ({"method": "draft"}, {}, "the directory of a smaller model"),
         ({"method": "draft", "model": "/no/such/place"}, {}, "config.json"),
-        ({"method": "ngram", "model": "small"}, {}, "nothing with method=ngram"),
-        ({"model": "small"}, {}, "nothing with method=none"),
         ({"method": "ngram", "lookup_min": 5}, {}, "at most lookup_max, which is 4"),
         ({"method": "ngram"}, {"training": {"routing_replay": "rollout"}}, "none with training.routing_replay"),
         ({"method": "draft", "model": "small"}, {"model": HALF | {"lora": {"rank": 8}}}, "set method=ngram"),
     ],
-    ids=["no model", "no such model", "a model for lookup", "a model alone", "window", "routing", "adapters"],
+    ids=["no model", "no such model", "window", "routing", "adapters"],
 )
 def test_drafts_that_cannot_be_made_are_refused(keys: dict[str, Any], others: dict[str, Any], reason: str) -> None:
     config = make_config(**{"model": HALF} | others, inference={"speculation": keys})
     with pytest.raises(ConfigError, match=r"inference\.speculation") as refused:
         check_speculation(config)
     assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize("keys", [{"tokens": 2}, {"model": "small"}, {"method": "ngram", "model": "small"}])
+def test_a_key_of_another_method_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"inference\.speculation\.(tokens|model)"):
+        check_config(make_config(inference={"speculation": keys}))
 
 
 def test_a_drafting_model_of_another_vocabulary_is_refused(tmp_path: Path, vocabulary: int) -> None:
