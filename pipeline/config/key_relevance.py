@@ -1,7 +1,7 @@
 """Keys of the algorithm that have an effect only with certain values of another key. Pure.
 
-The check of a config and docs/configuration.md derive from one table. It has the keys of losses, critic, adapters and drafts,
-since an experiment with an unread key would be misleading; operational keys are not in it.
+The check of a config and docs/configuration.md derive from one table. It has the keys of losses, critic, adapters and
+drafts, since an experiment with an unread key would be misleading; operational keys are not in it.
 
     unread_keys(config)     # yields ("loss.beta", 0.1, READ_WITH["loss.beta"]) for a loss without β
 """
