@@ -54,7 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         server = forks.start_server()
         config.add_cleanup(server.close)
-        os.environ[forks.VARIABLE] = server.address
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -39,7 +39,7 @@ class ForkServer:
 
     def __init__(self, folder: Path, process: "subprocess.Popen[bytes]") -> None:
         self._folder, self._process = folder, process
-        self.address = str(folder / "socket")
+        self.address, self.pid = str(folder / "socket"), process.pid
 
     @classmethod
     def start(

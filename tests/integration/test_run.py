@@ -127,12 +127,19 @@ def assert_cleared(temporary: Path) -> None:
 def start_both(
     launches: Launches, temporary: Path, faults: Sequence[str] = (), faults_on_files: Sequence[str] = ()
 ) -> tuple[Launched, Launched]:
-    """Two runs, new or resumed: they differ in where their samples travel, and one has two trainer processes."""
+    """Two runs, new or resumed: they differ in where their samples travel, and one has two trainer processes. The new
+    one of these starts a fork server of its own, as a user's run does."""
     env = {"TMPDIR": str(temporary)}
     files = ("streams.backend=files", f"recovery.trainer={len(faults)}")
     return (
         launches.submit(
-            "r", ONE_SERVER, TWO_RANKS, "debug.profile_steps=[4,7]", f"faults=[{','.join(faults)}]", env=env
+            "r",
+            ONE_SERVER,
+            TWO_RANKS,
+            "debug.profile_steps=[4,7]",
+            f"faults=[{','.join(faults)}]",
+            env=env,
+            own_forks=not faults,
         ),
         launches.submit("crashed", ONE_SERVER, *files, f"faults=[{','.join(faults_on_files)}]", env=env),
     )
@@ -167,7 +174,7 @@ def assert_evaluated_alike(launches: Launches, finished: Launched) -> None:
 def test_a_launcher_that_ends_during_start_up_leaves_nothing(
     moment: str, number: signal.Signals, launches: Launches
 ) -> None:
-    launched = launches.submit("r", ONE_SERVER)
+    launched = launches.submit("r", ONE_SERVER, own_forks=True)
     if moment == "world":
         launched.wait_for_world()
     else:

@@ -49,7 +49,9 @@ class Attempt:
         self.paths.status(context.placement.name).unlink(missing_ok=True)
         asked = role_command(context)
         environment = {**os.environ, **asked.env, **(variables or {})}
-        child = Child(asked.argv, self.paths.log(role, 0), environment, forks.request() if not variables else None)
+        child = Child(
+            asked.argv, self.paths.log(role, 0), environment, forks.request(asked.stage) if not variables else None
+        )
         self.children.append(child)
         wait_for(f"{role} to be ready or to fail", lambda: asked.ready() or child.poll() is not None, READY_SECONDS)
         assert not child.poll(), "\n".join(tail(child.log))  # what has little to do may be done already

@@ -1,11 +1,13 @@
 """A launcher as a user starts it, and what its run leaves behind."""
 
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from pipeline.topology.plan import NodeInfo, RoleName
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
+from tests.support import forks
 from tests.support.processes import runs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,21 +40,30 @@ SMALL = (
     "rollout.concurrency=16",
     "task.options.held_out=32",
 )
+LOOK_SECONDS = 1.0
+"""Between two looks at a run's processes while a test waits: one reads all of /proc."""
 TWO_RANKS = "resources.trainer.processes=2"
 
 
 @dataclass
 class Launched:
-    """One start of `launchers/submit.py`, of `launchers/train.py` or of `launchers/evaluate.py`."""
+    """One start of `launchers/submit.py`, of `launchers/train.py` or of `launchers/evaluate.py`.
+
+    The run's roles are forked by the server of the session of tests, if there is one, so that each run need not import
+    torch and vLLM. With `own_forks` it starts its own server, as a user's run does.
+    """
 
     process: subprocess.Popen[str]
     run: RunPaths
     _family: set[psutil.Process] = field(default_factory=set)
+    _looked: float = -math.inf
 
     @classmethod
-    def start(cls, output: Path, name: str, *overrides: str, env: dict[str, str] | None = None) -> "Launched":
+    def start(
+        cls, output: Path, name: str, *overrides: str, env: dict[str, str] | None = None, own_forks: bool = False
+    ) -> "Launched":
         arguments = ("submit.py", *SMALL, f"output={output}", f"name={name}", *overrides)
-        return cls._launch(RunPaths(output / name), *arguments, env=env)
+        return cls._launch(RunPaths(output / name), *arguments, env=env, own_forks=own_forks)
 
     @classmethod
     def submit(cls, output: Path, name: str, *overrides: str, env: dict[str, str] | None = None) -> "Launched":
@@ -72,11 +84,14 @@ class Launched:
         return cls._launch(RunPaths(run), "evaluate.py", f"run={evaluated.root}", f"name={name}", *arguments)
 
     @classmethod
-    def _launch(cls, run: RunPaths, launcher: str, *arguments: str, env: dict[str, str] | None = None) -> "Launched":
+    def _launch(
+        cls, run: RunPaths, launcher: str, *arguments: str, env: dict[str, str] | None = None, own_forks: bool = False
+    ) -> "Launched":
+        shared = {} if own_forks else forks.of_runs()
         process = subprocess.Popen(
             [sys.executable, f"launchers/{launcher}", *arguments],
             cwd=ROOT,
-            env=os.environ | (env or {}),
+            env=os.environ | shared | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -112,7 +127,8 @@ class Launched:
         """A launcher that ends after it did what is waited for is no failure: a short run may."""
 
         def reached() -> bool:
-            self.processes()
+            if time.monotonic() - self._looked > LOOK_SECONDS:
+                self.processes()
             return probe() or self.process.poll() is not None
 
         wait_for(what, reached, seconds)
@@ -143,6 +159,7 @@ class Launched:
         os.kill(node_info.pid, signal.SIGKILL)
 
     def interrupt(self, number: signal.Signals) -> None:
+        self.processes()
         self.process.send_signal(number)
 
     def end(self, seconds: float = WAIT_SECONDS) -> int:
@@ -174,9 +191,12 @@ class Launched:
         return shared_files.read_document(self.attempts[-1].first_failure, FirstFailure)
 
     def processes(self) -> list[psutil.Process]:
-        """Everything below the launcher that was ever seen and still runs."""
+        """Everything below the launcher, or forked for its run by the tests' server, that was ever seen and still
+        runs."""
+        self._looked = time.monotonic()
         if self.process.poll() is None:
             self._family |= set(psutil.Process(self.process.pid).children(recursive=True))
+        self._family |= forks.processes_of(self.run.root)
         return [process for process in self._family if runs(process)]
 
     def ports(self) -> list[tuple[str, int]]:
@@ -229,9 +249,11 @@ class Launches:
         for launched in self._started:
             launched.kill()
 
-    def submit(self, name: str, *overrides: str, env: dict[str, str] | None = None) -> Launched:
+    def submit(
+        self, name: str, *overrides: str, env: dict[str, str] | None = None, own_forks: bool = False
+    ) -> Launched:
         """`launchers/submit.py` with a small run of this name; the same call resumes it."""
-        return self._keep(Launched.start(self._output, name, *overrides, env=env))
+        return self._keep(Launched.start(self._output, name, *overrides, env=env, own_forks=own_forks))
 
     def submit_alone(self, name: str, *overrides: str, env: dict[str, str] | None = None) -> Launched:
         """`launchers/submit.py` with only these overrides."""
