@@ -167,7 +167,7 @@ def test_a_later_turn_finds_its_prefix_in_the_cache_after_an_update(servers: lis
 def test_a_release_that_does_not_say_which_weights_sampled_a_token_is_helped_to_say_it(
     servers: list[Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client believes our plugin, which says what this release says itself; see `untold/sitecustomize.py`."""
+    """The client believes our plugin, which says what this release says itself; see `tests.support.servers.untold`."""
     both: list[tuple[Any, Any]] = []
 
     def spans(choice: Any) -> Any:

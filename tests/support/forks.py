@@ -8,6 +8,7 @@ its own server.
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,12 +21,17 @@ from pipeline.utils.forked_process import ForkRequest, ForkServer
 from tests.fakes.configs import make_config
 
 VARIABLE = "ROLLCALL_TESTS_FORK_SERVER"
+FOLDER = Path(__file__).with_name("preloaded")
+PRELOADED = ("waiting_queues",)
+"""Modules of the folder that the server imports after vLLM's."""
 _SERVER_PID = "ROLLCALL_TESTS_FORK_SERVER_PID"
 
 
 def start_server() -> ForkServer:
     """Start the session's server, which imports nothing until it is asked for a process. It has a run's stages."""
-    server = ForkServer.start([Stage("none", ()), *stages_of(make_config())], ready=0)
+    *stages, last = stages_of(make_config())
+    last = replace(last, modules=(*last.modules, *PRELOADED))
+    server = ForkServer.start([Stage("none", ()), *stages, last], 0, os.environ | {"PYTHONPATH": str(FOLDER)})
     os.environ |= {VARIABLE: server.address, _SERVER_PID: str(server.pid)}
     return server
 

@@ -9,12 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.utils.waiting import Deadline
 from tests.patience import WAIT_SECONDS
-from tests.support.servers.vllm import SECRET, Model, Served, a_sender, distance, publish_to_all, straddles
+from tests.support.servers.vllm import (
+    SECRET,
+    Model,
+    Served,
+    a_sender,
+    distance_to,
+    expected_of_all,
+    publish_to_all,
+    straddles,
+)
 
 PROBE = [1, 5, 6, 7, 11, 4]
 CLOSE = 1e-4
@@ -108,11 +119,25 @@ def check_purity(traffic: Traffic, models: dict[int, Model], *, kept: bool = Tru
     for acknowledged, completion in traffic.done:
         assert len(completion.tokens) == traffic.tokens
         assert completion.version_min >= acknowledged
-        if completion.version_min == completion.version_max:
-            assert distance(models[completion.version_min], PROBE, completion) < CLOSE
-        elif completion.version_max == completion.version_min + 1:
-            older, newer = models[completion.version_min], models[completion.version_max]
-            assert straddles(older, newer, PROBE, completion, CLOSE, kept=kept)
+    expected = {version: _expected(traffic, version, model) for version, model in models.items()}
+    for number, (_, completion) in enumerate(traffic.done):
+        first, last = completion.version_min, completion.version_max
+        if first == last:
+            assert distance_to(expected[first][number], completion) < CLOSE
+        elif last == first + 1:
+            both = expected[first][number], expected[last][number]
+            older, newer = models[first], models[last]
+            assert straddles(older, newer, PROBE, completion, CLOSE, kept=kept, expected=both)
+
+
+def _expected(traffic: Traffic, version: int, model: Model) -> dict[int, Tensor]:
+    """The log-probabilities by the model of this version, for each completion that has tokens of it, by its index."""
+    of_version = {
+        number: completion
+        for number, (_, completion) in enumerate(traffic.done)
+        if version in (completion.version_min, completion.version_max)
+    }
+    return dict(zip(of_version, expected_of_all(model, PROBE, list(of_version.values())), strict=True))
 
 
 def straddling(traffic: Traffic) -> list[Completion]:

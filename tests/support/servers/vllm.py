@@ -40,7 +40,13 @@ WORLD = World(run_id="tests", attempt="7-0", epoch=1, leader=0, secret="the-secr
 SECRET = WORLD.password
 TRAINER = "127.0.0.2"
 START_SECONDS = 400
-UNTOLD = Path(__file__).parent / "untold"
+ROOT = Path(__file__).resolve().parents[3]
+_AT_A_TIME = 64
+"""Completions that a model computes together."""
+FORKS = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+"""For a server whose engine has processes: by default they are started with exec and import vLLM again."""
+HELD_PORT = "pipeline.roles.held_port"
+UNTOLD = "tests.support.servers.untold"
 """What has a server take its vLLM for a release that says no versions."""
 TINY = Path(__file__).parents[3] / "conf" / "models" / "tiny_qwen3"
 EOS = 2
@@ -118,8 +124,10 @@ def starting_of(
     variables: Mapping[str, str] = MappingProxyType({}),
     gpus: tuple[int, ...] = (),
     index: int = 0,
+    module: str = HELD_PORT,
 ) -> Iterator[Callable[[], Served]]:
-    """As `starting`, the server of any config with this index, on these GPUs."""
+    """As `starting`, the server of any config with this index, on these GPUs; `module` is run in the place of
+    `pipeline.roles.held_port`."""
     check_installed()
     model = Path(config.model.path)
     with subprocesses.hold_port() as holder:
@@ -128,8 +136,8 @@ def starting_of(
         environment |= adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
         environment |= variables
         log = model.parent / f"{model.name}-{place.ports[0]}.log"
-        forked = forks.request() if "PYTHONPATH" not in variables else None  # which only an interpreter's start reads
-        child = subprocesses.Child(inference.server_command(config, place), log, environment, forked)
+        command = [module if part == HELD_PORT else part for part in inference.server_command(config, place)]
+        child = subprocesses.Child(command, log, environment, forks.request())
 
         def ready() -> Served:
             def healthy() -> bool:
@@ -160,13 +168,13 @@ def two_servers(folder: Path) -> Iterator[list[Served]]:
     in our cheaper way, with the version of each token (`logprobs.weight_versions`). The second has them in vLLM's own.
     """
     model = model_directory(folder / "untied", tied=False)
-    path = os.pathsep.join([str(UNTOLD), *filter(None, [os.environ.get("PYTHONPATH")])])
-    quick = {SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    quick = {SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path} | FORKS
     stock = {SWITCH: "0"}
     with ExitStack() as started:
         ready = [
-            started.enter_context(starting(model, address, variables=variables))
-            for address, variables in (("127.0.0.3", quick), ("127.0.0.4", stock))
+            started.enter_context(starting_of(tiny_config(model), address, variables, module=module))
+            for address, variables, module in (("127.0.0.3", quick, UNTOLD), ("127.0.0.4", stock, HELD_PORT))
         ]
         yield [wait() for wait in ready]
 
@@ -227,31 +235,51 @@ def parameters(model: Model) -> list[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
+def expected_of_all(model: Model, prompt: Sequence[int], completions: Sequence[Completion]) -> list[Tensor]:
+    """float32[tokens] of each: the model's own log-probabilities of what was sampled at temperature 1, in as many
+    tokens by all."""
+    found: list[Tensor] = []
+    for start in range(0, len(completions), _AT_A_TIME):
+        ids = torch.tensor([[*prompt, *one.tokens] for one in completions[start : start + _AT_A_TIME]])
+        logits = model(ids).logits[:, len(prompt) - 1 : -1].float()
+        found += logits.log_softmax(-1).gather(-1, ids[:, len(prompt) :, None])[..., 0]
+    return found
+
+
 def expected_logprobs(model: Model, prompt: Sequence[int], completion: Completion) -> Tensor:
-    """float32[tokens]: the model's own log-probabilities of what was sampled at temperature 1."""
-    ids = torch.tensor([[*prompt, *completion.tokens]])
-    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-    sampled: Tensor = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-    return sampled
+    """`expected_of_all` for one."""
+    (expected,) = expected_of_all(model, prompt, [completion])
+    return expected
 
 
 def distance(model: Model, prompt: Sequence[int], completion: Completion) -> float:
     """Largest difference between a server's log-probabilities and the model's."""
-    return float((expected_logprobs(model, prompt, completion) - torch.tensor(completion.logprobs)).abs().max())
+    return distance_to(expected_logprobs(model, prompt, completion), completion)
+
+
+def distance_to(expected: Tensor, completion: Completion) -> float:
+    """Largest difference between a server's log-probabilities and these."""
+    return float((expected - torch.tensor(completion.logprobs)).abs().max())
 
 
 @torch.no_grad()
 def straddles(
-    older: Model, newer: Model, prompt: Sequence[int], completion: Completion, close: float, *, kept: bool
+    older: Model,
+    newer: Model,
+    prompt: Sequence[int],
+    completion: Completion,
+    close: float,
+    *,
+    kept: bool,
+    expected: tuple[Tensor, Tensor],
 ) -> bool:
     """Whether one update explains every log-probability: those before it are the older model's, those after it the
     newer one's, at least one each.
 
     `kept`: the newer model goes on with the keys and values that the older one computed. The last token before the
-    update has none yet, as they come with the next one.
+    update has none yet, as they come with the next one. `expected`: `expected_logprobs` of both models.
     """
-    sampled, whole = torch.tensor(completion.logprobs), expected_logprobs(newer, prompt, completion)
-    before = expected_logprobs(older, prompt, completion)
+    sampled, (before, whole) = torch.tensor(completion.logprobs), expected
     explained = int(((before - sampled).abs() < close).long().cumprod(0).sum())
     for first in range(min(explained, len(sampled) - 1), 0, -1):
         after = _continued(older, newer, prompt, completion, first) if kept else whole[first:]
