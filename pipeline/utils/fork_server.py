@@ -112,7 +112,7 @@ class Server:
             if request is None:
                 continue
             if request.stage != self._stage.name and self._later:
-                if self._next is None and (nested := self._make_next(0)):
+                if self._next is None and (nested := self._make_next(0, request)):
                     return nested
                 self._pass_on(request)
             elif (program := self._fork(request)) is not None:
@@ -130,8 +130,12 @@ class Server:
             connection.close()
         return None
 
-    def _make_next(self, ready: int) -> Request | None:
-        """Fork the next stage's process. Returns in a program forked there, with its request; None in this one."""
+    def _make_next(self, ready: int, waiting: Request | None = None) -> Request | None:
+        """Fork the next stage's process. Returns in a program forked there, with its request; None in this one.
+
+        The new process does not keep the descriptors of `waiting`, the request that this one is about to pass on:
+        neither the requester nor who reads the program's output would see their ends.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         if os.fork():
@@ -140,6 +144,8 @@ class Server:
             return None
         ours.close()
         self._source.close()
+        if waiting is not None:
+            waiting.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _die_with(parent)
         return Server(self._later, theirs, listens=False).serve(ready)

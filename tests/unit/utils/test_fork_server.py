@@ -228,6 +228,15 @@ def test_a_program_ends_with_its_keeper_and_counts_as_killed(start: Start) -> No
     wait_for("the program to end", lambda: gone(child.pid), SECONDS)
 
 
+def test_the_request_that_makes_a_stage_leaves_no_descriptor_there(start: Start) -> None:
+    """The requester would not notice the end of its keeper, as the stage would have its connection open."""
+    with ForkServer.start([Stage(SMALL, []), Stage(LARGE, [])], ready=0) as server:
+        child = start(WAITS, stage=LARGE, address=server.address)
+        is_up(child)
+        parent_of(child).kill()
+        assert end_of(child) == -signal.SIGKILL
+
+
 def test_a_server_that_ends_leaves_its_programs_and_exec_starts_the_next_ones(start: Start, tmp_path: Path) -> None:
     waits = (
         "import pathlib, sys, time\nprint('up', flush=True)\n"
