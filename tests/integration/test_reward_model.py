@@ -7,8 +7,9 @@ import pickle
 import resource
 import shutil
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from pipeline.config import RewardConfig, RewardModelConfig, TaskConfig
 from pipeline.config.model_directory import BUILT_IN
-from pipeline.environments import Completion, Prompt, load_task, user_prompt
+from pipeline.environments import Completion, Prompt, load_task, user_prompt, worker_process
 from pipeline.environments.reward_model_process import RewardModel
 from pipeline.environments.reward_model_queue import RewardModelProcess
 from pipeline.environments.rewards import Score, check_rewards
@@ -26,8 +27,11 @@ from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
 from pipeline.environments.worker_process import LENGTH_BYTES
 from pipeline.errors import ConfigError, TaskError
+from pipeline.roles import TRAINER
+from pipeline.utils.subprocesses import Leader, start_connected
 from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
+from tests.support import forks
 from tests.support.processes import gone
 from tests.support.runs.launched import Launches
 
@@ -87,17 +91,35 @@ def by_transformers(directory: Path, prompt: str, texts: Sequence[str]) -> list[
     return logits
 
 
-def reward_process() -> psutil.Process:
-    """The process of the reward model among this process's children."""
-    (found,) = (
-        child
-        for child in psutil.Process().children()
-        if any("reward_model_process" in argument for argument in child.cmdline())
-    )
-    return found
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Leader]:
+    """The processes of reward models so far, which the tests' server forks: each would import torch and transformers
+    again."""
+    leaders: list[Leader] = []
+
+    def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> tuple[Leader, socket.socket]:
+        if not argv[-1].endswith("reward_model_process"):
+            return start_connected(argv, env, output)
+        ours, its = socket.socketpair()
+        with ExitStack() as opened, its:
+            opened.enter_context(ours)
+            leaders.append(Leader(argv, env, stdin=its.fileno(), output=output, forks=forks.request(TRAINER)))
+            opened.pop_all()
+        return leaders[-1], ours
+
+    monkeypatch.setattr(worker_process, "start_connected", start)
+    return leaders
 
 
-def test_scores_are_those_of_transformers_and_a_lost_process_costs_no_other_sample(directory: Path) -> None:
+def newest(started: Sequence[Leader]) -> psutil.Process:
+    """The process of the reward model."""
+    wait_for("the process to run", lambda: started[-1].poll() is not None or started[-1].pid, WAIT_SECONDS)
+    return psutil.Process(started[-1].pid)
+
+
+def test_scores_are_those_of_transformers_and_a_lost_process_costs_no_other_sample(
+    directory: Path, started: list[Leader]
+) -> None:
     model = RewardModelConfig(path=str(directory), weight=2.0, batch_size=4, seconds=8, max_length=40, threads=1)
     expected = by_transformers(directory, "2+2", TEXTS)
     assert len({round(value, 3) for value in expected}) == len(TEXTS)
@@ -108,13 +130,13 @@ def test_scores_are_those_of_transformers_and_a_lost_process_costs_no_other_samp
         assert isinstance(first, Score)
         assert first.metrics == {"rewards/task": 1.0, "rewards/reward_model": pytest.approx(expected[0], abs=1e-5)}
         assert long == "conversation too long for the reward model: 47 tokens, at most 40"
-        killed = reward_process()
+        killed = newest(started)
         killed.suspend()  # the next batch is with the process when it is killed
         scoring = asyncio.create_task(scores(pool, PROMPT, TEXTS))
         await asyncio.sleep(0.2)
         killed.kill()
         assert await scoring == pytest.approx(rewards, abs=2e-5)
-        stopped = reward_process()
+        stopped = newest(started)
         stopped.suspend()
         late = await scores(pool, PROMPT, ["4", "5"])
         assert late == ["reward model took too long: more than reward.model.seconds=8"] * 2
@@ -124,12 +146,14 @@ def test_scores_are_those_of_transformers_and_a_lost_process_costs_no_other_samp
     in_pool(model, story, functions=("task",), weights=(0.5,))
 
 
-def test_a_model_that_can_no_longer_be_loaded_ends_the_run_with_the_reason(directory: Path, tmp_path: Path) -> None:
+def test_a_model_that_can_no_longer_be_loaded_ends_the_run_with_the_reason(
+    directory: Path, tmp_path: Path, started: list[Leader]
+) -> None:
     copied = Path(shutil.copytree(directory, tmp_path / "model"))
 
     async def story(pool: WorkerPool) -> None:
         (copied / "model.safetensors").unlink()
-        reward_process().kill()
+        newest(started).kill()
         with pytest.raises(TaskError, match=r"reward\.model\.path"):
             await scores(pool, PROMPT, ["4"])
         with pytest.raises(TaskError, match=r"reward\.model\.path"):
@@ -138,7 +162,9 @@ def test_a_model_that_can_no_longer_be_loaded_ends_the_run_with_the_reason(direc
     in_pool(RewardModelConfig(path=str(copied), threads=1), story)
 
 
-def test_samples_of_a_cancelled_group_are_not_scored(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_cancelled_group_are_not_scored(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, started: list[Leader]
+) -> None:
     batches: list[list[str]] = []
     exchange = RewardModelProcess.exchange
 
@@ -149,7 +175,7 @@ def test_samples_of_a_cancelled_group_are_not_scored(directory: Path, monkeypatc
     monkeypatch.setattr(RewardModelProcess, "exchange", noted)
 
     async def story(pool: WorkerPool) -> None:
-        process = reward_process()
+        process = newest(started)
         process.suspend()
         first = asyncio.create_task(scores(pool, PROMPT, ["4"]))
         await asyncio.to_thread(wait_for, "the first batch", lambda: batches, WAIT_SECONDS)
@@ -193,9 +219,11 @@ def two_free_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_process_that_cannot_be_started_again_ends_the_run_with_the_reason(directory: Path) -> None:
+def test_a_process_that_cannot_be_started_again_ends_the_run_with_the_reason(
+    directory: Path, started: list[Leader]
+) -> None:
     async def story(pool: WorkerPool) -> None:
-        reward_process().kill()
+        newest(started).kill()
         with two_free_descriptors(), pytest.raises(TaskError, match="Too many open files"):
             await asyncio.wait_for(scores(pool, PROMPT, ["4"]), 60)
 

@@ -6,7 +6,6 @@ call before: no failed update may be such a call.
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +14,13 @@ from typing import Any
 import pytest
 
 from pipeline.inference.weight_sync.server_admin_client import ServerAdminClient
-from pipeline.utils.waiting import Deadline
+from pipeline.utils.subprocesses import Child, tail
+from pipeline.utils.waiting import Deadline, wait_for
+from tests.patience import WAIT_SECONDS
+from tests.support import forks
 from tests.support.servers.traffic import APART, CLOSE, PROBE, probe
 from tests.support.servers.vllm import (
+    FORKS,
     SECRET,
     Served,
     a_model,
@@ -38,7 +41,7 @@ ADDRESS = "127.0.0.3"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = model_directory(tmp_path_factory.mktemp("server") / "untied", tied=False)
-    with starting_of(tiny_config(model, extra_args=list(tensor_arguments(2))), ADDRESS) as ready:
+    with starting_of(tiny_config(model, extra_args=list(tensor_arguments(2))), ADDRESS, FORKS) as ready:
         yield ready()
 
 
@@ -85,13 +88,19 @@ def test_both_processes_report_why_an_update_failed_and_serve_the_next_one(serve
         assert distance(model, PROBE, probe(server, 8)) < CLOSE
 
 
-def test_a_trainer_killed_while_it_sends_leaves_a_server_that_the_next_one_can_use(server: Served) -> None:
+def test_a_trainer_killed_while_it_sends_leaves_a_server_that_the_next_one_can_use(
+    server: Served, tmp_path: Path
+) -> None:
     before, after = (a_model(server.model, seed) for seed in (5, 6))
     with a_sender([server]) as sender:
         publish_to_all(sender, 0, before)
     command = [sys.executable, "-m", "tests.support.ranks.half_trainer", "sending", server.endpoint, str(server.model)]
-    killed = subprocess.run(command, timeout=120, check=False, cwd=Path(__file__).parents[2], env=os.environ)
-    assert killed.returncode == -signal.SIGKILL
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    killed = Child(command, tmp_path / "log", environment, forks.request())
+    try:
+        wait_for("the trainer to be killed", lambda: killed.poll() is not None, WAIT_SECONDS)
+    finally:
+        assert killed.kill() == -signal.SIGKILL, "\n".join(tail(killed.log))
     assert distance(before, PROBE, probe(server, 0)) < CLOSE
     with a_sender([server]) as sender:
         publish_to_all(sender, 7, after)

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from multiprocessing import process
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -15,7 +14,10 @@ import pytest
 from pipeline.errors import DeadlineError
 from pipeline.inference.vllm import model_inspection, plugin
 from pipeline.inference.vllm.model_inspection import run_in_fork
+from pipeline.utils.subprocesses import Child, tail
+from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS
+from tests.support import forks
 from tests.support.runs.launched import ROOT
 
 REGISTRY = """
@@ -69,8 +71,12 @@ def test_a_server_does_not_report_its_forks_as_killed(
 
 def test_a_server_without_a_cache_starts_no_interpreter_for_it(tmp_path: Path) -> None:
     """With the plugin, in the state in which a server asks: its threads and its imports."""
-    variables: dict[str, Any] = {**os.environ, "VLLM_CACHE_ROOT": str(tmp_path), "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", REGISTRY]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=WAIT_SECONDS)
-    assert done.stdout.splitlines()[-1:] == ["generates: True"], done.stderr
+    (tmp_path / "program.py").write_text(REGISTRY)
+    variables = {**os.environ, "VLLM_CACHE_ROOT": str(tmp_path), "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    asking = Child([sys.executable, str(tmp_path / "program.py")], tmp_path / "log", variables, forks.request())
+    try:
+        wait_for("the answer", lambda: asking.poll() is not None, WAIT_SECONDS)
+    finally:
+        asking.kill()
+    assert "generates: True" in asking.log.read_text().splitlines(), "\n".join(tail(asking.log))
     assert [*(tmp_path / "modelinfos").iterdir()]
