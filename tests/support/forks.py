@@ -22,7 +22,7 @@ from tests.fakes.configs import make_config
 
 VARIABLE = "ROLLCALL_TESTS_FORK_SERVER"
 FOLDER = Path(__file__).with_name("preloaded")
-PRELOADED = ("waiting_queues",)
+PRELOADED = ("vllm_processes",)
 """Modules of the folder that the server imports after vLLM's."""
 _SERVER_PID = "ROLLCALL_TESTS_FORK_SERVER_PID"
 

@@ -43,8 +43,8 @@ START_SECONDS = 400
 ROOT = Path(__file__).resolve().parents[3]
 _AT_A_TIME = 64
 """Completions that a model computes together."""
-FORKS = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-"""For a server whose engine has processes: by default they are started with exec and import vLLM again."""
+FORKS = {"ROLLCALL_TESTS_FORK_WORKERS": "1"}
+"""For a server whose engine has processes; see `tests.support.preloaded.vllm_processes`."""
 HELD_PORT = "pipeline.roles.held_port"
 UNTOLD = "tests.support.servers.untold"
 """What has a server take its vLLM for a release that says no versions."""
