@@ -12,6 +12,7 @@ from pipeline.utils import shared_files
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.slurm_run import SlurmRun, launch
 from tests.cluster.sweep_task import BROKEN_SEED
+from tests.support import forks
 
 STEPS = 40
 POINTS = [f"{number}-seed_{number + 1}" for number in range(3)]
@@ -28,6 +29,13 @@ SWEEP = (
     "cluster.max_jobs=2",
 )
 """SFT alone, on one node a point."""
+
+
+@pytest.fixture
+def overrides() -> tuple[str, ...]:
+    """Those of the sweep, whose trainers are forked by the tests' server: four attempts need not import torch again."""
+    shared = [f"export {name}={address}" for name, address in forks.of_runs().items()]
+    return *SWEEP, f"cluster.setup={json.dumps(shared)}"
 
 
 def submitted(sweep: Path) -> dict[str, str]:
@@ -48,10 +56,10 @@ def table(cluster: SlurmCluster, sweep: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_a_sweep_survives_a_preemption_and_a_failure_and_is_taken_up_again(
-    cluster: SlurmCluster, tmp_path: Path
+    cluster: SlurmCluster, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     sweep = tmp_path / "seeds"
-    first = launch(cluster, tmp_path, "seeds", "-m", "--detach", *SWEEP)
+    first = launch(cluster, tmp_path, "seeds", "-m", "--detach", *overrides)
     assert first.returncode == 0, first.stdout + first.stderr
     jobs = submitted(sweep)
     assert sorted(jobs) == POINTS
@@ -82,7 +90,7 @@ def test_a_sweep_survives_a_preemption_and_a_failure_and_is_taken_up_again(
     assert "the task is broken" in lines[BROKEN]["failure"]
     assert lines[PREEMPTED]["attempts"] == 2
 
-    again = launch(cluster, tmp_path, "seeds", "-m", "--detach", *SWEEP)
+    again = launch(cluster, tmp_path, "seeds", "-m", "--detach", *overrides)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "3 points, 2 finished, 1 to submit" in again.stdout
     later = submitted(sweep)
