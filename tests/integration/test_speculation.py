@@ -15,12 +15,14 @@ from pipeline.rollout.server_client import Completion
 from tests.patience import WAIT_SECONDS
 from tests.support.servers.traffic import CLOSE, check_purity, client_of, run_traffic, straddling
 from tests.support.servers.vllm import (
+    ROOT,
     UNTOLD,
     Model,
     Served,
     a_model,
     a_sender,
-    expected_logprobs,
+    distance_to,
+    expected_of_all,
     model_directory,
     publish_to_all,
     starting_of,
@@ -43,13 +45,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
     folder = tmp_path_factory.mktemp("servers")
     directory, drafts = model_directory(folder / "policy", tied=False), folder / "drafts"
     a_model(directory, 1).save_pretrained(drafts)
-    path = os.pathsep.join([str(UNTOLD), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     untold = {SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path}
     lookup = tiny_config(directory, speculation={"method": "ngram"})
     drafting = tiny_config(directory, speculation={"method": "draft", "model": str(drafts), "tokens": 3})
     with ExitStack() as started:
         ready = [
-            started.enter_context(starting_of(lookup, "127.0.0.3", untold)),
+            started.enter_context(starting_of(lookup, "127.0.0.3", untold, module=UNTOLD)),
             started.enter_context(starting_of(drafting, "127.0.0.4")),
         ]
         yield [wait() for wait in ready]
@@ -74,10 +76,8 @@ def samples_of(
 
 def farthest(model: Model, completions: Sequence[Completion]) -> float:
     """Largest difference between the servers' log-probabilities at temperature 1 and the model's."""
-    return max(
-        float((expected_logprobs(model, REPEATED, each) - torch.tensor(each.logprobs)).abs().max())
-        for each in completions
-    )
+    expected = expected_of_all(model, REPEATED, completions)
+    return max(distance_to(each, completion) for each, completion in zip(expected, completions, strict=True))
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["lookup", "draft model"])
