@@ -185,7 +185,7 @@ def test_a_launcher_that_ends_during_start_up_leaves_nothing(
 
 
 def test_a_job_that_outlives_its_launcher_keeps_the_run_and_a_second_ctrl_c_ends_it_at_once(launches: Launches) -> None:
-    launched = launches.submit("r", ONE_SERVER)
+    launched = launches.submit("r", ONE_SERVER, own_forks=True)
     launched.wait_for_state("trainer.0", "starting")
     with (launched.run.job_lock).open() as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
