@@ -1,7 +1,7 @@
 """How many of the drafted tokens the servers accepted (`inference.speculation`).
 
-Owns what is read of it in a server's metrics. A server that does not answer keeps its last number. Must not know how
-drafts are made.
+Owns what is read of it in a server's metrics. A server that does not answer keeps its last number, one that is no
+longer read has none. Must not know how drafts are made.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ class DraftAcceptance:
         self.fractions: dict[str, float] = {}
 
     async def read(self, http: aiohttp.ClientSession, endpoints: Sequence[str]) -> None:
-        """Read every server once, all at the same time."""
+        """Read every server once, all at the same time; forget all others."""
+        self.fractions = {name: value for name, value in self.fractions.items() if name in endpoints}
         for endpoint, text in zip(
             endpoints, await asyncio.gather(*(read_metrics(http, each) for each in endpoints)), strict=True
         ):

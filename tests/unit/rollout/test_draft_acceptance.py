@@ -38,3 +38,19 @@ def test_the_accepted_fraction_is_that_of_all_engines_since_the_servers_start() 
             {server.endpoint: 0.25},
             {server.endpoint: 0.5},
         ]
+
+
+def test_a_server_that_has_left_counts_no_longer() -> None:
+    async def scenario(stays: str, leaves: str) -> list[set[str]]:
+        acceptance, seen = DraftAcceptance(), []
+        async with aiohttp.ClientSession() as http:
+            for endpoints in ([stays, leaves], [stays]):
+                await acceptance.read(http, endpoints)
+                seen.append({*acceptance.fractions})
+        return seen
+
+    Drafting.text = TEXT
+    with Drafting("127.0.0.2") as first, Drafting("127.0.0.3") as second:
+        before, after = asyncio.run(scenario(first.endpoint, second.endpoint))
+    assert before == {first.endpoint, second.endpoint}
+    assert after == {first.endpoint}
