@@ -33,9 +33,14 @@ CALM = {
     "idle/servers": 0.1,
     "idle/actor": 0.1,
 }
-CASES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, float | None], str]] = {
     "gradients": (ASYNCHRONOUS, {"skipped": 1.0}, "20 optimizer steps changed nothing"),
     "gradients at scale 1": (ASYNCHRONOUS, {"skipped": 1.0, "overflows": 0.0}, "20 optimizer steps changed nothing"),
+    "a loss that is not finite in float16": (
+        ASYNCHRONOUS,
+        {"skipped": 1.0, "overflows": 1.0, "loss": None},
+        "20 optimizer steps changed nothing",
+    ),
     "the critic's": (ASYNCHRONOUS, {"critic/skipped": 1.0}, "20 optimizer steps of the critic changed nothing"),
     "equal rewards": (
         ASYNCHRONOUS,
