@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,6 +31,8 @@ _MAX_ADDRESS = 107 - len("/1234567")
 """The kernel's limit for the path of a socket, with room for a socket of a nested server in the folder."""
 _PADDING = "." * 8192
 _PREFIX, _LOG = "rollcall-fork-", "log"
+_YOUNG_SECONDS = 60.0
+"""Age below which a folder without a log may belong to a process that is about to lock one, within milliseconds."""
 START_SECONDS = 30.0
 """How long a requester waits for a program to run. The server forks it within milliseconds of its request."""
 
@@ -121,13 +124,23 @@ def _locked_log(folder: Path) -> IO[bytes]:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of this user's servers that were killed together with their owners, so that none did."""
+    """Remove the folders of this user's servers that were killed together with their owners, so that none did, and of
+    owners that were killed before they had a log."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it is in use, or another process removes it
             if is_private(folder):
-                with (folder / _LOG).open("rb") as log:
-                    fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder)
+                _remove_unused(folder)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a folder whose log no process has locked; `BlockingIOError` if one has."""
+    if not (folder / _LOG).exists():
+        if time.time() - folder.stat().st_mtime > _YOUNG_SECONDS:
+            shutil.rmtree(folder)
+        return
+    with (folder / _LOG).open("rb") as log:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -377,6 +378,22 @@ def test_a_new_server_removes_the_folder_of_one_that_was_killed_and_of_no_other(
                 assert not Path(killed.address).parent.exists()
                 assert Path(living.address).exists()
                 assert (Path(folder) / "rollcall-fork-new").exists(), "its log is not locked yet"
+
+
+def test_a_new_server_removes_the_old_folder_of_an_owner_that_was_killed_before_it_had_a_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        old, open_to_others = Path(folder) / "rollcall-fork-old", Path(folder) / "rollcall-fork-shared"
+        for path, mode in ((old, 0o700), (open_to_others, 0o770)):
+            path.mkdir()
+            path.chmod(mode)
+            (path / "log.new").touch()
+            os.utime(path, (time.time() - 120,) * 2)
+        with ForkServer.start([Stage(SMALL, [])], 0):
+            assert not old.exists()
+            assert open_to_others.exists()
 
 
 def test_a_request_that_no_server_answers_is_withdrawn() -> None:
