@@ -3,6 +3,9 @@
 A server starts with the policy's weights uninitialized (`--load-format dummy`), since the trainer sends them. vLLM
 loads the drafting model in the same way, and ignores `draft_load_config` for it (0.25 and 0.32): its weights would be
 random too, and nearly no draft would be accepted.
+
+The second model runner of vLLM has another proposer, which ignores the key too (`StandaloneARSpeculator`, 0.32, where
+GPUs use it by default). So a server with a drafting model uses the first one, as 0.25 does by itself.
 """
 
 import os
@@ -12,6 +15,8 @@ from typing import Any
 
 SWITCH = "ROLLCALL_DRAFT_MODEL"
 """The environment variable of a server that has a drafting model, with the value 1."""
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's variable that chooses its second model runner."""
 
 
 def load_drafting_model(variables: Mapping[str, str] = os.environ) -> None:

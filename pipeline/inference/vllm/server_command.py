@@ -9,6 +9,7 @@ from pipeline.config.tinker_keys import ATTENTION_LAYERS, MLP_LAYERS
 from pipeline.errors import ConfigError
 from pipeline.inference.engine_protocol import POLICY, SERVER, ClientModel
 from pipeline.inference.vllm.compact_logprobs import SWITCH
+from pipeline.inference.vllm.draft_weights import SECOND_RUNNER
 from pipeline.inference.vllm.draft_weights import SWITCH as DRAFT_MODEL
 from pipeline.inference.vllm.installed_release import is_older_than
 from pipeline.inference.vllm.kv_cache_size import SHARED
@@ -88,7 +89,7 @@ def server_environment(config: RunConfig, placement: Placement, world: Path) -> 
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEEPALIVE_SECONDS),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        DRAFT_MODEL: str(int(config.inference.speculation.method == "draft")),
+        **_draft_environment(config),
         SWITCH: str(int(config.inference.compact_logprobs and not config.serve.enabled)),
     }
     if placement.gpus:
@@ -106,6 +107,12 @@ def server_environment(config: RunConfig, placement: Placement, world: Path) -> 
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.resources.inference.threads),
     }
+
+
+def _draft_environment(config: RunConfig) -> dict[str, str]:
+    if config.inference.speculation.method != "draft":
+        return {DRAFT_MODEL: "0"}
+    return {DRAFT_MODEL: "1", SECOND_RUNNER: "0"}
 
 
 def adapter_environment(config: RunConfig, folder: Path) -> dict[str, str]:

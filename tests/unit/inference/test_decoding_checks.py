@@ -47,7 +47,9 @@ def arguments(config: RunConfig) -> dict[str, str]:
 def test_by_default_a_server_neither_quantizes_nor_drafts() -> None:
     config = make_config()
     assert arguments(config) == {}
-    assert server_environment(config, PLACE, Path("/world"))[SWITCH] == "0"
+    variables = server_environment(config, PLACE, Path("/world"))
+    assert variables[SWITCH] == "0"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in variables, "vLLM chooses"
     check_quantization(config)
     check_speculation(config)
 
@@ -100,7 +102,9 @@ def test_a_drafting_model_is_loaded_from_its_directory(
     settings = json.loads(arguments(located)["--speculative-config"])
     assert settings["model"] == str(tmp_path / "small"), "servers have another working directory"
     assert (settings["method"], settings["draft_load_config"]) == ("draft_model", {"load_format": "auto"})
-    assert server_environment(located, PLACE, Path("/world"))[SWITCH] == "1"
+    variables = server_environment(located, PLACE, Path("/world"))
+    assert variables[SWITCH] == "1"
+    assert variables["VLLM_USE_V2_MODEL_RUNNER"] == "0", "the second model runner would leave the weights random"
 
 
 @pytest.mark.parametrize(
