@@ -18,7 +18,7 @@ from pipeline.checkpoints import Fence, newest_checkpoint, root_of
 from pipeline.checkpoints.run_progress import has_begun, known_config, known_identity, new_aside_folder, refuse_restart
 from pipeline.config import InferenceConfig, RewardConfig, RunConfig, TaskConfig, load_config
 from pipeline.config.data_keys import located_data, located_options, located_path
-from pipeline.config.frozen_config import read_frozen_config
+from pipeline.config.frozen_config import in_older_form, read_frozen_config
 from pipeline.config.model_directory import draft_directory, located_model
 from pipeline.config.run_identity import differences, identity_digest
 from pipeline.config.task_keys import MixedTaskConfig
@@ -76,6 +76,10 @@ def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
         changes = "; ".join(differences(old, new))
         hint = f"submit it with the old values, or give the new run another name (name={config.name}-2)"
         raise RunStateError("name", config.name, f"the config this run was made with, but {changes}", hint)
+    try:
+        in_older_form(new, tree)
+    except ConfigError as error:
+        raise _of_another_version(run, f"a run whose code has {error.key} ({error})") from None
     if has_begun(run) and not (
         config.evaluation.only or config.training.jobs
     ):  # those keep no checkpoints of the run's own
@@ -146,7 +150,8 @@ def _adopt_owner(run: RunPaths, owner: str) -> None:
 
 
 def freeze_run(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> None:
-    """Write code, config and identity, unless they exist; an existing config gets the operational changes.
+    """Write code, config and identity, unless they exist; an existing config gets the operational changes, in the form
+    that the run's code reads.
 
     The order matters: if a submission is killed between two of them, the next submission completes it. Lost files of a
     `known` run are created again.
@@ -157,7 +162,9 @@ def freeze_run(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> N
         code_snapshot.snapshot_code(run, config, known.code)
     elif not known and not run.config.exists():
         code_snapshot.snapshot_code(run, config)
-    shared_files.write_document(run.config, config.model_dump(mode="json"))
+    earlier = known_config(run, root_of(config, run, known.run_id)) if known else None
+    tree = config.model_dump(mode="json") if earlier is None else in_older_form(config, earlier)
+    shared_files.write_document(run.config, tree)
     if known is None:
         run_id = f"{config.name}-{secrets.token_hex(4)}"
         made = {"revision": git_revision(), "code": code_snapshot.digest(run)}

@@ -251,3 +251,33 @@ def test_the_image_of_a_sandbox_has_an_absolute_path_and_a_name_stays(
     ):
         task = {"name": "code", "sandbox": {"kind": kind, "image": image}}
         assert located_config(make_config(task=task)).task.sandbox.image == located
+
+
+def of_an_older_version(output: Path) -> RunPaths:
+    """A run whose code lacks `inference.quantization` and `inference.speculation`."""
+    run = trained(output)
+    tree = shared_files.read_document(run.config, dict)
+    assert tree is not None
+    del tree["inference"]["quantization"], tree["inference"]["speculation"]
+    shared_files.write_document(run.config, tree)
+    return run
+
+
+def test_a_run_of_an_older_version_gets_changes_but_no_keys_that_its_code_would_refuse(tmp_path: Path) -> None:
+    run = of_an_older_version(tmp_path)
+    with run_registry.claimed_run(demo(tmp_path, "inference.update_seconds=7")):
+        tree = shared_files.read_document(run.config, dict)
+    assert tree is not None
+    assert tree["inference"]["update_seconds"] == 7
+    assert not {"quantization", "speculation"} & tree["inference"].keys()
+
+
+def test_a_key_that_a_runs_code_lacks_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    run = of_an_older_version(tmp_path)
+    before = run.config.read_bytes()
+    with (
+        pytest.raises(RunStateError, match=r"whose code has inference\.speculation\.method .*from the checkout"),
+        run_registry.claimed_run(demo(tmp_path, "inference.speculation.method=ngram")),
+    ):
+        pass
+    assert run.config.read_bytes() == before
