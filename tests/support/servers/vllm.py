@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -130,11 +131,11 @@ def starting_of(
     `pipeline.roles.held_port`."""
     check_installed()
     model = Path(config.model.path)
-    with subprocesses.hold_port() as holder:
+    with subprocesses.hold_port() as holder, TemporaryDirectory(prefix="vllm-") as sockets:
         place = Placement(role="inference", index=index, rank=0, address=address, ports=(port_of(holder),), gpus=gpus)
         environment = dict(os.environ) | server_environment(config, place, world_file(model.parent))
         environment |= adapter_environment(config, model.parent / f"adapters-{place.ports[0]}")
-        environment |= variables
+        environment |= {"VLLM_RPC_BASE_PATH": sockets, **variables}  # vLLM leaves its sockets behind
         log = model.parent / f"{model.name}-{place.ports[0]}.log"
         command = [module if part == HELD_PORT else part for part in inference.server_command(config, place)]
         child = subprocesses.Child(command, log, environment, forks.request())
