@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from pipeline.config import InferenceConfig
 from pipeline.environments import load_task
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import WeightSender
-from pipeline.rollout.cache_load import values
 from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.utils import subprocesses
@@ -40,6 +38,7 @@ from tests.gpu.cold_starts import command_of
 from tests.gpu.traffic import Traffic
 from tests.gpu.weights import servers
 from tests.gpu.workload import WORKLOADS
+from tests.support.servers.answers import drafts_of
 from tests.support.servers.vllm import SECRET
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -182,14 +181,6 @@ def prompts_of(directory: Path, kind: str) -> tuple[tuple[int, ...], ...]:
         for each in texts
     ]
     return tuple(tuple(each["input_ids"]) for each in encoded)
-
-
-def drafts_of(endpoint: str) -> tuple[float, float]:
-    """The tokens that the server has drafted and accepted so far."""
-    with urlopen(f"http://{endpoint}/metrics", timeout=30) as response:
-        text = response.read().decode()
-    drafted, accepted = (sum(values(text, f"spec_decode_num_{what}_tokens_total")) for what in ("draft", "accepted"))
-    return drafted, accepted
 
 
 def distance(endpoint: str, directory: Path, prompts: Sequence[Sequence[int]]) -> dict[str, float]:

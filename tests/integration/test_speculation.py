@@ -13,6 +13,7 @@ import torch
 from pipeline.inference.vllm.compact_logprobs import SWITCH
 from pipeline.rollout.server_client import Completion
 from tests.patience import WAIT_SECONDS
+from tests.support.servers.answers import drafts_of
 from tests.support.servers.traffic import CLOSE, check_purity, client_of, run_traffic, straddling
 from tests.support.servers.vllm import (
     ROOT,
@@ -137,21 +138,9 @@ def test_the_smaller_models_weights_are_loaded_and_stay(servers: list[Served], t
     with a_sender([server]) as sender:
         for version, model in enumerate((other, same), 1):
             publish_to_all(sender, version, model)
-            before = _counts(server)
+            before = drafts_of(server.endpoint)
             samples_of(server, version, 16, 60, temperature=0.05)
-            after = _counts(server)
+            after = drafts_of(server.endpoint)
             fractions.append((after[1] - before[1]) / (after[0] - before[0]))
     assert fractions[0] < 0.3
     assert fractions[1] > 0.7
-
-
-def _counts(server: Served) -> tuple[float, float]:
-    """How many tokens the server has drafted, and how many of them it has accepted."""
-    from urllib.request import urlopen
-
-    from pipeline.rollout.cache_load import values
-
-    with urlopen(f"http://{server.endpoint}/metrics", timeout=30) as response:
-        text = response.read().decode()
-    drafted, accepted = (sum(values(text, f"spec_decode_num_{what}_tokens_total")) for what in ("draft", "accepted"))
-    return drafted, accepted

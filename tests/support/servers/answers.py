@@ -4,7 +4,9 @@ import json
 from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any
+from urllib.request import urlopen
 
+from pipeline.rollout.cache_load import METRICS, values
 from pipeline.rollout.generate_wire import ROUTE
 from tests.support.servers.vllm import SECRET, Served
 
@@ -56,3 +58,11 @@ def status_of(endpoint: str, route: str, key: str, body: dict[str, Any] | None =
     with closing(link):
         link.request("POST", route, json.dumps(body or {}), {"Authorization": f"Bearer {key}"})
         return link.getresponse().status
+
+
+def drafts_of(endpoint: str) -> tuple[float, float]:
+    """How many tokens a server has drafted so far, and how many of them it has accepted."""
+    with urlopen(f"http://{endpoint}{METRICS}", timeout=30) as response:
+        text = response.read().decode()
+    drafted, accepted = (sum(values(text, f"spec_decode_num_{what}_tokens_total")) for what in ("draft", "accepted"))
+    return drafted, accepted
