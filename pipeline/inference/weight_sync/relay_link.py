@@ -86,9 +86,13 @@ class RelayLink:
                 raise RelayError(f"{control.server} did not meet {source}: {reason}")
         return link
 
-    def transfer(self, version: int, deadline: Deadline) -> None:
-        """Make the source forward a version, and wait until every process of the server has prepared it."""
-        self._call_source("feed_server", deadline, version=str(version), seconds=str(deadline.left))
+    def transfer(self, version: int, update: Deadline, deadline: Deadline) -> None:
+        """Make the source forward a version, and wait until every process of the server has prepared it.
+
+        The source may try until the deadline of the whole `update`. With that of the attempt it could give up a moment
+        before the trainer does, and a server that is only late would look like one that has lost its source.
+        """
+        self._call_source("feed_server", deadline, version=str(version), seconds=str(update.left))
         for signals in self.signals:
             is_decided = partial(_is_decided, signals, version)
             wait_for(deadline.awaited, is_decided, deadline.left, longest_pause=_LONGEST_PAUSE)
@@ -144,7 +148,7 @@ class RelayedUpdates:
                     break  # it is busy with another version
                 continue
             try:
-                self._receive_from(control, source, version, processes, init_info, attempt)
+                self._receive_from(control, source, version, processes, init_info, deadline, attempt)
                 return True
             except (RelayError, DeadlineError) as error:
                 log.warning("%s: %s", self._server, error)
@@ -182,14 +186,15 @@ class RelayedUpdates:
         version: int,
         processes: int,
         init_info: InitInfo,
-        deadline: Deadline,
+        update: Deadline,
+        attempt: Deadline,
     ) -> None:
         if self._link is None or self._link.source != source:
-            store = self._connect(deadline.left)
-            self._link = RelayLink.meet(control, source, self._password, processes, store, init_info, deadline)
-        call_processes(control, "begin_update", deadline)
+            store = self._connect(attempt.left)
+            self._link = RelayLink.meet(control, source, self._password, processes, store, init_info, attempt)
+        call_processes(control, "begin_update", attempt)
         self._plan.note_begun(self._server, version)
-        self._link.transfer(version, deadline)
+        self._link.transfer(version, update, attempt)
 
 
 def _is_decided(signals: ProcessSignals, version: int) -> bool:

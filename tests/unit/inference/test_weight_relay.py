@@ -217,11 +217,11 @@ def test_a_server_that_cannot_serve_what_it_received_does_not_blame_its_source(m
     signals[1].report_lost("no such tensor")
     link = RelayLink("source:1", PASSWORD, "child/1", signals)
     with pytest.raises(WeightSyncError, match="no such tensor") as failure:
-        link.transfer(1, Deadline("weights", WAIT_SECONDS))
+        link.transfer(1, Deadline("weights", WAIT_SECONDS), Deadline("weights", WAIT_SECONDS))
     assert not isinstance(failure.value, RelayError)
     signals[0].report_lost("the connection was closed")
     with pytest.raises(RelayError, match="the connection was closed"):
-        link.transfer(2, Deadline("weights", WAIT_SECONDS))
+        link.transfer(2, Deadline("weights", WAIT_SECONDS), Deadline("weights", WAIT_SECONDS))
 
 
 @contextmanager
