@@ -10,16 +10,16 @@ it returns; `pipeline.checkpoints.async_save` passes copies, so that training ca
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from pipeline.checkpoints.block_hashes import FileRecord
@@ -151,15 +151,14 @@ class _ComparingPlanner(DefaultLoadPlanner):
         self._name = name
 
     def create_local_plan(self) -> LoadPlan:
-        parts = tuple(f"{name}." for name in self.original_state_dict)
-        if differing := _differences(self.state_dict, self.metadata, parts):
-            more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
-            shown = f"{'; '.join(differing[:_MAX_SHOWN])}{more}"
-            saved = self.metadata.state_dict_metadata if self.metadata else {}
-            if _shapes(self.state_dict, parts) == _shapes(saved, parts):
+        saved = self.metadata.state_dict_metadata if self.metadata else {}
+        if differing := _differences(self.state_dict, saved, tuple(f"{name}." for name in self.original_state_dict)):
+            if all(line.only_type for line in differing if line.in_both) and any(line.in_both for line in differing):
+                # A type may come with tensors of its own, such as the scales of moments in float8.
+                shown = _shown([line for line in differing if line.in_both])
                 hint = "use model.dtype and optim.state_dtype with which it was saved"
                 raise CheckpointError(f"{self._name} has tensors of other types: {shown}; {hint}")
-            raise CheckpointError(f"{self._name} is of another model: {shown}")
+            raise CheckpointError(f"{self._name} is of another model: {_shown(differing)}")
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -167,22 +166,27 @@ class _ComparingPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], read_value(value, name))
 
 
-def _differences(expected: Tensors, metadata: Metadata | None, parts: tuple[str, ...]) -> list[str]:
-    everything = metadata.state_dict_metadata if metadata else {}
+class _Difference(NamedTuple):
+    text: str
+    in_both: bool = False
+    only_type: bool = False
+
+
+def _differences(expected: Tensors, everything: Mapping[str, Any], parts: tuple[str, ...]) -> list[_Difference]:
     saved = {name: tensor for name, tensor in everything.items() if f"{name}.".startswith(parts)}
-    lines = [f"{name} is not in it" for name in sorted(expected.keys() - saved.keys())]
-    lines += [f"{name} is only in it" for name in sorted(saved.keys() - expected.keys())]
-    pairs = [
-        (name, _shape_text(expected[name]), _shape_text(saved[name])) for name in sorted(expected.keys() & saved.keys())
-    ]
-    return lines + [f"{name} is {mine} here and {theirs} there" for name, mine, theirs in pairs if mine != theirs]
+    lines = [_Difference(f"{name} is not in it") for name in sorted(expected.keys() - saved.keys())]
+    lines += [_Difference(f"{name} is only in it") for name in sorted(saved.keys() - expected.keys())]
+    for name in sorted(expected.keys() & saved.keys()):
+        mine, theirs = _shape_text(expected[name]), _shape_text(saved[name])
+        if mine != theirs:
+            same_shape = mine.partition(" ")[2] == theirs.partition(" ")[2]
+            lines.append(_Difference(f"{name} is {mine} here and {theirs} there", in_both=True, only_type=same_shape))
+    return lines
 
 
-def _shapes(values: Mapping[str, Any], parts: tuple[str, ...]) -> dict[str, object]:
-    """The shape of each tensor of these parts by its name, whatever its type."""
-    return {
-        name: _shape_text(value).partition(" ")[2] for name, value in values.items() if f"{name}.".startswith(parts)
-    }
+def _shown(differing: Sequence[_Difference]) -> str:
+    more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
+    return "; ".join(line.text for line in differing[:_MAX_SHOWN]) + more
 
 
 def _shape_text(value: Any) -> str:

@@ -84,6 +84,9 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
+MomentType = Literal["float32", "bfloat16", "float8"]
+
+
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
@@ -95,10 +98,11 @@ class OptimConfig(Section):
     beta1: Decay = Field(0.9, description="AdamW's first decay.")
     beta2: Decay = Field(0.95, description="AdamW's second decay.")
     eps: Rate = Field(1e-8, description="AdamW's epsilon.")
-    state_dtype: Literal["float32", "bfloat16"] = Field(
+    state_dtype: MomentType = Field(
         "float32",
-        description="Type of AdamW's two moments. bfloat16 halves them, 12 bytes in place of 16 for each trained "
-        "parameter with its gradient; the step is computed in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.3).",
+        description="Type of AdamW's two moments between steps; the step is computed in float32. A trained parameter "
+        "takes 16 bytes with its gradient and moments, 12 with bfloat16 (DeepSeek-V3, arXiv 2412.19437, section "
+        "3.3.3), and 10 with float8, in blocks of at most 256 with a scale each (arXiv 2110.02861).",
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled weight decay.")
     clip_norm: Annotated[float, Field(gt=0)] = Field(

@@ -25,6 +25,8 @@ ENGINE = 3 << 30
 """An engine's memory in addition to weights and cache, as measured with vLLM: a profiling pass and CUDA graphs."""
 
 _MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
+_MOMENT_BYTES = {"float32": _MOMENTS, "bfloat16": 4, "float8": 2 * (1 + 4 / 128)}
+"""Bytes of both moments of a parameter by `optim.state_dtype`; in float8 with scales of blocks of 128 columns."""
 _PUBLISHED = 2
 """Versions in memory while one is taken: the new one, and the previous one, which a server may still receive. Each
 process of a replica has its part of both."""
@@ -59,7 +61,7 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
     ranks = ranks or trainer_ranks(config)
     tokens, shards = micro_batch_tokens(config, ranks), dp_shard(config, ranks)
     always = {
-        "parameters and moments": _shard(_stored(sizes) + _moments(config) * sizes.trained, shards),
+        "parameters and moments": _shard(_stored(sizes) + _moment_bytes(config, sizes.trained), shards),
         "other models": _other_models_bytes(config, sizes, shards),
         "weights for the servers": _staging_bytes(config, sizes, shards) if _publishes(config) else 0,
         "copies in compute type": _gathered_bytes(config, sizes, shards),
@@ -133,8 +135,8 @@ def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
 def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
     """Host memory of the trainer's rank 0, in addition to a few GiB of torch and CUDA."""
     shards = dp_shard(config, trainer_ranks(config))
-    state = _shard((_MASTER + _moments(config)) * sizes.trained, shards)
-    policy = _shard(_stored(sizes) + _moments(config) * sizes.trained, shards)
+    state = _shard(_MASTER * sizes.trained + _moment_bytes(config, sizes.trained), shards)
+    policy = _shard(_stored(sizes) + _moment_bytes(config, sizes.trained), shards)
     others = _shard(sum(_other_models(config, sizes)), shards)
     moved = policy + others if config.training.offload_idle_models else 0
     published = (
@@ -232,9 +234,9 @@ def _stored(sizes: Sizes) -> int:
     return _MASTER * sizes.trained + sizes.width * (sizes.parameters - sizes.trained)
 
 
-def _moments(config: RunConfig) -> int:
-    """Bytes of AdamW's moments of a parameter."""
-    return _MOMENTS if config.optim.state_dtype == "float32" else _MOMENTS // 2
+def _moment_bytes(config: RunConfig, parameters: int) -> int:
+    """Bytes of AdamW's moments of so many parameters, all of them in matrices."""
+    return math.ceil(_MOMENT_BYTES[config.optim.state_dtype] * parameters)
 
 
 def _publishes(config: RunConfig) -> bool:
@@ -300,7 +302,7 @@ def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
     others = _other_models(config, sizes)
     if not config.training.offload_idle_models:
         return _shard(sum(others), shards)
-    policy = _stored(sizes) + (_moments(config) + _GRADIENT) * sizes.trained
+    policy = _stored(sizes) + _moment_bytes(config, sizes.trained) + _GRADIENT * sizes.trained
     return _shard(max(0, max(others) - policy), shards)
 
 
@@ -308,7 +310,8 @@ def _other_models(config: RunConfig, sizes: Sizes) -> tuple[int, int]:
     """Bytes of all ranks of a reference without gradients, and of a critic, which is trained whole."""
     compared = config.has_preference and config.preference.formula.has_reference
     reference = sizes.weights if config.has_reference or compared else 0
-    trained = (_MASTER + _moments(config) + _GRADIENT) * sizes.parameters if config.loss.estimator.has_critic else 0
+    whole = (_MASTER + _GRADIENT) * sizes.parameters + _moment_bytes(config, sizes.parameters)
+    trained = whole if config.loss.estimator.has_critic else 0
     return reference, trained
 
 

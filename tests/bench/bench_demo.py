@@ -36,6 +36,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "lag1": ("training.max_lag=1",),
     "lag4": ("training.max_lag=4",),
     "bfloat16-moments": ("optim.state_dtype=bfloat16",),
+    "float8-moments": ("optim.state_dtype=float8",),
     "lora": ("model.init=pretrained", "model.lora.rank=8", "optim.lr=1e-3", "training.sft.steps=0"),
 }
 COLUMNS = (

@@ -279,12 +279,13 @@ def test_a_job_that_takes_over_moments_has_its_own_betas_epsilon_and_weight_deca
     assert seen == [[((0.5, 0.75), 1e-4, 0.25), ((0.5, 0.75), 1e-4, 0.0)]] * 2
 
 
+@pytest.mark.parametrize(("moment_type", "shown"), [("bfloat16", "bfloat16"), ("float8", "float8_e4m3fn")])
 def test_moments_of_another_type_are_refused_with_the_key_that_sets_it(
-    dispatch: RankGroup, config: RunConfig, tmp_path: Path
+    dispatch: RankGroup, config: RunConfig, tmp_path: Path, moment_type: str, shown: str
 ) -> None:
     run_job_file(write_job(tmp_path, "rl", "first"), dispatch, config)
-    halved = {"steps": 1, "prompts": 3, "optim": {"state_dtype": "bfloat16"}}
-    with pytest.raises(TrainingError, match=r"exp_avg is bfloat16 .* and float32 .*; use .*optim\.state_dtype"):
+    halved = {"steps": 1, "prompts": 3, "optim": {"state_dtype": moment_type}}
+    with pytest.raises(TrainingError, match=rf"exp_avg is {shown} .* and float32 .*; use .*optim\.state_dtype"):
         run_job_file(write_job(tmp_path, "rl", "second", schedule=halved), dispatch, config)
 
 

@@ -13,6 +13,7 @@
 | `fsdp`, `row_shards` | the model sharded over ranks; one tensor's rows, filled and gathered |
 | `collate`, `context_parallel` | a micro-batch as tensors; a packed line that ranks share |
 | `optimizer`, `loss_scale` | AdamW, its schedule, clipping, skipped steps; the loss scale of float16 |
+| `moment_storage` | types in which AdamW's moments are stored between steps |
 | `cpu_offload` | parts that move to host memory and back |
 | `weight_loading`, `checkpoint_layout`, `safetensors_files` | initial weights; file tensors to network tensors |
 | `lora`, `expert_lora`, `adapter_merge` | adapters, those of experts, and whole weights with them |

@@ -30,7 +30,7 @@ from pipeline.errors import TrainingError
 from pipeline.train.model import lora
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.model_worker import ModelWorker
-from pipeline.train.model.optimizer import MOMENTS
+from pipeline.train.model.moment_storage import MOMENTS
 from pipeline.train.model.row_shards import fill_shard, rows_of
 
 VECTORS = ("parameters", *MOMENTS, "step", "progress")

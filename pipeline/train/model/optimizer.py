@@ -20,10 +20,16 @@ from pipeline.config import OptimConfig
 from pipeline.errors import TrainingError
 from pipeline.train.model.cpu_offload import local
 from pipeline.train.model.loss_scale import LossScale
+from pipeline.train.model.moment_storage import (
+    read_moments,
+    restored_types,
+    stored_tensors,
+    write_moments,
+    zero_moments,
+)
 
-MOMENTS = "exp_avg", "exp_avg_sq"
 PIECE = 1 << 26
-"""Parameters, at least, whose bfloat16 moments are converted to float32 at a time: 512 MiB for both moments."""
+"""Parameters, at least, whose stored moments are converted to float32 at a time: 512 MiB for both moments."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,6 @@ class Optimizer:
         self.taken, self.skipped = 0, 0
         self._rate: float | None = None
         self._parameters = list(parameters)
-        self._moment_type: torch.dtype = getattr(torch, config.state_dtype)
         matrices = [p for p in self._parameters if p.ndim > 1]
         vectors = [p for p in self._parameters if p.ndim <= 1]
         groups: list[dict[str, Any]] = [
@@ -176,7 +181,7 @@ class Optimizer:
         for group, settings in zip(self.adamw.param_groups, own, strict=True):
             group.update(settings)
         for state in self.adamw.state.values():
-            state.update({name: state[name].to(self._moment_type) for name in MOMENTS})
+            state.update(restored_types(state, self.config.state_dtype))
 
     def _make_moments(self) -> None:
         """Create zero moments at step 0. torch creates them at the first step; to load a checkpoint before it would
@@ -184,7 +189,7 @@ class Optimizer:
         for p in self._parameters:
             self.adamw.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                **{name: torch.zeros_like(p, dtype=self._moment_type) for name in MOMENTS},
+                **zero_moments(p, self.config.state_dtype),
             }
 
     def _update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
@@ -206,13 +211,14 @@ class Optimizer:
             torch._foreach_sub_(steps, [skip] * len(steps))
 
     def _pieces(self, parameters: Sequence[Tensor]) -> Iterator["_Piece"]:
-        """What one launch of the kernel updates: all of float32, at least `PIECE` parameters of another type, since
-        the kernel needs one type. Converted moments are rounded back, to nearest, after the launch."""
+        """What one launch of the kernel updates: everything if moments are stored in float32, else at least `PIECE`
+        parameters, since the kernel needs them in one type."""
         piece = _Piece()
         for p in parameters:
             state = self.adamw.state[p]
-            tensors = [local(t) for t in (p, p.grad, *(state[name] for name in MOMENTS)) if t is not None]
-            if self._moment_type == p.dtype:
+            assert p.grad is not None
+            tensors = [local(p), local(p.grad), *stored_tensors(state)]
+            if tensors[2].dtype == p.dtype:
                 piece.add(tensors, state["step"])
                 continue
             rows = max(1, PIECE * len(tensors[0]) // max(1, tensors[0].numel()))
@@ -234,26 +240,28 @@ class Optimizer:
 
 
 class _Piece:
-    """Tensors of one launch: parameters, gradients, both moments, steps."""
+    """Tensors of one launch. Attributes: parameters, gradients, steps; and of each parameter the stored moments."""
 
     def __init__(self) -> None:
         self.size = 0
-        self.columns: tuple[list[Tensor], ...] = [], [], [], []
-        self.steps: list[Tensor] = []
+        self.parameters, self.gradients, self.steps = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.stored: list[Sequence[Tensor]] = []
 
     def add(self, tensors: Sequence[Tensor], step: Tensor) -> None:
-        for column, tensor in zip(self.columns, tensors, strict=True):
-            column.append(tensor)
+        parameter, gradient, *stored = tensors
+        self.parameters.append(parameter)
+        self.gradients.append(gradient)
+        self.stored.append(stored)
         self.steps.append(step)
-        self.size += tensors[0].numel()
+        self.size += parameter.numel()
 
 
 def _fused_step(piece: _Piece, group: dict[str, Any], scale: Tensor | None, skip: Tensor) -> None:
-    parameters, gradients, *stored = piece.columns
-    first, second = ([tensor.to(p.dtype) for tensor, p in zip(column, parameters, strict=True)] for column in stored)
+    pairs = [read_moments(stored, p.dtype) for stored, p in zip(piece.stored, piece.parameters, strict=True)]
+    first, second = ([pair[number] for pair in pairs] for number in range(2))
     torch._fused_adamw_(
-        parameters,
-        gradients,
+        piece.parameters,
+        piece.gradients,
         first,
         second,
         [],
@@ -268,6 +276,4 @@ def _fused_step(piece: _Piece, group: dict[str, Any], scale: Tensor | None, skip
         grad_scale=scale,
         found_inf=skip,
     )
-    for column, computed in zip(stored, (first, second), strict=True):
-        if column[0].dtype != computed[0].dtype:
-            torch._foreach_copy_(column, computed)
+    write_moments(piece.stored, first, second, skip)

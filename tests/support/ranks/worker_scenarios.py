@@ -247,23 +247,6 @@ def a_rate_that_is_set_takes_the_place_of_the_schedule(rank: int, path: Path) ->
                 one.set_lr(wrong)
 
 
-def bfloat16_moments_survive_a_checkpoint(rank: int, path: Path) -> None:
-    halved = OPTIM.model_copy(update={"state_dtype": "bfloat16"})
-    with world() as mesh:
-        one, other = (ModelWorker(spec_of(path, optim=halved), mesh) for _ in range(2))
-        full = ModelWorker(spec_of(path), mesh)
-        before = train(one, steps=2)
-        other.load_state(deepcopy(one.state()))
-        for worker in (one, other):
-            assert worker.optimizer is not None
-            assert {m.dtype for m in worker.optimizer.moments() if m.ndim} == {torch.bfloat16}
-        assert train(one) == train(other)
-        assert_equal(parameters(one), parameters(other))
-        assert one.memory().optimizer <= full.memory().optimizer // 2 + 4 * len(one.optimizer.moments())
-        assert train(full, steps=2) == pytest.approx(before, rel=0.02)
-        assert train(full) != train(one), "rounded moments make another step"
-
-
 MEAN = 2.0**-17
 """Loss weight by which the mean over the rows is one over four million tokens."""
 
@@ -518,7 +501,6 @@ ALONE: list[Scenario] = [
     a_loss_of_another_kind_of_model_is_refused,
     a_policy_that_could_not_be_written_at_the_end_is_refused_before_it_is_trained,
     a_rate_that_is_set_takes_the_place_of_the_schedule,
-    bfloat16_moments_survive_a_checkpoint,
     sixteen_bits_compute_near_thirty_two,
     entropy_is_measured_when_it_is_asked_for,
     offloaded_bytes_return_to_the_system,

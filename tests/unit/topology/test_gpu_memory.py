@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from docs import memory as page
 from pipeline.config import OptimConfig, RunConfig
+from pipeline.config.schema import MomentType
 from pipeline.config.value_types import memory_bytes
 from pipeline.errors import ConfigError
 from pipeline.topology.gpu_memory import (
@@ -401,12 +402,13 @@ def test_processes_that_share_a_line_have_a_part_of_its_tokens_each_and_shard_th
     assert micro_batch_tokens(few, 8) == 4 * 4096 // 4  # 8 samples, of which two ranks-of-four get four each
 
 
-def test_bfloat16_moments_take_half_the_memory() -> None:
+@pytest.mark.parametrize(("moment_type", "saved"), [("bfloat16", 4), ("float8", 8 - 2 * (1 + 4 / 128))])
+def test_rounded_moments_take_less_memory(moment_type: MomentType, saved: float) -> None:
     full = config_of(processes=1)
-    halved = full.model_copy(update={"optim": OptimConfig(state_dtype="bfloat16")})
-    before, after = trainer_memory(full, B8).parts, trainer_memory(halved, B8).parts
-    assert before["parameters and moments"] - after["parameters and moments"] == 4 * B8.trained
-    assert host_memory(full, B8).total > host_memory(halved, B8).total
+    rounded = full.model_copy(update={"optim": OptimConfig(state_dtype=moment_type)})
+    before, after = trainer_memory(full, B8).parts, trainer_memory(rounded, B8).parts
+    assert before["parameters and moments"] - after["parameters and moments"] == int(saved * B8.trained)
+    assert host_memory(full, B8).total > host_memory(rounded, B8).total
 
 
 @pytest.mark.parametrize("offloads", [False, True])

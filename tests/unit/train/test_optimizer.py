@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import OptimConfig
+from pipeline.train.model.moment_storage import block_size
 from pipeline.train.model.optimizer import Optimizer
 
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, clip_norm=0.5, warmup_steps=2)
@@ -111,6 +112,98 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         runs.append([*parameters, *optimizer.moments()])
     assert all(map(torch.equal, runs[0], runs[2]))
     assert all(map(torch.equal, runs[1], runs[2]))
+
+
+def float8(**changes: Any) -> OptimConfig:
+    return CONFIG.model_copy(update={"state_dtype": "float8", **changes})
+
+
+def by_hand(value: Tensor, block: int) -> Tensor:
+    """Each block of a row divided by the power of two after which its largest entry is from 128 to 256, rounded to
+    three bits after the first one, or to a multiple of 2⁻⁹ below 2⁻⁶."""
+    result = value.clone().double()
+    for row in result.reshape(-1, block):
+        if largest := row.abs().max().item():
+            scale = 2.0 ** (math.floor(math.log2(largest)) - 7)
+            for column, entry in enumerate((row / scale).tolist()):
+                step = 2.0 ** (max(math.floor(math.log2(abs(entry))), -6) - 3) if entry else 1.0
+                row[column] = round(entry / step) * step * scale
+    return result.float()
+
+
+def test_float8_moments_are_rounded_by_block_after_a_step_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = float8(clip_norm=1e9, warmup_steps=0)
+    shapes, blocks = ((5, 7), (2, 3, 96), (4, 514), (3, 520)), (7, 96, 514, 130)
+    draw = torch.Generator().manual_seed(0)
+    own = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+    others = [p.detach().clone() for p in own]
+    optimizer = Optimizer(own, config, steps=10)
+    monkeypatch.setattr("pipeline.train.model.optimizer.PIECE", 300)
+    first, root = ([torch.zeros_like(p) for p in others] for _ in range(2))
+    for step in range(4):
+        fill_gradients(own, step)
+        gradients = [p.grad.clone() for p in own if p.grad is not None]
+        optimizer.step()
+        for p, gradient, m, r, block in zip(others, gradients, first, root, blocks, strict=True):
+            m.copy_(config.beta1 * m + (1 - config.beta1) * gradient)
+            v = config.beta2 * r.square() + (1 - config.beta2) * gradient**2
+            unbiased = m / (1 - config.beta1 ** (step + 1)), v / (1 - config.beta2 ** (step + 1))
+            p.mul_(1 - config.lr * config.weight_decay)
+            p.sub_(config.lr * unbiased[0] / (unbiased[1].sqrt() + config.eps))
+            m.copy_(by_hand(m, block))
+            r.copy_(by_hand(v.sqrt(), block))
+    for mine, theirs in zip(own, others, strict=True):
+        assert (mine - theirs).norm() < 1e-3 * config.lr * theirs.norm()
+
+
+def test_float8_moments_take_a_quarter_and_a_step_differs_by_some_percent() -> None:
+    def trained(config: OptimConfig) -> tuple[list[Tensor], Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        parameter = torch.randn((64, 512), generator=draw).requires_grad_()
+        before, optimizer = parameter.detach().clone(), Optimizer([parameter], config, steps=10)
+        for step in range(8):
+            fill_gradients([parameter], step, 10.0 ** -(step % 3))
+            optimizer.step()
+        return optimizer.moments(), parameter.detach() - before
+
+    (full, exact), (small, rounded) = trained(CONFIG), trained(float8())
+    assert sum(t.nbytes for t in full if t.ndim) == 8 * 64 * 512
+    assert sum(t.nbytes for t in small if t.ndim) == 2 * (1 + 4 / 256) * 64 * 512
+    assert 0 < (rounded - exact).norm() < 0.05 * exact.norm()
+
+
+def test_a_root_is_never_rounded_to_zero_so_that_no_step_explodes() -> None:
+    parameter = torch.zeros(2, 64, requires_grad=True)
+    optimizer = Optimizer([parameter], float8(clip_norm=1e9, warmup_steps=0, lr=1.0, weight_decay=0.0), steps=10)
+    gradient = torch.full((2, 64), 1e-7)
+    gradient[0, 0], gradient[1] = 1.0, 0.0
+    for number in range(3):
+        before = parameter.detach().clone()
+        parameter.grad = gradient.clone() if number != 2 else torch.zeros_like(gradient)
+        optimizer.step()
+        assert (parameter - before).abs().max() <= 2.0, "an exact step is at most 1 here"
+    assert not parameter[1].any(), "entries without a gradient stay as they are"
+
+
+def test_a_skipped_step_keeps_float8_moments_bit_for_bit() -> None:
+    draw = torch.Generator().manual_seed(0)
+    parameter = torch.randn((8, 256), generator=draw).requires_grad_()
+    optimizer = Optimizer([parameter], float8(), steps=10)
+    for _ in range(3):
+        parameter.grad = torch.randn(parameter.shape, generator=draw) ** 5
+        optimizer.step()
+        before = [tensor.clone() for tensor in (parameter, *optimizer.moments())]
+        parameter.grad = torch.full_like(parameter, math.inf)
+        assert optimizer.step().skipped
+        for old, new in zip(before, (parameter, *optimizer.moments()), strict=True):
+            assert torch.equal(old.view(torch.uint8), new.detach().view(torch.uint8)) if old.ndim else old == new
+
+
+@pytest.mark.parametrize(
+    ("columns", "size"), [(7, 7), (96, 96), (576, 192), (4096, 256), (520, 130), (514, 514), (521, 521)]
+)
+def test_blocks_divide_a_row(columns: int, size: int) -> None:
+    assert block_size(columns) == size
 
 
 class Waits(TorchDispatchMode):
