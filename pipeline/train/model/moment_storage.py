@@ -79,24 +79,26 @@ def write_moments(
     stored: Sequence[Sequence[Tensor]], first: Sequence[Tensor], second: Sequence[Tensor], skip: Tensor
 ) -> None:
     """Store the moments of some parameters after a step, rounded to nearest; nothing changes if `skip` is 1."""
-    rounded: tuple[list[Tensor], list[Tensor]] = [], []
+    targets, values = list[Tensor](), list[Tensor]()
     for tensors, one, two in zip(stored, first, second, strict=True):
-        if len(tensors) == len(MOMENTS):
-            for target, value in zip(tensors, (one, two), strict=True):
-                if target is not value:  # a step without a type of its own for moments has changed them in place
-                    rounded[0].append(target)
-                    rounded[1].append(value)
+        if len(tensors) > len(MOMENTS):
+            _write_codes(tensors, one, two, skip.bool())
             continue
-        codes, scales = tensors[:2], tensors[2:]
-        for number, value in enumerate((one, two.sqrt())):
-            fresh, scale = _coded(value, scales[number].shape[-1], is_root=number == 1)
-            # Codes of codes can differ from them by the last bit, so a skipped step must not store them again.
-            codes[number].view(torch.uint8).copy_(
-                torch.where(skip.bool(), codes[number].view(torch.uint8), fresh.view(torch.uint8))
-            )
-            scales[number].copy_(torch.where(skip.bool(), scales[number], scale))
-    if rounded[0]:
-        torch._foreach_copy_(*rounded)
+        for target, value in zip(tensors, (one, two), strict=True):
+            if target is not value:  # otherwise the step has changed it in place
+                targets.append(target)
+                values.append(value)
+    if targets:
+        torch._foreach_copy_(targets, values)
+
+
+def _write_codes(tensors: Sequence[Tensor], first: Tensor, second: Tensor, skip: Tensor) -> None:
+    pairs = _coded(first, tensors[2].shape[-1]), _coded(second.sqrt(), tensors[3].shape[-1], is_root=True)
+    for (codes, scales), old_codes, old_scales in zip(pairs, tensors[:2], tensors[2:], strict=True):
+        # The last bit of small codes can change when they are coded again, so a skipped step must not do it.
+        kept = old_codes.view(torch.uint8)
+        kept.copy_(torch.where(skip, kept, codes.view(torch.uint8)))
+        old_scales.copy_(torch.where(skip, old_scales, scales))
 
 
 def _zero_scales(parameter: Tensor) -> Tensor:
@@ -116,7 +118,7 @@ def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
     return _blocks(codes.to(torch.float32), scales.shape[-1]).mul_(scales.unsqueeze(-1)).flatten(-2)
 
 
-def _coded(values: Tensor, blocks: int, *, is_root: bool) -> tuple[Tensor, Tensor]:
+def _coded(values: Tensor, blocks: int, *, is_root: bool = False) -> tuple[Tensor, Tensor]:
     """Codes and scales. A root that is not zero has a code that is not zero: a step divides by it."""
     grouped = _blocks(values.float(), blocks)
     exponents = torch.frexp(grouped.abs().amax(-1)).exponent - _LARGEST_EXPONENT
