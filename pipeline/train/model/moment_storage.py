@@ -96,8 +96,8 @@ def _write_codes(tensors: Sequence[Tensor], first: Tensor, second: Tensor, skip:
     pairs = _coded(first, tensors[2].shape[-1]), _coded(second.sqrt(), tensors[3].shape[-1], is_root=True)
     for (codes, scales), old_codes, old_scales in zip(pairs, tensors[:2], tensors[2:], strict=True):
         # The last bit of small codes can change when they are coded again, so a skipped step must not do it.
-        kept = old_codes.view(torch.uint8)
-        kept.copy_(torch.where(skip, kept, codes.view(torch.uint8)))
+        current = old_codes.view(torch.uint8)
+        current.copy_(torch.where(skip, current, codes.view(torch.uint8)))
         old_scales.copy_(torch.where(skip, old_scales, scales))
 
 
