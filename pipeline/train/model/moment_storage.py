@@ -6,14 +6,16 @@ any number of ranks. Must not know the step.
 
 With `float8` a row of a matrix is divided into blocks of at most `BLOCK` columns. A block has codes in float8 (e4m3)
 and one scale, a power of two, after which its largest code is between 128 and 256. Of the second moment the root is
-coded: a step divides by it, so it needs no larger range than the first moment. Vectors stay in float32. Blocks of
-moments with a scale each are those of Dettmers et al. (arXiv 2110.02861, section 2.1); scales that are powers of two,
-of the OCP Microscaling Formats (MX) 1.0.
+coded: a step divides by it, so it needs no larger range than the first moment. It is rounded up or down at random, with
+the mean that was not rounded: with 4 significant bits, rounding to nearest would undo every change by less than a
+sixteenth, and the second moment changes by 1 − beta2. Vectors stay in float32. Blocks of moments with a scale each are
+those of Dettmers et al. (arXiv 2110.02861, section 2.1); scales that are powers of two, of the OCP Microscaling Formats
+(MX) 1.0.
 
     state = zero_moments(parameter, "float8")     # exp_avg, exp_avg_sq, and a scale of each
     tensors = stored_tensors(state)
     first, second = read_moments(tensors, torch.float32)
-    write_moments([tensors], [first], [second], skip=torch.zeros(()))
+    write_moments([tensors], [first], [second], skip=torch.zeros(()), draw=torch.Generator().manual_seed(step))
 """
 
 import math
@@ -37,6 +39,8 @@ _LARGEST_EXPONENT = 8
 _LEAST_SCALE_EXPONENT = -100
 _LEAST_CODE = 2.0**-9
 """The least positive code, which has no full precision."""
+_LOST_BITS = 20
+"""Of the 23 stored bits of a float32 significand, those that a code does not have."""
 
 
 def block_size(columns: int) -> int:
@@ -76,13 +80,18 @@ def read_moments(stored: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def write_moments(
-    stored: Sequence[Sequence[Tensor]], first: Sequence[Tensor], second: Sequence[Tensor], skip: Tensor
+    stored: Sequence[Sequence[Tensor]],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    skip: Tensor,
+    draw: torch.Generator,
 ) -> None:
-    """Store the moments of some parameters after a step, rounded to nearest; nothing changes if `skip` is 1."""
+    """Store the moments of some parameters after a step; nothing changes if `skip` is 1. `draw` rounds roots of second
+    moments in float8; everything else is rounded to nearest."""
     targets, values = list[Tensor](), list[Tensor]()
     for tensors, one, two in zip(stored, first, second, strict=True):
         if len(tensors) > len(MOMENTS):
-            _write_codes(tensors, one, two, skip.bool())
+            _write_codes(tensors, one, two, skip.bool(), draw)
             continue
         for target, value in zip(tensors, (one, two), strict=True):
             if target is not value:  # otherwise the step has changed it in place
@@ -92,8 +101,8 @@ def write_moments(
         torch._foreach_copy_(targets, values)
 
 
-def _write_codes(tensors: Sequence[Tensor], first: Tensor, second: Tensor, skip: Tensor) -> None:
-    pairs = _coded(first, tensors[2].shape[-1]), _coded(second.sqrt(), tensors[3].shape[-1], is_root=True)
+def _write_codes(tensors: Sequence[Tensor], first: Tensor, second: Tensor, skip: Tensor, draw: torch.Generator) -> None:
+    pairs = _coded(first, tensors[2].shape[-1]), _coded(second.sqrt(), tensors[3].shape[-1], draw)
     for (codes, scales), old_codes, old_scales in zip(pairs, tensors[:2], tensors[2:], strict=True):
         # The last bit of small codes can change when they are coded again, so a skipped step must not do it.
         current = old_codes.view(torch.uint8)
@@ -118,15 +127,23 @@ def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
     return _blocks(codes.to(torch.float32), scales.shape[-1]).mul_(scales.unsqueeze(-1)).flatten(-2)
 
 
-def _coded(values: Tensor, blocks: int, *, is_root: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes and scales. A root that is not zero has a code that is not zero: a step divides by it."""
+def _coded(values: Tensor, blocks: int, draw: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales. With `draw` values are roots: rounded at random, and above zero never to zero."""
     grouped = _blocks(values.float(), blocks)
     exponents = torch.frexp(grouped.abs().amax(-1)).exponent - _LARGEST_EXPONENT
     scales = torch.exp2(exponents.clamp(min=_LEAST_SCALE_EXPONENT).float())
     scaled = grouped / scales.unsqueeze(-1)
-    if is_root:
-        scaled = torch.where(scaled > 0, scaled.clamp(min=_LEAST_CODE), scaled)
+    if draw is not None:
+        rounded = _rounded_at_random(scaled, draw).clamp(min=_LEAST_CODE)
+        scaled = torch.where(scaled > 0, rounded, scaled)
     return scaled.to(_CODE).flatten(-2), scales
+
+
+def _rounded_at_random(values: Tensor, draw: torch.Generator) -> Tensor:
+    """Positive float32 values with as many significant bits as codes have: one of the two neighbors, with a probability
+    such that the mean is the value."""
+    noise = torch.randint(0, 1 << _LOST_BITS, values.shape, generator=draw, dtype=torch.int32, device=values.device)
+    return ((values.view(torch.int32) + noise) & -(1 << _LOST_BITS)).view(torch.float32)
 
 
 def _blocks(rows: Tensor, blocks: int) -> Tensor:

@@ -198,6 +198,7 @@ class Optimizer:
         One fused kernel for each group, as in `AdamW(fused=True)`, whose own step on DTensors costs the host several
         milliseconds: it unwraps each of five lists of tensors.
         """
+        draw = torch.Generator(self._parameters[0].device).manual_seed(self.taken)  # the same in a resumed run
         for group in self.adamw.param_groups:
             group["lr"] = lr
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -207,7 +208,7 @@ class Optimizer:
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             for piece in self._pieces(parameters):
-                _fused_step(piece, group, scale, skip)
+                _fused_step(piece, group, scale, skip, draw)
             torch._foreach_sub_(steps, [skip] * len(steps))
 
     def _pieces(self, parameters: Sequence[Tensor]) -> Iterator["_Piece"]:
@@ -256,7 +257,9 @@ class _Piece:
         self.size += parameter.numel()
 
 
-def _fused_step(piece: _Piece, group: dict[str, Any], scale: Tensor | None, skip: Tensor) -> None:
+def _fused_step(
+    piece: _Piece, group: dict[str, Any], scale: Tensor | None, skip: Tensor, draw: torch.Generator
+) -> None:
     pairs = [read_moments(stored, p.dtype) for stored, p in zip(piece.stored, piece.parameters, strict=True)]
     first, second = ([pair[number] for pair in pairs] for number in range(2))
     torch._fused_adamw_(
@@ -276,4 +279,4 @@ def _fused_step(piece: _Piece, group: dict[str, Any], scale: Tensor | None, skip
         grad_scale=scale,
         found_inf=skip,
     )
-    write_moments(piece.stored, first, second, skip)
+    write_moments(piece.stored, first, second, skip, draw)

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import OptimConfig
-from pipeline.train.model.moment_storage import block_size
+from pipeline.train.model.moment_storage import (
+    block_size,
+    read_moments,
+    stored_tensors,
+    write_moments,
+    zero_moments,
+)
 from pipeline.train.model.optimizer import Optimizer
 
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, clip_norm=0.5, warmup_steps=2)
@@ -118,17 +124,21 @@ def float8(**changes: Any) -> OptimConfig:
     return CONFIG.model_copy(update={"state_dtype": "float8", **changes})
 
 
-def by_hand(value: Tensor, block: int) -> Tensor:
-    """Each block of a row divided by the power of two after which its largest entry is from 128 to 256, rounded to
-    three bits after the first one, or to a multiple of 2⁻⁹ below 2⁻⁶."""
-    result = value.clone().double()
-    for row in result.reshape(-1, block):
-        if largest := row.abs().max().item():
-            scale = 2.0 ** (math.floor(math.log2(largest)) - 7)
-            for column, entry in enumerate((row / scale).tolist()):
-                step = 2.0 ** (max(math.floor(math.log2(abs(entry))), -6) - 3) if entry else 1.0
-                row[column] = round(entry / step) * step * scale
-    return result.float()
+def neighbors(value: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The next numbers below and above with codes, and the nearer one. Each block of a row is divided by the power of
+    two after which its largest entry is from 128 to 256. Codes have three bits after the first one, and are multiples
+    of 2⁻⁹ below 2⁻⁶."""
+    results = [value.clone().double() for _ in range(3)]
+    for below, above, nearest in zip(*(result.reshape(-1, block) for result in results), strict=True):
+        if not (largest := nearest.abs().max().item()):
+            continue
+        scale = 2.0 ** (math.floor(math.log2(largest)) - 7)
+        for column, entry in enumerate((nearest / scale).tolist()):
+            step = 2.0 ** (max(math.floor(math.log2(abs(entry))), -6) - 3) if entry else 1.0
+            below[column] = math.floor(entry / step) * step * scale
+            above[column] = math.ceil(entry / step) * step * scale
+            nearest[column] = round(entry / step) * step * scale
+    return results[0], results[1], results[2]
 
 
 def test_float8_moments_are_rounded_by_block_after_a_step_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,24 +146,43 @@ def test_float8_moments_are_rounded_by_block_after_a_step_in_float32(monkeypatch
     shapes, blocks = ((5, 7), (2, 3, 96), (4, 514), (3, 520)), (7, 96, 514, 130)
     draw = torch.Generator().manual_seed(0)
     own = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
-    others = [p.detach().clone() for p in own]
     optimizer = Optimizer(own, config, steps=10)
     monkeypatch.setattr("pipeline.train.model.optimizer.PIECE", 300)
-    first, root = ([torch.zeros_like(p) for p in others] for _ in range(2))
     for step in range(4):
         fill_gradients(own, step)
-        gradients = [p.grad.clone() for p in own if p.grad is not None]
+        before = [(p.detach().clone(), p.grad, *read_moments(stored_of(optimizer, p), torch.float32)) for p in own]
         optimizer.step()
-        for p, gradient, m, r, block in zip(others, gradients, first, root, blocks, strict=True):
-            m.copy_(config.beta1 * m + (1 - config.beta1) * gradient)
-            v = config.beta2 * r.square() + (1 - config.beta2) * gradient**2
+        for p, (was, gradient, m, v), block in zip(own, before, blocks, strict=True):
+            assert gradient is not None
+            m = config.beta1 * m + (1 - config.beta1) * gradient
+            v = config.beta2 * v + (1 - config.beta2) * gradient**2
             unbiased = m / (1 - config.beta1 ** (step + 1)), v / (1 - config.beta2 ** (step + 1))
-            p.mul_(1 - config.lr * config.weight_decay)
-            p.sub_(config.lr * unbiased[0] / (unbiased[1].sqrt() + config.eps))
-            m.copy_(by_hand(m, block))
-            r.copy_(by_hand(v.sqrt(), block))
-    for mine, theirs in zip(own, others, strict=True):
-        assert (mine - theirs).norm() < 1e-3 * config.lr * theirs.norm()
+            expected = was * (1 - config.lr * config.weight_decay)
+            expected -= config.lr * unbiased[0] / (unbiased[1].sqrt() + config.eps)
+            torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-6)
+            first, second = read_moments(stored_of(optimizer, p), torch.float32)
+            nearest, (below, above, _) = neighbors(m, block)[2], neighbors(v.sqrt(), block)
+            assert (first - nearest).abs().max() <= 1e-6 * m.abs().max() or (
+                (first - nearest) != 0
+            ).float().mean() < 0.01
+            root = second.sqrt().double()
+            assert (((root - below).abs() < 1e-6 * root) | ((root - above).abs() < 1e-6 * root)).all()
+
+
+def stored_of(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
+    return stored_tensors(optimizer.adamw.state[parameter])
+
+
+def test_roots_are_rounded_up_and_down_with_the_right_mean() -> None:
+    root = torch.linspace(1.0, 255.0, 4096).repeat(256, 1)
+    state = zero_moments(root, "float8")
+    draw = torch.Generator().manual_seed(0)
+    write_moments([stored_tensors(state)], [root], [root.square()], torch.zeros(()), draw)
+    _, second = read_moments(stored_tensors(state), torch.float32)
+    relative = (second.sqrt() / root - 1).mean(0)
+    assert relative.abs().max() < 5 * 0.0625 / math.sqrt(256), "five standard deviations of the mean of 256 draws"
+    assert relative.mean().abs() < 1e-4
+    assert (second.sqrt() / root - 1).abs().max() < 0.125
 
 
 def test_float8_moments_take_a_quarter_and_a_step_differs_by_some_percent() -> None:
