@@ -36,11 +36,11 @@ def log_newest(run: RunPaths, template: str, default: str) -> str:
     If the folder cannot be reached from this machine, the message reports it; no error is raised. Jobs of files have
     checkpoints in several folders, which are not listed.
     """
-    config = read_frozen_config(run)
-    if config is not None and config.training.jobs:
-        return template.format("the last checkpoint of each job")
     try:
+        config = read_frozen_config(run)
+        if config is not None and config.training.jobs:
+            return template.format("the last checkpoint of each job")
         checkpoint = newest_checkpoint(recorded_root(run))
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return f"its checkpoints cannot be seen from here ({error})"
     return template.format(checkpoint) if checkpoint else default

@@ -190,9 +190,18 @@ def complete_checkpoint(
 
 def folder_names(storage: Storage) -> list[str]:
     """Names (`<job>-<step>`) of all checkpoint folders, complete or not, the newest first."""
-    matches = [match for match in map(_NAME.fullmatch, storage.folders()) if match]
-    matches.sort(key=lambda match: (PHASES.index(match[1]), int(match[2])), reverse=True)
-    return [match[0] for match in matches]
+    return sorted(filter(_NAME.fullmatch, storage.folders()), key=_age, reverse=True)
+
+
+def is_newer(name: str, other: str) -> bool:
+    """Whether the checkpoint `name` is newer than another one, both as `checkpoint_name`."""
+    return _age(name) > _age(other)
+
+
+def _age(name: str) -> tuple[int, int]:
+    """Sorts names by age: RL is newer than SFT, and within a phase the step decides."""
+    job, _, step = name.partition("-")
+    return PHASES.index(job), int(step)
 
 
 def copies_of(storage: Storage, name: str) -> list[str]:

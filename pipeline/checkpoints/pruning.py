@@ -6,7 +6,7 @@ removal starts with the COMPLETE file, so an interrupted one leaves no folder th
 
 import logging
 
-from pipeline.checkpoints.checkpoint_store import COMPLETE, Checkpoint, copies_of, folder_names, valid_copy
+from pipeline.checkpoints.checkpoint_store import COMPLETE, Checkpoint, copies_of, folder_names, is_newer, valid_copy
 from pipeline.checkpoints.fencing import Fence, read_ownership
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.errors import CheckpointError, SupersededError
@@ -25,7 +25,8 @@ def prune(newest: Checkpoint, keep: int) -> list[str]:
     # All folders are listed before the first check of the fence: none of a later owner's can be among them.
     ownership, names = read_ownership(storage), folder_names(storage)
     retained, removed = {newest.folder}, list[str]()
-    for name in names[names.index(newest.name) :]:
+    # By order, not by place in the listing: a store that lists late may lack the newest folder.
+    for name in filter(lambda name: not is_newer(name, newest.name), names):
         if name != newest.name and len(retained) < keep:
             retained |= valid_copy(storage, name, ownership)
         removed += [folder for folder in copies_of(storage, name) if folder not in retained]

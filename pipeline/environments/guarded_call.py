@@ -3,6 +3,7 @@
 Owns the text of that line. Must not know what is called.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -25,3 +26,9 @@ def failure_reason(what: str, error: BaseException) -> str:
     except Exception:  # noqa: BLE001 the task's error class may fail in its own `__str__`
         text = "its message cannot be made"
     return f"{what} {type(error).__name__}: {text}"[:REASON_LENGTH]
+
+
+def is_cancelled() -> bool:
+    """Whether the running asyncio task was requested to end. Else foreign code raised its `CancelledError`."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -20,7 +20,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from pipeline.environments.guarded_call import REASON_LENGTH, call_guarded, failure_reason
+from pipeline.environments.guarded_call import REASON_LENGTH, call_guarded, failure_reason, is_cancelled
 from pipeline.environments.task_protocol import Completion, Prompt
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -78,9 +78,9 @@ class RewardFunction:
     async def _awaited(self, call: Callable[[], Any]) -> tuple[Any] | str:
         try:
             return (await call(),)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # noqa: BLE001 foreign code: any error becomes the sample's reason
+        except BaseException as error:  # foreign code: any error becomes the sample's reason
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
             return failure_reason(self._raised, error)
 
     @property

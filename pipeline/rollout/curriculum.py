@@ -165,9 +165,12 @@ class Curriculum:
 
 
 def _solved_in(lines: Iterable[bytes]) -> Iterator[tuple[int, float]]:
-    """The prompt and the solved fraction of each line that has them."""
+    """The prompt and the solved fraction of each line that has them; a damaged line costs only itself."""
     for line in lines:
-        entry = msgspec.json.decode(line, type=Settlement)
+        try:
+            entry = msgspec.json.decode(line, type=Settlement)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
         if entry.prompt is not None and entry.solved is not None:
             yield entry.prompt, entry.solved
 

@@ -177,7 +177,13 @@ class Evaluation:
 
         try:
             async with asyncio.timeout(chosen.seconds) as limit, chosen.calls() as calls:
-                await asyncio.gather(*(fill(calls, index) for index in range(len(chosen.prompts))))
+                filling = [asyncio.create_task(fill(calls, index)) for index in range(len(chosen.prompts))]
+                try:
+                    await asyncio.gather(*filling)
+                finally:  # an error of one prompt ends the evaluation: the others would go on, and hold its slots
+                    for task in filling:
+                        task.cancel()
+                    await asyncio.gather(*filling, return_exceptions=True)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.environments import Completion, Episode, Prompt, Task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.episode import EpisodeBranch
-from pipeline.environments.guarded_call import REASON_LENGTH, failure_reason
+from pipeline.environments.guarded_call import REASON_LENGTH, failure_reason, is_cancelled
 from pipeline.environments.rewards import Score
 from pipeline.environments.task_calls import RenderedPrompt, TaskCalls
 from pipeline.errors import DeadlineError, EpisodeError, RolloutError
@@ -120,7 +120,11 @@ async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> 
         return Rollout(reason=" ".join(str(error).split())[:REASON_LENGTH])
     except RolloutError as error:
         return Rollout(reason=failure_reason("request refused", error))
-    except Exception as error:  # noqa: BLE001 the task is foreign code: any error is this sample's reason
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        # The task is foreign code: any error is its sample's reason, also the `CancelledError` of a future that it
+        # awaits. If that passed, it would end the work on the whole group, whose position would never be issued again.
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            raise
         return Rollout(reason=failure_reason("rollout raised", error))
     wrong = _unusable(episode, sampler.sampling.max_length, sampler.vocabulary)
     if wrong:

@@ -30,8 +30,9 @@ class AppendLog:
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
         self._path, self._check = path, check
-        self._size = retry_transient(f"the size of {path}", lambda: _size(path), FINAL_WRITE_TIMEOUT)
-        self._unwritten = bytearray()
+        self._size, torn = retry_transient(f"the end of {path}", lambda: _end_of(path), FINAL_WRITE_TIMEOUT)
+        # Where `rewrite_lines` could not drop an earlier writer's torn line, it must not become one with our first.
+        self._unwritten = bytearray(b"\n" if torn else b"")
         self._has_warned = False
 
     def add(self, *lines: bytes) -> None:
@@ -64,12 +65,15 @@ class AppendLog:
             self._has_warned = False
 
 
-def _size(path: Path) -> int:
-    """The size of a file in bytes; 0 if it is absent."""
+def _end_of(path: Path) -> tuple[int, bool]:
+    """The size of a file in bytes, 0 if it is absent; and whether its last line is incomplete."""
     try:
-        return path.stat().st_size
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            return size, file.read(1) not in (b"", b"\n")
     except FileNotFoundError:
-        return 0
+        return 0, False
 
 
 def complete_lines(path: Path) -> list[bytes]:

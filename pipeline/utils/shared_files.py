@@ -19,6 +19,8 @@ T = TypeVar("T")
 _BODY = b', "body": '
 _HEAD = b'{"length": %d, "crc32": "%08x"' + _BODY
 _TAIL = b"}\n"
+_READS = 3
+"""Reads of a file that is replaced while it is opened, until this counts as a failure of the disk."""
 
 
 def seal(body: bytes) -> bytes:
@@ -102,21 +104,31 @@ def create_document(path: Path, document: Any) -> bool:
 
 
 def read_document(path: Path, kind: type[T]) -> T | None:
-    """The document at `path`, or None when it is absent, empty, torn, or of another shape."""
-    try:
-        body = unseal(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ConnectionError):
-        return None
-    except OSError as error:
-        if error.errno == errno.ESTALE:  # replaced on an NFS server while it was opened
-            return None
-        raise
+    """The document at `path`, or None when it is absent, empty, torn, or of another shape.
+
+    `OSError` if the disk fails: a file whose server is unreachable, or has lost it for a while, is not absent.
+    """
+    body = unseal(_content(path))
     if body is None:
         return None
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError:
         return None
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file; none if it is absent."""
+    for reads_left in reversed(range(_READS)):
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+        except OSError as error:
+            # ESTALE: the file was replaced on an NFS server while it was opened, and its name leads to the new one.
+            if error.errno != errno.ESTALE or not reads_left:
+                raise
+    raise AssertionError("the last read returns or raises")
 
 
 def append(path: Path, data: bytes) -> None:

@@ -96,7 +96,8 @@ def run_agent(run: RunPaths, environment: Environment, notice: StopRequest) -> E
     if retry_transient("the end of the run", lambda: is_finished(run), FINAL_WRITE_TIMEOUT):
         return "finished"
     _require_ownership(run, environment, notice)
-    paths = run.attempt(run_registry.identity(run).run_id, environment.attempt)
+    identity = retry_transient("the run's identity", lambda: run_registry.identity(run), FINAL_WRITE_TIMEOUT)
+    paths = run.attempt(identity.run_id, environment.attempt)
     with HeartbeatFile(paths, environment.rank, touch_interval(environment.ranks)) as heartbeat:
         try:
             links = ControlLinks(paths, environment.rank, environment.ranks, heartbeat.vouch)

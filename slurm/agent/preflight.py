@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.utils import shared_files
+from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 
 PROBE_SECONDS = 20.0
 MIB, GIB = 1 << 20, 1 << 30
@@ -100,10 +101,15 @@ def node_id() -> str:
 
 def _disk_problems(folder: Path, needs: NodeRequirements) -> list[str]:
     probe = folder / f".preflight.{socket.gethostname()}.{os.getpid()}"
-    try:
+
+    def free_bytes() -> int:
         shared_files.write_atomic(probe, b"")
         probe.unlink(missing_ok=True)
-        free = shutil.disk_usage(folder).free
+        return shutil.disk_usage(folder).free
+
+    try:
+        # A file server that fails over makes no node unfit: its problem would end an attempt without spare nodes.
+        free = retry_transient("the run directory to take a file", free_bytes, FINAL_WRITE_TIMEOUT)
     except OSError as error:
         return [f"cannot write in {folder}: {error.strerror}"]
     return [f"{folder} has {free / GIB:.1f} GiB left, {needs.disk / GIB:.1f} are needed"] if free < needs.disk else []

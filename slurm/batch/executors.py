@@ -132,7 +132,7 @@ class RunJob(Job[Any]):
     def _ask(self, *, force: bool = False) -> None:
         """Update the state from the scheduler, at a limited rate: all users of the cluster share it."""
         now = self._clock.now()
-        pause = _ASK_SECONDS_AT_END if is_finished(self.run) else _ASK_SECONDS
+        pause = _ASK_SECONDS_AT_END if self._is_finished() else _ASK_SECONDS
         if self._over or (not force and now - self._asked < pause):
             return
         self._asked = now
@@ -144,6 +144,13 @@ class RunJob(Job[Any]):
             return
         self._answered = now
         self._state, self._over = (queued.state, not queued.live) if queued else ("UNKNOWN", True)
+
+    def _is_finished(self) -> bool:
+        """Whether the run's files show its end; False while the disk fails, on which only the rate of polls depends."""
+        try:
+            return is_finished(self.run)
+        except OSError:
+            return False
 
 
 class _RankJob(Job[Any]):
@@ -186,6 +193,7 @@ class BatchExecutor(PicklingExecutor):
         super().__init__(run.submitit / config.cluster.scheduler, max_num_timeout=-1)
         self._run, self._config, self._plan, self._run_id = run, config, plan, run_id
         self._scheduler, self._queue, self._clock = scheduler, queue, clock
+        self._queued = ""
 
     def batch_file(self) -> str:
         """The exact text that `submit` passes to the scheduler."""
@@ -211,11 +219,14 @@ class BatchExecutor(PicklingExecutor):
         return self._plan.ranks
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
-        """Submit as the base class does, and remove the pickled function of a job that was not queued."""
-        before = set(self.folder.glob("*.pkl"))
+        """Submit as the base class does. If this raises, the job is cancelled if it was queued already, and its pickled
+        function is removed."""
+        before, self._queued = set(self.folder.glob("*.pkl")), ""
         try:
             return super()._internal_process_submissions(delayed_submissions)
         except BaseException:
+            if self._queued:  # the disk refused the job's files: it would start without its function
+                self._queue.cancel(self._queued)
             for file in set(self.folder.glob("*.pkl")) - before:
                 file.unlink()
             raise
@@ -234,6 +245,7 @@ class BatchExecutor(PicklingExecutor):
         except BaseException:
             file.unlink()
             raise
+        self._queued = job_id
         JobPaths(self.folder, job_id=job_id).move_temporary_file(file, "submission_file")
         return RunJob(self.folder, job_id, range(self._plan.ranks), run=self._run, queue=self._queue)
 

@@ -160,7 +160,7 @@ def freeze_run(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> N
     if known and not run.code.exists():
         lost.append(run.code)
         code_snapshot.snapshot_code(run, config, known.code)
-    elif not known and not run.config.exists():
+    elif not known:  # a submission that was killed may have left a copy of code that has been edited since
         code_snapshot.snapshot_code(run, config)
     earlier = known_config(run, root_of(config, run, known.run_id)) if known else None
     tree = config.model_dump(mode="json") if earlier is None else in_older_form(config, earlier)

@@ -19,7 +19,7 @@ from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError, PlanError
 from pipeline.run.events import LAUNCHER, Events
-from pipeline.run.metrics_log import read_rows
+from pipeline.run.metrics_log import MetricRecord, read_rows
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import LOCAL
 from pipeline.topology.memory_fit import with_gpu_memory
@@ -96,7 +96,9 @@ class LocalJob:
 
     def awaited(self) -> str:
         """One line that explains the wait for an orderly end, with the last measured durations."""
-        rows = [row for row in read_rows(self.run.metrics) if row.get("attempt") == self.attempt.attempt]
+        rows = list[MetricRecord]()
+        with suppress(OSError):  # the job drains, whether the disk has the durations or not
+            rows = [row for row in read_rows(self.run.metrics) if row.get("attempt") == self.attempt.attempt]
         last = next((row for row in reversed(rows) if row["kind"] == "train"), {})
         measured = [
             f"the last {what} took {seconds:.0f} s"

@@ -2,7 +2,7 @@
 
 Owns the launcher's output after a job was started, and its exit code, which is the run's: 0 finished, 1 failed, 128
 plus the signal's number interrupted (the same command resumes the run). Promises that Ctrl-C does not end a queued job,
-and that neither the report nor delayed visibility on the shared file system changes the exit code.
+and that neither the report nor a shared file system that fails for a while or shows files late changes the exit code.
 """
 
 import shlex
@@ -23,6 +23,7 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.run.run_documents import Finished, Outcome
 from pipeline.utils import shared_files
+from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.user_commands import user_command
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
@@ -65,15 +66,22 @@ def follow_job(job: RunJob, interrupted: Sequence[signal.Signals]) -> int:
 
 def conclude_job(job: RunJob, clock: Clock = CLOCK) -> int:
     """Print how the job ended, as its last attempt recorded it. Returns the exit code."""
+    attempt = retry_transient("the end of the job", lambda: _last_attempt(job, clock), FINAL_WRITE_TIMEOUT, clock)
+    if attempt is not None:
+        return conclude_run(job.run, attempt, [], job.state, clock)
+    print(f"job {job.job_id} ended before it started ({job.state}); the same command submits it again", file=sys.stderr)
+    return exit_code(signal.SIGTERM) if job.state == CANCELLED else 1
+
+
+def _last_attempt(job: RunJob, clock: Clock) -> AttemptPaths | None:
+    """The job's last attempt, once the job's end is visible in the run's files; None if it never had one."""
     refresh_listing(job.run)
     if job.state in MAY_BE_FINISHED:
         _await_end(job, clock)
     attempt = run_registry.last_attempt(job.run, job.job_id)
-    if attempt is not None or is_finished(job.run):
-        named = attempt or job.run.attempt(run_registry.identity(job.run).run_id, f"{job.job_id}-0")
-        return conclude_run(job.run, named, [], job.state)
-    print(f"job {job.job_id} ended before it started ({job.state}); the same command submits it again", file=sys.stderr)
-    return exit_code(signal.SIGTERM) if job.state == CANCELLED else 1
+    if attempt is None and is_finished(job.run):
+        attempt = job.run.attempt(run_registry.identity(job.run).run_id, f"{job.job_id}-0")
+    return attempt
 
 
 def _await_end(job: RunJob, clock: Clock) -> None:
@@ -99,7 +107,11 @@ def _outcome(attempt: AttemptPaths) -> Outcome | None:
 
 
 def conclude_run(
-    paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str = ""
+    paths: RunPaths,
+    attempt: AttemptPaths,
+    interrupted: Sequence[signal.Signals],
+    job_state: str = "",
+    clock: Clock = CLOCK,
 ) -> int:
     """Print how the run ended and where its results are, then write the report and print its recommendations.
 
@@ -110,7 +122,10 @@ def conclude_run(
     Returns:
         The exit code. A failure to write the report or the post-mortem does not change it.
     """
-    code = _print_end(paths, attempt, interrupted, job_state)
+    # What fails is a read, and each text is complete before it is printed: a repetition prints nothing twice.
+    code = retry_transient(
+        "the end of the run", lambda: _print_end(paths, attempt, interrupted, job_state), FINAL_WRITE_TIMEOUT, clock
+    )
     if code == 1 and (archive := postmortem_of(attempt)) is not None:
         print(f"  post-mortem {archive}, for a bug report", file=sys.stderr)
     try:

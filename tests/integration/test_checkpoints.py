@@ -168,6 +168,21 @@ def test_pruning_leaves_alone_what_is_younger_than_the_one_that_was_committed(di
     assert checkpoint_names(disk) == ["rl-10", "rl-20", "rl-30"]
 
 
+def test_pruning_tolerates_a_store_that_lists_its_newest_folder_late(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = [commit(root, step) for step in (25, 50, 75, 100)][-2]
+    folders = Storage.folders
+
+    def listed_late(storage: Storage, name: str = "") -> list[str]:
+        return [folder for folder in folders(storage, name) if folder != "rl-75"]
+
+    monkeypatch.setattr(Storage, "folders", listed_late)
+    assert prune(newest, keep=2) == ["rl-25/1-0"]
+    monkeypatch.undo()
+    assert [Storage(root).folders(f"rl-{step}") for step in (25, 50, 75, 100)] == [[], ["1-0"], ["1-0"], ["1-0"]]
+
+
 def test_every_rank_learns_that_one_of_them_read_something_else(saved_by_two: Path, tmp_path: Path) -> None:
     shutil.copytree(saved_by_two, tmp_path / "copy")
     changed(tmp_path / "copy/checkpoints/rl-5/1-0/__1_0.distcp")

@@ -75,6 +75,7 @@ def _sbatch(file: Path) -> str:
             env=submission_environment(),
             capture_output=True,
             text=True,
+            errors="replace",  # a site's plugin may write in any encoding, also about a job that is queued
             timeout=SUBMIT_SECONDS,
             check=False,
             start_new_session=True,  # Ctrl-C must not reach it between queueing and answering

@@ -1,5 +1,6 @@
 """How an agent begins and ends an attempt, without roles."""
 
+import errno
 import os
 import signal
 import threading
@@ -98,6 +99,23 @@ def test_a_job_that_starts_before_it_is_recorded_waits_for_the_record(run: FakeR
     with pytest.raises(RollcallError, match="1 ranks and the plan 3"):
         run_agent(run.paths, environment(), StopRequest())
     launcher.join()
+
+
+@pytest.mark.parametrize("name", ["finished.json", "job.json", "run.json", "config.json"])
+def test_a_disk_that_fails_for_a_moment_while_an_agent_begins_is_asked_again(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    read, left = Path.read_bytes, iter(range(2))
+
+    def failing(path: Path) -> bytes:
+        if path.name == name and next(left, None) is not None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path)
+
+    shared_files.write_document(run.paths.job, SubmittedJob(kind="slurm", job="7", user="u", host="h", time=0.0))
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(RollcallError, match="1 ranks and the plan 3"):
+        run_agent(run.paths, environment(), StopRequest())
 
 
 def test_a_job_that_is_told_to_end_does_not_wait_for_its_record(run: FakeRun) -> None:

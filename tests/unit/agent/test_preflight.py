@@ -1,7 +1,10 @@
 """What a node finds out about itself."""
 
+import errno
 import ipaddress
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,3 +74,19 @@ def test_a_machine_knows_its_memory_its_boot_and_its_addresses():
     addresses = [ipaddress.ip_address(address) for address in candidate_addresses()]
     assert addresses
     assert len(addresses) == 1 or not any(address.is_loopback for address in addresses)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EDQUOT])
+def test_a_disk_that_fails_for_a_moment_makes_no_node_unfit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    replace, left = os.replace, iter(range(2))
+
+    def failing(*paths: Any) -> None:
+        if next(left, None) is not None:
+            raise OSError(number, os.strerror(number))
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", failing)
+    assert preflight(tmp_path, (), NodeRequirements(disk=0, memory=0)) == ()
+    assert list(tmp_path.iterdir()) == []

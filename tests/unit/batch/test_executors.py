@@ -1,8 +1,11 @@
 """How a job is handed to sbatch when that does not answer: with an sbatch of our own on PATH."""
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
+from submitit.core.utils import JobPaths
 
 from pipeline.errors import SchedulerError
 from pipeline.run.paths import RunPaths
@@ -105,6 +108,35 @@ def test_a_submission_that_nobody_knows_of_says_so_and_leaves_nothing(
         submit(run, slurm, clock)
     assert 60 <= clock.time < 80
     assert files_of(run) == []
+
+
+def test_a_site_s_words_in_another_encoding_cost_no_queued_job(
+    run: RunPaths, slurm: FakeScheduler, sbatch: Path
+) -> None:
+    write(sbatch, r"printf 'sbatch: Gr\374\337e\n' >&2; echo Submitted batch job 7")
+    job = submit(run, slurm)
+    assert job.job_id == "7"
+    assert job.paths.submitted_pickle.exists()
+
+
+@pytest.mark.parametrize("refused", ["submission_file", "submitted_pickle"])
+def test_a_queued_job_whose_files_the_disk_refuses_is_cancelled(
+    refused: str, run: RunPaths, slurm: FakeScheduler, sbatch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = slurm.submit("demo", comment="rollcall demo-1")
+    write(sbatch, f"echo Submitted batch job {mine}")
+    move = JobPaths.move_temporary_file
+
+    def refuse(paths: JobPaths, file: Path, name: str, **options: Any) -> None:
+        if name == refused:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        move(paths, file, name, **options)
+
+    monkeypatch.setattr(JobPaths, "move_temporary_file", refuse)
+    with pytest.raises(OSError, match="Disk quota exceeded"):
+        submit(run, slurm)
+    assert not slurm.jobs_with("demo-1")
+    assert not [name for name in files_of(run) if name.endswith(".pkl")]
 
 
 def test_a_refusal_is_believed_at_once_and_leaves_nothing(run: RunPaths, slurm: FakeScheduler, sbatch: Path) -> None:

@@ -1,7 +1,9 @@
 """The requeue on a disk that shows things late, or fails for a while."""
 
 import errno
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -125,3 +127,25 @@ def test_a_run_directory_that_stays_unreadable_is_told(cluster: Cluster, monkeyp
     with pytest.raises(DeadlineError, match="Input/output error"):
         conclude_attempt(cluster.run.paths, cluster.scheduler, cluster.job, 0, 0, cluster.clock)
     assert not cluster.scheduler.requeued
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.json", "finished.json"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ECONNRESET])
+def test_a_file_server_that_fails_over_for_a_while_is_no_missing_file(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    paths = cluster.attempt()
+    cluster.leave(paths)
+    finished = Finished(time=0.0, steps=1, attempt=paths.attempt)
+    shared_files.write_document(cluster.run.paths.finished, finished)
+    read, left = Path.read_bytes, iter(range(20))
+
+    def failing_over(path: Path) -> bytes:
+        if path.name == name and next(left, None) is not None:
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing_over)
+    assert cluster.end(1).decision == "finished"
+    assert not cluster.scheduler.requeued
+    assert 0 < sum(cluster.clock.slept) < requeue.ANSWER_SECONDS

@@ -110,12 +110,13 @@ def test_one_sample_that_a_function_fails_costs_no_other() -> None:
 
 def test_an_async_function_awaits_for_all_samples_at_once_and_no_longer_than_the_deadline() -> None:
     config = reward("verl_async", options={"verl_async": {"penalty": 1.0}})
-    found = scores(config, PROMPT, [said(text) for text in ("hang", "4", "exit", "hang")], seconds=0.2)
+    found = scores(config, PROMPT, [said(text) for text in ("hang", "4", "exit", "cancelled", "hang")], seconds=0.2)
     late = "reward verl_async took too long: it awaited more than 0.18 s"
     assert [getattr(one, "reward", one) for one in found] == [
         late,
         -1.0,
         "reward verl_async raised SystemExit: 2",
+        "reward verl_async raised CancelledError: ",
         late,
     ]
 

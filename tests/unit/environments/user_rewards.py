@@ -45,6 +45,8 @@ async def verl_async(solution_str: str, ground_truth: str, penalty: float, **res
         await asyncio.sleep(600)
     if solution_str == "exit":
         raise SystemExit(2)
+    if solution_str == "cancelled":
+        raise asyncio.CancelledError
     return -penalty
 
 

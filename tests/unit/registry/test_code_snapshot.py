@@ -11,7 +11,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import RunStateError
 from pipeline.run.paths import RunPaths
 from pipeline.utils import shared_files
-from slurm.registry import code_snapshot, run_registry
+from slurm.registry import code_snapshot, run_contents, run_registry
 from tests.fakes.composed_config import compose_cached
 
 
@@ -59,6 +59,22 @@ def test_what_an_attempt_leaves_in_the_copy_is_no_damage(run: RunPaths, tmp_path
     (run.code / "pipeline" / "__pycache__").mkdir()
     (run.code / "pipeline" / "__pycache__" / "errors.cpython-311.pyc").touch()
     assert run_registry.examine(demo(tmp_path)) == run
+
+
+def test_code_that_is_edited_after_a_killed_submission_is_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed() -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killing:
+        killing.setattr(run_contents, "git_revision", killed)
+        with pytest.raises(KeyboardInterrupt), run_registry.claimed_run(demo(tmp_path)):
+            pass
+    monkeypatch.setattr(code_snapshot, "PACKAGES", ("pipeline", "slurm"))  # an edited checkout
+    with run_registry.claimed_run(demo(tmp_path)) as run:
+        assert not (run.code / "conf").exists()
+        assert run_registry.identity(run).code == code_snapshot.digest(run)
 
 
 def test_a_lost_copy_is_not_replaced_by_other_code(

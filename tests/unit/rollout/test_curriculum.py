@@ -157,6 +157,18 @@ def test_a_damaged_record_is_an_error_and_nothing_is_chosen_in_its_place(tmp_pat
     assert record.read_bytes() == damage
 
 
+def test_a_damaged_line_of_the_ledger_costs_only_itself(tmp_path: Path) -> None:
+    ledger = Ledger()
+    for position in range(4):
+        ledger.mark_done(position, "trained", 1, None, prompt=3, solved=1.0)
+    first, second, *lines = map(msgspec.json.encode, ledger.drain_changes())
+    torn = first[:20] + second
+    (tmp_path / "ledger.jsonl").write_bytes(b"\n".join([torn, b"\xff\xfe", *lines, b""]))
+    curriculum = a_curriculum(tmp_path)
+    curriculum.at(0)
+    assert curriculum.numbers() == {"curriculum/easy": 1, "curriculum/hard": 0}
+
+
 def test_a_line_of_the_ledger_keeps_what_was_solved() -> None:
     ledger = Ledger()
     ledger.mark_done(4, "trained", 2, None, prompt=9, solved=0.75)

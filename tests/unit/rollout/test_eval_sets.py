@@ -14,7 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.environments import Task
 from pipeline.environments.eval_set_checks import check_eval_tasks
 from pipeline.environments.task_protocol import TaskPart
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, TaskError
 from pipeline.rollout.eval_rollouts import TIMED_OUT, Evaluation
 from pipeline.train.loop.evaluations import metrics_of
 from pipeline.transport.sample_records import ASKED, EVALUATED, EvalRequest, EvalResult
@@ -219,6 +219,26 @@ def test_a_task_whose_processes_cannot_be_started_costs_its_samples_and_not_the_
     Unloadable.loads = True  # in this process
     result = evaluate(Scripted(FOUR), own={"name": f"{__name__}:Unloadable"})
     assert (result.prompts, result.failed, result.timed_out, result.accuracy) == (2, 2, 0, None)
+
+
+def test_an_evaluation_whose_processes_end_leaves_no_rollout_behind() -> None:
+    class Ended(InlineCalls):
+        async def rewards(self, prompt: Any, answers: Sequence[Any]) -> list[Any]:
+            raise TaskError("no process is left")
+
+    class OneIsFast(Scripted):
+        async def generate(self, token_ids: Sequence[int], *, n: int, **sampling: Any) -> list[Said]:
+            self.pause = 60.0 if self.asked else 0.0
+            return await super().generate(token_ids, n=n, **sampling)
+
+    async def left() -> tuple[EvalResult, int]:
+        task = Sums(None, 0)
+        evaluation = Evaluation(task, Ended(task), CHAT, OneIsFast(FOUR), config(hard={"task": None}))
+        result = await evaluation.run(EvalRequest(id="e", policy_version=5, set="hard"))
+        return result, len(asyncio.all_tasks()) - 1
+
+    result, tasks = asyncio.run(left())
+    assert (result.failed, tasks) == (2, 0)
 
 
 class Unloadable(Sums):

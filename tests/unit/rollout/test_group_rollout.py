@@ -226,6 +226,20 @@ async def hanging(self: Task, prompt: Prompt, policy: Policy) -> Episode:
     raise AssertionError("nobody sets it")
 
 
+async def awaiting_what_is_cancelled(*_: Any) -> Episode:
+    """As with a client whose connection another task closed: the error is not the end of this rollout's own task."""
+    other = asyncio.create_task(asyncio.Event().wait())
+    other.cancel()
+    await other
+    raise AssertionError("the other task was cancelled")
+
+
+async def leaving_later(*_: Any) -> Episode:
+    await asyncio.sleep(0)
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("extra", [0, 1])
 @pytest.mark.parametrize(
     ("methods", "reason"),
     [
@@ -242,6 +256,8 @@ async def hanging(self: Task, prompt: Prompt, policy: Policy) -> Episode:
         ({"reward": speechless}, "reward raised Speechless: its message cannot be made"),
         ({"rollout": raising}, "rollout raised ValueError: the verifier is broken"),
         ({"rollout": timing_out}, "rollout raised TimeoutError: the tool did not answer"),
+        ({"rollout": awaiting_what_is_cancelled}, "rollout raised CancelledError: "),
+        ({"rollout": leaving_later}, "rollout raised SystemExit: 3"),
         ({"rollout": nothing}, "rollout returned no episode: str"),
         ({"rollout": prompt_only}, "rollout sampled nothing"),
         ({"rollout": observing(VOCABULARY)}, f"rollout has a foreign token: id {VOCABULARY} is outside of"),
@@ -249,10 +265,10 @@ async def hanging(self: Task, prompt: Prompt, policy: Policy) -> Episode:
         ({"rollout": endless}, "request refused RolloutError: 33 tokens leave no room"),
     ],
 )
-def test_what_a_task_does_wrong_is_the_reason_of_each_sample(methods: dict[str, Any], reason: str) -> None:
-    group = build(a_task(**methods))
+def test_what_a_task_does_wrong_is_the_reason_of_each_sample(methods: dict[str, Any], reason: str, extra: int) -> None:
+    group = build(a_task(**methods), oversample=extra)
     assert group.samples == ()
-    assert len(group.failures) == 4
+    assert len(group.failures) in (4, 4 + extra)
     assert all(failure.startswith(reason) for failure in group.failures), group.failures
 
 

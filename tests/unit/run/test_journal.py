@@ -89,5 +89,19 @@ def test_who_was_replaced_while_the_disk_failed_changes_nothing(path: Path, monk
 
 
 def test_a_journal_begins_on_a_disk_that_fails_for_a_moment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk_that_fails(monkeypatch, Path, "stat", errno.ESTALE, times=1)
+    disk_that_fails(monkeypatch, Path, "open", errno.ESTALE, times=1)
     assert AppendLog(path).flush() == len(b"1\n2\n3\n")
+
+
+def test_a_torn_line_that_no_rollback_could_drop_takes_no_later_line_with_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with path.open("ab") as file:
+        file.write(b'{"torn')
+    with monkeypatch.context() as failing:
+        disk_that_fails(failing, os, "fsync", errno.ENOSPC, times=10_000)
+        rewrite_lines(path, lambda line, end: True, clock=FakeClock())
+    journal = AppendLog(path)
+    journal.add(b"4", b"5")
+    assert path.read_bytes() == b'1\n2\n3\n{"torn\n4\n5\n'
+    assert journal.flush() == path.stat().st_size

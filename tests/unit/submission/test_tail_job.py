@@ -1,5 +1,7 @@
 """What the launcher says when a job is over, its exit code, and what interrupts it."""
 
+import errno
+import os
 import signal
 from pathlib import Path
 from typing import Literal
@@ -248,6 +250,40 @@ def test_a_controller_that_is_restarted_does_not_end_the_watch(run: RunPaths, sl
     clock.sleep(601)
     with pytest.raises(SchedulerError):
         job.done()
+
+
+def test_a_disk_that_fails_does_not_end_the_watch(
+    run: RunPaths, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(run, slurm)
+    failing_reads(monkeypatch, run.finished.name, errno.EIO, times=100)
+    assert (job.done(), job.state) == (False, PENDING)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", ["config.json", "run.json", "finished.json", "outcome.json", "first_failure.json"])
+def test_a_disk_that_fails_for_a_while_does_not_change_the_exit_code(
+    run: RunPaths, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    job = job_of(run, slurm)
+    on_slurm(run)
+    first = begin(run, f"{job.job_id}-0")
+    shared_files.write_document(first.outcome, Outcome(decision="finished", reason="it is finished", time=0.0))
+    slurm.set(job.job_id, "COMPLETED")
+    failing_reads(monkeypatch, name, number, times=5)
+    assert conclude_job(job, FakeClock()) == 0
+
+
+def failing_reads(monkeypatch: pytest.MonkeyPatch, name: str, number: int, times: int) -> None:
+    """The first reads of each file of this name fail."""
+    read, left = Path.read_bytes, iter(range(times))
+
+    def failing(path: Path) -> bytes:
+        if path.name == name and next(left, None) is not None:
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
 
 
 def test_cancelling_the_handle_cancels_the_job(run: RunPaths, slurm: FakeScheduler) -> None:
