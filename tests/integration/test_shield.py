@@ -18,12 +18,13 @@ import psutil
 import pytest
 
 from pipeline.inference.vllm.server_command import server_environment
-from pipeline.roles import RoleCommand, inference, redis
+from pipeline.roles import TRAINER, RoleCommand, inference, redis
 from pipeline.run.metrics_log import MetricSinks
 from pipeline.topology.plan import Placement
 from pipeline.tracking.metric_sinks import TrackerSink
 from pipeline.train.controller.rank_process import FINAL_REPORT_SECONDS
 from pipeline.utils import exec_shielded
+from pipeline.utils.forked_process import ForkRequest
 from pipeline.utils.heartbeat import HeartbeatBoard
 from pipeline.utils.subprocesses import Child, hold_port, tail
 from pipeline.utils.waiting import wait_for
@@ -32,9 +33,11 @@ from slurm.agent.supervisor import role_command
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
 from tests.patience import WAIT_SECONDS
+from tests.support import forks
 from tests.support.processes import gone, runs
 from tests.support.ranks import idle_ranks
 from tests.support.runs.attempts import an_attempt
+from tests.support.runs.launched import ROOT
 from tests.support.servers.redis_attempts import a_redis
 from tests.support.servers.vllm import SECRET, START_SECONDS, model_directory, port_of, tiny_config, world_file
 
@@ -124,8 +127,10 @@ def ends_when_asked(child: Child) -> bool:
 
 
 @contextmanager
-def started(argv: Sequence[str], log: Path, extra: Mapping[str, str] | None = None) -> Iterator[Child]:
-    child = Child(argv, log, {**os.environ, "OMP_NUM_THREADS": "1", **(extra or {})})
+def started(
+    argv: Sequence[str], log: Path, extra: Mapping[str, str] | None = None, server: ForkRequest | None = None
+) -> Iterator[Child]:
+    child = Child(argv, log, {**os.environ, "OMP_NUM_THREADS": "1", **(extra or {})}, server)
     try:
         yield child
     finally:
@@ -133,6 +138,20 @@ def started(argv: Sequence[str], log: Path, extra: Mapping[str, str] | None = No
         child.kill()
         for process in living(left):
             process.kill()
+
+
+@contextmanager
+def forked_ranks(log: Path) -> Iterator[Child]:
+    """The ranks of `TORCHRUN` as those of a run: torchrun is forked by a fork server, and forks them."""
+    with hold_port() as holder:
+        port = str(port_of(holder))
+        world = ("--nproc-per-node", "2", "--max-restarts", "0", "--master-addr", "127.0.0.1", "--master-port", port)
+        program = (sys.executable, "-P", "-m", "pipeline.roles.held_port", port, "torch.distributed.run", *world)
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        argv = (*program, "-m", "tests.support.ranks.idle_ranks")
+        server = forks.request(TRAINER, nests=True)
+        with started(argv, log, {"PYTHONPATH": path}, server) as child:
+            yield child
 
 
 def wait_for_text(log: Path, text: str, child: Child) -> None:
@@ -229,18 +248,21 @@ def test_ranks_that_start_outlive_a_storm_and_end_when_asked(tmp_path: Path) -> 
 
 
 def test_ranks_that_are_ready_outlive_a_storm_and_end_when_asked(tmp_path: Path) -> None:
-    with started(TORCHRUN, tmp_path / "log") as child:
+    with forked_ranks(tmp_path / "log") as child:
         wait_for_text(tmp_path / "log", idle_ranks.READY, child)
+        # In addition to torchrun and the ranks: its fork server, and a keeper of each rank.
+        assert len(family(child.pid)) == (6 if forks.request() else 3)
         storm(child.pid)
         assert ends_when_asked(child)
 
 
-def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
+def test_ranks_that_started_with_exec_outlive_a_storm_and_end_with_their_agent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with started(an_agent(log, TORCHRUN), tmp_path / "agent.log") as agent:
         wait_for_text(log, idle_ranks.READY, agent)
         processes = family(agent.pid)
         assert len(processes) == 4
+        storm(below(agent.pid))
         os.kill(agent.pid, signal.SIGKILL)
         wait_until_gone(processes)
 

@@ -16,6 +16,7 @@ from tests.patience import WAIT_SECONDS
 from tests.support.servers.answers import drafts_of
 from tests.support.servers.traffic import CLOSE, check_purity, client_of, run_traffic, straddling
 from tests.support.servers.vllm import (
+    FORKS,
     ROOT,
     UNTOLD,
     Model,
@@ -47,7 +48,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
     directory, drafts = model_directory(folder / "policy", tied=False), folder / "drafts"
     a_model(directory, 1).save_pretrained(drafts)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    untold = {SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path}
+    untold = {SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path} | FORKS
     lookup = tiny_config(directory, speculation={"method": "ngram"})
     drafting = tiny_config(directory, speculation={"method": "draft", "model": str(drafts), "tokens": 3})
     with ExitStack() as started:

@@ -1,7 +1,8 @@
 """The real trainer (FSDP2 over gloo) against a float64 computation that shares no code with it.
 
 Every loss runs on one rank and on two, every switch with a policy and with a critic or adapters, and what combines
-shards with replicas, shared lines or experts on four ranks. The trial `some` has more of each: every loss packed,
+shards with replicas, shared lines or experts on four ranks; a case whose every pair of options others have too is left
+out. The trial `some` has more of each: every loss packed,
 padded and with shared prefixes, and a third of that on four ranks.
 Tolerances, float32 against float64 (`training_truth.FLOAT32`): log-probabilities, values and losses 1e-5, gradients
 3e-5 of the largest entry of their tensor plus 1e-6 and 3e-5 of their whole length, parameters after three AdamW steps
@@ -41,6 +42,8 @@ from tests.support.oracle.ways import (
     context_cases,
     family_cases,
     mixture_cases,
+    pairs_of,
+    suite_candidates,
     suite_cases,
 )
 from tests.support.ranks import forked_ranks, training_ranks
@@ -102,6 +105,13 @@ def test_ranks_micro_batches_and_switches_compute_what_the_oracle_does(
     case: Case, ranks: int, models: Path, results: Results
 ) -> None:
     check(results(ranks)[case], models, case, ranks)
+
+
+def test_the_suite_has_each_pair_of_options_of_its_candidates() -> None:
+    chosen = {ranks: suite_cases(ranks) for ranks in WORLDS}
+    assert all(set(chosen[ranks]) < set(suite_candidates(ranks)) for ranks in WORLDS)
+    covered = {pair for ranks in WORLDS for case in chosen[ranks] for pair in pairs_of(ranks, case)}
+    assert covered == {pair for ranks in WORLDS for case in suite_candidates(ranks) for pair in pairs_of(ranks, case)}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

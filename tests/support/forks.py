@@ -36,9 +36,9 @@ def start_server() -> ForkServer:
     return server
 
 
-def request(stage: str = SERVER) -> ForkRequest | None:
-    """How to ask the session's server for a role; None without a server."""
-    return ForkRequest.of(os.environ.get(VARIABLE, ""), stage, nests=False)
+def request(stage: str = SERVER, *, nests: bool = False) -> ForkRequest | None:
+    """How to ask the session's server for a role, which `nests` as a trainer does; None without a server."""
+    return ForkRequest.of(os.environ.get(VARIABLE, ""), stage, nests=nests)
 
 
 def of_runs() -> dict[str, str]:

@@ -106,6 +106,8 @@ def server_environment(config: RunConfig, placement: Placement, world: Path) -> 
         # The default binding would pin every server of a node to the same first core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.resources.inference.threads),
+        # The lookup of drafts is compiled by Numba, which otherwise gives OpenMP a thread for each core.
+        "NUMBA_NUM_THREADS": str(config.resources.inference.threads),
     }
 
 

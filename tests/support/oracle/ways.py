@@ -1,8 +1,10 @@
 """The ways in which the ranks compute the recipes: cases, what came of one, and the mutations."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -106,9 +108,43 @@ def cases(ranks: int) -> list[Case]:
 
 
 def suite_cases(ranks: int) -> list[Case]:
-    """The cases of the suite, half of the time of `cases`: every recipe on 1 rank and on 2; each switch with a policy
-    on one of them, and with a critic or adapters on the other; every family of mixtures. On 4 ranks: what has shards
-    in addition to replicas, shared lines or experts."""
+    """The cases of the suite: `suite_candidates` without those that add no pair of options."""
+    return [case for world, case in _covering_cases() if world == ranks]
+
+
+@cache
+def _covering_cases() -> list[tuple[int, Case]]:
+    """The candidates of all worlds, without each case whose every pair of options (the recipe with the packing, the
+    number of ranks with a switch, …) other cases have too; the most expensive are left out first. Of each recipe at
+    least three cases with a tied head stay, whose metrics are compared."""
+    chosen = [(ranks, case) for ranks in reversed(WORLDS) for case in suite_candidates(ranks)]
+    counts = Counter(pair for ranks, case in chosen for pair in pairs_of(ranks, case))
+    for ranks, case in tuple(chosen):
+        pairs = pairs_of(ranks, case)
+        if all(counts[pair] > (3 if pair == _compared(case.recipe) else 1) for pair in pairs):
+            chosen.remove((ranks, case))
+            counts.subtract(pairs)
+    return chosen
+
+
+def pairs_of(ranks: int, case: Case) -> set[tuple[object, object]]:
+    """All pairs of two options of a case, each with its name."""
+    budget = ("tokens", "rows", "packed", "shared")
+    options = {name: value for name, value in vars(case).items() if name not in budget}
+    options |= {"ranks": ranks, "packing": case.budget.packing, "limit": (case.rows, case.tokens)}
+    options |= {"compared": case.level if case.tied else ""}
+    return set(combinations(options.items(), 2))
+
+
+def _compared(recipe: str) -> tuple[object, object]:
+    """The pair of a case whose metrics are compared with those of other cases."""
+    return ("recipe", recipe), ("tied", True)
+
+
+def suite_candidates(ranks: int) -> list[Case]:
+    """Half of the time of `cases`: every recipe on 1 rank and on 2; each switch with a policy on one of them, and with
+    a critic or adapters on the other; every family of mixtures. On 4 ranks: what has shards in addition to replicas,
+    shared lines or experts."""
     turn = WORLDS.index(ranks)
     pairs = zip(*[iter(_switched(turn))] * 2, strict=True)
     switched = [pair[(number + turn) % 2] for number, pair in enumerate(pairs)]

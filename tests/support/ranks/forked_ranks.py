@@ -18,6 +18,7 @@ PRELOADED = [
     "tests.support.ranks.checkpoint_processes",
     "tests.support.ranks.checkpoint_worlds",
     "tests.support.ranks.training_ranks",
+    "pipeline.train.model.lora",
     "transformers.models.qwen3.modeling_qwen3",
     "tests.support.ranks.frozen_imports",
 ]

@@ -167,7 +167,8 @@ def test_a_server_on_a_cpu_takes_the_memory_and_threads_it_was_given() -> None:
     resources = {"inference": {"threads": 3}}
     given = config(resources=resources, inference={"kv_cache_bytes": 1 << 20})
     assert option(inference.server_command(given, place()), "--kv-cache-memory-bytes") == str(1 << 20)
-    assert server_environment(given, place(), WORLD)["OMP_NUM_THREADS"] == "3"
+    environment = server_environment(given, place(), WORLD)
+    assert environment["OMP_NUM_THREADS"] == environment["NUMBA_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

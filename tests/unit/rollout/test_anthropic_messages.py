@@ -2,11 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 
 from pipeline.environments import Episode
 from pipeline.environments.agent_task import anthropic_url
@@ -14,6 +12,9 @@ from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.rollout.agent_endpoint.episode_endpoint import Endpoint
 from tests.unit.rollout.test_agent_endpoint import CALL, MAX_LENGTH, Policy, is_what_the_policy_saw_and_said
 from tests.unit.rollout.test_agent_endpoint import qwen as qwen
+
+if TYPE_CHECKING:  # the library takes two CPU seconds to import, in each worker that collects this file
+    from anthropic import AsyncAnthropic
 
 T = TypeVar("T")
 WEATHER: Any = {
@@ -23,8 +24,9 @@ WEATHER: Any = {
 }
 
 
-def talk(policy: Policy, agent: Callable[[AsyncAnthropic], Awaitable[T]], **settings: Any) -> tuple[T, Episode]:
+def talk(policy: Policy, agent: "Callable[[AsyncAnthropic], Awaitable[T]]", **settings: Any) -> tuple[T, Episode]:
     """What an agent with Anthropic's client makes of the policy, and the episode."""
+    from anthropic import AsyncAnthropic
 
     async def run() -> tuple[T, Episode]:
         async with Endpoint(policy.chat, policy, MAX_LENGTH, **settings) as endpoint:
@@ -60,7 +62,7 @@ def is_one_row_of(episode: Episode, policy: Policy) -> None:
 def test_a_conversation_is_one_row_of_what_was_sampled(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, ["one", "two"])
 
-    async def agent(client: AsyncAnthropic) -> None:
+    async def agent(client: "AsyncAnthropic") -> None:
         messages = [user("first")]
         answer = await client.messages.create(**asked(messages, system="Be brief."))
         assert (answer.type, answer.role, answer.stop_reason, answer.stop_sequence) == (
@@ -85,7 +87,7 @@ def test_a_conversation_is_one_row_of_what_was_sampled(qwen: ChatTokenizer) -> N
 def test_tools_over_two_turns_are_one_row(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, [f"<think>hm</think>Let me see. {CALL}{CALL}", "It rains."])
 
-    async def agent(client: AsyncAnthropic) -> None:
+    async def agent(client: "AsyncAnthropic") -> None:
         messages = [user("Weather in Ulm?")]
         answer = await client.messages.create(**asked(messages, tools=[WEATHER]))
         text, first, second = answer.content
@@ -113,7 +115,7 @@ def test_tools_over_two_turns_are_one_row(qwen: ChatTokenizer) -> None:
 def test_a_stream_has_anthropic_s_events_and_says_the_same_as_a_whole_answer(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, [f"Hm {CALL}"] * 2)
 
-    async def agent(client: AsyncAnthropic) -> None:
+    async def agent(client: "AsyncAnthropic") -> None:
         request = asked([user("Ulm?")], tools=[WEATHER])
         whole = await client.messages.create(**request)
         raw = [event async for event in await client.messages.create(**request, stream=True)]
@@ -148,7 +150,7 @@ def test_a_stream_has_anthropic_s_events_and_says_the_same_as_a_whole_answer(qwe
 def test_a_streamed_conversation_is_one_row(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, [f"Hm {CALL}", "rain"])
 
-    async def agent(client: AsyncAnthropic) -> None:
+    async def agent(client: "AsyncAnthropic") -> None:
         messages = [user("Ulm?")]
         async with client.messages.stream(**asked(messages, tools=[WEATHER])) as stream:
             first = await stream.get_final_message()
@@ -164,7 +166,7 @@ def test_a_streamed_conversation_is_one_row(qwen: ChatTokenizer) -> None:
 def test_a_stop_sequence_and_a_limit_are_reasons_to_stop(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, ["Thought: x\nObservation: made up", "cut of"])
 
-    async def agent(client: AsyncAnthropic) -> None:
+    async def agent(client: "AsyncAnthropic") -> None:
         messages = [user("?")]
         answer = await client.messages.create(**asked(messages, stop_sequences=["END", "Observation:"]))
         assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "Observation:")
@@ -183,7 +185,7 @@ def test_a_stop_sequence_and_a_limit_are_reasons_to_stop(qwen: ChatTokenizer) ->
 def test_tokens_are_counted_without_sampling(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, ["one"])
 
-    async def agent(client: AsyncAnthropic) -> None:
+    async def agent(client: "AsyncAnthropic") -> None:
         said: dict[str, Any] = {"system": "Be brief.", "tools": [WEATHER]}
         counted = await client.messages.count_tokens(model="policy", messages=[user("Ulm?")], **said)
         assert policy.seen == []
@@ -219,7 +221,9 @@ THOUGHT = {"type": "thinking", "thinking": "hm", "signature": ""}
 def test_what_cannot_be_served_is_an_error_as_anthropic_has_it(
     change: dict[str, Any], reason: str, qwen: ChatTokenizer
 ) -> None:
-    async def agent(client: AsyncAnthropic) -> None:
+    import anthropic
+
+    async def agent(client: "AsyncAnthropic") -> None:
         with pytest.raises(anthropic.BadRequestError) as refused:
             await client.messages.create(**asked([user("?")]) | change, timeout=30)
         assert refused.value.body["type"] == "error"
@@ -231,7 +235,9 @@ def test_what_cannot_be_served_is_an_error_as_anthropic_has_it(
 
 
 def test_a_wrong_key_and_a_route_that_is_not_served_are_errors_of_anthropic_s(qwen: ChatTokenizer) -> None:
-    async def agent(client: AsyncAnthropic) -> None:
+    import anthropic
+
+    async def agent(client: "AsyncAnthropic") -> None:
         with pytest.raises(anthropic.AuthenticationError) as refused:
             await client.with_options(api_key="sk-ant-wrong").messages.create(**asked([user("?")]))
         assert refused.value.body["error"]["type"] == "authentication_error"
@@ -244,6 +250,8 @@ def test_a_wrong_key_and_a_route_that_is_not_served_are_errors_of_anthropic_s(qw
 
 
 def test_the_key_may_be_a_token_and_unknown_fields_are_ignored(qwen: ChatTokenizer) -> None:
+    from anthropic import AsyncAnthropic
+
     policy = Policy(qwen, ["hi"])
 
     async def run() -> Episode:
@@ -278,7 +286,7 @@ def test_a_stream_that_the_agent_leaves_counts_only_if_it_was_sampled(qwen: Chat
 
     policy = Slow(qwen, ["one " * 50, "two"])
 
-    async def agent(client: AsyncAnthropic) -> None:
+    async def agent(client: "AsyncAnthropic") -> None:
         left = asyncio.create_task(client.messages.create(**asked([user("?")]), stream=True))
         await waiting.wait()
         left.cancel()
