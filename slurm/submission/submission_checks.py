@@ -34,7 +34,7 @@ from pipeline.run.paths import RunPaths
 from pipeline.topology.memory_choice import choose_memory
 from pipeline.topology.memory_fit import check_memory
 from pipeline.topology.plan import Plan, make_plan
-from pipeline.topology.sizes import Sizes
+from pipeline.topology.sizes import Sizes, sizes_of_run
 from pipeline.tracking.tracker_protocol import check_trackers
 from pipeline.train.batching.conversation_rows import check_data
 from pipeline.train.batching.preference_rows import check_pairs
@@ -81,9 +81,9 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     # The memory model covers neither the adapters that clients of a serving run create, nor servers without a trainer.
     if config.resources.device == "cuda" and not (config.serve.enabled or config.evaluation.only):
         if config.resources.gpu_memory:
-            check_memory(config, model_sizes(config.model))
+            check_memory(config, run_sizes(config))
         elif config.cluster.on_this_machine:
-            check_shared_gpus(config, lambda placed: check_memory(placed, model_sizes(placed.model)))
+            check_shared_gpus(config, lambda placed: check_memory(placed, run_sizes(placed)))
     if not config.cluster.on_this_machine:
         queue = connect_scheduler(config.cluster.scheduler)
         accepted = [] if accepted is None else accepted
@@ -109,11 +109,16 @@ def fit_memory(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if not config.resources.gpu_memory:
         expected = "resources.gpu_memory to choose by"
         raise ConfigError("training.memory", "auto", expected, "set resources.gpu_memory, such as 80G")
-    return choose_memory(config, model_sizes(config.model))
+    return choose_memory(config, run_sizes(config))
+
+
+def run_sizes(config: RunConfig) -> Sizes:
+    """The sizes of a run's policy and of the model that drafts its tokens."""
+    return sizes_of_run(config, _model_sizes)
 
 
 @cache
-def model_sizes(model: ModelConfig) -> Sizes:
+def _model_sizes(model: ModelConfig) -> Sizes:
     """The model's sizes, looked up once for all points of a sweep."""
 
     def count(model: ModelConfig) -> Sizes:
