@@ -46,7 +46,7 @@ from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import JobQueue
 from slurm.scheduler.scheduler_registry import batch_scheduler, connect_scheduler
 from slurm.submission.launcher_forks import call_with_torch
-from slurm.submission.local_job import check_shared_gpus
+from slurm.submission.local_job import check_server_gpus, check_shared_gpus
 from slurm.submission.size_cache import remembered_sizes
 from slurm.submission.submission_warnings import check_agents
 
@@ -66,13 +66,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     check_inputs(config)
     _check_architecture(config)
     if config.has_servers:
-        check_parallel(config, head_count(config.model))
-        engine = find_engine(config.inference.engine)
-        engine.check_model(config, model_family(config.model), expert_count(config.model))
-        _check_served_adapters(config.model)
-        if not in_container:
-            engine.check_installed()
-            engine.check_config(config)
+        _check_engine(config)
     if config.has_rollouts and config.streams.backend == "redis" and not in_container:
         find_server()
     if config.replay:
@@ -92,6 +86,19 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
             check_site(config, plan, queue, text)
             accepted.append(shape)
     return plan
+
+
+def _check_engine(config: RunConfig) -> None:
+    """Raise `ConfigError` unless the run's engine can serve the model as configured."""
+    check_parallel(config, head_count(config.model))
+    engine = find_engine(config.inference.engine)
+    engine.check_model(config, model_family(config.model), expert_count(config.model))
+    _check_served_adapters(config.model)
+    if not config.cluster.container.is_used:
+        engine.check_installed()
+        engine.check_config(config)
+    if config.cluster.on_this_machine:
+        check_server_gpus(config)
 
 
 def _check_dtypes(config: RunConfig) -> None:

@@ -11,6 +11,7 @@
 | `verified_plans` | which of these copies were verified in an earlier start |
 | `adapter_loading`, `base_requests` | LoRA adapters; requests without an adapter next to others, on CPUs |
 | `decoding_checks`, `draft_weights` | rules of quantized weights and of drafts; the weights of a model that drafts |
+| `gpu_capability` | the GPUs that FP8 needs |
 | `expert_packing` | experts of a mixture, packed again at each update |
 | `routing_capture` | the experts of each token, from servers on CPUs |
 | `model_inspection` | what a model's class supports, found out in a fork |

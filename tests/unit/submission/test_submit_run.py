@@ -14,7 +14,7 @@ from pipeline.inference.vllm import vllm_engine
 from slurm.agent.gpu_locks import Claimant, claim_visible
 from slurm.submission import submission_checks, submission_warnings, submit_run
 from slurm.submission.compose_config import compose_config
-from tests.fakes.gpus import give_gpus
+from tests.fakes.gpus import give_capabilities, give_gpus
 
 
 def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) -> str:
@@ -281,6 +281,18 @@ def test_what_gpus_cannot_hold_is_refused_and_the_dry_run_shows_what_is_needed(
     shown = capsys.readouterr().out
     assert "\n  GPU of a trainer process: " in shown
     assert "\n  GPU of a server, at least: " in shown
+
+
+def test_fp8_is_refused_on_a_machine_without_a_gpu_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_capabilities(monkeypatch, tmp_path, "8.0", "8.6")
+    keys = ["resources=gpus", "model.dtype=bfloat16", "inference.quantization=fp8"]
+    told = answer(capsys, tmp_path / "runs", *keys)
+    assert "inference.quantization='fp8': expected none on GPU 1, whose compute capability is 8.6; FP8 needs" in told
+    (tmp_path / "other").mkdir()
+    give_capabilities(monkeypatch, tmp_path / "other", "8.0", "9.0")  # a server may get the second one
+    assert submit_run.main(["experiment=demo", f"output={tmp_path / 'runs'}", *keys, "--dry-run"]) == 0
 
 
 def test_a_drafting_model_is_part_of_what_a_server_needs(
