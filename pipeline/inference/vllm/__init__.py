@@ -4,6 +4,7 @@
 |---|---|
 | `vllm_engine` | vLLM as an `InferenceEngine`: which models it serves |
 | `server_command`, `installed_release` | a server's command line and environment; the installed vLLM |
+| `stock_functions` | vLLM's functions that are replaced here, found or refused |
 | `plugin`, `vllm_compat` | the plugin, which vLLM loads first; differences between releases |
 | `worker_extension` | methods that the trainer calls in a server's worker processes |
 | `transfer_engine`, `gloo_engine`, `nccl_engine` | an update of the weights inside a server; over TCP; on GPUs |
