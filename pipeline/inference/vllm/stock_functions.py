@@ -20,16 +20,15 @@ def stock_function(owner: Any, name: str, *parameters: str, by: str, key: str = 
     `ImportError` if this release has none with exactly these parameters; `key` is the setting that needs it, if not
     every run does.
     """
-    function = getattr(owner, name, None)
+    function: Callable[..., Any] | None = getattr(owner, name, None)
     if getattr(function, "__module__", "") == by:
         return None
     if function is None or not accepts_parameters(function, *parameters):
-        found = "none" if function is None else f"{name}{inspect.signature(function)}"
+        actual = "none" if function is None else f"{name}{inspect.signature(function)}"
         hint = f"leave out {key}, or install a release that has it" if key else "install a release that has it"
         expected = f"{owner.__name__}.{name}({', '.join(parameters)})"
-        raise ImportError(f"vLLM {version('vllm')} is not known to {by}: expected {expected}, found {found}; {hint}")
-    found_function: Callable[..., Any] = function
-    return found_function
+        raise ImportError(f"vLLM {version('vllm')} is not known to {by}: expected {expected}, found {actual}; {hint}")
+    return function
 
 
 def accepts_parameters(function: Callable[..., Any], *arguments: str) -> bool:
