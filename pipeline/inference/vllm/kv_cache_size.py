@@ -22,7 +22,8 @@ def limit_to_share(variables: Mapping[str, str] = os.environ) -> None:
         return
     from vllm.v1.worker.gpu_worker import Worker
 
-    stock = stock_function(Worker, "determine_available_memory", "self", by=__name__, key="resources.colocate")
+    key = "resources.colocate and resources.inference.servers_per_gpu"
+    stock = stock_function(Worker, "determine_available_memory", "self", by=__name__, key=key)
     if stock is None:
         return
 

@@ -67,8 +67,8 @@ def expand_sampling_settings() -> None:
     if current_platform.is_cpu():
         from vllm.v1.sample import rejection_sampler
 
-        key, parameters = "inference.speculation", signature(_repeated).parameters
-        if stock_function(rejection_sampler, "expand_batch_to_tokens", *parameters, by=__name__, key=key):
+        parameters = signature(_repeated).parameters
+        if stock_function(rejection_sampler, "expand_batch_to_tokens", *parameters, by=__name__):
             rejection_sampler.expand_batch_to_tokens = _repeated
 
 
