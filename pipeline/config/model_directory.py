@@ -22,6 +22,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 """Keys of configs for the number of experts to which a layer sends each token."""
 BUILT_IN = Path(conf.__file__).parent / "models"
+DRAFTING_MODEL = "inference.speculation.model"
 
 
 def model_directory(model: ModelConfig) -> Path:
@@ -163,11 +164,17 @@ def located_bases(bases: Mapping[str, str], model: ModelConfig) -> dict[str, str
     return located
 
 
+def drafting_model(config: RunConfig) -> ModelConfig:
+    """The keys of `model` for `inference.speculation.model`, which servers load from disk and run in the policy's
+    compute type."""
+    path = config.inference.speculation.model
+    return config.model.model_copy(update={"path": path, "init": "pretrained", "lora": LoraConfig()})
+
+
 def draft_directory(config: RunConfig) -> Path:
     """The absolute directory of `inference.speculation.model`. `ConfigError` without weights, or with another
     vocabulary than the policy's."""
-    key, path = "inference.speculation.model", config.inference.speculation.model
-    drafts = config.model.model_copy(update={"path": path, "init": "pretrained", "lora": LoraConfig()})
+    key, path, drafts = DRAFTING_MODEL, config.inference.speculation.model, drafting_model(config)
     if not path:
         raise ConfigError(key, path, "the directory of a smaller model with method=draft", "set it")
     try:

@@ -21,7 +21,7 @@ A server speaks HTTP, on its placement's address only. Every route except the fi
 | `POST /load_weights` | `tinker.server_weights` | clients' whole models |
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -79,6 +79,10 @@ class InferenceEngine(Protocol):
 
     def check_config(self, config: RunConfig) -> None:
         """`ConfigError` for settings that the installed release refuses."""
+        ...
+
+    def check_gpus(self, config: RunConfig, gpus: Sequence[int]) -> None:
+        """`ConfigError` for settings that a server cannot use on one of these GPUs of this machine."""
         ...
 
     def warnings(self, config: RunConfig) -> Iterator[str]:

@@ -75,21 +75,13 @@ def _of_rl(config: RunConfig, rows: Sequence[MetricRecord]) -> list[Finding]:
 
 def _not_finite(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
     for model, whose, rate in (("", "", "optim.lr"), ("critic/", " of the critic", "critic.lr")):
-        skipped = [count for row in steps if (count := _unexplained_skips(row, model))]
+        skipped = [count for row in steps if (count := row.get(f"{model}skipped", 0.0))]
         if len(skipped) > 1:
             yield Finding(
                 f"{sum(skipped):.0f} optimizer steps{whose} changed nothing, since their gradient was not finite.",
                 f"Lower {rate}, or lengthen optim.warmup_steps.",
                 "docs/algorithms.md#gradients-that-are-not-finite",
             )
-
-
-def _unexplained_skips(row: MetricRecord, model: str) -> float:
-    """Skipped optimizer steps, without the overflows that are part of loss scaling in float16: as in `NonFiniteGuard`,
-    those of a step with a finite loss. A number that is not finite is null in a row."""
-    is_finite = row.get(f"{model}loss", 0.0) is not None
-    skipped: float = row.get(f"{model}skipped", 0.0)
-    return skipped - row.get(f"{model}overflows", 0.0) if is_finite else skipped
 
 
 def _equal(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:

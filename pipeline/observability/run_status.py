@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from pipeline.observability.run_history import Attempt
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.run.run_documents import SubmittedJob
-from pipeline.transport.sample_records import ASKED
+from pipeline.transport.eval_records import ASKED
 
 BeforeStart = Literal["waiting", "queued", "left"]
 Running = Literal["meeting", "starting", "training", "evaluating", "finishing", "stopping"]

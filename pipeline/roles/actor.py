@@ -31,7 +31,8 @@ from pipeline.rollout.issue_loop import IssueLoop
 from pipeline.rollout.sample_store import EVAL, SampleStore
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport import AsyncStreams, connect
-from pipeline.transport.sample_records import TASK_CALLS, EvalRequest
+from pipeline.transport.eval_records import EvalRequest
+from pipeline.transport.sample_records import TASK_CALLS
 from pipeline.transport.shared_state import SharedState
 from pipeline.utils import heartbeat
 

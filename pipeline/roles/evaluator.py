@@ -32,7 +32,7 @@ from pipeline.rollout.server_pool import InferenceClient
 from pipeline.run.metrics_log import Console, MetricRecord, MetricSinks, read_rows
 from pipeline.run.run_documents import SubmittedJob
 from pipeline.train.loop.evaluations import metrics_of, results_in
-from pipeline.transport.sample_records import EvalRequest
+from pipeline.transport.eval_records import EvalRequest
 from pipeline.utils import shared_files
 from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT, retry_transient
 from pipeline.utils.waiting import Deadline

@@ -24,10 +24,11 @@ _PROBE_SECONDS = 5.0
 
 def launch(context: RoleContext) -> RoleCommand:
     """The server's command; ready once the server answers, even without weights. `ConfigError` if the engine is not
-    installed as the run needs it."""
+    installed as the run needs it, or if the server's GPUs cannot run it."""
     config, placement = context.config, context.placement
     engine = find_engine(config.inference.engine)
     engine.check_installed()
+    engine.check_gpus(config, placement.gpus)
     return RoleCommand(
         argv=server_command(config, placement),
         env=engine.environment(config, placement, context.paths.world)

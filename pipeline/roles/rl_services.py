@@ -16,6 +16,7 @@ from pipeline.inference.weight_sync.weight_sender import WeightSender
 from pipeline.roles.role_context import RoleContext
 from pipeline.roles.server_membership import ServerMembership
 from pipeline.roles.world_revisions import WorldRevisions
+from pipeline.rollout.draft_acceptance import AcceptanceRate
 from pipeline.run.fault_moments import FaultMoments
 from pipeline.run.joined_servers import JoinedServers
 from pipeline.run.metrics_log import read_rows
@@ -53,7 +54,8 @@ class RlServices:
         self._context, self._dispatch, self._ledger = context, dispatch, ledger
         self._actor = replace(context, placement=context.world.of_role("actor")[0])
         config = context.config
-        self._worlds = WorldRevisions(context.paths)
+        self._worlds, self._accepted = WorldRevisions(context.paths), AcceptanceRate()
+        self._accepted.take(self._actor_numbers())  # what was drafted before belongs to another trainer's records
         streams = opened.enter_context(connect(context))
         self._board = SharedState(streams)
         sender = opened.enter_context(self._sender())
@@ -148,16 +150,20 @@ class RlServices:
         status = self._actor.status()
         return None if status is None else ActorReport(status.time, status.state, status.numbers)
 
-    def fractions(self) -> dict[str, float]:
-        """Fractions (0 … 1) from the actor's report: how idle servers and actor were during the last second, the
-        prompt tokens that were in the servers' prefix caches, and the drafted tokens that servers accepted."""
+    def _actor_numbers(self) -> Mapping[str, float]:
         status = self._actor.status()
-        numbers = status.numbers if status is not None else {}
+        return {} if status is None else status.numbers
+
+    def fractions(self) -> dict[str, float]:
+        """Fractions (0 … 1) from the actor's report for one metrics record: how idle servers and actor were during the
+        last second, the prompt tokens that were in the servers' prefix caches, and the drafted tokens that servers
+        accepted since the last record."""
+        numbers = self._actor_numbers()
         fractions = {
             "idle/actor": numbers.get("gate_blocked"),
             "idle/servers": _mean_of_servers(numbers, "idle/"),
             "prefix_cache/hit_rate": _mean_of_servers(numbers, "prefix_cache/"),
-            "speculation/acceptance_rate": _mean_of_servers(numbers, "accepted_drafts/"),
+            "speculation/acceptance_rate": self._accepted.take(numbers),
         }
         return {name: value for name, value in fractions.items() if value is not None}
 

@@ -31,7 +31,8 @@ from pipeline.rollout.rollout_policy import Sampling
 from pipeline.rollout.sample_rollout import Rollout, completion_of, roll_out, to_sample
 from pipeline.rollout.sample_store import SampleRecord, records_of_evaluation
 from pipeline.rollout.server_pool import InferenceClient
-from pipeline.transport.sample_records import ASKED, EVALUATED, EvalPart, EvalRequest, EvalResult, Sample, mean_metrics
+from pipeline.transport.eval_records import ASKED, EVALUATED, EvalPart, EvalRequest, EvalResult
+from pipeline.transport.sample_records import Sample, mean_metrics
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ import aiohttp
 from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RolloutError
 from pipeline.rollout.cache_load import CacheLoad, CacheWatch
-from pipeline.rollout.draft_acceptance import DraftAcceptance
+from pipeline.rollout.draft_acceptance import DraftCounts
 from pipeline.rollout.generate_wire import GenerationRequest
 from pipeline.rollout.server_client import Completion, Server, TransientError
 from pipeline.transport.sample_records import SAMPLED_TOKENS
@@ -89,7 +89,7 @@ class InferenceClient:
         self._max_lag, self._server_seconds, self._vocabulary = max_lag, server_seconds, vocabulary
         self._routing, self._keeps_prefixes = routing, keeps_prefixes
         self._changed, self._suspects = asyncio.Event(), PoisonRequestGuard()
-        self._cache_watch, self._drafts = CacheWatch(), DraftAcceptance()
+        self._cache_watch, self._drafts = CacheWatch(), DraftCounts()
         self._followed: set[str] = set()
         self._eligible: list[Server] | None = []
         self.retries: Counter[str] = Counter()
@@ -175,23 +175,20 @@ class InferenceClient:
 
     def numbers(self) -> dict[str, float]:
         """Values for the status: counts since the start, each server's idle fraction since the last call, and the
-        fraction of its prompt tokens that were in its prefix cache, where it reports that, and of its drafted tokens
-        that were accepted, since `read_drafts` was called."""
+        fraction of its prompt tokens that were in its prefix cache, where it reports that; and the drafted tokens of
+        all servers as of the last `read_drafts`."""
         idle = {f"idle/{endpoint}": 1 - server.busy.pop() for endpoint, server in self._servers.items()}
         hits = {
             f"prefix_cache/{endpoint}": server.prompts.hit_rate
             for endpoint, server in self._servers.items()
             if server.prompts.tokens
         }
-        drafts = {f"accepted_drafts/{endpoint}": fraction for endpoint, fraction in self._drafts.fractions.items()}
         retries = {f"retries/{reason}": float(count) for reason, count in self.retries.items()}
-        counts = {"requests": self.requests, SAMPLED_TOKENS: self.tokens}
-        return (
-            counts | {"requests/returned": self.returned, "requests/moved": self.moved} | idle | hits | drafts | retries
-        )
+        counts = {"requests": self.requests, SAMPLED_TOKENS: self.tokens} | self._drafts.numbers()
+        return counts | {"requests/returned": self.returned, "requests/moved": self.moved} | idle | hits | retries
 
     async def read_drafts(self) -> None:
-        """Read from each server how many drafted tokens it accepted."""
+        """Read from each server how many tokens it drafted and accepted."""
         await self._drafts.read(self._http, [*self._servers])
 
     async def load(self) -> CacheLoad:

@@ -35,6 +35,12 @@ WEIGHT_CHUNK = 1 << 27
 if several trainer processes send."""
 _ARRIVING = 2
 """Tokens that arrive at a process for its experts, relative to the number under uniform routing."""
+_CHECKED_LOGIT = 20
+"""Bytes per logit of a drafted token that vLLM checks: five copies in float32 exist at a time (0.32, its
+`RejectionSampler` with log-probabilities). vLLM's profiling pass has one drafted token per sequence, so all others
+take memory outside of `inference.gpu_memory`."""
+_CHECKED_TOKENS = 8192
+"""Maximum tokens of a step of vLLM, drafted ones included: its servers' default on GPUs of 70 to 160 GB (0.32)."""
 _LOGIT = 12
 """Bytes per logit in the backward pass: the logit, its gradient, and a temporary copy of one of the two."""
 
@@ -99,6 +105,8 @@ def server_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
             "weights": _served_bytes(config, sizes),
             "weights that arrive": _receive_bytes(config, sizes) if _publishes(config) else 0,
             "one sequence": sequence_bytes(config, sizes),
+            "drafting model": _drafting_bytes(config, sizes),
+            "logits of drafted tokens": _checked_bytes(config, sizes),
             "engine": ENGINE,
             "CUDA": CONTEXT,
         }
@@ -107,18 +115,21 @@ def server_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
 
 def kv_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Cache bytes of a token on each GPU of a server while every layer's window includes it; 0 if unknown."""
-    return _shard((sizes.kv + sizes.kv_window) * sizes.width, min(_server_gpus(config), sizes.kv_heads))
+    own = _shard((sizes.kv + sizes.kv_window) * sizes.width, min(_server_gpus(config), sizes.kv_heads))
+    return own + (kv_bytes(config, sizes.draft) if sizes.draft else 0)
 
 
 def sequence_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Cache bytes of a sequence of `model.max_length` on each GPU of a server; 0 if unknown.
+    """Cache bytes of a sequence of `model.max_length` on each GPU of a server, of the policy and of a drafting model; 0
+    if unknown.
 
     For layers with windows, an engine uses somewhat more while it computes a long prompt.
     """
     length = config.model.max_length
     # Layers with a window cache at most `window` tokens of a sequence.
     numbers = length * sizes.kv + min(length, sizes.window) * sizes.kv_window
-    return _shard(numbers * sizes.width, min(_server_gpus(config), sizes.kv_heads))
+    own = _shard(numbers * sizes.width, min(_server_gpus(config), sizes.kv_heads))
+    return own + (sequence_bytes(config, sizes.draft) if sizes.draft else 0)
 
 
 def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
@@ -128,7 +139,7 @@ def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
     """
     per_sequence = sequence_bytes(config, sizes)
     own = config.inference.gpu_memory * memory / config.resources.inference.servers_per_gpu
-    room = own - _served_bytes(config, sizes) - ENGINE
+    room = own - _served_bytes(config, sizes) - _drafting_bytes(config, sizes) - ENGINE
     return int(room // per_sequence) if per_sequence else 0
 
 
@@ -214,19 +225,22 @@ def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
 def min_engine_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Minimum bytes of a GPU for the engine, within `inference.gpu_memory`, over all servers on the GPU."""
     parts = server_memory(config, sizes).parts
-    return config.resources.inference.servers_per_gpu * (parts["weights"] + parts["one sequence"] + parts["engine"])
+    inside = parts["weights"] + parts["drafting model"] + parts["one sequence"] + parts["engine"]
+    return config.resources.inference.servers_per_gpu * inside
 
 
 def colocated_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a server's GPU for other users: arriving weights, CUDA, and a colocated trainer."""
+    """Bytes of a server's GPU for other users than its engine: `bytes_beside_engine`, and a colocated trainer."""
     trainer = trainer_memory(config, sizes).total if config.resources.colocate else 0
     return trainer + bytes_beside_engine(config, sizes)
 
 
 def bytes_beside_engine(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: arriving weights, and CUDA."""
+    """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: arriving weights, drafted tokens'
+    logits, and CUDA."""
     parts = server_memory(config, sizes).parts
-    return config.resources.inference.servers_per_gpu * (parts["weights that arrive"] + parts["CUDA"])
+    outside = parts["weights that arrive"] + parts["logits of drafted tokens"] + parts["CUDA"]
+    return config.resources.inference.servers_per_gpu * outside
 
 
 def _stored(sizes: Sizes) -> int:
@@ -268,6 +282,21 @@ def _served_bytes(config: RunConfig, sizes: Sizes) -> int:
     embedding and the head; their scales are below a thousandth."""
     fewer = 0 if config.inference.quantization == "none" else sizes.width - 1
     return _shard(sizes.weights - fewer * (sizes.parameters - sizes.outside_layers), _server_gpus(config))
+
+
+def _drafting_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a drafting model's weights for one process of a server. It has as many processes as the policy, and
+    FP8 does not apply to it."""
+    return _shard(sizes.draft.weights, _server_gpus(config)) if sizes.draft else 0
+
+
+def _checked_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of the logits of all tokens that a server's sequences have drafted; each of its processes has them all."""
+    speculation = config.inference.speculation
+    if speculation.method == "none":
+        return 0
+    tokens = min(config.inference.max_sequences * speculation.tokens, _CHECKED_TOKENS)
+    return _CHECKED_LOGIT * tokens * sizes.vocabulary
 
 
 def _arrives_on_host(config: RunConfig) -> bool:

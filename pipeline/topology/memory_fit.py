@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from pipeline.config import RunConfig
 from pipeline.config.value_types import memory_bytes
 from pipeline.errors import ConfigError
@@ -83,15 +85,19 @@ def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
         raise _out_of_memory_error(config, "each GPU of a server", need, _hint_server(config, sizes, memory))
     share, most = config.inference.gpu_memory, max_gpu_memory_utilization(config, sizes, memory)
     if share > most:
-        expected = f"at most {most}: {_BESIDE_ENGINE[config.resources.colocate]} take {outside / GIB:.1f} GiB beside it"
+        expected = f"at most {most}: {_users_beside_engine(config)} take {outside / GIB:.1f} GiB beside it"
         raise ConfigError("inference.gpu_memory", share, expected, "lower it")
     if share * memory < inside:
-        expected = f"at least {math.ceil(100 * inside / memory) / 100}, for weights, engine and one sequence"
+        draft = "a drafting model, " if sizes.draft else ""
+        expected = f"at least {math.ceil(100 * inside / memory) / 100}, for weights, {draft}engine and one sequence"
         raise ConfigError("inference.gpu_memory", share, expected, "raise it, or lower model.max_length")
 
 
-_BESIDE_ENGINE = {False: "weights that arrive and CUDA", True: "the trainer, weights that arrive and CUDA"}
-"""The users of a server's GPU other than the engine, by whether the trainer shares it."""
+def _users_beside_engine(config: RunConfig) -> str:
+    """The users of a server's GPU other than the engine."""
+    trainer = "the trainer, " if config.resources.colocate else ""
+    drafted = "" if config.inference.speculation.method == "none" else ", logits of drafted tokens"
+    return f"{trainer}weights that arrive{drafted} and CUDA"
 
 
 def _out_of_memory_error(config: RunConfig, process: str, need: MemoryBudget, hint: str) -> ConfigError:
@@ -129,6 +135,9 @@ def _hint_server(config: RunConfig, sizes: Sizes, memory: int) -> str:
     staged = config.model_copy(update={"inference": config.inference.model_copy(update={"staging_device": "host"})})
     if min_engine_bytes(staged, sizes) + colocated_bytes(staged, sizes) <= memory:
         return "set inference.staging_device=host"
+    alone = replace(sizes, draft=None)
+    if sizes.draft and min_engine_bytes(config, alone) + colocated_bytes(config, alone) <= memory:
+        return "choose a smaller drafting model"
     return "choose GPUs of more memory"
 
 

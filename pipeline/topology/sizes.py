@@ -1,6 +1,16 @@
-"""The sizes of a model, as the arithmetic of memory needs them. Pure."""
+"""The sizes of a model, as the arithmetic of memory needs them. Pure.
+
+sizes_of_run(config, sizes_of)      # those of the policy, with those of the model that drafts its tokens
+"""
+
+from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
+
+from pipeline.config import ModelConfig, RunConfig
+from pipeline.config.model_directory import DRAFTING_MODEL, drafting_model
+from pipeline.errors import ConfigError
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +31,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         kv: numbers per token in a server's cache, over `kv_heads` heads, of layers that cache all tokens; 0 if unknown.
         kv_window: the same for layers that cache only the last `window` tokens.
         width: bytes of a number in compute type.
+        draft: the sizes of the model that drafts tokens on the policy's servers; None without one.
     """
 
     parameters: int
@@ -43,6 +54,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     experts_layer: int = 0
     experts_of_layer: int = 0
     experts_per_token: int = 0
+    draft: "Sizes | None" = None
 
     @property
     def weights(self) -> int:
@@ -53,3 +65,18 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     def head(self) -> int:
         """Number of parameters of the head."""
         return self.hidden * self.vocabulary
+
+
+def sizes_of_run(config: RunConfig, sizes_of: Callable[[ModelConfig], Sizes]) -> Sizes:
+    """The sizes of a run's policy, and in `draft` those of `inference.speculation.model`, both by `sizes_of`.
+
+    Its `ConfigError` for the drafting model names that key.
+    """
+    sizes = sizes_of(config.model)
+    if config.inference.speculation.method != "draft" or not config.has_servers:
+        return sizes
+    draft = drafting_model(config)
+    try:
+        return replace(sizes, draft=sizes_of(draft))
+    except ConfigError as error:
+        raise ConfigError(DRAFTING_MODEL, draft.path, error.expected, error.hint) from None

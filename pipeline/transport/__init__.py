@@ -9,7 +9,9 @@
 | `async_streams` | the streams inside an event loop |
 | `ending_patience` | the timeout for a backend while the attempt is ending |
 | `shared_state` | the few values that the trainer posts and the actor watches |
-| `sample_records`, `turn_times` | records between roles: samples, groups, evaluations; the times of turns |
+| `sample_records`, `turn_times` | records of samples and groups; the times of turns |
+| `eval_records` | records of evaluations |
+| `record_wire` | the wire format of all records |
 | `top_tokens` | the likeliest tokens of a teacher |
 | `ledger`, `staleness` | the order and the outcomes of positions; the bound on generation ahead of training |
 

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
-from pipeline.transport.sample_records import R, Record
+from pipeline.transport.record_wire import R
+from pipeline.transport.sample_records import Record
 from pipeline.transport.streams import (
     FIRST_PAUSE,
     LONGEST_PAUSE,

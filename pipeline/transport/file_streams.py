@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote
 from pipeline.errors import DeadlineError, RecordError, StreamError
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.transport import topic_cursors, topic_segments
-from pipeline.transport.sample_records import R, decode_record
+from pipeline.transport.record_wire import R, decode_record
 from pipeline.transport.streams import (
     FIRST_PAUSE,
     LONGEST_PAUSE,

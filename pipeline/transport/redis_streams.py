@@ -27,7 +27,7 @@ from redis.retry import Retry
 
 from pipeline.errors import ImpostorError, RecordError, StreamError, one_line
 from pipeline.transport import redis_scripts as scripts
-from pipeline.transport.sample_records import R, decode_record
+from pipeline.transport.record_wire import R, decode_record
 from pipeline.transport.streams import REJECTED_BYTES, Acknowledging, Depth, Entry, Reader, Rejected, Streams
 from pipeline.utils import heartbeat
 from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT

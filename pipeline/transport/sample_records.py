@@ -1,10 +1,8 @@
-"""The records that travel between roles.
+"""The records of samples and groups that travel between roles, and the requests for positions.
 
-Owns the wire format of samples, groups and control messages: a CRC-32, then msgpack through msgspec, each with its kind
-and version, no pickle. Promises that `decode_record` returns an equal record for bytes of `encode_record`, and raises
-`RecordError` for all others, even with a single flipped bit. Whether the values make sense is a separate question,
-which `check` answers for their consumers. Numeric arrays travel as raw little-endian bytes, so a record is written and
-read without touching its elements.
+Owns their fields, and whether their values make sense, which `check` answers for their consumers; `record_wire` has the
+bytes on the way. Numeric arrays travel as raw little-endian bytes, so a record is written and read without touching its
+elements.
 
 Notation: T tokens of a sample (prompt, sampled and tool tokens, in order), S samples of a group.
 
@@ -15,9 +13,8 @@ the sample holds the first row, and `branches` the others, each without the pref
 import hashlib
 import math
 import struct
-import zlib
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -341,61 +338,9 @@ class Reissue(Record, frozen=True, kw_only=True, tag="reissue"):
     awaited: bool = False
 
 
-EVALUATED, ASKED = "evaluation/done", "evaluation/prompts"
-"""Names under which an actor reports a running evaluation: the number of prompts done, and of all prompts."""
 SAMPLED_TOKENS, TASK_CALLS = "completion_tokens", "task_calls"
 """Names under which an actor reports totals since its start: tokens sampled, also in turns that have not ended, and
 finished calls of the task (prompts, tools and rewards). They grow while its episodes advance."""
-
-
-class EvalRequest(Record, frozen=True, kw_only=True, tag="eval_request"):
-    """The trainer requests the accuracy of a policy version on an evaluation set; empty: the run's held-out prompts."""
-
-    id: str
-    policy_version: int
-    set: str = ""
-
-
-class EvalPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an evaluation that belongs to one task of a mix; attributes as in `EvalResult`."""
-
-    accuracy: float | None
-    error: float | None
-    prompts: int
-    failed: int
-
-
-class EvalResult(Record, frozen=True, kw_only=True, tag="eval_result"):
-    """The result of one `EvalRequest`.
-
-    Attributes:
-        accuracy: mean over the prompts of the mean reward of their samples, without the failed ones; None if all or
-            more than `evaluation.max_failed_fraction` of the samples failed.
-        error: standard error of that mean over the prompts; None with fewer than two prompts that have a sample.
-        prompts, samples: the number of prompts, and of samples per prompt, including failed ones.
-        failed: number of failed samples, which do not count above; `timed_out` of them missed the deadline.
-        version_min, version_max: oldest and newest policy version that sampled; −1 without any sample.
-        seconds: duration.
-        pass_at: pass@k by k, over the prompts with at least k successful samples; a k without such a prompt is missing.
-        metrics: means over the successful samples; empty without an accuracy.
-        parts: the results of the tasks of a mix by their labels; empty for another task.
-    """
-
-    id: str
-    policy_version: int
-    accuracy: float | None
-    prompts: int
-    version_min: int
-    version_max: int
-    seconds: float
-    failed: int = 0
-    metrics: dict[str, float] = {}
-    set: str = ""
-    samples: int = 1
-    timed_out: int = 0
-    error: float | None = None
-    pass_at: dict[int, float] = {}
-    parts: dict[str, EvalPart] = {}
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
@@ -405,33 +350,3 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
         for name, value in sample.metrics.items():
             values.setdefault(name, []).append(value)
     return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
-
-
-AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult
-R = TypeVar("R", bound=Record)
-
-_CHECKSUM = struct.Struct("<I")
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyRecord)
-
-
-def encode_record(record: Record) -> bytes:
-    """The record as bytes: the CRC-32 of its msgpack, followed by the msgpack."""
-    body = _encoder.encode(record)
-    return _CHECKSUM.pack(zlib.crc32(body)) + body
-
-
-def decode_record(data: bytes, kind: type[R]) -> R:
-    """The record in `data`, which must be of `kind` and of this version; else `RecordError`."""
-    body = memoryview(data)[_CHECKSUM.size :]
-    if data[: _CHECKSUM.size] != _CHECKSUM.pack(zlib.crc32(body)):
-        raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: their checksum differs")
-    try:
-        record = _decoder.decode(body)
-    except msgspec.DecodeError as error:
-        raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: {error}") from error
-    if not isinstance(record, kind):
-        raise RecordError(f"expected a {kind.__name__} record, found {type(record).__name__}")
-    if record.version != WIRE_VERSION:
-        raise RecordError(f"{kind.__name__} record of version {record.version}; this code reads version {WIRE_VERSION}")
-    return record

@@ -15,7 +15,8 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from pipeline.errors import StreamError
-from pipeline.transport.sample_records import R, Record, encode_record
+from pipeline.transport.record_wire import R, encode_record
+from pipeline.transport.sample_records import Record
 from pipeline.utils.waiting import wait_for
 
 V = TypeVar("V")

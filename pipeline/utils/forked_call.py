@@ -2,8 +2,8 @@
 
     sizes = forked_call(address, "trainer", "pipeline.train.model.model_size", "sizes_of", config.model)
 
-Promises that the call ends with its caller, and that its output reaches the caller's error output. This module is also
-the program.
+Promises that the call ends with its caller, that its output reaches the caller's error output, and that a long wait is
+reported there once, with its reason. This module is also the program.
 """
 
 import os
@@ -11,13 +11,16 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from pipeline.utils.forked_process import ForkRequest
+from pipeline.utils.forked_process import ForkedProcess, ForkRequest
 
 SECONDS = 300.0
 """Deadline of a call, with the imports for which it waits."""
+SILENT_SECONDS = 10.0
+"""Seconds after which a call reports what it waits for."""
 
 
 def forked_call(address: str, stage: str, module: str, function: str, *arguments: Any) -> Any:
@@ -35,7 +38,7 @@ def forked_call(address: str, stage: str, module: str, function: str, *arguments
         argv = [sys.executable, "-P", "-m", "pipeline.utils.forked_call"]
         program = request.send(argv, os.environ, [call.fileno(), result.fileno(), output.fileno()])
         try:
-            code = program.wait(SECONDS)
+            code = _wait(program, f"{module}.{function}", stage)
         except subprocess.TimeoutExpired as late:
             raise TimeoutError(f"{module}.{function} in a fork: no result within {SECONDS:g} s") from late
         finally:
@@ -49,6 +52,16 @@ def forked_call(address: str, stage: str, module: str, function: str, *arguments
     if error is not None:
         raise error
     return value
+
+
+def _wait(program: ForkedProcess, call: str, stage: str) -> int:
+    """The program's exit code; `subprocess.TimeoutExpired` after `SECONDS`."""
+    silent = min(SILENT_SECONDS, SECONDS)
+    with suppress(subprocess.TimeoutExpired):
+        return program.wait(silent)
+    reason = f"its process {program.pid} is at work" if program.pid else f"stage {stage!r} of the fork server imports"
+    print(f"waiting for {call} for {silent:g} s, of {SECONDS:g} at most: {reason}", file=sys.stderr, flush=True)
+    return program.wait(SECONDS - silent)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from pipeline.run.first_failure import FirstFailure
 from pipeline.run.metrics_log import MetricRecord, series
 from pipeline.run.notices import Notice
 from pipeline.run.run_documents import SubmittedJob
-from pipeline.transport.sample_records import ASKED, EVALUATED
+from pipeline.transport.eval_records import ASKED, EVALUATED
 
 _RECENT = 20
 _NEEDED = (

@@ -18,6 +18,7 @@ from pipeline.checkpoints import remove_unfinished, root_of
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError, ConfigError, PlanError
+from pipeline.inference.engine_registry import find_engine
 from pipeline.run.events import LAUNCHER, Events
 from pipeline.run.metrics_log import MetricRecord, read_rows
 from pipeline.run.paths import AttemptPaths, RunPaths
@@ -70,6 +71,25 @@ def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> 
             f"{error.hint}. This machine's smallest GPU has {min(known) / GIB:.1f} GiB; CUDA_VISIBLE_DEVICES can name "
             "others, and resources.gpu_memory replaces the measured value",
         ) from None
+
+
+def check_server_gpus(config: RunConfig) -> None:
+    """Raise `ConfigError` if servers can run on none of this machine's GPUs, for the reason of the last one.
+
+    A server's start checks its own GPUs. Only quantization depends on them, so nothing is measured without it.
+    """
+    if config.resources.device != "cuda" or config.inference.quantization == "none":
+        return
+    engine, refusal = find_engine(config.inference.engine), None
+    for gpu in find_gpus(gpus_of_user()):
+        try:
+            engine.check_gpus(config, [gpu.index])
+        except ConfigError as error:
+            refusal = error
+        else:
+            return
+    if refusal is not None:
+        raise refusal
 
 
 class LocalJob:

@@ -34,7 +34,7 @@ from pipeline.run.paths import RunPaths
 from pipeline.topology.memory_choice import choose_memory
 from pipeline.topology.memory_fit import check_memory
 from pipeline.topology.plan import Plan, make_plan
-from pipeline.topology.sizes import Sizes
+from pipeline.topology.sizes import Sizes, sizes_of_run
 from pipeline.tracking.tracker_protocol import check_trackers
 from pipeline.train.batching.conversation_rows import check_data
 from pipeline.train.batching.preference_rows import check_pairs
@@ -46,7 +46,7 @@ from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import JobQueue
 from slurm.scheduler.scheduler_registry import batch_scheduler, connect_scheduler
 from slurm.submission.launcher_forks import call_with_torch
-from slurm.submission.local_job import check_shared_gpus
+from slurm.submission.local_job import check_server_gpus, check_shared_gpus
 from slurm.submission.size_cache import remembered_sizes
 from slurm.submission.submission_warnings import check_agents
 
@@ -66,13 +66,7 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     check_inputs(config)
     _check_architecture(config)
     if config.has_servers:
-        check_parallel(config, head_count(config.model))
-        engine = find_engine(config.inference.engine)
-        engine.check_model(config, model_family(config.model), expert_count(config.model))
-        _check_served_adapters(config.model)
-        if not in_container:
-            engine.check_installed()
-            engine.check_config(config)
+        _check_engine(config)
     if config.has_rollouts and config.streams.backend == "redis" and not in_container:
         find_server()
     if config.replay:
@@ -81,9 +75,9 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
     # The memory model covers neither the adapters that clients of a serving run create, nor servers without a trainer.
     if config.resources.device == "cuda" and not (config.serve.enabled or config.evaluation.only):
         if config.resources.gpu_memory:
-            check_memory(config, model_sizes(config.model))
+            check_memory(config, run_sizes(config))
         elif config.cluster.on_this_machine:
-            check_shared_gpus(config, lambda placed: check_memory(placed, model_sizes(placed.model)))
+            check_shared_gpus(config, lambda placed: check_memory(placed, run_sizes(placed)))
     if not config.cluster.on_this_machine:
         queue = connect_scheduler(config.cluster.scheduler)
         accepted = [] if accepted is None else accepted
@@ -92,6 +86,19 @@ def check_submission(config: RunConfig, accepted: list[object] | None = None) ->
             check_site(config, plan, queue, text)
             accepted.append(shape)
     return plan
+
+
+def _check_engine(config: RunConfig) -> None:
+    """Raise `ConfigError` unless the run's engine can serve the model as configured."""
+    check_parallel(config, head_count(config.model))
+    engine = find_engine(config.inference.engine)
+    engine.check_model(config, model_family(config.model), expert_count(config.model))
+    _check_served_adapters(config.model)
+    if not config.cluster.container.is_used:
+        engine.check_installed()
+        engine.check_config(config)
+    if config.cluster.on_this_machine:
+        check_server_gpus(config)
 
 
 def _check_dtypes(config: RunConfig) -> None:
@@ -109,11 +116,16 @@ def fit_memory(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if not config.resources.gpu_memory:
         expected = "resources.gpu_memory to choose by"
         raise ConfigError("training.memory", "auto", expected, "set resources.gpu_memory, such as 80G")
-    return choose_memory(config, model_sizes(config.model))
+    return choose_memory(config, run_sizes(config))
+
+
+def run_sizes(config: RunConfig) -> Sizes:
+    """The sizes of a run's policy and of the model that drafts its tokens."""
+    return sizes_of_run(config, _model_sizes)
 
 
 @cache
-def model_sizes(model: ModelConfig) -> Sizes:
+def _model_sizes(model: ModelConfig) -> Sizes:
     """The model's sizes, looked up once for all points of a sweep."""
 
     def count(model: ModelConfig) -> Sizes:

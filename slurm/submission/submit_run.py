@@ -35,7 +35,7 @@ from slurm.submission.declined_options import refuse_launcher_key, refuse_option
 from slurm.submission.launcher_forks import launcher_forks
 from slurm.submission.launcher_signals import recorded_signals
 from slurm.submission.local_job import LocalJob, follow_here, lacking_gpus, refuse_lacking_gpus
-from slurm.submission.submission_checks import batch_text, check_submission, fit_memory, make_executor, model_sizes
+from slurm.submission.submission_checks import batch_text, check_submission, fit_memory, make_executor, run_sizes
 from slurm.submission.submission_warnings import warnings_of
 from slurm.submission.submit_sweep import PointLauncher, sweep
 from slurm.submission.sweeps.hydra_settings import names_hydra
@@ -156,9 +156,7 @@ def print_plan(config: RunConfig, plan: Plan, warned: Sequence[str] = (), *, who
         print(f"  {chosen}", flush=True)
     if whole and trainer_ranks(config) > 1 and not config.evaluation.only:
         print(f"  mesh of the trainer: {describe_mesh(config)}", flush=True)
-    for line in (
-        describe_memory(config, model_sizes(config.model)) if whole and config.resources.device == "cuda" else ()
-    ):
+    for line in describe_memory(config, run_sizes(config)) if whole and config.resources.device == "cuda" else ():
         print(f"  {line}", flush=True)
     if (shown := first_trainable_row(config)) is not None:
         first, endless = shown

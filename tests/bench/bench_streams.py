@@ -25,7 +25,8 @@ import redis
 from pipeline.roles.redis import owner_password
 from pipeline.roles.role_context import RoleContext
 from pipeline.transport import Streams, connect
-from pipeline.transport.sample_records import Group, Sample, encode_record
+from pipeline.transport.record_wire import encode_record
+from pipeline.transport.sample_records import Group, Sample
 from pipeline.utils.mutual_auth import introduce
 from tests.bench.tables import judge, markdown
 from tests.support.servers.redis_attempts import a_config, a_redis, raw_client, redis_context

@@ -19,3 +19,12 @@ def give_gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, *used: int) -> Path
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpu_locks, "DEFAULT_FOLDER", folder)
     return gpu_locks.folder_of_this_boot()
+
+
+def give_capabilities(monkeypatch: pytest.MonkeyPatch, folder: Path, *capabilities: str) -> None:
+    """Give this process one free GPU for each compute capability, which its nvidia-smi tells when asked for it."""
+    give_gpus(monkeypatch, folder, *(0 for _ in capabilities))
+    tool = folder / "gpu-tools" / "nvidia-smi"
+    lines = "".join(f"echo '{index}, {each}'\n" for index, each in enumerate(capabilities))
+    others = tool.read_text().removeprefix("#!/bin/sh\n")
+    tool.write_text(f'#!/bin/sh\ncase "$*" in *compute_cap*)\n{lines}exit;;\nesac\n{others}')

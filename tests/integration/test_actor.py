@@ -14,16 +14,9 @@ import psutil
 import pytest
 
 from pipeline.transport import Streams
+from pipeline.transport.eval_records import EvalRequest, EvalResult
 from pipeline.transport.ledger import Ledger
-from pipeline.transport.sample_records import (
-    SAMPLED_TOKENS,
-    TASK_CALLS,
-    EvalRequest,
-    EvalResult,
-    Group,
-    PreparedGroup,
-    Reissue,
-)
+from pipeline.transport.sample_records import SAMPLED_TOKENS, TASK_CALLS, Group, PreparedGroup, Reissue
 from pipeline.transport.shared_state import SharedState
 from pipeline.transport.topic_segments import SegmentPosition, walk
 from pipeline.utils.subprocesses import Child, tail

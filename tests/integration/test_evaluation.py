@@ -14,8 +14,8 @@ from pipeline.train.loop.actor_watch import ActorReport, ActorWatch
 from pipeline.train.loop.evaluations import Evaluations, Schedule, results_in
 from pipeline.train.loop.group_batches import Interrupted
 from pipeline.transport import Streams
+from pipeline.transport.eval_records import EVALUATED, EvalRequest, EvalResult
 from pipeline.transport.file_streams import FileStreams
-from pipeline.transport.sample_records import EVALUATED, EvalRequest, EvalResult
 from tests.fakes.clock import FakeClock
 
 

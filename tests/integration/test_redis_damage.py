@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.transport import connect
+from pipeline.transport.record_wire import encode_record
 from pipeline.transport.redis_persistence import ONE_FILE, inherit
-from pipeline.transport.sample_records import Reissue, encode_record
+from pipeline.transport.sample_records import Reissue
 from pipeline.utils.subprocesses import hold_port
 from tests.support.servers.redis_attempts import (
     a_redis,

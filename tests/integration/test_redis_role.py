@@ -17,8 +17,9 @@ from pipeline.errors import ImpostorError, StreamError
 from pipeline.roles import redis as role
 from pipeline.roles.role_context import RoleContext
 from pipeline.transport import Streams, connect, redis_streams
+from pipeline.transport.record_wire import encode_record
 from pipeline.transport.redis_streams import RedisStreams
-from pipeline.transport.sample_records import Reissue, encode_record
+from pipeline.transport.sample_records import Reissue
 from pipeline.utils import mutual_auth
 from pipeline.utils.connection_limits import MAX_UNPROVED
 from pipeline.utils.subprocesses import hold_port

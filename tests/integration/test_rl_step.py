@@ -21,9 +21,10 @@ from pipeline.train.loop.logprob_agreement import Agreement
 from pipeline.train.loop.rl import ReinforcementLearning, rows_of
 from pipeline.train.loop.train_loop import CheckpointCadence, TrainLoop
 from pipeline.train.train_jobs import Job, RlJob, jobs_of
+from pipeline.transport.eval_records import EvalResult
 from pipeline.transport.file_streams import FileStreams
 from pipeline.transport.ledger import Ledger
-from pipeline.transport.sample_records import EvalResult, Group, PreparedGroup, Sample
+from pipeline.transport.sample_records import Group, PreparedGroup, Sample
 from pipeline.transport.shared_state import SharedState
 from pipeline.transport.staleness import StalenessGate
 from tests.fakes.composed_config import compose_cached

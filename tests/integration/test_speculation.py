@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pipeline.inference.vllm.compact_logprobs import SWITCH
+from pipeline.rollout.draft_acceptance import AcceptanceRate
 from pipeline.rollout.server_client import Completion
 from tests.patience import WAIT_SECONDS
-from tests.support.servers.answers import drafts_of
 from tests.support.servers.traffic import CLOSE, check_purity, client_of, run_traffic, straddling
 from tests.support.servers.vllm import (
     FORKS,
@@ -61,17 +61,19 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
 
 def samples_of(
     server: Served, version: int, n: int, tokens: int, temperature: float = 1.0
-) -> tuple[list[Completion], float]:
-    """`n` samples, and the accepted fraction of all tokens that the server has drafted since its start."""
+) -> tuple[list[Completion], float | None]:
+    """`n` samples, and the accepted fraction of the tokens that the server drafted for them."""
 
-    async def ask() -> tuple[list[Completion], float]:
+    async def ask() -> tuple[list[Completion], float | None]:
         async with client_of([server]) as client:
             client.update(server.endpoint, version)
+            await client.read_drafts()
             sampling = {"temperature": temperature, "max_tokens": tokens, "stop_token_ids": []}
             requests = [client.generate(REPEATED, n=min(n, MOST), **sampling) for _ in range(-(-n // MOST))]
             groups = await asyncio.wait_for(asyncio.gather(*requests), WAIT_SECONDS)
             await client.read_drafts()
-            return [each for group in groups for each in group], client.numbers()[f"accepted_drafts/{server.endpoint}"]
+            fraction = AcceptanceRate().take(client.numbers())
+            return [each for group in groups for each in group], fraction
 
     return asyncio.run(ask())
 
@@ -139,9 +141,8 @@ def test_the_smaller_models_weights_are_loaded_and_stay(servers: list[Served], t
     with a_sender([server]) as sender:
         for version, model in enumerate((other, same), 1):
             publish_to_all(sender, version, model)
-            before = drafts_of(server.endpoint)
-            samples_of(server, version, 16, 60, temperature=0.05)
-            after = drafts_of(server.endpoint)
-            fractions.append((after[1] - before[1]) / (after[0] - before[0]))
+            _, fraction = samples_of(server, version, 16, 60, temperature=0.05)
+            assert fraction is not None
+            fractions.append(fraction)
     assert fractions[0] < 0.3
     assert fractions[1] > 0.7

@@ -21,6 +21,9 @@ class EchoEngine:
     def check_config(self, config):
         print(f"echo takes {config.inference.extra_args}")
 
+    def check_gpus(self, config, gpus):
+        pass
+
     def warnings(self, config):
         yield "echo repeats its prompt"
 

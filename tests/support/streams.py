@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from pipeline.transport import Entry, Reader, Streams
-from pipeline.transport.sample_records import Reissue, encode_record
+from pipeline.transport.record_wire import encode_record
+from pipeline.transport.sample_records import Reissue
 
 BUDGET = 1 << 16
 BIG = 10_000

@@ -30,7 +30,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from pipeline.errors import WeightSyncError
 from pipeline.inference.engine_protocol import POLICY
-from pipeline.inference.vllm.token_versions import accepts_parameters
+from pipeline.inference.vllm.stock_functions import stock_function
 from pipeline.inference.vllm.vllm_compat import adapter_renames
 from pipeline.utils import shared_files
 
@@ -109,12 +109,12 @@ def _load_installed_adapter() -> None:
 
     A second call changes nothing.
     """
-    stock = WorkerLoRAManager._load_adapter
-    if stock.__module__ == __name__:
-        return
-    if not accepts_parameters(stock, "self", "lora_request"):
-        raise WeightSyncError(f"this release of vLLM is not known to {__name__}: it loads adapters in another way")
-    WorkerLoRAManager._load_adapter = _loading(stock)
+    try:
+        stock = stock_function(WorkerLoRAManager, "_load_adapter", "self", "lora_request", by=__name__)
+    except ImportError as error:
+        raise WeightSyncError(str(error)) from None
+    if stock is not None:
+        WorkerLoRAManager._load_adapter = _loading(stock)
 
 
 def _loading(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,10 @@ a Python index, and so apply the adapter in the last slot to them.
 
 from typing import Any
 
+from pipeline.inference.vllm.stock_functions import stock_function
+
 NO_ADAPTER = -1
+_PARAMETERS = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "scaling")
 
 
 def skip_tokens_without_adapter() -> None:
@@ -18,8 +21,8 @@ def skip_tokens_without_adapter() -> None:
     from vllm.lora.ops import torch_ops
     from vllm.lora.ops.torch_ops import lora_ops
 
-    stock = lora_ops.bgmv_shrink
-    if stock.__module__ == __name__:
+    stock = stock_function(lora_ops, "bgmv_shrink", *_PARAMETERS, by=__name__)
+    if stock is None:
         return
 
     def bgmv_shrink(

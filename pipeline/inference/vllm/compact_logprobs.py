@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel
 
-from pipeline.inference.vllm.token_versions import accepts_parameters, attach_versions, version_of_step, with_version
+from pipeline.inference.vllm.stock_functions import accepts_parameters
+from pipeline.inference.vllm.token_versions import attach_versions, version_of_step, with_version
 
 log = logging.getLogger(__name__)
 SWITCH = "ROLLCALL_FAST_LOGPROBS"

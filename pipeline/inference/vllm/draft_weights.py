@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from pipeline.inference.vllm.stock_functions import stock_function
+
 SWITCH = "ROLLCALL_DRAFT_MODEL"
 """The environment variable of a server that has a drafting model, with the value 1."""
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -25,8 +27,10 @@ def load_drafting_model(variables: Mapping[str, str] = os.environ) -> None:
         return
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-    stock = DraftModelProposer._create_draft_vllm_config
-    if stock.__module__ == __name__:
+    stock = stock_function(
+        DraftModelProposer, "_create_draft_vllm_config", "self", by=__name__, key="inference.speculation.method=draft"
+    )
+    if stock is None:
         return
 
     def create(self: Any) -> Any:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.inference.vllm.stock_functions import stock_function
 from pipeline.topology.gpu_memory import ENGINE, GIB
 
 SHARED = "ROLLCALL_SHARED_GPU"
@@ -21,8 +22,9 @@ def limit_to_share(variables: Mapping[str, str] = os.environ) -> None:
         return
     from vllm.v1.worker.gpu_worker import Worker
 
-    stock = Worker.determine_available_memory
-    if stock.__module__ == __name__:
+    key = "resources.colocate and resources.inference.servers_per_gpu"
+    stock = stock_function(Worker, "determine_available_memory", "self", by=__name__, key=key)
+    if stock is None:
         return
 
     def determine_available_memory(self: Any) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.inference.vllm.token_versions import accepts_parameters
+from pipeline.inference.vllm.stock_functions import stock_function
 
 SWITCH = "ROLLCALL_ROUTED_EXPERTS"
 """The environment variable of a server on CPUs that is 1 if it returns the experts of each token."""
@@ -96,15 +96,15 @@ def return_routed_experts(variables: Mapping[str, str] = os.environ) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    if CPUModelRunner.load_model.__module__ == __name__:
+    parameters, key = ("self", "scheduler_output", "model_runner_output"), "training.routing_replay"
+    update_from_output = stock_function(Scheduler, "update_from_output", *parameters, by=__name__, key=key)
+    if update_from_output is None:
         return
-    if not accepts_parameters(Scheduler.update_from_output, "self", "scheduler_output", "model_runner_output"):
-        raise ImportError(f"{__name__} does not know this release of vLLM; remove training.routing_replay")
     CPUModelRunner.load_model = _capturing(CPUModelRunner.load_model)
     CPUModelRunner.execute_model = _keeping(CPUModelRunner.execute_model)
     CPUModelRunner.sample_tokens = _attaching(CPUModelRunner.sample_tokens)
     Scheduler.__init__ = _collecting(Scheduler.__init__)
-    Scheduler.update_from_output = _noting(Scheduler.update_from_output)
+    Scheduler.update_from_output = _noting(update_from_output)
 
 
 def _capturing(stock: Callable[..., Any]) -> Callable[..., Any]:

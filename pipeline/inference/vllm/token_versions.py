@@ -10,11 +10,12 @@ Each token is labeled with the version that sampled it. If any token's version i
 labels. With an unknown release of vLLM, one warning is logged and nothing is changed.
 """
 
-import inspect
 import logging
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
+
+from pipeline.inference.vllm.stock_functions import accepts_parameters
 
 log = logging.getLogger(__name__)
 _FIELD = "_attach_weight_version"
@@ -69,11 +70,6 @@ def note_versions() -> None:
     EngineCore.collective_rpc = _noting(EngineCore.collective_rpc)
     Scheduler.schedule = _marking(Scheduler.schedule)
     Scheduler.update_from_output = _processing(Scheduler.update_from_output)
-
-
-def accepts_parameters(function: Callable[..., Any], *arguments: str) -> bool:
-    """Whether a function of vLLM has exactly these parameters, in this order."""
-    return tuple(inspect.signature(function).parameters) == arguments
 
 
 def _noting(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,10 +3,13 @@
 Features are patched in vLLM's processes before a model is built. Each function checks whether its patch is needed.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pipeline.inference.vllm.stock_functions import stock_function
 
 SUPPORTED = "float32"
 
@@ -64,7 +67,9 @@ def expand_sampling_settings() -> None:
     if current_platform.is_cpu():
         from vllm.v1.sample import rejection_sampler
 
-        rejection_sampler.expand_batch_to_tokens = _repeated
+        parameters = signature(_repeated).parameters
+        if stock_function(rejection_sampler, "expand_batch_to_tokens", *parameters, by=__name__):
+            rejection_sampler.expand_batch_to_tokens = _repeated
 
 
 def _repeated(

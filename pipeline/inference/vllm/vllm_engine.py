@@ -4,7 +4,7 @@ Owns which models vLLM can serve and update. The command line, the installed rel
 modules of their own. Imports no vLLM.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from pipeline.config.model_directory import has_vision_tower
 from pipeline.errors import ConfigError
 from pipeline.inference.engine_protocol import ClientModel, InferenceEngine
 from pipeline.inference.vllm.decoding_checks import check_quantization, check_quantized_experts, check_speculation
+from pipeline.inference.vllm.gpu_capability import check_capability
 from pipeline.inference.vllm.installed_release import check_installed, check_returned_experts
 from pipeline.inference.vllm.server_arguments import check_extra_args, unchecked_arguments
 from pipeline.inference.vllm.server_command import (
@@ -57,6 +58,9 @@ class VllmEngine:
         check_speculation(config)
         check_returned_experts(config)
         check_extra_args(config)
+
+    def check_gpus(self, config: RunConfig, gpus: Sequence[int]) -> None:
+        check_capability(config, gpus)
 
     def warnings(self, config: RunConfig) -> Iterator[str]:
         if unchecked := unchecked_arguments(config):

@@ -9,6 +9,7 @@ from functools import partial
 from pipeline.config import RunConfig
 from pipeline.config.debug_keys import DEBUGGER_SECONDS
 from pipeline.topology.memory_fit import trainer_allowance
+from pipeline.topology.sizes import sizes_of_run
 from pipeline.train.batching.packing import Budget
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import Allowance, Deadlines, Device, joined_world
@@ -52,7 +53,7 @@ def run_role_of_rank(config: RunConfig, secret: str, algorithm: Callable[[RankGr
         shared=config.shares_prefixes,
     )
     shared = resources.colocate and config.has_servers
-    allowance = partial(trainer_allowance, config, sizes_of(config.model)) if shared else None
+    allowance = partial(trainer_allowance, config, sizes_of_run(config, sizes_of)) if shared else None
     run_controller_or_worker(
         algorithm,
         budget,

@@ -60,6 +60,7 @@ With L = 0 the actor issues the groups of step v + 1 only when the servers are a
 | `actor_watch` | whether the actor's episodes advance while the trainer waits for them |
 | `recorded_batches` | the batches of another run, for a replay |
 | `batch_metrics` | metrics of a batch of groups |
+| `overflow_retries` | an optimizer step, repeated where float16 gradients overflow |
 | `step_metrics` | metrics of several optimizer steps as those of one step |
 | `logprob_agreement` | the check that the servers compute with the trainer's weights |
 | `compile_warmup` | placeholder batches, so that layers compile while servers start |

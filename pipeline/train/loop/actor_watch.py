@@ -19,7 +19,8 @@ that the actor wrote another report, and the age of a report is measured by the 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pipeline.transport.sample_records import EVALUATED, SAMPLED_TOKENS, TASK_CALLS
+from pipeline.transport.eval_records import EVALUATED
+from pipeline.transport.sample_records import SAMPLED_TOKENS, TASK_CALLS
 from pipeline.utils.waiting import CLOCK, Clock
 
 ADVANCES = (SAMPLED_TOKENS, TASK_CALLS, EVALUATED)

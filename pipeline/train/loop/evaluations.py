@@ -15,7 +15,7 @@ from pipeline.run.metrics_log import MetricRecord
 from pipeline.train.loop.actor_watch import ActorWatch
 from pipeline.train.loop.group_batches import Pulse
 from pipeline.transport import Streams
-from pipeline.transport.sample_records import EvalRequest, EvalResult
+from pipeline.transport.eval_records import EvalRequest, EvalResult
 from pipeline.utils.waiting import Deadline
 
 READ_SECONDS = 0.5

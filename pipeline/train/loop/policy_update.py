@@ -32,6 +32,7 @@ from pipeline.train.controller.batch_staging import Staged
 from pipeline.train.controller.model_saving import expect_save
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
+from pipeline.train.loop.overflow_retries import train_batch
 from pipeline.train.loop.step_metrics import StepMetrics
 from pipeline.train.loss_specs import LossSpec, ValueLoss
 from pipeline.train.worker_spec import models_of
@@ -203,8 +204,7 @@ class PolicyUpdate:
         level = "basic" if self.measured and training.metrics == "none" else training.metrics
         for epoch in range(training.update_epochs):
             for number in in_order_of(epoch, len(mini_batches), [self._config.seed, step]):
-                metrics = self._dispatch.forward_backward(name, staged[number], objective, level=level)
-                metrics |= self._dispatch.optim_step(name)
+                metrics = train_batch(self._dispatch, name, staged[number], objective, level)
                 step_metrics.add(metrics, mini_batches[number].batch.counted)
         return step_metrics.metrics()
 

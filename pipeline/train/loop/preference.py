@@ -22,7 +22,8 @@ model that is a copy of the policy. Must not know ranks, checkpoints or files.
     metrics = training.step(step)           # step = done, done + 1, …
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +37,7 @@ from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.eval_loss import EvalLoss
 from pipeline.train.loop.group_batches import Pulse
 from pipeline.train.loop.labeled_terms import labeled_metrics, score_labeled
+from pipeline.train.loop.overflow_retries import train_batch
 from pipeline.train.loop.sft import Demonstrate
 from pipeline.train.loop.step_metrics import NonFiniteGuard
 from pipeline.train.loss_specs import SCORE, SFT, LossSpec
@@ -159,13 +161,17 @@ class PreferenceTraining:
             weights = [-weight for weight in weights]  # the loss of SFT is the sum of weight × −logprob
         split = self._dispatch.cut(["policy"], replace(batch, weights=tuple(weights)))
         level = self._config.training.metrics
-        trained = self._dispatch.forward_backward("policy", split, self._linear_loss, level=level)
-        self.is_checkpointable = False
-        metrics = trained | measured | self._dispatch.optim_step("policy")
-        self.is_checkpointable = True
+        metrics = train_batch(self._dispatch, "policy", split, self._linear_loss, level, self._stepping) | measured
         self._skips.note(metrics)
         size = {"tokens/batch": float(sum(batch.lengths)), "tokens/shared": float(split.saved_tokens)}
         return metrics | size | {"steps": float(self.job.steps)}
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """An optimizer step, after whose failure `is_checkpointable` stays False."""
+        self.is_checkpointable = False
+        yield
+        self.is_checkpointable = True
 
     def after_step(self, done: int) -> Mapping[str, float]:
         """Evaluate if due. Raises `TrainingError` if the last steps were all skipped: the model has diverged."""

@@ -6,13 +6,15 @@ step s depend on s alone, so a resumed job trains the same rows as an uninterrup
 a new optimizer. Must not know ranks, checkpoints or files.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
 from pipeline.train.loop.eval_loss import EvalLoss
 from pipeline.train.loop.group_batches import Pulse
+from pipeline.train.loop.overflow_retries import train_batch
 from pipeline.train.loop.step_metrics import NonFiniteGuard
 from pipeline.train.loss_specs import SFT, MetricsLevel
 from pipeline.train.train_jobs import SftJob
@@ -57,13 +59,17 @@ class SupervisedFineTuning:
         self._pulse()
         batch = Batch.of(self._demonstrate(step, self.job.batch), "token")
         split = self._dispatch.cut(["policy"], batch)
-        metrics = self._dispatch.forward_backward("policy", split, SFT, level=self._level)
-        self.is_checkpointable = False
-        metrics |= self._dispatch.optim_step("policy")
-        self.is_checkpointable = True
+        metrics = train_batch(self._dispatch, "policy", split, SFT, self._level, self._stepping)
         self._skips.note(metrics)
         size = {"tokens/batch": float(sum(batch.lengths)), "tokens/shared": float(split.saved_tokens)}
         return metrics | size | {"steps": float(self.job.steps)}
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """An optimizer step, after whose failure `is_checkpointable` stays False."""
+        self.is_checkpointable = False
+        yield
+        self.is_checkpointable = True
 
     def after_step(self, done: int) -> Mapping[str, float]:
         """Evaluate if due. Raises `TrainingError` if the last steps were all skipped: the model has diverged."""

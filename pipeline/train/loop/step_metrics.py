@@ -6,7 +6,7 @@ metrics of a single optimizer step stay unchanged. Must not know models.
 
 import logging
 from collections.abc import Mapping, Sequence
-from math import fsum, isfinite
+from math import fsum
 
 from pipeline.config import LossConfig
 from pipeline.errors import TrainingError
@@ -38,15 +38,10 @@ def is_lost(metrics: Mapping[str, float]) -> bool:
     return 0 < metrics.get("optimizer_steps", 1.0) == metrics["skipped"]
 
 
-def _only_overflowed(metrics: Mapping[str, float]) -> bool:
-    return metrics.get("overflows") == metrics["skipped"] and isfinite(metrics["loss"])
-
-
 class NonFiniteGuard:
     """Counts steps in a row without any update, because of gradients that are not finite.
 
-    A step whose float16 gradients overflowed counts only if its loss is not finite either: else a smaller loss scale
-    follows, and at scale 1 no step overflows.
+    A step of float16 is among them once its batch was trained at several loss scales (`overflow_retries`).
 
     guard.note(metrics)      # after every step
     guard.check()            # once the step is published
@@ -60,10 +55,7 @@ class NonFiniteGuard:
         lost = is_lost(metrics)
         if "overflows" in metrics:
             self._hint = "set model.dtype=bfloat16 in a new run, or lower optim.lr"
-        if not lost:
-            self._row = 0
-        elif not _only_overflowed(metrics):
-            self._row += 1
+        self._row = self._row + 1 if lost else 0
         return lost
 
     def check(self) -> None:

@@ -4,7 +4,8 @@ float16 rounds numbers below 3e-8 to 0, and gradients of a mean over a batch's t
 multiplied by a power of two before the backward pass, and its gradients are divided by it in float32
 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). The rule is that of `torch.amp.GradScaler`, with the 400
 steps of growth of verl (`ShardedGradScaler(growth_interval=400)`) and the floor of 1 of Megatron-LM: a step whose
-gradients overflowed is skipped, and the scale is halved; after `GROWTH_STEPS` steps in a row that were not skipped it
+gradients overflowed is skipped and the scale is halved (the batch is then trained again:
+`pipeline.train.loop.overflow_retries`); after `GROWTH_STEPS` steps in a row that were not skipped it
 is doubled. `GradScaler` itself does not fit: it takes one more pass over the gradients and one more collective
 operation, and `Optimizer` has the norm over all ranks anyway, which is finite on all of them or on none.
 

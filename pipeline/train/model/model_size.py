@@ -88,7 +88,7 @@ def _adapts_experts(config: ModelConfig) -> bool:
     return any(hasattr(module, ADAPTERS) for module in fused_experts(_meta_model(model_directory(config), config)))
 
 
-def _experts(network: Any) -> dict[str, int]:
+def _experts(network: Any) -> dict[str, Any]:
     """The fields of `Sizes` about experts; without fused experts their default, 0."""
     modules: list[Any] = fused_experts(network)
     if not modules:
@@ -117,7 +117,7 @@ def _meta_model(directory: Path, config: ModelConfig) -> Any:
     return network.train()
 
 
-def _cache(settings: Any, layers: int) -> dict[str, int]:
+def _cache(settings: Any, layers: int) -> dict[str, Any]:
     """`kv`, `kv_window` and `window` of `Sizes`: numbers per token in the KV cache of all layers that have one."""
     kinds, size = shapes.layer_kinds(settings, layers), shapes.window(settings)
     windowed = sum(kind in shapes.WINDOWED for kind in kinds) if size else 0

@@ -8,7 +8,8 @@ import pytest
 from pipeline.errors import DeadlineError, StreamError
 from pipeline.roles.role_context import RoleContext
 from pipeline.transport import AsyncStreams, Depth, Entry, Streams, open_streams
-from pipeline.transport.sample_records import Reissue, encode_record
+from pipeline.transport.record_wire import encode_record
+from pipeline.transport.sample_records import Reissue
 from pipeline.transport.streams import PIECE_BYTES
 from pipeline.utils.waiting import wait_for
 from tests.patience import WAIT_SECONDS

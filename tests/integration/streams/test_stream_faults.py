@@ -18,8 +18,9 @@ from pipeline.errors import StreamError
 from pipeline.roles.role_context import RoleContext
 from pipeline.transport import Depth, Entry, Streams, connect, topic_cursors, topic_segments
 from pipeline.transport.file_streams import FileReader
+from pipeline.transport.record_wire import encode_record
 from pipeline.transport.redis_streams import RedisStreams
-from pipeline.transport.sample_records import Reissue, encode_record
+from pipeline.transport.sample_records import Reissue
 from pipeline.transport.topic_cursors import newest_cursor
 from pipeline.transport.topic_segments import Frame
 from pipeline.utils import shared_files

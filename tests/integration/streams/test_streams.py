@@ -8,7 +8,9 @@ import pytest
 from pipeline.errors import StreamError
 from pipeline.roles.role_context import RoleContext
 from pipeline.transport import Depth, Streams
-from pipeline.transport.sample_records import EvalRequest, Reissue, encode_record
+from pipeline.transport.eval_records import EvalRequest
+from pipeline.transport.record_wire import encode_record
+from pipeline.transport.sample_records import Reissue
 from pipeline.transport.streams import REJECTED_BYTES
 from tests.support.streams import BUDGET, Open, big, collect, positions, reader_of, size, small
 

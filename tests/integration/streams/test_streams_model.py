@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pipeline.roles.role_context import RoleContext
 from pipeline.transport import Depth, connect
-from pipeline.transport.sample_records import Reissue, encode_record
+from pipeline.transport.record_wire import encode_record
+from pipeline.transport.sample_records import Reissue
 from tests.support.servers.redis_attempts import an_attempt
 from tests.support.servers.redis_binaries import redis_servers
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pipeline.config import OptimConfig
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.lead_or_serve import run_controller_or_worker
 from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loop.overflow_retries import MAX_OVERFLOWS, train_batch
 from pipeline.train.loss_specs import SFT
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.train.model.models import build_model
@@ -77,6 +79,50 @@ def a_gradient_that_is_not_finite_skips_the_step(dispatch: RankGroup, path: Path
     dispatch.forward_backward("policy", batch, GRPO)
     assert dispatch.optim_step("policy")["skipped"] == 0
     assert dispatch.run_on_ranks("policy", progress) == [{"taken": 1, "skipped": 1}] * 2
+
+
+def a_batch_whose_float16_gradients_overflow_is_trained_at_a_smaller_scale(dispatch: RankGroup, path: Path) -> None:
+    """As by a model that began at that scale, to the last bit, staged or not."""
+    batch, half = make_batch("grpo"), model_config(path).model_copy(update={"dtype": "float16"})
+    spec = ModelSpec("policy", half, OPTIM, steps=10, loss_scale=1 << 18)
+    dispatch.init_model("policy", spec)
+    first = train_batch(dispatch, "policy", batch, GRPO)
+    assert (first["skipped"], first["overflows"]) == (0, 2)
+    assert first["loss_scale"] == (1 << 18) / 2 ** first["overflows"]
+    state = dispatch.run_on_ranks("policy", progress)
+    assert (
+        state == [{"taken": 1, "skipped": first["overflows"], "loss_scale": first["loss_scale"], "good_steps": 1}] * 2
+    )
+    after = parameters(dispatch)
+
+    dispatch.init_model("policy", replace(spec, loss_scale=int(first["loss_scale"])))
+    assert train_batch(dispatch, "policy", batch, GRPO) == first | {"overflows": 0.0}
+    assert_equal(parameters(dispatch), after)
+
+    dispatch.init_model("policy", spec)
+    staged = dispatch.stage([batch])
+    assert train_batch(dispatch, "policy", staged[0], GRPO) == first
+    dispatch.unstage(staged)
+    assert_equal(parameters(dispatch), after)
+
+
+def a_batch_that_overflows_at_every_scale_is_left_out_after_a_few(dispatch: RankGroup, path: Path) -> None:
+    half = model_config(path).model_copy(update={"dtype": "float16"})
+    dispatch.init_model("policy", ModelSpec("policy", half, OPTIM, steps=10, loss_scale=1 << 24))
+    before = parameters(dispatch)
+    metrics = train_batch(dispatch, "policy", make_batch("grpo"), GRPO)
+    assert (metrics["skipped"], metrics["overflows"], metrics["loss_scale"]) == (1, MAX_OVERFLOWS, 1 << 21)
+    assert_equal(parameters(dispatch), before)
+    assert dispatch.run_on_ranks("policy", progress)[0] == {
+        "taken": 0,
+        "skipped": MAX_OVERFLOWS,
+        "loss_scale": 1 << 20,
+        "good_steps": 0,
+    }
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 def progress(worker: ModelWorker) -> dict[str, int]:
@@ -227,6 +273,8 @@ SCENARIOS: dict[str, Scenario] = {
         a_loss_weight_multiplies_the_gradient_but_not_the_metric,
         a_gradient_that_is_not_finite_skips_the_step,
         a_step_without_gradients_is_refused,
+        a_batch_whose_float16_gradients_overflow_is_trained_at_a_smaller_scale,
+        a_batch_that_overflows_at_every_scale_is_left_out_after_a_few,
         random_weights_depend_on_the_seed_alone,
         a_tied_head_is_sent_once_as_the_embedding,
         an_abandoned_transfer_leaves_the_ranks_together,

@@ -6,7 +6,8 @@ from http.client import HTTPConnection
 from typing import Any
 from urllib.request import urlopen
 
-from pipeline.rollout.cache_load import METRICS, values
+from pipeline.rollout.cache_load import METRICS
+from pipeline.rollout.draft_acceptance import counts_in
 from pipeline.rollout.generate_wire import ROUTE
 from tests.support.servers.vllm import SECRET, Served
 
@@ -64,5 +65,4 @@ def drafts_of(endpoint: str) -> tuple[float, float]:
     """How many tokens a server has drafted so far, and how many of them it has accepted."""
     with urlopen(f"http://{endpoint}{METRICS}", timeout=30) as response:
         text = response.read().decode()
-    drafted, accepted = (sum(values(text, f"spec_decode_num_{what}_tokens_total")) for what in ("draft", "accepted"))
-    return drafted, accepted
+    return counts_in(text)

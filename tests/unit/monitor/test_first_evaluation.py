@@ -1,7 +1,7 @@
 """The first evaluation, while training waits for it."""
 
 from pipeline.roles.role_context import Status
-from pipeline.transport.sample_records import ASKED, EVALUATED
+from pipeline.transport.eval_records import ASKED, EVALUATED
 from pipeline.utils import shared_files
 from slurm.monitor.log_lines import LINE_SECONDS, LogLines
 from slurm.monitor.run_watcher import read_snapshot

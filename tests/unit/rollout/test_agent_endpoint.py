@@ -21,7 +21,8 @@ from pipeline.errors import RolloutError
 from pipeline.rollout.agent_endpoint.conversation_tree import ConversationTree
 from pipeline.rollout.agent_endpoint.episode_endpoint import Endpoint
 from pipeline.rollout.sample_rollout import to_sample
-from pipeline.transport.sample_records import Sample, TokenRow, decode_record, encode_record
+from pipeline.transport.record_wire import decode_record, encode_record
+from pipeline.transport.sample_records import Sample, TokenRow
 from tests.unit.environments.test_tool_task import TINY_TEXT, bytes_model
 
 T = TypeVar("T")

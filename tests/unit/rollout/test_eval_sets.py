@@ -17,7 +17,7 @@ from pipeline.environments.task_protocol import TaskPart
 from pipeline.errors import ConfigError, TaskError
 from pipeline.rollout.eval_rollouts import TIMED_OUT, Evaluation
 from pipeline.train.loop.evaluations import metrics_of
-from pipeline.transport.sample_records import ASKED, EVALUATED, EvalRequest, EvalResult
+from pipeline.transport.eval_records import ASKED, EVALUATED, EvalRequest, EvalResult
 from tests.fakes.configs import make_config
 from tests.fakes.inline_calls import InlineCalls
 from tests.unit.rollout.test_group_rollout import CHAT, FOUR, TINY, Said, Sums

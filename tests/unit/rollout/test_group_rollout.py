@@ -16,7 +16,8 @@ from pipeline.rollout.group_rollout import FailureStreak, GroupBuilder
 from pipeline.rollout.issue_queue import IssueQueue
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.rollout.time_fractions import TimeFraction
-from pipeline.transport.sample_records import EvalRequest, Group
+from pipeline.transport.eval_records import EvalRequest
+from pipeline.transport.sample_records import Group
 from tests.fakes.configs import make_config
 from tests.fakes.inline_calls import InlineCalls
 from tests.unit.environments.test_tasks import TINY, Said

@@ -21,7 +21,8 @@ from pipeline.rollout.rollout_policy import Sampling
 from pipeline.rollout.sample_rollout import roll_out, to_sample
 from pipeline.rollout.sample_store import SampleStore, record_bytes, records_of_evaluation, segments
 from pipeline.rollout.turn_timer import TurnTimer
-from pipeline.transport.sample_records import Sample, decode_record, encode_record
+from pipeline.transport.record_wire import decode_record, encode_record
+from pipeline.transport.sample_records import Sample
 from pipeline.transport.turn_times import EngineSeconds, TurnTimes, sum_of
 from tests.fakes.inline_calls import InlineCalls
 from tests.fakes.scripted_server import Answer, Script, always, ask, choice, client_and, run

@@ -2,17 +2,19 @@
 
 import json
 import os
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from pipeline.config.model_directory import BUILT_IN
 from pipeline.errors import ConfigError
 from pipeline.inference.vllm import vllm_engine
 from slurm.agent.gpu_locks import Claimant, claim_visible
 from slurm.submission import submission_checks, submission_warnings, submit_run
 from slurm.submission.compose_config import compose_config
-from tests.fakes.gpus import give_gpus
+from tests.fakes.gpus import give_capabilities, give_gpus
 
 
 def answer(capsys: pytest.CaptureFixture[str], output: Path, *arguments: str) -> str:
@@ -279,6 +281,38 @@ def test_what_gpus_cannot_hold_is_refused_and_the_dry_run_shows_what_is_needed(
     shown = capsys.readouterr().out
     assert "\n  GPU of a trainer process: " in shown
     assert "\n  GPU of a server, at least: " in shown
+
+
+def test_fp8_is_refused_on_a_machine_without_a_gpu_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_capabilities(monkeypatch, tmp_path, "8.0", "8.6")
+    keys = ["resources=gpus", "model.dtype=bfloat16", "inference.quantization=fp8"]
+    told = answer(capsys, tmp_path / "runs", *keys)
+    assert "inference.quantization='fp8': expected none on GPU 1, whose compute capability is 8.6; FP8 needs" in told
+    (tmp_path / "other").mkdir()
+    give_capabilities(monkeypatch, tmp_path / "other", "8.0", "9.0")  # a server may get the second one
+    assert submit_run.main(["experiment=demo", f"output={tmp_path / 'runs'}", *keys, "--dry-run"]) == 0
+
+
+def test_a_drafting_model_is_part_of_what_a_server_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpus(monkeypatch, tmp_path, 0, 1)
+    shutil.copytree(BUILT_IN / "tiny_qwen3", tmp_path / "draft")
+    (tmp_path / "draft" / "model.safetensors").touch()  # the plan reads the shape only
+    settings = tmp_path / "draft" / "config.json"
+    wide = {"hidden_size": 8192, "intermediate_size": 32_768}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | wide))
+    drafts = ["inference.speculation.method=draft", f"inference.speculation.model={tmp_path / 'draft'}"]
+    arguments = ["experiment=demo", f"output={tmp_path / 'runs'}", "resources=gpus", *drafts]
+    assert submit_run.main([*arguments, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (needed,) = (line for line in lines if "GPU of a server, at least" in line)
+    assert "drafting model 12.0" in needed
+    told = answer(capsys, tmp_path / "runs", "resources=gpus", *drafts, "resources.gpu_memory=8G")
+    assert "resources.gpu_memory='8G': expected enough for each GPU of a server, " in told
+    assert "drafting model 12.0" in told
 
 
 def test_a_gpu_that_is_to_be_shared_on_this_machine_is_measured(

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from docs import memory as page
-from pipeline.config import OptimConfig, RunConfig
+from pipeline.config import ModelConfig, OptimConfig, RunConfig
 from pipeline.config.schema import MomentType
 from pipeline.config.value_types import memory_bytes
 from pipeline.errors import ConfigError
@@ -25,7 +25,7 @@ from pipeline.topology.gpu_memory import (
 )
 from pipeline.topology.memory_fit import check_memory, max_gpu_memory_utilization, trainer_allowance
 from pipeline.topology.plan import make_plan
-from pipeline.topology.sizes import Sizes
+from pipeline.topology.sizes import Sizes, sizes_of_run
 from tests.fakes.configs import make_config
 
 SAVING = {"reshard_after_forward": True, "activation_checkpointing": "full"}
@@ -347,6 +347,77 @@ def test_quantized_layers_take_one_byte_a_weight_and_arrive_whole_on_each_gpu_of
     layers = B8.parameters - B8.outside_layers
     assert parts["weights"] == (layers + 2 * B8.outside_layers) // 4
     assert parts["weights that arrive"] == B8.weights + WEIGHT_CHUNK, "a reload reads whole tensors"
+
+
+B1 = replace(B8, parameters=10**9, outside_layers=10**8, kv=28 * 2 * 4 * 64, kv_heads=4)
+"""About a 1B, which drafts."""
+
+
+def with_drafts(config: RunConfig, **speculation: Any) -> RunConfig:
+    drafts = config.inference.speculation.model_copy(update={"method": "draft"} | speculation)
+    return config.model_copy(
+        update={"inference": config.inference.model_copy(update={"speculation": drafts, "quantization": "fp8"})}
+    )
+
+
+def test_a_drafting_model_takes_weights_and_cache_of_a_server_and_its_drafts_logits_beside_them() -> None:
+    config = with_drafts(config_of(gpus=2), tokens=3)
+    alone, both = server_memory(config, B8).parts, server_memory(config, replace(B8, draft=B1)).parts
+    assert both["drafting model"] == B1.weights // 2, "whole numbers of 16 bits, though the policy's layers are FP8"
+    assert both["one sequence"] - alone["one sequence"] == 4096 * B1.kv * 2 // 2
+    assert both["logits of drafted tokens"] == 20 * 256 * 3 * B8.vocabulary, "each GPU of a server has all of them"
+    wide = with_drafts(config_of(gpus=8))
+    assert server_memory(wide, replace(B8, draft=B1)).parts["one sequence"] == 4096 * (B8.kv * 2 // 8 + B1.kv * 2 // 4)
+    many = server_memory(with_drafts(config, tokens=128), B8).parts
+    assert many["logits of drafted tokens"] == 20 * 8192 * B8.vocabulary, "a step has no more tokens"
+    lookup = with_drafts(config, method="ngram", tokens=3)
+    assert server_memory(lookup, B8).parts["logits of drafted tokens"] == both["logits of drafted tokens"]
+    plain = server_memory(config_of(gpus=2), B8).parts
+    assert plain["drafting model"] == plain["logits of drafted tokens"] == 0
+
+
+def test_a_drafting_model_leaves_room_for_fewer_sequences_and_the_lines_say_so() -> None:
+    config, sizes = with_share(with_drafts(config_of(memory="80G")), 0.7), replace(B8, draft=B1)
+    (needed,) = (line for line in describe_memory(config, sizes) if line.startswith("GPU of a server"))
+    assert "drafting model 1.9" in needed
+    assert "logits of drafted tokens 2.9" in needed
+    assert any("a token takes 172.0 KiB of its cache" in line for line in describe_memory(config, sizes))
+    left = int(0.7 * 80 * GIB) - server_memory(config, B8).parts["weights"] - 3 * GIB
+    assert sequences(config, B8, 80 * GIB) == left // sequence_bytes(config, B8)
+    assert sequences(config, sizes, 80 * GIB) == (left - B1.weights) // sequence_bytes(config, sizes)
+
+
+def test_a_drafting_model_that_does_not_fit_is_refused() -> None:
+    config = with_share(with_drafts(config_of(processes=8, memory="80G", **SAVING)), 0.5)
+    check_memory(config, replace(B8, draft=B1))
+    large = replace(B1, parameters=20_000_000_000)
+    told = said(config, replace(B8, draft=large))
+    assert told.startswith("inference.gpu_memory=0.5: expected at least 0.62, for weights, a drafting model, engine")
+    larger = replace(B1, parameters=35_000_000_000)
+    told = said(config, replace(B8, draft=larger))
+    assert told.startswith("resources.gpu_memory='80G': expected enough for each GPU of a server, ")
+    assert "drafting model 65.2" in told
+    assert told.endswith("; set resources.inference.gpus=2")
+    vast = replace(B1, parameters=35 * 10**10)
+    assert said(config, replace(B8, draft=vast)).endswith("; choose a smaller drafting model")
+    told = said(with_share(config, 0.9), replace(B8, draft=B1))
+    assert "weights that arrive, logits of drafted tokens and CUDA take" in told
+
+
+def test_the_sizes_of_a_run_have_those_of_its_drafting_model() -> None:
+    counted = {"tiny": B8, "/models/small": B1}
+    run = with_drafts(config_of(), model="/models/small")
+    assert sizes_of_run(run, lambda model: counted[model.path]) == replace(B8, draft=B1)
+    assert sizes_of_run(with_drafts(run, method="ngram"), lambda model: counted[model.path]).draft is None
+    assert sizes_of_run(config_of(steps=0, sft={"steps": 1}), lambda model: counted[model.path]) == B8
+
+    def refuse(model: ModelConfig) -> Sizes:
+        if model.path == "tiny":
+            return B8
+        raise ConfigError("model.path", model.path, "a model that transformers supports", "none")
+
+    with pytest.raises(ConfigError, match=r"inference\.speculation\.model='/models/small': expected a model that"):
+        sizes_of_run(run, refuse)
 
 
 def test_a_server_that_only_fits_without_a_second_copy_is_told_to_stage_on_its_host() -> None:

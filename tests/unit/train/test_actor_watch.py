@@ -3,7 +3,8 @@
 import pytest
 
 from pipeline.train.loop.actor_watch import LOOK_SECONDS, SILENT_SECONDS, ActorReport, ActorWatch
-from pipeline.transport.sample_records import EVALUATED, SAMPLED_TOKENS, TASK_CALLS
+from pipeline.transport.eval_records import EVALUATED
+from pipeline.transport.sample_records import SAMPLED_TOKENS, TASK_CALLS
 from tests.fakes.clock import FakeClock
 
 

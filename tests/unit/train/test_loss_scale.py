@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import TrainingError
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loop.overflow_retries import MAX_OVERFLOWS, train_batch
 from pipeline.train.loop.step_metrics import MAX_SKIPPED, NonFiniteGuard, StepMetrics
+from pipeline.train.loss_specs import SFT
 from pipeline.train.model.loss_scale import GROWTH_STEPS, LARGEST, LossScale
 from pipeline.train.model.optimizer import Optimizer, OptimizerStep
 from tests.unit.train.test_optimizer import CONFIG, fill_gradients, make_parameters
@@ -92,44 +97,95 @@ def test_without_a_scale_the_counters_of_a_checkpoint_are_as_before() -> None:
     assert optimizer.progress().keys() == {"taken", "skipped"}
 
 
-def steps_until_failure(value: float, loss: float, scale: int) -> int:
-    """Steps with a gradient of this value until the run fails."""
-    parameters = make_parameters()
-    optimizer, guard = Optimizer(parameters, CONFIG, steps=10, scale=LossScale(scale)), NonFiniteGuard()
-    for step in range(100):
-        overflow(parameters, value)
-        taken = optimizer.step()
-        metrics = {"skipped": float(taken.skipped), "overflows": float(taken.overflowed), "loss": loss}
-        assert guard.note(metrics), "the step had no update"
-        if guard._row == MAX_SKIPPED:
-            with pytest.raises(TrainingError, match=r"set model\.dtype=bfloat16 in a new run, or lower optim\.lr$"):
-                guard.check()
-            return step + 1
+class Ranks:
+    """One rank with an optimizer, whose gradients overflow above the scale `fits`."""
+
+    def __init__(self, scale: int, fits: float, loss: float = 1.0) -> None:
+        self.parameters, self.passes = make_parameters(), 0
+        self.optimizer = Optimizer(self.parameters, CONFIG, steps=10, scale=LossScale(scale))
+        self._fits, self._loss = fits, loss
+
+    def forward_backward(self, *_: object, **__: object) -> dict[str, float]:
+        self.passes += 1
+        scale = self.optimizer.loss_scale
+        fill_gradients(self.parameters, 0, size=scale)
+        if scale > self._fits:
+            overflow(self.parameters)
+        return {"loss": self._loss}
+
+    def optim_step(self, _: str) -> dict[str, float]:
+        step = self.optimizer.step()
+        metrics = {"grad_norm": step.grad_norm, "skipped": float(step.skipped), "overflows": float(step.overflowed)}
+        return metrics | {"loss_scale": float(step.loss_scale or 0)}
+
+    def train(self) -> dict[str, float]:
+        rows: Any = None
+        return train_batch(cast(RankGroup, self), "policy", rows, SFT)
+
+
+def test_a_batch_is_trained_again_at_half_the_scale_until_its_gradients_fit() -> None:
+    ranks, at_once = Ranks(1 << 10, fits=1 << 8), Ranks(1 << 8, fits=1 << 8)
+    trained = ranks.train()
+    assert {name: trained[name] for name in ("skipped", "overflows", "loss_scale")} == {
+        "skipped": 0.0,
+        "overflows": 2.0,
+        "loss_scale": 1 << 8,
+    }
+    assert at_once.train() == trained | {"overflows": 0.0}
+    assert all(
+        map(
+            torch.equal,
+            (*ranks.parameters, *ranks.optimizer.moments()),
+            (*at_once.parameters, *at_once.optimizer.moments()),
+        )
+    )
+    assert (ranks.passes, at_once.passes) == (3, 1)
+    assert ranks.optimizer.progress() == {"taken": 1, "skipped": 2, "loss_scale": 1 << 8, "good_steps": 1}
+
+
+def test_a_batch_that_fits_at_no_scale_takes_few_passes_and_a_few_halvings() -> None:
+    ranks = Ranks(1 << 16, fits=0)
+    trained = ranks.train()
+    assert (trained["skipped"], trained["overflows"], ranks.passes) == (1, MAX_OVERFLOWS, MAX_OVERFLOWS)
+    assert ranks.optimizer.loss_scale == 1 << 16 - MAX_OVERFLOWS
+
+
+def test_at_scale_1_and_with_a_loss_that_is_not_finite_a_batch_has_one_pass() -> None:
+    for ranks in (Ranks(1, fits=0), Ranks(1 << 16, fits=0, loss=math.nan)):
+        assert ranks.train()["skipped"] == ranks.passes == 1
+
+
+def test_a_step_that_fails_in_a_repeated_pass_is_known_to_its_caller() -> None:
+    ranks, open_steps = Ranks(1 << 10, fits=1 << 9), []
+
+    @contextmanager
+    def stepping() -> Iterator[None]:
+        open_steps.append(ranks.passes)
+        yield
+        open_steps.append(-ranks.passes)
+
+    train_batch(cast(RankGroup, ranks), "policy", cast(Any, None), SFT, stepping=stepping)
+    assert open_steps == [1, -1, 2, -2]
+
+
+@pytest.mark.parametrize(("scale", "loss"), [(1, 1.0), (1 << 16, 1.0), (LARGEST, 1.0), (1 << 16, math.nan)])
+def test_batches_that_fit_at_no_scale_fail_the_run(scale: int, loss: float) -> None:
+    ranks, guard = Ranks(scale, fits=0, loss=loss), NonFiniteGuard()
+    for _ in range(MAX_SKIPPED - 1):
+        assert guard.note(ranks.train()), "the step had no update"
         guard.check()
-    raise AssertionError("the run goes on forever")
-
-
-def test_overflows_end_at_scale_1_and_fail_the_run_only_there() -> None:
-    assert steps_until_failure(math.inf, loss=1.0, scale=1) == MAX_SKIPPED
-    assert steps_until_failure(math.inf, loss=1.0, scale=1 << 16) == 16 + MAX_SKIPPED
-
-
-def test_a_loss_that_is_not_finite_fails_the_run_as_without_a_scale() -> None:
-    assert steps_until_failure(math.nan, loss=math.nan, scale=1 << 16) == MAX_SKIPPED
-
-
-def test_overflows_between_failures_do_not_hide_them() -> None:
-    guard = NonFiniteGuard()
-    lost, overflowed = {"skipped": 1.0, "overflows": 0.0, "loss": 1.0}, {"skipped": 1.0, "overflows": 1.0, "loss": 1.0}
-    for _ in range(MAX_SKIPPED):
-        guard.note(lost)
-        guard.note(overflowed)
-    with pytest.raises(TrainingError, match=f"{MAX_SKIPPED} steps in a row"):
+    guard.note(ranks.train())
+    with pytest.raises(TrainingError, match=r"set model\.dtype=bfloat16 in a new run, or lower optim\.lr$"):
         guard.check()
+
+
+def test_a_batch_that_was_trained_at_last_is_no_failure() -> None:
+    ranks, guard = Ranks(1 << 10, fits=1 << 8), NonFiniteGuard()
+    assert not guard.note(ranks.train())
 
 
 def test_a_step_of_several_optimizer_steps_counts_overflows_and_has_the_last_scale() -> None:
     metrics = StepMetrics()
     for scale, overflows in ((4.0, 1.0), (2.0, 0.0)):
-        metrics.add({"loss_scale": scale, "overflows": overflows, "skipped": overflows}, counted=10)
-    assert metrics.metrics() == {"loss_scale": 2.0, "overflows": 1.0, "skipped": 1.0}
+        metrics.add({"loss_scale": scale, "overflows": overflows, "skipped": 0.0}, counted=10)
+    assert metrics.metrics() == {"loss_scale": 2.0, "overflows": 1.0, "skipped": 0.0}

@@ -14,7 +14,8 @@ from pipeline.train.batching.sequences import Batch, TrainSequence, episodes_of
 from pipeline.train.batching.token_advantages import assign_advantages
 from pipeline.train.loop.batch_metrics import batch_metrics, replayed_fraction
 from pipeline.train.loop.rl import rows_of
-from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample, decode_record, encode_record
+from pipeline.transport.record_wire import decode_record, encode_record
+from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample
 from tests.fakes.configs import make_config
 
 

@@ -10,19 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RecordError
-from pipeline.transport.sample_records import (
-    WIRE_VERSION,
-    Branch,
-    EvalRequest,
-    EvalResult,
-    Group,
-    PreparedGroup,
-    Record,
-    Reissue,
-    Sample,
-    decode_record,
-    encode_record,
-)
+from pipeline.transport.eval_records import EvalRequest, EvalResult
+from pipeline.transport.record_wire import decode_record, encode_record
+from pipeline.transport.sample_records import WIRE_VERSION, Branch, Group, PreparedGroup, Record, Reissue, Sample
 
 numbers = st.integers(0, 2**40)
 times = st.floats(0, 1e9)

@@ -8,7 +8,8 @@ from msgspec import structs
 
 from pipeline.errors import RecordError
 from pipeline.train.loop.rl import rows_of
-from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample, decode_record, encode_record
+from pipeline.transport.record_wire import decode_record, encode_record
+from pipeline.transport.sample_records import Branch, Group, PreparedGroup, Sample
 from pipeline.transport.top_tokens import ABSENT, ENTRY_BYTES, TopTokens
 
 TOP_K, VOCABULARY = 2, 10

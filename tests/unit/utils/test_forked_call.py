@@ -26,6 +26,9 @@ def refuse(value):
     raise ConfigError("model.path", value, "another", "see above")
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
+def pause(seconds):
+    time.sleep(seconds)
+    return os.getpid()
 def wait(file):
     Path(file).write_text(str(os.getpid()))
     time.sleep(600)
@@ -70,6 +73,20 @@ def test_without_a_result_the_reason_is_an_os_error(server: ForkServer) -> None:
         forked_call("", "small", THERE, "die")
     with pytest.raises(OSError, match="No such file"):
         forked_call("/no/server", "small", THERE, "die")
+
+
+def test_a_long_call_reports_once_what_it_waits_for(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pipeline.utils.forked_call.SILENT_SECONDS", 1.0)
+    pid = forked_call(server.address, "small", THERE, "pause", 2.5)
+    waited = f"waiting for {THERE}.pause for 1 s, of 300 at most: its process {pid} is at work\n"
+    assert capsys.readouterr().err == waited
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(4)\n")
+    with ForkServer.start([Stage("slow", ["slow_to_import"])], ready=0) as importing:
+        forked_call(importing.address, "slow", THERE, "pause", 0.0)
+    waited = f"waiting for {THERE}.pause for 1 s, of 300 at most: stage 'slow' of the fork server imports\n"
+    assert capsys.readouterr().err == waited
 
 
 def test_a_call_ends_at_its_deadline(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:

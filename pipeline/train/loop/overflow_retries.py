@@ -1,0 +1,48 @@
+"""An optimizer step on a batch, which is trained again at a smaller loss scale if its float16 gradients overflow.
+
+Owns the number of passes over a batch. Promises that a batch changes the model once at most; that all ranks do the
+same, since the norm that decides is that of all of them; and that a repeated pass has the parameters, the rows and the
+loss weights of the first. The caller has the rows anyway, or the ranks have them staged: no memory is added.
+
+    metrics = train_batch(dispatch, "policy", batch, loss)
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
+
+from pipeline.train.batching.sequences import Batch
+from pipeline.train.controller.batch_staging import ShardedBatch
+from pipeline.train.controller.rank_group import RankGroup
+from pipeline.train.loss_specs import LossSpec, MetricsLevel
+
+MAX_OVERFLOWS = 4
+"""Passes over a batch. The scale is a sixteenth then, and takes 1,600 steps to grow back, so more would let one batch
+whose gradients are infinite at any scale round those of all later ones to 0."""
+
+
+def train_batch(
+    dispatch: RankGroup,
+    name: str,
+    rows: Batch | ShardedBatch,
+    loss: LossSpec,
+    level: MetricsLevel = "basic",
+    stepping: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> dict[str, float]:
+    """The metrics of `forward_backward` and `optim_step`, of the last pass over the rows. Each optimizer step is taken
+    within a context of `stepping`.
+
+    In float16 `overflows` is the number of passes after which the scale was halved. `skipped` is 1 if the last one was
+    among them, or its gradient was not finite for another reason. A loss that is not finite is not repeated: no scale
+    makes it finite.
+    """
+    overflows = 0.0
+    while True:
+        metrics = dispatch.forward_backward(name, rows, loss, level=level)
+        with stepping():
+            metrics |= dispatch.optim_step(name)
+        if "overflows" not in metrics:
+            return metrics
+        overflows += metrics["overflows"]
+        if not metrics["overflows"] or overflows == MAX_OVERFLOWS or not isfinite(metrics["loss"]):
+            return metrics | {"overflows": overflows}

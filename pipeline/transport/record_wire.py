@@ -1,0 +1,44 @@
+"""The wire format of all records between roles: a CRC-32, then msgpack with each record's kind and version; no pickle.
+
+Promises that `decode_record` returns an equal record for bytes of `encode_record`, and raises `RecordError` for all
+others, even with a single flipped bit. Must not know whether the values make sense.
+"""
+
+import struct
+import zlib
+from typing import TypeVar
+
+import msgspec
+
+from pipeline.errors import RecordError
+from pipeline.transport.eval_records import EvalRequest, EvalResult
+from pipeline.transport.sample_records import WIRE_VERSION, Group, PreparedGroup, Record, Reissue, Sample
+
+AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult
+R = TypeVar("R", bound=Record)
+
+_CHECKSUM = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyRecord)
+
+
+def encode_record(record: Record) -> bytes:
+    """The record as bytes: the CRC-32 of its msgpack, followed by the msgpack."""
+    body = _encoder.encode(record)
+    return _CHECKSUM.pack(zlib.crc32(body)) + body
+
+
+def decode_record(data: bytes, kind: type[R]) -> R:
+    """The record in `data`, which must be of `kind` and of this version; else `RecordError`."""
+    body = memoryview(data)[_CHECKSUM.size :]
+    if data[: _CHECKSUM.size] != _CHECKSUM.pack(zlib.crc32(body)):
+        raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: their checksum differs")
+    try:
+        record = _decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: {error}") from error
+    if not isinstance(record, kind):
+        raise RecordError(f"expected a {kind.__name__} record, found {type(record).__name__}")
+    if record.version != WIRE_VERSION:
+        raise RecordError(f"{kind.__name__} record of version {record.version}; this code reads version {WIRE_VERSION}")
+    return record
