@@ -56,6 +56,10 @@ class Game(Protocol):
     def actions(self) -> str:
         """A sentence with the valid actions; empty if the library does not name them."""
 
+    @property
+    def refusal(self) -> str:
+        """The library's reason for the last invalid action; empty if it has none."""
+
     def random_action(self, random: Random) -> str:
         """The text of a valid action; `NotImplementedError` if the library cannot draw one."""
 

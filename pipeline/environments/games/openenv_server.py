@@ -37,10 +37,12 @@ CAPACITY_SECONDS = 5.0
 """Time for a server to release the session of a connection that was closed."""
 _CLOSING = aiohttp.ClientWSTimeout(ws_close=2.0)
 INVALID_ACTION = "VALIDATION_ERROR"
+UNREACHABLE = "UNREACHABLE"
+"""Code of an `OpenEnvError` without a reply of the server: a timeout, or a connection that failed."""
 
 
 class OpenEnvError(Exception):
-    """A server or a session failed; `code` is the server's error code, empty if it sent none."""
+    """A server or a session failed; `code` is the server's error code, `UNREACHABLE`, or empty."""
 
     def __init__(self, why: str, code: str = "") -> None:
         super().__init__(why)
@@ -65,9 +67,10 @@ def _run(work: Coroutine[Any, Any, T], what: str, seconds: float) -> T:
     try:
         return asyncio.run_coroutine_threadsafe(bounded(), _loop()).result()
     except TimeoutError:
-        raise OpenEnvError(f"no reply to {what} after {seconds:g} s") from None
+        raise OpenEnvError(f"no reply to {what} after {seconds:g} s", UNREACHABLE) from None
     except (aiohttp.ClientError, OSError) as error:
-        raise OpenEnvError(f"{what} failed: {type(error).__name__}: {error}") from None
+        code = UNREACHABLE if isinstance(error, OSError) else ""
+        raise OpenEnvError(f"{what} failed: {type(error).__name__}: {error}", code) from None
 
 
 class LocalServer:
