@@ -152,7 +152,7 @@ def test_a_server_that_hangs_is_replaced_by_the_next_game() -> None:
     task._games.close()
     hung = task._server._process
     os.kill(hung.pid, signal.SIGSTOP)
-    with pytest.raises(OpenEnvError, match="no reply to the connection to .* after 1 s"):
+    with pytest.raises(OpenEnvError, match=r"no reply to the connection to .* after 1 s"):
         task.prompt(1)
     assert hung.group_is_gone()
     task.options = task.options.model_copy(update={"step_seconds": 50})
@@ -211,7 +211,9 @@ def test_the_launcher_reports_a_server_that_does_not_start() -> None:
 def test_the_launcher_refuses_demonstrations_that_are_all_invalid_actions() -> None:
     """Such as those with the wrong name of a field in task.options.action."""
     task = openenv_task(demonstration_actions=["invalid", "invalid"])
-    with pytest.raises(ConfigError, match="accepts none of .*demonstration_actions .*: step: VALIDATION_ERROR: not so"):
+    with pytest.raises(
+        ConfigError, match=r"accepts none of .*demonstration_actions .*: step: VALIDATION_ERROR: not so"
+    ):
         task.demonstration(0)
     assert openenv_task(demonstration_actions=["invalid", "hello"]).demonstration(0)
 
