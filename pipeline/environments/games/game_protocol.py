@@ -14,6 +14,10 @@ MAX_OBSERVATION = 20_000
 """Largest length of an observation in characters; the rest is cut off."""
 
 
+class GameLost(Exception):
+    """A game that was open is gone, without a reply to its last action: it may be played again."""
+
+
 @dataclass(frozen=True)
 class GameStep:
     """The reply of a game to one action.

@@ -13,7 +13,7 @@ from pipeline.config.value_types import Seconds
 from pipeline.environments.games.game_protocol import Game
 from pipeline.environments.games.game_task import GameTask, TextActionOptions
 from pipeline.environments.games.openenv_game import ACTION, OpenEnvGame, OpenEnvText
-from pipeline.environments.games.openenv_server import UNREACHABLE, LocalServer, OpenEnvError, Session
+from pipeline.environments.games.openenv_server import NO_REPLY, UNREACHABLE, LocalServer, OpenEnvError, Session
 
 
 class OpenEnvOptions(TextActionOptions):
@@ -79,9 +79,12 @@ class OpenEnvTask(GameTask):
         try:
             return Session(self._server.url, self.options.step_seconds)
         except OpenEnvError as error:
-            if error.code == UNREACHABLE:  # it hangs: the next game starts another
-                self._end_server()
-            raise
+            if error.code not in (NO_REPLY, UNREACHABLE):
+                raise
+            self._end_server()
+            if error.code == NO_REPLY:  # it hangs, and the time of this call has passed: the next one starts another
+                raise
+        return Session(self._server.url, self.options.step_seconds)
 
     def _end_server(self) -> None:
         self.__dict__.pop("_server").end()

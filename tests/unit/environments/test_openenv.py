@@ -16,6 +16,7 @@ import pytest
 from pipeline.config import TaskConfig
 from pipeline.environments import load_task
 from pipeline.environments.games.game_protocol import GameStep
+from pipeline.environments.games.open_games import digest
 from pipeline.environments.games.openenv_server import LocalServer, OpenEnvError, Session
 from pipeline.errors import ConfigError
 from tests.support.tasks.players import group_of, turns_after
@@ -108,7 +109,7 @@ def test_a_real_server_refuses_hostile_actions(text: str) -> None:
         ("reward", "could not convert string to float: 'much'"),
         ("nothing", "task.options.observation=text: no text; there is NoneType"),
         ("raises", "step: EXECUTION_ERROR: not so"),
-        ("leave", "step failed: OSError: the server closed the connection"),
+        ("leave", "step failed: the server closed the connection"),
         ("hang", "no reply to step after 1 s"),
     ],
 )
@@ -144,6 +145,20 @@ def test_a_server_that_ended_is_started_again_and_its_games_are_played_again() -
     process = task._server._process
     task._server.end()
     assert process.group_is_gone()
+
+
+def test_the_games_of_a_server_that_was_killed_are_played_again() -> None:
+    task = openenv_task()
+    prompt = task.prompt(0)
+    (first,) = play_texts(task, prompt, ["one"])
+    killed = task._server._process
+    killed.kill_all()
+    seen = digest(digest("", prompt.columns["observation"]), first.to_json())
+    reply = task.use(prompt, "step", {"actions": ["one", "two"], "seen": seen})
+    assert GameStep.from_json(reply) == GameStep("said two")
+    assert task._server._process is not killed
+    task._games.close()
+    task._server.end()
 
 
 def test_a_server_that_hangs_is_replaced_by_the_next_game() -> None:
