@@ -53,6 +53,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench.bench_sft
 	$(BIN)/python -m tests.bench.bench_rewards
 	$(BIN)/python -m tests.bench.bench_sticky_routing
+	$(BIN)/python -m tests.bench.bench_concurrency
 	$(BIN)/python -m tests.bench.bench_kept_prefixes
 	$(BIN)/python -m tests.bench.bench_agent_endpoint
 	$(BIN)/python -m tests.bench.bench_actor

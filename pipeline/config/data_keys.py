@@ -4,6 +4,7 @@ A `SourceConfig` has the keys of any reader of rows; `DataConfig` adds those of 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,7 +90,9 @@ def located_data(data: DataConfig) -> DataConfig:
 
 
 def located_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's options with absolute paths: of its dataset, a wrapped task's dataset, and files in its command."""
+    """A task's options with absolute paths: of its dataset, a wrapped task's dataset, files in its command, and an
+    interpreter.
+    """
     return {key: _located(key, value) for key, value in options.items()}
 
 
@@ -97,8 +100,21 @@ def _located(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return located_options(value)
     if key == "command" and isinstance(value, Sequence) and not isinstance(value, str):
-        return [located_path(part) if isinstance(part, str) and Path(part).is_file() else part for part in value]
+        return [_located_program(part) for part in value]
+    if key == "python" and isinstance(value, str):
+        return _located_program(value)
     return located_path(value) if key in ("path", "eval_path") and isinstance(value, str) else value
+
+
+def _located_program(part: Any) -> Any:
+    """The absolute path of an existing file; anything else as it is.
+
+    Links stay: the python of a virtual environment is a link to an interpreter without its packages.
+    """
+    with suppress(OSError):  # a text that is too long for a path
+        if isinstance(part, str) and Path(part).is_file():
+            return str(Path(part).absolute())
+    return part
 
 
 def located_path(path: str) -> str:

@@ -80,7 +80,7 @@ class ReadSample:
 
     Attributes:
         values: the columns.
-        step: the step that trained the sample; None if no step has.
+        step: the step that trained the sample; None if no step has, or another sampling of its position was trained.
         lag: its lag at that step.
         outcome: the final state of its position; empty if the position is not finished.
     """
@@ -232,7 +232,9 @@ class SampleTable:
         settlement = self._settlements.get(values["position"]) if values["eval_set"] is None else None
         if settlement is None:
             return ReadSample(values)
-        if settlement.outcome != TRAINED or values["failure"] is not None:
+        # A position that was refused as too old, or lost, has the samples of each time; the ledger names one.
+        is_other = bool(settlement.fingerprint) and values["fingerprint"] != settlement.fingerprint
+        if settlement.outcome != TRAINED or values["failure"] is not None or is_other:
             return ReadSample(values, outcome=settlement.outcome)
         return ReadSample(values, settlement.step, settlement.step - values["version_min"], settlement.outcome)
 

@@ -226,6 +226,9 @@ def _located_reward(reward: RewardConfig) -> RewardConfig:
 
 def _located_task(task: TaskConfig) -> TaskConfig:
     def options_of(entry: TaskConfig | MixedTaskConfig) -> dict[str, Any]:
+        if entry.name == "verifiers":  # its other paths are the environment's, which may give them another meaning
+            python = {"python": entry.options["python"]} if "python" in entry.options else {}
+            return {**entry.options, **located_options(python)}
         return located_options(entry.options) if entry.name in _WITH_FILES else entry.options
 
     tasks = tuple(entry.model_copy(update={"options": options_of(entry)}) for entry in task.tasks)

@@ -239,3 +239,12 @@ def test_paths_of_an_agent_hold_from_any_directory(tmp_path: Path, monkeypatch: 
     os.chdir("/")
     assert located["command"] == ["python", str(tmp_path / "agent.py"), "{prompt}"]
     assert located["of"] == {"options": {"path": str(tmp_path / "prompts.jsonl")}}
+
+
+def test_the_python_of_a_virtual_environment_stays_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "python").symlink_to(sys.executable)
+    assert located_options({"command": ["python", "{port}"]}) == {"command": [str(tmp_path / "python"), "{port}"]}
+    assert located_options({"python": "python"}) == {"python": str(tmp_path / "python")}
+    others = {"python": "python3.11", "command": ["python3", "-c", "x" * 5000]}
+    assert located_options(others) == others, "neither a command of PATH nor a long text is a file"

@@ -24,6 +24,7 @@ from tests.support.servers.vllm import SECRET, starting_of
 
 ENVIRONMENTS = ROOT / "tests" / "support" / "tasks" / "vf_environments"
 VERIFIERS = os.environ.get("VERIFIERS_PYTHON", "")
+OPENENV = os.environ.get("OPENENV_PYTHON", "")
 
 pytestmark = [pytest.mark.integration, pytest.mark.trial, pytest.mark.timeout(3600)]
 
@@ -50,6 +51,20 @@ def test_games_are_played_better(experiment: str, tmp_path: Path) -> None:
     pytest.importorskip(experiment, reason=f"pip install -e '.[{experiment}]'")
     first, last = learned(tmp_path, experiment)
     assert first < 0.8 < 0.9 < last
+
+
+@pytest.mark.skipif(not OPENENV, reason="set OPENENV_PYTHON to the python of a venv with openenv")
+def test_a_server_of_openenv_is_played_better(tmp_path: Path) -> None:
+    command = f'task.options.command=[{OPENENV},docs/examples/openenv_guess.py,"{{port}}"]'
+    first, last = learned(tmp_path, "openenv", words=[command])
+    assert last > first + 0.2
+
+
+def test_tasks_of_harbor_are_solved(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    subprocess.run([sys.executable, "docs/examples/make_harbor_tasks.py", str(tasks)], cwd=ROOT, check=True, timeout=60)
+    first, last = learned(tmp_path, "harbor", words=[f"task.options.path={tasks}"])
+    assert first < 0.5 < 0.8 < last
 
 
 def test_a_calculator_is_called_more_often_as_it_pays(tmp_path: Path) -> None:

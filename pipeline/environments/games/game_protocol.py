@@ -14,6 +14,10 @@ MAX_OBSERVATION = 20_000
 """Largest length of an observation in characters; the rest is cut off."""
 
 
+class GameLost(Exception):
+    """A game that was open is gone, without a reply to its last action: it may be played again."""
+
+
 @dataclass(frozen=True)
 class GameStep:
     """The reply of a game to one action.
@@ -55,6 +59,10 @@ class Game(Protocol):
     @property
     def actions(self) -> str:
         """A sentence with the valid actions; empty if the library does not name them."""
+
+    @property
+    def refusal(self) -> str:
+        """The library's reason for the last invalid action; empty if it has none."""
 
     def random_action(self, random: Random) -> str:
         """The text of a valid action; `NotImplementedError` if the library cannot draw one."""

@@ -179,6 +179,8 @@ class GameTask(Task):
         """Demonstrations `first` to `first + count - 1`, all from one open game; in the process of games."""
         game = PlayedGame(self.open_game, HELD_OUT_SEEDS)
         try:
+            if first == 0:
+                self._check_demonstrations(game)
             return [self._random_game(game, index) for index in range(first, first + count)]
         finally:
             game.close()
@@ -220,8 +222,11 @@ class GameTask(Task):
         try:
             return process.call(method, arguments, self.options.startup_seconds)
         except (TaskError, DeadlineError) as error:
-            expected = "an environment that opens, with these task.options.kwargs"
-            raise ConfigError("task.options.id", self.options.id, expected, str(error)) from None
+            raise ConfigError(*self._opened_by(), str(error)) from None
+
+    def _opened_by(self) -> tuple[str, object, str]:
+        """The key that names the environment, its value, and what it should be."""
+        return "task.options.id", self.options.id, "an environment that opens, with these task.options.kwargs"
 
     def _prompt(self, seed: int) -> Prompt:
         observation, actions = self._games.first(seed)
@@ -250,6 +255,18 @@ class GameTask(Task):
             messages += [{"role": "assistant", "content": turn}, reply]
             turn = self._random_turn(game.game, random)
         return Demonstration(replace(prompt, messages=tuple(messages)), turn)
+
+    def _check_demonstrations(self, game: PlayedGame) -> None:
+        """Raise `ValueError` if the game accepts none of the demonstrated actions as its first turn: then it reads
+        actions of another kind, and every turn of the run would be invalid."""
+        for action in self.options.demonstration_actions:
+            game.restart(HELD_OUT_SEEDS)
+            step = game.step(action)
+            if step.valid:
+                return
+        if self.options.demonstration_actions:
+            why = game.game.refusal or step.observation
+            raise ValueError(f"it accepts none of task.options.demonstration_actions as the first turn: {why}")
 
     def _random_turn(self, game: Game, random: Random) -> str:
         if self.options.demonstration_actions:

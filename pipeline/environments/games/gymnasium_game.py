@@ -29,6 +29,8 @@ _COLOR, _RESET = re.compile(r"\x1b\[(?!0m)[0-9;]*m"), "\x1b[0m"
 class GymnasiumGame:
     """One environment of `gymnasium.make`."""
 
+    refusal = ""
+
     def __init__(
         self,
         id: str,

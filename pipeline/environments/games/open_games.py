@@ -2,9 +2,10 @@
 
 Owns their cache. A call names the seed and all actions so far, so any worker process can make it: a game that is not
 open here starts again from its seed, with the same actions. Promises that a game which is played again gave the same
-observations and rewards, or that the call raises; that at most `limit` games are open; and that a game that ended,
-raised, or was idle for `IDLE_SECONDS` is closed. A library that draws from the global random state of `random` or NumPy
-sees a separate state in each game. The processes of games end with the worker (`pipeline.utils.subprocesses`).
+observations and rewards, or that the call raises; that a lost game (`GameLost`) is played again once; that at most
+`limit` games are open; and that a game that ended, raised, or was idle for `IDLE_SECONDS` is closed. A library that
+draws from the global random state of `random` or NumPy sees a separate state in each game. The processes of games end
+with the worker (`pipeline.utils.subprocesses`).
 """
 
 import random
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from pipeline.environments.games.game_protocol import Game, GameStep
+from pipeline.environments.games.game_protocol import Game, GameLost, GameStep
 
 IDLE_SECONDS = 900.0
 NOT_SAME = (
@@ -123,9 +124,27 @@ class OpenGames:
         game = self._take((seed, before, seen)) or self._played_again(seed, before, seen)
         try:
             step = game.step(actions[-1])
+        except GameLost:
+            game.close()
+            if not self._deterministic:
+                raise
+            return self._again(seed, actions, seen)
         except BaseException:
             game.close()
             raise
+        return self._replied(game, seed, actions, seen, step)
+
+    def _again(self, seed: int, actions: Sequence[str], seen: str) -> GameStep:
+        """The reply of a game that was lost, played again once."""
+        game = self._played_again(seed, tuple(actions[:-1]), seen)
+        try:
+            step = game.step(actions[-1])
+        except BaseException:
+            game.close()
+            raise
+        return self._replied(game, seed, actions, seen, step)
+
+    def _replied(self, game: PlayedGame, seed: int, actions: Sequence[str], seen: str, step: GameStep) -> GameStep:
         if step.done:
             game.close()
         else:

@@ -36,7 +36,7 @@ class OpenEnvText:
 class OpenEnvGame:
     """One session."""
 
-    actions = ""
+    actions = refusal = ""
 
     def __init__(self, connect: Callable[[], Session], reset: Mapping[str, Any], text: OpenEnvText) -> None:
         """`reset`: further arguments of the environment's reset."""
@@ -68,6 +68,7 @@ class OpenEnvGame:
             data = self._session.exchange("step", action)
         except OpenEnvError as error:
             if error.code == INVALID_ACTION:
+                self.refusal = str(error)
                 return self._invalid()
             raise
         value = data.get("reward")

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from pipeline.environments.agent_task import OutputTail
+from pipeline.environments.games.game_protocol import GameLost
 from pipeline.utils.subprocesses import Leader, describe_exit
 from pipeline.utils.waiting import Deadline
 
@@ -37,14 +38,20 @@ CAPACITY_SECONDS = 5.0
 """Time for a server to release the session of a connection that was closed."""
 _CLOSING = aiohttp.ClientWSTimeout(ws_close=2.0)
 INVALID_ACTION = "VALIDATION_ERROR"
+NO_REPLY, UNREACHABLE = "NO_REPLY", "UNREACHABLE"
+"""Codes of an `OpenEnvError` without a reply of the server: a timeout, and a connection that failed."""
 
 
 class OpenEnvError(Exception):
-    """A server or a session failed; `code` is the server's error code, empty if it sent none."""
+    """A server or a session failed; `code` is the server's error code, one of the above, or empty."""
 
     def __init__(self, why: str, code: str = "") -> None:
         super().__init__(why)
         self.code = code
+
+
+class SessionLost(OpenEnvError, GameLost):
+    """The server closed the connection of a session, as when it ends."""
 
 
 @cache
@@ -65,9 +72,10 @@ def _run(work: Coroutine[Any, Any, T], what: str, seconds: float) -> T:
     try:
         return asyncio.run_coroutine_threadsafe(bounded(), _loop()).result()
     except TimeoutError:
-        raise OpenEnvError(f"no reply to {what} after {seconds:g} s") from None
+        raise OpenEnvError(f"no reply to {what} after {seconds:g} s", NO_REPLY) from None
     except (aiohttp.ClientError, OSError) as error:
-        raise OpenEnvError(f"{what} failed: {type(error).__name__}: {error}") from None
+        code = UNREACHABLE if isinstance(error, OSError) else ""
+        raise OpenEnvError(f"{what} failed: {type(error).__name__}: {error}", code) from None
 
 
 class LocalServer:
@@ -186,7 +194,7 @@ class Session:
         reply = await self._replies.get()
         if reply is None:
             self._replies.put_nowait(None)
-            raise OSError("the server closed the connection")
+            raise SessionLost(f"{message['type']} failed: the server closed the connection")
         return reply
 
     async def _close(self) -> None:

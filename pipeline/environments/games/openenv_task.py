@@ -13,7 +13,7 @@ from pipeline.config.value_types import Seconds
 from pipeline.environments.games.game_protocol import Game
 from pipeline.environments.games.game_task import GameTask, TextActionOptions
 from pipeline.environments.games.openenv_game import ACTION, OpenEnvGame, OpenEnvText
-from pipeline.environments.games.openenv_server import LocalServer, Session
+from pipeline.environments.games.openenv_server import NO_REPLY, UNREACHABLE, LocalServer, OpenEnvError, Session
 
 
 class OpenEnvOptions(TextActionOptions):
@@ -65,12 +65,29 @@ class OpenEnvTask(GameTask):
         )
         return OpenEnvGame(self._connect, options.reset, text)
 
+    def _opened_by(self) -> tuple[str, object, str]:
+        if self.options.url:
+            return "task.options.url", self.options.url, "the URL of a server with an environment that opens"
+        command = "[" + ",".join(self.options.command) + "]"
+        return "task.options.command", command, "a server with an environment that opens"
+
     def _connect(self) -> Session:
         if self.options.url:
             return Session(self.options.url, self.options.step_seconds)
         if not self._server.alive:
-            self.__dict__.pop("_server").end()
+            self._end_server()
+        try:
+            return Session(self._server.url, self.options.step_seconds)
+        except OpenEnvError as error:
+            if error.code not in (NO_REPLY, UNREACHABLE):
+                raise
+            self._end_server()
+            if error.code == NO_REPLY:  # it hangs, and the time of this call has passed: the next one starts another
+                raise
         return Session(self._server.url, self.options.step_seconds)
+
+    def _end_server(self) -> None:
+        self.__dict__.pop("_server").end()
 
     @cached_property
     def _server(self) -> LocalServer:

@@ -21,7 +21,7 @@ OWN_ACTION = textarena.ObservationType.PLAYER_ACTION
 class TextArenaGame:
     """One game of `textarena.make`, played by player 0."""
 
-    actions = ""
+    actions = refusal = ""
 
     def __init__(self, id: str, kwargs: Mapping[str, Any], metrics: Sequence[str]) -> None:
         """`id` may be `module:id`, as in Gymnasium: the module registers the game. `metrics`: keys of the player's

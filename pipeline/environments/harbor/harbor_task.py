@@ -28,6 +28,7 @@ from pipeline.environments.harbor.shell_session import ShellError, ShellLost, Sh
 from pipeline.environments.task_protocol import Demonstration, Policy, Prompt, Task, TaskOptions
 from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import ConfigError, EpisodeError, RolloutError
+from pipeline.utils.subprocesses import describe_exit
 
 EPISODE = "episode"
 SHELL = "shell"
@@ -200,7 +201,8 @@ class Harbor(Task):
         text = shell.read(REWARDS)
         if text is None:
             last = (ran.output.strip().splitlines() or ["nothing printed"])[-1]
-            return f"the tests exited with code {ran.code} and wrote no reward to {REWARDS[1]}: {last}"
+            end = describe_exit(ran.code) if ran.code >= 0 else f"were {describe_exit(ran.code)}"
+            return f"the tests {end} and wrote no reward to {REWARDS[1]}: {last}"
         return parse_reward(text, self.options.reward_key)
 
     def _prompt(self, part: str, index: int) -> Prompt:

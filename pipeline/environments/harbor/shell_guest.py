@@ -13,6 +13,7 @@ timeout; and that a reply has at most `MAX_TEXT` characters of output. Uses only
 
 import base64
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_TEXT = 16_000
+FULL = "the sandbox's disk is full; commands have filled it"
 _PR_SET_DUMPABLE = 4
 
 
@@ -107,7 +109,8 @@ def main() -> None:
         try:
             reply = answer(json.loads(line))
         except Exception as error:  # noqa: BLE001 a process boundary: a disk filled by the commands, a removed directory
-            reply = {"failed": f"{type(error).__name__}: {error}"}
+            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            reply = {"failed": FULL if full else f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply).encode() + b"\n")
     sys.exit(0)
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from pipeline.environments.harbor.harbor_task import parse_reward
 from pipeline.environments.harbor.shell_session import ShellError, ShellLost, ShellSession, open_shell
 from pipeline.environments.sandbox import missing_sandbox
 from pipeline.errors import ConfigError
+from pipeline.utils.disk_faults import full_disk, injected
 from tests.support.tasks.players import group_of
 
 needs_namespaces = pytest.mark.skipif(bool(missing_sandbox(SandboxConfig())), reason="no sandbox here")
@@ -134,12 +136,39 @@ def test_a_policy_that_kills_its_sandbox_fails_its_sample(tmp_path: Path) -> Non
 
 
 @needs_namespaces
+def test_a_policy_that_fills_its_disk_fails_its_sample(tmp_path: Path) -> None:
+    fill = "for i in 1 2 3 4 5 6; do head -c 16000000 /dev/zero > /app/$i; done"
+    group, _ = episodes(tmp_path, [fill], tasks_of(tmp_path / "tasks"))
+    assert group.samples == ()
+    assert set(group.failures) == {"environment failed: the sandbox's disk is full; commands have filled it"}
+
+
+@needs_namespaces
+def test_a_node_without_disk_for_a_sandbox_fails_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch, room = tmp_path / "scratch", {"full": True}
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+
+    folder = tasks_of(tmp_path / "tasks")
+    with injected(full_disk(scratch, lambda: room["full"])):
+        failed, _ = episodes(tmp_path, [], folder)
+        room["full"] = False
+        scored, _ = episodes(tmp_path, [], folder)
+    assert failed.samples == ()
+    assert all("No space left on device" in reason and "\n" not in reason for reason in failed.failures)
+    assert [sample.reward for sample in scored.samples] == [0.0, 0.0], "the sandbox starts again once there is room"
+    assert list(scratch.iterdir()) == []
+
+
+@needs_namespaces
 @pytest.mark.parametrize(
     ("test", "reason"),
     [
         ("exit 3", "the tests exited with code 3 and wrote no reward to /logs/verifier/reward.txt: nothing printed"),
         ("echo no pytest here", "wrote no reward to /logs/verifier/reward.txt: no pytest here"),
-        ("sleep 100", "the tests took more than 1 s"),
+        ("kill -9 $$", "the tests were killed by SIGKILL and wrote no reward"),
+        ("setsid sleep 100 & sleep 100", "the tests took more than 1 s"),
+        ("set -e; touch /made; echo 1 > /logs/verifier/reward.txt", "/made': Read-only file system"),
         ("echo much > /logs/verifier/reward.txt", "the tests' reward is no number: 'much'"),
         ("echo NaN > /logs/verifier/reward.txt", "the tests' reward is no finite number: 'NaN'"),
         ("ln -s /etc/passwd /logs/verifier/reward.txt", "wrote no reward"),

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from pipeline.config import TaskConfig
 from pipeline.environments import load_task
 from pipeline.environments.games.game_protocol import GameStep
+from pipeline.environments.games.open_games import digest
 from pipeline.environments.games.openenv_server import LocalServer, OpenEnvError, Session
 from pipeline.errors import ConfigError
 from tests.support.tasks.players import group_of, turns_after
@@ -107,7 +109,7 @@ def test_a_real_server_refuses_hostile_actions(text: str) -> None:
         ("reward", "could not convert string to float: 'much'"),
         ("nothing", "task.options.observation=text: no text; there is NoneType"),
         ("raises", "step: EXECUTION_ERROR: not so"),
-        ("leave", "step failed: OSError: the server closed the connection"),
+        ("leave", "step failed: the server closed the connection"),
         ("hang", "no reply to step after 1 s"),
     ],
 )
@@ -143,6 +145,36 @@ def test_a_server_that_ended_is_started_again_and_its_games_are_played_again() -
     process = task._server._process
     task._server.end()
     assert process.group_is_gone()
+
+
+def test_the_games_of_a_server_that_was_killed_are_played_again() -> None:
+    task = openenv_task()
+    prompt = task.prompt(0)
+    (first,) = play_texts(task, prompt, ["one"])
+    killed = task._server._process
+    killed.kill_all()
+    seen = digest(digest("", prompt.columns["observation"]), first.to_json())
+    reply = task.use(prompt, "step", {"actions": ["one", "two"], "seen": seen})
+    assert GameStep.from_json(reply) == GameStep("said two")
+    assert task._server._process is not killed
+    task._games.close()
+    task._server.end()
+
+
+def test_a_server_that_hangs_is_replaced_by_the_next_game() -> None:
+    task = openenv_task(step_seconds=1)
+    prompt = task.prompt(0)
+    task._games.close()
+    hung = task._server._process
+    os.kill(hung.pid, signal.SIGSTOP)
+    with pytest.raises(OpenEnvError, match=r"no reply to the connection to .* after 1 s"):
+        task.prompt(1)
+    assert hung.group_is_gone()
+    task.options = task.options.model_copy(update={"step_seconds": 50})
+    (step,) = play_texts(task, prompt, ["hello"])
+    assert step.observation == "said hello"
+    task._games.close()
+    task._server.end()
 
 
 def test_a_server_of_one_session_serves_one_game_after_another() -> None:
@@ -185,7 +217,20 @@ def test_the_launcher_reports_a_server_that_does_not_start() -> None:
     task = openenv_task([sys.executable, "-c", "raise SystemExit('no openenv here')", "{port}"])
     with pytest.raises(ConfigError, match="exited with code 1: no openenv here") as raised:
         task.held_out()
-    assert raised.value.key == "task.options.id"
+    assert raised.value.key == "task.options.command"
+    with pytest.raises(ConfigError, match=r"connection to http://127\.0\.0\.1:9 failed") as raised:
+        openenv_task([], url="http://127.0.0.1:9").held_out()
+    assert raised.value.key == "task.options.url"
+
+
+def test_the_launcher_refuses_demonstrations_that_are_all_invalid_actions() -> None:
+    """Such as those with the wrong name of a field in task.options.action."""
+    task = openenv_task(demonstration_actions=["invalid", "invalid"])
+    with pytest.raises(
+        ConfigError, match=r"accepts none of .*demonstration_actions .*: step: VALIDATION_ERROR: not so"
+    ):
+        task.demonstration(0)
+    assert openenv_task(demonstration_actions=["invalid", "hello"]).demonstration(0)
 
 
 @pytest.mark.parametrize(

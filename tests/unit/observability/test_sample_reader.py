@@ -78,6 +78,18 @@ def places(found: SampleTable) -> list[tuple[int, int]]:
     return [(sample["position"], sample["sample"]) for sample in found.load()]
 
 
+def test_samples_of_a_refused_sampling_are_not_shown_as_trained(run: FakeRun) -> None:
+    """The position was sampled twice, and the ledger has the fingerprint of the second time."""
+    second = Group(position=5, prompt=5, samples=(a_sample(6, 0.7), a_sample(6, 0.0)), failures=())
+    with SampleStore(run.paths.rollouts / "train", "a-1", 1 << 20) as kept:
+        kept.add(records_of_group(PreparedGroup(group=second, advantages=(1.0, -1.0)), "sums", "group"))
+    line = Settlement(position=5, outcome="trained", step=4, versions=(3, 3), fingerprint=second.fingerprint())
+    with run.paths.ledger.open("ab") as ledger:
+        ledger.write(b"\n" + msgspec.json.encode(line) + b"\n")
+    found = read_samples(run.paths).where(Filter(position=5, least_reward=0.1)).load()
+    assert {(sample["reward"], sample.step, sample.lag) for sample in found} == {(0.5, None, None), (0.7, 4, 1)}
+
+
 def test_every_sample_is_found_whole(kept: SampleTable) -> None:
     assert len(kept) == 13 * 2 + 5 + 2
     (sample,) = kept.where(Filter(position=4, kind="train", least_reward=0.1)).load()

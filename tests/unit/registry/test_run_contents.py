@@ -230,11 +230,13 @@ def test_the_files_of_tasks_have_absolute_paths_so_that_a_run_continues_from_any
     harbor = {"name": "harbor", "options": {"path": "tasks", "eval_path": "absent"}}
     openenv = {"name": "openenv", "options": {"command": ["python", "server.py", "{port}"]}}
     mine = {"name": "my.module:Task", "options": {"path": "tasks"}}
-    mixed = located_config(make_config(task={"name": "mix", "tasks": [harbor, openenv, mine]})).task.tasks
+    verifiers = {"name": "verifiers", "options": {"python": "server.py", "taskset": {"path": "tasks"}}}
+    mixed = located_config(make_config(task={"name": "mix", "tasks": [harbor, openenv, mine, verifiers]})).task.tasks
     assert [entry.options for entry in mixed] == [
         {"path": str(tmp_path / "tasks"), "eval_path": "absent"},
         {"command": ["python", str(tmp_path / "server.py"), "{port}"]},
         {"path": "tasks"},
+        {"python": str(tmp_path / "server.py"), "taskset": {"path": "tasks"}},
     ]
     assert located_config(make_config(task=harbor)).task.options["path"] == str(tmp_path / "tasks")
 
