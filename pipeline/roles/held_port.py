@@ -17,6 +17,7 @@ from pipeline.roles import TRAINER
 from pipeline.utils.fork_server import VARIABLE
 from pipeline.utils.forked_process import ForkedProcess
 from pipeline.utils.listeners import listen_on_held
+from pipeline.utils.subprocesses import STARTER
 
 _TORCHRUN = "torch.distributed.run"
 
@@ -61,6 +62,7 @@ def fork_workers(address: str) -> None:
     stock = handler._popen
 
     def popen(self: Any, args: Sequence[str], env: Mapping[str, str]) -> Any:
+        env = {**env, STARTER: str(os.getpid())}  # torchrun itself, which has a starter of its own
         with suppress(OSError):
             output, error = (file.fileno() if file else n for n, file in ((1, self._stdout), (2, self._stderr)))
             worker = ForkedProcess(address, TRAINER, args, env, (0, output, error))

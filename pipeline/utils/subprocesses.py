@@ -32,7 +32,15 @@ log = logging.getLogger(__name__)
 PR_SET_CHILD_SUBREAPER = 36
 KILL_SECONDS = 10.0
 """Time for the kernel to end a killed process."""
+STARTER = "ROLLCALL_STARTER_PID"
+"""The environment variable of a program that a process other than its parent stops."""
 _PAUSE = 0.02
+
+
+def starting_process() -> int:
+    """The pid of the process that has started this one and stops it: as `STARTER` in the environment names it, else the
+    parent. The parent of a forked program is its keeper (`fork_server`)."""
+    return int(os.environ.get(STARTER) or os.getppid())
 
 
 def exit_with_parent() -> None:

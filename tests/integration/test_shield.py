@@ -141,7 +141,7 @@ def started(
 
 
 @contextmanager
-def forked_ranks(log: Path) -> Iterator[Child]:
+def forked_ranks(log: Path, extra: Mapping[str, str] | None = None) -> Iterator[Child]:
     """The ranks of `TORCHRUN` as those of a run: torchrun is forked by a fork server, and forks them."""
     with hold_port() as holder:
         port = str(port_of(holder))
@@ -150,7 +150,7 @@ def forked_ranks(log: Path) -> Iterator[Child]:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         argv = (*program, "-m", "tests.support.ranks.idle_ranks")
         server = forks.request(TRAINER, nests=True)
-        with started(argv, log, {"PYTHONPATH": path}, server) as child:
+        with started(argv, log, {"PYTHONPATH": path, **(extra or {})}, server) as child:
             yield child
 
 
@@ -272,7 +272,7 @@ def test_a_rank_that_is_stopped_is_found_and_named_and_torchrun_ends_when_one_is
 ) -> None:
     """Two tests that share the CPU time of one more torchrun, which the second ends."""
     monitor = LivenessMonitor("trainer.0", RoleCommand(TORCHRUN, lambda: True, 2), seconds=3.0)
-    with closing(monitor), started(TORCHRUN, tmp_path / "log", monitor.board.environment) as child:
+    with closing(monitor), forked_ranks(tmp_path / "log", monitor.board.environment) as child:
         wait_for_text(tmp_path / "log", idle_ranks.READY, child)
         rank = monitor.board.read()[1]
         wait_for("it to wait", lambda: "orders" in monitor.board.read()[1].doing, WAIT_SECONDS)

@@ -55,6 +55,7 @@ from pipeline.train.model.context_parallel import ContextParallel
 from pipeline.train.model.model_worker import ModelWorker
 from pipeline.utils import heartbeat
 from pipeline.utils.signed_store import SignedStore, signed_objects
+from pipeline.utils.subprocesses import starting_process
 from pipeline.utils.waiting import wait_for
 
 Operation = Callable[..., Any]
@@ -85,7 +86,8 @@ def end_with_lost_ranks() -> None:
     """
 
     def listen() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():  # torchrun is the parent
+        starter = starting_process()
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != starter:
             continue
         time.sleep(FINAL_REPORT_SECONDS)
         os._exit(1)
