@@ -130,10 +130,14 @@ class RedisStreams(Streams):
 
     def depth(self, topic: str) -> Depth:
         stream, meta = _keys(topic)
-        pipeline = self._client.pipeline()
-        pipeline.xlen(stream)
-        pipeline.hmget(meta, "held", "published", "read", "rejected")
-        entries, numbers = self.exchange(pipeline.execute)
+
+        def step() -> Any:
+            pipeline = self._client.pipeline()  # a new one for each try: it is empty after a failure
+            pipeline.xlen(stream)
+            pipeline.hmget(meta, "held", "published", "read", "rejected")
+            return pipeline.execute()
+
+        entries, numbers = self.exchange(step)
         held, published, read, rejected = (int(number or 0) for number in numbers)
         return Depth(entries, held, max(0, published - read), rejected)
 

@@ -133,8 +133,15 @@ def end_jobs(named: Sequence[RunPaths], connect: Connect, clock: Clock = CLOCK) 
 
     Returns the number of requested ends, and 1 if any request or wait failed, else 0.
     """
-    endings, failed = [], 0
-    for run in [job for owner in named for job in (owner, *unfinished_jobs(owner))]:
+    endings, failed, jobs = [], 0, list[RunPaths]()
+    for owner in named:
+        jobs.append(owner)
+        try:
+            jobs += unfinished_jobs(owner)
+        except OSError as error:
+            failed += 1
+            print(f"error: jobs attached to {title(owner)}: {error}", file=sys.stderr)
+    for run in jobs:
         try:
             ending = request_end(run, connect)
         except (RollcallError, OSError) as error:

@@ -67,6 +67,16 @@ def cut_streams(context: RoleContext) -> Iterator[tuple[RedisStreams, CuttingPro
 
 
 @with_each_redis
+def test_the_depth_of_a_topic_survives_a_lost_answer(tmp_path: Path) -> None:
+    with a_redis(tmp_path, "7-0") as (context, _), cut_streams(context) as (streams, proxy):
+        streams.publish_many("reissue", records(0, 1))
+        expected = streams.depth("reissue")
+        proxy.lose_next_answer()
+        assert streams.depth("reissue") == expected
+        assert expected.entries == 2
+
+
+@with_each_redis
 def test_a_step_whose_answer_is_lost_is_done_once(tmp_path: Path) -> None:
     with a_redis(tmp_path, "7-0") as (context, _), cut_streams(context) as (streams, proxy):
         streams.publish_many("reissue", records(0))

@@ -1,5 +1,6 @@
 """Cancelling: the right job is told, and nothing else."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.run.events import LAUNCHER, Events
-from pipeline.run.paths import SweepPaths
+from pipeline.run.paths import RunPaths, SweepPaths
 from pipeline.utils import shared_files
 from slurm.registry import run_registry, sweep_manifest
 from slurm.registry.file_locks import lock_holder
 from slurm.scheduler.scheduler_protocol import RUNNING, JobQueue
+from slurm.submission import cancel_runs
 from slurm.submission.cancel_runs import cancel, cancel_sweep, main
 from tests.fakes.clock import FakeClock
 from tests.fakes.configs import make_config
@@ -131,6 +133,19 @@ def test_another_job_that_got_the_same_id_is_left_alone(run: FakeRun, scheduler:
     run_registry.record_job(run.paths, "slurm", scheduler.submit("thesis", comment="", state=RUNNING))
     assert cancel([run.paths], lambda _: scheduler) == 0
     assert scheduler.cancelled == []
+
+
+def test_attached_jobs_that_cannot_be_read_do_not_keep_the_run_from_its_end(
+    run: FakeRun, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(owner: RunPaths) -> list[RunPaths]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    job = queued(run, scheduler)
+    monkeypatch.setattr(cancel_runs, "unfinished_jobs", fail)
+    assert cancel([run.paths], lambda _: scheduler) == 1
+    assert scheduler.cancelled == [job]
+    assert "error: jobs attached to demo: [Errno 5] Input/output error" in capsys.readouterr().err
 
 
 def test_a_silent_scheduler_is_an_error_and_not_nothing_to_cancel(
