@@ -1,7 +1,7 @@
 """The load of the servers' KV caches: what they report, and what their responses show.
 
-Owns the two numbers that are read of a server's metrics. Promises that a server which does not answer in time changes
-nothing. Must not know what is done about the load (`concurrency_control`).
+Owns what is read of a server's metrics, and the counts of a period. Promises that a server which does not answer in
+time changes nothing. Must not know what is done about the load (`concurrency_control`).
 """
 
 import asyncio
@@ -16,16 +16,17 @@ from pipeline.rollout.server_client import PromptTokens, Server
 
 METRICS = "/metrics"
 READ_SECONDS = 5.0
-MIN_RESPONSES = 16
-"""Responses to continued requests from which their hit rate means something."""
 _USAGE, _PREEMPTIONS = "kv_cache_usage_perc", "num_preemptions_total"
 
 
 @dataclass(frozen=True)
 class CacheLoad:
-    """The load of a period: the `hit_rate`, `kv_usage` and `preemptions` of `concurrency_control.ServerLoad`."""
+    """The load of a period: what `concurrency_control.ServerLoad` has of the servers."""
 
-    hit_rate: float | None = None
+    answered: int = 0
+    continued: int = 0
+    tokens: int = 0
+    cached: int = 0
     kv_usage: float = 0.0
     preemptions: int = 0
 
@@ -35,7 +36,7 @@ class CacheWatch:
 
     def __init__(self) -> None:
         self._preemptions: dict[str, int] = {}
-        self._seen: dict[str, PromptTokens] = {}
+        self._seen: dict[str, tuple[PromptTokens, PromptTokens]] = {}
 
     async def load(self, http: aiohttp.ClientSession, servers: Sequence[Server]) -> CacheLoad:
         metrics = await asyncio.gather(*(read_metrics(http, server.endpoint) for server in servers))
@@ -46,22 +47,13 @@ class CacheWatch:
                 total = int(sum(values(text, _PREEMPTIONS)))
                 preemptions += max(0, total - self._preemptions.get(server.endpoint, total))
                 self._preemptions[server.endpoint] = total
-        return CacheLoad(self._hit_rate(servers), usage, preemptions)
-
-    def _hit_rate(self, servers: Sequence[Server]) -> float | None:
-        """That of continued requests since the last one that was not None."""
-        new_counts = [self._new_counts(server) for server in servers]
-        if sum(count.responses for count in new_counts) < MIN_RESPONSES:
-            return None
-        self._seen |= {server.endpoint: replace(server.continued) for server in servers}
-        return sum(count.cached for count in new_counts) / sum(count.tokens for count in new_counts)
-
-    def _new_counts(self, server: Server) -> PromptTokens:
-        """The counts of a server since they were last used. One that joined again counts from zero."""
-        now, seen = server.continued, self._seen.get(server.endpoint, PromptTokens())
-        if now.responses < seen.responses:
-            return now
-        return PromptTokens(now.responses - seen.responses, now.tokens - seen.tokens, now.cached - seen.cached)
+        everything, continued = PromptTokens(), PromptTokens()
+        for server in servers:
+            now = replace(server.prompts), replace(server.continued)
+            seen = self._seen.get(server.endpoint, (PromptTokens(), PromptTokens()))
+            everything, continued = everything + now[0].since(seen[0]), continued + now[1].since(seen[1])
+            self._seen[server.endpoint] = now
+        return CacheLoad(everything.samples, continued.samples, continued.tokens, continued.cached, usage, preemptions)
 
 
 def values(text: str, name: str) -> list[float]:

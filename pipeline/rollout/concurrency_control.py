@@ -3,39 +3,53 @@
 Owns the controller, and the number of slots that it sets. With too many multi-turn episodes in flight, the prefix of
 one is evicted from the KV cache while the others have their turns, so every turn computes its whole conversation again:
 throughput collapses, and stays so (prime-rl#3255 reports a hit rate that fell from 98 to 5 %). With too few, servers
-idle. The controller is that of TCP (Jacobson 1988, doi:10.1145/52324.52356): it doubles the limit until the first sign
-of overload, then adds a sixteenth in each period without one, and cuts the limit by a fifth in each period with one.
-Must not know servers, streams or time.
+idle. The controller is that of TCP (Jacobson 1988, doi:10.1145/52324.52356): the limit doubles until the first sign of
+overload, then grows by a sixteenth, and is cut at each sign. As TCP counts round trips, it counts turns: a limit is
+judged by the turns that were answered under it, however slow the servers are; and only once as few groups are in flight
+as it allows, since a cut takes effect as groups end. Recovery from a collapse takes as long, so the limit stays below
+the last one with a sign of overload. Must not know servers, streams or time.
 
-    controller = ConcurrencyController(most=512, start=8)
-    limit = controller.update(ServerLoad(in_flight=8, hit_rate=0.97, kv_usage=0.4, preemptions=0))
+    controller = ConcurrencyController(most=512, start=8, group=8)
+    limit = controller.update(ServerLoad(in_flight=8, answered=128, continued=64, tokens=90_000, cached=88_000))
 """
 
 import asyncio
 from dataclasses import dataclass
 
+TURNS_SEEN = 4
+"""Turns of each sample in flight, in the mean, by which a limit is judged."""
+MIN_CONTINUED = 16
+"""Later turns from which their hit rate means something."""
 OVERLOADED_HITS = 0.8
 """A hit rate of later turns below this fraction of the best one is a sign of overload."""
 FULL = 0.9
 """The fraction of the KV cache in use by running requests from which the limit does not grow."""
-FORGOTTEN = 0.99
-"""The best hit rate is multiplied by this in each period: tasks and lengths change during a run."""
-CUT, GROWTH = 0.8, 1 / 16
+FORGOTTEN = 0.995
+"""The best hit rate is multiplied by this at each judgement, and the ceiling divided: tasks and lengths change during a
+run."""
+BELOW_CEILING = 0.8
+"""The largest limit relative to the ceiling: the last limit with a sign of overload."""
+CUT, DEEPEST_CUT, GROWTH = 0.8, 0.5, 1 / 16
 
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """The load of a period.
+    """The load of a period, over all servers.
 
     Attributes:
         in_flight: groups in flight at its end.
-        hit_rate: fraction of the prompt tokens of later turns that were in a prefix cache; None after too few turns.
+        answered: turns that were answered, of all samples.
+        continued: those of them that continue an episode or a sample.
+        tokens, cached: prompt tokens of the continued ones, and how many of these were in a prefix cache.
         kv_usage: fraction of the KV cache that running requests use, of the fullest server.
         preemptions: requests that a server stopped for lack of KV cache, and computes again.
     """
 
     in_flight: int
-    hit_rate: float | None = None
+    answered: int = 0
+    continued: int = 0
+    tokens: int = 0
+    cached: int = 0
     kv_usage: float = 0.0
     preemptions: int = 0
 
@@ -43,24 +57,57 @@ class ServerLoad:
 class ConcurrencyController:
     """The limit of groups in flight, between 1 and `most`."""
 
-    def __init__(self, most: int, start: int) -> None:
+    def __init__(self, most: int, start: int, group: int = 1) -> None:
+        """`group` is the number of samples of a group."""
         self.limit = min(most, max(1, start))
-        self._most, self._best, self._doubles = most, 0.0, True
+        self._most, self._group, self._best = most, group, 0.0
+        self._ceiling: float | None = None
+        self._clear()
 
     def update(self, load: ServerLoad) -> int:
         """The limit after a period with this load."""
-        if self._is_overloaded(load):
-            self._doubles = False
-            self.limit = max(1, int(CUT * min(self.limit, load.in_flight)))
-        elif load.in_flight >= self.limit and load.kv_usage < FULL:
-            growth = self.limit if self._doubles else max(1, int(GROWTH * self.limit))
-            self.limit = min(self._most, self.limit + growth)
+        if load.in_flight > self.limit:
+            self._clear()
+            return self.limit
+        self._answered += load.answered
+        self._continued += load.continued
+        self._tokens += load.tokens
+        self._cached += load.cached
+        if load.preemptions:
+            self._cut(CUT, load)
+        elif self._is_known():
+            self._judge(load)
         return self.limit
 
-    def _is_overloaded(self, load: ServerLoad) -> bool:
-        self._best = max(FORGOTTEN * self._best, load.hit_rate or 0.0)
-        evicted = load.hit_rate is not None and load.hit_rate < OVERLOADED_HITS * self._best
-        return evicted or load.preemptions > 0
+    def _clear(self) -> None:
+        self._answered = self._continued = self._tokens = self._cached = 0
+
+    def _is_known(self) -> bool:
+        """Whether enough turns were answered under this limit. Tasks of one turn have no later ones."""
+        enough = self._answered >= TURNS_SEEN * self._group * self.limit
+        return enough and (not self._continued or self._continued >= MIN_CONTINUED)
+
+    def _judge(self, load: ServerLoad) -> None:
+        hit_rate = self._cached / self._tokens if self._tokens else None
+        self._best = max(FORGOTTEN * self._best, hit_rate or 0.0)
+        if hit_rate is not None and hit_rate < OVERLOADED_HITS * self._best:
+            # The part of the conversations that is still in the caches is about the part that fits.
+            self._cut(max(DEEPEST_CUT, hit_rate / self._best), load)
+            return
+        self._clear()
+        if load.in_flight < self.limit or load.kv_usage >= FULL:
+            return
+        if self._ceiling is None:
+            self.limit = min(self._most, 2 * self.limit)
+        else:
+            self._ceiling /= FORGOTTEN
+            highest = min(self._most, int(BELOW_CEILING * self._ceiling))
+            self.limit = max(self.limit, min(highest, self.limit + max(1, int(GROWTH * self.limit))))
+
+    def _cut(self, factor: float, load: ServerLoad) -> None:
+        self._ceiling = float(min(self.limit, load.in_flight))
+        self.limit = max(1, int(factor * min(self.limit, load.in_flight)))
+        self._clear()
 
 
 class Slots:

@@ -12,7 +12,7 @@ Only servers that the trainer declared current receive requests: the board lists
 import asyncio
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pipeline.config import RunConfig
 from pipeline.rollout.concurrency_control import ConcurrencyController, ServerLoad, Slots
@@ -75,7 +75,7 @@ class IssueLoop:
         self._max_lag = config.training.max_lag
         self._patience = 2 * config.cluster.startup_seconds
         self._slots = Slots(config.rollout.concurrency)
-        self._adapts = config.rollout.adaptive_concurrency
+        self._adapts, self._group_size = config.rollout.adaptive_concurrency, config.rollout.group_size
         self._drafts = config.inference.speculation.method != "none"
         self._changed = asyncio.Condition()
         self._progress = TrainerProgress(version=0, done=0)
@@ -170,12 +170,12 @@ class IssueLoop:
 
     async def _adapt(self) -> None:
         """Let the number of slots follow the servers' load."""
-        controller = ConcurrencyController(self._slots.limit, START_GROUPS)
+        controller = ConcurrencyController(self._slots.limit, START_GROUPS, self._group_size)
         while True:
             self._slots.set_limit(controller.limit)
             await asyncio.sleep(ADAPT_SECONDS)
             load = await self._client.load()
-            controller.update(ServerLoad(self.counts.in_flight, load.hit_rate, load.kv_usage, load.preemptions))
+            controller.update(ServerLoad(self.counts.in_flight, **asdict(load)))
 
     async def _watch_drafts(self) -> None:
         while True:

@@ -97,17 +97,26 @@ class Completion:
 
 @dataclass
 class PromptTokens:
-    """Counts of prompts: responses, tokens, and those of the tokens that were in the server's prefix cache."""
+    """Counts: samples of the responses, prompt tokens, and those of them that were in the server's prefix cache. A
+    response without a report of its cached tokens counts only its samples."""
 
-    responses: int = 0
+    samples: int = 0
     tokens: int = 0
     cached: int = 0
 
     def add(self, answer: Answer) -> None:
-        if answer.prompt_tokens:
-            self.responses += 1
-            self.tokens += answer.prompt_tokens
-            self.cached += answer.cached_tokens
+        self.samples += len(answer.choices)
+        self.tokens += answer.prompt_tokens
+        self.cached += answer.cached_tokens
+
+    def __add__(self, other: "PromptTokens") -> "PromptTokens":
+        return PromptTokens(self.samples + other.samples, self.tokens + other.tokens, self.cached + other.cached)
+
+    def since(self, seen: "PromptTokens") -> "PromptTokens":
+        """The counts since `seen`. A server that joined again counts from zero."""
+        if self.samples < seen.samples:
+            return self
+        return PromptTokens(self.samples - seen.samples, self.tokens - seen.tokens, self.cached - seen.cached)
 
     @property
     def hit_rate(self) -> float:

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from pipeline.rollout import cache_load
-from pipeline.rollout.cache_load import MIN_RESPONSES, CacheLoad, CacheWatch, values
+from pipeline.rollout.cache_load import CacheLoad, CacheWatch, values
 from pipeline.rollout.server_client import PromptTokens, Server
 from tests.fakes.async_server import ADDRESS, serving
 from tests.fakes.scripted_server import Script, ask, client_and, reports, run
@@ -47,22 +47,19 @@ def test_a_load_is_that_of_the_period_since_the_last_one() -> None:
             client.update(f"{ADDRESS}:{port}", 5)
             loads = [await client.load()]
             total[0] += 4
-            for _ in range(MIN_RESPONSES - 1):
+            for _ in range(2):
                 await ask(client, cached_on=script.endpoint)
-            loads.append(await client.load())
-            await ask(client, cached_on=script.endpoint)
             loads += [await client.load(), await client.load()]
             return loads
 
     assert run(story()) == [
-        CacheLoad(None, 0.5, 0),
-        CacheLoad(None, 0.5, 4),
-        CacheLoad(0.8, 0.5, 0),
-        CacheLoad(None, 0.5, 0),
+        CacheLoad(kv_usage=0.5),
+        CacheLoad(answered=2, continued=2, tokens=20, cached=16, kv_usage=0.5, preemptions=4),
+        CacheLoad(kv_usage=0.5),
     ]
 
 
-def test_a_server_that_leaves_and_returns_does_not_distort_the_hit_rate_of_the_others(
+def test_a_server_that_leaves_and_returns_does_not_distort_the_counts_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def without_metrics(http: object, endpoint: str) -> None:
@@ -72,24 +69,24 @@ def test_a_server_that_leaves_and_returns_does_not_distort_the_hit_rate_of_the_o
     first, second = Server("a:1"), Server("b:1")
     watch, http = CacheWatch(), cast(aiohttp.ClientSession, None)
 
-    def answered(server: Server, responses: int, cached: int) -> None:
+    def answered(server: Server, samples: int, cached: int) -> None:
         """Responses to prompts of ten tokens, of which so many were cached."""
-        count = server.continued
-        server.continued = PromptTokens(
-            count.responses + responses, count.tokens + 10 * responses, count.cached + cached * responses
-        )
+        server.continued += PromptTokens(samples, 10 * samples, cached * samples)
 
-    async def rate(*servers: Server) -> float | None:
-        return (await watch.load(http, servers)).hit_rate
+    async def counts(*servers: Server) -> tuple[int, int]:
+        load = await watch.load(http, servers)
+        return load.tokens, load.cached
 
-    async def story() -> list[float | None]:
+    async def story() -> list[tuple[int, int]]:
         answered(first, 20, 1)
         answered(second, 10, 9)
-        rates = [await rate(first, second)]
+        seen = [await counts(first, second)]
         answered(second, 50, 9)
-        rates.append(await rate(second))
+        seen.append(await counts(second))
+        first.continued = PromptTokens()
+        answered(first, 5, 2)
         answered(second, 20, 5)
-        rates.append(await rate(first, second))
-        return rates
+        seen.append(await counts(first, second))
+        return seen
 
-    assert asyncio.run(story()) == [pytest.approx(110 / 300), 0.9, 0.5]
+    assert asyncio.run(story()) == [(300, 110), (500, 450), (250, 110)]

@@ -4,14 +4,21 @@ import asyncio
 from collections import OrderedDict
 from heapq import heappop, heappush
 from itertools import count
+from typing import Any
 
 import pytest
 
-from pipeline.rollout.concurrency_control import ConcurrencyController, ServerLoad, Slots
+from pipeline.rollout.concurrency_control import (
+    MIN_CONTINUED,
+    TURNS_SEEN,
+    ConcurrencyController,
+    ServerLoad,
+    Slots,
+)
 
 CACHE_TOKENS, TURNS, OPENING, GROWTH = 200_000, 8, 2000, 300
 PREFILL_TOKENS_PER_SECOND, DECODE_SECONDS, TOOL_SECONDS = 20_000, 0.5, 2.0
-PERIOD, SECONDS = 10.0, 1500.0
+PERIOD, SECONDS = 5.0, 1500.0
 TOO_MANY = 512
 
 
@@ -19,16 +26,21 @@ class Simulation:
     """A server that computes prompts one after the other, and forgets the conversations that were used least recently.
 
     Attributes:
-        turns, hits, prompts: turns that ended; cached tokens and prompt tokens of later turns; in this period.
+        turns, later, hits, prompts: turns that were answered, and the later ones of an episode among them; cached
+            tokens and prompt tokens of the latter; in this period.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speed: float = 1.0) -> None:
+        self._prefill = speed * PREFILL_TOKENS_PER_SECOND
         self._cache: OrderedDict[int, int] = OrderedDict()
         self._events: list[tuple[float, int, int]] = []
         self._names = count()
         self._free = 0.0
         self.running = 0
-        self.turns = self.hits = self.prompts = 0
+        self.begin_period()
+
+    def begin_period(self) -> None:
+        self.turns = self.later = self.hits = self.prompts = 0
 
     def run(self, until: float, limit: int) -> None:
         """Simulate until then, with at most this many episodes."""
@@ -36,6 +48,7 @@ class Simulation:
             now, name, turn = heappop(self._events)
             if turn:
                 self.turns += 1
+                self.later += turn > 1
             if turn == TURNS:
                 self._cache.pop(name, None)
                 self.running -= 1
@@ -55,27 +68,35 @@ class Simulation:
         cached = self._cache.pop(name, 0)
         if turn:
             self.hits, self.prompts = self.hits + cached, self.prompts + prompt
-        self._free = max(self._free, now) + (prompt - cached) / PREFILL_TOKENS_PER_SECOND
+        self._free = max(self._free, now) + (prompt - cached) / self._prefill
         self._cache[name] = prompt
         while sum(self._cache.values()) > CACHE_TOKENS:
             self._cache.popitem(last=False)
         return self._free + DECODE_SECONDS + TOOL_SECONDS
 
 
-def turns_per_second(controller: ConcurrencyController | int) -> tuple[float, float]:
+def turns_per_second(
+    controller: ConcurrencyController | int, speed: float = 1.0, seconds: float = SECONDS
+) -> tuple[float, float]:
     """Of the second half of a simulation with a controller or a fixed number; and the hit rate of later turns."""
-    simulation, now = Simulation(), 0.0
+    simulation, now = Simulation(speed), 0.0
     turns = hits = prompts = 0
-    while now < SECONDS:
+    while now < seconds:
         now += PERIOD
         simulation.run(now, controller if isinstance(controller, int) else controller.limit)
         if not isinstance(controller, int):
-            rate = simulation.hits / simulation.prompts if simulation.prompts else None
-            controller.update(ServerLoad(simulation.running, rate))
-        if now > SECONDS / 2:
+            counts = simulation.turns, simulation.later, simulation.prompts, simulation.hits
+            controller.update(ServerLoad(simulation.running, *counts))
+        if now > seconds / 2:
             turns, hits, prompts = turns + simulation.turns, hits + simulation.hits, prompts + simulation.prompts
-        simulation.turns = simulation.hits = simulation.prompts = 0
-    return turns / (SECONDS / 2), hits / prompts
+        simulation.begin_period()
+    return turns / (seconds / 2), hits / prompts
+
+
+def known(limit: int, hit_rate: float = 0.9, **others: Any) -> ServerLoad:
+    """A period in which enough turns were answered to judge a limit that is used in full."""
+    tokens = 1000 * (turns := max(MIN_CONTINUED, TURNS_SEEN * limit))
+    return ServerLoad(limit, turns, turns, tokens, int(hit_rate * tokens), **others)
 
 
 def test_the_controller_prevents_the_collapse_of_the_cache_and_is_near_the_best_fixed_number() -> None:
@@ -88,17 +109,43 @@ def test_the_controller_prevents_the_collapse_of_the_cache_and_is_near_the_best_
     assert adaptive > 0.8 * best
 
 
+def test_a_slow_server_does_not_collapse_before_its_hit_rate_is_known() -> None:
+    """A period of it has a tenth of the turns that are in flight."""
+    slow = {"speed": 1 / 20, "seconds": 12_000.0}
+    collapsed, _ = turns_per_second(64, **slow)
+    adaptive, hits = turns_per_second(ConcurrencyController(TOO_MANY, start=4), **slow)
+    assert hits > 0.8
+    assert adaptive > 0.8 * max(turns_per_second(number, **slow)[0] for number in (8, 16, 32, 48))
+    assert adaptive > 2 * collapsed
+
+
 def test_the_limit_doubles_until_the_first_overload_and_then_grows_slowly() -> None:
     controller = ConcurrencyController(most=100, start=4)
-    assert [controller.update(ServerLoad(limit, 0.9)) for limit in (4, 8, 16)] == [8, 16, 32]
-    assert controller.update(ServerLoad(32, 0.5)) == 25
-    assert controller.update(ServerLoad(25, 0.9)) == 26
-    assert controller.update(ServerLoad(26, 0.9, preemptions=1)) == 20
+    assert [controller.update(known(limit)) for limit in (4, 8, 16)] == [8, 16, 32]
+    assert controller.update(known(32, 0.63)) == 22, "by the part of the best hit rate that is left"
+    assert controller.update(known(22)) == 23
+    assert controller.update(known(23, preemptions=1)) == 18
+    assert controller.update(known(18)) == 18, "four fifths of the last limit with a sign of overload"
+    assert controller.update(known(18, 0.1)) == 9, "a half at most"
+
+
+def test_a_limit_is_judged_by_the_turns_that_were_answered_under_it() -> None:
+    controller = ConcurrencyController(most=100, start=16, group=2)
+    few = ServerLoad(16, answered=30, continued=20, tokens=20_000, cached=18_000)
+    assert [controller.update(few) for _ in range(5)] == [16] * 4 + [32], "128 turns of 32 samples"
+    assert controller.update(few) == 32, "only half of the groups that it allows have begun"
+    assert [controller.update(ServerLoad(32, 30, 20, 20_000, 2_000)) for _ in range(8)] == [32] * 7 + [16]
+    assert [controller.update(known(20, 0.0)) for _ in range(5)] == [16] * 5, "more groups than that are still at work"
+    assert ConcurrencyController(100, 16).update(ServerLoad(16, 500, MIN_CONTINUED - 1, 1000, 0)) == 16
+
+
+def test_tasks_of_one_turn_have_no_hit_rate_and_may_have_more_groups() -> None:
+    assert ConcurrencyController(most=100, start=16, group=8).update(ServerLoad(16, answered=16 * 16)) == 32
 
 
 @pytest.mark.parametrize(
     "load",
-    [ServerLoad(15, 0.9), ServerLoad(16, 0.9, kv_usage=0.95), ServerLoad(3)],
+    [ServerLoad(15, 500), ServerLoad(16, 500, kv_usage=0.95), ServerLoad(3)],
     ids=["not all slots are taken", "the cache is full", "idle"],
 )
 def test_the_limit_stays_where_more_groups_would_not_help(load: ServerLoad) -> None:
@@ -107,9 +154,9 @@ def test_the_limit_stays_where_more_groups_would_not_help(load: ServerLoad) -> N
 
 def test_the_limit_is_between_one_and_the_largest_number() -> None:
     controller = ConcurrencyController(most=10, start=8)
-    assert controller.update(ServerLoad(8)) == 10
+    assert controller.update(known(8)) == 10
     for _ in range(20):
-        controller.update(ServerLoad(10, preemptions=1))
+        controller.update(ServerLoad(controller.limit, preemptions=1))
     assert controller.limit == 1
 
 
