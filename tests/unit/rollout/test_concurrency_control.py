@@ -140,7 +140,7 @@ def test_a_limit_is_judged_by_the_turns_that_were_answered_under_it() -> None:
 
 
 def test_tasks_of_one_turn_have_no_hit_rate_and_may_have_more_groups() -> None:
-    assert ConcurrencyController(most=100, start=16, group=8).update(ServerLoad(16, answered=16 * 16)) == 32
+    assert ConcurrencyController(most=100, start=16, group=8).update(ServerLoad(16, answered=4 * 8 * 16)) == 32
 
 
 @pytest.mark.parametrize(
