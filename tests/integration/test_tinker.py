@@ -341,4 +341,4 @@ def test_many_passes_of_a_killed_client_hold_up_nobody_also_after_a_restart(
         done = requests_done(server)
         assert trainer.forward_backward(make_data(1), "cross_entropy").result().metrics
         assert requests_done(server) - done <= 5, "its own, and what the trainer had in hand"
-    assert requests_done(server) - before < flood // 2, "all that time most of the flood waited"
+        assert requests_done(server) - before < flood, "the flood still waits: the pass went ahead of it"

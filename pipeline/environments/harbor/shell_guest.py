@@ -19,12 +19,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 MAX_TEXT = 16_000
 FULL = "the sandbox's disk is full; commands have filled it"
+KILL_SECONDS = 10.0
 _PR_SET_DUMPABLE = 4
 
 
@@ -72,10 +74,27 @@ def write(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def kill() -> dict[str, Any]:
-    """Kill all other processes of the sandbox; its first process cannot be killed from inside."""
+    """Kill all other processes of the sandbox, and wait until they are gone; its first process cannot be killed from
+    inside."""
+    deadline = time.monotonic() + KILL_SECONDS
     with suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
+    while left := others():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {left} of the sandbox do not end")
+        time.sleep(0.002)
     return {}
+
+
+def others() -> list[int]:
+    """The processes of the sandbox that are alive, without its first one and this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it is gone
+            state = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            if int(folder.name) not in (1, os.getpid()) and state not in "ZX":
+                found.append(int(folder.name))
+    return found
 
 
 def read(paths: list[str]) -> dict[str, Any]:

@@ -222,8 +222,12 @@ def test_a_shell_bounds_its_output_and_replaces_a_removed_directory() -> None:
         with pytest.raises(ShellError, match="FileNotFoundError"):
             shell.run(["no-such-program"], 30)
         assert shell.run(["bash", "-c", "sleep 60 & sleep 60"], 0.5).code is None
+        one = "python3 -c 'import time; memory = bytearray(4 << 20); time.sleep(61)'"
+        assert shell.run(["bash", "-c", f"for n in $(seq 60); do ({one} &); done; sleep 1"], 30).code == 0
         shell.kill_all()
-        assert "sleep" not in shell.run(["bash", "-c", "cat /proc/[0-9]*/cmdline"], 30).output
+        left = shell.run(["bash", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"], 30).output
+        assert "sleep 60" not in left
+        assert "sleep(61)" not in left
 
 
 @pytest.mark.parametrize(
