@@ -154,7 +154,7 @@ class _ComparingPlanner(DefaultLoadPlanner):
         saved = self.metadata.state_dict_metadata if self.metadata else {}
         if differing := _differences(self.state_dict, saved, tuple(f"{name}." for name in self.original_state_dict)):
             if all(line.only_type for line in differing if line.in_both) and any(line.in_both for line in differing):
-                # A type may come with tensors of its own, such as the scales of moments in float8.
+                # A type may have further tensors, such as the scales of moments in float8.
                 shown = _shown([line for line in differing if line.in_both])
                 hint = "use model.dtype and optim.state_dtype with which it was saved"
                 raise CheckpointError(f"{self._name} has tensors of other types: {shown}; {hint}")

@@ -62,7 +62,7 @@ def fork_workers(address: str) -> None:
     stock = handler._popen
 
     def popen(self: Any, args: Sequence[str], env: Mapping[str, str]) -> Any:
-        env = {**env, STARTER: str(os.getpid())}  # torchrun itself, which has a starter of its own
+        env = {**env, STARTER: str(os.getpid())}  # not torchrun's own starter, which its environment may name
         with suppress(OSError):
             output, error = (file.fileno() if file else n for n, file in ((1, self._stdout), (2, self._stderr)))
             worker = ForkedProcess(address, TRAINER, args, env, (0, output, error))

@@ -249,7 +249,7 @@ def _stored(sizes: Sizes) -> int:
 
 
 def _moment_bytes(config: RunConfig, parameters: int) -> int:
-    """Bytes of AdamW's moments of so many parameters, all of them in matrices."""
+    """Bytes of AdamW's moments of this number of parameters, all of them in matrices."""
     return math.ceil(_MOMENT_BYTES[config.optim.state_dtype] * parameters)
 
 
