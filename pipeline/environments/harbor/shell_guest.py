@@ -88,13 +88,13 @@ def kill() -> dict[str, Any]:
 
 def others() -> list[int]:
     """The processes of the sandbox that are alive, without its first one and this one."""
-    found = []
+    alive = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it is gone
             state = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
             if int(folder.name) not in (1, os.getpid()) and state not in "ZX":
-                found.append(int(folder.name))
-    return found
+                alive.append(int(folder.name))
+    return alive
 
 
 def read(paths: list[str]) -> dict[str, Any]:

@@ -89,8 +89,8 @@ class RelayLink:
     def transfer(self, version: int, update: Deadline, deadline: Deadline) -> None:
         """Make the source forward a version, and wait until every process of the server has prepared it.
 
-        The source may try until the deadline of the whole `update`. With that of the attempt it could stop a moment before
-        the trainer does, and a server that is only late would look like one that has lost its source.
+        The source may try until the deadline of the whole `update`. With that of the attempt it could stop a moment
+        before the trainer does, and a server that is only late would look like one that has lost its source.
         """
         self._call_source("feed_server", deadline, version=str(version), seconds=str(update.left))
         for signals in self.signals:
