@@ -7,6 +7,7 @@ a test of one process, and not many failures at once, which are no accident. A f
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -66,11 +67,16 @@ def _pytest(
 ) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "pytest", "-p", "tests.failures", *arguments]
     output = subprocess.PIPE if captured else None
-    try:
-        return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired as late:
-        print(late, flush=True)
-        return subprocess.CompletedProcess(command, OUT_OF_TIME, f"{late}\n{late.stdout!r}")
+    # Processes that tests kill leave their temporary folders. pytest's own stay where they are, to be looked at.
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
+        environment = {**os.environ, "PYTEST_DEBUG_TEMPROOT": tempfile.gettempdir(), "TMPDIR": folder}
+        try:
+            return subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=seconds, env=environment
+            )
+        except subprocess.TimeoutExpired as late:
+            print(late, flush=True)
+            return subprocess.CompletedProcess(command, OUT_OF_TIME, f"{late}\n{late.stdout!r}")
 
 
 def _end(reason: str, tests: Sequence[str]) -> int:
