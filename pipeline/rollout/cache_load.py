@@ -1,7 +1,7 @@
-"""The load of the servers' KV caches: what they report, and what their responses show.
+"""The load of the servers' KV caches, from their metrics and their responses.
 
-Owns what is read of a server's metrics, and the counts of a period. Promises that a server which does not answer in
-time changes nothing. Must not know what is done about the load (`concurrency_control`).
+Owns the reading of a server's metrics, and the counts of a period. Promises that a server which does not answer in time
+changes nothing. Must not know the controller that uses the load (`concurrency_control`).
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import aiohttp
 
@@ -21,7 +22,7 @@ _USAGE, _PREEMPTIONS = "kv_cache_usage_perc", "num_preemptions_total"
 
 @dataclass(frozen=True)
 class CacheLoad:
-    """The load of a period: what `concurrency_control.ServerLoad` has of the servers."""
+    """The load of a period: the fields of `concurrency_control.ServerLoad` that servers determine."""
 
     answered: int = 0
     continued: int = 0
@@ -32,11 +33,11 @@ class CacheLoad:
 
 
 class CacheWatch:
-    """Reads the load again and again; each time of the period since the last one."""
+    """Reads the load of each period, which began with the reading before."""
 
     def __init__(self) -> None:
         self._preemptions: dict[str, int] = {}
-        self._seen: dict[str, tuple[PromptTokens, PromptTokens]] = {}
+        self._seen: WeakKeyDictionary[Server, tuple[PromptTokens, PromptTokens]] = WeakKeyDictionary()
 
     async def load(self, http: aiohttp.ClientSession, servers: Sequence[Server]) -> CacheLoad:
         metrics = await asyncio.gather(*(read_metrics(http, server.endpoint) for server in servers))
@@ -50,9 +51,9 @@ class CacheWatch:
         everything, continued = PromptTokens(), PromptTokens()
         for server in servers:
             now = replace(server.prompts), replace(server.continued)
-            seen = self._seen.get(server.endpoint, (PromptTokens(), PromptTokens()))
+            seen = self._seen.get(server, (PromptTokens(), PromptTokens()))
             everything, continued = everything + now[0].since(seen[0]), continued + now[1].since(seen[1])
-            self._seen[server.endpoint] = now
+            self._seen[server] = now
         return CacheLoad(everything.samples, continued.samples, continued.tokens, continued.cached, usage, preemptions)
 
 

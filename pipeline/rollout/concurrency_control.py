@@ -9,7 +9,7 @@ judged by the turns that were answered under it, however slow the servers are; a
 as it allows, since a cut takes effect as groups end. Recovery from a collapse takes as long, so the limit stays below
 the last one with a sign of overload. Must not know servers, streams or time.
 
-    controller = ConcurrencyController(most=512, start=8, group=8)
+    controller = ConcurrencyController(max_groups=512, start=8, group=8)
     limit = controller.update(ServerLoad(in_flight=8, answered=128, continued=64, tokens=90_000, cached=88_000))
 """
 
@@ -24,12 +24,15 @@ OVERLOADED_HITS = 0.8
 """A hit rate of later turns below this fraction of the best one is a sign of overload."""
 FULL = 0.9
 """The fraction of the KV cache in use by running requests from which the limit does not grow."""
-FORGOTTEN = 0.995
-"""The best hit rate is multiplied by this at each judgement, and the ceiling divided: tasks and lengths change during a
-run."""
+DECAY = 0.995
+"""The best hit rate is multiplied by this at each judgement, and the ceiling divided where the limit may grow: tasks
+and lengths change during a run."""
+PLAUSIBLE_HITS = 0.5
+"""The first hit rates may be of overloaded servers already. Below this one the limit is halved, down to 1, until the
+hit rate is higher: turns of a conversation repeat most of it."""
 BELOW_CEILING = 0.8
-"""The largest limit relative to the ceiling: the last limit with a sign of overload."""
-CUT, DEEPEST_CUT, GROWTH = 0.8, 0.5, 1 / 16
+"""The largest limit to which it grows, relative to the ceiling: the last number of groups with a sign of overload."""
+CUT, MAX_CUT, GROWTH = 0.8, 0.5, 1 / 16
 
 
 @dataclass(frozen=True)
@@ -55,32 +58,34 @@ class ServerLoad:
 
 
 class ConcurrencyController:
-    """The limit of groups in flight, between 1 and `most`."""
+    """The limit of groups in flight, between 1 and `max_groups`."""
 
-    def __init__(self, most: int, start: int, group: int = 1) -> None:
+    def __init__(self, max_groups: int, start: int, group: int = 1) -> None:
         """`group` is the number of samples of a group."""
-        self.limit = min(most, max(1, start))
-        self._most, self._group, self._best = most, group, 0.0
+        self.limit = min(max_groups, max(1, start))
+        self._max_groups, self._group, self._best = max_groups, group, 0.0
         self._ceiling: float | None = None
-        self._clear()
+        self._descends = True
+        self._peak, self._answered, self._continued, self._tokens, self._cached = 0, 0, 0, 0, 0
 
     def update(self, load: ServerLoad) -> int:
         """The limit after a period with this load."""
         if load.in_flight > self.limit:
             self._clear()
             return self.limit
+        self._peak = max(self._peak, load.in_flight)
         self._answered += load.answered
         self._continued += load.continued
         self._tokens += load.tokens
         self._cached += load.cached
         if load.preemptions:
-            self._cut(CUT, load)
+            self._cut(CUT)
         elif self._is_known():
             self._judge(load)
         return self.limit
 
     def _clear(self) -> None:
-        self._answered = self._continued = self._tokens = self._cached = 0
+        self._peak, self._answered, self._continued, self._tokens, self._cached = 0, 0, 0, 0, 0
 
     def _is_known(self) -> bool:
         """Whether enough turns were answered under this limit. Tasks of one turn have no later ones."""
@@ -89,24 +94,36 @@ class ConcurrencyController:
 
     def _judge(self, load: ServerLoad) -> None:
         hit_rate = self._cached / self._tokens if self._tokens else None
-        self._best = max(FORGOTTEN * self._best, hit_rate or 0.0)
+        if self._descends and hit_rate is not None:
+            if hit_rate < PLAUSIBLE_HITS and self.limit > 1:
+                self._cut(MAX_CUT)
+                return
+            self._descends = False
+            if hit_rate < PLAUSIBLE_HITS:  # also with one group: turns of this task have little in common
+                self._ceiling = None
+        self._best = max(DECAY * self._best, hit_rate or 0.0)
         if hit_rate is not None and hit_rate < OVERLOADED_HITS * self._best:
             # The part of the conversations that is still in the caches is about the part that fits.
-            self._cut(max(DEEPEST_CUT, hit_rate / self._best), load)
-            return
+            self._cut(max(MAX_CUT, hit_rate / self._best))
+        else:
+            self._grow(load)
+
+    def _grow(self, load: ServerLoad) -> None:
         self._clear()
         if load.in_flight < self.limit or load.kv_usage >= FULL:
             return
         if self._ceiling is None:
-            self.limit = min(self._most, 2 * self.limit)
-        else:
-            self._ceiling /= FORGOTTEN
-            highest = min(self._most, int(BELOW_CEILING * self._ceiling))
-            self.limit = max(self.limit, min(highest, self.limit + max(1, int(GROWTH * self.limit))))
+            self.limit = min(self._max_groups, 2 * self.limit)
+            return
+        self._ceiling /= DECAY
+        highest = min(self._max_groups, int(BELOW_CEILING * self._ceiling))
+        self.limit = max(self.limit, min(highest, self.limit + max(1, int(GROWTH * self.limit))))
 
-    def _cut(self, factor: float, load: ServerLoad) -> None:
-        self._ceiling = float(min(self.limit, load.in_flight))
-        self.limit = max(1, int(factor * min(self.limit, load.in_flight)))
+    def _cut(self, factor: float) -> None:
+        """Cut the limit, or the largest number of groups that were in flight under it."""
+        used = min(self.limit, self._peak or self.limit)
+        self._ceiling = float(used)
+        self.limit = max(1, int(factor * used))
         self._clear()
 
 

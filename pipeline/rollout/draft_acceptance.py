@@ -75,8 +75,10 @@ def counts_in(text: str) -> Counts:
 def progress(before: Counts, now: Counts) -> Counts:
     """What was counted since `before`; all of `now` if the counters began again in between.
 
-    >>> progress((100, 20), (150, 60)), progress((100, 20), (30, 10)), progress((100, 20), (150, 120))
-    ((50, 40), (30, 10), (150, 120))
+    >>> progress((100, 20), (150, 60)), progress((100, 20), (30, 10)), progress((100, 20), (100, 23))
+    ((50, 40), (30, 10), (0, 0))
     """
     drafted, accepted = now[0] - before[0], now[1] - before[1]
-    return (drafted, accepted) if 0 <= accepted <= drafted else now
+    if drafted < 0 or accepted < 0:
+        return now
+    return drafted, min(drafted, accepted)  # the two are not read in one moment

@@ -75,7 +75,8 @@ class IssueLoop:
         self._max_lag = config.training.max_lag
         self._patience = 2 * config.cluster.startup_seconds
         self._slots = Slots(config.rollout.concurrency)
-        self._adapts, self._group_size = config.rollout.adaptive_concurrency, config.rollout.group_size
+        self._adapts = config.rollout.adaptive_concurrency
+        self._group_size = config.rollout.group_size + config.rollout.oversample
         self._drafts = config.inference.speculation.method != "none"
         self._changed = asyncio.Condition()
         self._progress = TrainerProgress(version=0, done=0)
@@ -178,6 +179,7 @@ class IssueLoop:
             controller.update(ServerLoad(self.counts.in_flight, **asdict(load)))
 
     async def _watch_drafts(self) -> None:
+        """Read again and again how many tokens the servers drafted and accepted."""
         while True:
             await self._client.read_drafts()
             await asyncio.sleep(ADAPT_SECONDS)

@@ -113,9 +113,7 @@ class PromptTokens:
         return PromptTokens(self.samples + other.samples, self.tokens + other.tokens, self.cached + other.cached)
 
     def since(self, seen: "PromptTokens") -> "PromptTokens":
-        """The counts since `seen`. A server that joined again counts from zero."""
-        if self.samples < seen.samples:
-            return self
+        """The counts since `seen`, which are earlier ones of the same server."""
         return PromptTokens(self.samples - seen.samples, self.tokens - seen.tokens, self.cached - seen.cached)
 
     @property

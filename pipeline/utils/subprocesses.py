@@ -304,7 +304,12 @@ def _is_of_group(pid: int, group: int) -> bool:
 
 def describe_exit(code: int) -> str:
     """An exit code in words: `killed by SIGKILL` or `exited with code 1`."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"killed by signal {-code}"
 
 
 def tail(log: Path, lines: int = 20, limit: int = 1 << 16) -> list[str]:

@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +225,15 @@ class BatchExecutor(PicklingExecutor):
         before, self._queued = set(self.folder.glob("*.pkl")), ""
         try:
             return super()._internal_process_submissions(delayed_submissions)
-        except BaseException:
+        except BaseException as error:
             if self._queued:  # the disk refused the job's files: it would start without its function
-                self._queue.cancel(self._queued)
-            for file in set(self.folder.glob("*.pkl")) - before:
-                file.unlink()
+                try:
+                    self._queue.cancel(self._queued)
+                except SchedulerError as refusal:
+                    raise SchedulerError(f"job {self._queued} is queued and useless: cancel it ({refusal})") from error
+            with suppress(OSError):
+                for file in set(self.folder.glob("*.pkl")) - before:
+                    file.unlink()
             raise
 
     def _submit_command(self, command: str) -> RunJob:

@@ -122,10 +122,10 @@ def conclude_run(
     Returns:
         The exit code. A failure to write the report or the post-mortem does not change it.
     """
-    # What fails is a read, and each text is complete before it is printed: a repetition prints nothing twice.
-    code = retry_transient(
-        "the end of the run", lambda: _print_end(paths, attempt, interrupted, job_state), FINAL_WRITE_TIMEOUT, clock
+    code, text = retry_transient(
+        "the end of the run", lambda: _end_of(paths, attempt, interrupted, job_state), FINAL_WRITE_TIMEOUT, clock
     )
+    print(text, file=sys.stderr if code else sys.stdout, flush=True)
     if code == 1 and (archive := postmortem_of(attempt)) is not None:
         print(f"  post-mortem {archive}, for a bug report", file=sys.stderr)
     try:
@@ -145,24 +145,23 @@ def conclude_run(
     return code
 
 
-def _print_end(paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str) -> int:
+def _end_of(
+    paths: RunPaths, attempt: AttemptPaths, interrupted: Sequence[signal.Signals], job_state: str
+) -> tuple[int, str]:
+    """The run's exit code, and how it ended in words."""
     finished, outcome = shared_files.read_document(paths.finished, Finished), _outcome(attempt)
     if finished is not None or (outcome is not None and outcome.decision == "finished"):
         steps = f" {finished.steps} steps" if finished is not None else ""
-        print(f"finished{steps}\n  metrics     {paths.metrics}\n{_results_text(paths)}", flush=True)
-        return 0
-    if _print_failure(attempt, outcome):
-        return 1
+        return 0, f"finished{steps}\n  metrics     {paths.metrics}\n{_results_text(paths)}"
+    if failure := _failure_text(attempt, outcome):
+        return 1, failure
     if interrupted:
-        print(f"{describe(interrupted[0])}; the same command {_resume_text(paths)}", file=sys.stderr)
-        return exit_code(interrupted[0])
+        return exit_code(interrupted[0]), f"{describe(interrupted[0])}; the same command {_resume_text(paths)}"
     draining = Events(attempt).get("draining")
     if draining is not None or job_state == CANCELLED:
-        print(f"{_interruption(draining)}; the same command {_resume_text(paths)}", file=sys.stderr)
-        return exit_code(signal.SIGTERM)
+        return exit_code(signal.SIGTERM), f"{_interruption(draining)}; the same command {_resume_text(paths)}"
     how = f" ({job_state})" if job_state else ""
-    print(f"failed: the job ended without a reason{how}; see its output in {paths.submitit}", file=sys.stderr)
-    return 1
+    return 1, f"failed: the job ended without a reason{how}; see its output in {paths.submitit}"
 
 
 def _interruption(draining: Event | None) -> str:
@@ -173,22 +172,19 @@ def _interruption(draining: Event | None) -> str:
     return f"interrupted: {draining.by} received an end request ({draining.detail})"
 
 
-def _print_failure(attempt: AttemptPaths, outcome: Outcome | None) -> bool:
-    """Print the failure of the attempt. Returns whether there was one.
+def _failure_text(attempt: AttemptPaths, outcome: Outcome | None) -> str:
+    """The failure of the attempt; empty if there was none.
 
     A stopped job has failed even if no role did: when a rank is lost, the scheduler signals the agents, which only
     drain.
     """
     failure = shared_files.read_document(attempt.first_failure, FirstFailure)
     if failure is not None:
-        print(f"failed: {failure.one_line()}\n  {attempt.first_failure}", file=sys.stderr)
-        if outcome is not None:
-            print(f"  {outcome.decision}: {outcome.reason}", file=sys.stderr)
-    elif outcome is not None and outcome.decision == "stopped":
-        print(f"failed: {outcome.reason}\n  {attempt.outcome}", file=sys.stderr)
-    else:
-        return False
-    return True
+        decision = f"\n  {outcome.decision}: {outcome.reason}" if outcome is not None else ""
+        return f"failed: {failure.one_line()}\n  {attempt.first_failure}{decision}"
+    if outcome is not None and outcome.decision == "stopped":
+        return f"failed: {outcome.reason}\n  {attempt.outcome}"
+    return ""
 
 
 def _results_text(paths: RunPaths) -> str:

@@ -36,9 +36,10 @@ def train_batch(
     among them, or its gradient was not finite for another reason. A loss that is not finite is not repeated: no scale
     makes it finite.
     """
-    overflows = 0.0
+    overflows = flops = 0.0
     while True:
         metrics = dispatch.forward_backward(name, rows, loss, level=level)
+        metrics["flops"] = flops = metrics["flops"] + flops
         with stepping():
             metrics |= dispatch.optim_step(name)
         if "overflows" not in metrics:

@@ -5,17 +5,17 @@ skipped step changes nothing, and that moments are sharded by rows as their para
 any number of ranks. Must not know the step.
 
 With `float8` a row of a matrix is divided into blocks of at most `BLOCK` columns. A block has codes in float8 (e4m3)
-and one scale, a power of two, after which its largest code is between 128 and 256. Of the second moment the root is
-coded: a step divides by it, so it needs no larger range than the first moment. It is rounded up or down at random, with
-the mean that was not rounded: with 4 significant bits, rounding to nearest would undo every change by less than a
-sixteenth, and the second moment changes by 1 − beta2. Vectors stay in float32. Blocks of moments with a scale each are
-those of Dettmers et al. (arXiv 2110.02861, section 2.1); scales that are powers of two, of the OCP Microscaling Formats
-(MX) 1.0.
+and one scale, a power of two, after which its largest code is between 128 and 256. The code of the second moment is
+that of its root: a step divides by the root, so it needs no larger range than the first moment. It is rounded up or
+down at random, with the mean that was not rounded: with 4 significant bits, rounding to nearest would undo every change
+by less than a sixteenth, and the second moment changes by 1 − beta2. Vectors stay in float32, and a row without a
+divisor that is a fitting block is one block. Blocks of moments with a scale each are those of Dettmers et al. (arXiv
+2110.02861, section 2.1); scales that are powers of two, of the OCP Microscaling Formats (MX) 1.0.
 
     state = zero_moments(parameter, "float8")     # exp_avg, exp_avg_sq, and a scale of each
     tensors = stored_tensors(state)
     first, second = read_moments(tensors, torch.float32)
-    write_moments([tensors], [first], [second], skip=torch.zeros(()), draw=torch.Generator().manual_seed(step))
+    write_moments([tensors], [first], [second], torch.zeros(()), torch.Generator().manual_seed(step))
 """
 
 import math
@@ -31,21 +31,19 @@ from pipeline.train.model.cpu_offload import local
 MOMENTS = "exp_avg", "exp_avg_sq"
 SCALES = "exp_avg_scale", "exp_avg_sq_scale"
 BLOCK = 256
-"""Most columns with one scale."""
-_LEAST_BLOCK = 32
+"""Most columns with one scale, in rows that have a divisor from `_MIN_BLOCK` to this."""
+_MIN_BLOCK = 32
 """A row whose length has no divisor from here to `BLOCK` is one block."""
 _CODE = torch.float8_e4m3fn
-_LARGEST_EXPONENT = 8
-_LEAST_SCALE_EXPONENT = -100
-_LEAST_CODE = 2.0**-9
-"""The least positive code, which has no full precision."""
-_LOST_BITS = 20
-"""Of the 23 stored bits of a float32 significand, those that a code does not have."""
+_MAX_EXPONENT = 8
+_MIN_SCALE_EXPONENT = -100
+_MIN_CODE_EXPONENT = -9
+"""That of the least positive code, which has one significant bit."""
 
 
 def block_size(columns: int) -> int:
     """Number of columns with one scale, in rows of `columns`."""
-    fitting = (size for size in range(min(columns, BLOCK), _LEAST_BLOCK - 1, -1) if columns % size == 0)
+    fitting = (size for size in range(min(columns, BLOCK), _MIN_BLOCK - 1, -1) if columns % size == 0)
     return next(fitting, columns)
 
 
@@ -84,14 +82,14 @@ def write_moments(
     first: Sequence[Tensor],
     second: Sequence[Tensor],
     skip: Tensor,
-    draw: torch.Generator,
+    generator: torch.Generator,
 ) -> None:
-    """Store the moments of some parameters after a step; nothing changes if `skip` is 1. `draw` rounds roots of second
-    moments in float8; everything else is rounded to nearest."""
+    """Store the moments of some parameters after a step; nothing changes if `skip` is 1. `generator` rounds roots of
+    second moments in float8; everything else is rounded to nearest."""
     targets, values = list[Tensor](), list[Tensor]()
     for tensors, one, two in zip(stored, first, second, strict=True):
         if len(tensors) > len(MOMENTS):
-            _write_codes(tensors, one, two, skip.bool(), draw)
+            _write_codes(tensors, one, two, skip.bool(), generator)
             continue
         for target, value in zip(tensors, (one, two), strict=True):
             if target is not value:  # otherwise the step has changed it in place
@@ -101,8 +99,10 @@ def write_moments(
         torch._foreach_copy_(targets, values)
 
 
-def _write_codes(tensors: Sequence[Tensor], first: Tensor, second: Tensor, skip: Tensor, draw: torch.Generator) -> None:
-    pairs = _coded(first, tensors[2].shape[-1]), _coded(second.sqrt(), tensors[3].shape[-1], draw)
+def _write_codes(
+    tensors: Sequence[Tensor], first: Tensor, second: Tensor, skip: Tensor, generator: torch.Generator
+) -> None:
+    pairs = _coded(first, tensors[2].shape[-1]), _coded(second.sqrt(), tensors[3].shape[-1], generator)
     for (codes, scales), old_codes, old_scales in zip(pairs, tensors[:2], tensors[2:], strict=True):
         # The last bit of small codes can change when they are coded again, so a skipped step must not do it.
         current = old_codes.view(torch.uint8)
@@ -127,23 +127,25 @@ def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
     return _blocks(codes.to(torch.float32), scales.shape[-1]).mul_(scales.unsqueeze(-1)).flatten(-2)
 
 
-def _coded(values: Tensor, blocks: int, draw: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and scales. With `draw` values are roots: rounded at random, and above zero never to zero."""
+def _coded(values: Tensor, blocks: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales. With `generator` values are roots: rounded at random, and above zero never to zero."""
     grouped = _blocks(values.float(), blocks)
-    exponents = torch.frexp(grouped.abs().amax(-1)).exponent - _LARGEST_EXPONENT
-    scales = torch.exp2(exponents.clamp(min=_LEAST_SCALE_EXPONENT).float())
+    exponents = torch.frexp(grouped.abs().amax(-1)).exponent - _MAX_EXPONENT
+    scales = torch.exp2(exponents.clamp(min=_MIN_SCALE_EXPONENT).float())
     scaled = grouped / scales.unsqueeze(-1)
-    if draw is not None:
-        rounded = _rounded_at_random(scaled, draw).clamp(min=_LEAST_CODE)
+    if generator is not None:
+        rounded = _rounded_at_random(scaled, generator).clamp(min=2.0**_MIN_CODE_EXPONENT)
         scaled = torch.where(scaled > 0, rounded, scaled)
     return scaled.to(_CODE).flatten(-2), scales
 
 
-def _rounded_at_random(values: Tensor, draw: torch.Generator) -> Tensor:
-    """Positive float32 values with as many significant bits as codes have: one of the two neighbors, with a probability
-    such that the mean is the value."""
-    noise = torch.randint(0, 1 << _LOST_BITS, values.shape, generator=draw, dtype=torch.int32, device=values.device)
-    return ((values.view(torch.int32) + noise) & -(1 << _LOST_BITS)).view(torch.float32)
+def _rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Positive values on the grid of the codes: one of the two neighbors, with a probability such that the mean is the
+    value."""
+    # Codes have four significant bits, and are multiples of the least one below 2⁻⁶.
+    step = torch.exp2((torch.frexp(values).exponent - 4).clamp(min=_MIN_CODE_EXPONENT).float())
+    noise = torch.rand(values.shape, generator=generator, device=values.device)
+    return (values / step + noise).floor_().mul_(step)
 
 
 def _blocks(rows: Tensor, blocks: int) -> Tensor:

@@ -29,7 +29,8 @@ from pipeline.train.model.moment_storage import (
 )
 
 PIECE = 1 << 26
-"""Parameters, at least, whose stored moments are converted to float32 at a time: 512 MiB for both moments."""
+"""Parameters, at least, whose stored moments are converted to float32 at a time: 512 MiB for both moments, and 1.4 GB
+more while they are coded in float8."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class Optimizer:
         One fused kernel for each group, as in `AdamW(fused=True)`, whose own step on DTensors costs the host several
         milliseconds: it unwraps each of five lists of tensors.
         """
-        draw = torch.Generator(self._parameters[0].device).manual_seed(self.taken)  # the same in a resumed run
+        generator = torch.Generator(self._parameters[0].device).manual_seed(self.taken)  # the same in a resumed run
         for group in self.adamw.param_groups:
             group["lr"] = lr
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -208,7 +209,7 @@ class Optimizer:
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             for piece in self._pieces(parameters):
-                _fused_step(piece, group, scale, skip, draw)
+                _fused_step(piece, group, scale, skip, generator)
             torch._foreach_sub_(steps, [skip] * len(steps))
 
     def _pieces(self, parameters: Sequence[Tensor]) -> Iterator["_Piece"]:
@@ -258,7 +259,7 @@ class _Piece:
 
 
 def _fused_step(
-    piece: _Piece, group: dict[str, Any], scale: Tensor | None, skip: Tensor, draw: torch.Generator
+    piece: _Piece, group: dict[str, Any], scale: Tensor | None, skip: Tensor, generator: torch.Generator
 ) -> None:
     pairs = [read_moments(stored, p.dtype) for stored, p in zip(piece.stored, piece.parameters, strict=True)]
     first, second = ([pair[number] for pair in pairs] for number in range(2))
@@ -279,4 +280,4 @@ def _fused_step(
         grad_scale=scale,
         found_inf=skip,
     )
-    write_moments(piece.stored, first, second, skip, draw)
+    write_moments(piece.stored, first, second, skip, generator)

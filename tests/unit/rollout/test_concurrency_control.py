@@ -1,6 +1,7 @@
 """The number of groups in flight follows the servers' caches."""
 
 import asyncio
+import math
 from collections import OrderedDict
 from heapq import heappop, heappush
 from itertools import count
@@ -76,17 +77,18 @@ class Simulation:
 
 
 def turns_per_second(
-    controller: ConcurrencyController | int, speed: float = 1.0, seconds: float = SECONDS
+    controller: ConcurrencyController | int, speed: float = 1.0, seconds: float = SECONDS, group: int = 1
 ) -> tuple[float, float]:
-    """Of the second half of a simulation with a controller or a fixed number; and the hit rate of later turns."""
+    """Of the second half of a simulation with a controller or a fixed number of groups, of `group` episodes each; and
+    the hit rate of later turns."""
     simulation, now = Simulation(speed), 0.0
     turns = hits = prompts = 0
     while now < seconds:
         now += PERIOD
-        simulation.run(now, controller if isinstance(controller, int) else controller.limit)
+        simulation.run(now, group * (controller if isinstance(controller, int) else controller.limit))
         if not isinstance(controller, int):
             counts = simulation.turns, simulation.later, simulation.prompts, simulation.hits
-            controller.update(ServerLoad(simulation.running, *counts))
+            controller.update(ServerLoad(math.ceil(simulation.running / group), *counts))
         if now > seconds / 2:
             turns, hits, prompts = turns + simulation.turns, hits + simulation.hits, prompts + simulation.prompts
         simulation.begin_period()
@@ -119,8 +121,34 @@ def test_a_slow_server_does_not_collapse_before_its_hit_rate_is_known() -> None:
     assert adaptive > 2 * collapsed
 
 
+def test_a_run_that_begins_overloaded_descends_first() -> None:
+    """Eight groups of sixteen episodes are more than twice what the cache has room for."""
+    collapsed, _ = turns_per_second(8, group=16)
+    adaptive, hits = turns_per_second(ConcurrencyController(TOO_MANY, start=8, group=16), group=16)
+    assert hits > 0.8
+    assert adaptive > 1.5 * collapsed
+
+
+def test_turns_that_have_little_in_common_do_not_keep_the_limit_low() -> None:
+    controller = ConcurrencyController(max_groups=100, start=8)
+    assert [controller.update(known(limit, 0.1)) for limit in (8, 4, 2)] == [4, 2, 1]
+    assert [controller.update(known(limit, 0.1)) for limit in (1, 2, 4)] == [2, 4, 8]
+
+
+def test_the_limit_recovers_from_a_sign_of_overload_in_a_moment_with_few_groups() -> None:
+    controller = ConcurrencyController(max_groups=100, start=64)
+    controller.update(ServerLoad(60))
+    assert controller.update(ServerLoad(0, preemptions=1)) == 48
+    controller = ConcurrencyController(max_groups=100, start=8)
+    assert controller.update(ServerLoad(0, preemptions=1)) == 6
+    assert controller.update(ServerLoad(1, preemptions=1)) == 1
+    for _ in range(3000):
+        controller.update(known(controller.limit))
+    assert controller.limit > 50
+
+
 def test_the_limit_doubles_until_the_first_overload_and_then_grows_slowly() -> None:
-    controller = ConcurrencyController(most=100, start=4)
+    controller = ConcurrencyController(max_groups=100, start=4)
     assert [controller.update(known(limit)) for limit in (4, 8, 16)] == [8, 16, 32]
     assert controller.update(known(32, 0.63)) == 22, "by the part of the best hit rate that is left"
     assert controller.update(known(22)) == 23
@@ -130,7 +158,7 @@ def test_the_limit_doubles_until_the_first_overload_and_then_grows_slowly() -> N
 
 
 def test_a_limit_is_judged_by_the_turns_that_were_answered_under_it() -> None:
-    controller = ConcurrencyController(most=100, start=16, group=2)
+    controller = ConcurrencyController(max_groups=100, start=16, group=2)
     few = ServerLoad(16, answered=30, continued=20, tokens=20_000, cached=18_000)
     assert [controller.update(few) for _ in range(5)] == [16] * 4 + [32], "128 turns of 32 samples"
     assert controller.update(few) == 32, "only half of the groups that it allows have begun"
@@ -140,7 +168,7 @@ def test_a_limit_is_judged_by_the_turns_that_were_answered_under_it() -> None:
 
 
 def test_tasks_of_one_turn_have_no_hit_rate_and_may_have_more_groups() -> None:
-    assert ConcurrencyController(most=100, start=16, group=8).update(ServerLoad(16, answered=4 * 8 * 16)) == 32
+    assert ConcurrencyController(max_groups=100, start=16, group=8).update(ServerLoad(16, answered=4 * 8 * 16)) == 32
 
 
 @pytest.mark.parametrize(
@@ -149,11 +177,11 @@ def test_tasks_of_one_turn_have_no_hit_rate_and_may_have_more_groups() -> None:
     ids=["not all slots are taken", "the cache is full", "idle"],
 )
 def test_the_limit_stays_where_more_groups_would_not_help(load: ServerLoad) -> None:
-    assert ConcurrencyController(most=100, start=16).update(load) == 16
+    assert ConcurrencyController(max_groups=100, start=16).update(load) == 16
 
 
 def test_the_limit_is_between_one_and_the_largest_number() -> None:
-    controller = ConcurrencyController(most=10, start=8)
+    controller = ConcurrencyController(max_groups=10, start=8)
     assert controller.update(known(8)) == 10
     for _ in range(20):
         controller.update(ServerLoad(controller.limit, preemptions=1))
