@@ -2,7 +2,7 @@
 
 Owns the number of passes over a batch. Promises that a batch changes the model once at most; that all ranks do the
 same, since the norm that decides is that of all of them; and that a repeated pass has the parameters, the rows and the
-loss weights of the first. The caller has the rows anyway, or the ranks have them staged: no memory is added.
+loss weights of the first. No memory is added, since the rows are in it: at the caller, or staged on the ranks.
 
     metrics = train_batch(dispatch, "policy", batch, loss)
 """
@@ -29,8 +29,8 @@ def train_batch(
     level: MetricsLevel = "basic",
     stepping: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, float]:
-    """The metrics of `forward_backward` and `optim_step`, of the last pass over the rows. Each optimizer step is taken
-    within a context of `stepping`.
+    """The metrics of `forward_backward` and `optim_step`, of the last pass over the rows, with the `flops` of all
+    passes. Each optimizer step is taken within a context of `stepping`.
 
     In float16 `overflows` is the number of passes after which the scale was halved. `skipped` is 1 if the last one was
     among them, or its gradient was not finite for another reason. A loss that is not finite is not repeated: no scale

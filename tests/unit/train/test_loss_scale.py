@@ -111,7 +111,7 @@ class Ranks:
         fill_gradients(self.parameters, 0, size=scale)
         if scale > self._fits:
             overflow(self.parameters)
-        return {"loss": self._loss}
+        return {"loss": self._loss, "flops": 1e6}
 
     def optim_step(self, _: str) -> dict[str, float]:
         step = self.optimizer.step()
@@ -131,7 +131,8 @@ def test_a_batch_is_trained_again_at_half_the_scale_until_its_gradients_fit() ->
         "overflows": 2.0,
         "loss_scale": 1 << 8,
     }
-    assert at_once.train() == trained | {"overflows": 0.0}
+    assert at_once.train() == trained | {"overflows": 0.0, "flops": 1e6}
+    assert trained["flops"] == 3e6, "of all passes"
     assert all(
         map(
             torch.equal,
