@@ -69,6 +69,7 @@ def _pytest(
     output = subprocess.PIPE if captured else None
     # Processes that tests kill leave their temporary folders. pytest's own stay where they are, to be looked at.
     with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o1777)  # as /tmp: some tests have processes of other users
         environment = {**os.environ, "PYTEST_DEBUG_TEMPROOT": tempfile.gettempdir(), "TMPDIR": folder}
         try:
             return subprocess.run(

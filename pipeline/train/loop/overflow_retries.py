@@ -39,7 +39,8 @@ def train_batch(
     overflows = flops = 0.0
     while True:
         metrics = dispatch.forward_backward(name, rows, loss, level=level)
-        metrics["flops"] = flops = metrics["flops"] + flops
+        if overflows:
+            metrics["flops"] += flops
         with stepping():
             metrics |= dispatch.optim_step(name)
         if "overflows" not in metrics:
@@ -47,3 +48,4 @@ def train_batch(
         overflows += metrics["overflows"]
         if not metrics["overflows"] or overflows == MAX_OVERFLOWS or not isfinite(metrics["loss"]):
             return metrics | {"overflows": overflows}
+        flops = metrics["flops"]
