@@ -230,12 +230,12 @@ def min_engine_bytes(config: RunConfig, sizes: Sizes) -> int:
 
 
 def colocated_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a server's GPU for other users than its engine: `bytes_beside_engine`, and a colocated trainer."""
+    """Bytes of a server's GPU for other users than its engine: `bytes_outside_engine`, and a colocated trainer."""
     trainer = trainer_memory(config, sizes).total if config.resources.colocate else 0
-    return trainer + bytes_beside_engine(config, sizes)
+    return trainer + bytes_outside_engine(config, sizes)
 
 
-def bytes_beside_engine(config: RunConfig, sizes: Sizes) -> int:
+def bytes_outside_engine(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: arriving weights, drafted tokens'
     logits, and CUDA."""
     parts = server_memory(config, sizes).parts

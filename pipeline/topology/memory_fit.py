@@ -18,7 +18,7 @@ from pipeline.topology.gpu_memory import (
     CONTEXT,
     GIB,
     MemoryBudget,
-    bytes_beside_engine,
+    bytes_outside_engine,
     colocated_bytes,
     dp_shard,
     min_engine_bytes,
@@ -52,7 +52,7 @@ def trainer_allowance(config: RunConfig, sizes: Sizes, memory: int) -> int:
     placed = with_gpu_memory(config, memory)
     if not config.serve.enabled:
         check_memory(placed, sizes)
-    left = int((1 - config.inference.gpu_memory) * memory) - bytes_beside_engine(config, sizes) - CONTEXT
+    left = int((1 - config.inference.gpu_memory) * memory) - bytes_outside_engine(config, sizes) - CONTEXT
     if left <= 0:
         raise _out_of_memory_error(
             placed, "a trainer on the GPU of its servers", trainer_memory(config, sizes), "lower inference.gpu_memory"
@@ -85,7 +85,7 @@ def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
         raise _out_of_memory_error(config, "each GPU of a server", need, _hint_server(config, sizes, memory))
     share, most = config.inference.gpu_memory, max_gpu_memory_utilization(config, sizes, memory)
     if share > most:
-        expected = f"at most {most}: {_users_beside_engine(config)} take {outside / GIB:.1f} GiB beside it"
+        expected = f"at most {most}: {_users_outside_engine(config)} take {outside / GIB:.1f} GiB outside of it"
         raise ConfigError("inference.gpu_memory", share, expected, "lower it")
     if share * memory < inside:
         draft = "a drafting model, " if sizes.draft else ""
@@ -93,7 +93,7 @@ def _check_servers(config: RunConfig, sizes: Sizes, memory: int) -> None:
         raise ConfigError("inference.gpu_memory", share, expected, "raise it, or lower model.max_length")
 
 
-def _users_beside_engine(config: RunConfig) -> str:
+def _users_outside_engine(config: RunConfig) -> str:
     """The users of a server's GPU other than the engine."""
     trainer = "the trainer, " if config.resources.colocate else ""
     drafted = "" if config.inference.speculation.method == "none" else ", logits of drafted tokens"

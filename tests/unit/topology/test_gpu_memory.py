@@ -241,7 +241,7 @@ def test_a_server_that_does_not_fit_is_refused_with_how_many_gpus_do() -> None:
 @pytest.mark.parametrize(
     ("share", "words"),
     [
-        (0.85, "expected at most 0.79: weights that arrive and CUDA take 16.5 GiB beside it; lower it"),
+        (0.85, "expected at most 0.79: weights that arrive and CUDA take 16.5 GiB outside of it; lower it"),
         (0.1, "expected at least 0.24"),
     ],
 )
