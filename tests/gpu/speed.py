@@ -56,7 +56,7 @@ class Way:
     reshard: bool = False
     shared: bool = False
     replicas: int = 1
-    moments: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16", "float8"] = "float32"
 
 
 WAYS = {
@@ -67,6 +67,7 @@ WAYS = {
     "worker, compiled, rows staged, sharded again": Way(compile=True, staged=True, reshard=True),
     "worker, compiled, rows staged, prefixes shared": Way(compile=True, staged=True, shared=True),
     "worker, compiled, rows staged, moments bfloat16": Way(compile=True, staged=True, moments="bfloat16"),
+    "worker, compiled, rows staged, moments float8": Way(compile=True, staged=True, moments="float8"),
     "worker, eager": Way(),
     "plain loop, eager": Way(plain=True),
     "worker, compiled, padded": Way(compile=True, packed=False),

@@ -3,8 +3,10 @@
     python -m tests.gpu.variants OUT.json --model DIR [--ways recipe old fp8 …] [--seeds 0 1 2] [key=value …]
 
 SmolLM2-135M-Instruct learns sums (`tests.gpu.real`). Of each way and seed: the mean reward of the first and of the last
-ten steps, the highest mean of ten steps, samples a second, and the medians of `mismatch_kl` and of what a step consists
-of. The result is written after each run; no run begins after `--deadline` seconds.
+ten steps, the highest mean of ten steps, the accuracy on the held-out prompts at the first and at the last evaluation,
+samples a second, and the medians of `mismatch_kl` and of what a step consists of. Where groups of equal rewards are
+discarded, rewards are those of the other groups, so that only accuracies compare such a way with others. The result is
+written after each run; no run begins after `--deadline` seconds.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from typing import Any
 
 from slurm.submission.compose_config import compose_config
 from tests.bench.tables import markdown
-from tests.gpu import real
+from tests.gpu import loop, real
 from tests.gpu.cold_starts import command_of, gpu_name
 
 WAYS: dict[str, tuple[str, ...]] = {
@@ -76,7 +78,13 @@ def run(here: Path, folder: Path, way: str, seed: int, given: argparse.Namespace
     means = [statistics.mean(ran["rewards"][at : at + WINDOW]) for at in range(len(ran["rewards"]) - WINDOW + 1)]
     if means:
         found |= {"first": means[0], "last": means[-1], "best": max(means)}
-    return found
+    return found | {"evals": evals(here / "run" / "metrics.jsonl")}
+
+
+def evals(metrics: Path) -> list[dict[str, float]]:
+    """Step, accuracy and standard error of each evaluation of the held-out prompts that has an accuracy."""
+    rows = [row for row in loop.rows_of(metrics) if row["kind"] == "eval" and "eval/accuracy" in row]
+    return [{name: row[name] for name in ("step", "eval/accuracy", "eval/stderr")} for row in rows]
 
 
 def report(runs: Sequence[dict[str, Any]]) -> str:
@@ -86,13 +94,14 @@ def report(runs: Sequence[dict[str, Any]]) -> str:
             run["way"],
             run["seed"],
             *(f"{run[name]:.3f}" if name in run else "" for name in names),
+            *(f"{run['evals'][at]['eval/accuracy']:.3f}" if run.get("evals") else "" for at in (0, -1)),
             f"{run['split']['mismatch_kl']:.1e}" if "mismatch_kl" in run.get("split", {}) else "",
             len(run["ends"]),
             run["exit"],
         )
         for run in runs
     ]
-    return markdown(("way", "seed", *names, "mismatch KL", "steps", "exit"), rows)
+    return markdown(("way", "seed", *names, "accuracy before", "after", "mismatch KL", "steps", "exit"), rows)
 
 
 if __name__ == "__main__":
