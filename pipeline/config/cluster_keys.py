@@ -185,6 +185,11 @@ class ResourcesConfig(Section):
         description="Colocate the servers on the trainer's GPUs, for machines with one or few GPUs; "
         "inference.gpu_memory must leave enough memory for the trainer.",
     )
+    mps: bool = Field(
+        False,
+        description="Start NVIDIA's Multi-Process Service on nodes whose GPUs several roles share, so that their "
+        "kernels run at once; docs/gpus.md#multi-process-service.",
+    )
     gpu_memory: Memory = Field(
         "",
         description="Memory of each GPU, such as `80G`: a plan that does not fit is refused before anything starts; "
@@ -198,3 +203,8 @@ class ResourcesConfig(Section):
         description="A heterogeneous Slurm job of two components, with services on nodes without GPUs. Otherwise all "
         "nodes are alike.",
     )
+
+    @property
+    def needs_mps(self) -> bool:
+        """Whether nodes run the Multi-Process Service: `mps` has an effect only where roles share a GPU."""
+        return self.mps and self.device == "cuda" and (self.colocate or self.inference.servers_per_gpu > 1)

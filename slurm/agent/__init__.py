@@ -15,6 +15,7 @@
 | `role_lifecycle` | the states of a role, and the shutdown order |
 | `node_forks` | the fork server from which a node's roles start |
 | `preflight` | a rank's check of its node |
+| `multi_process_service` | NVIDIA's Multi-Process Service for roles that share GPUs |
 | `gpu_locks` | locks on the GPUs of a machine without a scheduler |
 | `tmpdir` | directories for temporary files and caches of roles |
 | `agent_heartbeat` | an agent's heartbeat file and the exit markers on disk |

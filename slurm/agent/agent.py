@@ -43,6 +43,7 @@ from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, OtherAgents,
 from slurm.agent.control_link import ControlLinks
 from slurm.agent.control_tree import ChangeBoard
 from slurm.agent.gpu_locks import Claimant, claim_visible
+from slurm.agent.multi_process_service import multi_process_service
 from slurm.agent.neighbor_watch import NeighborWatch
 from slurm.agent.node_forks import node_forks, roles_of
 from slurm.agent.node_partition import NodePartition, processes_of
@@ -170,13 +171,18 @@ def _run_attempt(
         return "preempted"
     contexts = [RoleContext(paths, config, world, placement) for placement in world.of_rank(environment.rank)]
     agent, ranks = agent_name(environment.rank), environment.ranks
+    gpus = [context.placement.gpus for context in contexts]
+    gpus += [node.gpus for node in world.spares if node.rank == environment.rank]
+    service = multi_process_service(
+        config.resources.needs_mps and any(gpus), paths.logs / f"mps.{environment.rank}.log"
+    )
     variables = resources.enter_context(scratch_folder(shared=config.cluster.compile_cache))
     seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
     revisions = links.schedule("revisions", FOLLOW_SECONDS)
     follower = WorldFollower(paths, config, environment.rank, revisions) if world.spares else None
     report = partial(_handle_lost_rank, paths, config, agent, links.board)
     links.use_addresses(world.address_of_rank)
-    with links, NeighborWatch(paths, environment.rank, ranks, seconds, report, links):
+    with links, NeighborWatch(paths, environment.rank, ranks, seconds, report, links), service as shared_gpus:
         supervisor = Supervisor(
             contexts,
             agent,
@@ -184,7 +190,7 @@ def _run_attempt(
             config.cluster,
             notice,
             ranks=ranks,
-            variables=variables,
+            variables=variables | shared_gpus,
             forks=forks,
             follower=follower,
             schedule=links.schedule("events"),
@@ -249,7 +255,7 @@ def _meet(
     plan, interface = make_plan(config), environment.interface
     if environment.ranks != plan.ranks:
         raise RendezvousError(f"the job has {environment.ranks} ranks and the plan {plan.ranks}; submit the run again")
-    gpus, unfit = find_node(paths, plan, environment, resources)
+    gpus, unfit = find_node(paths, plan, environment, resources, config.resources.needs_mps)
     holders = [resources.enter_context(subprocesses.hold_port()) for _ in range(plan.ports_per_rank)]
     addresses, token = environment.addresses_on(config.cluster.network), secrets.token_hex(16)
     if len(addresses) == 1:
@@ -284,7 +290,7 @@ def _meet(
 
 
 def find_node(
-    paths: AttemptPaths, plan: Plan, environment: Environment, resources: ExitStack
+    paths: AttemptPaths, plan: Plan, environment: Environment, resources: ExitStack, needs_mps: bool = False
 ) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """The GPUs that this rank may use, and the node's problems.
 
@@ -297,7 +303,7 @@ def find_node(
         claimant = Claimant(run_id=paths.run_id, attempt=paths.attempt, rank=environment.rank)
         claimed = claim_visible(visible, needs, claimant, resources)
         gpus, problem = claimed.gpus, claimed.problem
-    unfit = preflight(paths.run, gpus, NodeRequirements(free_gpus=any(needs)))
+    unfit = preflight(paths.run, gpus, NodeRequirements(free_gpus=any(needs), mps=needs_mps))
     return gpus, (*unfit, problem) if problem else unfit
 
 

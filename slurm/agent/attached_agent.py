@@ -34,6 +34,7 @@ from pipeline.utils.waiting import CLOCK, Clock, Deadline, wait_for
 from slurm.agent import role_lifecycle
 from slurm.agent.agent import find_node, first_failure_text, make_folders, note_signals
 from slurm.agent.agent_heartbeat import HeartbeatFile, agent_name, mark_down
+from slurm.agent.multi_process_service import multi_process_service
 from slurm.agent.neighbor_watch import NeighborCheck
 from slurm.agent.node_forks import node_forks
 from slurm.agent.role_process import SupervisedRole
@@ -95,14 +96,16 @@ class AttachedNode:
         plan = make_servers_plan(self._config, first)
         self._bundle = plan.bundles[environment.rank]
         claimed = job.attempt(self._run_id, environment.attempt)
-        gpus, unfit = find_node(claimed, plan, environment, resources)
+        gpus, unfit = find_node(claimed, plan, environment, resources, self._config.resources.needs_mps)
         if unfit:
             raise RendezvousError(f"this node cannot serve: {', '.join(unfit)}")
         holders = [resources.enter_context(subprocesses.hold_port()) for _ in range(self._bundle.ports)]
         self._ports = tuple(holder.getsockname()[1] for holder in holders)
         self._gpus = tuple(gpu.index for gpu in gpus)
         self._forks = resources.enter_context(node_forks(self._config, ["inference"]))
-        self._variables = resources.enter_context(scratch_folder())
+        wants_mps = self._config.resources.needs_mps and bool(gpus)
+        service = multi_process_service(wants_mps, claimed.logs / f"mps.{environment.rank}.log")
+        self._variables = resources.enter_context(scratch_folder()) | resources.enter_context(service)
 
     def serve_attempts(self) -> None:
         """Serve the run's attempts until the run ends, has no attempt for `cluster.rendezvous_seconds`, or a signal."""

@@ -18,6 +18,8 @@ from pipeline.utils import shared_files
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 
 PROBE_SECONDS = 20.0
+MPS_PROGRAM = "nvidia-cuda-mps-control"
+"""The control program of NVIDIA's Multi-Process Service, a part of the driver."""
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -51,11 +53,13 @@ class NodeRequirements(msgspec.Struct, frozen=True, kw_only=True):
         disk, memory: free bytes.
         free_gpus: whether the run uses GPUs, so that GPUs held by other processes are a problem. The number that a rank
             needs depends on its roles: `pipeline.topology.assignment` counts them.
+        mps: whether roles share its GPUs through the Multi-Process Service.
     """
 
     disk: int = 1 * GIB
     memory: int = 1 * GIB
     free_gpus: bool = False
+    mps: bool = False
 
 
 def preflight(folder: Path, gpus: Sequence[Gpu], needs: NodeRequirements) -> tuple[str, ...]:
@@ -121,7 +125,10 @@ def _memory_problems(needs: NodeRequirements) -> list[str]:
 
 
 def _gpu_problems(gpus: Sequence[Gpu], needs: NodeRequirements) -> list[str]:
-    return [gpu.held for gpu in gpus if needs.free_gpus and gpu.held]
+    problems = [gpu.held for gpu in gpus if needs.free_gpus and gpu.held]
+    if needs.mps and gpus and shutil.which(MPS_PROGRAM) is None:
+        problems.append(f"{MPS_PROGRAM} of NVIDIA's driver is not on PATH: add its folder, or set resources.mps=false")
+    return problems
 
 
 def _nvidia_smi() -> str:

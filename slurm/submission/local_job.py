@@ -9,6 +9,7 @@ unfinished checkpoint is removed. The caller has claimed the run and displays it
         follow_here(LocalJob(paths, config, plan), interrupted)
 """
 
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from pipeline.topology.plan import Plan
 from pipeline.utils.waiting import CLOCK
 from slurm.agent.agent import Agent
 from slurm.agent.gpu_locks import missing_gpus
-from slurm.agent.preflight import GIB, find_gpus
+from slurm.agent.preflight import GIB, MPS_PROGRAM, find_gpus
 from slurm.batch.executors import LocalNodesExecutor
 from slurm.monitor.live_view import follow_run
 from slurm.registry import run_registry
@@ -71,6 +72,13 @@ def check_shared_gpus(config: RunConfig, check: Callable[[RunConfig], None]) -> 
             f"{error.hint}. This machine's smallest GPU has {min(known) / GIB:.1f} GiB; CUDA_VISIBLE_DEVICES can name "
             "others, and resources.gpu_memory replaces the measured value",
         ) from None
+
+
+def check_mps(config: RunConfig) -> None:
+    """Raise `ConfigError` if the run needs the Multi-Process Service and this machine lacks its program."""
+    if config.resources.needs_mps and shutil.which(MPS_PROGRAM) is None:
+        expected = f"false on a machine without {MPS_PROGRAM}, a part of NVIDIA's driver"
+        raise ConfigError("resources.mps", True, expected, "set it, or add the program's folder to PATH")
 
 
 def check_server_gpus(config: RunConfig) -> None:

@@ -46,7 +46,7 @@ from slurm.registry import run_registry
 from slurm.scheduler.scheduler_protocol import JobQueue
 from slurm.scheduler.scheduler_registry import batch_scheduler, connect_scheduler
 from slurm.submission.launcher_forks import call_with_torch
-from slurm.submission.local_job import check_server_gpus, check_shared_gpus
+from slurm.submission.local_job import check_mps, check_server_gpus, check_shared_gpus
 from slurm.submission.size_cache import remembered_sizes
 from slurm.submission.submission_warnings import check_agents
 
@@ -99,6 +99,7 @@ def _check_engine(config: RunConfig) -> None:
         engine.check_config(config)
     if config.cluster.on_this_machine:
         check_server_gpus(config)
+        check_mps(config)
 
 
 def _check_dtypes(config: RunConfig) -> None:

@@ -1,0 +1,83 @@
+"""NVIDIA's Multi-Process Service (MPS) for roles that share GPUs: their kernels run at once, not in turns.
+
+Owns the service's control daemon of a rank. Promises that the daemon answers before a role starts, and that neither it
+nor its folder is left when the block ends. Needs no root. Must not know roles.
+
+    with multi_process_service(needs_mps and bool(gpus), paths.logs / "mps.0.log") as variables:
+        …start roles with these variables…
+
+Source: NVIDIA, Multi-Process Service, https://docs.nvidia.com/deploy/mps/.
+"""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pipeline.errors import DeadlineError, RollcallError
+from pipeline.utils import subprocesses
+from pipeline.utils.waiting import wait_for
+from slurm.agent.preflight import MPS_PROGRAM
+
+PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+START_SECONDS = 20.0
+ANSWER_SECONDS = 5.0
+STOP_SECONDS = 5.0
+
+
+@contextmanager
+def multi_process_service(
+    wanted: bool, log: Path, environment: Mapping[str, str] = os.environ
+) -> Iterator[dict[str, str]]:
+    """The environment variables by which roles use a service that runs until the block ends; none unless `wanted`.
+
+    The daemon sees all GPUs of the node, so that the numbers in a role's CUDA_VISIBLE_DEVICES stay valid. Its output
+    is appended to `log`. Raises `RollcallError` if it ends or does not answer within `START_SECONDS`.
+    """
+    if not wanted:
+        yield {}
+        return
+    # Not below TMPDIR: the folder has sockets, whose paths may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="rollcall-mps-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        variables = {PIPES: folder, LOGS: folder}
+        own = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"} | variables
+        daemon = subprocesses.Child([MPS_PROGRAM, "-f"], log, own)
+        try:
+            _wait_until_ready(daemon, own)
+            yield variables
+        finally:
+            _request("quit", own)
+            daemon.stop(STOP_SECONDS)
+
+
+def _wait_until_ready(daemon: subprocesses.Child, environment: Mapping[str, str]) -> None:
+    def ready() -> bool:
+        return daemon.poll() is not None or _request("get_server_list", environment)
+
+    try:
+        wait_for(f"{MPS_PROGRAM} to answer", ready, START_SECONDS)
+        problem = "" if daemon.poll() is None else f"{MPS_PROGRAM} {subprocesses.describe_exit(daemon.poll() or 0)}"
+    except DeadlineError as late:
+        problem = str(late)
+    if problem:
+        reason = " ".join(subprocesses.tail(daemon.log, 3)) or "without output"
+        raise RollcallError(f"{problem}: {reason}; set resources.mps=false to run without the Multi-Process Service")
+
+
+def _request(command: str, environment: Mapping[str, str]) -> bool:
+    """Send a command to the daemon. Returns whether it answered."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        answer = subprocess.run(
+            [MPS_PROGRAM],
+            input=f"{command}\n",
+            text=True,
+            env=dict(environment),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=ANSWER_SECONDS,
+            check=False,
+        )
+        return answer.returncode == 0
+    return False
