@@ -1,8 +1,9 @@
 """Writes the tables and pictures of docs/performance.md from the raw figures: python -m docs.performance [--check]
 
 Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `speed`, `long_context`,
-`tinker`, `sharing`, `learns` and `peers` are shown. It measures nothing. With `--check` it fails if the page has other
-tables than it would write; pictures are not compared, since every release of matplotlib draws a little differently.
+`tinker`, `sharing`, `learns`, `peers` and `variants` are shown. It measures nothing. With `--check` it fails if the page
+has other tables than it would write; pictures are not compared, since every release of matplotlib draws a little
+differently.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.pictures import draw, steps_of
+from docs.variant_rows import variants
 from tests.gpu.learns import means
 from tests.gpu.peers import paces
 from tests.gpu.sharing import PACKED, SHARED
@@ -358,6 +360,7 @@ TABLES = {
     "loops": loops,
     "peers": peers,
     "learning": learning,
+    "variants": lambda: variants(RAW),
     "training": training,
     "long rows": long_rows,
     "sharing": sharing,

@@ -29,14 +29,14 @@ STOP_SECONDS = 5.0
 
 @contextmanager
 def multi_process_service(
-    wanted: bool, log: Path, environment: Mapping[str, str] = os.environ
+    enabled: bool, log: Path, environment: Mapping[str, str] = os.environ
 ) -> Iterator[dict[str, str]]:
-    """The environment variables by which roles use a service that runs until the block ends; none unless `wanted`.
+    """The environment variables by which roles use a service that runs until the block ends; none unless `enabled`.
 
     The daemon sees all GPUs of the node, so that the numbers in a role's CUDA_VISIBLE_DEVICES stay valid. Its output
     is appended to `log`. Raises `RollcallError` if it ends or does not answer within `START_SECONDS`.
     """
-    if not wanted:
+    if not enabled:
         yield {}
         return
     # Not below TMPDIR: the folder has sockets, whose paths may have 107 characters.

@@ -29,6 +29,10 @@ LAYOUT = (
 )
 """The roles' nodes and devices. A layout is read as a whole, so its file may state defaults again."""
 SHARED = (*LAYOUT, "resources.colocate", "inference.gpu_memory")
+SHARED_AT_ONCE = (
+    *(*SHARED, "resources.mps", "resources.inference.servers_per_gpu"),
+    "training.micro_batch_tokens",  # the host takes longer for two micro-batches of a small model than for a large one
+)
 RECIPE = (
     *("name", "task.options", "model.max_length", "optim.lr"),
     *("training.steps", "training.prompts_per_step", "training.max_lag"),
@@ -60,7 +64,7 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
         "rloo": ["loss.name", "loss.advantage_estimator", "loss.normalize"],
     },
     "model": {"*": MODEL, "tiny_qwen3": TINY, "tiny_text": TINY},
-    "resources": {"*": LAYOUT, "one_gpu": SHARED, "machine": SHARED},
+    "resources": {"*": LAYOUT, "one_gpu": SHARED, "one_gpu_mps": SHARED_AT_ONCE, "machine": SHARED},
     "task": {
         "*": ["task.name"],
         "agent": ["task.name", "task.processes"],  # an agent waits for the policy most of the time
