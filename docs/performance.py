@@ -1,8 +1,8 @@
 """Writes the tables and pictures of docs/performance.md from the raw figures: python -m docs.performance [--check]
 
 Owns how the results in docs/performance/ of `tests.gpu.loop`, `weights`, `generation`, `speed`, `long_context`,
-`tinker`, `sharing`, `learns`, `peers` and `variants` are shown. It measures nothing. With `--check` it fails if the page
-has other tables than it would write; pictures are not compared, since every release of matplotlib draws a little
+`tinker`, `sharing`, `learns`, `peers` and `variants` are shown. It measures nothing. With `--check` it fails if the
+page has other tables than it would write; pictures are not compared, since every release of matplotlib draws a little
 differently.
 """
 
